@@ -1,0 +1,150 @@
+"""Engine configuration: one frozen dataclass; flags, help, defaults and docs/flags.md are all built from its fields.
+
+Two steps: `parse(argv)` does no I/O and reports all mistakes at once; `EngineConfig.resolve(...)` (runtime) reads the
+model's config and the machine. SGLang's flag names are used where the semantics agree.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import sys
+import typing
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from baton.errors import ConfigError
+
+
+def opt(default: Any, help: str, *, choices: Sequence[str] | None = None, env: str | None = None) -> Any:
+    """A field that is also a flag. `help` names the unit in brackets; `env` is read when the flag is absent."""
+    return dataclasses.field(default=default, metadata={"help": help, "choices": choices, "env": env})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    model_path: str = opt("demo", "Hugging Face model directory, or 'demo' for the built-in model")
+    tokenizer_path: str | None = opt(None, "directory with tokenizer.json (default: the model's)")
+    served_model_name: str | None = opt(None, "name in /v1/models and responses (default: the directory's name)")
+    load_format: str = opt("auto", "auto: safetensors files; dummy: random weights of the config's shape", choices=("auto", "dummy"))
+    dtype: str = opt("auto", "compute type; auto takes the checkpoint's, float16 runs as bfloat16 on CPU", choices=("auto", "float32", "bfloat16"))
+    context_length: int | None = opt(None, "longest prompt + answer accepted (default: the model's) [tokens]")
+    chat_template: str | None = opt(None, "file with a Jinja chat template that replaces the model's")
+
+    host: str = opt("127.0.0.1", "address the HTTP server listens on")
+    port: int = opt(30000, "port of the HTTP server; 0 picks a free one")
+    api_key: str | None = opt(None, "require 'Authorization: Bearer KEY' on all but health endpoints", env="BATON_API_KEY")
+
+    disaggregation_mode: str = opt("null", "null: both phases here; prefill / decode: one half of a pair", choices=("null", "prefill", "decode"))
+    disaggregation_bootstrap_port: int = opt(8998, "P node: port of the bootstrap server; 0 picks a free one")
+    disaggregation_transfer_backend: str = opt("auto", "how KV pages travel; auto: shm on one host, else tcp", choices=("auto", "shm", "tcp"))
+    transfer_port: int = opt(0, "first TCP port of the transfer runtime, one per DP rank; 0 picks free ones")
+    cluster_key: str | None = opt(None, "shared secret that authenticates the KV transfer control plane", env="BATON_CLUSTER_KEY")
+    kv_lease_secs: float = opt(30.0, "how long P keeps a finished prompt's pages for D without a heartbeat [s]")
+    kv_transfer_timeout_secs: float = opt(60.0, "D gives up on a request's KV after this long [s]")
+    num_reserved_decode_tokens: int = opt(512, "D keeps room for this many more tokens per running request when admitting [tokens]")
+
+    tp_size: int = opt(1, "tensor-parallel ranks; only 1 in this version")
+    dp_size: int = opt(1, "data-parallel ranks, each with its own scheduler and KV pool")
+    device: str = opt("cpu", "compute device", choices=("cpu",))
+    attention_backend: str = opt("cpu", "cpu: native paged kernels; torch: reference on any device", choices=("cpu", "torch"))
+    cpu_threads: int = opt(0, "compute threads per DP rank; 0: cores / ranks on this node")
+
+    page_size: int = opt(16, "tokens per KV page; equal on all nodes of a cluster [tokens]")
+    max_total_tokens: int = opt(0, "KV pool size per DP rank; 0: sized from kv-pool-mib [tokens]")
+    kv_pool_mib: int = opt(128, "memory of the KV pool per DP rank when max-total-tokens is 0 [MiB]")
+    max_running_requests: int = opt(64, "most requests decoding at once per DP rank")
+    max_queued_requests: int = opt(4096, "most requests waiting per DP rank; more are answered 503")
+    chunked_prefill_size: int = opt(512, "token budget of one step: decode rows first, then prompt chunks [tokens]")
+    max_prefill_tokens: int = opt(16384, "most prompt tokens in one step, whatever the chunk size [tokens]")
+    prefill_max_requests: int | None = opt(None, "most prompts that one step may work on")
+    schedule_policy: str = opt("fcfs", "order of the waiting queue", choices=("fcfs", "lpm"))
+    schedule_conservativeness: float = opt(1.0, "scales the estimate of how much running requests will still generate")
+    disable_radix_cache: bool = opt(False, "do not reuse KV of equal prompt prefixes")
+    disable_overlap_schedule: bool = opt(False, "plan step n+1 only after step n has finished")
+    prefill_first: bool = opt(False, "SGLang's order: prompts before decode rows, for comparison")
+    stream_interval: int = opt(1, "tokens per streamed event [tokens]")
+    request_timeout_secs: float = opt(1800.0, "a request ends with 'timeout' after this long [s]")
+    drain_timeout_secs: float = opt(60.0, "on SIGTERM wait this long for running requests [s]")
+    random_seed: int = opt(0, "seed of dummy weights")
+    log_level: str = opt("info", "least severe log line shown", choices=("debug", "info", "warning", "error"))
+
+
+def flag_name(field_name: str) -> str:
+    return "--" + field_name.replace("_", "-")
+
+
+def _base_type(annotation: Any) -> Callable[[str], Any]:
+    args = [a for a in typing.get_args(annotation) if a is not type(None)]
+    base = args[0] if args else annotation
+    assert base in (int, float, str, bool), annotation
+    return typing.cast(Callable[[str], Any], base)
+
+
+def add_flags(parser: argparse.ArgumentParser, cls: type = EngineConfig) -> None:
+    """Add one flag per field of `cls` to `parser`."""
+    hints = typing.get_type_hints(cls)
+    for f in dataclasses.fields(cls):
+        kind = _base_type(hints[f.name])
+        shown = "" if f.default is None or kind is bool else f" (default: {f.default})"
+        text = f.metadata["help"].replace("%", "%%") + shown
+        if kind is bool:
+            parser.add_argument(flag_name(f.name), action="store_true", default=argparse.SUPPRESS, help=text)
+        else:
+            parser.add_argument(
+                flag_name(f.name), type=kind, default=argparse.SUPPRESS, help=text,
+                choices=f.metadata["choices"], metavar=None if f.metadata["choices"] else f.name.upper().rsplit("_", 1)[-1],
+            )
+
+
+def _violations(c: EngineConfig) -> list[str]:
+    """Every rule between fields and ranges; each message names the flag, the value and what to do."""
+    bad: list[str] = []
+
+    def rule(ok: bool, text: str) -> None:
+        if not ok:
+            bad.append(text)
+
+    rule(c.tp_size == 1, f"--tp-size {c.tp_size}: tensor parallelism needs a GPU build, which this version is not; use --tp-size 1")
+    rule(1 <= c.dp_size <= 64, f"--dp-size {c.dp_size}: give 1 to 64 ranks")
+    rule(c.page_size in (1, 2, 4, 8, 16, 32, 64, 128), f"--page-size {c.page_size}: use a power of two from 1 to 128")
+    rule(
+        c.chunked_prefill_size >= c.page_size and c.chunked_prefill_size % c.page_size == 0,
+        f"--chunked-prefill-size {c.chunked_prefill_size}: use a positive multiple of --page-size ({c.page_size})",
+    )
+    for name in ("max_running_requests", "max_queued_requests", "max_prefill_tokens", "stream_interval", "kv_pool_mib"):
+        rule(getattr(c, name) >= 1, f"{flag_name(name)} {getattr(c, name)}: must be at least 1")
+    for name in ("kv_lease_secs", "kv_transfer_timeout_secs", "request_timeout_secs", "schedule_conservativeness"):
+        rule(getattr(c, name) > 0, f"{flag_name(name)} {getattr(c, name)}: must be above 0")
+    for name in ("port", "disaggregation_bootstrap_port", "transfer_port"):
+        rule(0 <= getattr(c, name) <= 65535, f"{flag_name(name)} {getattr(c, name)}: ports are 0 to 65535")
+    for name in ("max_total_tokens", "cpu_threads", "num_reserved_decode_tokens"):
+        rule(getattr(c, name) >= 0, f"{flag_name(name)} {getattr(c, name)}: must not be negative")
+    rule(not (c.max_total_tokens and c.max_total_tokens < 2 * c.page_size), f"--max-total-tokens {c.max_total_tokens}: give at least two pages")
+    return bad
+
+
+def build(values: dict[str, Any]) -> EngineConfig:
+    """Make a checked config from field values. Raises ConfigError that lists every violation."""
+    for f in dataclasses.fields(EngineConfig):
+        env = f.metadata["env"]
+        if env and f.name not in values and os.environ.get(env):
+            values[f.name] = os.environ[env]
+    config = EngineConfig(**values)
+    if bad := _violations(config):
+        raise ConfigError("\n".join(bad))
+    return config
+
+
+def parse(argv: Sequence[str], prog: str = "baton engine") -> EngineConfig:
+    """Turn flags into a config; prints every mistake and exits with 2 when there is one."""
+    parser = argparse.ArgumentParser(prog=prog, description="One Baton engine: prefill node, decode node, or both in one.", allow_abbrev=False)
+    add_flags(parser)
+    values = vars(parser.parse_args(argv))
+    try:
+        return build(values)
+    except ConfigError as err:
+        print(f"{prog}: {err.message}", file=sys.stderr)
+        raise SystemExit(2) from err

@@ -1,0 +1,134 @@
+"""Every error the engine raises on purpose: one class, one stable code, one HTTP status.
+
+The same codes are used by the router and listed in docs/protocol.md; a test keeps the three in step.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class EngineError(Exception):
+    """Base of all deliberate errors. The message says what happened, with the numbers, and what to do next."""
+
+    code: ClassVar[str] = "internal_error"
+    status: ClassVar[int] = 500
+    type: ClassVar[str] = "server_error"
+
+    def __init__(self, message: str, *, param: str | None = None, retry_after_secs: int | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        self.retry_after_secs = retry_after_secs
+
+    def body(self) -> dict[str, object]:
+        """The OpenAI error object, exactly as it goes over the wire."""
+        return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
+
+
+class BadRequest(EngineError):
+    code, status, type = "invalid_value", 400, "invalid_request_error"
+
+
+class InvalidJson(BadRequest):
+    code = "invalid_json"
+
+
+class MissingField(BadRequest):
+    code = "missing_field"
+
+
+class UnsupportedParameter(BadRequest):
+    code = "unsupported_parameter"
+
+
+class PromptTooLong(BadRequest):
+    code = "context_length_exceeded"
+
+
+class InvalidApiKey(EngineError):
+    code, status, type = "invalid_api_key", 401, "authentication_error"
+
+
+class ModelNotFound(EngineError):
+    code, status, type = "model_not_found", 404, "invalid_request_error"
+
+
+class NotFound(EngineError):
+    code, status, type = "not_found", 404, "invalid_request_error"
+
+
+class MethodNotAllowed(EngineError):
+    code, status, type = "method_not_allowed", 405, "invalid_request_error"
+
+
+class DuplicateRoom(EngineError):
+    code, status, type = "duplicate_room", 409, "invalid_request_error"
+
+
+class PayloadTooLarge(EngineError):
+    code, status, type = "payload_too_large", 413, "invalid_request_error"
+
+
+class QueueFull(EngineError):
+    code, status, type = "queue_full", 503, "overloaded_error"
+
+
+class Draining(EngineError):
+    code, status, type = "draining", 503, "overloaded_error"
+
+
+class NotReady(EngineError):
+    code, status, type = "not_ready", 503, "overloaded_error"
+
+
+class EngineDead(EngineError):
+    code, status = "engine_dead", 503
+
+
+class RequestTimeout(EngineError):
+    code, status = "timeout", 504
+
+
+class Aborted(EngineError):
+    code, status = "aborted", 499
+
+
+class PrefillFailed(EngineError):
+    code, status = "prefill_failed", 502
+
+
+class KvTransferFailed(EngineError):
+    """The prompt's KV pages did not arrive; `reason` is the transfer reason code (docs/protocol.md)."""
+
+    code, status = "kv_transfer_failed", 502
+
+
+class KvTransferTimeout(EngineError):
+    code, status = "kv_transfer_timeout", 504
+
+
+class PairIncompatible(EngineError):
+    code, status = "pair_incompatible", 502
+
+
+class BootstrapUnreachable(EngineError):
+    code, status = "bootstrap_unreachable", 502
+
+
+class ConfigError(EngineError):
+    """A flag or a checkpoint the engine cannot run with; ends the process with exit code 2."""
+
+    code, status = "config_error", 500
+
+
+def _all(cls: type[EngineError]) -> dict[str, type[EngineError]]:
+    found = {cls.code: cls}
+    for sub in cls.__subclasses__():
+        found.update(_all(sub))
+    return found
+
+
+def by_code(code: str) -> type[EngineError]:
+    """The class for a code that came over a process boundary; unknown codes are internal errors."""
+    return _all(EngineError).get(code, EngineError)

@@ -1,0 +1,111 @@
+"""Messages between the front process and a scheduler process (one per DP rank), over ZMQ.
+
+Encoded with msgspec's msgpack; token ids travel as little-endian int32 bytes, rows of a step as columns: one message per
+step whatever the batch size. No pickle. Front → rank: `ToRank`; rank → front: `ToFront`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from baton.request import FinishReason, Rendezvous, SamplingParams
+
+__all__ = ["FinishReason", "Rendezvous", "SamplingParams"]
+
+
+class Submit(msgspec.Struct, tag="submit"):
+    """One checked request (request.Validated on the wire). `age_secs`: time it already spent in the front."""
+
+    handle: int
+    rid: str
+    prompt: bytes
+    params: SamplingParams
+    priority: int = 0
+    namespace: bytes = b""
+    rendezvous: Rendezvous | None = None
+    age_secs: float = 0.0
+    timeout_secs: float | None = None
+
+
+class Abort(msgspec.Struct, tag="abort"):
+    """Stop these requests and free what they hold. No TokenBatch row follows for them; unknown handles are ignored."""
+
+    handles: list[int]
+
+
+class Control(msgspec.Struct, tag="control"):
+    """`op`: flush_cache | info | ledger | drain. The rank answers with one Reply carrying the same `id`."""
+
+    id: int
+    op: str
+    args: dict[str, Any] = {}
+
+
+ToRank = Submit | Abort | Control
+
+
+class Logprobs(msgspec.Struct, array_like=True):
+    """Logprob columns of one row's new tokens: chosen[n], and per token the k most likely (ids, logprobs)."""
+
+    chosen: list[float]
+    top_ids: list[list[int]]
+    top_logprobs: list[list[float]]
+
+
+class TokenBatch(msgspec.Struct, tag="tokens"):
+    """What one step produced. Columns of equal length, one entry per row that has something to say."""
+
+    handles: list[int]
+    counts: bytes
+    """int32[rows]: how many of `tokens` belong to each row (0 is legal with a finish)."""
+    tokens: bytes
+    """int32[sum(counts)]."""
+    finish: bytes
+    """int8[rows]: 0 or a FinishReason."""
+    cached_tokens: bytes
+    """int32[rows]: prompt tokens that were not computed by this cluster's prefill for this request."""
+    logprobs: dict[int, Logprobs] = {}
+    """Row index → logprobs, only for rows that asked."""
+    errors: dict[int, tuple[str, str]] = {}
+    """Row index → (error code of baton.errors, message), for rows with finish = ERROR."""
+
+
+class Reply(msgspec.Struct, tag="reply"):
+    id: int
+    ok: bool
+    result: dict[str, Any] = {}
+
+
+class Ready(msgspec.Struct, tag="ready"):
+    """The rank has loaded its model and accepts requests. `info` holds what /get_server_info adds (pool size, dtype …)."""
+
+    dp_rank: int
+    info: dict[str, Any]
+
+
+class Stats(msgspec.Struct, tag="stats"):
+    """Gauges and counters of one rank, every second and whenever it turns idle.
+
+    `gauges` / `counters` are keyed by the metric's name with labels already rendered, e.g. 'kv_pages{state="free"}';
+    the front adds the prefix `baton_` and the dp_rank label.
+    """
+
+    dp_rank: int
+    gauges: dict[str, float]
+    counters: dict[str, float]
+
+
+class Fatal(msgspec.Struct, tag="fatal"):
+    """The rank is about to exit (or could not start); the front fails its requests and turns unready."""
+
+    dp_rank: int
+    message: str
+
+
+ToFront = TokenBatch | Reply | Ready | Stats | Fatal
+
+encoder = msgspec.msgpack.Encoder()
+to_rank_decoder: msgspec.msgpack.Decoder[ToRank] = msgspec.msgpack.Decoder(ToRank)
+to_front_decoder: msgspec.msgpack.Decoder[ToFront] = msgspec.msgpack.Decoder(ToFront)

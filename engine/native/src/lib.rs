@@ -1,0 +1,17 @@
+//! `baton._native`: the PyO3 door to the Rust crates. No logic lives here: each module converts
+//! arguments, releases the GIL and calls its crate.
+
+use pyo3::prelude::*;
+
+mod kernels_py;
+mod router_py;
+mod transfer_py;
+
+#[pymodule]
+fn _native(m: &Bound<'_, PyModule>) -> PyResult<()> {
+    m.add("__version__", env!("CARGO_PKG_VERSION"))?;
+    kernels_py::register(m)?;
+    router_py::register(m)?;
+    transfer_py::register(m)?;
+    Ok(())
+}

@@ -1,0 +1,3 @@
+fn main() {
+    std::process::exit(baton_router::run(std::env::args().collect()));
+}
