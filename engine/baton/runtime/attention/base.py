@@ -1,0 +1,106 @@
+"""What a forward pass is told about its rows, and what an attention backend promises.
+
+A step: (1) the runner turns a plan into one `ForwardBatch`; (2) `backend.plan(batch)` once; (3) per layer
+`backend.forward(layer, q, k, v)` writes the step's K and V into the pool, then attends; (4) the batch is dropped.
+
+    row r:  its pages    page_indices[page_indptr[r] : page_indptr[r+1]], position p lives in page p // page_size
+            its queries  tokens [qo_indptr[r] : qo_indptr[r+1]), the last of kv_lens[r] positions
+
+                 |<------------- kv_lens[r] ------------->|
+                 |  already in the pool  |  n new tokens  |
+
+Invariants: decode rows (n = 1) come first; kv_lens[r] >= n >= 1; page ids are within the pool; slots of one step differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+@dataclass(slots=True)
+class ForwardBatch:
+    """One step's rows as tensors: T tokens, R rows, S sampling rows."""
+
+    token_ids: Tensor
+    """int64 [T]"""
+    positions: Tensor
+    """int64 [T]"""
+    qo_indptr: Tensor
+    """int32 [R+1]: rows in plan order, decode rows first."""
+    kv_lens: Tensor
+    """int32 [R]: tokens in KV after this step."""
+    page_indptr: Tensor
+    """int32 [R+1]"""
+    page_indices: Tensor
+    """int32 [page_indptr[-1]]"""
+    slot_mapping: Tensor
+    """int64 [T]: page * page_size + offset of every token's KV."""
+    sample_index: Tensor
+    """int64 [S]: indices into T of the last token of rows that sample."""
+    num_decode: int
+    max_kv_len: int
+
+
+class AttentionBackend(Protocol):
+    """Causal attention over the paged pool; one per rank, not thread-safe."""
+
+    def plan(self, batch: ForwardBatch) -> None:
+        """Prepare for the layers of one step."""
+
+    def forward(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Write k, v [T, Hk, D] of the step into the pool, then attend with q [T, Hq, D]: returns [T, Hq * D]."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One row of a batch as plain Python: `token_ids` are computed at positions start, start + 1, …"""
+
+    token_ids: Sequence[int]
+    start: int
+    pages: Sequence[int]
+    """The request's pages, at least enough for start + len(token_ids) tokens."""
+    samples: bool = True
+
+
+def build_batch(rows: Sequence[Row], page_size: int) -> ForwardBatch:
+    """Make the tensors of one step. Raises ValueError for a row without tokens or with too few pages."""
+    tokens: list[int] = []
+    positions: list[int] = []
+    slots: list[int] = []
+    pages: list[int] = []
+    qo, page_ends, kv_lens, sample = [0], [0], [], []
+    num_decode = 0
+    for i, row in enumerate(rows):
+        n = len(row.token_ids)
+        end = row.start + n
+        needed = -(-end // page_size)
+        if n == 0 or len(row.pages) < needed:
+            raise ValueError(f"row {i}: {n} tokens from {row.start}, {len(row.pages)} pages of {page_size}; needs >= 1 token and {needed} pages")
+        if n == 1 and num_decode == i:
+            num_decode += 1
+        tokens.extend(row.token_ids)
+        positions.extend(range(row.start, end))
+        slots.extend(row.pages[p // page_size] * page_size + p % page_size for p in range(row.start, end))
+        pages.extend(row.pages[:needed])
+        qo.append(len(tokens))
+        page_ends.append(len(pages))
+        kv_lens.append(end)
+        if row.samples:
+            sample.append(len(tokens) - 1)
+    return ForwardBatch(
+        token_ids=torch.tensor(tokens, dtype=torch.int64),
+        positions=torch.tensor(positions, dtype=torch.int64),
+        qo_indptr=torch.tensor(qo, dtype=torch.int32),
+        kv_lens=torch.tensor(kv_lens, dtype=torch.int32),
+        page_indptr=torch.tensor(page_ends, dtype=torch.int32),
+        page_indices=torch.tensor(pages, dtype=torch.int32),
+        slot_mapping=torch.tensor(slots, dtype=torch.int64),
+        sample_index=torch.tensor(sample, dtype=torch.int64),
+        num_decode=num_decode,
+        max_kv_len=max(kv_lens, default=0),
+    )

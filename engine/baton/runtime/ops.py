@@ -1,0 +1,92 @@
+"""The handful of tensor functions a decoder layer is made of, besides attention.
+
+Each public function first offers the call to the native CPU kernels (`ops_cpu`, same names and signatures) and else
+runs the plain torch version written here, which is also what the kernels are tested against. Which of the two is in
+use is decided once, at import, and logged; `kernels()` tells.
+
+Shapes: T tokens, H heads, D head size, N features; all tensors on one device, last dimension contiguous.
+"""
+
+from __future__ import annotations
+
+import logging
+from types import ModuleType
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+log = logging.getLogger("baton.ops")
+
+
+def _load_native() -> ModuleType | None:
+    try:
+        from baton.runtime import ops_cpu
+    except ImportError as err:
+        log.warning("native CPU kernels are not in use (%s); plain torch does their work, more slowly", err)
+        return None
+    return ops_cpu
+
+
+_native = _load_native()
+_NATIVE_DTYPES = (torch.float32, torch.bfloat16)
+
+
+def kernels() -> str:
+    """'native' when calls on CPU tensors go to `ops_cpu`, else 'torch': for /get_server_info and logs."""
+    return "native" if _native is not None else "torch"
+
+
+def _native_for(x: Tensor) -> ModuleType | None:
+    return _native if _native is not None and x.is_cpu and x.dtype in _NATIVE_DTYPES else None
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x [T, K] times weight [N, K] transposed, plus bias [N]: [T, N] in x's dtype."""
+    if native := _native_for(x):
+        return native.linear(x, weight, bias)
+    return functional.linear(x, weight, bias)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x / rms(x) over the last dimension, times weight [N]. Any leading shape; a new tensor in x's dtype.
+
+    The mean is taken in float32 and the quotient rounded to x's dtype before the product, as transformers does.
+    """
+    if native := _native_for(x):
+        return native.rms_norm(x, weight, eps)
+    wide = x.float()
+    return weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """(rms_norm(x + residual), x + residual) for x, residual [T, N]; either input may be overwritten."""
+    if native := _native_for(x):
+        return native.add_rms_norm(x, residual, weight, eps)
+    total = x + residual
+    return rms_norm(total, weight, eps), total
+
+
+def rope(q: Tensor, k: Tensor, positions: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Rotate q [T, Hq, D] and k [T, Hk, D] by their positions, in place, and return them.
+
+    Args:
+        q, k: may be views into one fused projection: strides of dimensions 0 and 1 are free.
+        positions: int64 [T], each below len(cos).
+        cos, sin: float32 [C, D/2] tables (`models.rope`); dimension i turns with i + D/2, the layout of HF checkpoints.
+    """
+    if native := _native_for(q):
+        return native.rope(q, k, positions, cos, sin)
+    c, s = cos[positions].unsqueeze(1), sin[positions].unsqueeze(1)
+    for x in (q, k):
+        first, second = x.float().chunk(2, dim=-1)
+        x.copy_(torch.cat((first * c - second * s, second * c + first * s), dim=-1))
+    return q, k
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """silu(gate) * up for gate_up [T, 2N] = [gate | up]: a new [T, N]."""
+    if native := _native_for(gate_up):
+        return native.silu_mul(gate_up)
+    gate, up = gate_up.chunk(2, dim=-1)
+    return functional.silu(gate) * up
