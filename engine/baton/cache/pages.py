@@ -1,0 +1,57 @@
+"""The pool's free list: which of the page ids 0..n-1 nobody owns.
+
+Life of a page: free → `alloc` → owned by whoever asked (a request, or the radix cache after `insert`) → `free` → free.
+Invariants: a page is handed out at most once until it is freed; a refused call changes nothing.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable
+
+
+class PageError(ValueError):
+    """A page was freed twice or does not belong to the pool: a bug in the caller, never a user's mistake."""
+
+
+class PageAllocator:
+    """All-or-nothing allocator of page ids. Every call is O(pages asked for); no page content is touched."""
+
+    def __init__(self, num_pages: int) -> None:
+        if num_pages < 1:
+            raise ValueError(f"a pool of {num_pages} pages cannot hold a token; give at least 1")
+        self.num_pages = num_pages
+        # A stack with the lowest ids on top: a fresh pool hands out ascending runs, which copy and transfer as spans.
+        self._free = array("i", range(num_pages - 1, -1, -1))
+        self._is_owned = bytearray(num_pages)
+
+    @property
+    def free_count(self) -> int:
+        return len(self._free)
+
+    def alloc(self, n: int) -> array[int] | None:
+        """Take `n` pages, or none at all (None) when fewer are free."""
+        if n < 0:
+            raise ValueError(f"cannot allocate {n} pages")
+        if n > len(self._free):
+            return None
+        taken = self._free[len(self._free) - n :]
+        del self._free[len(self._free) - n :]
+        taken.reverse()
+        for page in taken:
+            self._is_owned[page] = 1
+        return taken
+
+    def free(self, pages: Iterable[int]) -> None:
+        """Give pages back. Raises PageError, freeing none, for a page that is foreign, free, or listed twice."""
+        returned = array("i")
+        for page in pages:
+            if not (0 <= page < self.num_pages and self._is_owned[page]):
+                for good in returned:
+                    self._is_owned[good] = 1
+                what = "is free already" if 0 <= page < self.num_pages else f"is not one of 0..{self.num_pages - 1}"
+                raise PageError(f"cannot free page {page}: it {what}")
+            self._is_owned[page] = 0
+            returned.append(page)
+        returned.reverse()
+        self._free.extend(returned)

@@ -1,0 +1,284 @@
+"""Prefix tree from token ids to the KV pages that hold them, so that equal prompt prefixes are computed once.
+
+Life of a cached page:
+ 1. A request computes (or receives) pages and `insert`s them: the tree owns them from then on. Publishing a page while
+    the step that fills it is computed is fine: in every layer KV is written before this or a later step reads it.
+ 2. `match` finds the longest cached prefix of another request; `lock` keeps its path from eviction while it is used.
+ 3. `unlock` makes the path evictable again; `evict` frees the least recently used leaves' tails through the allocator.
+
+Keys are page-aligned `bytes` of little-endian int32 token ids: edges compare as bytes (memcmp), a mismatch is found by
+bisection. 4096 tokens match in under 10 us where a loop over Python ints takes 140 us.
+
+    root ──[p0 p1 p2]──▶ node ──[p3]──▶ leaf        an edge holds one or more pages; children differ in their first page
+                          └────[p7 p8]──▶ leaf
+
+Invariants: sibling edges differ in their first page; a locked node's ancestors are locked; evictable_pages +
+locked_pages = pages in the tree; every evictable leaf has exactly one heap entry whose stamp is at most its own (so the
+heap's size is bounded by the tree's, and the smallest up-to-date entry is the least recently used leaf).
+Deliberately unknown here: requests, tensors, time (the LRU stamp is a counter).
+"""
+
+from __future__ import annotations
+
+import heapq
+from array import array
+from dataclasses import dataclass
+
+from baton.cache.pages import PageAllocator
+
+TOKEN_BYTES = 4
+
+
+class Node:
+    """One edge and what hangs below it; a root (parent None) has its namespace as key and no pages.
+
+    A handle for lock/unlock; its fields belong to the tree.
+    """
+
+    __slots__ = ("children", "in_heap", "is_evicted", "key", "locks", "pages", "parent", "serial", "stamp")
+
+    def __init__(self, parent: Node | None, key: bytes, pages: array[int], stamp: int, serial: int) -> None:
+        self.parent = parent
+        self.key = key
+        self.pages = pages
+        self.stamp = stamp
+        self.serial = serial
+        self.children: dict[bytes, Node] = {}
+        self.locks = 0
+        self.in_heap = False
+        self.is_evicted = False
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """The longest cached prefix. Valid until the next `evict`, unless `node` is locked before."""
+
+    node: Node
+    pages: array[int]
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Inserted:
+    """What `insert` did with the caller's pages [from_page, …)."""
+
+    node: Node
+    """The end of the inserted path: lock it to keep the pages."""
+    existing_pages: array[int]
+    """The tree's own pages for the first part of the range: use these instead of the caller's."""
+    not_taken: array[int]
+    """The caller's pages that the tree did not take; the caller still owns and frees them. With the cache enabled these
+    are the duplicates of `existing_pages`; with the cache disabled all of them."""
+
+
+class RadixCache:
+    """See the module. `page_size` in tokens; `enabled=False` keeps the interface and caches nothing."""
+
+    def __init__(self, page_size: int, allocator: PageAllocator, enabled: bool = True) -> None:
+        if page_size < 1:
+            raise ValueError(f"page size {page_size}: a page holds at least one token")
+        self.page_size = page_size
+        self.enabled = enabled
+        self.evictable_pages = 0
+        self.locked_pages = 0
+        self._page_bytes = page_size * TOKEN_BYTES
+        self._allocator = allocator
+        self._roots: dict[bytes, Node] = {}
+        self._nowhere = Node(None, b"", array("i"), 0, 0)
+        """Stands for "nothing matched": a root of no namespace, so that misses create no state."""
+        self._clock = 0
+        self._serial = 0
+        self._heap: list[tuple[int, int, Node]] = []
+
+    def match(self, tokens: bytes, namespace: bytes, max_tokens: int) -> Match:
+        """Find the longest cached prefix of at most `max_tokens`, in whole pages, and mark it recently used.
+
+        Args:
+            tokens: little-endian int32 ids; a last partial page is ignored.
+        Cost: O(bytes compared + nodes on the path); splits at most one edge.
+        """
+        limit = min(len(tokens), max_tokens * TOKEN_BYTES) // self._page_bytes
+        node, matched, inside = self._walk(tokens, namespace, limit)
+        if inside:
+            node = self._split(node, inside)
+        self._touch(node)
+        return Match(node, self._path_pages(node), matched * self.page_size)
+
+    def peek(self, tokens: bytes, namespace: bytes, max_tokens: int) -> int:
+        """Length in tokens of what `match` would find; changes neither tree nor LRU order (for sorting queues)."""
+        limit = min(len(tokens), max_tokens * TOKEN_BYTES) // self._page_bytes
+        return self._walk(tokens, namespace, limit)[1] * self.page_size
+
+    def insert(self, tokens: bytes, pages: array[int], namespace: bytes, from_page: int = 0) -> Inserted:
+        """Publish `pages` as the KV of `tokens` from page index `from_page` on; the tree takes those it lacks.
+
+        Args:
+            tokens: ids from the start of the sequence, enough to fill all these pages; more is ignored.
+        Raises:
+            ValueError: tokens are too few, or the tree no longer holds the pages before `from_page` (the caller must
+                have that prefix locked). Nothing has changed then.
+        """
+        total = from_page + len(pages)
+        if len(tokens) // self._page_bytes < total:
+            raise ValueError(f"{len(tokens) // TOKEN_BYTES} tokens do not fill {total} pages of {self.page_size}")
+        if not self.enabled:
+            return Inserted(self._nowhere, array("i"), pages[:])
+        node, matched, inside = self._walk(tokens, namespace, total)
+        if matched < from_page:
+            raise ValueError(f"insert from page {from_page}, but only {matched} are cached: lock the prefix first")
+        if inside:
+            node = self._split(node, inside)
+        existing = self._path_pages(node)[from_page:]
+        not_taken = array("i", (mine for mine, theirs in zip(pages, existing, strict=False) if mine != theirs))
+        if matched < total:
+            if node is self._nowhere:
+                node = self._roots[namespace] = Node(None, namespace, array("i"), 0, 0)
+            key = tokens[matched * self._page_bytes : total * self._page_bytes]
+            node = self._attach(node, key, pages[matched - from_page :])
+        self._touch(node)
+        return Inserted(node, existing, not_taken)
+
+    def lock(self, node: Node) -> None:
+        """Keep `node` and its ancestors from eviction until as many `unlock`s. O(depth)."""
+        if node.is_evicted:
+            raise ValueError("cannot lock an evicted node: lock a match before evicting")
+        at = node
+        while at.parent is not None:
+            if at.locks == 0:
+                self.evictable_pages -= len(at.pages)
+                self.locked_pages += len(at.pages)
+            at.locks += 1
+            at = at.parent
+
+    def unlock(self, node: Node) -> None:
+        """Undo one `lock`. O(depth)."""
+        if node.parent is not None and node.locks == 0:
+            raise ValueError("cannot unlock a node that is not locked")
+        at = node
+        while at.parent is not None:
+            at.locks -= 1
+            if at.locks == 0:
+                self.evictable_pages += len(at.pages)
+                self.locked_pages -= len(at.pages)
+                self._offer(at)
+            at = at.parent
+
+    def evict(self, n_pages: int) -> int:
+        """Free up to `n_pages` unlocked pages: least recently used leaf first, from its tail. O(log nodes) per leaf.
+
+        Returns:
+            How many pages went back to the allocator: n_pages, or all that were evictable.
+        """
+        freed = 0
+        while freed < n_pages and self._heap:
+            stamp, _, node = heapq.heappop(self._heap)
+            node.in_heap = False
+            if node.locks or node.children:
+                continue  # offered again when it becomes an evictable leaf
+            if node.stamp != stamp:
+                self._offer(node)  # used since it was queued
+                continue
+            wanted = n_pages - freed
+            if len(node.pages) > wanted:
+                self._split(node, len(node.pages) - wanted)
+            freed += self._remove_leaf(node)
+        return freed
+
+    def flush(self) -> int:
+        """Free every unlocked page; locked paths stay. Returns how many were freed."""
+        return self.evict(self.evictable_pages)
+
+    def _walk(self, tokens: bytes, namespace: bytes, limit: int) -> tuple[Node, int, int]:
+        """Follow `tokens` for at most `limit` pages.
+
+        Returns:
+            (node, matched, inside): `matched` pages in all; they end `inside` pages into node's edge, 0 = at its end.
+        """
+        node = self._roots.get(namespace, self._nowhere)
+        width = self._page_bytes
+        at = 0
+        end = limit * width
+        while at < end:
+            child = node.children.get(tokens[at : at + width])
+            if child is None:
+                break
+            key = child.key
+            if at + len(key) <= end and tokens.startswith(key, at):
+                at += len(key)
+                node = child
+                continue
+            same = _common_pages(key, tokens, at, min(len(key), end - at) // width, width)
+            return child, at // width + same, same
+        return node, at // width, 0
+
+    def _split(self, node: Node, at_page: int) -> Node:
+        """Cut node's edge after `at_page` pages. The new upper part is returned; handles keep meaning the lower end."""
+        parent = node.parent
+        assert parent is not None, "a root has no edge to cut"
+        cut = at_page * self._page_bytes
+        self._serial += 1
+        upper = Node(parent, node.key[:cut], node.pages[:at_page], node.stamp, self._serial)
+        upper.locks = node.locks
+        parent.children[upper.key[: self._page_bytes]] = upper
+        node.key = node.key[cut:]
+        node.pages = node.pages[at_page:]
+        node.parent = upper
+        upper.children[node.key[: self._page_bytes]] = node
+        return upper
+
+    def _attach(self, parent: Node, key: bytes, pages: array[int]) -> Node:
+        self._serial += 1
+        leaf = Node(parent, key, pages, self._clock + 1, self._serial)
+        parent.children[key[: self._page_bytes]] = leaf
+        self.evictable_pages += len(pages)
+        self._offer(leaf)
+        return leaf
+
+    def _remove_leaf(self, leaf: Node) -> int:
+        parent = leaf.parent
+        assert parent is not None, "a root is not a leaf"
+        del parent.children[leaf.key[: self._page_bytes]]
+        leaf.is_evicted = True
+        self.evictable_pages -= len(leaf.pages)
+        self._allocator.free(leaf.pages)
+        if parent.parent is not None:
+            self._offer(parent)
+        elif not parent.children:
+            del self._roots[parent.key]
+        return len(leaf.pages)
+
+    def _offer(self, node: Node) -> None:
+        """Queue `node` for eviction if it is an unlocked leaf and not queued yet."""
+        if not (node.in_heap or node.locks or node.children):
+            node.in_heap = True
+            heapq.heappush(self._heap, (node.stamp, node.serial, node))
+
+    def _touch(self, node: Node) -> None:
+        """Mark the path to `node` as used now; a parent's stamp is thereby never older than its children's."""
+        self._clock += 1
+        while node.parent is not None:
+            node.stamp = self._clock
+            node = node.parent
+
+    @staticmethod
+    def _path_pages(node: Node) -> array[int]:
+        edges = []
+        while node.parent is not None:
+            edges.append(node.pages)
+            node = node.parent
+        pages = array("i")
+        for edge in reversed(edges):
+            pages.extend(edge)
+        return pages
+
+
+def _common_pages(key: bytes, tokens: bytes, at: int, limit: int, width: int) -> int:
+    """How many of the first `limit` pages of `key` equal `tokens[at:]`, by bisection; the first is known to."""
+    low, high = 1, limit
+    while low < high:
+        middle = (low + high + 1) // 2
+        if key[low * width : middle * width] == tokens[at + low * width : at + middle * width]:
+            low = middle
+        else:
+            high = middle - 1
+    return low

@@ -1,0 +1,315 @@
+"""RadixCache against a naive model: a dictionary from (namespace, page-aligned prefix) to the page of its last tokens.
+
+The model knows nothing of nodes or edges, so it cannot share the tree's mistakes. Small alphabets (two token values,
+prompts of a few pages) make sharing, splitting and duplicates the normal case.
+"""
+
+from __future__ import annotations
+
+import struct
+import timeit
+from array import array
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from baton.cache.ledger import PageLedger
+from baton.cache.pages import PageAllocator
+from baton.cache.radix import Inserted, RadixCache
+
+
+def encode(tokens: list[int]) -> bytes:
+    return struct.pack(f"<{len(tokens)}i", *tokens)
+
+
+def fill(cache: RadixCache, allocator: PageAllocator, tokens: list[int], namespace: bytes = b"") -> Inserted:
+    """What a request without a prefix hit does: compute all full pages, publish them, free the duplicates."""
+    pages = allocator.alloc(len(tokens) // cache.page_size)
+    assert pages is not None
+    inserted = cache.insert(encode(tokens), pages, namespace)
+    allocator.free(inserted.not_taken)
+    return inserted
+
+
+@dataclass
+class Held:
+    """One lock a pretended request holds."""
+
+    node: object
+    namespace: bytes
+    prefix: tuple[int, ...]
+
+
+class RadixMachine(RuleBasedStateMachine):
+    """Random publish, match, lock, evict and flush on a pool small enough to be full most of the time."""
+
+    CAPACITY = 12
+
+    @initialize(page_size=st.sampled_from([1, 2, 4]))
+    def start(self, page_size: int) -> None:
+        self.page_size = page_size
+        self.allocator = PageAllocator(self.CAPACITY)
+        self.cache = RadixCache(page_size, self.allocator)
+        self.model: dict[tuple[bytes, tuple[int, ...]], int] = {}
+        self.content: dict[int, tuple[bytes, tuple[int, ...]]] = {}
+        self.used: dict[tuple[bytes, tuple[int, ...]], int] = {}
+        self.clock = 0
+        self.held: list[Held] = []
+        self.private: list[int] = []
+
+    def prefixes(self, namespace: bytes, tokens: list[int]) -> list[tuple[bytes, tuple[int, ...]]]:
+        """Keys of every whole page of `tokens`, shortest first."""
+        size = self.page_size
+        return [(namespace, tuple(tokens[: i * size])) for i in range(1, len(tokens) // size + 1)]
+
+    def cached_prefixes(self, namespace: bytes, tokens: list[int]) -> list[tuple[bytes, tuple[int, ...]]]:
+        found = []
+        for key in self.prefixes(namespace, tokens):
+            if key not in self.model:
+                break
+            found.append(key)
+        return found
+
+    def mark_used(self, keys: list[tuple[bytes, tuple[int, ...]]]) -> None:
+        self.clock += 1
+        for key in keys:
+            self.used[key] = self.clock
+
+    def locked(self) -> set[tuple[bytes, tuple[int, ...]]]:
+        return {key for held in self.held for key in self.prefixes(held.namespace, list(held.prefix))}
+
+    tokens = st.lists(st.integers(0, 1), min_size=0, max_size=12)
+    namespaces = st.sampled_from([b"", b"tenant"])
+
+    @rule(tokens=tokens, namespace=namespaces, limit=st.integers(0, 14), keep=st.booleans())
+    def match(self, tokens: list[int], namespace: bytes, limit: int, keep: bool) -> None:
+        expected = self.cached_prefixes(namespace, tokens[:limit])
+        assert self.cache.peek(encode(tokens), namespace, limit) == len(expected) * self.page_size
+        match = self.cache.match(encode(tokens), namespace, limit)
+        assert match.num_tokens == len(expected) * self.page_size
+        assert list(match.pages) == [self.model[key] for key in expected]
+        self.mark_used(expected)
+        if keep:
+            self.cache.lock(match.node)
+            self.held.append(Held(match.node, namespace, tuple(tokens[: match.num_tokens])))
+
+    @rule(tokens=tokens, namespace=namespaces, extend=st.booleans(), keep=st.booleans())
+    def publish(self, tokens: list[int], namespace: bytes, extend: bool, keep: bool) -> None:
+        """A request matches, computes the rest (or, `extend` off, all of it again) and publishes its full pages."""
+        keys = self.prefixes(namespace, tokens)
+        known = self.cached_prefixes(namespace, tokens)
+        match = self.cache.match(encode(tokens), namespace, len(tokens))
+        self.mark_used(known)
+        start = len(known) if extend else 0
+        pages = self.allocator.alloc(len(keys) - start)
+        if pages is None:
+            return
+        inserted = self.cache.insert(encode(tokens), pages, namespace, from_page=start)
+        assert list(inserted.existing_pages) == [self.model[key] for key in known[start:]]
+        assert list(inserted.not_taken) == list(pages[: len(known) - start])
+        self.allocator.free(inserted.not_taken)
+        for key, page in list(zip(keys[start:], pages, strict=True))[len(known) - start :]:
+            self.model[key] = page
+            self.content[page] = (namespace, key[1][-self.page_size :])
+        self.mark_used(keys)
+        assert list(self.cache.match(encode(tokens), namespace, len(tokens)).pages) == [self.model[k] for k in keys]
+        self.mark_used(keys)
+        assert match.num_tokens == len(known) * self.page_size
+        if keep:
+            self.cache.lock(inserted.node)
+            self.held.append(Held(inserted.node, namespace, keys[-1][1] if keys else ()))
+
+    @rule(tokens=tokens, namespace=namespaces)
+    def republish_the_trees_own_pages(self, tokens: list[int], namespace: bytes) -> None:
+        """Inserting a page where it is already: nothing is duplicate, nothing is taken."""
+        match = self.cache.match(encode(tokens), namespace, len(tokens))
+        inserted = self.cache.insert(encode(tokens), match.pages, namespace)
+        assert inserted.existing_pages == match.pages
+        assert not inserted.not_taken
+        self.mark_used(self.cached_prefixes(namespace, tokens))
+
+    @rule(tokens=tokens, namespace=namespaces, beyond=st.integers(1, 3))
+    def insert_behind_a_prefix_that_is_gone_is_refused(self, tokens: list[int], namespace: bytes, beyond: int) -> None:
+        known = len(self.cached_prefixes(namespace, tokens))
+        start = known + beyond
+        if start > len(tokens) // self.page_size:
+            return
+        with pytest.raises(ValueError, match="lock the prefix first"):
+            self.cache.insert(encode(tokens), array("i"), namespace, from_page=start)
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data())
+    def unlock(self, data: st.DataObject) -> None:
+        held = self.held.pop(data.draw(st.integers(0, len(self.held) - 1)))
+        self.cache.unlock(held.node)  # type: ignore[arg-type]
+
+    @rule(n=st.integers(0, 14))
+    def evict(self, n: int) -> None:
+        """Exactly the pages go that the model picks: least recently used unlocked leaf page, one at a time."""
+        gone = []
+        locked = self.locked()
+        for _ in range(n):
+            inner = {(ns, key[: -self.page_size]) for ns, key in self.model}
+            leaves = [key for key in self.model if key not in inner and key not in locked]
+            if not leaves:
+                break
+            victim = min(leaves, key=lambda key: (self.used[key], -len(key[1])))
+            gone.append(self.model.pop(victim))
+        assert self.cache.evict(n) == len(gone)
+        for page in gone:
+            del self.content[page]
+
+    @rule()
+    def flush(self) -> None:
+        locked = self.locked()
+        unlocked = [key for key in self.model if key not in locked]
+        assert self.cache.flush() == len(unlocked)
+        for key in unlocked:
+            del self.content[self.model.pop(key)]
+
+    @rule(n=st.integers(1, 3))
+    def take_private_pages(self, n: int) -> None:
+        self.private += self.allocator.alloc(n) or ()
+
+    @rule()
+    def free_private_pages(self) -> None:
+        self.allocator.free(self.private)
+        self.private = []
+
+    @invariant()
+    def pages_are_conserved(self) -> None:
+        if not hasattr(self, "cache"):
+            return
+        locked = len(self.locked())
+        assert self.cache.locked_pages == locked
+        assert self.cache.evictable_pages == len(self.model) - locked
+        PageLedger.take(self.allocator, self.cache, private=len(self.private), in_transfer=0).check(self.CAPACITY)
+        assert len(set(self.model.values())) == len(self.model), "one page in two places"
+
+    @invariant()
+    def every_cached_page_holds_the_tokens_that_made_it(self) -> None:
+        if not hasattr(self, "cache"):
+            return
+        for (namespace, prefix), page in self.model.items():
+            assert self.content[page] == (namespace, prefix[-self.page_size :])
+            assert self.cache.peek(encode(list(prefix)), namespace, len(prefix)) == len(prefix)
+
+    def teardown(self) -> None:
+        if not hasattr(self, "cache"):
+            return
+        for held in self.held:
+            self.cache.unlock(held.node)  # type: ignore[arg-type]
+        self.allocator.free(self.private)
+        self.cache.flush()
+        assert self.allocator.free_count == self.CAPACITY
+        assert not self.cache._roots, "an empty namespace was kept"
+        assert not self.cache._heap, "a dead node was kept"
+
+
+RadixMachine.TestCase.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
+TestRadix = RadixMachine.TestCase
+
+
+def test_match_ends_inside_an_edge_at_a_page_boundary() -> None:
+    allocator = PageAllocator(8)
+    cache = RadixCache(2, allocator)
+    fill(cache, allocator, [1, 2, 3, 4, 5, 6])
+    match = cache.match(encode([1, 2, 3, 9, 5, 6]), b"", 6)
+    assert (match.num_tokens, list(match.pages)) == (2, [0])
+
+
+def test_handle_survives_a_split_of_its_edge() -> None:
+    allocator = PageAllocator(8)
+    cache = RadixCache(1, allocator)
+    long = fill(cache, allocator, [1, 2, 3, 4])
+    cache.lock(long.node)
+    fill(cache, allocator, [1, 2, 7])
+    assert (cache.locked_pages, cache.evictable_pages) == (4, 1)
+    assert cache.flush() == 1
+    cache.unlock(long.node)
+    assert cache.flush() == 4
+    assert allocator.free_count == 8
+
+
+def test_lock_on_an_evicted_node_is_refused() -> None:
+    allocator = PageAllocator(4)
+    cache = RadixCache(1, allocator)
+    node = fill(cache, allocator, [1, 2, 3]).node
+    assert cache.evict(1) == 1
+    with pytest.raises(ValueError, match="evicted"):
+        cache.lock(node)
+    assert cache.match(encode([1, 2, 3]), b"", 3).num_tokens == 2
+
+
+def test_unlock_without_lock_is_refused() -> None:
+    allocator = PageAllocator(4)
+    cache = RadixCache(1, allocator)
+    with pytest.raises(ValueError, match="not locked"):
+        cache.unlock(fill(cache, allocator, [1]).node)
+
+
+def test_eviction_frees_the_oldest_leaf_then_its_parent() -> None:
+    allocator = PageAllocator(8)
+    cache = RadixCache(1, allocator)
+    fill(cache, allocator, [1, 2])
+    fill(cache, allocator, [3])
+    fill(cache, allocator, [1, 4])
+    assert cache.evict(1) == 1  # [1, 2]'s tail: the shared [1] was used later
+    assert cache.peek(encode([1, 2]), b"", 2) == 1
+    assert cache.evict(1) == 1
+    assert cache.peek(encode([3]), b"", 1) == 0
+    assert cache.evict(5) == 2
+    assert allocator.free_count == 8
+
+
+def test_disabled_cache_takes_and_finds_nothing() -> None:
+    allocator = PageAllocator(4)
+    cache = RadixCache(1, allocator, enabled=False)
+    pages = allocator.alloc(2)
+    assert pages is not None
+    inserted = cache.insert(encode([1, 2]), pages, b"")
+    assert (list(inserted.existing_pages), inserted.not_taken) == ([], pages)
+    cache.lock(inserted.node)
+    assert cache.match(encode([1, 2]), b"", 2).num_tokens == 0
+    cache.unlock(inserted.node)
+    assert (cache.flush(), cache.evictable_pages, cache.locked_pages) == (0, 0, 0)
+
+
+def test_tokens_that_do_not_fill_the_pages_are_refused() -> None:
+    allocator = PageAllocator(4)
+    cache = RadixCache(2, allocator)
+    pages = allocator.alloc(2)
+    assert pages is not None
+    with pytest.raises(ValueError, match="3 tokens do not fill 2 pages"):
+        cache.insert(encode([1, 2, 3]), pages, b"")
+
+
+def test_misses_create_no_namespaces() -> None:
+    cache = RadixCache(1, PageAllocator(4))
+    for i in range(100):
+        cache.match(encode([1]), b"%d" % i, 1)
+    assert not cache._roots
+
+
+def test_matching_4096_tokens_is_far_from_a_loop_over_ints() -> None:
+    """Budget 10 us in the research; a ratio to the loop it replaces holds on a busy machine too."""
+    allocator = PageAllocator(256)
+    cache = RadixCache(16, allocator)
+    tokens = [i % 997 for i in range(4096)]
+    fill(cache, allocator, tokens)
+    key = encode(tokens)
+
+    def naive() -> int:
+        same = 0
+        for a, b in zip(tokens, tokens, strict=True):
+            if a != b:
+                break
+            same += 1
+        return same
+
+    fast = min(timeit.repeat(lambda: cache.match(key, b"", 4096), number=200, repeat=5))
+    slow = min(timeit.repeat(naive, number=200, repeat=5))
+    assert fast < slow / 5, f"match {fast / 200 * 1e6:.1f} us, loop {slow / 200 * 1e6:.1f} us"
