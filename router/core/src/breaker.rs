@@ -1,0 +1,203 @@
+//! Circuit breaker of one worker: stop sending to it while it fails, then try again with a few requests.
+//!
+//! ```text
+//!            failure_threshold failures in a row, all within window_ms
+//!   Closed ─────────────────────────────────────────────────────────────▶ Open
+//!     ▲                                                                    │ timeout_ms passed
+//!     │ success_threshold successes                                        ▼
+//!     └──────────────────────────────────────────────────────────────── HalfOpen ──any failure──▶ Open
+//! ```
+//!
+//! Pure: time comes in as `now_ms` (any monotonic milliseconds), the caller holds the lock. What counts as a failure is
+//! the shell's decision; an answer that is the client's fault (4xx) never does.
+
+use std::collections::VecDeque;
+use std::fmt;
+
+use serde::{Deserialize, Serialize};
+
+/// When a breaker opens and closes. Defaults are SGLang's router's.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct BreakerConfig {
+    /// Failures in a row that open it.
+    pub failure_threshold: u32,
+    /// Successes in a row that close a half-open one; also how many trials may be in flight at once.
+    pub success_threshold: u32,
+    /// How long it stays open before trials begin.
+    pub timeout_ms: u64,
+    /// Failures older than this no longer count.
+    pub window_ms: u64,
+}
+
+impl Default for BreakerConfig {
+    fn default() -> Self {
+        Self {
+            failure_threshold: 10,
+            success_threshold: 3,
+            timeout_ms: 60_000,
+            window_ms: 120_000,
+        }
+    }
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum BreakerState {
+    Closed,
+    Open,
+    HalfOpen,
+}
+
+impl BreakerState {
+    pub fn label(self) -> &'static str {
+        match self {
+            BreakerState::Closed => "closed",
+            BreakerState::Open => "open",
+            BreakerState::HalfOpen => "half_open",
+        }
+    }
+}
+
+impl fmt::Display for BreakerState {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.label())
+    }
+}
+
+/// How a request to the worker ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Outcome {
+    Success,
+    Failure,
+    /// It says nothing about the worker: the client left, or the other leg of the pair failed.
+    Unknown,
+}
+
+#[derive(Debug, Clone)]
+enum State {
+    /// When the failures since the last success happened; at most `failure_threshold` of them.
+    Closed {
+        failures_ms: VecDeque<u64>,
+    },
+    Open {
+        since_ms: u64,
+    },
+    HalfOpen {
+        successes: u32,
+        trials: u32,
+        last_trial_ms: u64,
+    },
+}
+
+/// See the module. One per worker and DP rank.
+#[derive(Debug, Clone)]
+pub struct CircuitBreaker {
+    config: BreakerConfig,
+    state: State,
+}
+
+impl CircuitBreaker {
+    /// A closed breaker.
+    pub fn new(config: BreakerConfig) -> Self {
+        Self {
+            config,
+            state: State::Closed {
+                failures_ms: VecDeque::new(),
+            },
+        }
+    }
+
+    pub fn state(&self, now_ms: u64) -> BreakerState {
+        match self.state {
+            State::Closed { .. } => BreakerState::Closed,
+            State::Open { since_ms }
+                if now_ms.saturating_sub(since_ms) < self.config.timeout_ms =>
+            {
+                BreakerState::Open
+            }
+            State::Open { .. } | State::HalfOpen { .. } => BreakerState::HalfOpen,
+        }
+    }
+
+    /// Whether the worker is a candidate. Changes nothing; a request that is then sent is announced by [`Self::on_sent`].
+    pub fn allows(&self, now_ms: u64) -> bool {
+        match self.state(now_ms) {
+            BreakerState::Closed => true,
+            BreakerState::Open => false,
+            BreakerState::HalfOpen => {
+                self.trials_in_flight(now_ms) < self.config.success_threshold.max(1)
+            }
+        }
+    }
+
+    /// A request goes out. Every call is followed by one [`Self::on_result`] (hold a guard).
+    pub fn on_sent(&mut self, now_ms: u64) {
+        if self.state(now_ms) == BreakerState::HalfOpen {
+            let trials = self.trials_in_flight(now_ms) + 1;
+            let successes = if let State::HalfOpen { successes, .. } = self.state {
+                successes
+            } else {
+                0
+            };
+            self.state = State::HalfOpen {
+                successes,
+                trials,
+                last_trial_ms: now_ms,
+            };
+        }
+    }
+
+    /// A request ended. Returns the new state if it changed.
+    pub fn on_result(&mut self, outcome: Outcome, now_ms: u64) -> Option<BreakerState> {
+        let before = self.state(now_ms);
+        match &mut self.state {
+            State::Closed { failures_ms } => match outcome {
+                Outcome::Success => failures_ms.clear(),
+                Outcome::Failure => {
+                    let window_ms = self.config.window_ms;
+                    failures_ms.retain(|at_ms| now_ms.saturating_sub(*at_ms) <= window_ms);
+                    failures_ms.push_back(now_ms);
+                    if failures_ms.len() >= self.config.failure_threshold.max(1) as usize {
+                        self.state = State::Open { since_ms: now_ms };
+                    }
+                }
+                Outcome::Unknown => {}
+            },
+            // Sent before it opened: too late to prove anything.
+            State::Open { .. } => {}
+            State::HalfOpen {
+                successes, trials, ..
+            } => {
+                *trials = trials.saturating_sub(1);
+                match outcome {
+                    Outcome::Success => {
+                        *successes += 1;
+                        if *successes >= self.config.success_threshold {
+                            self.state = State::Closed {
+                                failures_ms: VecDeque::new(),
+                            };
+                        }
+                    }
+                    Outcome::Failure => self.state = State::Open { since_ms: now_ms },
+                    Outcome::Unknown => {}
+                }
+            }
+        }
+        let after = self.state(now_ms);
+        (after != before).then_some(after)
+    }
+
+    /// Trials without a result yet. After `timeout_ms` without a new one they are forgotten, so that a trial that never
+    /// reports cannot keep the worker out for ever.
+    fn trials_in_flight(&self, now_ms: u64) -> u32 {
+        match self.state {
+            State::HalfOpen {
+                trials,
+                last_trial_ms,
+                ..
+            } if now_ms.saturating_sub(last_trial_ms) < self.config.timeout_ms => trials,
+            _ => 0,
+        }
+    }
+}

@@ -1,0 +1,41 @@
+//! Small parts policies are composed of.
+
+use rand::{Rng, RngCore};
+
+use crate::types::WorkerView;
+
+/// The item with the smallest key, ties broken at random in one pass; `None` when there are no items.
+pub fn min_by_key_random_tie<T: Copy>(
+    items: impl IntoIterator<Item = T>,
+    key: impl Fn(T) -> usize,
+    rng: &mut dyn RngCore,
+) -> Option<T> {
+    let mut best: Option<(T, usize)> = None;
+    let mut ties = 0u32;
+    for item in items {
+        let value = key(item);
+        match best {
+            Some((_, least)) if value > least => continue,
+            Some((_, least)) if value == least => {
+                // Reservoir sampling: the n-th tie replaces the winner with probability 1/n.
+                ties += 1;
+                if rng.random_range(0..ties) == 0 {
+                    best = Some((item, value));
+                }
+            }
+            _ => {
+                best = Some((item, value));
+                ties = 1;
+            }
+        }
+    }
+    best.map(|(item, _)| item)
+}
+
+/// The candidate with the fewest requests in flight, ties at random.
+pub fn least_loaded(
+    ready: impl IntoIterator<Item = WorkerView>,
+    rng: &mut dyn RngCore,
+) -> Option<WorkerView> {
+    min_by_key_random_tie(ready, |worker| worker.load, rng)
+}
