@@ -18,6 +18,9 @@ from torch.nn import functional
 
 log = logging.getLogger("baton.ops")
 
+TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+"""The compute types, by the names flags and specs use."""
+
 
 def _load_native() -> ModuleType | None:
     try:

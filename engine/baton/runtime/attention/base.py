@@ -9,7 +9,7 @@ A step: (1) the runner turns a plan into one `ForwardBatch`; (2) `backend.plan(b
                  |<------------- kv_lens[r] ------------->|
                  |  already in the pool  |  n new tokens  |
 
-Invariants: decode rows (n = 1) come first; kv_lens[r] >= n >= 1; page ids are within the pool; slots of one step differ.
+Invariants: decode rows (n = 1) come first; kv_lens[r] >= n >= 1; page ids are in the pool; no slot is written twice.
 """
 
 from __future__ import annotations
@@ -80,7 +80,8 @@ def build_batch(rows: Sequence[Row], page_size: int) -> ForwardBatch:
         end = row.start + n
         needed = -(-end // page_size)
         if n == 0 or len(row.pages) < needed:
-            raise ValueError(f"row {i}: {n} tokens from {row.start}, {len(row.pages)} pages of {page_size}; needs >= 1 token and {needed} pages")
+            have = f"{n} tokens from {row.start} with {len(row.pages)} pages of {page_size}"
+            raise ValueError(f"row {i}: {have}; needs at least 1 token and {needed} pages")
         if n == 1 and num_decode == i:
             num_decode += 1
         tokens.extend(row.token_ids)

@@ -1,0 +1,100 @@
+"""The dense decoder: one class for Llama, Mistral, Qwen2 and Qwen3, told apart by `ModelSpec` alone.
+
+One forward pass: (1) embed the step's tokens; (2) per layer norm → q, k, v → rotate → attend over the pages → project,
+then norm → gated MLP, each sum folded into the norm that follows it; (3) after the last layer's attention only the rows
+that sample go on, since nobody reads the others: a long prompt's chunk pays neither the last MLP nor the output head.
+
+Weights are plain tensors and layers plain function calls: at batch 1 a small model's time is call overhead.
+Invariant: a row's logits do not depend on the other rows of the batch, beyond rounding.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from baton.models.rope import RopeTables
+from baton.models.spec import ModelSpec
+from baton.runtime import ops
+from baton.runtime.attention.base import AttentionBackend, ForwardBatch
+
+
+@dataclass(slots=True)
+class LayerWeights:
+    """One layer, in compute dtype, contiguous. Matrices are [out, in]; see `models.weights` for the stacked ones."""
+
+    input_norm: Tensor
+    qkv: Tensor
+    o: Tensor
+    post_norm: Tensor
+    gate_up: Tensor
+    down: Tensor
+    qkv_bias: Tensor | None = None
+    q_norm: Tensor | None = None
+    k_norm: Tensor | None = None
+    o_bias: Tensor | None = None
+    gate_up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
+
+
+@dataclass(slots=True)
+class DecoderWeights:
+    embed: Tensor
+    """[vocab, hidden]"""
+    layers: list[LayerWeights]
+    norm: Tensor
+    lm_head: Tensor
+    """[vocab, hidden]; the very tensor `embed` when tied."""
+
+
+class Decoder:
+    """A loaded model. Holds no request state: the KV lives behind the attention backend."""
+
+    def __init__(self, spec: ModelSpec, weights: DecoderWeights) -> None:
+        self.spec = spec
+        self.weights = weights
+        self._rope = RopeTables(spec.rope, spec.head_dim, spec.max_context)
+
+    @torch.inference_mode()
+    def forward(self, batch: ForwardBatch, attn: AttentionBackend) -> Tensor:
+        """Compute one step: float32 logits [S, vocab], one row per `batch.sample_index` (S may be 0).
+
+        Calls `attn.plan(batch)` itself, then writes the KV of all T tokens through `attn`. Positions must be below
+        the pool's and the model's limits; the scheduler checks both at admission.
+        """
+        attn.plan(batch)
+        self._rope.ensure(batch.max_kv_len)
+        eps, last = self.spec.rms_eps, len(self.weights.layers) - 1
+        x = self.weights.embed[batch.token_ids]
+        residual: Tensor | None = None
+        for i, w in enumerate(self.weights.layers):
+            if residual is None:
+                normed, residual = ops.rms_norm(x, w.input_norm, eps), x
+            else:
+                normed, residual = ops.add_rms_norm(x, residual, w.input_norm, eps)
+            attended = self._attend(i, w, normed, batch, attn)
+            if i == last and len(batch.sample_index) < len(attended):
+                attended, residual = attended[batch.sample_index], residual[batch.sample_index]
+            x = ops.linear(attended, w.o, w.o_bias)
+            normed, residual = ops.add_rms_norm(x, residual, w.post_norm, eps)
+            x = ops.linear(ops.silu_mul(ops.linear(normed, w.gate_up, w.gate_up_bias)), w.down, w.down_bias)
+        if len(x) == 0:
+            return torch.empty(0, self.spec.vocab_size)
+        assert residual is not None, "a spec has at least one layer"
+        normed, _ = ops.add_rms_norm(x, residual, self.weights.norm, eps)
+        return ops.linear(normed, self.weights.lm_head).float()
+
+    def forward_all(self, batch: ForwardBatch, attn: AttentionBackend) -> Tensor:
+        """Like `forward`, but logits of every token, [T, vocab]: for prompt logprobs and tests."""
+        return self.forward(replace(batch, sample_index=torch.arange(len(batch.token_ids))), attn)
+
+    def _attend(self, layer: int, w: LayerWeights, x: Tensor, batch: ForwardBatch, attn: AttentionBackend) -> Tensor:
+        spec = self.spec
+        heads = ops.linear(x, w.qkv, w.qkv_bias).view(len(x), -1, spec.head_dim)
+        q, k, v = heads.split((spec.num_heads, spec.num_kv_heads, spec.num_kv_heads), dim=1)
+        if w.q_norm is not None and w.k_norm is not None:
+            q, k = ops.rms_norm(q, w.q_norm, spec.rms_eps), ops.rms_norm(k, w.k_norm, spec.rms_eps)
+        q, k = ops.rope(q, k, batch.positions, self._rope.cos, self._rope.sin)
+        return attn.forward(layer, q, k, v)

@@ -1,0 +1,79 @@
+"""Cosine and sine tables of rotary embedding, in float32 and with transformers' order of operations.
+
+A table row is a position, a column a frequency; dimension i of a head turns together with i + D/2. Tables start short
+and double when a longer context appears, so that a model made for 128 Ki tokens does not pay for them at start.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from baton.models.spec import RopeSpec
+
+_FIRST_POSITIONS = 4096
+
+
+def inverse_frequencies(rope: RopeSpec, head_dim: int) -> Tensor:
+    """float32 [head_dim / 2]: radians per position of each pair of dimensions."""
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+    plain = 1.0 / (rope.theta**exponents)
+    if rope.kind == "linear":
+        return plain / rope.factor
+    if rope.kind == "llama3":
+        return _llama3(plain, rope)
+    if rope.kind == "yarn":
+        return _yarn(exponents, rope, head_dim)
+    return plain
+
+
+def _llama3(plain: Tensor, rope: RopeSpec) -> Tensor:
+    """Slow turns are stretched by `factor`, fast ones kept, those between blended (Llama 3.1's reference code)."""
+    wavelength = 2 * math.pi / plain
+    longest_kept = rope.original_max_position / rope.high_freq_factor
+    shortest_stretched = rope.original_max_position / rope.low_freq_factor
+    smooth = (rope.original_max_position / wavelength - rope.low_freq_factor) / (
+        rope.high_freq_factor - rope.low_freq_factor
+    )
+    blended = (1 - smooth) * plain / rope.factor + smooth * plain
+    kept = torch.where(wavelength < longest_kept, plain, blended)
+    return torch.where(wavelength > shortest_stretched, plain / rope.factor, kept)
+
+
+def _yarn(exponents: Tensor, rope: RopeSpec, head_dim: int) -> Tensor:
+    """Dimensions turning more than beta_fast times in the original context are kept, fewer than beta_slow stretched,
+    with a linear ramp between (arXiv 2309.00071 §3.2)."""
+
+    def dimension_turning(times: float) -> float:
+        per_turn = rope.original_max_position / (times * 2 * math.pi)
+        return head_dim * math.log(per_turn) / (2 * math.log(rope.theta))
+
+    low, high = dimension_turning(rope.beta_fast), dimension_turning(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    width = (high - low) or 0.001
+    stretched = ((torch.arange(head_dim // 2, dtype=torch.float32) - low) / width).clamp(0, 1)
+    period = rope.theta**exponents
+    return (1.0 / (rope.factor * period)) * stretched + (1.0 / period) * (1 - stretched)
+
+
+class RopeTables:
+    """cos and sin, float32 [positions, head_dim / 2], long enough for every position asked for so far."""
+
+    def __init__(self, rope: RopeSpec, head_dim: int, max_context: int) -> None:
+        self._frequencies = inverse_frequencies(rope, head_dim)
+        self._scale = rope.attention_factor
+        self._fill(min(max_context, _FIRST_POSITIONS))
+
+    def ensure(self, positions: int) -> None:
+        """Make rows [0, positions) present."""
+        if positions > len(self.cos):
+            self._fill(max(positions, 2 * len(self.cos)))
+
+    def _fill(self, positions: int) -> None:
+        angles = torch.arange(positions, dtype=torch.float32)[:, None] * self._frequencies
+        self.cos = angles.cos() * self._scale
+        self.sin = angles.sin() * self._scale

@@ -1,0 +1,108 @@
+"""The memory that holds every slot's K and V on one rank, as one page-major tensor.
+
+    data [num_pages, num_layers, 2, page_size, num_kv_heads, head_dim]      index 0 of dimension 2 is K, 1 is V
+
+A page is one span of bytes, which is what travels between P and D. The memory belongs to the native `KvPool` (a sealed
+memfd other processes may map read-only) and the tensor is a view of it; without the native module it is ordinary torch
+memory, which serves a single process but cannot be transferred.
+
+Which page belongs to whom is the cache's business (`baton.cache`), not this module's.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from baton.errors import ConfigError
+from baton.models.spec import KVSpec
+from baton.runtime.ops import TORCH_DTYPES
+
+log = logging.getLogger("baton.kv_pool")
+
+LAYOUT_ORDER = "page,layer,kv,slot,head,dim"
+MIB = 1 << 20
+
+
+@dataclass(slots=True)
+class KvTensors:
+    """A rank's KV pool. `native` owns the memory when set and must outlive `data`: keep this object."""
+
+    spec: KVSpec
+    page_size: int
+    data: Tensor
+    native: Any = None
+    """baton._native.KvPool, or None for plain memory."""
+
+    @property
+    def num_pages(self) -> int:
+        return self.data.shape[0]
+
+    @property
+    def max_tokens(self) -> int:
+        return self.num_pages * self.page_size
+
+    @property
+    def page_bytes(self) -> int:
+        return self.spec.page_bytes(self.page_size)
+
+    def layout(self, model_hash: str) -> dict[str, object]:
+        """What two nodes compare before pages travel: TransferNode's `layout`."""
+        return {
+            "order": LAYOUT_ORDER,
+            "layers": self.spec.num_layers,
+            "kv_heads": self.spec.num_kv_heads,
+            "head_dim": self.spec.head_dim,
+            "dtype": self.spec.dtype,
+            "page_size": self.page_size,
+            "page_bytes": self.page_bytes,
+            "model_hash": model_hash,
+        }
+
+
+def pool_pages(spec: KVSpec, page_size: int, max_total_tokens: int, kv_pool_mib: int) -> int:
+    """How many pages to hold: max_total_tokens when set (rounded down to pages), else what fits kv_pool_mib.
+
+    Raises ConfigError when that is fewer than two pages.
+    """
+    page_bytes = spec.page_bytes(page_size)
+    pages = max_total_tokens // page_size if max_total_tokens else kv_pool_mib * MIB // page_bytes
+    if pages < 2:
+        asked = f"--max-total-tokens {max_total_tokens}" if max_total_tokens else f"--kv-pool-mib {kv_pool_mib}"
+        needed = 2 * page_size if max_total_tokens else -(-2 * page_bytes // MIB)
+        each = f"{page_size} tokens, {page_bytes} bytes each"
+        raise ConfigError(f"{asked} holds {pages} pages ({each}); at least 2 are needed: raise it to {needed}")
+    return pages
+
+
+def make_pool(spec: KVSpec, page_size: int, num_pages: int, *, native: bool | None = None) -> KvTensors:
+    """Allocate a zeroed pool.
+
+    Args:
+        native: True takes the transferable memory and fails without it; False takes plain memory (tests);
+            None takes the native one when this build has it.
+    """
+    shape = (num_pages, spec.num_layers, spec.tensors_per_layer, page_size, spec.num_kv_heads, spec.head_dim)
+    dtype = TORCH_DTYPES[spec.dtype]
+    pool_class = None if native is False else _native_pool_class(required=bool(native))
+    if pool_class is None:
+        return KvTensors(spec, page_size, torch.zeros(shape, dtype=dtype))
+    pool = pool_class(num_pages, spec.page_bytes(page_size))
+    data = torch.frombuffer(pool, dtype=torch.uint8).view(dtype).view(shape)
+    return KvTensors(spec, page_size, data, pool)
+
+
+def _native_pool_class(*, required: bool) -> Any:
+    try:
+        from baton._native import KvPool
+    except ImportError as err:
+        if required:
+            hint = "build the native module with maturin"
+            raise ConfigError(f"this build has no transferable KV pool ({err}); {hint}") from err
+        log.warning("the KV pool is plain memory (%s); pages cannot be transferred to other processes", err)
+        return None
+    return KvPool
