@@ -1,1 +1,5 @@
+//! KV pages from prefill to decode.
 
+pub mod pool;
+
+pub use pool::{KvPool, PoolError};

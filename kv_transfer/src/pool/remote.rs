@@ -1,0 +1,112 @@
+//! A peer's pool, mapped read-only from the fd it sent us.
+
+use std::os::fd::OwnedFd;
+use std::sync::atomic::{AtomicU64, Ordering, fence};
+
+use rustix::fs::{fcntl_get_seals, fstat};
+
+use super::{HEADER_BYTES, Mapping, PoolError, PoolShape, REQUIRED_SEALS};
+
+/// Read-only view of another process's pool. It outlives the peer: after the owner's death the bytes stay as they are.
+pub struct RemotePool {
+    shape: PoolShape,
+    map: Mapping,
+    populated: Vec<AtomicU64>, // one bit per page whose page-table entries we already asked for
+}
+
+impl RemotePool {
+    /// Map `fd` as a pool of exactly this shape.
+    ///
+    /// Refuses a file whose seals would let its owner shrink it (we would die of SIGBUS) or let us write it.
+    pub fn map(fd: OwnedFd, num_pages: usize, page_bytes: usize) -> Result<Self, PoolError> {
+        let foreign = |what: String| PoolError::Foreign(what);
+        let shape = PoolShape::new(num_pages, page_bytes)?;
+        let seals = fcntl_get_seals(&fd)
+            .map_err(|err| foreign(format!("it is no sealable memfd: {err}")))?;
+        if !seals.contains(REQUIRED_SEALS) {
+            return Err(foreign(format!(
+                "its seals are {seals:?}, {REQUIRED_SEALS:?} are needed"
+            )));
+        }
+        let size = fstat(&fd).map_err(|err| foreign(err.to_string()))?.st_size;
+        if size != shape.file_bytes as i64 {
+            return Err(foreign(format!(
+                "the file has {size} bytes, {num_pages} pages of {page_bytes} bytes need {}",
+                shape.file_bytes
+            )));
+        }
+        let map =
+            Mapping::read_only(&fd, shape.file_bytes).map_err(|err| foreign(err.to_string()))?;
+        let header: Vec<u64> = (0..4)
+            .map(|i| map.word(i * 8).load(Ordering::Relaxed))
+            .collect();
+        if header != shape.header() {
+            return Err(foreign(format!(
+                "its header says {header:?}, expected {:?}",
+                shape.header()
+            )));
+        }
+        let populated = (0..num_pages.div_ceil(64))
+            .map(|_| AtomicU64::new(0))
+            .collect();
+        Ok(Self {
+            shape,
+            map,
+            populated,
+        })
+    }
+
+    pub fn num_pages(&self) -> usize {
+        self.shape.num_pages
+    }
+
+    pub fn page_bytes(&self) -> usize {
+        self.shape.page_bytes
+    }
+
+    /// First look, before the copy. Pairs with the owner's release in `seal`.
+    pub fn generation(&self, page: u32) -> u64 {
+        self.word(page).load(Ordering::Acquire)
+    }
+
+    /// Second look, after the copy: all our reads of the page happen before this load.
+    pub fn generation_after(&self, page: u32) -> u64 {
+        fence(Ordering::SeqCst);
+        self.word(page).load(Ordering::Relaxed)
+    }
+
+    fn word(&self, page: u32) -> &AtomicU64 {
+        self.map.word(HEADER_BYTES + page as usize * 8)
+    }
+
+    pub(crate) fn page_ptr(&self, page: u32) -> *const u8 {
+        assert!(
+            (page as usize) < self.shape.num_pages,
+            "announced page ids are checked when PROGRESS arrives"
+        );
+        self.map.ptr(self.offset(page))
+    }
+
+    fn offset(&self, page: u32) -> usize {
+        self.shape.data_off + page as usize * self.shape.page_bytes
+    }
+
+    /// Ask the kernel once per page to fill our page tables for it.
+    pub(crate) fn prefault(&self, page: u32) {
+        let (word, bit) = (&self.populated[page as usize / 64], 1u64 << (page % 64));
+        if word.fetch_or(bit, Ordering::Relaxed) & bit == 0 {
+            self.map
+                .populate_read(self.offset(page), self.shape.page_bytes);
+        }
+    }
+}
+
+impl std::fmt::Debug for RemotePool {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(
+            f,
+            "RemotePool({} pages of {} bytes)",
+            self.shape.num_pages, self.shape.page_bytes
+        )
+    }
+}
