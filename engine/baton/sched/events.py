@@ -1,0 +1,70 @@
+"""What the scheduler tells its shell: values, in the order in which they must be carried out."""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass
+
+from baton.request import FinishReason, Validated
+from baton.sched.plan import TokenLogprobs
+
+
+@dataclass(frozen=True, slots=True)
+class Emitted:
+    """New output of a request: zero or one token, and its end if this is it."""
+
+    handle: int
+    tokens: tuple[int, ...]
+    finish: FinishReason | None
+    cached_tokens: int
+    logprobs: TokenLogprobs | None = None
+    error: tuple[str, str] | None = None
+    """(error code, message) when finish is ERROR."""
+
+
+@dataclass(frozen=True, slots=True)
+class PagesFinal:
+    """P: prompt pages [first_page, first_page + len(pages)) are computed and stay as they are while the request lives."""
+
+    req: Validated
+    first_page: int
+    pages: array[int]
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillDone:
+    """P: the whole prompt is computed and its first token drawn; the pages stay locked until `release`."""
+
+    req: Validated
+    total_pages: int
+    last_page_tokens: int
+    token: int
+    cached_tokens: int
+    logprobs: TokenLogprobs | None
+
+
+@dataclass(frozen=True, slots=True)
+class OpenTransfer:
+    """D: meet P and learn which pages of the prompt are ready."""
+
+    req: Validated
+
+
+@dataclass(frozen=True, slots=True)
+class GrantPages:
+    """D: the prompt's pages before `start_page` are here already; the rest may be written into `pages`."""
+
+    req: Validated
+    start_page: int
+    pages: array[int]
+
+
+@dataclass(frozen=True, slots=True)
+class AbortTransfer:
+    """Tell the peer that this room is over. On D the pages stay reserved until `transfer_closed`."""
+
+    req: Validated
+    code: str
+
+
+Event = Emitted | PagesFinal | PrefillDone | OpenTransfer | GrantPages | AbortTransfer

@@ -1,0 +1,104 @@
+"""What one forward pass does, and what it produced: integers only, so that a plan can be logged, sent and replayed."""
+
+from __future__ import annotations
+
+import enum
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from baton.request import SamplingParams
+
+UNKNOWN_TOKEN = -1
+"""In Row.tokens: the token sampled by the step before, which the runner reads from its token table."""
+
+
+class ForwardMode(enum.Enum):
+    """Which phases a step holds; IDLE steps are not executed."""
+
+    IDLE = "idle"
+    EXTEND = "extend"
+    DECODE = "decode"
+    MIXED = "mixed"
+
+
+class Stop(enum.Enum):
+    """Why planning took no further prompt tokens: a label of metrics, logs and tests."""
+
+    QUEUE_EMPTY = "queue_empty"
+    TOKEN_BUDGET = "token_budget"
+    NO_PAGES = "no_pages"
+    NO_SLOT = "no_slot"
+    MAX_REQUESTS = "max_requests"
+    PREEMPTED = "preempted"
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Tokens [start, start + n) of one sequence.
+
+    `tokens` holds the n input ids (UNKNOWN_TOKEN for the one still being sampled). `pages` continue the slot's page
+    table at index `page_base`: only what the runner has not been told yet. `sample`: draw the next token after it.
+    """
+
+    handle: int
+    slot: int
+    start: int
+    n: int
+    sample: bool
+    tokens: array[int]
+    page_base: int
+    pages: array[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Admitted:
+    """A sequence took `slot`: what sampling needs to know about it. `history` = all tokens known so far."""
+
+    handle: int
+    slot: int
+    params: SamplingParams
+    prompt_tokens: int
+    history: array[int]
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    step: int
+    rows: tuple[Row, ...]
+    """Decode rows first, then prompt chunks in policy order."""
+    num_decode: int
+    admitted: tuple[Admitted, ...]
+    new_pages: array[int]
+    """Pages that got a new owner in this plan: their old content is void from now on."""
+    stopped_by: Stop
+    retracted: int = 0
+
+    @property
+    def mode(self) -> ForwardMode:
+        if not self.rows:
+            return ForwardMode.IDLE
+        if self.num_decode == len(self.rows):
+            return ForwardMode.DECODE
+        return ForwardMode.MIXED if self.num_decode else ForwardMode.EXTEND
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(row.n for row in self.rows)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Logprob of one sampled token and the k most likely alternatives at its position."""
+
+    chosen: float
+    top_ids: Sequence[int] = ()
+    top_logprobs: Sequence[float] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """One token per row of the plan with `sample`, in row order; logprobs by row index for rows that asked."""
+
+    tokens: Sequence[int]
+    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)

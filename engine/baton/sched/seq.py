@@ -1,0 +1,112 @@
+"""One request inside the scheduler: its tokens, its pages and where it stands.
+
+Life of a sequence, by node role (`pages` in brackets = what it holds):
+
+    null     WAITING ─▶ RUNNING [tree lock + private] ─▶ FINISHED
+    prefill  WAITING ─▶ RUNNING ─▶ LEASED [same pages, for D to pull] ─▶ FINISHED
+    decode   OPENING ─▶ TRANSFER [tree lock + private pages being filled] ─▶ RUNNING ─▶ FINISHED
+    retract  RUNNING ─▶ WAITING (pages published to the tree, nothing held)
+    abort    OPENING | TRANSFER ─▶ ABORTING (until the transfer runtime has let go of the pages) ─▶ FINISHED
+
+Invariants: `pages` only grows while RUNNING; `private` ⊆ pages; pages not in `private` belong to the radix tree and are
+locked through `node`; computed ≤ len(tokens) + inflight.
+"""
+
+from __future__ import annotations
+
+import enum
+from array import array
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from baton.request import FinishReason, Validated
+
+if TYPE_CHECKING:
+    from baton.cache.radix import Node
+
+
+class SeqState(enum.Enum):
+    WAITING = "waiting"
+    OPENING = "opening"
+    TRANSFER = "transfer"
+    RUNNING = "running"
+    LEASED = "leased"
+    ABORTING = "aborting"
+    FINISHED = "finished"
+
+
+LEGAL: dict[SeqState, frozenset[SeqState]] = {
+    SeqState.WAITING: frozenset({SeqState.RUNNING, SeqState.FINISHED}),
+    SeqState.OPENING: frozenset({SeqState.TRANSFER, SeqState.ABORTING, SeqState.FINISHED}),
+    SeqState.TRANSFER: frozenset({SeqState.RUNNING, SeqState.ABORTING, SeqState.FINISHED}),
+    SeqState.RUNNING: frozenset({SeqState.WAITING, SeqState.LEASED, SeqState.FINISHED}),
+    SeqState.LEASED: frozenset({SeqState.FINISHED}),
+    SeqState.ABORTING: frozenset({SeqState.FINISHED}),
+    SeqState.FINISHED: frozenset(),
+}
+
+
+class IllegalTransition(RuntimeError):
+    """A programmer error: the scheduler tried to move a sequence along an edge that does not exist."""
+
+
+@dataclass(slots=True, eq=False)
+class Seq:
+    req: Validated
+    tokens: array[int]
+    """Prompt and every generated token that is known."""
+    max_new_tokens: int
+    """The request's limit, cut so that prompt + answer fit the KV pool."""
+    state: SeqState = SeqState.WAITING
+    slot: int = -1
+    pages: array[int] = field(default_factory=lambda: array("i"))
+    private: set[int] = field(default_factory=set)
+    node: Node | None = None
+    computed: int = 0
+    """Tokens whose KV exists or is being computed by a step in flight."""
+    committed: int = 0
+    """Tokens whose KV was computed by a committed step."""
+    inflight: int = 0
+    """1 while a step in flight samples this sequence's next token."""
+    inflight_steps: int = 0
+    """Steps in flight that hold a row of this sequence."""
+    sent_pages: int = 0
+    """How much of `pages` the runner knows."""
+    announced_pages: int = 0
+    """P: prompt pages already offered to D."""
+    cached_tokens: int = -1
+    """Prompt tokens found in the cache when the request first ran; -1: has not run."""
+    retractions: int = 0
+    finish: FinishReason | None = None
+
+    @property
+    def handle(self) -> int:
+        return self.req.handle
+
+    @property
+    def prompt_len(self) -> int:
+        return len(self.req.prompt)
+
+    @property
+    def generated(self) -> int:
+        """Tokens generated so far, the one in flight included."""
+        return len(self.tokens) - self.prompt_len + self.inflight
+
+    @property
+    def total_len(self) -> int:
+        """Known tokens plus the one in flight."""
+        return len(self.tokens) + self.inflight
+
+    @property
+    def extend_tokens(self) -> int:
+        """Tokens to compute before the next sample; 1 for a decoding sequence."""
+        return self.total_len - self.computed
+
+    @property
+    def is_decoding(self) -> bool:
+        return self.extend_tokens == 1 and self.total_len > self.prompt_len
+
+    def to(self, state: SeqState) -> None:
+        if state not in LEGAL[self.state]:
+            raise IllegalTransition(f"request {self.req.rid}: {self.state.value} -> {state.value}")
+        self.state = state

@@ -1,0 +1,179 @@
+"""Two production schedulers, a prefill and a decode node; a pretend transfer copies pages at random moments."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from baton.errors import KvTransferFailed
+from baton.sched.scheduler import Limits
+from tests.support.sched_sim import VOCAB, Node, random_prompt, reference, request
+
+
+class Relay:
+    """Copies granted pages from P's memory to D's one by one; a room may break at any point before its commit."""
+
+    def __init__(self, p: Node, d: Node, rng: random.Random, break_rate: float) -> None:
+        self.p, self.d, self.rng, self.break_rate = p, d, rng, break_rate
+        self.copied: dict[int, int] = {}
+        self.broken: set[int] = set()
+        self.over: set[int] = set()
+
+    def tick(self) -> None:
+        for room in self.over & self.p.done.keys():
+            self.p.sched.release(room)  # D was gone before P had finished: the lease expires
+        for abort in self.d.aborts:
+            assert abort.req.rendezvous
+            self.close(abort.req.rendezvous.room)
+        self.d.aborts.clear()
+        for room, grant in list(self.d.grants.items()):
+            if self.rng.random() < self.break_rate:
+                self.broken.add(room)
+                self.d.sched.transfer_failed(room, KvTransferFailed("the wire was cut"))
+                self.close(room, tell_d=False)
+                continue
+            ready = self.p.final_pages.get(room, {})
+            at = self.copied.get(room, 0)
+            while at < len(grant.pages) and grant.start_page + at in ready and self.rng.random() < 0.7:
+                page, content = ready[grant.start_page + at]
+                assert self.p.device.memory[page][: len(content)] == content, "P changed a page it had announced"
+                self.d.device.memory[grant.pages[at]] = list(content)
+                at += 1
+            self.copied[room] = at
+            done = self.p.done.get(room)
+            if at == len(grant.pages) and done is not None:
+                assert done.total_pages == grant.start_page + len(grant.pages)
+                self.d.sched.transfer_committed(room, done.token, done.cached_tokens, None)
+                self.close(room, tell_d=False)
+
+    def close(self, room: int, tell_d: bool = True) -> None:
+        self.over.add(room)
+        self.d.grants.pop(room, None)
+        self.p.sched.release(room)
+        if tell_d:
+            self.d.sched.transfer_closed(room)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_prefill_here_decode_there_equals_one_node(seed: int) -> None:
+    rng = random.Random(seed)
+    page = rng.choice([1, 2, 4])
+
+    def node(role: str) -> Node:
+        pages = rng.randint(14, 50) * (4 // page)
+        lim = Limits(
+            pages,
+            page,
+            rng.choice([1, 2, 6]),
+            1000,
+            page * rng.randint(1, 6),
+            role=role,
+            reserved_decode_tokens=rng.choice([0, 8]),
+            conservativeness=rng.choice([0.1, 1.0]),
+            radix_cache=rng.random() < 0.8,
+        )
+        return Node(lim, depth=rng.choice([1, 2]))
+
+    p, d = node("prefill"), node("decode")
+    relay = Relay(p, d, rng, break_rate=rng.choice([0.0, 0.0, 0.05]))
+    shared = [[rng.randrange(VOCAB) for _ in range(rng.randint(2, 16))] for _ in range(3)]
+    want: dict[int, list[int]] = {}
+    aborted: set[int] = set()
+    longest = min(20, p.sched.capacity_tokens - 1, d.sched.capacity_tokens - 1)
+
+    def turn() -> None:
+        p.step()
+        d.step()
+        relay.tick()
+
+    for handle in range(30):
+        prompt = random_prompt(rng, shared, longest)
+        req = request(handle, prompt, rng.randint(1, 20), ignore_eos=rng.random() < 0.7, room=1000 + handle)
+        for each in rng.sample([p, d], 2):
+            each.sched.add(req)
+            for _ in range(rng.randint(0, 3)):
+                turn()
+        room_left = d.sched.capacity_tokens - len(prompt)
+        want[handle] = reference(req.prompt, min(req.params.max_new_tokens, room_left), req.params.ignore_eos)
+        if rng.random() < 0.15:
+            victim = rng.randrange(handle + 1)
+            if victim not in d.finished:
+                aborted.add(victim)
+                d.sched.abort(victim)
+                p.sched.abort(victim)
+        p.sched.ledger()
+        d.sched.ledger()
+    for _ in range(5000):
+        turn()
+        counts = p.sched.counts()
+        if d.sched.is_idle and sum(counts.values()) == counts["leased"]:
+            break
+    for handle, tokens in want.items():
+        got = d.outputs.get(handle, [])
+        if handle in aborted or 1000 + handle in relay.broken:
+            assert got == tokens[: len(got)]
+        else:
+            assert got == tokens, f"seed {seed} request {handle}"
+    for room in list(p.done):
+        p.sched.release(room)
+    for each in (p, d):
+        each.absorb()
+        assert each.sched.is_idle, each.sched.counts()
+        each.sched.ledger().check_idle(each.limits.num_pages)
+
+
+def test_a_full_decode_node_delays_no_prefill() -> None:
+    p = Node(Limits(64, 4, 8, 100, 64, role="prefill"), depth=1)
+    d = Node(Limits(8, 4, 8, 100, 64, role="decode"), depth=1)
+    for handle in range(4):
+        req = request(handle, [handle % VOCAB] * 20, 8, room=handle + 1)
+        p.sched.add(req)
+        d.sched.add(req)
+    p.run()
+    d.step()
+    assert set(p.done) == {1, 2, 3, 4}
+    assert set(d.opened) == {1, 2, 3, 4}
+    assert set(d.grants) == {1}, "the decode node has room for one prompt only"
+
+
+def test_a_whole_prompt_in_ds_cache_needs_no_page() -> None:
+    d = Node(Limits(32, 4, 4, 100, 64, role="decode"), depth=1)
+    prompt = [1, 2, 3, 4, 1, 2, 3, 4]
+    d.sched.add(request(0, prompt, 2, ignore_eos=True, room=1))
+    d.step()
+    grant = d.grants.pop(1)
+    assert (grant.start_page, len(grant.pages)) == (0, 2)
+    p = Node(Limits(32, 4, 4, 100, 64, role="prefill"), depth=1)
+    p.sched.add(request(0, prompt, 2, ignore_eos=True, room=1))
+    p.run()
+    for at, page in enumerate(grant.pages):
+        d.device.memory[page] = list(p.final_pages[1][at][1])
+    d.sched.transfer_committed(1, p.done[1].token, 0, None)
+    d.run()
+    d.sched.add(request(2, prompt, 2, ignore_eos=True, room=2))
+    d.step()
+    assert (d.grants[2].start_page, len(d.grants[2].pages)) == (2, 0)
+
+
+def test_pages_are_granted_only_when_no_earlier_step_can_write_to_them() -> None:
+    d = Node(Limits(6, 2, 4, 100, 64, role="decode", radix_cache=False, reserved_decode_tokens=0), depth=2)
+    prompt = next(p for p in ([a, b] for a in range(VOCAB) for b in range(VOCAB)) if 3 <= len(_answer(p)) <= 5)
+    d.sched.add(request(0, prompt, 8))
+    d.step()
+    d.sched.add(request(1, [1] * 11, 1, room=7))
+    while 0 not in d.finished:
+        d.step()
+        assert not d.grants
+    assert d.flight, "the end of the answer was noticed one step late"
+    assert 0 in [row.handle for row in d.flight[0].rows]
+    plan = d.sched.plan()
+    d.absorb()
+    assert plan is None
+    assert not d.grants, "the step in flight still writes to a page of the finished request"
+    d.step()
+    assert len(d.grants[7].pages) == 6
+
+
+def _answer(prompt: list[int]) -> list[int]:
+    return reference(request(0, prompt, 8).prompt, 8, False)

@@ -1,0 +1,166 @@
+"""The production scheduler on a pretend device: outputs, memory and fairness under random load and tiny pools."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from baton.errors import PromptTooLong, QueueFull
+from baton.request import FinishReason
+from baton.sched.scheduler import Limits, Scheduler
+from tests.support.sched_sim import VOCAB, Node, random_prompt, reference, request
+
+
+def limits(rng: random.Random, **over: object) -> Limits:
+    page = rng.choice([1, 2, 4])
+    values: dict[str, object] = {
+        "num_pages": rng.randint(12, 60) * (4 // page),
+        "page_size": page,
+        "max_running_requests": rng.choice([1, 2, 4, 8]),
+        "max_queued_requests": 10_000,
+        "step_tokens": page * rng.randint(1, 8),
+        "policy": rng.choice(["fcfs", "lpm"]),
+        "radix_cache": rng.random() < 0.8,
+        "conservativeness": rng.choice([0.1, 1.0]),
+        "prefill_first": rng.random() < 0.2,
+    }
+    return Limits(**(values | over))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("seed", range(120))
+def test_random_load_gives_reference_tokens_and_leaks_nothing(seed: int) -> None:
+    rng = random.Random(seed)
+    node = Node(limits(rng), depth=rng.choice([1, 2]))
+    shared = [[rng.randrange(VOCAB) for _ in range(rng.randint(2, 16))] for _ in range(3)]
+    capacity = node.sched.capacity_tokens
+    want: dict[int, list[int]] = {}
+    aborted: set[int] = set()
+    for handle in range(40):
+        prompt = random_prompt(rng, shared, min(24, capacity - 1))
+        max_new = rng.randint(1, 30)
+        req = request(handle, prompt, max_new, ignore_eos=rng.random() < 0.7)
+        node.sched.add(req)
+        want[handle] = reference(req.prompt, min(max_new, capacity - len(prompt)), req.params.ignore_eos)
+        for _ in range(rng.randint(0, 6)):
+            node.step()
+        if rng.random() < 0.15:
+            victim = rng.randrange(handle + 1)
+            if victim not in node.finished:
+                aborted.add(victim)
+                node.sched.abort(victim)
+                node.sched.ledger()
+    node.run()
+    for handle, tokens in want.items():
+        got = node.outputs.get(handle, [])
+        if handle in aborted:
+            assert got == tokens[: len(got)]
+            assert handle not in node.finished
+        else:
+            assert got == tokens, f"seed {seed} request {handle}"
+            assert node.finished[handle] in (FinishReason.STOP, FinishReason.LENGTH)
+    assert node.sched.is_idle
+    node.sched.ledger().check_idle(node.limits.num_pages)
+    node.sched.flush_cache()
+    assert node.sched.ledger().free == node.limits.num_pages
+
+
+def test_memory_pressure_retracts_and_still_answers_exactly() -> None:
+    node = Node(Limits(24, 1, 4, 100, 8, conservativeness=0.05), depth=2)
+    want = {}
+    for handle in range(6):
+        req = request(handle, [handle % VOCAB] * 4, 18, ignore_eos=True)
+        node.sched.add(req)
+        want[handle] = reference(req.prompt, 18, True)
+    node.run()
+    assert node.outputs == want
+    assert node.sched.retractions > 0, "the pool was meant to be too small for all"
+
+
+def test_at_most_one_step_between_two_tokens_of_a_running_request() -> None:
+    for prefill_first in (False, True):
+        node = Node(Limits(400, 4, 8, 100, 8, prefill_first=prefill_first), depth=1)
+        node.sched.add(request(0, [1, 2, 3], 40, ignore_eos=True))
+        for _ in range(3):
+            node.step()
+        for handle in range(1, 6):
+            node.sched.add(request(handle, [handle % VOCAB] * 60, 2, ignore_eos=True))
+        gap = 0
+        while 0 not in node.finished:
+            before = len(node.outputs[0])
+            node.step()
+            gap = 0 if len(node.outputs[0]) > before else gap + 1
+            assert gap <= 1
+
+
+def test_requests_of_one_step_share_their_prefix() -> None:
+    node = Node(Limits(64, 4, 8, 100, 64), depth=1)
+    prompt = [1, 2, 3, 4, 0, 1, 2, 3]
+    for handle in range(4):
+        node.sched.add(request(handle, [*prompt, handle], 3, ignore_eos=True))
+    plan = node.sched.plan()
+    assert plan is not None
+    assert [row.n for row in plan.rows] == [9, 1, 1, 1], "followers compute only what the leader does not"
+    node.flight.append(plan)
+    node.run()
+    assert all(node.outputs[h] == reference(request(h, [*prompt, h], 3).prompt, 3, True) for h in range(4))
+
+
+def test_lpm_prefers_the_cached_prompt_and_fcfs_the_older() -> None:
+    for policy, first in (("fcfs", 1), ("lpm", 2)):
+        node = Node(Limits(64, 4, 1, 100, 64, policy=policy), depth=1)
+        node.sched.add(request(0, [1, 2, 3, 4, 1, 2, 3, 4, 2], 1, ignore_eos=True))
+        node.run()
+        node.sched.add(request(1, [4, 4, 4, 4, 4], 1, ignore_eos=True))
+        node.sched.add(request(2, [1, 2, 3, 4, 1, 2, 3, 4, 3], 1, ignore_eos=True))
+        plan = node.sched.plan()
+        assert plan is not None
+        assert plan.rows[0].handle == first
+
+
+def test_impossible_and_surplus_requests_are_refused_with_numbers() -> None:
+    sched = Scheduler(Limits(4, 4, 2, 2, 16))
+    with pytest.raises(PromptTooLong, match="16 tokens, the KV pool of this engine holds 16"):
+        sched.add(request(0, [1] * 16, 4))
+    sched.add(request(1, [1], 1))
+    sched.add(request(2, [1], 1))
+    with pytest.raises(QueueFull, match="2 requests are waiting"):
+        sched.add(request(3, [1], 1))
+
+
+def test_answers_are_cut_to_what_the_pool_can_hold() -> None:
+    node = Node(Limits(4, 4, 2, 10, 16), depth=2)
+    node.sched.add(request(0, [1] * 10, 1000, ignore_eos=True))
+    node.run()
+    assert len(node.outputs[0]) == 6
+    assert node.finished[0] is FinishReason.LENGTH
+
+
+def test_deadline_ends_waiting_and_running_requests_with_timeout() -> None:
+    import dataclasses
+
+    node = Node(Limits(64, 4, 1, 10, 16), depth=2)
+    node.sched.add(dataclasses.replace(request(0, [1, 2], 50, ignore_eos=True), deadline=5.0))
+    node.sched.add(dataclasses.replace(request(1, [1, 2], 50, ignore_eos=True), deadline=5.0))
+    for _ in range(4):
+        node.step()
+    node.sched.expire(4.9)
+    assert not node.errors
+    node.sched.expire(5.0)
+    node.run()
+    assert {h: code for h, (code, _) in node.errors.items()} == {0: "timeout", 1: "timeout"}
+    node.sched.ledger().check_idle(64)
+
+
+def test_same_inputs_same_plans() -> None:
+    def trace() -> list[object]:
+        rng = random.Random(5)
+        node = Node(Limits(40, 2, 4, 100, 12), depth=2)
+        plans: list[object] = []
+        for handle in range(20):
+            node.sched.add(request(handle, random_prompt(rng, [[1, 2, 3, 4]], 20), 8))
+            node.step()
+            plans.extend(node.flight)
+        return plans
+
+    assert trace() == trace()

@@ -1,0 +1,176 @@
+"""A pretend device for the scheduler: it remembers what was written to every KV slot and notices every wrong read.
+
+The "model" is a hash: the KV of position i is hash(tokens[0..i]), the next token is a function of it. A row may only
+run if all earlier slots of its sequence hold exactly the KV of its own prefix, so a page given away too early, reused too
+late or published wrongly fails at once; and the tokens a request gets must equal `reference()` of its prompt alone.
+"""
+
+from __future__ import annotations
+
+import random
+from array import array
+from dataclasses import dataclass, field
+
+from baton.request import FinishReason, Rendezvous, SamplingParams, Validated
+from baton.sched.events import AbortTransfer, Emitted, GrantPages, OpenTransfer, PagesFinal, PrefillDone
+from baton.sched.plan import UNKNOWN_TOKEN, StepPlan, StepResult
+from baton.sched.scheduler import Limits, Scheduler
+
+VOCAB = 5
+EOS = 0
+
+
+def chain(state: int, token: int) -> int:
+    return (state * 1000003 + token + 7) & 0xFFFFFFFFFFFF
+
+
+def next_token(state: int) -> int:
+    return (state >> 7) % VOCAB
+
+
+def reference(prompt: array[int], max_new: int, ignore_eos: bool) -> list[int]:
+    state = 1
+    for token in prompt:
+        state = chain(state, token)
+    out: list[int] = []
+    while len(out) < max_new:
+        out.append(next_token(state))
+        if out[-1] == EOS and not ignore_eos:
+            break
+        state = chain(state, out[-1])
+    return out
+
+
+def request(
+    handle: int, prompt: list[int], max_new: int, *, ignore_eos: bool = False, room: int | None = None
+) -> Validated:
+    params = SamplingParams(max_new_tokens=max_new, stop_token_ids=() if ignore_eos else (EOS,), ignore_eos=ignore_eos)
+    meet = None if room is None else Rendezvous("p", 1, room)
+    return Validated(handle, f"r{handle}", array("i", prompt), params, arrival=float(handle), rendezvous=meet)
+
+
+@dataclass
+class Slot:
+    table: list[int] = field(default_factory=list)
+    last: int = UNKNOWN_TOKEN
+
+
+class Device:
+    """Runs plans in order; `memory[page][offset]` is the KV state last written there."""
+
+    def __init__(self, limits: Limits) -> None:
+        self.page_size = limits.page_size
+        self.memory = [[0] * limits.page_size for _ in range(limits.num_pages)]
+        self.slots = [Slot() for _ in range(limits.max_running_requests)]
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        for adm in plan.admitted:
+            self.slots[adm.slot] = Slot()
+        states: list[int] = []
+        tokens: list[int] = []
+        for row in plan.rows:
+            slot = self.slots[row.slot]
+            assert len(slot.table) >= row.page_base
+            slot.table[row.page_base :] = list(row.pages)
+            ids = [slot.last if t == UNKNOWN_TOKEN else t for t in row.tokens]
+            assert UNKNOWN_TOKEN not in ids
+            assert len(ids) == row.n
+            state = 1 if row.start == 0 else self._read(slot, row.start - 1)
+            for i, token in enumerate(ids):
+                state = chain(state, token)
+                page, off = divmod(row.start + i, self.page_size)
+                self.memory[slot.table[page]][off] = state
+            states.append(state)
+            if row.sample:
+                tokens.append(next_token(state))
+                slot.last = tokens[-1]
+        self._check(plan, states)
+        return StepResult(tokens)
+
+    def _read(self, slot: Slot, position: int) -> int:
+        page, off = divmod(position, self.page_size)
+        return self.memory[slot.table[page]][off]
+
+    def _check(self, plan: StepPlan, states: list[int]) -> None:
+        """After the step every row's last slot must hold its own state: no two rows wrote the same slot differently."""
+        for row, state in zip(plan.rows, states, strict=True):
+            assert self._read(self.slots[row.slot], row.start + row.n - 1) == state, f"row {row} was overwritten"
+
+
+class Node:
+    """A scheduler with its device, stepping with `depth` plans in flight (1: normal, 2: overlapped)."""
+
+    def __init__(self, limits: Limits, depth: int) -> None:
+        self.limits = limits
+        self.sched = Scheduler(limits)
+        self.device = Device(limits)
+        self.depth = depth
+        self.flight: list[StepPlan] = []
+        self.outputs: dict[int, list[int]] = {}
+        self.finished: dict[int, FinishReason] = {}
+        self.errors: dict[int, tuple[str, str]] = {}
+        self.final_pages: dict[int, dict[int, tuple[int, list[int]]]] = {}
+        self.done: dict[int, PrefillDone] = {}
+        self.opened: dict[int, OpenTransfer] = {}
+        self.grants: dict[int, GrantPages] = {}
+        self.aborts: list[AbortTransfer] = []
+        self.last_row: dict[int, int] = {}
+        self.steps = 0
+
+    def absorb(self) -> None:
+        for event in self.sched.drain_events():
+            if isinstance(event, Emitted):
+                assert event.handle not in self.finished, "output after the end"
+                self.outputs.setdefault(event.handle, []).extend(event.tokens)
+                if event.finish is not None:
+                    self.finished[event.handle] = event.finish
+                if event.error is not None:
+                    self.errors[event.handle] = event.error
+            elif isinstance(event, PagesFinal):
+                assert event.req.rendezvous
+                book = self.final_pages.setdefault(event.req.rendezvous.room, {})
+                for i, page in enumerate(event.pages):
+                    assert event.first_page + i not in book, "a page was announced twice"
+                    book[event.first_page + i] = (page, list(self.device.memory[page]))
+            elif isinstance(event, PrefillDone):
+                assert event.req.rendezvous
+                self.done[event.req.rendezvous.room] = event
+            elif isinstance(event, OpenTransfer):
+                assert event.req.rendezvous
+                self.opened[event.req.rendezvous.room] = event
+            elif isinstance(event, GrantPages):
+                assert event.req.rendezvous
+                self.grants[event.req.rendezvous.room] = event
+            else:
+                self.aborts.append(event)
+
+    def step(self) -> bool:
+        """Plan once, then commit until fewer than `depth` plans fly. False when nothing happened."""
+        plan = self.sched.plan()
+        self.absorb()
+        if plan is not None:
+            budget = max(self.limits.step_tokens, plan.num_decode + self.limits.page_size)
+            assert plan.num_tokens <= budget
+            assert len({row.handle for row in plan.rows}) == len(plan.rows)
+            self.steps += 1
+            self.flight.append(plan)
+        committed = False
+        while self.flight and (len(self.flight) >= self.depth or plan is None):
+            oldest = self.flight.pop(0)
+            self.sched.commit(oldest, self.device.execute(oldest))
+            committed = True
+            self.sched.ledger()
+            self.absorb()
+        return plan is not None or committed
+
+    def run(self, limit: int = 20000) -> None:
+        for _ in range(limit):
+            if not self.step():
+                return
+        raise AssertionError("the scheduler did not come to rest")
+
+
+def random_prompt(rng: random.Random, shared: list[list[int]], longest: int) -> list[int]:
+    head = list(rng.choice(shared)) if shared and rng.random() < 0.6 else []
+    tail = [rng.randrange(VOCAB) for _ in range(rng.randint(1, longest))]
+    return (head + tail)[:longest]
