@@ -14,6 +14,7 @@
 pub mod breaker;
 pub mod health;
 pub mod policy;
+pub mod prefix_tree;
 pub mod retry;
 pub mod room;
 pub mod types;

@@ -1,0 +1,350 @@
+//! The tree against a naive model: for each worker a list of (prefix, stamp).
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use proptest::prelude::*;
+
+use super::*;
+
+const WORKERS: u64 = 3;
+/// One to four bytes long; é and è share their first byte.
+const ALPHABET: [char; 5] = ['a', 'b', 'é', 'è', '🦀'];
+
+#[derive(Debug, Clone)]
+enum Op {
+    Add(u64),
+    Insert {
+        worker: u64,
+        text: String,
+    },
+    /// What the policy does: touch, and insert only if that was not enough.
+    Send {
+        worker: u64,
+        text: String,
+    },
+    Match {
+        text: String,
+        ready: Vec<u64>,
+    },
+    Evict,
+    Retire {
+        worker: u64,
+        batch: usize,
+    },
+}
+
+fn text() -> impl Strategy<Value = String> {
+    proptest::collection::vec(proptest::sample::select(ALPHABET.to_vec()), 0..9)
+        .prop_map(|chars| chars.into_iter().collect())
+}
+
+fn op() -> impl Strategy<Value = Op> {
+    let worker = 0..WORKERS;
+    prop_oneof![
+        1 => worker.clone().prop_map(Op::Add),
+        4 => (worker.clone(), text()).prop_map(|(worker, text)| Op::Insert { worker, text }),
+        6 => (worker.clone(), text()).prop_map(|(worker, text)| Op::Send { worker, text }),
+        6 => (text(), proptest::sample::subsequence(vec![0, 1, 2], 0..=3))
+            .prop_map(|(text, ready)| Op::Match { text, ready }),
+        1 => Just(Op::Evict),
+        1 => (worker, 1usize..4).prop_map(|(worker, batch)| Op::Retire { worker, batch }),
+    ]
+}
+
+/// All the prefixes a worker holds, each with the stamp of the last text that covered it.
+#[derive(Default)]
+struct Model {
+    held: BTreeMap<u64, Vec<(String, u64)>>,
+    stamp: u64,
+    max_chars: usize,
+}
+
+impl Model {
+    fn send(&mut self, worker: u64, text: &str) {
+        self.stamp += 1;
+        let Some(held) = self.held.get_mut(&worker) else {
+            return;
+        };
+        for prefix in prefixes(text) {
+            held.retain(|(other, _)| other != prefix);
+            held.push((prefix.to_owned(), self.stamp));
+        }
+        while held.len() > self.max_chars {
+            let oldest = held
+                .iter()
+                .map(|(_, stamp)| *stamp)
+                .min()
+                .expect("not empty");
+            let longest = held
+                .iter()
+                .filter(|(_, stamp)| *stamp == oldest)
+                .max_by_key(|(prefix, _)| prefix.len());
+            let victim = longest.expect("not empty").0.clone();
+            held.retain(|(prefix, _)| *prefix != victim);
+        }
+    }
+
+    fn longest_match(&self, text: &str, ready: &[u64]) -> (usize, Vec<u64>) {
+        let holders = |prefix: &str| -> Vec<u64> {
+            let holds = |worker: &u64| {
+                self.held
+                    .get(worker)
+                    .is_some_and(|held| held.iter().any(|(other, _)| other == prefix))
+            };
+            ready.iter().copied().filter(holds).collect()
+        };
+        prefixes(text)
+            .map(|prefix| (prefix.chars().count(), holders(prefix)))
+            .filter(|(_, holders)| !holders.is_empty())
+            .last()
+            .unwrap_or((0, Vec::new()))
+    }
+}
+
+/// Non-empty prefixes, shortest first.
+fn prefixes(text: &str) -> impl Iterator<Item = &str> {
+    text.char_indices()
+        .map(|(at, c)| &text[..at + c.len_utf8()])
+}
+
+fn views(ids: &[u64]) -> Vec<WorkerView> {
+    ids.iter()
+        .map(|&id| WorkerView {
+            id: WorkerId(id),
+            load: 0,
+        })
+        .collect()
+}
+
+/// What the tree says a worker holds: every prefix, character by character.
+fn held_in_tree(tree: &PrefixTree, worker: u64) -> BTreeSet<String> {
+    let mut found = BTreeSet::new();
+    let mut todo = vec![(ROOT, String::new())];
+    while let Some((id, above)) = todo.pop() {
+        for &child in tree.node(id).children.values() {
+            let node = tree.node(child);
+            if position(&node.holders, WorkerId(worker)).is_ok() {
+                let whole = format!("{above}{}", node.text);
+                found.extend(
+                    prefixes(&whole)
+                        .filter(|prefix| prefix.len() > above.len())
+                        .map(str::to_owned),
+                );
+                todo.push((child, whole));
+            }
+        }
+    }
+    found
+}
+
+/// The invariants of the module, and that the running sums are right.
+fn check(tree: &PrefixTree) {
+    let mut seen = 0;
+    let (mut text_bytes, mut holders) = (0, 0);
+    let mut chars: BTreeMap<WorkerId, usize> = BTreeMap::new();
+    let mut leaves: BTreeMap<WorkerId, BTreeMap<u64, NodeId>> = BTreeMap::new();
+    let mut todo = vec![ROOT];
+    while let Some(id) = todo.pop() {
+        let node = tree.node(id);
+        seen += 1;
+        for (&first, &child) in &node.children {
+            assert_eq!(tree.node(child).parent, id);
+            assert!(tree.node(child).text.starts_with(first));
+            todo.push(child);
+        }
+        if id == ROOT {
+            assert!(node.text.is_empty() && node.holders.is_empty());
+            continue;
+        }
+        assert!(!node.text.is_empty() && !node.holders.is_empty());
+        assert_eq!(node.chars, node.text.chars().count());
+        assert!(node.holders.is_sorted_by(|a, b| a.worker < b.worker));
+        text_bytes += node.text.len();
+        holders += node.holders.len();
+        for holder in &node.holders {
+            let goes_on =
+                |child: &&NodeId| position(&tree.node(**child).holders, holder.worker).is_ok();
+            let below = node.children.values().filter(goes_on).count();
+            assert_eq!(holder.below as usize, below);
+            assert_eq!(holder.queued == NOT_QUEUED, below > 0);
+            assert!(holder.queued <= holder.stamp());
+            *chars.entry(holder.worker).or_default() += node.chars;
+            if below == 0 {
+                leaves
+                    .entry(holder.worker)
+                    .or_default()
+                    .insert(holder.queued, id);
+            }
+            if node.parent != ROOT {
+                let above = &tree.node(node.parent).holders;
+                let at = position(above, holder.worker).expect("a holder holds the parent too");
+                assert!(above[at].stamp() >= holder.stamp());
+            }
+        }
+    }
+    assert_eq!(
+        seen,
+        tree.nodes.len() - tree.free.len(),
+        "every slot is reachable or free"
+    );
+    assert_eq!((text_bytes, holders), (tree.text_bytes, tree.holders));
+    for (worker, tenant) in &tree.tenants {
+        assert_eq!(tenant.chars, chars.remove(worker).unwrap_or(0));
+        assert!(tenant.chars <= tree.max_chars);
+        assert_eq!(tenant.leaves, leaves.remove(worker).unwrap_or_default());
+    }
+    assert!(chars.is_empty(), "only tenants hold");
+}
+
+fn step(tree: &mut PrefixTree, model: &mut Model, op: &Op) {
+    match op {
+        Op::Add(worker) => {
+            tree.add(WorkerId(*worker));
+            model.held.entry(*worker).or_default();
+        }
+        Op::Insert { worker, text } => {
+            tree.insert(WorkerId(*worker), text);
+            model.send(*worker, text);
+        }
+        Op::Send { worker, text } => {
+            if !tree.touch(WorkerId(*worker), text) {
+                tree.insert(WorkerId(*worker), text);
+            }
+            model.send(*worker, text);
+        }
+        Op::Match { text, ready } => {
+            let ready_views = views(ready);
+            let found = tree.longest_match(text, &ready_views);
+            let holders: Vec<u64> = ready
+                .iter()
+                .copied()
+                .filter(|&worker| found.is_held_by(WorkerId(worker)))
+                .collect();
+            assert_eq!((found.chars, holders), model.longest_match(text, ready));
+        }
+        Op::Evict => assert_eq!(tree.evict(), 0, "inserts keep the limit"),
+        Op::Retire { worker, batch } => {
+            while tree.retire(WorkerId(*worker), *batch) {
+                check(tree);
+                tree.insert(WorkerId(*worker), "ab"); // too late, ignored
+            }
+            model.held.remove(worker);
+        }
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 1500, ..ProptestConfig::default() })]
+
+    #[test]
+    fn tree_equals_naive_model(max_chars in 0usize..24, ops in proptest::collection::vec(op(), 1..60)) {
+        let mut tree = PrefixTree::new(max_chars);
+        let mut model = Model { max_chars, ..Model::default() };
+        for worker in 0..WORKERS - 1 {
+            step(&mut tree, &mut model, &Op::Add(worker)); // the last one comes later or never
+        }
+        for op in &ops {
+            step(&mut tree, &mut model, op);
+            check(&tree);
+            for worker in 0..WORKERS {
+                let expected: BTreeSet<String> =
+                    model.held.get(&worker).into_iter().flatten().map(|(prefix, _)| prefix.clone()).collect();
+                prop_assert_eq!(tree.chars_of(WorkerId(worker)), expected.len());
+                prop_assert_eq!(held_in_tree(&tree, worker), expected);
+            }
+        }
+        for worker in 0..WORKERS {
+            step(&mut tree, &mut model, &Op::Retire { worker, batch: 2 });
+        }
+        let left = tree.stats();
+        prop_assert_eq!((left.nodes, left.text_bytes, left.tenants.len(), tree.holders), (0, 0, 0, 0));
+    }
+
+    #[test]
+    fn common_prefix_is_that_of_the_characters(a in text(), b in text(), same in text(), times in 0usize..60) {
+        let same = same.repeat(times); // long enough to cross blocks
+        let (a, b) = (format!("{same}{a}"), format!("{same}{b}"));
+        let by_chars: usize =
+            a.chars().zip(b.chars()).take_while(|(x, y)| x == y).map(|(c, _)| c.len_utf8()).sum();
+        prop_assert_eq!(common_prefix_bytes(&a, &b), by_chars);
+    }
+}
+
+fn tree_of(max_chars: usize, workers: u64) -> PrefixTree {
+    let mut tree = PrefixTree::new(max_chars);
+    (0..workers).for_each(|worker| tree.add(WorkerId(worker)));
+    tree
+}
+
+#[test]
+fn oldest_text_is_forgotten_first_from_its_end() {
+    let mut tree = tree_of(12, 1);
+    tree.insert(WorkerId(0), "aaaa");
+    tree.insert(WorkerId(0), "bbbb");
+    tree.insert(WorkerId(0), "cccc");
+    assert!(tree.touch(WorkerId(0), "aaaa"));
+    tree.insert(WorkerId(0), "dddddd");
+    let matched = |text| tree.longest_match(text, &views(&[0])).chars;
+    assert_eq!(
+        ["aaaa", "bbbb", "cccc", "dddddd"].map(matched),
+        [4, 0, 2, 6]
+    );
+    assert_eq!(tree.stats().evicted_chars_total, 6);
+}
+
+#[test]
+fn text_above_the_limit_keeps_its_start() {
+    let mut tree = tree_of(5, 1);
+    tree.insert(WorkerId(0), "ééééé🦀🦀");
+    assert_eq!(tree.longest_match("ééééé🦀🦀", &views(&[0])).chars, 5);
+    assert_eq!(tree.chars_of(WorkerId(0)), 5);
+}
+
+#[test]
+fn split_is_undone_when_the_branch_is_gone() {
+    let mut tree = tree_of(1000, 2);
+    for text in [
+        "system prompt, question one",
+        "system prompt, answer",
+        "system",
+    ] {
+        tree.insert(WorkerId(1), text);
+    }
+    tree.insert(WorkerId(0), "system prompt, question one");
+    while tree.retire(WorkerId(1), 1) {}
+    assert_eq!((tree.stats().nodes, tree.stats().text_bytes), (1, 27));
+}
+
+#[test]
+fn depth_costs_no_stack() {
+    let depth = 6_000;
+    let mut tree = tree_of(usize::MAX, 1);
+    let text = "x".repeat(depth);
+    for end in (1..=depth).rev() {
+        tree.insert(WorkerId(0), &text[..end]); // every prefix once: a chain of one-character nodes
+    }
+    assert_eq!(
+        (
+            tree.stats().nodes,
+            tree.longest_match(&text, &views(&[0])).chars
+        ),
+        (depth, depth)
+    );
+    while tree.retire(WorkerId(0), 100) {}
+    assert_eq!(tree.stats().nodes, 0);
+}
+
+#[test]
+fn many_branches_of_one_hot_prefix_stay_within_the_limit() {
+    let mut tree = tree_of(20_000, 4);
+    let hot = "You answer briefly. ".repeat(50);
+    for i in 0..2_000u64 {
+        tree.insert(WorkerId(i % 4), &format!("{hot}{i:05} {}", "y".repeat(94)));
+    }
+    check(&tree);
+    let stats = tree.stats();
+    assert!(stats.tenants.iter().all(|tenant| tenant.chars == 20_000));
+    // 1000 shared and 4 × 190 tails of 100 characters.
+    assert!(stats.text_bytes < 1_000 + 4 * 19_100, "{stats:?}");
+    assert!(stats.nodes < 4 * 190 * 2, "{stats:?}");
+}
