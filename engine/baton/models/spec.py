@@ -384,15 +384,17 @@ def _yarn_attention_factor(rope: _Config, factor: float) -> float:
 
 
 def _eos_token_ids(config: _Config, root: Path) -> tuple[int, ...]:
-    """generation_config.json decides when it names any, else config.json: transformers' generate() does the same."""
+    """Ids of config.json and generation_config.json together, as both peers do."""
     file = root / "generation_config.json"
-    value = _read_json(file).get("eos_token_id") if file.exists() else None
-    if value is None:
-        value = config.get("eos_token_id", [])
-    ids = value if isinstance(value, list) else [value]
-    if any(isinstance(i, bool) or not isinstance(i, int) or i < 0 for i in ids):
-        config.refuse("eos_token_id", value, "a token id or a list of them is needed")
-    return tuple(ids)
+    generation = _Config(file, _read_json(file) if file.exists() else {})
+    found: dict[int, None] = {}
+    for source in (config, generation):
+        value = source.get("eos_token_id", [])
+        ids = value if isinstance(value, list) else [value]
+        if any(isinstance(i, bool) or not isinstance(i, int) or i < 0 for i in ids):
+            source.refuse("eos_token_id", value, "a token id or a list of them is needed")
+        found.update(dict.fromkeys(ids))
+    return tuple(found)
 
 
 _TOKENIZER_FILES = (
