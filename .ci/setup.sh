@@ -1,0 +1,89 @@
+#!/usr/bin/env bash
+# Everything `make` needs, in .venv: Python packages from the hashed lock file, and the native extension.
+#
+# Each step is skipped while what it depends on is unchanged (content hashes in .venv/.stamps), so a second run takes
+# about a second and a changed Rust file only rebuilds the extension. PYTHON=… chooses the interpreter.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+venv=.venv
+stamps=$venv/.stamps
+log=$venv/setup.log
+export VIRTUAL_ENV=$PWD/$venv
+
+die() {
+    printf 'setup: %s\n' "$1" >&2
+    exit 1
+}
+
+supported() { "$1" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null; }
+
+find_python() {
+    local candidate
+    for candidate in ${PYTHON:-python3 python3.13 python3.12 python3.11 python3.10}; do
+        if supported "$candidate"; then
+            printf '%s' "$candidate"
+            return
+        fi
+    done
+    die "no Python 3.10 to 3.13 found (tried: ${PYTHON:-python3 python3.13 … python3.10}); install one, or set PYTHON=/path/to/python3"
+}
+
+# step NAME KEY COMMAND…: run COMMAND unless it succeeded before with the same KEY; say how long it took.
+step() {
+    local name=$1 key=$2 started=$SECONDS
+    shift 2
+    [ "$(cat "$stamps/$name" 2>/dev/null)" = "$key" ] && return
+    printf 'setup: %s …\n' "$name"
+    if ! "$@" >"$log" 2>&1; then
+        tail -n 60 "$log" >&2
+        die "$name failed after $((SECONDS - started)) s; the end of $log is above"
+    fi
+    mkdir -p "$stamps"
+    printf '%s' "$key" >"$stamps/$name"
+    printf 'setup: %s, %s s\n' "$name" $((SECONDS - started))
+}
+
+digest() { sha256sum "$@" | sha256sum | cut -c1-16; }
+
+make_venv() {
+    if [ -f "$stamps/venv" ]; then # another interpreter, or the checkout moved: scripts in it hold absolute paths
+        rm -rf "$stamps"
+        "$python" -m venv --clear "$venv"
+    else
+        "$python" -m venv "$venv"
+    fi
+}
+
+# uv itself comes from the lock too: its block there is a complete requirements file with hashes.
+install_uv() {
+    sed -n '/^uv==/,/[^\\]$/p' engine/requirements-dev.lock >"$venv/uv.txt"
+    "$venv/bin/python" -m pip install -q --disable-pip-version-check --no-deps --require-hashes -r "$venv/uv.txt"
+}
+
+install_packages() { "$venv/bin/uv" pip install -q --require-hashes -r engine/requirements-dev.lock; }
+
+build_native() { "$venv/bin/maturin" develop --release --uv; }
+
+native_key() {
+    {
+        rustc --version
+        find Cargo.toml Cargo.lock pyproject.toml router kv_transfer engine/kernels engine/native -type f \
+            -not -path '*/tests/*' -not -path '*/benches/*' -print0 | sort -z | xargs -0 sha256sum
+    } | sha256sum | cut -c1-16
+}
+
+python=$(find_python)
+command -v cargo >/dev/null || die "cargo not found: install a stable Rust toolchain, 1.88 or newer (rustup)"
+command -v cc >/dev/null || die "no C compiler found: sudo apt-get install build-essential"
+version=$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+"$python" -c 'import ensurepip, venv' 2>/dev/null ||
+    die "$python cannot make virtual environments: sudo apt-get install python$version-venv"
+
+mkdir -p "$venv"
+[ -x "$venv/bin/python" ] || rm -rf "$stamps"
+ls engine/baton/_native*.so >/dev/null 2>&1 || rm -f "$stamps/native extension"
+
+step venv "$PWD $("$python" -VV)" make_venv
+step uv "$(digest engine/requirements-dev.lock)" install_uv
+step packages "$(digest engine/requirements-dev.lock)" install_packages
+step "native extension" "$(native_key)" build_native

@@ -1,0 +1,28 @@
+# Thin: the work is in .ci/setup.sh and the tools themselves. `make run ARGS="--prefill 2 --decode 2"` passes flags on.
+.PHONY: help setup run smoke test test-all bench lint lock
+py := .venv/bin/
+
+help:      ## this list
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 12
+setup:     ## .venv with locked packages and the native extension; a no-op when nothing changed
+	@.ci/setup.sh
+run: setup ## the local cluster: router + prefill node + decode node with the demo model
+	@$(py)baton up $(ARGS)
+smoke: setup ## start the cluster, send real requests through it, stop; exit code says whether all was well
+	@$(py)baton up --smoke $(ARGS)
+test: setup ## every test that needs no GPU and no patience
+	cargo test --workspace --quiet
+	$(py)pytest -m "not slow and not gpu" $(ARGS)
+test-all: setup ## the slow ones too
+	cargo test --workspace --quiet
+	$(py)pytest -m "not gpu" $(ARGS)
+bench: setup ## measure: ratios of two arms, interleaved
+	$(py)baton bench $(ARGS)
+lint: setup ## formatters, linters, types
+	cargo fmt --all --check
+	cargo clippy --workspace --all-targets --quiet -- -D warnings
+	$(py)ruff check
+	$(py)ruff format --check
+	$(py)mypy
+lock:      ## resolve engine/requirements*.lock anew from pyproject.toml
+	@.ci/lock.sh
