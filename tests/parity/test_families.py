@@ -1,0 +1,77 @@
+"""Every family computes what transformers computes, in one piece, in chunks, token by token, and in mixed batches."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from baton.models.load import load_model
+from baton.runtime import ops
+from tests.parity.conftest import STEPS
+from tests.support.checkpoints import VARIANTS
+from tests.support.model_loop import ModelLoop
+
+ops_as_loaded = ops._native
+
+
+def _have_cpu_backend() -> bool:
+    try:
+        import baton.runtime.attention.cpu  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+BACKENDS = [
+    "torch",
+    pytest.param("cpu", marks=pytest.mark.skipif(not _have_cpu_backend(), reason="native CPU kernels are not built")),
+]
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The attention backend, with the tensor functions that belong to it: `torch` runs without any native code."""
+    monkeypatch.setattr(ops, "_native", ops_as_loaded if request.param == "cpu" else None)
+    return request.param
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("chunk", [1, 7, 16, 1000])
+def test_prompt_logits_equal_transformers(reference, variant, backend, chunk):
+    ref = reference(variant)
+    loop = ModelLoop(load_model(ref.path), backend, page_size=4)
+    for prompt, expected in zip(ref.prompts, ref.logits, strict=True):
+        torch.testing.assert_close(loop.prompt_logits(prompt, chunk), expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(("page_size", "chunk"), [(1, 5), (4, 1000), (16, 16)])
+def test_greedy_tokens_equal_transformers(reference, variant, backend, page_size, chunk):
+    ref = reference(variant)
+    loop = ModelLoop(load_model(ref.path), backend, page_size)
+    assert loop.greedy(ref.prompts, STEPS, chunk) == ref.greedy
+
+
+@pytest.mark.parametrize("variant", ["llama", "qwen3", "mistral-window"])
+def test_bfloat16_picks_transformers_token_unless_the_choice_is_close(reference, variant, backend):
+    ref = reference(variant)
+    loop = ModelLoop(load_model(ref.path, dtype="bfloat16"), backend, page_size=16)
+    assert loop.kv.data.dtype == torch.bfloat16
+    for prompt, expected in zip(ref.prompts, ref.logits, strict=True):
+        logits = loop.prompt_logits(prompt, 16)
+        # bfloat16 carries 8 bits, and two layers of sums spread its rounding: a few percent of the largest logit.
+        tolerance = 0.05 * expected.abs().max()
+        assert (logits - expected).abs().max() < tolerance
+        chosen = expected.gather(1, logits.argmax(-1, keepdim=True))[:, 0]
+        assert (expected.max(-1).values - chosen < 2 * tolerance).all()
+        assert (logits.argmax(-1) == expected.argmax(-1)).float().mean() > 0.7
+
+
+def test_rows_that_do_not_sample_cost_no_logits_but_leave_their_kv(reference, backend):
+    ref = reference("llama")
+    loop = ModelLoop(load_model(ref.path), backend, page_size=4)
+    seq = loop.start(ref.prompts[0], 1)
+    assert loop.decoder.forward(loop.batch([(seq, 20)]), loop.attn).shape == (0, loop.decoder.spec.vocab_size)
+    seq.computed = 20
+    logits = loop.decoder.forward(loop.batch([(seq, 13)]), loop.attn)
+    torch.testing.assert_close(logits, ref.logits[0][-1:], atol=1e-4, rtol=1e-4)
