@@ -24,7 +24,7 @@ class Emitted:
 
 @dataclass(frozen=True, slots=True)
 class PagesFinal:
-    """P: prompt pages [first_page, first_page + len(pages)) are computed and stay as they are while the request lives."""
+    """P: prompt pages [first_page, first_page + len(pages)) are computed and stay the same while the request lives."""
 
     req: Validated
     first_page: int

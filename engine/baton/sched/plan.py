@@ -98,7 +98,7 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """One token per row of the plan with `sample`, in row order; logprobs by row index for rows that asked."""
+    """One token per row of the plan with `sample`, in row order; logprobs by index into `tokens` where asked for."""
 
     tokens: Sequence[int]
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)

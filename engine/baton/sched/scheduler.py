@@ -11,8 +11,9 @@ Rules that hold after every call:
 
 * free + cached + locked + private pages = capacity (`ledger()`).
 * Between two tokens of a running sequence at most one step goes by without it.
-* A prompt page joins the radix tree when its computation is *scheduled*: a later row, of the same step even, may use
-  it, because steps run in order and every layer writes its KV before it reads. Pages leave the engine only after commit.
+* A prompt page joins the radix tree when its computation is *scheduled*: a later row, even one of the same step, may
+  use it, because steps run in order and every layer writes its KV before it reads. Pages leave the engine only after
+  commit.
 * A waiting sequence holds nothing. A retracted one publishes prompt and answer to the tree before it lets go.
 * D's granted pages are written by the transfer runtime beside the compute, so they are handed over only when no
   step in flight can still write to them (`GrantPages` waits for the commits of all steps planned before it).
@@ -475,12 +476,12 @@ class Scheduler:
         assert plan.step == self._committed_step + 1, "steps are committed in order"
         self._committed_step = plan.step
         sampled = 0
-        for index, row in enumerate(plan.rows):
+        for row in plan.rows:
             token = None
             logprobs = None
             if row.sample:
                 token = result.tokens[sampled]
-                logprobs = result.logprobs.get(index)
+                logprobs = result.logprobs.get(sampled)
                 sampled += 1
             seq = self._seqs.get(row.handle)
             if seq is None:

@@ -1,0 +1,242 @@
+"""One rank: scheduler, model, pool and (on P and D) the transfer relay, advanced by one thread.
+
+Life of a step: (1) `advance` takes in transfer events and deadlines, (2) plans, (3) carries out the events (pages that
+are final leave, pages that were reserved are granted), (4) hands the plan to the device thread, (5) waits for the oldest
+step if `depth` are in flight or there was nothing to plan, commits it and collects what requests get to hear.
+
+With overlap (`depth` 2) step n+1 is planned and queued while n computes; results, finishes and streaming of step n
+happen while n+1 computes. Output is the same with and without.
+
+Invariants: plans execute and commit in order; every event is carried out before the next plan is made.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from baton.config import EngineConfig
+from baton.disagg.relay import Relay
+from baton.errors import ConfigError, EngineError
+from baton.models.load import load_model
+from baton.request import Validated
+from baton.runtime.attention import make_backend
+from baton.runtime.kv_pool import KvTensors, make_pool, pool_pages
+from baton.runtime.runner import Runner
+from baton.sched.events import Emitted
+from baton.sched.plan import StepPlan, StepResult
+from baton.sched.scheduler import Limits, Scheduler
+
+log = logging.getLogger("baton.engine")
+
+Job = tuple[Callable[[], StepResult], "queue.SimpleQueue[StepResult | BaseException]"]
+
+
+class DeviceThread:
+    """Runs jobs in order on one thread, so that the caller can plan meanwhile. Daemon: it never outlives the process."""
+
+    def __init__(self) -> None:
+        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="device", daemon=True)
+        self._thread.start()
+
+    def submit(self, job: Callable[[], StepResult]) -> queue.SimpleQueue[StepResult | BaseException]:
+        done: queue.SimpleQueue[StepResult | BaseException] = queue.SimpleQueue()
+        self._jobs.put((job, done))
+        return done
+
+    def close(self) -> None:
+        self._jobs.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while (item := self._jobs.get()) is not None:
+            job, done = item
+            try:
+                done.put(job())
+            except BaseException as err:  # noqa: BLE001 - handed to the waiting thread, which raises it
+                done.put(err)
+
+
+@dataclass(frozen=True, slots=True)
+class Flight:
+    plan: StepPlan
+    result: queue.SimpleQueue[StepResult | BaseException]
+    launched: float
+
+
+class Engine:
+    """Build with `Engine.load`. All methods are called from one thread."""
+
+    def __init__(self, scheduler: Scheduler, runner: Runner, relay: Relay | None, *, overlap: bool) -> None:
+        self.sched = scheduler
+        self._runner = runner
+        self._relay = relay
+        self._depth = 2 if overlap else 1
+        self._device = DeviceThread()
+        self._flight: deque[Flight] = deque()
+        self._outputs: list[Emitted] = []
+        self.counters: dict[str, float] = {
+            "engine_steps_total": 0,
+            "engine_step_seconds_total": 0,
+            "prompt_tokens_computed_total": 0,
+            "generated_tokens_total": 0,
+        }
+
+    # ------------------------------------------------------------------ requests
+
+    def submit(self, req: Validated) -> None:
+        """Queue a request. Raises EngineError when it is refused; nothing is held for it then."""
+        disaggregated = self._relay is not None and req.rendezvous is not None
+        if disaggregated:
+            assert self._relay is not None
+            self._relay.accept(req)
+        try:
+            self.sched.add(req)
+        except EngineError:
+            if disaggregated:
+                assert self._relay is not None
+                self._relay.refuse(req)
+            raise
+
+    def abort(self, handle: int) -> None:
+        self.sched.abort(handle)
+
+    # ------------------------------------------------------------------ the loop
+
+    def advance(self, now: float) -> tuple[list[Emitted], bool]:
+        """Do one turn. Returns what requests get to hear, and whether to call again without waiting for messages."""
+        if self._relay is not None:
+            self._relay.pump(self.sched)
+        self.sched.expire(now)
+        plan = self.sched.plan()
+        self._carry_out()
+        if plan is not None:
+            self._launch(plan)
+        busy = plan is not None
+        if self._flight and (plan is None or len(self._flight) >= self._depth):
+            self._collect()
+            self._carry_out()
+            busy = True
+        outputs, self._outputs = self._outputs, []
+        return outputs, busy
+
+    def _launch(self, plan: StepPlan) -> None:
+        result = self._device.submit(lambda: self._runner.execute(plan))
+        self._flight.append(Flight(plan, result, time.monotonic()))
+
+    def _collect(self) -> None:
+        flight = self._flight.popleft()
+        result = flight.result.get()
+        if isinstance(result, BaseException):
+            raise RuntimeError(f"step {flight.plan.step} failed on the device") from result
+        self.sched.commit(flight.plan, result)
+        self.counters["engine_steps_total"] += 1
+        self.counters["engine_step_seconds_total"] += time.monotonic() - flight.launched
+        self.counters["prompt_tokens_computed_total"] += flight.plan.num_tokens - flight.plan.num_decode
+        self.counters["generated_tokens_total"] += len(result.tokens)
+
+    def _carry_out(self) -> None:
+        for event in self.sched.drain_events():
+            if isinstance(event, Emitted):
+                self._outputs.append(event)
+            elif self._relay is not None:
+                self._relay.carry_out(event)
+
+    def close(self) -> None:
+        self._device.close()
+
+    # ------------------------------------------------------------------ views
+
+    def gauges(self) -> dict[str, float]:
+        """Gauges for messages.Stats. Checks the page ledger on the way."""
+        ledger = self.sched.ledger()
+        counts = self.sched.counts()
+        if self.sched.is_idle:
+            ledger.check_idle(self.sched.limits.num_pages)
+        total = self.sched.limits.num_pages
+        values = ledger.gauges()
+        values.update({f'requests{{state="{state}"}}': float(count) for state, count in counts.items()})
+        values["kv_usage_ratio"] = (total - ledger.free - ledger.cached) / total
+        values["new_token_ratio"] = self.sched.ratio.value
+        return values
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A model in memory with its pool, before scheduler and transfer are attached."""
+
+    config: EngineConfig
+    runner: Runner
+    kv: KvTensors
+    layout: dict[str, object]
+    info: dict[str, object]
+
+    def limits(self) -> Limits:
+        c = self.config
+        return Limits(
+            num_pages=self.kv.num_pages,
+            page_size=c.page_size,
+            max_running_requests=c.max_running_requests,
+            max_queued_requests=c.max_queued_requests,
+            step_tokens=min(c.chunked_prefill_size, c.max_prefill_tokens),
+            prefill_max_requests=c.prefill_max_requests,
+            reserved_decode_tokens=c.num_reserved_decode_tokens,
+            role=c.disaggregation_mode,
+            policy=c.schedule_policy,
+            conservativeness=c.schedule_conservativeness,
+            radix_cache=not c.disable_radix_cache,
+            prefill_first=c.prefill_first,
+        )
+
+    def engine(self, relay: Relay | None = None) -> Engine:
+        return Engine(Scheduler(self.limits()), self.runner, relay, overlap=not self.config.disable_overlap_schedule)
+
+
+def compute_threads(config: EngineConfig) -> int:
+    """Compute threads of one rank: --cpu-threads, else this machine's cores shared among the ranks of this engine."""
+    return config.cpu_threads or max(1, len(os.sched_getaffinity(0)) // config.dp_size)
+
+
+def load(config: EngineConfig, model_dir: str) -> Loaded:
+    """Load the model and allocate the pool. Raises ConfigError for what this engine cannot run."""
+    started = time.monotonic()
+    threads = compute_threads(config)
+    torch.set_num_threads(threads)
+    model = load_model(model_dir, config.dtype, config.load_format, config.random_seed)
+    spec = model.spec
+    context = config.context_length or spec.max_context
+    if context > spec.max_context:
+        raise ConfigError(f"--context-length {context}: the model was made for {spec.max_context} tokens; lower it")
+    pages = pool_pages(spec.kv, config.page_size, config.max_total_tokens, config.kv_pool_mib)
+    disaggregated = config.disaggregation_mode != "null"
+    kv = make_pool(spec.kv, config.page_size, pages, native=True if disaggregated else None)
+    attn = make_backend(config.attention_backend, spec, kv)
+    runner = Runner(
+        model, kv, attn, config.max_running_requests, announces_writes=config.disaggregation_mode == "prefill"
+    )
+    layout = kv.layout(spec.model_hash)
+    info: dict[str, object] = {
+        "max_total_num_tokens": kv.max_tokens,
+        "context_length": context,
+        "kv_pool_bytes": kv.num_pages * kv.page_bytes,
+        "num_pages": kv.num_pages,
+        "dtype": spec.kv.dtype,
+        "num_parameters": spec.num_parameters,
+        "cpu_threads": threads,
+        "layout": layout,
+    }
+    log.info(
+        "loaded %s: %.1f M parameters (%s), pool of %d pages x %d tokens = %.0f MiB, %d thread(s), %.1f s",
+        model_dir, spec.num_parameters / 1e6, spec.kv.dtype, kv.num_pages, config.page_size,
+        kv.num_pages * kv.page_bytes / 2**20, threads, time.monotonic() - started,
+    )  # fmt: skip
+    return Loaded(config, runner, kv, layout, info)

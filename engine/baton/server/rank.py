@@ -1,0 +1,280 @@
+"""The scheduler process of one DP rank: ZMQ messages in, engine turns, ZMQ messages out.
+
+1. The front starts it with one JSON line on stdin (config, addresses); it loads the model and sends Ready.
+2. Loop: take all messages that are there, advance the engine, send one TokenBatch per turn. When the engine has nothing
+   to do it sleeps on its socket and the transfer runtime's event descriptor: an idle rank uses no CPU.
+3. SIGTERM ends it; the front's death ends it (PR_SET_PDEATHSIG); an error it cannot explain is sent as Fatal first.
+
+This is the only process of an engine that imports torch.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+from array import array
+from types import FrameType
+from typing import Any
+
+import zmq
+
+from baton.config import EngineConfig
+from baton.disagg.relay import DecodeRelay, PrefillRelay, Relay
+from baton.errors import ConfigError, EngineError
+from baton.request import FinishReason, Validated
+from baton.runtime import engine as runtime
+from baton.sched.events import Emitted
+from baton.server import model_dir
+from baton.server.messages import (
+    Abort,
+    Control,
+    Fatal,
+    Logprobs,
+    Ready,
+    Reply,
+    Stats,
+    Submit,
+    ToFront,
+    TokenBatch,
+    encoder,
+    to_rank_decoder,
+)
+
+log = logging.getLogger("baton.rank")
+
+PR_SET_PDEATHSIG = 1
+STATS_EVERY_SECS = 1.0
+REGISTER_TIMEOUT_MS = 30_000
+INGEST_BURST = 256
+"""Messages taken per turn: a flood of requests must not keep running ones from their next token."""
+
+
+def main() -> int:
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the front decides when we end
+    sys.setswitchinterval(0.0005)  # planning and compute threads hand the GIL over within half a millisecond
+    job = json.loads(sys.stdin.readline())
+    config = EngineConfig(**job["config"])
+    logging.basicConfig(
+        level=config.log_level.upper(), format=f"%(asctime)s rank{job['dp_rank']} %(levelname)s %(name)s: %(message)s"
+    )
+    context: zmq.Context[Any] = zmq.Context()
+    pull, push = context.socket(zmq.PULL), context.socket(zmq.PUSH)
+    pull.connect(job["to_rank"])
+    push.connect(job["to_front"])
+    try:
+        rank = RankProcess(config, job, pull, push)
+        rank.run()
+        return 0
+    except ConfigError as err:
+        push.send(encoder.encode(Fatal(job["dp_rank"], err.message)))
+        return 2
+    except Exception as err:
+        log.exception("rank %d cannot go on", job["dp_rank"])
+        push.send(encoder.encode(Fatal(job["dp_rank"], f"{type(err).__name__}: {err}")))
+        return 1
+    finally:
+        context.destroy(linger=1000)
+
+
+def advertised_host(host: str) -> str:
+    """The address peers can reach us at when we listen on `host`: itself, or this machine's outward one."""
+    if host not in ("0.0.0.0", "::", ""):
+        return host
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # TEST-NET-1: no packet is sent, the kernel only picks a source address
+            return str(probe.getsockname()[0])
+        except OSError:
+            return "127.0.0.1"
+
+
+class RankProcess:
+    def __init__(
+        self, config: EngineConfig, job: dict[str, Any], pull: zmq.Socket[bytes], push: zmq.Socket[bytes]
+    ) -> None:
+        self.config = config
+        self.dp_rank: int = job["dp_rank"]
+        self._pull = pull
+        self._push = push
+        self._stop = False
+        signal.signal(signal.SIGTERM, self._on_sigterm)
+        loaded = runtime.load(config, str(model_dir.resolve(config.model_path)))
+        self._info = loaded.info
+        self._node: Any = None
+        relay = None
+        if config.disaggregation_mode != "null":
+            relay = self._attach_transfer(loaded, job)
+        self.engine = loaded.engine(relay)
+        self._poller = zmq.Poller()
+        self._poller.register(pull, zmq.POLLIN)
+        if self._node is not None:
+            self._poller.register(self._node.event_fd, zmq.POLLIN)
+        self._next_stats = 0.0
+
+    def _on_sigterm(self, _signum: int, _frame: FrameType | None) -> None:
+        self._stop = True
+
+    def _attach_transfer(self, loaded: runtime.Loaded, job: dict[str, Any]) -> Relay:
+        from baton._native import TransferNode
+
+        c = self.config
+        backends = {"auto": ["shm", "tcp"], "shm": ["shm"], "tcp": ["tcp"]}
+        settings = {
+            "role": c.disaggregation_mode,
+            "host": c.host,
+            "advertise_host": advertised_host(c.host),
+            "port": c.transfer_port + self.dp_rank if c.transfer_port else 0,
+            "transports": backends[c.disaggregation_transfer_backend],
+            "cluster_key": c.cluster_key,
+            "layout": loaded.layout,
+            "dp_rank": self.dp_rank,
+            "dp_size": c.dp_size,
+            "lease_ms": int(c.kv_lease_secs * 1000),
+            "heartbeat_ms": 1000,
+            "copy_threads": 1,
+            "fault": json.loads(os.environ.get("BATON_TEST_KV_FAULT", "null")),
+        }
+        self._node = TransferNode(loaded.kv.native, json.dumps(settings))
+        if c.disaggregation_mode == "decode":
+            return DecodeRelay(self._node, c.kv_transfer_timeout_secs)
+        self._node.register(job["bootstrap_host"], job["bootstrap_port"], REGISTER_TIMEOUT_MS)
+        return PrefillRelay(self._node, c.request_timeout_secs)
+
+    # ------------------------------------------------------------------ the loop
+
+    def run(self) -> None:
+        self._send(Ready(self.dp_rank, self._info))
+        busy = True
+        while not self._stop:
+            self._ingest(wait=not busy)
+            outputs, busy = self.engine.advance(time.monotonic())
+            if outputs:
+                self._send(token_batch(outputs))
+            now = time.monotonic()
+            if now >= self._next_stats or (not busy and self._next_stats > now - STATS_EVERY_SECS):
+                self._send_stats(now)
+        log.info("rank %d stops", self.dp_rank)
+        if self._node is not None:
+            self._node.close()
+
+    def _wait_ms(self) -> int | None:
+        """How long to sleep without messages: until the next deadline or report; for ever when nothing is alive."""
+        if self.engine.sched.is_idle:
+            return None
+        now = time.monotonic()
+        until = now + STATS_EVERY_SECS
+        deadline = self.engine.sched.next_deadline()
+        if deadline is not None:
+            until = min(until, deadline)
+        return max(int((until - now) * 1000) + 1, 1)
+
+    def _ingest(self, *, wait: bool) -> None:
+        if wait:
+            self._poller.poll(self._wait_ms())
+        for _ in range(INGEST_BURST):
+            try:
+                raw = self._pull.recv(zmq.DONTWAIT)
+            except zmq.Again:
+                return
+            message = to_rank_decoder.decode(raw)
+            if isinstance(message, Submit):
+                self._submit(message)
+            elif isinstance(message, Abort):
+                for handle in message.handles:
+                    self.engine.abort(handle)
+            else:
+                self._send(self._control(message))
+
+    def _submit(self, message: Submit) -> None:
+        prompt = array("i")
+        prompt.frombytes(message.prompt)
+        arrival = time.monotonic() - message.age_secs
+        req = Validated(
+            handle=message.handle,
+            rid=message.rid,
+            prompt=prompt,
+            params=message.params,
+            priority=message.priority,
+            namespace=message.namespace,
+            arrival=arrival,
+            rendezvous=message.rendezvous,
+            deadline=None if message.timeout_secs is None else arrival + message.timeout_secs,
+        )
+        try:
+            self.engine.submit(req)
+        except EngineError as err:
+            self._send(token_batch([Emitted(req.handle, (), FinishReason.ERROR, 0, error=(err.code, err.message))]))
+
+    def _control(self, message: Control) -> Reply:
+        if message.op == "flush_cache":
+            return Reply(message.id, True, {"pages": self.engine.sched.flush_cache()})
+        if message.op == "info":
+            return Reply(message.id, True, {**self._info, **self.engine.sched.counts()})
+        if message.op == "ledger":
+            result: dict[str, Any] = {
+                "pages": self.engine.sched.ledger().gauges(),
+                "requests": self.engine.sched.counts(),
+            }
+            if self._node is not None:
+                result["rooms"] = json.loads(self._node.rooms_json(message.args.get("room")))
+                result["transfer"] = json.loads(self._node.stats_json())
+            return Reply(message.id, True, result)
+        if message.op == "drain":
+            if self._node is not None:
+                self._node.drain()
+            return Reply(message.id, True, dict(self.engine.sched.counts()))
+        return Reply(message.id, False, {"message": f"unknown control operation {message.op!r}"})
+
+    # ------------------------------------------------------------------ reports
+
+    def _send(self, message: ToFront) -> None:
+        self._push.send(encoder.encode(message))
+
+    def _send_stats(self, now: float) -> None:
+        self._next_stats = now + STATS_EVERY_SECS
+        gauges = self.engine.gauges()
+        counters = dict(self.engine.counters)
+        counters["retractions_total"] = self.engine.sched.retractions
+        if self._node is not None:
+            flatten_transfer_stats(json.loads(self._node.stats_json()), gauges, counters)
+        self._send(Stats(self.dp_rank, gauges, counters))
+
+
+def flatten_transfer_stats(stats: dict[str, Any], gauges: dict[str, float], counters: dict[str, float]) -> None:
+    """Put the transfer runtime's numbers (kv_transfer's stats_json) under their metric names."""
+    gauges.update(stats.get("gauges", {}))
+    counters.update(stats.get("counters", {}))
+
+
+def token_batch(outputs: list[Emitted]) -> TokenBatch:
+    """One message of columns for everything a turn produced. A handle may have several rows, in order."""
+    tokens = array("i")
+    logprobs: dict[int, Logprobs] = {}
+    errors: dict[int, tuple[str, str]] = {}
+    for row, out in enumerate(outputs):
+        tokens.extend(out.tokens)
+        if out.logprobs is not None:
+            lp = out.logprobs
+            logprobs[row] = Logprobs([lp.chosen], [list(lp.top_ids)], [list(lp.top_logprobs)])
+        if out.error is not None:
+            errors[row] = out.error
+    return TokenBatch(
+        handles=[out.handle for out in outputs],
+        counts=array("i", [len(out.tokens) for out in outputs]).tobytes(),
+        tokens=tokens.tobytes(),
+        finish=array("b", [out.finish or 0 for out in outputs]).tobytes(),
+        cached_tokens=array("i", [out.cached_tokens for out in outputs]).tobytes(),
+        logprobs=logprobs,
+        errors=errors,
+    )
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

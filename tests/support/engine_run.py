@@ -1,0 +1,52 @@
+"""Drives a real Engine (scheduler, model, pool) in this process, without the front: submit prompts, collect tokens."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from array import array
+from collections.abc import Sequence
+from pathlib import Path
+
+from baton.config import build
+from baton.request import FinishReason, SamplingParams, Validated
+from baton.runtime import engine as runtime
+from baton.runtime.engine import Engine
+
+_handles = itertools.count(1)
+
+
+def make_engine(path: Path | str, **flags: object) -> Engine:
+    values = {"model_path": str(path), "dtype": "float32", "cpu_threads": 1, "page_size": 4, "max_total_tokens": 2048}
+    return runtime.load(build({"chunked_prefill_size": 64, **values, **flags}), str(path)).engine()
+
+
+def answer(
+    engine: Engine, prompts: Sequence[Sequence[int]], params: SamplingParams, *, stagger: int = 0
+) -> list[list[int]]:
+    """Tokens for every prompt, run together; `stagger`: engine turns between two submissions."""
+    handles = [next(_handles) for _ in prompts]
+    got: dict[int, list[int]] = {h: [] for h in handles}
+    open_handles = set(handles)
+    todo = list(zip(handles, prompts, strict=True))
+    turn = 0
+    while open_handles:
+        while todo and (stagger == 0 or turn >= stagger * (len(prompts) - len(todo))):
+            handle, prompt = todo.pop(0)
+            engine.submit(Validated(handle, f"r{handle}", array("i", prompt), params, arrival=time.monotonic()))
+        outputs, busy = engine.advance(time.monotonic())
+        turn += 1
+        for out in outputs:
+            got[out.handle].extend(out.tokens)
+            if out.finish is not None:
+                assert out.finish is not FinishReason.ERROR, out.error
+                open_handles.discard(out.handle)
+        assert busy or todo or not open_handles, "the engine stopped with requests open"
+    while engine.advance(time.monotonic())[1]:
+        pass
+    engine.gauges()
+    return [got[h] for h in handles]
+
+
+def greedy(tokens: int) -> SamplingParams:
+    return SamplingParams(max_new_tokens=tokens, temperature=0.0, ignore_eos=True)
