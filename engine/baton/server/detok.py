@@ -1,0 +1,130 @@
+"""Tokens back to text while they arrive, and stop strings in that text.
+
+Life of one generation's text:
+1. `Detokenizer.feed(ids)` returns the text that is now final: a character with incomplete bytes is held back;
+2. `StopMatcher.feed(text)` returns what may be shown: a tail that could begin a stop string is held back;
+3. at the end `flush()` of both releases what is left.
+
+Invariants: the pieces joined equal one decode of all ids, cut at the first stop string; nothing that was returned is
+ever taken back; the answer does not depend on how the ids were grouped into calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+REPLACEMENT = "\ufffd"
+MAX_HELD_TOKENS = 16
+"""A character is at most four bytes, so at most four byte tokens; more held tokens are bytes that never become one.
+After four times as many the window is closed, so that endless garbage costs linear time."""
+
+
+class Detokenizer:
+    """Incremental decoding with a window over the ids.
+
+    The window [start:] begins with tokens whose text is already out and serves as left context (decoders treat the
+    first token of a sequence specially: SentencePiece drops its space). `read` ids have been decoded to final text,
+    the window's first `shown` characters are out:
+
+        ids    ... | context      | held    |
+                   start          read      len(ids)
+    """
+
+    __slots__ = ("_decode", "_ids", "_read", "_shown", "_start")
+
+    def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
+        self._decode = decode
+        self._ids: list[int] = []
+        self._start = 0
+        self._read = 0
+        self._shown = 0
+
+    def feed(self, ids: Sequence[int]) -> str:
+        """Text that became final with these ids."""
+        self._ids.extend(ids)
+        text = self._decode(self._ids[self._start :])
+        held = len(self._ids) - self._read
+        if not text.endswith(REPLACEMENT) or held > 4 * MAX_HELD_TOKENS:
+            piece = text[self._shown :]
+            self._advance(len(text))
+            return piece
+        # The tail may be an unfinished character. What stands before the run of U+FFFD is final; when the run
+        # is too long to be one character, only its last one can still change.
+        final = len(text.rstrip(REPLACEMENT))
+        if held > MAX_HELD_TOKENS:
+            final = len(text) - 1
+        piece = text[self._shown : final]
+        self._shown = max(self._shown, final)
+        return piece
+
+    def flush(self) -> str:
+        """The rest, including bytes that never became a character."""
+        piece = self._decode(self._ids[self._start :])[self._shown :]
+        self._shown += len(piece)
+        return piece
+
+    def _advance(self, shown: int) -> None:
+        context = self._decode(self._ids[self._read :])
+        if context:
+            self._start, self._shown = self._read, len(context)
+        else:  # invisible tokens are no context: the next one would be decoded as if it began the text
+            self._shown = shown
+        self._read = len(self._ids)
+        # Keep the list short: one generation may run for 100k tokens.
+        if self._start > 256:
+            del self._ids[: self._start]
+            self._read -= self._start
+            self._start = 0
+
+
+class StopMatcher:
+    """Finds the first stop string in a growing text; of several, the one that is complete first."""
+
+    __slots__ = ("_include", "_stops", "_tail", "matched")
+
+    def __init__(self, stops: Sequence[str], *, include: bool = False) -> None:
+        self._stops = tuple(stops)
+        self._include = include
+        self._tail = ""
+        self.matched: str | None = None
+
+    def feed(self, text: str, *, search: bool = True) -> str:
+        """What may be shown now. After a match `matched` is set and nothing more comes out.
+
+        `search=False` (fewer than min_tokens so far) lets the text through unexamined.
+        """
+        if self.matched is not None:
+            return ""
+        buffer = self._tail + text
+        if not search:
+            self._tail = ""
+            return buffer
+        if (found := self._first_match(buffer)) is not None:
+            begin, stop = found
+            self.matched, self._tail = stop, ""
+            return buffer[: begin + len(stop)] if self._include else buffer[:begin]
+        held = self._held(buffer)
+        self._tail = buffer[len(buffer) - held :]
+        return buffer[: len(buffer) - held]
+
+    def flush(self) -> str:
+        tail, self._tail = self._tail, ""
+        return tail
+
+    def _first_match(self, buffer: str) -> tuple[int, str] | None:
+        """Earliest end wins, then the longest: what a character-by-character reader would meet first."""
+        hits = [(at + len(s), at, s) for s in self._stops if (at := buffer.find(s)) >= 0]
+        if not hits:
+            return None
+        _, begin, stop = min(hits)
+        return begin, stop
+
+    def _held(self, buffer: str) -> int:
+        """Length of the longest tail of `buffer` that is a proper beginning of a stop string."""
+        best = 0
+        for stop in self._stops:
+            for n in range(min(len(stop) - 1, len(buffer)), best, -1):
+                if buffer.endswith(stop[:n]):
+                    best = n
+                    break
+        return best

@@ -1,0 +1,299 @@
+"""Start an engine: the front in this process, one scheduler process per DP rank, and on P nodes the bootstrap server.
+
+1. read the model directory, bind the HTTP port (503 `not_ready` from now on), bind the ZMQ sockets, spawn the ranks;
+2. every rank loads the model and sends Ready; the last one turns /health to 200 and prints the READY line;
+3. SIGTERM or SIGINT drains: no new requests, running ones finish, leases end, ranks are told to go; a second signal
+   ends at once;
+4. a rank that dies fails its requests; when none lives the process exits with 1 and a supervisor starts it again.
+
+Ranks run in their own sessions, so that Ctrl-C reaches this process alone and is handled once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import errno
+import json
+import logging
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import zmq
+from aiohttp import web
+
+import baton
+from baton.config import EngineConfig
+from baton.errors import ConfigError, EngineError
+from baton.server import model_dir
+from baton.server.app import Front, Phase
+from baton.server.ranks import SEND_QUEUE, Ranks
+from baton.server.tokenizer import Tokenizer
+
+log = logging.getLogger("baton.launch")
+
+RANK_COMMAND = (sys.executable, "-m", "baton.server.rank")
+EXIT_GRACE_SECS = 5.0
+"""From SIGTERM to SIGKILL for a rank that should go."""
+LAST_ANSWERS_SECS = 2.0
+"""For error events to leave before the HTTP server closes."""
+PROGRESS_SECS = 10.0
+
+
+def run_engine(config: EngineConfig, rank_command: Sequence[str] = RANK_COMMAND) -> int:
+    """Run until a signal or the last rank's death; returns the exit code (0 drained, 1 died, 2 cannot start)."""
+    logging.basicConfig(
+        stream=sys.stderr,
+        level=config.log_level.upper(),
+        format="%(asctime)s %(levelname)s %(name)s %(message)s",
+    )
+    try:
+        return asyncio.run(_Launcher(config, rank_command).run())
+    except ConfigError as err:
+        print(f"baton engine: {err.message}", file=sys.stderr)
+        return 2
+
+
+class _Launcher:
+    """Owns the processes, sockets and servers of one engine; `run` is its whole life."""
+
+    def __init__(self, config: EngineConfig, rank_command: Sequence[str]) -> None:
+        self._config = config
+        self._rank_command = rank_command
+        self._children: dict[int, asyncio.subprocess.Process] = {}
+        self._watchers: list[asyncio.Task[None]] = []
+        self._exit_codes: list[int] = []
+        self._signals = 0
+        self._signalled = asyncio.Event()
+        self._hurry = asyncio.Event()
+        self._closing = False
+
+    async def run(self) -> int:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._on_signal)
+        started = time.monotonic()
+        facts = model_dir.load(self._config)
+        tokenizer = Tokenizer(facts.tokenizer_path)
+        async with contextlib.AsyncExitStack() as stack:
+            stack.callback(tokenizer.close)
+            context, addresses, ranks = self._open_sockets(stack)
+            stack.callback(context.destroy, 0)
+            stack.callback(ranks.close)
+            front = Front(self._config, facts, tokenizer, ranks)
+            url = await self._serve_http(stack, front)
+            bootstrap = self._start_bootstrap(stack)
+            if bootstrap is not None:
+                front.bootstrap_port = bootstrap.port
+            stack.push_async_callback(self._end_children)
+            await self._spawn(addresses, ranks, bootstrap)
+            log.info("%s: loading %s on %d ranks", url, facts.path, self._config.dp_size)
+            if not await self._wait_ready(ranks, started):
+                return self._give_up()
+            front.became_ready()
+            log.info("ready after %.1f s: %s serves %s", time.monotonic() - started, url, facts.name)
+            line = {"url": url, "pid": os.getpid(), "bootstrap_port": front.bootstrap_port}
+            print("READY " + json.dumps(line), flush=True)
+            return await self._serve_until_end(front, ranks)
+
+    # ---- parts of the start ------------------------------------------------------------------------------------
+
+    def _open_sockets(self, stack: contextlib.AsyncExitStack) -> tuple[zmq.Context[Any], list[str], Ranks]:
+        """PUSH to each rank and a shared PULL from all, as ipc sockets in a directory only this user can enter."""
+        folder = Path(tempfile.mkdtemp(prefix="baton-"))
+        stack.callback(shutil.rmtree, folder, ignore_errors=True)
+        context: zmq.Context[Any] = zmq.Context()
+        pull = context.socket(zmq.PULL)
+        pull.set_hwm(SEND_QUEUE)
+        pull.bind(f"ipc://{folder}/front")
+        pushes, addresses = [], [f"ipc://{folder}/front"]
+        for rank in range(self._config.dp_size):
+            push = context.socket(zmq.PUSH)
+            push.set_hwm(SEND_QUEUE)
+            addresses.append(f"ipc://{folder}/rank{rank}")
+            push.bind(addresses[-1])
+            pushes.append(push)
+        limit = self._config.max_running_requests + self._config.max_queued_requests
+        return context, addresses, Ranks(context, pull, pushes, limit)
+
+    async def _serve_http(self, stack: contextlib.AsyncExitStack, front: Front) -> str:
+        runner = web.AppRunner(
+            front.application(), handler_cancellation=True, access_log=None, shutdown_timeout=LAST_ANSWERS_SECS
+        )
+        await runner.setup()
+        stack.push_async_callback(runner.cleanup)
+        host, port = self._config.host, self._config.port
+        try:
+            await web.TCPSite(runner, host, port, backlog=1024).start()
+        except OSError as err:
+            why = "is already in use" if err.errno == errno.EADDRINUSE else f"cannot be bound ({err.strerror or err})"
+            raise ConfigError(f"--host {host} --port {port} {why}; choose another, or 0 for a free port") from err
+        bound = runner.addresses[0]
+        shown = "127.0.0.1" if host in ("0.0.0.0", "::", "") else host
+        return f"http://[{shown}]:{bound[1]}" if ":" in shown else f"http://{shown}:{bound[1]}"
+
+    def _start_bootstrap(self, stack: contextlib.AsyncExitStack) -> Any:
+        """On a P node the server where D's transfer runtime finds our ranks."""
+        if self._config.disaggregation_mode != "prefill":
+            return None
+        try:
+            from baton import _native
+        except ImportError as err:
+            raise ConfigError(
+                f"--disaggregation-mode prefill needs the native extension ({err}); build it with maturin"
+            ) from err
+        port = self._config.disaggregation_bootstrap_port
+        try:
+            server = _native.BootstrapServer(self._config.host, port, self._config.cluster_key)
+        except OSError as err:
+            raise ConfigError(
+                f"--disaggregation-bootstrap-port {port} cannot be bound ({err}); choose another, or 0"
+            ) from err
+        stack.callback(server.stop)
+        return server
+
+    async def _spawn(self, addresses: list[str], ranks: Ranks, bootstrap: Any) -> None:
+        # A rank finds the package where this process found it, installed or not.
+        package_root = str(Path(baton.__path__[0]).parent)
+        path = os.environ.get("PYTHONPATH")
+        env = {**os.environ, "PYTHONPATH": package_root + (os.pathsep + path if path else "")}
+        for dp_rank in range(self._config.dp_size):
+            child = await asyncio.create_subprocess_exec(
+                *self._rank_command,
+                stdin=asyncio.subprocess.PIPE,
+                stdout=sys.stderr.fileno(),
+                env=env,
+                start_new_session=True,
+            )
+            self._children[dp_rank] = child
+            order = {
+                "config": dataclasses.asdict(self._config),
+                "dp_rank": dp_rank,
+                "to_rank": addresses[1 + dp_rank],
+                "to_front": addresses[0],
+                "bootstrap_host": None if bootstrap is None else _reachable(self._config.host),
+                "bootstrap_port": None if bootstrap is None else bootstrap.port,
+            }
+            assert child.stdin is not None  # asked for above
+            child.stdin.write(json.dumps(order).encode() + b"\n")
+            with contextlib.suppress(ConnectionError):  # it died already: its watcher reports that
+                await child.stdin.drain()
+            child.stdin.close()
+            self._watchers.append(asyncio.create_task(self._watch(dp_rank, child, ranks)))
+
+    async def _watch(self, dp_rank: int, child: asyncio.subprocess.Process, ranks: Ranks) -> None:
+        code = await child.wait()
+        self._exit_codes.append(code)
+        if not self._closing:
+            how = f"was killed by signal {-code}" if code < 0 else f"exited with {code}"
+            ranks.died(dp_rank, f"process {child.pid} {how}")
+
+    async def _wait_ready(self, ranks: Ranks, started: float) -> bool:
+        """True when all ranks are ready; False on a death or a signal."""
+        signalled = asyncio.create_task(self._signalled.wait())
+        try:
+            while not ranks.all_ready:
+                if self._signalled.is_set() or any(r.dead is not None for r in ranks.ranks):
+                    return False
+                changed = asyncio.create_task(ranks.changed())
+                await asyncio.wait((changed, signalled), timeout=PROGRESS_SECS, return_when=asyncio.FIRST_COMPLETED)
+                changed.cancel()
+                ready = sum(r.ready for r in ranks.ranks)
+                log.info("%d of %d ranks ready after %.1f s", ready, len(ranks.ranks), time.monotonic() - started)
+            return True
+        finally:
+            signalled.cancel()
+
+    def _give_up(self) -> int:
+        if self._signalled.is_set():
+            return 0
+        print("baton engine: a rank could not start; its messages are above", file=sys.stderr)
+        return 2 if 2 in self._exit_codes else 1
+
+    # ---- the end -----------------------------------------------------------------------------------------------
+
+    def _on_signal(self) -> None:
+        self._signals += 1
+        self._signalled.set()
+        if self._signals > 1:
+            self._hurry.set()
+
+    async def _serve_until_end(self, front: Front, ranks: Ranks) -> int:
+        signalled = asyncio.create_task(self._signalled.wait())
+        try:
+            while ranks.any_alive and not self._signalled.is_set():
+                changed = asyncio.create_task(ranks.changed())
+                await asyncio.wait((changed, signalled), return_when=asyncio.FIRST_COMPLETED)
+                changed.cancel()
+        finally:
+            signalled.cancel()
+        if not ranks.any_alive:
+            log.error("no rank is alive; exiting with 1 so that a supervisor starts this engine again")
+            await _within(front.idle(), LAST_ANSWERS_SECS)  # the error events leave
+            return 1
+        await self._drain(front, ranks)
+        return 0
+
+    async def _drain(self, front: Front, ranks: Ranks) -> None:
+        """Finish what runs, then let each rank end its leases; at most --drain-timeout-secs, or a second signal."""
+        limit = self._config.drain_timeout_secs
+        log.info("draining: %d requests in flight, at most %g s; a second signal ends at once", ranks.in_flight, limit)
+        front.phase = Phase.DRAINING
+        deadline = time.monotonic() + limit
+        work = asyncio.create_task(self._finish_work(front, ranks, deadline))
+        hurry = asyncio.create_task(self._hurry.wait())
+        await asyncio.wait((work, hurry), timeout=limit, return_when=asyncio.FIRST_COMPLETED)
+        for task in (work, hurry):
+            task.cancel()
+        await asyncio.gather(work, hurry, return_exceptions=True)
+        if ranks.in_flight:
+            log.warning("%d requests did not finish in time and are cut", ranks.in_flight)
+        log.info("drained")
+
+    async def _finish_work(self, front: Front, ranks: Ranks, deadline: float) -> None:
+        await front.idle()
+
+        async def drain(rank: Any) -> None:
+            try:
+                await ranks.control(rank, "drain", max(deadline - time.monotonic(), 0.1))
+            except EngineError as err:
+                log.warning("rank %d did not drain: %s", rank.dp_rank, err.message)
+
+        await asyncio.gather(*(drain(r) for r in ranks.ranks if r.dead is None))
+
+    async def _end_children(self) -> None:
+        """SIGTERM, a short grace, SIGKILL; every child is reaped."""
+        self._closing = True
+        alive = [c for c in self._children.values() if c.returncode is None]
+        for child in alive:
+            with contextlib.suppress(ProcessLookupError):
+                child.send_signal(signal.SIGTERM)
+        if alive and not await _within(asyncio.gather(*(c.wait() for c in alive)), EXIT_GRACE_SECS):
+            for child in alive:
+                if child.returncode is None:
+                    log.warning("rank process %d ignores SIGTERM; killing it", child.pid)
+                    with contextlib.suppress(ProcessLookupError):
+                        child.kill()
+        await asyncio.gather(*self._watchers, return_exceptions=True)
+
+
+async def _within(work: Any, secs: float) -> bool:
+    """Await `work` for at most `secs`; whether it ended."""
+    try:
+        await asyncio.wait_for(work, secs)
+    except asyncio.TimeoutError:
+        return False
+    return True
+
+
+def _reachable(host: str) -> str:
+    """Where our own ranks find the bootstrap server."""
+    return "127.0.0.1" if host in ("0.0.0.0", "::", "") else host

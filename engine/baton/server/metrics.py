@@ -1,0 +1,201 @@
+"""All metrics of an engine: one table with help texts, the objects the front writes, and the text of GET /metrics.
+
+The front owns `FRONT`. The ranks report `RANK` gauges and counters by message once a second; they pass through with the
+prefix `baton_` and a `dp_rank` label. `COMPAT` repeats three of them under the names that autoscalers read.
+`python -m baton.server.metrics` prints the table as markdown; docs/metrics.md holds it and a test compares them.
+"""
+
+from __future__ import annotations
+
+import platform
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+PREFIX = "baton_"
+
+
+def exponential(first: float, factor: float, last: float) -> tuple[float, ...]:
+    out = [first]
+    while out[-1] < last:
+        out.append(float(f"{out[-1] * factor:.4g}"))
+    return tuple(out)
+
+
+STAGE_BUCKETS = exponential(0.001, 1.6, 600.0)
+ITL_BUCKETS = exponential(0.0005, 1.6, 2.0)
+TOKEN_BUCKETS = exponential(1.0, 2.0, 2.0**18)
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """One metric. `name` is without the prefix, except in COMPAT."""
+
+    name: str
+    kind: str
+    help: str
+    labels: tuple[str, ...] = ()
+    buckets: tuple[float, ...] = ()
+
+
+FRONT = (
+    Spec(
+        "requests",
+        "counter",
+        "requests answered, by endpoint and outcome ('ok' or an error code)",
+        ("endpoint", "code"),
+    ),
+    Spec("requests_in_flight", "gauge", "requests this process is working on", ("endpoint",)),
+    Spec("ttft_seconds", "histogram", "arrival of the request to its first token", ("endpoint",), STAGE_BUCKETS),
+    Spec("itl_seconds", "histogram", "mean gap between tokens of one delivery", (), ITL_BUCKETS),
+    Spec("e2e_seconds", "histogram", "arrival of the request to the end of its answer", ("endpoint",), STAGE_BUCKETS),
+    Spec("prompt_tokens", "counter", "prompt tokens of answered requests"),
+    Spec("cached_prompt_tokens", "counter", "of these, tokens that prefill did not compute for the request"),
+    Spec("completion_tokens", "counter", "tokens generated for answered requests"),
+    Spec("request_prompt_tokens", "histogram", "prompt length of a request", (), TOKEN_BUCKETS),
+    Spec("request_completion_tokens", "histogram", "answer length of a request", (), TOKEN_BUCKETS),
+    Spec("client_disconnects", "counter", "requests whose client left before the answer's end", ("phase",)),
+    Spec("keepalives", "counter", "SSE comments sent while a request waited"),
+    Spec("ignored_parameters", "counter", "unknown request fields that had no effect"),
+    Spec("ready", "gauge", "1 when a request sent now would be accepted"),
+    Spec("ranks_alive", "gauge", "DP ranks of this engine that live"),
+    Spec("build", "info", "version and mode, value 1", ("version", "python", "mode", "model")),
+)
+
+RANK = (
+    Spec("waiting_requests", "gauge", "requests not yet fully prefilled"),
+    Spec("running_requests", "gauge", "requests that decode"),
+    Spec("waiting_tokens", "gauge", "prompt tokens still to be computed in the waiting queue"),
+    Spec("kv_pages", "gauge", "KV pages by state: free, cached (evictable), held", ("state",)),
+    Spec("kv_usage_ratio", "gauge", "held pages / all pages, 0 to 1"),
+    Spec("new_token_ratio", "gauge", "estimate of the answer's share of its limit, used for admission"),
+    Spec("rooms", "gauge", "live KV transfers by state", ("state",)),
+    Spec("steps", "counter", "forward passes by mode: extend, decode, mixed", ("mode",)),
+    Spec("step_tokens", "counter", "tokens computed by phase: prefill, decode", ("phase",)),
+    Spec("radix_hit_tokens", "counter", "prompt tokens found in the radix cache"),
+    Spec("evicted_pages", "counter", "cached pages given up for room"),
+    Spec("retractions", "counter", "running requests sent back to the waiting queue for memory"),
+    Spec("transfer_bytes", "counter", "KV bytes pulled, by transport", ("transport",)),
+    Spec("transfers", "counter", "KV transfers by outcome: committed or a reason code", ("code",)),
+    Spec(
+        "finished_requests", "counter", "requests the rank finished, by reason: stop, length, abort, error", ("reason",)
+    ),
+)
+
+COMPAT = (
+    Spec("sglang:num_queue_reqs", "gauge", "= baton_waiting_requests (SGLang's name, read by autoscalers)"),
+    Spec("sglang:num_running_reqs", "gauge", "= baton_running_requests"),
+    Spec("sglang:token_usage", "gauge", "= baton_kv_usage_ratio"),
+)
+_COMPAT_SOURCE = dict(
+    zip((s.name for s in COMPAT), ("waiting_requests", "running_requests", "kv_usage_ratio"), strict=True)
+)
+
+_LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+
+
+class _RankCollector(Collector):
+    """Renders what the ranks reported last. Names outside RANK pass too, with a help text that says so."""
+
+    def __init__(self) -> None:
+        self.reports: dict[int, tuple[dict[str, float], dict[str, float]]] = {}
+
+    def collect(self) -> Iterator[Metric]:
+        specs = {s.name: s for s in RANK}
+        families: dict[str, Metric] = {}
+        for dp_rank, (gauges, counters) in sorted(self.reports.items()):
+            for table, family in ((gauges, GaugeMetricFamily), (counters, CounterMetricFamily)):
+                for key, value in table.items():
+                    name, _, rest = key.partition("{")
+                    name = name.removesuffix("_total") if family is CounterMetricFamily else name
+                    labels = dict(_LABEL.findall(rest))
+                    if name not in families:
+                        text = specs[name].help if name in specs else "reported by the rank"
+                        families[name] = family(PREFIX + name, text, labels=["dp_rank", *labels])
+                    families[name].add_metric([str(dp_rank), *labels.values()], value)  # type: ignore[attr-defined]
+        yield from families.values()
+        for spec in COMPAT:
+            compat = GaugeMetricFamily(spec.name, spec.help, labels=["dp_rank"])
+            for dp_rank, (gauges, _) in sorted(self.reports.items()):
+                if (value := gauges.get(_COMPAT_SOURCE[spec.name])) is not None:
+                    compat.add_metric([str(dp_rank)], value)
+            yield compat
+
+    def describe(self) -> Sequence[Metric]:
+        return ()
+
+
+class Metrics:
+    """The front's metrics, one instance per process (own registry: tests start several)."""
+
+    def __init__(self, version: str = "", mode: str = "", model: str = "") -> None:
+        self.registry = CollectorRegistry()
+        made = {s.name: self._make(s) for s in FRONT}
+        self.requests: Counter = made["requests"]
+        self.in_flight: Gauge = made["requests_in_flight"]
+        self.ttft: Histogram = made["ttft_seconds"]
+        self.itl: Histogram = made["itl_seconds"]
+        self.e2e: Histogram = made["e2e_seconds"]
+        self.prompt_tokens: Counter = made["prompt_tokens"]
+        self.cached_tokens: Counter = made["cached_prompt_tokens"]
+        self.completion_tokens: Counter = made["completion_tokens"]
+        self.prompt_length: Histogram = made["request_prompt_tokens"]
+        self.completion_length: Histogram = made["request_completion_tokens"]
+        self.disconnects: Counter = made["client_disconnects"]
+        self.keepalives: Counter = made["keepalives"]
+        self.ignored: Counter = made["ignored_parameters"]
+        self.ready: Gauge = made["ready"]
+        self.ranks_alive: Gauge = made["ranks_alive"]
+        made["build"].labels(version, platform.python_version(), mode, model).set(1)
+        ProcessCollector(namespace=PREFIX.rstrip("_"), registry=self.registry)
+        self._ranks = _RankCollector()
+        self.registry.register(self._ranks)
+
+    def _make(self, spec: Spec) -> Any:
+        name = PREFIX + spec.name
+        if spec.kind == "counter":
+            return Counter(name, spec.help, spec.labels, registry=self.registry)
+        if spec.kind == "histogram":
+            return Histogram(name, spec.help, spec.labels, buckets=spec.buckets, registry=self.registry)
+        return Gauge(name + ("_info" if spec.kind == "info" else ""), spec.help, spec.labels, registry=self.registry)
+
+    def report(self, dp_rank: int, gauges: dict[str, float], counters: dict[str, float]) -> None:
+        self._ranks.reports[dp_rank] = (gauges, counters)
+
+    def forget(self, dp_rank: int) -> None:
+        self._ranks.reports.pop(dp_rank, None)
+
+    def text(self) -> bytes:
+        return generate_latest(self.registry)
+
+
+def exported_name(spec: Spec) -> str:
+    """The name as it appears in /metrics."""
+    if spec in COMPAT:
+        return spec.name
+    return PREFIX + spec.name + {"counter": "_total", "info": "_info"}.get(spec.kind, "")
+
+
+def markdown() -> str:
+    """The tables of docs/metrics.md."""
+    out = []
+    for title, specs in (
+        ("Written by the front process", FRONT),
+        ("Written by each rank (label `dp_rank`)", RANK),
+        ("Compatibility names (label `dp_rank`)", COMPAT),
+    ):
+        out += [f"### {title}", "", "| metric | type | labels | meaning |", "|---|---|---|---|"]
+        for s in specs:
+            labels = ", ".join(f"`{label}`" for label in s.labels) or "-"
+            out.append(f"| `{exported_name(s)}` | {'gauge' if s.kind == 'info' else s.kind} | {labels} | {s.help} |")
+        out.append("")
+    return "\n".join(out)
+
+
+if __name__ == "__main__":
+    print(markdown())

@@ -1,0 +1,601 @@
+"""From a wire body to `Accepted`: tokens, sampling parameters and placement, or a typed 400 that names the field.
+
+1. the body is a JSON object (http.py decoded it);
+2. fields are read with types and ranges; names we know but do not serve are refused when they would change the answer;
+3. text becomes tokens (chat template, tokenizer), the prompt is measured against the context;
+4. one `Item` per prompt × choice, each with its own seed, bootstrap room and DP rank.
+
+Input is checked here and nowhere behind: the scheduler trusts what it gets.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import uuid
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from baton.config import EngineConfig
+from baton.errors import BadRequest, MissingField, ModelNotFound, PromptTooLong, UnsupportedParameter
+from baton.request import Rendezvous, SamplingParams
+from baton.server.chat import ChatTemplate
+from baton.server.fields import INT64_MAX, Fields
+from baton.server.model_dir import ModelFacts
+from baton.server.tokenizer import Tokenizer
+
+MAX_CHOICES = 16
+MAX_STOPS = 16
+MAX_STOP_CHARS = 1024
+MAX_LOGPROBS = 20
+MAX_BIAS = 1024
+MAX_STOP_IDS = 256
+MAX_ITEMS = 1024
+"""Prompts times n in one request: as many rows as the largest batches of the evaluation suites."""
+COMPLETION_MAX_TOKENS = 16
+"""OpenAI's default for /v1/completions."""
+GENERATE_MAX_TOKENS = 128
+"""SGLang's default for /generate."""
+DEFAULT_BOOTSTRAP_PORT = 8998
+
+# Known names that would change the answer, and the values with which they do not. Refused otherwise, never swallowed.
+UNSUPPORTED_CHAT: dict[str, tuple[Any, ...]] = {
+    "tools": ([],), "tool_choice": ("none", "auto"), "functions": ([],), "function_call": ("none", "auto"),
+    "audio": (), "modalities": (["text"],), "prediction": (), "web_search_options": (), "echo": (False,),
+    "chat_template": (), "documents": ([],),
+}  # fmt: skip
+UNSUPPORTED_COMPLETION: dict[str, tuple[Any, ...]] = {"suffix": ("",)}
+UNSUPPORTED_OPENAI: dict[str, tuple[Any, ...]] = {
+    "response_format": ({"type": "text"},), "structured_outputs": (), "guided_json": (), "guided_regex": (),
+    "guided_choice": (), "guided_grammar": (), "prompt_logprobs": (), "truncate_prompt_tokens": (),
+    "allowed_token_ids": ([],), "bad_words": ([],), "use_beam_search": (False,), "length_penalty": (1.0,),
+    "kv_transfer_params": (), "return_tokens_as_token_ids": (False,), "logits_processors": ([],), "store": (False,),
+    "prompt_embeds": (),
+}  # fmt: skip
+UNSUPPORTED_SHARED: dict[str, tuple[Any, ...]] = {
+    "regex": (), "ebnf": (), "json_schema": (), "structural_tag": (), "stop_regex": ([], ""), "lora_path": (),
+    "lora_id": (), "session_params": (), "custom_params": (), "custom_logit_processor": (),
+    "return_hidden_states": (False,), "spaces_between_special_tokens": (True,),
+}  # fmt: skip
+UNSUPPORTED_GENERATE: dict[str, tuple[Any, ...]] = {
+    "input_embeds": (), "image_data": ([],), "video_data": ([],), "audio_data": ([],), "token_ids_logprob": ([],),
+    "return_prompt_logprobs": (False,),
+}  # fmt: skip
+# Known names without effect on the answer of this engine.
+IGNORED = (
+    "user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls",
+    "separate_reasoning", "stream_reasoning", "custom_labels", "no_logs", "log_metrics", "session_id", "background",
+    "vllm_xargs", "return_text_in_logprobs", "prompt_cache_retention", "verbosity",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class TextRules:
+    """How tokens become the text a client sees."""
+
+    stops: tuple[str, ...] = ()
+    include_stop: bool = False
+    skip_special_tokens: bool = True
+    min_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One generation: choice `choice` of prompt `prompt_index`."""
+
+    prompt_index: int
+    choice: int
+    prompt: array[int]
+    params: SamplingParams
+    rendezvous: Rendezvous | None = None
+    dp_rank: int | None = None
+    """None: the front picks the least loaded rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """A request that may run. Items are ordered prompt by prompt, choices within."""
+
+    rid: str | None
+    items: tuple[Item, ...]
+    n: int
+    text: TextRules
+    stream: bool = False
+    include_usage: bool = False
+    continuous_usage: bool = False
+    logprobs: int = -1
+    echo: tuple[str, ...] | None = None
+    """Completions with echo: the text of each prompt."""
+    max_tokens_zero: bool = False
+    """echo with max_tokens 0: nothing to generate, the answer is the prompt."""
+    return_token_ids: bool = False
+    priority: int = 0
+    namespace: bytes = b""
+    is_batch: bool = False
+    """/generate answers a list when it was asked with one."""
+    ignored: tuple[str, ...] = field(default=(), compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    rendezvous: Rendezvous | None
+    dp_rank: int | None
+
+
+def seed_of_room(room: int) -> int:
+    """A seed both nodes of a pair derive alone: splitmix64's finalizer, cut to 63 bits."""
+    x = (room + 0x9E3779B97F4A7C15) & (2**64 - 1)
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & (2**64 - 1)
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & (2**64 - 1)
+    return (x ^ (x >> 31)) & INT64_MAX
+
+
+def _refuse_unsupported(f: Fields, *tables: dict[str, tuple[Any, ...]]) -> None:
+    for table in tables:
+        for name, harmless in table.items():
+            value = f.get(name)
+            if value is not None and value not in harmless:
+                raise UnsupportedParameter(
+                    f"{f.name(name)} is not supported by this version; leave it out", param=f.name(name)
+                )
+
+
+class Validator:
+    """Holds what a check needs to know. `context_length` may shrink once, when the ranks report their pool."""
+
+    def __init__(self, config: EngineConfig, facts: ModelFacts, tokenizer: Tokenizer) -> None:
+        self._config = config
+        self._facts = facts
+        self._tokenizer = tokenizer
+        self._template = ChatTemplate(facts.chat_template, facts.special_tokens)
+        self._names = {facts.name, config.model_path, str(facts.path), "default"}
+        self.context_length = facts.context_length
+        eos = {tokenizer.id_of(t) for t in (facts.special_tokens.get("eos_token"),) if t is not None}
+        self.eos_token_ids = tuple(sorted({*facts.eos_token_ids, *(i for i in eos if i is not None)}))
+
+    # ---- the three request forms -------------------------------------------------------------------------------
+
+    async def chat(self, body: dict[str, Any]) -> Accepted:
+        f = Fields(body)
+        self._check_model(f)
+        _refuse_unsupported(f, UNSUPPORTED_CHAT, UNSUPPORTED_OPENAI, UNSUPPORTED_SHARED)
+        messages = _messages(f)
+        template_kwargs = dict(f.object("chat_template_kwargs"))
+        if (effort := f.string("reasoning_effort")) is not None:
+            template_kwargs.setdefault("reasoning_effort", effort)
+        continue_final = f.boolean("continue_final_message", False)
+        generation_prompt = f.boolean("add_generation_prompt", not continue_final)
+        if continue_final and generation_prompt:
+            raise f.bad("continue_final_message", "and add_generation_prompt exclude each other")
+        logprobs = -1
+        top = f.integer("top_logprobs", None, 0, MAX_LOGPROBS)
+        if f.boolean("logprobs", False):
+            logprobs = top or 0
+        elif top:
+            raise f.bad("top_logprobs", "needs logprobs: true")
+        special = f.boolean("add_special_tokens", False)
+
+        def tokens() -> list[int]:
+            text = self._template.render(
+                messages,
+                add_generation_prompt=generation_prompt,
+                continue_final_message=continue_final,
+                kwargs=template_kwargs,
+            )
+            return self._tokenizer.encode(text, add_special_tokens=special)
+
+        common = self._common(f)
+        max_tokens = f.integer(f.first("max_completion_tokens", "max_tokens"), None, 1)
+        prompt = await self._tokenizer.offload(_chars(messages), tokens)
+        return self._accept(f, [prompt], common, max_tokens, None, logprobs, "messages")
+
+    async def completion(self, body: dict[str, Any]) -> Accepted:
+        f = Fields(body)
+        self._check_model(f)
+        _refuse_unsupported(f, UNSUPPORTED_COMPLETION, UNSUPPORTED_OPENAI, UNSUPPORTED_SHARED)
+        n = f.integer("n", 1, 1, MAX_CHOICES)
+        if f.integer("best_of", n, 1) != n:
+            raise UnsupportedParameter("best_of other than n is not supported; leave it out", param="best_of")
+        wanted = f.integer("logprobs", None, 0, MAX_LOGPROBS)
+        echo = f.boolean("echo", False)
+        if echo and wanted is not None:
+            raise UnsupportedParameter("echo together with logprobs is not supported by this version", param="logprobs")
+        special = f.boolean("add_special_tokens", True)
+        max_tokens = f.integer(f.first("max_tokens", "max_completion_tokens"), None, 0 if echo else 1)
+        common = self._common(f)
+        prompts = await self._prompts(_prompt_list(f, "prompt"), "prompt", special)
+        accepted = self._accept(
+            f, prompts, common, max_tokens, COMPLETION_MAX_TOKENS, -1 if wanted is None else wanted, "prompt"
+        )
+        if echo:
+            given = f.get("prompt")
+            texts = [given] if isinstance(given, str) else given
+            decoded = [
+                t
+                if isinstance(t, str)
+                else self._tokenizer.decode(p, skip_special_tokens=common.text.skip_special_tokens)
+                for t, p in zip(texts if len(texts) == len(prompts) else prompts, prompts, strict=True)
+            ]
+            accepted = replace(accepted, echo=tuple(decoded), max_tokens_zero=max_tokens == 0)
+        return accepted
+
+    async def generate(self, body: dict[str, Any]) -> Accepted:
+        f = Fields(body)
+        _refuse_unsupported(f, UNSUPPORTED_GENERATE, UNSUPPORTED_SHARED)
+        self._check_model(f)
+        nested = f.get("sampling_params")
+        if type(nested) is list:
+            raise UnsupportedParameter("sampling_params must be one object for all prompts", param="sampling_params")
+        s = Fields(f.object("sampling_params"), "sampling_params.")
+        _refuse_unsupported(s, UNSUPPORTED_SHARED)
+        name = f.first("text", "prompt", "input_ids")
+        if f.get(name) is None:
+            raise MissingField("text or input_ids is required", param="text")
+        value = f.get(name)
+        raw = _prompt_list(f, name)
+        is_batch = type(value) is list and len(value) > 0 and type(value[0]) is not int
+        logprobs = -1
+        top = f.integer("top_logprobs_num", 0, 0, MAX_LOGPROBS)
+        if f.boolean("return_logprob", False):
+            logprobs = top or 0
+        start = f.integer("logprob_start_len", -1, -1)
+        if logprobs >= 0 and start not in (-1, None):
+            raise UnsupportedParameter(
+                "logprobs of the prompt are not supported by this version", param="logprob_start_len"
+            )
+        max_tokens = s.integer(s.first("max_new_tokens", "max_tokens"), None, 1)
+        common = self._common(f, s)
+        prompts = await self._prompts(raw, name, True)
+        accepted = self._accept(f, prompts, common, max_tokens, GENERATE_MAX_TOKENS, logprobs, name, s)
+        return replace(accepted, is_batch=is_batch or accepted.n > 1)
+
+    async def tokenize(self, body: dict[str, Any]) -> list[int] | list[list[int]]:
+        """/tokenize: `prompt` (string or array of strings) or `messages`."""
+        f = Fields(body)
+        self._check_model(f)
+        if f.get("messages") is not None:
+            messages = _messages(f)
+            generation_prompt = f.boolean("add_generation_prompt", True)
+            special = f.boolean("add_special_tokens", False)
+            return await self._tokenizer.offload(
+                _chars(messages),
+                lambda: self._tokenizer.encode(
+                    self._template.render(messages, add_generation_prompt=generation_prompt), add_special_tokens=special
+                ),
+            )
+        prompt = f.require(f.first("prompt", "text"))
+        special = f.boolean("add_special_tokens", True)
+        texts = [prompt] if isinstance(prompt, str) else prompt
+        if type(texts) is not list or not all(type(t) is str for t in texts) or len(texts) > MAX_ITEMS:
+            raise f.bad("prompt", f"must be a string or an array of at most {MAX_ITEMS} strings")
+        ids = await self._encode(texts, special)
+        return ids[0] if isinstance(prompt, str) else ids
+
+    def detokenize(self, body: dict[str, Any]) -> str | list[str]:
+        f = Fields(body)
+        self._check_model(f)
+        value = f.require(f.first("tokens", "input_ids"))
+        skip = f.boolean("skip_special_tokens", True)
+        if type(value) is not list:
+            raise f.bad("tokens", "must be an array of token ids")
+        nested = bool(value) and type(value[0]) is list
+        rows = value if nested else [value]
+        for row in rows:
+            self._check_ids(row, "tokens")
+        texts = [self._tokenizer.decode(row, skip_special_tokens=skip) for row in rows]
+        return texts if nested else texts[0]
+
+    # ---- parts -------------------------------------------------------------------------------------------------
+
+    def _check_model(self, f: Fields) -> None:
+        model = f.string("model")
+        if model is not None and model not in self._names:
+            raise ModelNotFound(
+                f"model {model[:200]!r} is not served here; this engine serves {self._facts.name!r}", param="model"
+            )
+
+    def _check_ids(self, ids: Any, param: str) -> None:
+        vocab = self._tokenizer.vocab_size
+        if type(ids) is not list or not all(type(i) is int and 0 <= i < vocab for i in ids):
+            raise BadRequest(f"{param} must hold token ids from 0 to {vocab - 1}", param=param)
+
+    async def _encode(self, texts: list[str], special: bool) -> list[list[int]]:
+        return await self._tokenizer.offload(
+            sum(map(len, texts)), lambda: [self._tokenizer.encode(t, add_special_tokens=special) for t in texts]
+        )
+
+    async def _prompts(self, raw: list[Any], param: str, special: bool) -> list[list[int]]:
+        """Token ids of each prompt; texts are encoded, ids are checked."""
+        if len(raw) > MAX_ITEMS:
+            raise BadRequest(f"{param} holds {len(raw)} prompts, at most {MAX_ITEMS} are accepted", param=param)
+        if raw and isinstance(raw[0], str):
+            if not all(isinstance(t, str) for t in raw):
+                raise BadRequest(f"{param} must not mix texts and token ids", param=param)
+            return await self._encode(raw, special)
+        for ids in raw:
+            self._check_ids(ids, param)
+        return raw
+
+    def _common(self, f: Fields, sampling: Fields | None = None) -> _Common:
+        """Everything the three forms share. `sampling` holds the sampling fields when they are nested (/generate)."""
+        s = sampling or f
+        defaults = {} if sampling else self._facts.sampling_defaults
+        ignore_eos = s.boolean("ignore_eos", False)
+        stop_ids = s.integers("stop_token_ids", MAX_STOP_IDS, 0, self._tokenizer.vocab_size - 1)
+        top_k = s.integer("top_k", int(defaults.get("top_k", 0)), -1) or 0
+        stops = s.strings("stop", MAX_STOPS)
+        if any(len(t) > MAX_STOP_CHARS for t in stops):
+            raise s.bad("stop", f"has a string of more than {MAX_STOP_CHARS} characters")
+        min_name = s.first("min_tokens", "min_new_tokens")
+        min_tokens = s.integer(min_name, 0, 0) or 0
+        params = SamplingParams(
+            min_new_tokens=min_tokens,
+            temperature=s.number("temperature", defaults.get("temperature", 1.0), 0.0, math.inf),
+            top_p=s.number("top_p", defaults.get("top_p", 1.0), 0.0, 1.0, above_low=True),
+            top_k=max(top_k, 0),
+            min_p=s.number("min_p", defaults.get("min_p", 0.0), 0.0, 1.0),
+            presence_penalty=s.number("presence_penalty", 0.0, -2.0, 2.0),
+            frequency_penalty=s.number("frequency_penalty", 0.0, -2.0, 2.0),
+            repetition_penalty=s.number(
+                "repetition_penalty", defaults.get("repetition_penalty", 1.0), 0.0, 2.0, above_low=True
+            ),
+            stop_token_ids=stop_ids if ignore_eos else tuple(dict.fromkeys((*stop_ids, *self.eos_token_ids))),
+            ignore_eos=ignore_eos,
+            logit_bias=self._logit_bias(s),
+        )
+        seed_name = s.first("seed", "sampling_seed")
+        options = Fields(f.object("stream_options"), "stream_options.")
+        keys = [f.string(name, max_chars=1024) for name in ("cache_salt", "extra_key")]
+        f.ignore(IGNORED)
+        return _Common(
+            params=params,
+            min_name=s.name(min_name),
+            seed=s.integer(seed_name, None, -INT64_MAX - 1),
+            n=s.integer("n", 1, 1, MAX_CHOICES) or 1,
+            text=TextRules(
+                stops=stops,
+                include_stop=s.boolean("include_stop_str_in_output", False) | s.boolean("no_stop_trim", False),
+                skip_special_tokens=s.boolean("skip_special_tokens", True),
+                min_tokens=min_tokens,
+            ),
+            rid=self._rid(f),
+            stream=f.boolean("stream", False),
+            include_usage=options.boolean("include_usage", False),
+            continuous_usage=options.boolean("continuous_usage_stats", False),
+            priority=f.integer("priority", 0, -(2**31), 2**31 - 1) or 0,
+            namespace="\0".join(k or "" for k in keys).encode() if any(keys) else b"",
+            return_token_ids=f.boolean("return_token_ids", False),
+        )
+
+    def _rid(self, f: Fields) -> str | None:
+        value = f.get(f.first("rid", "request_id"))
+        if type(value) is list and len(value) == 1:
+            value = value[0]
+        if type(value) is list:
+            raise UnsupportedParameter("rid must be one string for the whole request", param="rid")
+        if value is None:
+            return None
+        if type(value) is not str or not 0 < len(value) <= 256 or not value.isprintable():
+            raise f.bad("rid", "must be a printable string of 1 to 256 characters")
+        return value
+
+    def _logit_bias(self, s: Fields) -> tuple[tuple[int, float], ...]:
+        table = s.object("logit_bias")
+        if len(table) > MAX_BIAS:
+            raise s.bad("logit_bias", f"has {len(table)} entries, at most {MAX_BIAS} are accepted")
+        out = []
+        for key, value in table.items():
+            if not key.isascii() or not key.isdigit() or int(key[:12]) >= self._tokenizer.vocab_size:
+                raise s.bad(
+                    "logit_bias", f"has the key {key[:50]!r}, which is no token id below {self._tokenizer.vocab_size}"
+                )
+            if type(value) not in (int, float) or not -100 <= value <= 100:
+                raise s.bad("logit_bias", f"of token {key} must be a number from -100 to 100")
+            out.append((int(key), float(value)))
+        return tuple(out)
+
+    def _accept(
+        self,
+        f: Fields,
+        prompts: Sequence[Sequence[int]],
+        common: _Common,
+        max_tokens: int | None,
+        default_max_tokens: int | None,
+        logprobs: int,
+        param: str,
+        sampling: Fields | None = None,
+    ) -> Accepted:
+        count = len(prompts) * common.n
+        if count > MAX_ITEMS:
+            raise BadRequest(
+                f"{len(prompts)} prompts with n {common.n} give {count} answers, at most {MAX_ITEMS} are accepted",
+                param="n",
+            )
+        placements = self._placements(f, count)
+        items = []
+        for i, ids in enumerate(prompts):
+            prompt = array("i", ids)
+            new = self._max_new_tokens(len(prompt), max_tokens, default_max_tokens, param)
+            if common.params.min_new_tokens > new:
+                raise BadRequest(
+                    f"{common.min_name} is {common.params.min_new_tokens}, but the answer may have {new} tokens only",
+                    param=common.min_name,
+                )
+            for choice in range(common.n):
+                where = placements[i * common.n + choice]
+                seed = _seed(common.seed, where.rendezvous, choice)
+                params = replace(common.params, max_new_tokens=new, seed=seed, logprobs=logprobs)
+                items.append(Item(i, choice, prompt, params, where.rendezvous, where.dp_rank))
+        unknown = f.unknown() + ([sampling.name(u) for u in sampling.unknown()] if sampling else [])
+        return Accepted(
+            rid=common.rid,
+            items=tuple(items),
+            n=common.n,
+            text=common.text,
+            stream=common.stream,
+            include_usage=common.include_usage,
+            continuous_usage=common.continuous_usage,
+            logprobs=logprobs,
+            return_token_ids=common.return_token_ids,
+            priority=common.priority,
+            namespace=common.namespace,
+            ignored=tuple(unknown),
+        )
+
+    def _max_new_tokens(self, prompt_tokens: int, asked: int | None, default: int | None, param: str) -> int:
+        """The answer's limit. `asked` must fit; without it the default, or all that is left."""
+        if prompt_tokens == 0:
+            raise BadRequest(f"{param} is empty; give at least one token", param=param)
+        left = self.context_length - prompt_tokens
+        if left < 1 or (asked is not None and asked > left):
+            wish = "" if asked is None else f" and max_tokens asks for {asked} more"
+            raise PromptTooLong(
+                f"prompt has {prompt_tokens} tokens{wish}, this engine accepts {self.context_length} in all; "
+                "shorten it, or start the engine with a larger --context-length or --max-total-tokens",
+                param=param,
+            )
+        if asked is not None:
+            return asked
+        return left if default is None else min(default, left)
+
+    def _placements(self, f: Fields, count: int) -> list[Placement]:
+        """Where each item's halves run, from the router's fields (docs/protocol.md §2)."""
+        mode, dp_size = self._config.disaggregation_mode, self._config.dp_size
+        hosts = _column(f, "bootstrap_host", count, str)
+        ports = _column(f, "bootstrap_port", count, int, 1, 65535)
+        rooms = _column(f, "bootstrap_room", count, int, 0, INT64_MAX)
+        raw = f.get("bootstrap_room")
+        if type(raw) is int:
+            rooms = [(raw + i) & INT64_MAX for i in range(count)]  # matches SGLang 0.5.7: a scalar numbers the batch
+        prefill_rank = f.integer("data_parallel_rank", None, 0, 2**16)
+        decode_rank = f.integer("data_parallel_rank_decode", None, 0, 2**16)
+        routed = f.integer("routed_dp_rank", None, 0, dp_size - 1)
+        peer_rank = f.integer("disagg_prefill_dp_rank", None, 0, 2**16)
+        own = routed
+        if own is None:
+            own = decode_rank if mode == "decode" else prefill_rank
+        if own is None and mode != "decode":
+            own = None
+        if own is not None and own >= dp_size:
+            name = "data_parallel_rank_decode" if mode == "decode" else "data_parallel_rank"
+            raise BadRequest(f"{name} is {own}, this node has {dp_size} ranks (0 to {dp_size - 1})", param=name)
+        if mode == "null":
+            return [Placement(None, own)] * count
+        remote = peer_rank if peer_rank is not None else prefill_rank
+        out = []
+        for host, port, room in zip(hosts, ports, rooms, strict=True):
+            if room is None:
+                out.append(Placement(None, own))
+                continue
+            if host is None and mode == "decode":
+                raise MissingField(
+                    "bootstrap_room needs bootstrap_host, the prefill node's address", param="bootstrap_host"
+                )
+            rank = own if own is not None or mode == "decode" else room % dp_size
+            # -1: D does not know P's dp_size; the transfer layer takes room % dp_size from P's /route.
+            known = rank if mode == "prefill" else remote
+            meet = Rendezvous(
+                host=host or "",
+                port=port or DEFAULT_BOOTSTRAP_PORT,
+                room=room,
+                prefill_dp_rank=-1 if known is None else known,
+            )
+            out.append(Placement(meet, rank))
+        return out
+
+
+@dataclass(frozen=True, slots=True)
+class _Common:
+    params: SamplingParams
+    min_name: str
+    seed: int | None
+    n: int
+    text: TextRules
+    rid: str | None
+    stream: bool
+    include_usage: bool
+    continuous_usage: bool
+    priority: int
+    namespace: bytes
+    return_token_ids: bool
+
+
+def _seed(asked: int | None, rendezvous: Rendezvous | None, choice: int) -> int:
+    """The client's seed (choice by choice), else the room's so that P and D agree, else chance."""
+    if asked is not None:
+        return (asked + choice) & INT64_MAX
+    if rendezvous is not None:
+        return seed_of_room(rendezvous.room)
+    return random.getrandbits(63)
+
+
+def _column(f: Fields, name: str, count: int, kind: type, low: int = 0, high: int = INT64_MAX) -> list[Any]:
+    """A scalar for all items, or one value per item."""
+    value = f.get(name)
+    if type(value) is not list:
+        value = [value] * count
+    elif len(value) != count:
+        raise f.bad(name, f"has {len(value)} entries for {count} answers (prompts times n); send one per answer")
+    for v in value:
+        if v is None:
+            continue
+        if type(v) is not kind or (kind is int and not low <= v <= high):
+            raise f.bad(name, f"must be an integer from {low} to {high}" if kind is int else "must be a string")
+    return value
+
+
+def _prompt_list(f: Fields, name: str) -> list[Any]:
+    """The four forms of a prompt as a list of texts or of id lists."""
+    value = f.require(name)
+    if type(value) is str or (type(value) is list and value and type(value[0]) is int):
+        value = [value]
+    if type(value) is not list or not all(type(v) in (str, list) for v in value):
+        raise f.bad(name, "must be a string, an array of strings, an array of token ids, or an array of such arrays")
+    if not value or any(len(v) == 0 for v in value):
+        raise f.bad(name, "is empty; give at least one token")
+    return value
+
+
+def _messages(f: Fields) -> list[dict[str, Any]]:
+    value = f.require("messages")
+    if type(value) is not list or not value:
+        raise f.bad("messages", "must be a non-empty array")
+    return [_message(m, f"messages[{i}]") for i, m in enumerate(value)]
+
+
+def _message(message: Any, where: str) -> dict[str, Any]:
+    """One message with its content as plain text: text parts are joined by newlines (matches vLLM)."""
+    if type(message) is not dict:
+        raise BadRequest(f"{where} must be an object with role and content", param=where)
+    if type(message.get("role")) is not str:
+        raise MissingField(f"{where}.role is required and must be a string", param=f"{where}.role")
+    content = message.get("content")
+    if content is None and message["role"] == "assistant":
+        return {**message, "content": ""} if not message.get("tool_calls") else message
+    if type(content) is str:
+        return message
+    if type(content) is not list:
+        raise MissingField(f"{where}.content must be a string or an array of text parts", param=f"{where}.content")
+    texts = []
+    for part in content:
+        if type(part) is dict and part.get("type", "text") != "text":
+            raise UnsupportedParameter(
+                f"{where}.content has a part of type {str(part.get('type'))[:50]!r}; only text is supported",
+                param=f"{where}.content",
+            )
+        if type(part) is not dict or type(part.get("text")) is not str:
+            raise BadRequest(
+                f"{where}.content must hold parts like {{'type': 'text', 'text': …}}", param=f"{where}.content"
+            )
+        texts.append(part["text"])
+    return {**message, "content": "\n".join(texts)}
+
+
+def _chars(messages: list[dict[str, Any]]) -> int:
+    return sum(len(m["content"] or "") for m in messages)
+
+
+def new_id() -> str:
+    return uuid.uuid4().hex

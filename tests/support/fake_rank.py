@@ -1,0 +1,182 @@
+"""A scheduler process for tests of the front: speaks the real messages over real sockets and scripts the tokens.
+
+Started like the real one (order as JSON on stdin). The script is a JSON object: what $FAKE_RANK holds, updated with
+what a request brings in its `cache_salt`:
+  reply        text to answer with (default: the prompt's own tokens, over and over)
+  delay        seconds before the first token of a request; step: seconds between tokens
+  burst        tokens per TokenBatch row
+  ready_after  seconds until Ready
+  error        [code, message]: instead of an answer; error_after: tokens before it
+  silent       true: never answer (until Abort)
+  fail_start   message: send Fatal instead of Ready and exit with 1
+Control op `ledger` answers with what was seen: submits, aborts, running.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from array import array
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import zmq
+import zmq.asyncio
+from tokenizers import Tokenizer
+
+from baton.request import FinishReason
+from baton.server.messages import (
+    Abort,
+    Control,
+    Fatal,
+    Logprobs,
+    Ready,
+    Reply,
+    Stats,
+    Submit,
+    TokenBatch,
+    encoder,
+    to_rank_decoder,
+)
+
+
+@dataclass
+class FakeRank:
+    order: dict[str, Any]
+    script: dict[str, Any]
+    tokenizer: Tokenizer
+    push: zmq.asyncio.Socket
+    running: dict[int, asyncio.Task[None]] = field(default_factory=dict)
+    submits: list[dict[str, Any]] = field(default_factory=list)
+    aborts: list[int] = field(default_factory=list)
+
+    async def send(self, message: Any) -> None:
+        await self.push.send(encoder.encode(message))
+
+    def script_of(self, job: Submit) -> dict[str, Any]:
+        salt = job.namespace.decode().partition("\0")[0]
+        return {**self.script, **(json.loads(salt) if salt.startswith("{") else {})}
+
+    async def answer(self, job: Submit) -> None:
+        prompt = array("i")
+        prompt.frombytes(job.prompt)
+        script = self.script_of(job)
+        reply = script.get("reply")
+        if "tokens" in script:
+            ids = script["tokens"]
+        elif reply is not None:
+            ids = [*self.tokenizer.encode(reply, add_special_tokens=False).ids, 1]
+        else:
+            ids = list(prompt) * 4096
+        prefill_only = self.order["config"]["disaggregation_mode"] == "prefill" and job.rendezvous
+        most = 1 if prefill_only else job.params.max_new_tokens
+        burst = script.get("burst", 1)
+        await asyncio.sleep(script.get("delay", 0))
+        if script.get("silent"):
+            await asyncio.Event().wait()
+        error_after = script.get("error_after", 0) if "error" in script else None
+        sent = 0
+        while True:
+            if error_after is not None and sent >= error_after:
+                await self.row(job, [], FinishReason.ERROR, tuple(script["error"]))
+                return
+            part = ids[sent : min(sent + burst, most)]
+            if error_after is not None:
+                part = part[: max(error_after - sent, 1)]
+            finish = 0
+            for i, token in enumerate(part):
+                if token in job.params.stop_token_ids and sent + i >= job.params.min_new_tokens:
+                    part, finish = part[: i + 1], FinishReason.STOP
+                    break
+            sent += len(part)
+            if not finish and (sent >= most or not part):
+                finish = FinishReason.LENGTH
+            await self.row(job, part, finish)
+            if finish:
+                return
+            await asyncio.sleep(script.get("step", 0))
+
+    async def row(self, job: Submit, part: list[int], finish: int, error: tuple[str, str] | None = None) -> None:
+        logprobs = {}
+        if job.params.logprobs >= 0 and part:
+            k = job.params.logprobs
+            logprobs = {0: Logprobs([-0.5] * len(part), [list(range(3, 3 + k))] * len(part), [[-1.0] * k] * len(part))}
+        await self.send(
+            TokenBatch(
+                handles=[job.handle],
+                counts=array("i", [len(part)]).tobytes(),
+                tokens=array("i", part).tobytes(),
+                finish=array("b", [int(finish)]).tobytes(),
+                cached_tokens=array("i", [self.script_of(job).get("cached", 0)]).tobytes(),
+                logprobs=logprobs,
+                errors={0: error} if error else {},
+            )
+        )
+
+    async def control(self, message: Control) -> None:
+        result: dict[str, Any] = {}
+        if message.op == "ledger":
+            result = {"submits": self.submits, "aborts": self.aborts, "running": len(self.running)}
+        elif message.op == "info":
+            result = {"pid": os.getpid()}
+        await self.send(Reply(message.id, message.op != "flush_cache" or not self.running, result))
+
+    def start(self, job: Submit) -> None:
+        prompt = array("i")
+        prompt.frombytes(job.prompt)
+        seen = msgspec.to_builtins(job.params)
+        meet = None if job.rendezvous is None else msgspec.to_builtins(job.rendezvous)
+        self.submits.append(
+            {
+                "handle": job.handle, "rid": job.rid, "prompt": list(prompt), "params": seen, "rendezvous": meet,
+                "priority": job.priority, "namespace": job.namespace.decode(), "timeout_secs": job.timeout_secs,
+            }
+        )  # fmt: skip
+        task = asyncio.create_task(self.answer(job))
+        self.running[job.handle] = task
+        task.add_done_callback(lambda _: self.running.pop(job.handle, None))
+
+    async def serve(self, pull: zmq.asyncio.Socket) -> None:
+        if "fail_start" in self.script:
+            await self.send(Fatal(self.order["dp_rank"], self.script["fail_start"]))
+            return
+        await asyncio.sleep(self.script.get("ready_after", 0))
+        info = {"max_total_num_tokens": self.script.get("pool_tokens", 100_000), "dtype": "float32", "layout": "test"}
+        rank = self.order["dp_rank"]
+        await self.send(Ready(rank, info))
+        gauges = {"waiting_requests": 2.0, "running_requests": 1.0, "kv_usage_ratio": 0.25}
+        gauges['kv_pages{state="free"}'] = 7.0
+        await self.send(Stats(rank, gauges, {'steps{mode="decode"}': 5.0}))
+        while True:
+            message = to_rank_decoder.decode(await pull.recv())
+            if isinstance(message, Submit):
+                self.start(message)
+            elif isinstance(message, Abort):
+                self.aborts += message.handles
+                for handle in message.handles:
+                    if task := self.running.get(handle):
+                        task.cancel()
+            else:
+                await self.control(message)
+
+
+async def main() -> None:
+    order = json.loads(sys.stdin.readline())
+    context = zmq.asyncio.Context()
+    push, pull = context.socket(zmq.PUSH), context.socket(zmq.PULL)
+    push.connect(order["to_front"])
+    pull.connect(order["to_rank"])
+    config = order["config"]
+    tokenizer = Tokenizer.from_file(os.path.join(config["tokenizer_path"] or config["model_path"], "tokenizer.json"))
+    rank = FakeRank(order, json.loads(os.environ.get("FAKE_RANK", "{}")), tokenizer, push)
+    await rank.serve(pull)
+    push.close(linger=1000)
+    if "fail_start" in rank.script:
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    asyncio.run(main())
