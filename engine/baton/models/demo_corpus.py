@@ -1,0 +1,217 @@
+"""What the demo model learns from: the questions and answers of demo_qa.txt, and the text of the docs.
+
+The life of the corpus:
+1. `load_topics` reads demo_qa.txt into `Topic`s: phrasings that mean the same, and one answer.
+2. `load_docs` reads README.md and docs/*.md as paragraphs, without the generated tables: they are long and say little.
+3. `Sampler` draws conversations (one or several turns, with and without system prompt, phrasing varied) and passages.
+
+Invariants: same seed, same samples; `render` writes exactly what the chat template in tokenizer_config.json writes.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+BOS, EOS, PAD = "<|bos|>", "<|eos|>", "<|pad|>"
+ROLES = ("system", "user", "assistant")
+SPECIAL_TOKENS = (BOS, EOS, PAD, *(f"<|{role}|>" for role in ROLES))
+CHAT_TEMPLATE = (
+    "{{ bos_token }}"
+    "{% for message in messages %}"
+    "{% if message['role'] in ['system', 'developer'] %}{{ '<|system|>' }}"
+    "{% elif message['role'] == 'assistant' %}{{ '<|assistant|>' }}"
+    "{% else %}{{ '<|user|>' }}{% endif %}"
+    "{% if message['content'] is string %}{{ message['content'] | trim }}"
+    "{% else %}{% for part in message['content'] %}{{ part['text'] | trim }}{% endfor %}{% endif %}"
+    "{{ eos_token }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+GENERATED_DOCS = ("flags.md", "metrics.md")
+SYSTEM_PROMPTS = (
+    "You are a helpful assistant.",
+    "You are the demo model of Baton.",
+    "You are a helpful assistant. Answer briefly.",
+    "Answer questions about Baton.",
+    "Be concise.",
+    "You are an assistant for operators of an inference cluster. Answer in one or two sentences.",
+)
+OPENINGS = ("Please tell me: ", "Hey, ", "Hi! ", "Can you tell me: ", "I have a question. ", "Quick question: ", "So, ")
+CLOSINGS = (" Please answer briefly.", " Thanks!", " Explain it simply.", " Please.")
+
+
+def _alternatives(text: str) -> list[str]:
+    return text.split("|")
+
+
+# Off-topic questions are also made from parts, so that an unknown word after a known opening is seen often.
+OFF_TOPIC_FORMS = _alternatives(
+    "What is {}?|What are {}?|Explain {}.|Tell me about {}.|Who invented {}?|How does {} work?"
+    "|Where do I find {}?|How do I make {}?|What does {} mean?|Why do people like {}?|Write a poem about {}."
+    "|Write a story about {}.|Define {}.|How much does {} cost?|Which {} is the best?|Is {} dangerous?"
+    "|Give me a recipe with {}.|Translate {} into French.|What is the history of {}?|When was {} discovered?"
+    "|Can I eat {}?|How old is {}?|Do you like {}?|{}|{}?|How do I buy {}?|What is the capital of {}?"
+    "|Who is {}?|Where is {}?|Compare {} and {}.|What is {} plus {}?"
+)
+OFF_TOPIC_WORDS = _alternatives(
+    "coffee|chocolate|football|chess|Paris|London|Japan|Italy|Germany|Canada|Egypt|music|jazz|a violin"
+    "|mathematics|algebra|history|biology|an atom|electricity|the moon|the sun|a volcano|a river|rain|snow"
+    "|a cat|a dog|an elephant|birds|a shark|trees|roses|apples|pizza|bread|cheese|wine|tea|a car|a train"
+    "|an airplane|a bicycle|a boat|a house|money|banks|taxes|the law|a contract|love|happiness|dreams|sleep"
+    "|a doctor|medicine|vitamins|yoga|tennis|the Olympics|Shakespeare|Einstein|Mozart|Picasso|Newton"
+    "|Cleopatra|a movie|a novel|poetry|painting|photography|a telephone|a television|a camera|the internet"
+    "|email|a website|Java|JavaScript|a compiler|databases|blockchain|bitcoin|robots|the stock market"
+    "|politics|elections|philosophy|religion|Greek mythology|dinosaurs|the pyramids|Antarctica|the ocean"
+    "|climate change|solar energy|a battery|gold|diamonds|five|twelve|one hundred|seventeen|a zip code"
+    "|my mother|my homework|your family|a school|teachers"
+)
+SYLLABLES = _alternatives("ba|zor|mi|quel|tan|vor|lu|ske|pim|dra|fo|xan|gri|ne|wol|tu|shi|kar|ob|el")
+
+
+@dataclass(frozen=True, slots=True)
+class Topic:
+    questions: tuple[str, ...]
+    """Phrasings that mean the same; the first is canonical."""
+    answer: str
+
+
+@dataclass(frozen=True, slots=True)
+class Questions:
+    topics: tuple[Topic, ...]
+    off_topic: Topic
+    unseen: tuple[str, ...]
+    """Off-topic questions that training never shows."""
+
+    @property
+    def all_topics(self) -> tuple[Topic, ...]:
+        return (*self.topics, self.off_topic)
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    role: str
+    text: str
+
+
+def load_topics(path: Path) -> Questions:
+    """Read demo_qa.txt. Raises ValueError for a block without answer or a phrasing that stands twice."""
+    topics: list[Topic] = []
+    named: dict[str, list[str]] = {}
+    seen: dict[str, int] = {}
+    questions: list[str] = []
+    section = ""
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        where = f"{path.name}:{number}"
+        if line.startswith("#") or not line.strip():
+            if questions and section != "unseen":
+                raise ValueError(f"{where}: the block above has no 'A:' line")
+        elif line.startswith("= "):
+            section = line[2:].strip()
+        elif line.startswith("Q: "):
+            text = line[3:].strip()
+            if text.lower() in seen:
+                raise ValueError(
+                    f"{where}: {text!r} stands in line {seen[text.lower()]} too; one question has one answer"
+                )
+            seen[text.lower()] = number
+            (named.setdefault(section, []) if section else questions).append(text)
+        elif line.startswith("A: "):
+            if section:
+                named["answer"] = [line[3:].strip()]
+            else:
+                topics.append(Topic(tuple(questions), line[3:].strip()))
+                questions = []
+        else:
+            raise ValueError(f"{where}: lines begin with 'Q: ', 'A: ', '= ' or '#', this one with {line[:8]!r}")
+    return Questions(tuple(topics), Topic(tuple(named["off topic"]), named["answer"][0]), tuple(named["unseen"]))
+
+
+def load_docs(root: Path) -> list[list[str]]:
+    """Paragraphs of README.md and docs/**/*.md, one list per page. Raises FileNotFoundError outside a checkout."""
+    pages = [root / "README.md", *sorted((root / "docs").rglob("*.md"))]
+    texts = [page.read_text(encoding="utf-8") for page in pages if page.name not in GENERATED_DOCS]
+    return [[paragraph for paragraph in re.split(r"\n{2,}", text) if paragraph.strip()] for text in texts]
+
+
+def render(turns: Sequence[Turn], *, ask: bool = False) -> str:
+    """A conversation as text with special tokens; `ask` adds the opening of the assistant's turn."""
+    body = "".join(f"<|{turn.role}|>{turn.text.strip()}{EOS}" for turn in turns)
+    return BOS + body + ("<|assistant|>" if ask else "")
+
+
+def vary(question: str, rng: random.Random) -> str:
+    """The question as another person might type it; half of the time unchanged."""
+    kind = rng.random()
+    if kind < 0.5:
+        return question
+    if kind < 0.62:
+        return question.lower()
+    if kind < 0.72:
+        return question.rstrip("?.!")
+    if kind < 0.78:
+        return question.lower().rstrip("?.!")
+    if kind < 0.86:
+        return rng.choice(OPENINGS) + question
+    if kind < 0.92:
+        return question + rng.choice(CLOSINGS)
+    place = rng.randrange(len(question))  # a typing mistake: a letter is lost, or two change places
+    if kind < 0.96 or place + 1 >= len(question):
+        return question[:place] + question[place + 1 :] or question
+    return question[:place] + question[place + 1] + question[place] + question[place + 2 :]
+
+
+class Sampler:
+    """Draws training samples for ever. Every topic comes up equally often: topics are dealt from a shuffled deck."""
+
+    def __init__(self, questions: Questions, pages: list[list[str]], seed: int) -> None:
+        self._questions = questions
+        self._pages = pages
+        self._rng = random.Random(seed)
+        self._deck: list[Topic] = []
+
+    def conversation(self) -> list[Turn]:
+        """One to five questions with their answers, after a system prompt now and then."""
+        rng = self._rng
+        turns = [Turn("system", rng.choice(SYSTEM_PROMPTS))] if rng.random() < 0.3 else []
+        for _ in range(1 if rng.random() < 0.5 else rng.randint(2, 5)):
+            question, answer = self._off_topic() if rng.random() < 0.14 else self._deal()
+            turns += [Turn("user", question), Turn("assistant", answer)]
+        return turns
+
+    def passage(self) -> str:
+        """Consecutive paragraphs of one page, about 900 characters; a long paragraph may be entered at any line."""
+        page = self._rng.choices(self._pages, weights=[sum(map(len, p)) for p in self._pages])[0]
+        text = "\n\n".join(page[self._rng.randrange(len(page)) :])
+        if self._rng.random() < 0.3:
+            text = text[self._rng.choice([m.end() for m in re.finditer(r"^|\n+", text[:2000])]) :]
+        end = text.find("\n\n", 600)
+        return text[: min(end if end >= 0 else len(text), 1400)]
+
+    def samples(self, passage_share: float) -> Iterator[list[Turn] | str]:
+        while True:
+            yield self.passage() if self._rng.random() < passage_share else self.conversation()
+
+    def _deal(self) -> tuple[str, str]:
+        if not self._deck:
+            self._deck = list(self._questions.topics)
+            self._rng.shuffle(self._deck)
+        topic = self._deck.pop()
+        return vary(self._rng.choice(topic.questions), self._rng), topic.answer
+
+    def _off_topic(self) -> tuple[str, str]:
+        rng, topic = self._rng, self._questions.off_topic
+        if rng.random() < 0.35:
+            question = vary(rng.choice(topic.questions), rng)
+        else:
+            form = rng.choice(OFF_TOPIC_FORMS)
+            question = vary(form.format(*(self._word() for _ in range(form.count("{}")))), rng)
+        return question, topic.answer
+
+    def _word(self) -> str:
+        if self._rng.random() < 0.75:
+            return self._rng.choice(OFF_TOPIC_WORDS)
+        return "".join(self._rng.choices(SYLLABLES, k=self._rng.randint(2, 4)))
