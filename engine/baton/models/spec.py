@@ -173,6 +173,19 @@ class _Config:
             self.refuse(field, value, "a positive number is needed")
         return float(value)
 
+    def index(self, field: str, default: int | None = None) -> int | None:
+        """A layer number or token id, or None when absent."""
+        value = self.get(field, default)
+        if isinstance(value, bool) or not isinstance(value, int | None) or (value or 0) < 0:
+            self.refuse(field, value, "an integer from 0 up is needed")
+        return value
+
+    def names(self, field: str, default: list[str]) -> list[str]:
+        value = self.get(field, default)
+        if not isinstance(value, list) or not all(isinstance(v, str) for v in value):
+            self.refuse(field, value, "a list of names is needed")
+        return value
+
     def flag(self, field: str, default: bool) -> bool:
         value = self.get(field, default)
         if not isinstance(value, bool):
@@ -229,7 +242,7 @@ def read_spec(path: str | Path, dtype: str = "auto", load_format: str = "auto", 
         dtype=_compute_dtype(config, dtype, checkpoint_dtype),
         checkpoint_dtype=checkpoint_dtype,
         eos_token_ids=_eos_token_ids(config, root),
-        bos_token_id=config.get("bos_token_id"),
+        bos_token_id=config.index("bos_token_id"),
         model_hash=hash_model(root, load_format, seed),
     )
 
@@ -247,7 +260,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _architecture(config: _Config) -> tuple[str, _Family]:
-    names = config.get("architectures", [])
+    names = config.names("architectures", [])
     for name in names:
         if name in _FAMILIES:
             return name, _FAMILIES[name]
@@ -279,7 +292,7 @@ def _first_tensor_dtype(root: Path) -> str:
     for file in sorted(root.glob("*.safetensors")):
         for name, entry in json.loads(_safetensors_header(file)).items():
             if name != "__metadata__":
-                return names.get(entry["dtype"], entry["dtype"])
+                return str(names.get(entry["dtype"], entry["dtype"]))
     return "float32"
 
 
@@ -308,14 +321,14 @@ def _windows(config: _Config, family: _Family, layers: int) -> tuple[int, ...]:
         window = config.values.get("sliding_window", family.window)
         return ((config.integer("sliding_window", window) if window is not None else 0),) * layers
     if not config.flag("use_sliding_window", False):
-        types = config.get("layer_types", [])
+        types = config.names("layer_types", [])
         if "sliding_attention" in types:
             config.refuse("layer_types", types, "sliding_attention needs use_sliding_window true")
         return (0,) * layers
     window = config.integer("sliding_window", family.window)
-    first = config.get("max_window_layers", 28)
+    first = config.index("max_window_layers", 28) or 0
     default = ["sliding_attention" if i >= first else "full_attention" for i in range(layers)]
-    types = config.get("layer_types", default)
+    types = config.names("layer_types", default)
     if len(types) != layers or not set(types) <= {"full_attention", "sliding_attention"}:
         config.refuse("layer_types", types, f"supported: {layers} times full_attention or sliding_attention")
     return tuple(window if t == "sliding_attention" else 0 for t in types)
@@ -328,7 +341,7 @@ def _rope(config: _Config, max_context: int) -> RopeSpec:
     if not isinstance(params, dict) or any(isinstance(v, dict) for v in params.values()):
         config.refuse(field, params, "one set of parameters for all layers is needed")
     kind = params.get("rope_type", params.get("type", "default"))
-    if kind not in _ROPE_FIELDS:
+    if not isinstance(kind, str) or kind not in _ROPE_FIELDS:
         config.refuse(f"{field}.rope_type", kind, "supported: " + ", ".join(_ROPE_FIELDS))
     rope = _Config(config.path, {k: v for k, v in params.items() if k not in ("rope_type", "type")})
     for name in (rope.values.keys() - _ROPE_FIELDS[kind]) - {"rope_theta", "partial_rotary_factor"}:
@@ -341,7 +354,7 @@ def _rope(config: _Config, max_context: int) -> RopeSpec:
     theta = rope.number("rope_theta", config.number("rope_theta", 10000.0))
     if kind == "default":
         return RopeSpec(theta)
-    return _scaled_rope(rope, kind, theta, field, config.get("original_max_position_embeddings"), max_context)
+    return _scaled_rope(rope, kind, theta, field, config.index("original_max_position_embeddings"), max_context)
 
 
 def _scaled_rope(

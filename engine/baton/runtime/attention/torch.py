@@ -1,4 +1,4 @@
-"""Reference attention in plain torch: the definition the fast backends are compared with, on any device.
+"""Reference attention in plain torch: the definition the fast backends are compared with.
 
 Decode rows are gathered together, padded to the longest, and attended in one batched product; each prefill row is
 attended alone. All arithmetic is float32, whatever the pool's type; results are rounded once, at the end.

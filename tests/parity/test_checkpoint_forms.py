@@ -1,0 +1,53 @@
+"""One model in every form a directory comes in: both generations of config.json, one file or several, other dtypes."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+import torch
+
+from baton.models.load import load_model
+from baton.models.spec import read_spec
+from tests.support.checkpoints import VARIANTS, as_transformers_4, make_checkpoint
+from tests.support.model_loop import ModelLoop
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_transformers_4_and_5_directories_give_one_spec(reference, variant, tmp_path):
+    path = reference(variant).path
+    assert "rope_parameters" in json.loads((path / "config.json").read_text())
+    old = read_spec(as_transformers_4(path, tmp_path / "v4"))
+    assert dataclasses.replace(old, model_hash="") == dataclasses.replace(read_spec(path), model_hash="")
+
+
+def test_sharded_checkpoints_load_like_whole_ones(reference, tmp_path):
+    whole = load_model(reference("qwen3").path)
+    path = make_checkpoint("qwen3", tmp_path / "sharded", max_shard_size="100KB")
+    assert len(list(path.glob("*.safetensors"))) > 2
+    sharded = load_model(path)
+    for a, b in zip(whole.weights.layers, sharded.weights.layers, strict=True):
+        assert torch.equal(a.qkv, b.qkv)
+        assert torch.equal(a.gate_up, b.gate_up)
+    assert torch.equal(whole.weights.lm_head, sharded.weights.lm_head)
+
+
+def test_float16_checkpoint_runs_as_bfloat16_and_exactly_as_float32(reference, tmp_path):
+    ref = reference("llama")
+    path = make_checkpoint("llama", tmp_path / "half", dtype="float16")
+    assert load_model(path).weights.embed.dtype == torch.bfloat16
+    wide = load_model(path, dtype="float32")
+    assert torch.equal(wide.weights.embed, ref.model.get_input_embeddings().weight.half().float())
+
+
+def test_tied_head_is_the_embedding_itself(reference):
+    weights = load_model(reference("qwen2").path).weights
+    assert weights.lm_head is weights.embed
+
+
+def test_positions_beyond_the_first_table_are_rotated_right(reference, monkeypatch):
+    monkeypatch.setattr("baton.models.rope._FIRST_POSITIONS", 8)
+    ref = reference("llama-yarn")
+    logits = ModelLoop(load_model(ref.path), "torch", 4).prompt_logits(ref.prompts[2], 9)
+    torch.testing.assert_close(logits, ref.logits[2], atol=1e-4, rtol=1e-4)

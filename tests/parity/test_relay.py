@@ -1,0 +1,77 @@
+"""Prefill on one engine, pages over shm or tcp, decode on another: transformers' tokens for every prompt length."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+
+from baton.request import SamplingParams
+from tests.parity.conftest import Reference
+from tests.parity.test_engine import prompts_of
+from tests.support.checkpoints import VARIANTS, reference_greedy
+from tests.support.engine_run import answer, greedy, make_engine
+
+pair_module = pytest.importorskip(
+    "tests.support.pair", reason="needs the native module: make setup", exc_type=ImportError
+)
+Pair = pair_module.Pair
+
+STEPS = 16
+LENGTHS = [1, 2, 3, 4, 5, 7, 8, 9, 63, 64, 65, 70, 130]
+"""Page boundaries (4) and chunk boundaries (64), one less and one more, and several chunks."""
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("variant", sorted(VARIANTS))
+def test_relay_equals_transformers(reference: Callable[[str], Reference], variant: str, transport: str) -> None:
+    ref = reference(variant)
+    lengths = LENGTHS if variant == "llama" else [1, 4, 9, 64, 70]
+    prompts = prompts_of(random.Random(5), lengths)
+    want = [reference_greedy(ref.model, p, STEPS) for p in prompts]
+    pair = Pair(ref.path, transport)
+    try:
+        assert pair.answer(prompts, greedy(STEPS)) == want
+        bytes_before = pair.pulled()[f'kv_pull_bytes_total{{transport="{transport}"}}']
+        assert bytes_before > 0
+        assert pair.answer(prompts[::-1], greedy(STEPS)) == want[::-1], "second round: prefixes are in both caches"
+        assert pair.pulled()[f'kv_pull_bytes_total{{transport="{transport}"}}'] - bytes_before < bytes_before
+    finally:
+        pair.close()
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"page_size": 1, "chunked_prefill_size": 5},
+        {"page_size": 16, "chunked_prefill_size": 16, "disable_overlap_schedule": True},
+        {"disable_radix_cache": True},
+        {"max_total_tokens": 240, "schedule_conservativeness": 0.05, "num_reserved_decode_tokens": 0},
+        {"max_running_requests": 2},
+    ],
+    ids=str,
+)
+def test_relay_under_every_engine_setting(reference: Callable[[str], Reference], flags: dict[str, object]) -> None:
+    ref = reference("llama")
+    prompts = prompts_of(random.Random(6), [1, 15, 16, 17, 33, 65, 40, 41])
+    want = [reference_greedy(ref.model, p, STEPS) for p in prompts]
+    pair = Pair(ref.path, "shm", **flags)
+    try:
+        assert pair.answer(prompts, greedy(STEPS)) == want
+        assert pair.answer(prompts, greedy(STEPS)) == want
+    finally:
+        pair.close()
+
+
+def test_sampling_and_logprobs_cross_the_relay_unchanged(reference: Callable[[str], Reference]) -> None:
+    ref = reference("llama")
+    prompts = prompts_of(random.Random(7), [5, 30])
+    params = SamplingParams(max_new_tokens=STEPS, temperature=0.8, top_p=0.9, seed=3, ignore_eos=True, logprobs=2)
+    engine = make_engine(ref.path)
+    pair = Pair(ref.path, "tcp")
+    try:
+        assert pair.answer(prompts, params) == answer(engine, prompts, params)
+    finally:
+        pair.close()
+        engine.close()

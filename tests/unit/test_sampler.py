@@ -1,0 +1,252 @@
+"""The sampler: right distribution, right edits, and tokens that depend on logits, params, seed and position only."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from baton.request import SamplingParams
+from baton.runtime import sampler
+from baton.runtime.sampler import SampleRow, sample, uniform
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def row(seed: int = 0, prompt: tuple[int, ...] = (1, 2, 3), out: tuple[int, ...] = (), **params: object) -> SampleRow:
+    return SampleRow(SamplingParams(seed=seed, **params), len(prompt), [*prompt, *out])  # type: ignore[arg-type]
+
+
+def noise(rows: int, vocab: int, seed: int = 0, scale: float = 2.0) -> torch.Tensor:
+    return torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed)) * scale
+
+
+def chi_square(counts: np.ndarray, expected: np.ndarray) -> float:
+    """Standard deviations above the mean of the chi-square statistic, cells of expectation < 5 taken together."""
+    small = expected < 5
+    counts = np.append(counts[~small], counts[small].sum())
+    expected = np.append(expected[~small], expected[small].sum())
+    counts, expected = counts[expected > 0], expected[expected > 0]
+    freedom = len(expected) - 1
+    return float((((counts - expected) ** 2 / expected).sum() - freedom) / math.sqrt(2 * freedom))
+
+
+def naive_distribution(logits: torch.Tensor, p: SamplingParams) -> np.ndarray:
+    """Temperature, top_k, top_p, min_p with one full sort and no cleverness."""
+    probs = (logits.double() / p.temperature).softmax(-1).numpy()
+    order = np.argsort(-probs, kind="stable")
+    if p.top_k:
+        probs[order[p.top_k :]] = 0
+        probs /= probs.sum()
+    if p.top_p < 1:
+        before = probs[order].cumsum() - probs[order]
+        probs[order[before >= p.top_p]] = 0
+    probs[probs < p.min_p * probs.max()] = 0
+    return probs / probs.sum()
+
+
+GOLDEN = [0.6524484863740322, 0.7012121095215252, 0.36818951565166946, 0.5268763636163535, 0.7238582745899125]
+
+
+class TestUniform:
+    def test_values_are_frozen_because_two_nodes_of_different_versions_must_agree(self):
+        assert [uniform(0, 0), uniform(0, 1), uniform(1, 0), uniform(2**63 - 1, 4095), uniform(-1, 7)] == GOLDEN
+
+    @pytest.mark.parametrize("along", ["positions", "seeds"])
+    def test_is_uniform_and_uncorrelated(self, along):
+        n = 50_000
+        u = np.array([uniform(7, i) if along == "positions" else uniform(i, 7) for i in range(n)])
+        counts, _ = np.histogram(u, 100, (0, 1))
+        assert chi_square(counts, np.full(100, n / 100)) < 4
+        pairs, _, _ = np.histogram2d(u[:-1], u[1:], 10, ((0, 1), (0, 1)))
+        assert abs(chi_square(pairs.ravel(), np.full(100, (n - 1) / 100))) < 4
+        assert 0 <= u.min() < u.max() < 1
+
+
+class TestGreedy:
+    def test_takes_the_largest_and_the_lowest_id_among_equals(self):
+        logits = torch.tensor([[0.0, 3.0, 3.0, 1.0], [2.0, 2.0, -1.0, 2.0]])
+        assert sample(logits, [row(temperature=0.0)] * 2).tokens == [1, 0]
+
+    @pytest.mark.parametrize("params", [{"temperature": 0.0}, {"temperature": 1e-6}, {"temperature": 5.0, "top_k": 1}])
+    def test_zero_temperature_and_top_k_1_are_greedy(self, params):
+        logits = noise(20, 50)
+        assert sample(logits.clone(), [row(seed=i, **params) for i in range(20)]).tokens == logits.argmax(-1).tolist()
+
+    def test_stays_greedy_beside_sampled_and_edited_rows(self):
+        logits = noise(3, 50)
+        rows = [row(temperature=0.0), row(temperature=3.0), row(temperature=0.0, logit_bias=((7, 100.0),))]
+        tokens = sample(logits.clone(), rows).tokens
+        assert (tokens[0], tokens[2]) == (int(logits[0].argmax()), 7)
+
+
+FILTERS = [
+    {"temperature": 1.0},
+    {"temperature": 0.7, "top_p": 0.9},
+    {"temperature": 1.5, "top_k": 7},
+    {"temperature": 1.2, "min_p": 0.1},
+    {"temperature": 2.0, "top_k": 20, "top_p": 0.8, "min_p": 0.05},
+]
+
+
+class TestDistribution:
+    @pytest.mark.parametrize("params", FILTERS)
+    @pytest.mark.parametrize("vocab", [40, 700])
+    def test_draws_follow_the_filtered_distribution(self, params, vocab):
+        n = 6000
+        logits = noise(1, vocab, scale=1.5)
+        rows = [row(seed=i, **params) for i in range(n)]
+        tokens = sample(logits.expand(n, -1), rows).tokens
+        expected = naive_distribution(logits[0], rows[0].params)
+        counts = np.bincount(tokens, minlength=vocab)
+        assert counts[expected == 0].sum() == 0
+        assert chi_square(counts, expected * n) < 4
+
+    def test_draws_of_one_seed_along_positions_follow_it_too(self):
+        n = 6000
+        logits = noise(1, 30)
+        rows = [SampleRow(SamplingParams(seed=99), position, range(position)) for position in range(n)]
+        counts = np.bincount(sample(logits.expand(n, -1), rows).tokens, minlength=30)
+        assert chi_square(counts, naive_distribution(logits[0], rows[0].params) * n) < 4
+
+    @settings(max_examples=150, deadline=None)
+    @given(
+        st.integers(0, 2**32), st.sampled_from([0.3, 1.0, 4.0]), st.sampled_from([0, 2, 17, 64, 200, 1000]),
+        st.sampled_from([0.05, 0.5, 0.95, 0.999, 1.0]), st.sampled_from([0.0, 0.001, 0.3]),
+    )  # fmt: skip
+    def test_the_head_alone_decides_as_the_whole_sort_does(self, seed, scale, top_k, top_p, min_p):
+        if top_k == 0 and top_p == 1 and min_p == 0:
+            top_p = 0.99  # without filters the two walk the tail in different orders
+        logits = noise(2, 600, seed % 1000, scale)
+        rows = [row(seed=seed + i, top_k=top_k, top_p=top_p, min_p=min_p) for i in range(2)]
+        tokens = []
+        for head in (16, 256, 600):
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(sampler, "HEAD", head)
+                tokens.append(sample(logits.clone(), rows).tokens)
+        assert tokens[0] == tokens[1] == tokens[2]
+        for i, token in enumerate(tokens[0]):
+            assert naive_distribution(logits[i], rows[i].params)[token] > 0
+
+    def test_equal_logits_are_ordered_by_id(self):
+        logits = torch.zeros(1, 300)
+        kept = {sample(logits.clone(), [row(seed=i, top_k=5)]).tokens[0] for i in range(200)}
+        assert kept <= set(range(300))
+        assert len(kept) == 5
+        small = {sample(torch.zeros(1, 100), [row(seed=i, top_k=5)]).tokens[0] for i in range(200)}
+        assert small == {0, 1, 2, 3, 4}
+
+    def test_banned_tokens_are_never_drawn_even_at_the_end_of_the_range(self, monkeypatch):
+        monkeypatch.setattr(sampler, "uniform", lambda seed, position: 1 - 2.0**-53)
+        for vocab in (10, 600):
+            logits = torch.full((1, vocab), -torch.inf)
+            logits[0, 3] = logits[0, 5] = 0.0
+            for params in ({}, {"top_p": 0.99}, {"min_p": 0.5}, {"top_k": 8}):
+                assert sample(logits.clone(), [row(**params)]).tokens == [5]
+
+
+class TestIndependence:
+    MIX = (
+        {"temperature": 0.0}, {"temperature": 1.0}, {"top_p": 0.5}, {"top_k": 3, "logprobs": 2}, {"min_p": 0.2},
+        {"temperature": 3.0}, {"frequency_penalty": 1.0, "out": (5, 5, 6)}, {"temperature": 0.0, "logprobs": 0},
+        {"repetition_penalty": 1.5}, {"logit_bias": ((4, 2.0),)}, {"min_new_tokens": 4, "stop_token_ids": (1,)},
+    )  # fmt: skip
+
+    def test_a_row_draws_the_same_alone_and_in_any_batch(self):
+        n = 44
+        logits = noise(n, 500)
+        rows = [row(seed=i, **self.MIX[i % len(self.MIX)]) for i in range(n)]
+        alone = [sample(logits[i : i + 1].clone(), [rows[i]]) for i in range(n)]
+        for seed in range(3):
+            order = random.Random(seed).sample(range(n), n)
+            together = sample(logits[order], [rows[i] for i in order])
+            for at, i in enumerate(order):
+                assert together.tokens[at] == alone[i].tokens[0]
+                assert together.logprobs.get(at) == alone[i].logprobs.get(0)
+
+    def test_same_seed_same_tokens_and_another_seed_others(self):
+        logits = noise(1, 500)
+
+        def answer(seed: int) -> list[int]:
+            r, out = row(seed=seed), []
+            for _ in range(20):
+                out.append(sample(logits.clone(), [r]).tokens[0])
+                r.append(out[-1])
+            return out
+
+        assert answer(5) == answer(5) != answer(6)
+        assert len(set(answer(5))) > 5
+
+    def test_a_row_rebuilt_from_history_continues_as_the_one_that_never_left(self):
+        params = {"presence_penalty": 0.5, "frequency_penalty": 0.3, "repetition_penalty": 1.2, "min_new_tokens": 6,
+                  "stop_token_ids": (3,)}  # fmt: skip
+        kept, out = row(seed=1, **params), []
+        for step in range(12):
+            logits = noise(1, 20, step)
+            token = sample(logits.clone(), [kept]).tokens[0]
+            assert sample(logits.clone(), [row(seed=1, out=tuple(out), **params)]).tokens == [token]
+            kept.append(token)
+            out.append(token)
+
+
+class TestEdits:
+    def test_frequency_and_presence_count_the_output_only(self):
+        logits = torch.zeros(10)
+        row(prompt=(1, 2), out=(2, 3, 3), frequency_penalty=0.5, presence_penalty=1.0).edit(logits)
+        assert logits.tolist() == [0, 0, -1.5, -2.0, 0, 0, 0, 0, 0, 0]
+
+    def test_repetition_counts_prompt_and_output_once_each(self):
+        logits = torch.tensor([2.0, 2.0, -2.0, 4.0, 1.0])
+        row(prompt=(1, 2), out=(3, 3), repetition_penalty=2.0).edit(logits)
+        assert logits.tolist() == [2.0, 1.0, -4.0, 2.0, 1.0]
+
+    def test_bias_adds_and_can_force_or_ban(self):
+        logits = noise(2, 50)
+        best = int(logits[1].argmax())
+        rows = [row(logit_bias=((7, 100.0),), seed=3), row(temperature=0.0, logit_bias=((best, -100.0),))]
+        tokens = sample(logits.clone(), rows).tokens
+        assert tokens[0] == 7
+        assert tokens[1] == int(logits[1].topk(2).indices[1])
+
+    def test_stop_tokens_cannot_come_before_min_new_tokens(self):
+        logits = torch.tensor([[0.0, 9.0, 5.0, 1.0]])
+        r = row(temperature=0.0, min_new_tokens=2, stop_token_ids=(1, 2))
+        out = []
+        for _ in range(3):
+            out += sample(logits.clone(), [r]).tokens
+            r.append(out[-1])
+        assert out == [3, 3, 1]
+
+    def test_a_greedy_row_without_wishes_is_plain_again_after_min_new_tokens(self):
+        r = row(temperature=0.0, min_new_tokens=1, stop_token_ids=(1,))
+        assert not r.is_plain
+        r.append(5)
+        assert r.is_plain
+
+
+class TestLogprobs:
+    def test_come_from_the_raw_logits_whatever_the_sampling(self):
+        logits = noise(4, 100)
+        rows = [
+            row(temperature=0.0, logprobs=0),
+            row(temperature=9.0, logprobs=3, seed=1),
+            row(temperature=0.0, logprobs=3, logit_bias=((7, 100.0),)),
+            row(temperature=0.0),
+        ]
+        result = sample(logits.clone(), rows)
+        reference = logits.log_softmax(-1)
+        assert set(result.logprobs) == {0, 1, 2}
+        for i, found in result.logprobs.items():
+            k = rows[i].params.logprobs
+            top = reference[i].topk(k)
+            assert found.chosen == pytest.approx(float(reference[i, result.tokens[i]]))
+            assert (found.top_ids, found.top_logprobs) == (top.indices.tolist(), pytest.approx(top.values.tolist()))
+        assert result.tokens[2] == 7
