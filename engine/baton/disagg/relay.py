@@ -2,7 +2,8 @@
 
     P   offer ──▶ publish* (final pages, per chunk) ──▶ finish (first token, lease) ──▶ released ─▶ sched.release
     D   open ──▶ grant (pages reserved) ──▶ committed (all verified) ─▶ sched.transfer_committed
-                                        └─▶ failed ─▶ sched.transfer_failed     abort ─▶ aborted ─▶ sched.transfer_closed
+                                        └─▶ failed ─▶ sched.transfer_failed
+        abort ──▶ aborted ─▶ sched.transfer_closed
 
 Native calls never block: sockets and copies live in the transfer runtime's threads (crate kv_transfer), which wakes the
 scheduler process through `event_fd`. Nothing here knows torch or a socket.

@@ -1,7 +1,7 @@
 """One rank: scheduler, model, pool and (on P and D) the transfer relay, advanced by one thread.
 
-Life of a step: (1) `advance` takes in transfer events and deadlines, (2) plans, (3) carries out the events (pages that
-are final leave, pages that were reserved are granted), (4) hands the plan to the device thread, (5) waits for the oldest
+Life of a step: (1) `advance` takes in transfer events and deadlines, (2) plans, (3) carries out the events (final
+pages leave, reserved pages are granted), (4) hands the plan to the device thread, (5) waits for the oldest
 step if `depth` are in flight or there was nothing to plan, commits it and collects what requests get to hear.
 
 With overlap (`depth` 2) step n+1 is planned and queued while n computes; results, finishes and streaming of step n
@@ -41,7 +41,7 @@ Job = tuple[Callable[[], StepResult], "queue.SimpleQueue[StepResult | BaseExcept
 
 
 class DeviceThread:
-    """Runs jobs in order on one thread, so that the caller can plan meanwhile. Daemon: it never outlives the process."""
+    """Runs jobs in order on one thread, so that the caller can plan meanwhile. Daemon: it ends with the process."""
 
     def __init__(self) -> None:
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()

@@ -117,6 +117,7 @@ class RankProcess:
         if self._node is not None:
             self._poller.register(self._node.event_fd, zmq.POLLIN)
         self._next_stats = 0.0
+        self._stream = StreamBuffer(config.stream_interval)
 
     def _on_sigterm(self, _signum: int, _frame: FrameType | None) -> None:
         self._stop = True
@@ -155,7 +156,7 @@ class RankProcess:
         while not self._stop:
             self._ingest(wait=not busy)
             outputs, busy = self.engine.advance(time.monotonic())
-            if outputs:
+            if outputs := self._stream.take(outputs):
                 self._send(token_batch(outputs))
             now = time.monotonic()
             if now >= self._next_stats or (not busy and self._next_stats > now - STATS_EVERY_SECS):
@@ -189,6 +190,7 @@ class RankProcess:
             elif isinstance(message, Abort):
                 for handle in message.handles:
                     self.engine.abort(handle)
+                    self._stream.forget(handle)
             else:
                 self._send(self._control(message))
 
@@ -251,6 +253,33 @@ def flatten_transfer_stats(stats: dict[str, Any], gauges: dict[str, float], coun
     """Put the transfer runtime's numbers (kv_transfer's stats_json) under their metric names."""
     gauges.update(stats.get("gauges", {}))
     counters.update(stats.get("counters", {}))
+
+
+class StreamBuffer:
+    """--stream-interval: a request's tokens leave in groups of `interval`; its first one and its end leave at once."""
+
+    def __init__(self, interval: int) -> None:
+        self._interval = interval
+        self._held: dict[int, list[Emitted]] = {}
+
+    def take(self, outputs: list[Emitted]) -> list[Emitted]:
+        """Add a turn's outputs; returns those that may leave now, in order."""
+        if self._interval == 1:
+            return outputs
+        leaving: list[Emitted] = []
+        for out in outputs:
+            is_first = out.handle not in self._held
+            held = self._held.setdefault(out.handle, [])
+            held.append(out)
+            if out.finish is not None:
+                leaving.extend(self._held.pop(out.handle))
+            elif is_first or len(held) >= self._interval:
+                leaving.extend(held)
+                held.clear()
+        return leaving
+
+    def forget(self, handle: int) -> None:
+        self._held.pop(handle, None)
 
 
 def token_batch(outputs: list[Emitted]) -> TokenBatch:

@@ -1,0 +1,41 @@
+"""Pieces of the rank process that need no process: output columns and the stream interval."""
+
+from __future__ import annotations
+
+from array import array
+
+from baton.request import FinishReason
+from baton.sched.events import Emitted
+from baton.sched.plan import TokenLogprobs
+from baton.server.messages import encoder, to_front_decoder
+from baton.server.rank import StreamBuffer, token_batch
+
+
+def one(handle: int, token: int, finish: FinishReason | None = None) -> Emitted:
+    return Emitted(handle, (token,), finish, 0)
+
+
+def test_token_batch_round_trips_as_columns() -> None:
+    outputs = [
+        Emitted(7, (5,), None, 3, TokenLogprobs(-0.5, (5, 6), (-0.5, -1.0))),
+        Emitted(9, (), FinishReason.ERROR, 0, error=("timeout", "too late")),
+    ]
+    batch = to_front_decoder.decode(encoder.encode(token_batch(outputs)))
+    assert batch.handles == [7, 9]
+    assert array("i", batch.counts).tolist() == [1, 0]
+    assert array("i", batch.tokens).tolist() == [5]
+    assert array("b", batch.finish).tolist() == [0, FinishReason.ERROR]
+    assert array("i", batch.cached_tokens).tolist() == [3, 0]
+    assert batch.logprobs[0].top_ids == [[5, 6]]
+    assert batch.errors == {1: ("timeout", "too late")}
+
+
+def test_stream_interval_groups_tokens_but_delays_neither_first_nor_last() -> None:
+    buffer = StreamBuffer(3)
+    sent = [[o.tokens[0] for o in buffer.take([one(1, t)])] for t in range(6)]
+    assert sent == [[0], [], [], [1, 2, 3], [], []]
+    assert [o.tokens[0] for o in buffer.take([one(1, 6, FinishReason.STOP)])] == [4, 5, 6]
+    buffer.take([one(2, 0)])
+    buffer.take([one(2, 1)])
+    buffer.forget(2)
+    assert buffer.take([one(3, 9)]) == [one(3, 9)]
