@@ -147,9 +147,9 @@ class FakeRank:
         info = {"max_total_num_tokens": self.script.get("pool_tokens", 100_000), "dtype": "float32", "layout": "test"}
         rank = self.order["dp_rank"]
         await self.send(Ready(rank, info))
-        gauges = {"waiting_requests": 2.0, "running_requests": 1.0, "kv_usage_ratio": 0.25}
+        gauges = {'requests{state="waiting"}': 2.0, 'requests{state="running"}': 1.0, "kv_usage_ratio": 0.25}
         gauges['kv_pages{state="free"}'] = 7.0
-        await self.send(Stats(rank, gauges, {'steps{mode="decode"}': 5.0}))
+        await self.send(Stats(rank, gauges, {"engine_steps_total": 5.0}))
         while True:
             message = to_rank_decoder.decode(await pull.recv())
             if isinstance(message, Submit):

@@ -372,8 +372,8 @@ class Front:
             {
                 "dp_rank": r.dp_rank,
                 "num_reqs": len(r.sinks),
-                "num_running_reqs": int(r.gauges.get("running_requests", 0)),
-                "num_waiting_reqs": int(r.gauges.get("waiting_requests", 0)),
+                "num_running_reqs": int(r.gauges.get('requests{state="running"}', 0)),
+                "num_waiting_reqs": int(r.gauges.get('requests{state="waiting"}', 0)),
                 "num_tokens": r.tokens_in_flight,
                 "token_usage": r.gauges.get("kv_usage_ratio", 0.0),
             }

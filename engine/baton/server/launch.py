@@ -35,7 +35,7 @@ from baton.config import EngineConfig
 from baton.errors import ConfigError, EngineError
 from baton.server import model_dir
 from baton.server.app import Front, Phase
-from baton.server.ranks import SEND_QUEUE, Ranks
+from baton.server.ranks import SEND_QUEUE, Rank, Ranks
 from baton.server.tokenizer import Tokenizer
 
 log = logging.getLogger("baton.launch")
@@ -46,6 +46,8 @@ EXIT_GRACE_SECS = 5.0
 LAST_ANSWERS_SECS = 2.0
 """For error events to leave before the HTTP server closes."""
 PROGRESS_SECS = 10.0
+LEASE_POLL_SECS = 0.05
+"""Between two looks at a draining P rank's leases: nothing announces to the front that D has pulled."""
 
 
 def run_engine(config: EngineConfig, rank_command: Sequence[str] = RANK_COMMAND) -> int:
@@ -97,7 +99,7 @@ class _Launcher:
             await self._spawn(addresses, ranks, bootstrap)
             log.info("%s: loading %s on %d ranks", url, facts.path, self._config.dp_size)
             if not await self._wait_ready(ranks, started):
-                return self._give_up()
+                return await self._give_up(ranks)
             front.became_ready()
             log.info("ready after %.1f s: %s serves %s", time.monotonic() - started, url, facts.name)
             line = {"url": url, "pid": os.getpid(), "bootstrap_port": front.bootstrap_port}
@@ -145,7 +147,7 @@ class _Launcher:
         if self._config.disaggregation_mode != "prefill":
             return None
         try:
-            from baton import _native
+            from baton import _native  # type: ignore[attr-defined]  # built by maturin
         except ImportError as err:
             raise ConfigError(
                 f"--disaggregation-mode prefill needs the native extension ({err}); build it with maturin"
@@ -198,25 +200,33 @@ class _Launcher:
 
     async def _wait_ready(self, ranks: Ranks, started: float) -> bool:
         """True when all ranks are ready; False on a death or a signal."""
-        signalled = asyncio.create_task(self._signalled.wait())
-        try:
-            while not ranks.all_ready:
-                if self._signalled.is_set() or any(r.dead is not None for r in ranks.ranks):
-                    return False
-                changed = asyncio.create_task(ranks.changed())
-                await asyncio.wait((changed, signalled), timeout=PROGRESS_SECS, return_when=asyncio.FIRST_COMPLETED)
-                changed.cancel()
-                ready = sum(r.ready for r in ranks.ranks)
-                log.info("%d of %d ranks ready after %.1f s", ready, len(ranks.ranks), time.monotonic() - started)
-            return True
-        finally:
-            signalled.cancel()
+        while True:
+            ranks.changed.clear()
+            if ranks.all_ready:
+                return True
+            if self._signalled.is_set() or any(r.dead is not None for r in ranks.ranks):
+                return False
+            await self._first(ranks.changed, self._signalled, timeout_secs=PROGRESS_SECS)
+            ready = sum(r.ready for r in ranks.ranks)
+            log.info("%d of %d ranks ready after %.1f s", ready, len(ranks.ranks), time.monotonic() - started)
 
-    def _give_up(self) -> int:
-        if self._signalled.is_set():
+    async def _give_up(self, ranks: Ranks) -> int:
+        """A signal or a rank's death before everything was ready."""
+        dead = [f"rank {r.dp_rank}: {r.dead}" for r in ranks.ranks if r.dead is not None]
+        if not dead:
             return 0
-        print("baton engine: a rank could not start; its messages are above", file=sys.stderr)
+        print("baton engine: could not start\n" + "\n".join(dead), file=sys.stderr)
+        # A rank exits with 2 when the configuration is at fault: a supervisor should not try again.
+        await self._end_children()
         return 2 if 2 in self._exit_codes else 1
+
+    @staticmethod
+    async def _first(*events: asyncio.Event, timeout_secs: float | None = None) -> None:
+        """Wait until one of the events is set."""
+        tasks = [asyncio.create_task(e.wait()) for e in events]
+        await asyncio.wait(tasks, timeout=timeout_secs, return_when=asyncio.FIRST_COMPLETED)
+        for task in tasks:
+            task.cancel()
 
     # ---- the end -----------------------------------------------------------------------------------------------
 
@@ -227,14 +237,11 @@ class _Launcher:
             self._hurry.set()
 
     async def _serve_until_end(self, front: Front, ranks: Ranks) -> int:
-        signalled = asyncio.create_task(self._signalled.wait())
-        try:
-            while ranks.any_alive and not self._signalled.is_set():
-                changed = asyncio.create_task(ranks.changed())
-                await asyncio.wait((changed, signalled), return_when=asyncio.FIRST_COMPLETED)
-                changed.cancel()
-        finally:
-            signalled.cancel()
+        while True:
+            ranks.changed.clear()
+            if self._signalled.is_set() or not ranks.any_alive:
+                break
+            await self._first(ranks.changed, self._signalled)
         if not ranks.any_alive:
             log.error("no rank is alive; exiting with 1 so that a supervisor starts this engine again")
             await _within(front.idle(), LAST_ANSWERS_SECS)  # the error events leave
@@ -261,9 +268,16 @@ class _Launcher:
     async def _finish_work(self, front: Front, ranks: Ranks, deadline: float) -> None:
         await front.idle()
 
-        async def drain(rank: Any) -> None:
+        async def drain(rank: Rank) -> None:
+            """A P rank's answers are out before D has pulled the pages: wait until its books show no request."""
             try:
-                await ranks.control(rank, "drain", max(deadline - time.monotonic(), 0.1))
+                while True:
+                    left = max(deadline - time.monotonic(), 0.1)
+                    books = await ranks.control(rank, "ledger", left)
+                    if not any(books.result.get("requests", {}).values()):
+                        break
+                    await asyncio.sleep(LEASE_POLL_SECS)
+                await ranks.control(rank, "drain", left)
             except EngineError as err:
                 log.warning("rank %d did not drain: %s", rank.dp_rank, err.message)
 

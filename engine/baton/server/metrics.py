@@ -13,7 +13,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    ProcessCollector,
+    disable_created_metrics,
+    generate_latest,
+)
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -45,7 +53,7 @@ class Spec:
 
 FRONT = (
     Spec(
-        "requests",
+        "http_requests",
         "counter",
         "requests answered, by endpoint and outcome ('ok' or an error code)",
         ("endpoint", "code"),
@@ -68,33 +76,35 @@ FRONT = (
 )
 
 RANK = (
-    Spec("waiting_requests", "gauge", "requests not yet fully prefilled"),
-    Spec("running_requests", "gauge", "requests that decode"),
-    Spec("waiting_tokens", "gauge", "prompt tokens still to be computed in the waiting queue"),
-    Spec("kv_pages", "gauge", "KV pages by state: free, cached (evictable), held", ("state",)),
-    Spec("kv_usage_ratio", "gauge", "held pages / all pages, 0 to 1"),
+    Spec("requests", "gauge", "requests by state: waiting, opening, transfer, running, leased, aborting", ("state",)),
+    Spec("kv_pages", "gauge", "KV pages by state: free, cached (evictable), held, in_transfer", ("state",)),
+    Spec("kv_usage_ratio", "gauge", "pages neither free nor evictable / all pages, 0 to 1"),
     Spec("new_token_ratio", "gauge", "estimate of the answer's share of its limit, used for admission"),
-    Spec("rooms", "gauge", "live KV transfers by state", ("state",)),
-    Spec("steps", "counter", "forward passes by mode: extend, decode, mixed", ("mode",)),
-    Spec("step_tokens", "counter", "tokens computed by phase: prefill, decode", ("phase",)),
-    Spec("radix_hit_tokens", "counter", "prompt tokens found in the radix cache"),
-    Spec("evicted_pages", "counter", "cached pages given up for room"),
+    Spec("engine_steps", "counter", "forward passes"),
+    Spec("engine_step_seconds", "counter", "time from launch to commit of forward passes"),
+    Spec("prompt_tokens_computed", "counter", "prompt tokens that went through the model"),
+    Spec("generated_tokens", "counter", "tokens sampled"),
     Spec("retractions", "counter", "running requests sent back to the waiting queue for memory"),
-    Spec("transfer_bytes", "counter", "KV bytes pulled, by transport", ("transport",)),
-    Spec("transfers", "counter", "KV transfers by outcome: committed or a reason code", ("code",)),
-    Spec(
-        "finished_requests", "counter", "requests the rank finished, by reason: stop, length, abort, error", ("reason",)
-    ),
+    Spec("kv_rooms", "gauge", "live KV transfers by state", ("state",)),
+    Spec("kv_leases", "gauge", "P: finished prompts whose pages wait for D"),
+    Spec("kv_peers", "gauge", "connected nodes of the other role"),
+    Spec("kv_pulls", "counter", "D: prompts whose pages arrived and verified", ("transport",)),
+    Spec("kv_pull_bytes", "counter", "D: bytes of KV pages pulled", ("transport",)),
+    Spec("kv_pull_seconds", "counter", "D: time from grant to verified, summed over pulls", ("transport",)),
+    Spec("kv_transfer_failures", "counter", "transfers that failed, by reason code (docs/protocol.md)", ("code",)),
+    Spec("kv_transport_fallbacks", "counter", "pairs that changed to a slower transport"),
 )
 
 COMPAT = (
-    Spec("sglang:num_queue_reqs", "gauge", "= baton_waiting_requests (SGLang's name, read by autoscalers)"),
-    Spec("sglang:num_running_reqs", "gauge", "= baton_running_requests"),
-    Spec("sglang:token_usage", "gauge", "= baton_kv_usage_ratio"),
+    Spec("sglang:num_queue_reqs", "gauge", "requests waiting (SGLang's name, read by autoscalers)"),
+    Spec("sglang:num_running_reqs", "gauge", "requests decoding"),
+    Spec("sglang:token_usage", "gauge", "same value as baton_kv_usage_ratio"),
 )
-_COMPAT_SOURCE = dict(
-    zip((s.name for s in COMPAT), ("waiting_requests", "running_requests", "kv_usage_ratio"), strict=True)
-)
+_COMPAT_SOURCES = {
+    "sglang:num_queue_reqs": ('requests{state="waiting"}', 'requests{state="opening"}'),
+    "sglang:num_running_reqs": ('requests{state="running"}',),
+    "sglang:token_usage": ("kv_usage_ratio",),
+}
 
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 
@@ -122,8 +132,9 @@ class _RankCollector(Collector):
         for spec in COMPAT:
             compat = GaugeMetricFamily(spec.name, spec.help, labels=["dp_rank"])
             for dp_rank, (gauges, _) in sorted(self.reports.items()):
-                if (value := gauges.get(_COMPAT_SOURCE[spec.name])) is not None:
-                    compat.add_metric([str(dp_rank)], value)
+                found = [gauges[key] for key in _COMPAT_SOURCES[spec.name] if key in gauges]
+                if found:
+                    compat.add_metric([str(dp_rank)], sum(found))
             yield compat
 
     def describe(self) -> Sequence[Metric]:
@@ -134,9 +145,10 @@ class Metrics:
     """The front's metrics, one instance per process (own registry: tests start several)."""
 
     def __init__(self, version: str = "", mode: str = "", model: str = "") -> None:
+        disable_created_metrics()  # type: ignore[no-untyped-call]  # a second series per counter and histogram that nobody reads
         self.registry = CollectorRegistry()
         made = {s.name: self._make(s) for s in FRONT}
-        self.requests: Counter = made["requests"]
+        self.requests: Counter = made["http_requests"]
         self.in_flight: Gauge = made["requests_in_flight"]
         self.ttft: Histogram = made["ttft_seconds"]
         self.itl: Histogram = made["itl_seconds"]
@@ -165,10 +177,8 @@ class Metrics:
         return Gauge(name + ("_info" if spec.kind == "info" else ""), spec.help, spec.labels, registry=self.registry)
 
     def report(self, dp_rank: int, gauges: dict[str, float], counters: dict[str, float]) -> None:
+        """What a rank said last; empty tables when it died."""
         self._ranks.reports[dp_rank] = (gauges, counters)
-
-    def forget(self, dp_rank: int) -> None:
-        self._ranks.reports.pop(dp_rank, None)
 
     def text(self) -> bytes:
         return generate_latest(self.registry)

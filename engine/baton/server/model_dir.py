@@ -68,7 +68,8 @@ def load(config: EngineConfig) -> ModelFacts:
     model = _read_json(path / "config.json", required=True)
     generation = _read_json(path / "generation_config.json")
     tokenizer = _read_json(tokenizer_path / "tokenizer_config.json")
-    text = model.get("text_config") if isinstance(model.get("text_config"), dict) else model
+    nested = model.get("text_config")  # multimodal checkpoints keep the decoder's part here
+    text: dict[str, Any] = nested if isinstance(nested, dict) else model
     limit = text.get("max_position_embeddings") or FALLBACK_CONTEXT_LENGTH
     if config.context_length is not None and config.context_length > limit:
         raise ConfigError(f"--context-length {config.context_length}: the model's limit is {limit} tokens")

@@ -88,9 +88,11 @@ class Ranks:
         self._controls: dict[int, asyncio.Future[Reply]] = {}
         self._control_ids = itertools.count(1)
         self._next = 0
-        self._changed = asyncio.Event()
+        self.changed = asyncio.Event()
+        """Set at every Ready and death. Clear it, then look, then wait: nothing is missed."""
         self._loop = asyncio.get_running_loop()
         self.on_stats: Callable[[Rank], None] = lambda rank: None
+        """Called after a report, and with empty tables after a death."""
         self._loop.add_reader(self._pull.FD, self._readable)
         # ZMQ's descriptor is edge-triggered: look once for what came before the reader was there.
         self._loop.call_soon(self._readable)
@@ -108,11 +110,6 @@ class Ranks:
     @property
     def in_flight(self) -> int:
         return len(self._of_handle)
-
-    async def changed(self) -> None:
-        """Wait for the next Ready or death of a rank."""
-        self._changed.clear()
-        await self._changed.wait()
 
     # ---- to the ranks ------------------------------------------------------------------------------------------
 
@@ -217,7 +214,7 @@ class Ranks:
         elif isinstance(message, Ready):
             rank = self.ranks[message.dp_rank]
             rank.ready, rank.info = True, message.info
-            self._changed.set()
+            self.changed.set()
         else:
             self.died(message.dp_rank, message.message)
 
@@ -253,6 +250,8 @@ class Ranks:
         if rank.dead is not None:
             return
         rank.dead, rank.ready = why, False
+        rank.gauges, rank.counters = {}, {}
+        self.on_stats(rank)
         log.error("rank %d is gone: %s; %d requests fail", dp_rank, why, len(rank.sinks))
         for handle, sink in list(rank.sinks.items()):
             self._forget(handle)
@@ -260,7 +259,7 @@ class Ranks:
         for future in self._controls.values():
             if not future.done() and not self.any_alive:
                 future.set_result(Reply(0, False, {"message": why}))
-        self._changed.set()
+        self.changed.set()
 
     def _forget(self, handle: int) -> Rank | None:
         rank = self._of_handle.pop(handle, None)

@@ -541,7 +541,7 @@ def _column(f: Fields, name: str, count: int, kind: type, low: int = 0, high: in
     for v in value:
         if v is None:
             continue
-        if type(v) is not kind or (kind is int and not low <= v <= high):
+        if type(v) is not kind or (isinstance(v, int) and not low <= v <= high):
             raise f.bad(name, f"must be an integer from {low} to {high}" if kind is int else "must be a string")
     return value
 
