@@ -11,7 +11,7 @@ import dataclasses
 import os
 import sys
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,10 +83,14 @@ def _base_type(annotation: Any) -> Callable[[str], Any]:
     return typing.cast(Callable[[str], Any], base)
 
 
-def add_flags(parser: argparse.ArgumentParser, cls: type = EngineConfig) -> None:
-    """Add one flag per field of `cls` to `parser`."""
+def add_flags(
+    parser: argparse._ActionsContainer, cls: type = EngineConfig, skip: Collection[str] = frozenset()
+) -> None:
+    """Add one flag per field of `cls` to `parser` (or to a group of it), except the fields in `skip`."""
     hints = typing.get_type_hints(cls)
     for f in dataclasses.fields(cls):
+        if f.name in skip:
+            continue
         kind = _base_type(hints[f.name])
         shown = "" if f.default is None or kind is bool else f" (default: {f.default})"
         text = f.metadata["help"].replace("%", "%%") + shown

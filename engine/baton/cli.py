@@ -1,0 +1,85 @@
+"""The `baton` command: one subcommand per thing a user does. Nothing heavy is imported before it is known to be needed.
+
+`baton router …` hands its arguments to the router unread, so that no router flag is written twice.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+
+
+def _up(argv: Sequence[str]) -> int:
+    from baton.server.up import main
+
+    return main(argv)
+
+
+def _router(argv: Sequence[str]) -> int:
+    from baton._native import router_main
+
+    return int(router_main(["baton router", *argv]))
+
+
+def _engine(argv: Sequence[str]) -> int:
+    from baton.config import parse
+    from baton.server.launch import run_engine
+
+    return run_engine(parse(argv))
+
+
+def _model(argv: Sequence[str]) -> int:
+    if argv[:1] != ["make-demo"]:
+        print("usage: baton model make-demo [options]    train the built-in demo model anew", file=sys.stderr)
+        return 0 if argv[:1] in (["-h"], ["--help"]) else 2
+    from baton.models.make_demo import main
+
+    return main(argv[1:])
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    help: str
+    run: Callable[[Sequence[str]], int]
+
+
+COMMANDS = {
+    "up": Command("start a whole cluster on this machine: router, prefill and decode nodes", _up),
+    "router": Command("run the router", _router),
+    "engine": Command("run one engine: a prefill node, a decode node, or both in one", _engine),
+    "model": Command("make the demo model", _model),
+}
+
+
+def usage() -> str:
+    rows = "\n".join(f"  {name:<8} {command.help}" for name, command in COMMANDS.items())
+    return f"usage: baton COMMAND [options]    (baton COMMAND --help lists them)\n\n{rows}\n\n  --version\n"
+
+
+def own_version() -> str:
+    try:
+        return version("baton")
+    except PackageNotFoundError:  # run from a checkout that is not installed
+        return "unknown (not installed)"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    argv = list(sys.argv[1:] if argv is None else argv)
+    name = argv[0] if argv else "--help"
+    if name in ("-h", "--help"):
+        print(usage(), end="")
+        return 0 if argv else 2
+    if name in ("-V", "--version"):
+        print(f"baton {own_version()}")
+        return 0
+    command = COMMANDS.get(name)
+    if command is None:
+        print(f"baton: there is no command {name!r}; there are {', '.join(COMMANDS)}", file=sys.stderr)
+        return 2
+    return command.run(argv[1:])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,197 @@
+"""One child process that is kept alive: started, watched, restarted with back-off, and never left behind.
+
+ 1. `start` spawns it in a process group of its own, with a signal that reaches it even if we are killed (Linux);
+ 2. `until_ready` waits for its `READY {json}` line, or for a probe of the caller's, bounded by a deadline;
+ 3. `wait` returns its exit code; `Backoff` says how long to pause before the next `start`;
+ 4. `stop` asks (SIGTERM), waits a bounded time, then kills the whole group.
+
+Its output goes to a log file; `last_lines` shows the end of it when the process dies.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import json
+import os
+import signal
+import sys
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+READY_PREFIX = b"READY "
+PIPE_CHUNK = 65536
+PR_SET_PDEATHSIG = 1
+
+
+class ChildFailed(Exception):
+    """The process ended, or did not become ready in time. The message says which."""
+
+
+class Backoff:
+    """Pauses between restarts: doubling from `first` to `longest`; a process that lived well starts anew at `first`."""
+
+    def __init__(self, first: float = 0.5, longest: float = 30.0, forgive_after: float = 60.0) -> None:
+        self._first = first
+        self._longest = longest
+        self._forgive_after = forgive_after
+        self._next = first
+
+    def pause(self, healthy_secs: float) -> float:
+        """Seconds to wait now, for a process that was healthy for `healthy_secs` before it died."""
+        if healthy_secs >= self._forgive_after:
+            self._next = self._first
+        pause = self._next
+        self._next = min(self._longest, pause * 2)
+        return pause
+
+
+def describe_exit(code: int) -> str:
+    """'exited with code 1', 'was killed by SIGKILL'."""
+    if code >= 0:
+        return f"exited with code {code}"
+    try:
+        return f"was killed by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"was killed by signal {-code}"
+
+
+class Child:
+    """One process under our care. `argv` is asked for at every start, so that a restart can name the port it had."""
+
+    def __init__(self, name: str, argv: Callable[[], Sequence[str]], log_path: Path, env: Mapping[str, str]) -> None:
+        self.name = name
+        self.log_path = log_path
+        self.restarts = 0
+        self.ready_at: float | None = None
+        """Loop time of the last `until_ready` that succeeded; None while it is not ready."""
+        self._argv = argv
+        self._env = env
+        self._process: asyncio.subprocess.Process | None = None
+        self._output: asyncio.Task[None] | None = None
+        self._announced: asyncio.Future[dict[str, Any]] | None = None
+        self._is_swept = True
+        """Nothing of its group is left: the group's id may belong to somebody else by now."""
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid if self._process else 0
+
+    async def start(self) -> None:
+        """Spawn it; returns at once."""
+        self.ready_at = None
+        loop = asyncio.get_running_loop()
+        self._announced = loop.create_future()
+        # A pipe of our own: asyncio's would make `wait` last until every descendant has closed it.
+        read_end, write_end = os.pipe()
+        try:
+            with self.log_path.open("ab") as log:
+                self._process = await asyncio.create_subprocess_exec(
+                    *self._argv(),
+                    stdin=asyncio.subprocess.DEVNULL,
+                    stdout=write_end,
+                    stderr=log,
+                    env=dict(self._env),
+                    start_new_session=True,  # a Ctrl-C in the terminal reaches us alone: we stop children in order
+                    preexec_fn=_die_with_parent(os.getpid()) if sys.platform == "linux" else None,
+                )
+        except BaseException:
+            os.close(read_end)
+            raise
+        finally:
+            os.close(write_end)
+        self._is_swept = False
+        self._output = loop.create_task(self._copy_output(read_end, self._announced))
+
+    async def until_ready(self, timeout_secs: float, probe: Awaitable[Any] | None = None) -> Any:
+        """Wait for the READY line (returns its JSON), or for `probe` if given. Raises ChildFailed; kills nothing."""
+        assert self._process is not None, "start comes first"
+        assert self._announced is not None, "start comes first"
+        ready = asyncio.ensure_future(probe if probe is not None else asyncio.shield(self._announced))
+        ended = asyncio.ensure_future(self._process.wait())
+        try:
+            await asyncio.wait({ready, ended}, timeout=timeout_secs, return_when=asyncio.FIRST_COMPLETED)
+            if ready.done():
+                result = ready.result()
+                self.ready_at = asyncio.get_running_loop().time()
+                return result
+            if ended.done():
+                raise ChildFailed(f"{self.name} {describe_exit(ended.result())} before it was ready")
+            raise ChildFailed(f"{self.name} was not ready after {timeout_secs:.0f} s")
+        finally:
+            for task in (ready, ended):
+                task.cancel()
+            await asyncio.gather(ready, ended, return_exceptions=True)
+
+    async def wait(self) -> int:
+        """Wait for its end; returns the exit code, negative for a signal. The rest of its group is killed."""
+        assert self._process is not None, "start comes first"
+        code = await self._process.wait()
+        self._kill_group()
+        self._is_swept = True
+        if self._output is not None:  # bounded: a descendant that left the group may hold the pipe open
+            await asyncio.wait({self._output}, timeout=1.0)
+            self._output.cancel()
+            await asyncio.gather(self._output, return_exceptions=True)
+        return code
+
+    async def stop(self, grace_secs: float) -> None:
+        """SIGTERM, at most `grace_secs` of patience, SIGKILL for the whole group. Safe to call on a dead process."""
+        if self._process is None:
+            return
+        if self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.terminate()
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._process.wait(), grace_secs)
+        self.kill()
+        await self.wait()
+
+    def kill(self) -> None:
+        """No patience: SIGKILL for the whole group."""
+        self._kill_group()
+
+    def last_lines(self, count: int = 20) -> str:
+        """The end of its log."""
+        with self.log_path.open("rb") as log:
+            log.seek(0, os.SEEK_END)
+            log.seek(max(0, log.tell() - 64 * 1024))
+            return "\n".join(log.read().decode(errors="replace").splitlines()[-count:])
+
+    def _kill_group(self) -> None:
+        """Its members too: a group outlives its leader."""
+        if self._is_swept:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+
+    async def _copy_output(self, read_end: int, announced: asyncio.Future[dict[str, Any]]) -> None:
+        """Standard output → log; the first READY line also → `announced`."""
+        reader = asyncio.StreamReader()
+        transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(read_end, "rb", buffering=0)
+        )
+        pending = b""
+        with contextlib.closing(transport), self.log_path.open("ab", buffering=0) as log:
+            while chunk := await reader.read(PIPE_CHUNK):
+                log.write(chunk)
+                if announced.done():
+                    continue
+                *lines, pending = (pending + chunk).split(b"\n")
+                for line in lines:
+                    if line.startswith(READY_PREFIX) and not announced.done():
+                        announced.set_result(json.loads(line[len(READY_PREFIX) :]))
+
+
+def _die_with_parent(parent: int) -> Callable[[], None]:
+    """For the moment between fork and exec: the kernel sends SIGTERM when `parent` dies, however it dies."""
+    libc = ctypes.CDLL(None, use_errno=True)
+
+    def prepare() -> None:
+        libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+        if os.getppid() != parent:  # it died before prctl
+            os._exit(1)
+
+    return prepare

@@ -1,0 +1,409 @@
+"""`baton up`: a whole cluster on this machine, as child processes: nodes first, then the router, then a line to paste.
+
+ 1. flags → `UpConfig` (the cluster's shape) + engine flags (handed to every engine) + free ports;
+ 2. all nodes start at once; each prints READY with the address it got; the router starts when all are ready;
+ 3. the state file tells other programs who runs where; what dies is restarted on the same port, with back-off;
+ 4. Ctrl-C, SIGTERM, or the end of --smoke: router first, then nodes; nothing is left behind.
+
+A node that cannot start the first time (a bad flag, no such model) ends `up`; only what has been ready is restarted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import dataclasses
+import json
+import os
+import shlex
+import signal
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from baton.config import EngineConfig, add_flags, flag_name, opt
+from baton.server.supervise import Backoff, Child, ChildFailed, describe_exit
+
+PER_NODE = {"host", "port", "disaggregation_mode", "disaggregation_bootstrap_port", "transfer_port"}
+"""Engine flags that `up` sets itself, different for each node."""
+SECRETS = {"api_key": "BATON_API_KEY", "cluster_key": "BATON_CLUSTER_KEY"}
+"""Handed on through the environment: command lines are public on a machine."""
+ROUTER_GRACE_SECS = 5.0
+NODE_GRACE_SECS = 10.0
+PORTS_TRIED = 100
+PROBE_PAUSE_SECS = 0.05
+
+ROLES = ("prefill", "decode", "worker")
+MODE = {"prefill": "prefill", "decode": "decode", "worker": "null"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpConfig:
+    """The cluster's shape; one flag per field."""
+
+    prefill: int | None = opt(None, "prefill nodes (default: 1, or 0 with --workers)")
+    decode: int | None = opt(None, "decode nodes (default: 1, or 0 with --workers)")
+    workers: int = opt(0, "engines that do both phases, instead of prefill and decode nodes")
+    transport: str | None = opt(None, "how KV pages travel (default: shm)", choices=("shm", "tcp"))
+    policy: str | None = opt(None, "router: how a worker is chosen (default: the router's)")
+    prefill_policy: str | None = opt(None, "router: policy for prefill nodes (default: --policy)")
+    decode_policy: str | None = opt(None, "router: policy for decode nodes (default: --policy)")
+    host: str = opt("127.0.0.1", "address the router listens on; the nodes stay on 127.0.0.1")
+    port: int | None = opt(None, "port of the router; 0 picks a free one (default: 8000, or the next free one)")
+    smoke: bool = opt(False, "send real requests through the cluster, print what came back, stop; exit code 0 or 1")
+    state_file: str | None = opt(None, "write who runs where to this JSON file, now and after every change")
+    log_dir: str | None = opt(None, "directory for one log file per process (default: a new temporary one)")
+    start_timeout_secs: float = opt(300.0, "give up when a process is not ready after this long [s]")
+    router_args: str = opt("", "more flags for the router, in one string: --router-args='--log-level debug'")
+    prefill_args: str = opt("", "more flags for every prefill node")
+    decode_args: str = opt("", "more flags for every decode node")
+    worker_args: str = opt("", "more flags for every --workers engine")
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What will run: checked flags, no process yet."""
+
+    up: UpConfig
+    counts: dict[str, int]
+    """Nodes per role."""
+    engine: dict[str, Any]
+    """Engine flags given by the user, by field name."""
+
+    @property
+    def ranks(self) -> int:
+        return sum(self.counts.values()) * int(self.engine.get("dp_size", 1))
+
+
+def parse(argv: Sequence[str]) -> Plan:
+    """Flags → plan; prints mistakes and exits with 2. No I/O."""
+    parser = argparse.ArgumentParser(
+        prog="baton up", description="A whole Baton cluster on this machine.", allow_abbrev=False
+    )
+    add_flags(parser.add_argument_group("the cluster"), UpConfig)
+    add_flags(parser.add_argument_group("every engine"), EngineConfig, skip=PER_NODE)
+    values = vars(parser.parse_args(argv))
+    names = {f.name for f in dataclasses.fields(UpConfig)}
+    up = UpConfig(**{name: value for name, value in values.items() if name in names})
+    engine = {name: value for name, value in values.items() if name not in names}
+    default = 0 if up.workers else 1
+    counts = {
+        "prefill": default if up.prefill is None else up.prefill,
+        "decode": default if up.decode is None else up.decode,
+        "worker": up.workers,
+    }
+    if complaint := _complaint(counts):
+        parser.error(complaint)
+    if up.transport is not None:
+        engine["disaggregation_transfer_backend"] = up.transport
+    return Plan(up, counts, engine)
+
+
+def _complaint(counts: dict[str, int]) -> str | None:
+    prefill, decode, workers = (counts[role] for role in ROLES)
+    if min(prefill, decode, workers) < 0:
+        return f"--prefill {prefill} --decode {decode} --workers {workers}: none may be negative"
+    if workers and (prefill or decode):
+        return f"--workers {workers} with --prefill {prefill} --decode {decode}: give workers, or both of the others"
+    if not workers and not (prefill and decode):
+        return f"--prefill {prefill} --decode {decode}: a request needs one of each; give both, or --workers"
+    return None
+
+
+@dataclass
+class Node:
+    """One engine. Port 0 until it has told the one it got; from then on it keeps it."""
+
+    role: str
+    name: str
+    plan: Plan
+    port: int = 0
+    bootstrap_port: int = 0
+    child: Child = field(init=False)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def argv(self) -> list[str]:
+        argv = [sys.executable, "-m", "baton.cli", "engine", "--host", "127.0.0.1", "--port", str(self.port)]
+        argv += ["--disaggregation-mode", MODE[self.role]]
+        if self.role == "prefill":
+            argv += ["--disaggregation-bootstrap-port", str(self.bootstrap_port)]
+        values = {"cpu_threads": max(1, _cores() // self.plan.ranks), **self.plan.engine}
+        for name, value in values.items():
+            if name not in SECRETS:
+                argv += [flag_name(name)] if value is True else [flag_name(name), str(value)]
+        return argv + shlex.split(getattr(self.plan.up, f"{self.role}_args"))
+
+
+class Cluster:
+    """The running processes. `start` once, then `watch`; `stop` always."""
+
+    def __init__(self, plan: Plan, log_dir: Path, say: Callable[[str], None]) -> None:
+        self.plan = plan
+        self._say = say
+        self._log_dir = log_dir
+        self._stopping = asyncio.Event()
+        env = {**os.environ, "PYTHONUNBUFFERED": "1"}
+        env.update({SECRETS[name]: value for name, value in plan.engine.items() if name in SECRETS})
+        self.nodes = [Node(role, f"{role} {i}", plan) for role in ROLES for i in range(plan.counts[role])]
+        for node in self.nodes:
+            node.child = Child(node.name, node.argv, log_dir / f"{node.name.replace(' ', '-')}.log", env)
+        self.router = Child("router", self._router_argv, log_dir / "router.log", env)
+        self.host = plan.up.host
+        self.port = 0
+
+    @property
+    def url(self) -> str:
+        return f"http://{'127.0.0.1' if self.host in ('0.0.0.0', '::') else self.host}:{self.port}"
+
+    async def start(self) -> None:
+        """Nodes at once, then the router. Raises ChildFailed, with the end of a log, when one is not ready in time."""
+        self.port, note = choose_port(self.host, self.plan.up.port)
+        if note:
+            self._say(note)
+        starts = [asyncio.ensure_future(self._guarded(node.child, self._start_node(node))) for node in self.nodes]
+        try:
+            await asyncio.gather(*starts)
+        finally:
+            for start in starts:
+                start.cancel()
+            await asyncio.gather(*starts, return_exceptions=True)
+        await self._guarded(self.router, self._start_router("/readyz"))
+        self.write_state()
+
+    async def watch(self) -> None:
+        """Restart what dies, until cancelled."""
+        await asyncio.gather(
+            *(self._keep_alive(node.child, partial(self._start_node, node)) for node in self.nodes),
+            # A restarted router is well when it answers: it may be waiting for a node that is down too.
+            self._keep_alive(self.router, partial(self._start_router, "/livez")),
+        )
+
+    async def stop(self) -> None:
+        """Router first, so that no request finds half a cluster; then all nodes at once."""
+        self._stopping.set()
+        await self.router.stop(ROUTER_GRACE_SECS)
+        await asyncio.gather(*(node.child.stop(NODE_GRACE_SECS) for node in self.nodes))
+        if self.plan.up.state_file:
+            Path(self.plan.up.state_file).unlink(missing_ok=True)
+
+    def kill(self) -> None:
+        for child in (self.router, *(node.child for node in self.nodes)):
+            child.kill()
+
+    def write_state(self) -> None:
+        """Atomically: a reader sees the old file or the new one."""
+        if not self.plan.up.state_file:
+            return
+        path = Path(self.plan.up.state_file)
+        state = {
+            "router": {"pid": self.router.pid, "url": self.url},
+            "nodes": [
+                {
+                    "role": node.role,
+                    "pid": node.child.pid,
+                    "url": node.url,
+                    "bootstrap_port": node.bootstrap_port or None,
+                    "restarts": node.child.restarts,
+                }
+                for node in self.nodes
+            ],
+        }
+        temporary = path.with_name(f".{path.name}.{os.getpid()}")
+        temporary.write_text(json.dumps(state, indent=1) + "\n")
+        temporary.replace(path)
+
+    async def _start_node(self, node: Node) -> None:
+        await node.child.start()
+        ready = await node.child.until_ready(self.plan.up.start_timeout_secs)
+        node.port = int(ready["url"].rpartition(":")[2])
+        node.bootstrap_port = int(ready.get("bootstrap_port") or 0)
+        self._say(f"{node.name:<10} {node.url}")
+
+    async def _start_router(self, path: str) -> None:
+        await self.router.start()
+        await self.router.until_ready(self.plan.up.start_timeout_secs, _answers(f"{self.url}{path}"))
+        self._say(f"router     {self.url}")
+
+    async def _guarded(self, child: Child, starting: Coroutine[Any, Any, None]) -> None:
+        """A failure to start, with the end of the log."""
+        try:
+            await starting
+        except ChildFailed as err:
+            raise ChildFailed(f"{err}; the end of {child.log_path}:\n{_indented(child.last_lines())}") from err
+
+    def _router_argv(self) -> list[str]:
+        up = self.plan.up
+        argv = [sys.executable, "-m", "baton.cli", "router", "--host", self.host, "--port", str(self.port)]
+        # A laptop's cluster comes and goes: probe it every second, and do not linger when it is told to stop.
+        argv += ["--health-check-interval-secs", "1", "--shutdown-delay-ms", "0"]
+        argv += ["--shutdown-grace-period-secs", str(int(ROUTER_GRACE_SECS))]
+        if self.plan.counts["worker"]:
+            argv += ["--worker-urls", *(node.url for node in self.nodes)]
+        else:
+            argv += ["--pd-disaggregation"]
+        for node in self.nodes:
+            if node.role == "prefill":
+                argv += ["--prefill", node.url, str(node.bootstrap_port)]
+            elif node.role == "decode":
+                argv += ["--decode", node.url]
+        if int(self.plan.engine.get("dp_size", 1)) > 1:
+            argv += ["--dp-aware"]
+        for name in ("policy", "prefill_policy", "decode_policy"):
+            if value := getattr(up, name):
+                argv += [flag_name(name), value]
+        return argv + shlex.split(up.router_args)
+
+    async def _keep_alive(self, child: Child, start: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        backoff = Backoff()
+        while True:
+            code = await child.wait()
+            if self._stopping.is_set():
+                return
+            loop_time = asyncio.get_running_loop().time()
+            pause = backoff.pause(0.0 if child.ready_at is None else loop_time - child.ready_at)
+            self._say(f"{child.name} {describe_exit(code)}; restarting it in {pause:g} s. The end of {child.log_path}:")
+            self._say(_indented(child.last_lines()))
+            await asyncio.sleep(pause)
+            child.restarts += 1
+            try:
+                await start()
+            except ChildFailed as err:
+                self._say(str(err))
+                child.kill()
+            self.write_state()
+
+
+async def _answers(url: str) -> None:
+    """Return once GET `url` says 200; the caller bounds the wait."""
+    timeout = aiohttp.ClientTimeout(total=2)
+    async with aiohttp.ClientSession(timeout=timeout) as session:
+        while True:
+            with contextlib.suppress(aiohttp.ClientError, asyncio.TimeoutError):  # not listening yet
+                async with session.get(url) as response:
+                    if response.status == 200:
+                        return
+            await asyncio.sleep(PROBE_PAUSE_SECS)
+
+
+def choose_port(host: str, wanted: int | None) -> tuple[int, str | None]:
+    """The router's port and a sentence if it is not the expected one. Raises ChildFailed if `wanted` is taken."""
+    if wanted is not None:
+        port = _bindable(host, wanted)
+        if port is None:
+            raise ChildFailed(
+                f"port {wanted} on {host} is taken; give another --port, or none to take the next free one"
+            )
+        return port, None
+    for candidate in range(8000, 8000 + PORTS_TRIED):
+        if _bindable(host, candidate) is not None:
+            return candidate, None if candidate == 8000 else f"port 8000 is taken, the router uses {candidate}"
+    raise ChildFailed(f"ports 8000 to {8000 + PORTS_TRIED - 1} on {host} are all taken; give --port")
+
+
+def _bindable(host: str, port: int) -> int | None:
+    """`port` (or, for 0, a free one) if it can be bound now, else None."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError:
+            return None
+        return int(probe.getsockname()[1])
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0))
+
+
+def _indented(text: str) -> str:
+    return "\n".join(f"    {line}" for line in text.splitlines()) or "    (empty)"
+
+
+def greeting(url: str, model: str) -> str:
+    """What to paste to get a first answer."""
+    return f"""
+Baton is up at {url}    Ctrl-C stops it.
+
+curl -s {url}/v1/chat/completions -H 'content-type: application/json' \\
+  -d '{{"model":"{model}","temperature":0,"messages":[{{"role":"user","content":"What is Baton?"}}]}}'
+
+from openai import OpenAI
+client = OpenAI(base_url="{url}/v1", api_key="none")
+answer = client.chat.completions.create(
+    model="{model}", temperature=0, messages=[{{"role": "user", "content": "What is Baton?"}}])
+print(answer.choices[0].message.content)
+"""
+
+
+async def _serve(cluster: Cluster, api_key: str | None) -> int:
+    from baton.server.smoke import run_smoke, served_model
+
+    await cluster.start()
+    model = await served_model(cluster.url, api_key)
+    if not cluster.plan.up.smoke:
+        print(greeting(cluster.url, model), flush=True)
+        await cluster.watch()
+        return 0
+    watch = asyncio.ensure_future(cluster.watch())
+    try:
+        return 0 if await run_smoke(cluster.url, model, api_key) else 1
+    finally:
+        watch.cancel()
+        await asyncio.gather(watch, return_exceptions=True)
+
+
+async def _run(plan: Plan) -> int:
+    started = time.monotonic()
+    log_dir = Path(plan.up.log_dir or tempfile.mkdtemp(prefix="baton-up-"))
+    log_dir.mkdir(parents=True, exist_ok=True)
+
+    def say(text: str) -> None:
+        print(text if text.startswith(" ") else f"{time.monotonic() - started:6.1f} s  {text}", flush=True)
+
+    shape = " + ".join(f"{n} {role}" for role, n in plan.counts.items() if n)
+    print(f"starting router + {shape}; logs in {log_dir}", flush=True)
+    cluster = Cluster(plan, log_dir, say)
+    loop = asyncio.get_running_loop()
+    told = asyncio.Event()
+
+    def on_signal() -> None:
+        if told.is_set():
+            cluster.kill()  # asked twice: no more patience
+        told.set()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, on_signal)
+    serving = asyncio.ensure_future(_serve(cluster, plan.engine.get("api_key") or os.environ.get("BATON_API_KEY")))
+    stopping = asyncio.ensure_future(told.wait())
+    try:
+        await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        if told.is_set():
+            print("stopping; once more to kill", flush=True)
+            return 0
+        return serving.result()
+    except ChildFailed as err:
+        print(f"baton up: {err}", file=sys.stderr, flush=True)
+        return 1
+    finally:
+        for task in (serving, stopping):
+            task.cancel()
+        await asyncio.gather(serving, stopping, return_exceptions=True)
+        await cluster.stop()
+        say("stopped")
+
+
+def main(argv: Sequence[str]) -> int:
+    return asyncio.run(_run(parse(argv)))

@@ -1,0 +1,140 @@
+"""The command line: what exists, what is refused, and how `up` turns flags into a cluster."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from baton import cli
+from baton.server import up
+from baton.server.supervise import ChildFailed
+
+
+def test_help_lists_exactly_the_commands_there_are(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--help"]) == 0
+    shown = capsys.readouterr().out
+    for name in cli.COMMANDS:
+        assert f"\n  {name} " in shown
+    assert cli.main([]) == 2
+
+
+def test_unknown_command_names_the_known_ones(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["fly"]) == 2
+    assert "no command 'fly'; there are up, router" in capsys.readouterr().err
+
+
+def test_version_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("baton ")
+
+
+def test_help_imports_nothing_heavy() -> None:
+    script = "import sys; from baton import cli; cli.main(['--help']); print(sorted(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    loaded = done.stdout.splitlines()[-1]
+    for heavy in ("'torch'", "'aiohttp'", "'asyncio'", "'zmq'", "'baton._native'"):
+        assert heavy not in loaded
+
+
+def test_defaults_are_one_pair() -> None:
+    plan = up.parse([])
+    assert plan.counts == {"prefill": 1, "decode": 1, "worker": 0}
+    assert plan.engine == {}
+
+
+def test_workers_replace_the_pair() -> None:
+    assert up.parse(["--workers", "2"]).counts == {"prefill": 0, "decode": 0, "worker": 2}
+    assert up.parse(["--prefill", "0", "--decode", "0", "--workers", "1"]).ranks == 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "complaint"),
+    [
+        (["--prefill", "2", "--decode", "0"], "a request needs one of each"),
+        (["--workers", "1", "--prefill", "1", "--decode", "1"], "give workers, or both"),
+        (["--prefill", "-1"], "none may be negative"),
+        (["--disaggregation-mode", "prefill"], "unrecognized arguments"),
+        (["--pre", "2"], "unrecognized arguments"),
+    ],
+)
+def test_impossible_clusters_are_refused(flags: list[str], complaint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        up.parse(flags)
+    assert stop.value.code == 2
+    assert complaint in capsys.readouterr().err
+
+
+def test_engine_flags_reach_every_engine_and_secrets_stay_off_command_lines(tmp_path: Path) -> None:
+    flags = ["--page-size", "8", "--disable-radix-cache", "--dp-size", "2", "--transport", "tcp"]
+    flags += ["--cluster-key", "s3cret", "--decode-args", "--log-level debug --cpu-threads 3", "--policy", "random"]
+    plan = up.parse(flags)
+    cluster = up.Cluster(plan, tmp_path, print)
+    prefill, decode = (node.argv() for node in cluster.nodes)
+    for argv in (prefill, decode):
+        joined = " ".join(argv)
+        assert "--page-size 8 " in joined
+        assert "--disable-radix-cache" in argv
+        assert "--disaggregation-transfer-backend tcp" in joined
+        assert "s3cret" not in joined
+    assert " ".join(decode).endswith("--log-level debug --cpu-threads 3")
+    assert "--log-level" not in prefill
+    assert "--disaggregation-bootstrap-port" in prefill
+    assert "--disaggregation-bootstrap-port" not in decode
+    router = cluster._router_argv()
+    assert "--dp-aware" in router
+    assert router[-2:] == ["--policy", "random"]
+
+
+def test_cores_are_divided_between_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def threads(cores: int, *flags: str) -> list[str]:
+        monkeypatch.setattr(up, "_cores", lambda: cores)
+        argv = up.Cluster(up.parse(flags), tmp_path, print).nodes[0].argv()
+        return [argv[i + 1] for i, arg in enumerate(argv) if arg == "--cpu-threads"]
+
+    assert threads(2) == ["1"]
+    assert threads(2, "--workers", "1") == ["2"]
+    assert threads(16, "--prefill", "2", "--decode", "2", "--dp-size", "2") == ["2"]
+    assert threads(2, "--cpu-threads", "5") == ["5"]
+
+
+def test_taken_port_is_refused_when_asked_for_and_skipped_when_not() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        with pytest.raises(ChildFailed, match="is taken"):
+            up.choose_port("127.0.0.1", taken.getsockname()[1])
+    port, note = up.choose_port("127.0.0.1", None)
+    assert 8000 <= port < 8000 + up.PORTS_TRIED
+    assert (note is None) == (port == 8000)
+    assert up.choose_port("127.0.0.1", 0)[0] > 0
+
+
+def test_state_file_has_exactly_the_agreed_fields(tmp_path: Path) -> None:
+    path = tmp_path / "state.json"
+    cluster = up.Cluster(up.parse(["--state-file", str(path)]), tmp_path, print)
+    cluster.port = 8123
+    cluster.nodes[0].port, cluster.nodes[0].bootstrap_port = 30000, 8998
+    cluster.write_state()
+    state = json.loads(path.read_text())
+    assert state["router"] == {"pid": 0, "url": "http://127.0.0.1:8123"}
+    assert state["nodes"][0] == {
+        "role": "prefill", "pid": 0, "url": "http://127.0.0.1:30000", "bootstrap_port": 8998, "restarts": 0,
+    }  # fmt: skip
+    assert state["nodes"][1]["bootstrap_port"] is None
+    assert os.listdir(tmp_path) == ["state.json"]
+
+
+def test_failing_first_start_ends_up_with_the_end_of_the_log(tmp_path: Path) -> None:
+    """A whole `baton up` whose nodes cannot start: exit code 1, the reason on stderr, no process left."""
+    command = [sys.executable, "-m", "baton.cli", "up", "--port", "0", "--log-dir", str(tmp_path)]
+    command += ["--model-path", str(tmp_path / "no-such-model")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1
+    assert "before it was ready" in done.stderr
+    assert "no-such-model" in done.stderr

@@ -1,0 +1,163 @@
+"""Children of `baton up`: readiness, restarts, and that none is left behind. The children are small Python scripts."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from baton.server.supervise import Backoff, Child, ChildFailed, describe_exit
+
+READY_THEN_SLEEP = "print('hello'); print('READY {\"port\": 7}', flush=True); import time; time.sleep(60)"
+IGNORES_SIGTERM = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); " + READY_THEN_SLEEP
+HAS_A_CHILD = (
+    "import subprocess, sys; p = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)']);"
+    "print('READY {\"pid\": %d}' % p.pid, flush=True); p.wait()"
+)
+
+
+def run(work: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(work, 30))
+
+
+def child(tmp_path: Path, script: str) -> Child:
+    return Child("node 0", lambda: [sys.executable, "-c", script], tmp_path / "node.log", os.environ)
+
+
+def gone(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def wait_gone(pid: int) -> bool:
+    try:
+        psutil.Process(pid).wait(timeout=10)
+    except psutil.NoSuchProcess:
+        return True
+    except psutil.TimeoutExpired:
+        return gone(pid)
+    return True
+
+
+def test_backoff_doubles_to_the_limit_and_forgives_a_long_life() -> None:
+    backoff = Backoff()
+    assert [backoff.pause(1.0) for _ in range(8)] == [0.5, 1, 2, 4, 8, 16, 30, 30]
+    assert backoff.pause(60.0) == 0.5
+    assert backoff.pause(0.0) == 1.0
+
+
+def test_exits_are_described() -> None:
+    assert describe_exit(3) == "exited with code 3"
+    assert describe_exit(-9) == "was killed by SIGKILL"
+
+
+def test_ready_line_is_read_and_all_output_logged(tmp_path: Path) -> None:
+    async def work() -> None:
+        node = child(tmp_path, READY_THEN_SLEEP)
+        await node.start()
+        assert await node.until_ready(20) == {"port": 7}
+        assert node.ready_at is not None
+        await node.stop(10)
+        assert "hello" in node.last_lines()
+
+    run(work())
+
+
+def test_child_that_ends_before_it_is_ready_says_so(tmp_path: Path) -> None:
+    async def work() -> None:
+        node = child(tmp_path, "import sys; sys.exit('no such model')")
+        await node.start()
+        with pytest.raises(ChildFailed, match="node 0 exited with code 1 before it was ready"):
+            await node.until_ready(20)
+        assert await node.wait() == 1
+        assert "no such model" in node.last_lines()
+
+    run(work())
+
+
+def test_child_that_is_late_is_not_waited_for(tmp_path: Path) -> None:
+    async def work() -> None:
+        node = child(tmp_path, "import time; time.sleep(60)")
+        await node.start()
+        with pytest.raises(ChildFailed, match="not ready after 0 s"):
+            await node.until_ready(0.05)
+        await node.stop(10)
+
+    run(work())
+
+
+def test_stubborn_child_is_killed_after_the_grace(tmp_path: Path) -> None:
+    async def work() -> None:
+        node = child(tmp_path, IGNORES_SIGTERM)
+        await node.start()
+        await node.until_ready(20)
+        pid = node.pid
+        await node.stop(0.1)
+        assert gone(pid)
+
+    run(work())
+
+
+def test_grandchildren_end_with_the_child(tmp_path: Path) -> None:
+    async def work() -> None:
+        node = child(tmp_path, HAS_A_CHILD)
+        await node.start()
+        grandchild = (await node.until_ready(20))["pid"]
+        os.kill(node.pid, signal.SIGKILL)
+        assert await node.wait() == -signal.SIGKILL
+        assert wait_gone(grandchild)
+
+    run(work())
+
+
+def test_restarted_child_announces_itself_again(tmp_path: Path) -> None:
+    async def work() -> None:
+        node = child(tmp_path, READY_THEN_SLEEP)
+        pids = set()
+        for _ in range(2):
+            await node.start()
+            await node.until_ready(20)
+            pids.add(node.pid)
+            node.kill()
+            assert await node.wait() == -signal.SIGKILL
+        assert len(pids) == 2
+
+    run(work())
+
+
+SUPERVISOR = f"""
+import asyncio, os, sys
+from pathlib import Path
+from baton.server.supervise import Child
+
+async def work():
+    node = Child("node", lambda: [sys.executable, "-c", {READY_THEN_SLEEP!r}], Path(sys.argv[1]), os.environ)
+    await node.start()
+    await node.until_ready(20)
+    print(node.pid, flush=True)
+    await node.wait()
+
+asyncio.run(work())
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG is Linux's")
+def test_children_end_when_their_supervisor_is_killed(tmp_path: Path) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", SUPERVISOR, str(tmp_path / "log")], stdout=subprocess.PIPE, text=True
+    ) as supervisor:
+        assert supervisor.stdout is not None
+        pid = int(supervisor.stdout.readline())
+        assert not gone(pid)
+        supervisor.kill()
+        assert wait_gone(pid)
