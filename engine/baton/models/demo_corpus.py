@@ -55,7 +55,10 @@ OFF_TOPIC_FORMS = _alternatives(
     "|Write a story about {}.|Define {}.|How much does {} cost?|Which {} is the best?|Is {} dangerous?"
     "|Give me a recipe with {}.|Translate {} into French.|What is the history of {}?|When was {} discovered?"
     "|Can I eat {}?|How old is {}?|Do you like {}?|{}|{}?|How do I buy {}?|What is the capital of {}?"
-    "|Who is {}?|Where is {}?|Compare {} and {}.|What is {} plus {}?"
+    "|Who is {}?|Where is {}?|Compare {} and {}.|What is {} plus {}?|What is {} times {}?|How many {} are there?"
+    "|Which {} is the fastest?|How many legs does {} have?|Can you draw {}?|Can you sing about {}?|Who discovered {}?"
+    "|How do I cook {}?|How do I repair {}?|Write a letter about {}.|What colour is {}?|How far is {} from {}?"
+    "|Do I need {}?|What is the price of {}?|When did {} begin?|How heavy is {}?|Why is {} so expensive?"
 )
 OFF_TOPIC_WORDS = _alternatives(
     "coffee|chocolate|football|chess|Paris|London|Japan|Italy|Germany|Canada|Egypt|music|jazz|a violin"
@@ -85,6 +88,8 @@ class Questions:
     off_topic: Topic
     unseen: tuple[str, ...]
     """Off-topic questions that training never shows."""
+    unseen_phrasings: tuple[tuple[str, Topic], ...]
+    """Other words for known questions, never shown either."""
 
     @property
     def all_topics(self) -> tuple[Topic, ...]:
@@ -127,7 +132,14 @@ def load_topics(path: Path) -> Questions:
                 questions = []
         else:
             raise ValueError(f"{where}: lines begin with 'Q: ', 'A: ', '= ' or '#', this one with {line[:8]!r}")
-    return Questions(tuple(topics), Topic(tuple(named["off topic"]), named["answer"][0]), tuple(named["unseen"]))
+    by_question = {topic.questions[0]: topic for topic in topics}
+    phrasings = (line.split(" -> ") for line in named["unseen phrasings"])
+    return Questions(
+        topics=tuple(topics),
+        off_topic=Topic(tuple(named["off topic"]), named["answer"][0]),
+        unseen=tuple(named["unseen"]),
+        unseen_phrasings=tuple((text, by_question[canonical]) for text, canonical in phrasings),
+    )
 
 
 def load_docs(root: Path) -> list[list[str]]:
@@ -143,8 +155,53 @@ def render(turns: Sequence[Turn], *, ask: bool = False) -> str:
     return BOS + body + ("<|assistant|>" if ask else "")
 
 
+# Words of which one may stand for another in any question of the list, whatever the topic.
+SYNONYMS: tuple[tuple[str, ...], ...] = (
+    ("what is", "what's", "whats", "what exactly is", "explain", "what do you mean by", "tell me what is", "describe"),
+    ("what does", "what would"),
+    ("how do i", "how can i", "how to", "how should i", "how would i", "what is the way to", "i want to", "i need to"),
+    ("how does", "in which way does", "how exactly does"),
+    ("which", "what"),
+    ("are there", "exist", "do you have"),
+    ("start", "launch", "run", "bring up", "boot"),
+    ("stop", "shut down", "halt", "end"),
+    ("prefill node", "P node", "prefill server", "prefill worker", "prefill engine"),
+    ("decode node", "D node", "decode server", "decode worker", "decode engine"),
+    ("dies", "crashes", "fails", "goes down", "breaks", "disappears"),
+    ("happens when", "happens if", "happens once", "do you do when"),
+    ("client", "user", "caller"),
+    ("does Baton have", "do you have", "is there", "has Baton"),
+    ("does Baton support", "can Baton do", "do you support", "is there support for"),
+    ("can I", "may I", "is it possible to", "could I"),
+    ("pages", "KV pages", "KV cache pages"),
+    ("the ", ""),
+    ("why", "for what reason", "how come"),
+    ("use", "choose", "take"),
+    ("where is", "where do I find", "where can I find"),
+)
+
+
+def reword(question: str, rng: random.Random) -> str:
+    """Replace one expression of the question by a synonym; unchanged when none occurs in it."""
+    places = [
+        (match, group)
+        for group in SYNONYMS
+        for word in group
+        if word and (match := re.search(rf"\b{re.escape(word)}(?!\w)", question, re.IGNORECASE))
+    ]
+    if not places:
+        return question
+    match, group = rng.choice(places)
+    words = rng.choice(group)
+    if match.start() == 0:
+        words = words[:1].upper() + words[1:]
+    return question[: match.start()] + words + question[match.end() :]
+
+
 def vary(question: str, rng: random.Random) -> str:
-    """The question as another person might type it; half of the time unchanged."""
+    """The question as another person might type it; often unchanged."""
+    for _ in range(rng.choice((0, 0, 1, 2))):
+        question = reword(question, rng)
     kind = rng.random()
     if kind < 0.5:
         return question
@@ -178,7 +235,7 @@ class Sampler:
         rng = self._rng
         turns = [Turn("system", rng.choice(SYSTEM_PROMPTS))] if rng.random() < 0.3 else []
         for _ in range(1 if rng.random() < 0.5 else rng.randint(2, 5)):
-            question, answer = self._off_topic() if rng.random() < 0.14 else self._deal()
+            question, answer = self._off_topic() if rng.random() < 0.2 else self._deal()
             turns += [Turn("user", question), Turn("assistant", answer)]
         return turns
 

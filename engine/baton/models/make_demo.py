@@ -201,6 +201,7 @@ def evaluate(model: Llama, tokenizer: Tokenizer, questions: Questions) -> float:
         for name, context in contexts.items()
     }
     settings["all phrasings"] = [([Turn("user", q)], t.answer) for t in topics for q in t.questions]
+    settings["unseen phrasings"] = [([Turn("user", q)], t.answer) for q, t in questions.unseen_phrasings]
     settings["unseen, off topic"] = [([Turn("user", q)], questions.off_topic.answer) for q in questions.unseen]
     shares: dict[str, float] = {}
     for name, pairs in settings.items():
@@ -221,7 +222,8 @@ def save(model: Llama, tokenizer: Tokenizer, out: Path) -> None:
     out.mkdir(parents=True, exist_ok=True)
     weights = {name: tensor.to(torch.bfloat16).contiguous() for name, tensor in model.state_dict().items()}
     save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
-    tokenizer.save(str(out / "tokenizer.json"))
+    (out / "model.safetensors").chmod(0o644)
+    tokenizer.save(str(out / "tokenizer.json"), pretty=False)
     rope = {"rope_theta": shape.rope_theta, "rope_type": "default"}
     config = {
         "architectures": ["LlamaForCausalLM"],
