@@ -104,6 +104,10 @@ class RankProcess:
         self._pull = pull
         self._push = push
         self._stop = False
+        # A handler alone does not end a wait: Python resumes poll() after it. The byte in this pipe does.
+        woken, wake = os.pipe()
+        os.set_blocking(wake, False)
+        signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
         signal.signal(signal.SIGTERM, self._on_sigterm)
         loaded = runtime.load(config, str(model_dir.resolve(config.model_path)))
         self._info = loaded.info
@@ -114,6 +118,7 @@ class RankProcess:
         self.engine = loaded.engine(relay)
         self._poller = zmq.Poller()
         self._poller.register(pull, zmq.POLLIN)
+        self._poller.register(woken, zmq.POLLIN)
         if self._node is not None:
             self._poller.register(self._node.event_fd, zmq.POLLIN)
         self._next_stats = 0.0
