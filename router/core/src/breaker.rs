@@ -201,3 +201,200 @@ impl CircuitBreaker {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::BreakerState::{Closed, HalfOpen, Open};
+    use super::Outcome::{Failure, Success, Unknown};
+    use super::*;
+
+    fn small() -> CircuitBreaker {
+        let config = BreakerConfig {
+            failure_threshold: 3,
+            success_threshold: 2,
+            timeout_ms: 100,
+            window_ms: 1_000,
+        };
+        CircuitBreaker::new(config)
+    }
+
+    /// One finished request at each time; returns the state after each.
+    fn run(breaker: &mut CircuitBreaker, requests: &[(u64, Outcome)]) -> Vec<BreakerState> {
+        let mut after = Vec::new();
+        for &(now_ms, outcome) in requests {
+            breaker.on_sent(now_ms);
+            let before = breaker.state(now_ms);
+            let change = breaker.on_result(outcome, now_ms);
+            after.push(breaker.state(now_ms));
+            assert_eq!(
+                change,
+                (before != breaker.state(now_ms)).then(|| breaker.state(now_ms))
+            );
+        }
+        after
+    }
+
+    #[test]
+    fn transitions() {
+        let cases: [(&str, &[(u64, Outcome)], &[BreakerState]); 9] = [
+            (
+                "opens at the threshold",
+                &[(1, Failure), (2, Failure), (3, Failure)],
+                &[Closed, Closed, Open],
+            ),
+            (
+                "a success in between starts over",
+                &[
+                    (1, Failure),
+                    (2, Failure),
+                    (3, Success),
+                    (4, Failure),
+                    (5, Failure),
+                ],
+                &[Closed; 5],
+            ),
+            (
+                "an unknown end neither counts nor starts over",
+                &[
+                    (1, Failure),
+                    (2, Unknown),
+                    (3, Failure),
+                    (4, Unknown),
+                    (5, Failure),
+                ],
+                &[Closed, Closed, Closed, Closed, Open],
+            ),
+            (
+                "failures older than the window do not count",
+                &[
+                    (1, Failure),
+                    (1_000, Failure),
+                    (1_002, Failure),
+                    (1_003, Failure),
+                ],
+                &[Closed, Closed, Closed, Open],
+            ),
+            (
+                "while open results change nothing",
+                &[
+                    (1, Failure),
+                    (1, Failure),
+                    (1, Failure),
+                    (50, Success),
+                    (99, Failure),
+                    (100, Success),
+                ],
+                &[Closed, Closed, Open, Open, Open, Open],
+            ),
+            (
+                "successes after the timeout close it",
+                &[
+                    (1, Failure),
+                    (1, Failure),
+                    (1, Failure),
+                    (101, Success),
+                    (102, Success),
+                ],
+                &[Closed, Closed, Open, HalfOpen, Closed],
+            ),
+            (
+                "a failure after the timeout opens it again, for a whole timeout",
+                &[
+                    (1, Failure),
+                    (1, Failure),
+                    (1, Failure),
+                    (101, Success),
+                    (102, Failure),
+                    (201, Success),
+                ],
+                &[Closed, Closed, Open, HalfOpen, Open, Open],
+            ),
+            (
+                "an unknown end leaves it half open",
+                &[
+                    (1, Failure),
+                    (1, Failure),
+                    (1, Failure),
+                    (101, Unknown),
+                    (102, Success),
+                    (103, Success),
+                ],
+                &[Closed, Closed, Open, HalfOpen, HalfOpen, Closed],
+            ),
+            (
+                "closed again it counts from zero",
+                &[
+                    (1, Failure),
+                    (1, Failure),
+                    (1, Failure),
+                    (101, Success),
+                    (102, Success),
+                    (103, Failure),
+                    (104, Failure),
+                ],
+                &[Closed, Closed, Open, HalfOpen, Closed, Closed, Closed],
+            ),
+        ];
+        for (name, requests, expected) in cases {
+            assert_eq!(run(&mut small(), requests), expected, "{name}");
+        }
+    }
+
+    #[test]
+    fn defaults_open_at_ten_failures_and_close_after_sixty_seconds_with_three_successes() {
+        let mut breaker = CircuitBreaker::new(BreakerConfig::default());
+        let states = run(&mut breaker, &[(0, Failure); 10]);
+        assert_eq!(states.iter().filter(|&&state| state == Open).count(), 1);
+        assert_eq!(
+            [59_999, 60_000].map(|now_ms| breaker.state(now_ms)),
+            [Open, HalfOpen]
+        );
+        assert_eq!(
+            run(&mut breaker, &[(60_000, Success); 3]),
+            [HalfOpen, HalfOpen, Closed]
+        );
+    }
+
+    #[test]
+    fn half_open_lets_few_through_at_a_time() {
+        let mut breaker = small();
+        run(&mut breaker, &[(1, Failure); 3]);
+        assert_eq!(
+            [1, 100, 101].map(|now_ms| breaker.allows(now_ms)),
+            [false, false, true]
+        );
+        breaker.on_sent(101);
+        assert!(breaker.allows(101));
+        breaker.on_sent(102);
+        assert!(!breaker.allows(102), "two trials are in flight");
+        breaker.on_result(Unknown, 110);
+        assert!(breaker.allows(110), "one ended");
+    }
+
+    #[test]
+    fn trial_that_never_reports_does_not_bar_the_worker_for_ever() {
+        let mut breaker = small();
+        run(&mut breaker, &[(1, Failure); 3]);
+        breaker.on_sent(101);
+        breaker.on_sent(101);
+        assert_eq!(
+            [101, 200, 201].map(|now_ms| breaker.allows(now_ms)),
+            [false, false, true]
+        );
+    }
+
+    #[test]
+    fn thresholds_of_zero_act_like_one() {
+        let config = BreakerConfig {
+            failure_threshold: 0,
+            success_threshold: 0,
+            timeout_ms: 10,
+            window_ms: 0,
+        };
+        let mut breaker = CircuitBreaker::new(config);
+        assert_eq!(
+            run(&mut breaker, &[(1, Failure), (11, Success)]),
+            [Open, Closed]
+        );
+    }
+}

@@ -72,3 +72,49 @@ impl HealthCounter {
         })
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Probes as a string, + good and - bad; the answer has H or U where the verdict turned.
+    fn run(is_healthy: bool, probes: &str) -> String {
+        let mut counter = HealthCounter::new(HealthConfig::default(), is_healthy);
+        let verdict = |probe: char| match counter.record(probe == '+') {
+            Some(HealthChange::BecameHealthy) => 'H',
+            Some(HealthChange::BecameUnhealthy) => 'U',
+            None => '.',
+        };
+        probes.chars().map(verdict).collect()
+    }
+
+    #[test]
+    fn probes_in_a_row_turn_the_verdict() {
+        let cases = [
+            (true, "---", "..U"),
+            (true, "--+--+", "......"),
+            (true, "----", "..U."),
+            (true, "---+-++", "..U...H"),
+            (false, "++", ".H"),
+            (false, "+-+-++", ".....H"),
+            (false, "++---++", ".H..U.H"),
+        ];
+        for (is_healthy, probes, expected) in cases {
+            assert_eq!(run(is_healthy, probes), expected, "{is_healthy} {probes}");
+        }
+    }
+
+    #[test]
+    fn threshold_of_one_or_zero_turns_at_once() {
+        for threshold in [0, 1] {
+            let config = HealthConfig {
+                failure_threshold: threshold,
+                success_threshold: threshold,
+            };
+            let mut counter = HealthCounter::new(config, true);
+            assert_eq!(counter.record(false), Some(HealthChange::BecameUnhealthy));
+            assert!(!counter.is_healthy());
+            assert_eq!(counter.record(true), Some(HealthChange::BecameHealthy));
+        }
+    }
+}

@@ -57,3 +57,52 @@ impl RetryConfig {
 pub fn is_retryable_status(status: u16) -> bool {
     matches!(status, 408 | 429 | 500 | 502 | 503 | 504)
 }
+
+#[cfg(test)]
+mod tests {
+    use rand::SeedableRng;
+    use rand::rngs::StdRng;
+
+    use super::*;
+
+    #[test]
+    fn waits_grow_by_half_up_to_the_cap() {
+        let config = RetryConfig {
+            jitter: 0.0,
+            ..RetryConfig::default()
+        };
+        let wait_ms = |attempts| config.backoff_ms(attempts, &mut StdRng::seed_from_u64(1));
+        assert_eq!([1, 2, 3, 4, 5].map(wait_ms), [50, 75, 113, 169, 253]);
+        assert_eq!(
+            [16, 17, 1_000, u32::MAX].map(wait_ms),
+            [21_895, 30_000, 30_000, 30_000]
+        );
+    }
+
+    #[test]
+    fn jitter_spreads_waits_over_its_whole_range_and_no_further() {
+        let (config, mut rng) = (RetryConfig::default(), StdRng::seed_from_u64(1));
+        let waits: Vec<u64> = (0..2_000).map(|_| config.backoff_ms(1, &mut rng)).collect();
+        assert_eq!(
+            (waits.iter().min(), waits.iter().max()),
+            (Some(&40), Some(&60))
+        );
+        let capped = (0..2_000).map(|_| config.backoff_ms(100, &mut rng)).max();
+        assert_eq!(capped, Some(30_000));
+    }
+
+    #[test]
+    fn five_attempts_in_all() {
+        let config = RetryConfig::default();
+        let allowed: Vec<u32> = (0..8).filter(|&done| config.allows_another(done)).collect();
+        assert_eq!(allowed, [0, 1, 2, 3, 4]);
+    }
+
+    #[test]
+    fn retryable_statuses_are_exactly_these() {
+        let retryable: Vec<u16> = (100..600)
+            .filter(|&status| is_retryable_status(status))
+            .collect();
+        assert_eq!(retryable, [408, 429, 500, 502, 503, 504]);
+    }
+}

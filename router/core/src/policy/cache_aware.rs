@@ -20,7 +20,7 @@
 //! Budget: choose + observe < 100 µs at 128 workers and 64 KB of text (`benches/choose.rs`).
 
 use std::str::FromStr;
-use std::sync::{RwLock, RwLockReadGuard, RwLockWriteGuard};
+use std::sync::{PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
 use rand::RngCore;
 use serde::{Deserialize, Serialize};
@@ -170,15 +170,10 @@ impl CacheAware {
     }
 
     fn read(&self) -> RwLockReadGuard<'_, PrefixTree> {
-        match self.tree.read() {
-            Ok(tree) => tree,
-            Err(_) => {
-                drop(self.write()); // starts anew
-                self.tree
-                    .read()
-                    .unwrap_or_else(|poisoned| poisoned.into_inner())
-            }
+        if self.tree.is_poisoned() {
+            drop(self.write()); // starts anew
         }
+        self.tree.read().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// A panic while the tree was written may have left it half changed. It is only a hint about caches, so it starts anew
@@ -245,4 +240,364 @@ fn choose_least_loaded(ready: &[WorkerView], rng: &mut dyn RngCore) -> Option<Ch
         worker: worker.id,
         why: Why::LeastLoaded,
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::VecDeque;
+
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::policy::testing::{chosen, rng, views};
+
+    fn policy_for(workers: u64, params: CacheAwareParams) -> CacheAware {
+        let policy = CacheAware::new(params);
+        (0..workers).for_each(|id| {
+            policy.observe(&Event::WorkerAdded {
+                worker: WorkerId(id),
+            })
+        });
+        policy
+    }
+
+    fn routed(policy: &CacheAware, worker: u64, text: &str) {
+        policy.observe(&Event::Routed {
+            worker: WorkerId(worker),
+            text,
+        });
+    }
+
+    #[test]
+    fn prefix_above_the_threshold_wins_at_it_does_not() {
+        let policy = policy_for(
+            2,
+            CacheAwareParams {
+                cache_threshold: 0.5,
+                ..Default::default()
+            },
+        );
+        routed(&policy, 0, "0123456789");
+        let ready = views(&[3, 0]);
+        let hit = chosen(&policy, "01234567é🦀", &ready, &mut rng(1));
+        assert_eq!(hit.worker, WorkerId(0));
+        assert_eq!(
+            hit.why,
+            Why::PrefixHit {
+                matched_chars: 8,
+                total_chars: 10
+            }
+        );
+        let at_threshold = chosen(&policy, "01234éèéèé", &ready, &mut rng(1));
+        assert_eq!(
+            at_threshold,
+            Choice {
+                worker: WorkerId(1),
+                why: Why::SmallestTree
+            }
+        );
+    }
+
+    #[test]
+    fn least_loaded_of_all_holders_gets_the_hit() {
+        let policy = policy_for(4, CacheAwareParams::default());
+        for worker in [0, 1, 3] {
+            routed(&policy, worker, "shared prompt");
+        }
+        let taken = chosen(
+            &policy,
+            "shared prompt, more",
+            &views(&[5, 2, 0, 4]),
+            &mut rng(1),
+        );
+        assert_eq!(taken.worker, WorkerId(1));
+    }
+
+    #[test]
+    fn longest_prefix_of_a_candidate_counts_when_its_best_holder_is_not_ready() {
+        let policy = policy_for(3, CacheAwareParams::default());
+        routed(&policy, 0, "abcdefgh");
+        routed(&policy, 1, "abcdef__");
+        let ready = [1, 2].map(|id| WorkerView {
+            id: WorkerId(id),
+            load: 0,
+        });
+        let taken = chosen(&policy, "abcdefgh", &ready, &mut rng(1));
+        let why = Why::PrefixHit {
+            matched_chars: 6,
+            total_chars: 8,
+        };
+        assert_eq!(
+            taken,
+            Choice {
+                worker: WorkerId(1),
+                why
+            }
+        );
+    }
+
+    #[test]
+    fn loads_are_unbalanced_only_above_both_thresholds() {
+        let policy = policy_for(2, CacheAwareParams::default());
+        let cases = [
+            (64, 0, false),    // not above 64
+            (65, 0, true),     // 65 > 64 and 65 > 0
+            (200, 130, true),  // 70 > 64 and 200 > 195
+            (195, 130, false), // 65 > 64 but 195 = 1.5 × 130
+            (300, 230, false), // 70 > 64 but 300 < 345
+        ];
+        for (max, min, expected) in cases {
+            assert_eq!(
+                policy.is_unbalanced(&views(&[min, max])),
+                expected,
+                "{max} {min}"
+            );
+        }
+    }
+
+    #[test]
+    fn when_unbalanced_the_least_loaded_is_taken_and_learns_the_text() {
+        let policy = policy_for(2, CacheAwareParams::default());
+        routed(&policy, 0, "hot prompt");
+        let taken = chosen(&policy, "hot prompt", &views(&[65, 0]), &mut rng(1));
+        assert_eq!(
+            taken,
+            Choice {
+                worker: WorkerId(1),
+                why: Why::LeastLoaded
+            }
+        );
+        routed(&policy, 1, "hot prompt");
+        let again = chosen(&policy, "hot prompt", &views(&[60, 0]), &mut rng(1));
+        assert_eq!(again.worker, WorkerId(1));
+    }
+
+    #[test]
+    fn miss_goes_to_the_smallest_tree_or_the_least_load() {
+        for (miss, worker, why) in [
+            (Miss::SmallestTree, 1, Why::SmallestTree),
+            (Miss::LeastLoad, 0, Why::LeastLoaded),
+        ] {
+            let policy = policy_for(
+                2,
+                CacheAwareParams {
+                    miss,
+                    ..Default::default()
+                },
+            );
+            routed(&policy, 0, "a longer text");
+            routed(&policy, 1, "b text");
+            let taken = chosen(&policy, "something new", &views(&[0, 3]), &mut rng(1));
+            assert_eq!(
+                taken,
+                Choice {
+                    worker: WorkerId(worker),
+                    why
+                }
+            );
+            let empty = chosen(&policy, "", &views(&[0, 3]), &mut rng(1));
+            assert_eq!(empty.why, why);
+        }
+    }
+
+    /// `requests` with one system prompt of 4900 characters and their own questions, `concurrency` of them in flight, the
+    /// oldest ending first. Returns how many each of four workers got.
+    fn hot_prompt(params: CacheAwareParams, requests: usize, concurrency: usize) -> [usize; 4] {
+        let policy = policy_for(4, params);
+        let system =
+            "You are a careful assistant of the example company. ".repeat(95)[..4_900].to_owned();
+        let (mut loads, mut counts, mut rng) = ([0usize; 4], [0usize; 4], rng(17));
+        let mut in_flight = VecDeque::new();
+        for i in 0..requests {
+            if in_flight.len() == concurrency {
+                let worker: WorkerId = in_flight.pop_front().expect("concurrency is above zero");
+                loads[worker.0 as usize] -= 1;
+                policy.observe(&Event::Finished { worker, ok: true });
+            }
+            let text = format!("{system}Question {i}: what is {i} times {}?", i * 7);
+            let worker = chosen(&policy, &text, &views(&loads), &mut rng).worker;
+            policy.observe(&Event::Routed {
+                worker,
+                text: &text,
+            });
+            loads[worker.0 as usize] += 1;
+            counts[worker.0 as usize] += 1;
+            in_flight.push_back(worker);
+        }
+        counts
+    }
+
+    /// What this rule does, and the reason there are better ones: sglang-router 0.3.2 with default flags sends 400 of 400
+    /// such requests to one worker at 16 and at 48 in flight, because the absolute threshold of 64 cannot be exceeded.
+    #[test]
+    fn hot_prompt_pins_one_worker() {
+        for (concurrency, miss) in [
+            (16, Miss::SmallestTree),
+            (48, Miss::SmallestTree),
+            (48, Miss::LeastLoad),
+        ] {
+            let mut counts = hot_prompt(
+                CacheAwareParams {
+                    miss,
+                    ..Default::default()
+                },
+                400,
+                concurrency,
+            );
+            counts.sort_unstable();
+            assert_eq!(counts, [0, 0, 0, 400], "{concurrency} in flight");
+        }
+    }
+
+    #[test]
+    fn hot_prompt_spreads_once_more_are_in_flight_than_the_threshold() {
+        let counts = hot_prompt(CacheAwareParams::default(), 400, 128);
+        assert!(counts.iter().all(|&count| count > 0), "{counts:?}");
+        let lower = CacheAwareParams {
+            balance_abs_threshold: 4,
+            ..Default::default()
+        };
+        let counts = hot_prompt(lower, 400, 48);
+        assert!(counts.iter().all(|&count| count > 50), "{counts:?}");
+    }
+
+    proptest! {
+        /// The rule again, naively, over a list of routed texts: the choice is one that rule allows.
+        #[test]
+        fn choice_is_one_the_naive_rule_allows(
+            history in proptest::collection::vec((0u64..4, "[abé]{0,6}"), 0..12),
+            text in "[abé]{0,6}",
+            loads in proptest::collection::vec(0usize..6, 4),
+            miss in proptest::sample::select(Miss::ALL.to_vec()),
+            seed in any::<u64>(),
+        ) {
+            let params = CacheAwareParams {
+                balance_abs_threshold: 3, balance_rel_threshold: 2.0, miss, ..Default::default()
+            };
+            let policy = policy_for(4, params);
+            history.iter().for_each(|(worker, text)| routed(&policy, *worker, text));
+            let choice = chosen(&policy, &text, &views(&loads), &mut rng(seed));
+
+            let common = |other: &str| text.chars().zip(other.chars()).take_while(|(a, b)| a == b).count();
+            let sent_to = |worker: usize| history.iter().filter(move |(id, _)| *id == worker as u64);
+            let matched: Vec<usize> =
+                (0..4).map(|w| sent_to(w).map(|(_, text)| common(text)).max().unwrap_or(0)).collect();
+            let tree_size = |worker: usize| {
+                let prefixes = sent_to(worker)
+                    .flat_map(|(_, text)| text.char_indices().map(|(at, c)| &text[..at + c.len_utf8()]));
+                prefixes.collect::<std::collections::BTreeSet<_>>().len()
+            };
+            let least = |key: &dyn Fn(usize) -> usize, among: Vec<usize>| -> Vec<u64> {
+                let least = among.iter().map(|&w| key(w)).min().unwrap_or(0);
+                among.into_iter().filter(|&w| key(w) == least).map(|w| w as u64).collect()
+            };
+            let (max, min) = (loads.iter().max().unwrap_or(&0), loads.iter().min().unwrap_or(&0));
+            let best = *matched.iter().max().unwrap_or(&0);
+            let by_load = |worker: usize| loads[worker];
+            let allowed = if max - min > 3 && *max > 2 * min {
+                prop_assert_eq!(choice.why, Why::LeastLoaded);
+                least(&by_load, (0..4).collect())
+            } else if best * 10 > 3 * text.chars().count() {
+                let why = Why::PrefixHit { matched_chars: best, total_chars: text.chars().count() };
+                prop_assert_eq!(choice.why, why);
+                least(&by_load, (0..4).filter(|&w| matched[w] == best).collect())
+            } else if miss == Miss::SmallestTree {
+                prop_assert_eq!(choice.why, Why::SmallestTree);
+                least(&tree_size, (0..4).collect())
+            } else {
+                prop_assert_eq!(choice.why, Why::LeastLoaded);
+                least(&by_load, (0..4).collect())
+            };
+            prop_assert!(allowed.contains(&choice.worker.0), "{:?} not in {:?}", choice, allowed);
+        }
+    }
+
+    #[test]
+    fn choosing_changes_nothing() {
+        let policy = policy_for(3, CacheAwareParams::default());
+        routed(&policy, 0, "abc");
+        let before = policy.stats();
+        for seed in 0..20 {
+            chosen(&policy, "abcdef", &views(&[0, 0, 0]), &mut rng(seed));
+        }
+        assert_eq!(policy.stats(), before);
+    }
+
+    #[test]
+    fn late_events_of_a_worker_that_is_gone_leave_nothing() {
+        let policy = policy_for(2, CacheAwareParams::default());
+        routed(&policy, 0, "abc");
+        policy.observe(&Event::WorkerGone {
+            worker: WorkerId(0),
+        });
+        routed(&policy, 0, "abc");
+        let stats = policy.stats();
+        assert_eq!(
+            (stats.nodes, stats.text_bytes, stats.tenants.len()),
+            (0, 0, 1)
+        );
+    }
+
+    #[test]
+    fn threads_leave_a_tree_within_its_limits() {
+        let policy = policy_for(
+            4,
+            CacheAwareParams {
+                max_tree_size: 400,
+                ..Default::default()
+            },
+        );
+        std::thread::scope(|scope| {
+            for thread in 0..4u64 {
+                let policy = &policy;
+                scope.spawn(move || {
+                    let mut rng = rng(thread);
+                    for i in 0..2_000u64 {
+                        let text = format!("common part {} tail {}", i % 7, (i * 31 + thread) % 90);
+                        let worker = chosen(policy, &text, &views(&[1, 1, 1, 1]), &mut rng).worker;
+                        policy.observe(&Event::Routed {
+                            worker,
+                            text: &text,
+                        });
+                    }
+                });
+            }
+        });
+        assert!(
+            policy
+                .stats()
+                .tenants
+                .iter()
+                .all(|tenant| tenant.chars <= 400)
+        );
+        (0..4).for_each(|id| {
+            policy.observe(&Event::WorkerGone {
+                worker: WorkerId(id),
+            })
+        });
+        assert_eq!((policy.stats().nodes, policy.stats().text_bytes), (0, 0));
+    }
+
+    #[test]
+    fn panic_under_the_lock_costs_the_memory_not_the_service() {
+        let policy = policy_for(2, CacheAwareParams::default());
+        routed(&policy, 0, "abc");
+        let panicked = std::thread::scope(|scope| {
+            let thread = scope.spawn(|| {
+                let _tree = policy.tree.write();
+                panic!("on purpose, to poison the lock");
+            });
+            thread.join()
+        });
+        assert!(panicked.is_err() && policy.tree.is_poisoned());
+        assert_eq!(
+            chosen(&policy, "abc", &views(&[0, 0]), &mut rng(1)).why,
+            Why::SmallestTree
+        );
+        routed(&policy, 1, "abc");
+        assert_eq!(
+            chosen(&policy, "abc", &views(&[0, 0]), &mut rng(1)).worker,
+            WorkerId(1)
+        );
+    }
 }

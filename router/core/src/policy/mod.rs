@@ -11,6 +11,8 @@ mod pick;
 mod power_of_two;
 mod random;
 mod round_robin;
+#[cfg(test)]
+mod testing;
 
 use std::fmt;
 use std::str::FromStr;
@@ -145,5 +147,61 @@ pub fn build(kind: PolicyKind, params: &CacheAwareParams) -> Box<dyn Policy> {
         PolicyKind::RoundRobin => Box::new(RoundRobin::default()),
         PolicyKind::PowerOfTwo => Box::new(PowerOfTwo),
         PolicyKind::CacheAware => Box::new(CacheAware::new(params.clone())),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::testing::rng;
+    use super::*;
+
+    #[test]
+    fn names_are_parsed_and_a_wrong_one_is_answered_with_the_list() {
+        for kind in PolicyKind::ALL {
+            assert_eq!(kind.to_string().parse(), Ok(kind));
+            assert_eq!(
+                build(kind, &CacheAwareParams::default()).name(),
+                kind.name()
+            );
+        }
+        for miss in Miss::ALL {
+            assert_eq!(miss.to_string().parse(), Ok(miss));
+        }
+        let error = "cache-aware".parse::<PolicyKind>().expect_err("not a name");
+        assert_eq!(
+            error.to_string(),
+            "unknown policy 'cache-aware'; use one of: random, round_robin, power_of_two, cache_aware"
+        );
+    }
+
+    proptest! {
+        /// Whatever was routed, added or lost before: `None` without candidates, else one of them, and `Only` for one.
+        #[test]
+        fn only_candidates_are_chosen(
+            kind in proptest::sample::select(PolicyKind::ALL.to_vec()),
+            history in proptest::collection::vec((0u64..6, "[ab]{0,6}", any::<bool>()), 0..30),
+            text in "[ab]{0,6}",
+            candidates in proptest::collection::btree_map(0u64..8, 0usize..200, 0..6),
+            seed in any::<u64>(),
+        ) {
+            let policy = build(kind, &CacheAwareParams { max_tree_size: 12, ..CacheAwareParams::default() });
+            (0..5).for_each(|id| policy.observe(&Event::WorkerAdded { worker: WorkerId(id) }));
+            for (id, text, is_gone) in &history {
+                let worker = WorkerId(*id);
+                let event = if *is_gone { Event::WorkerGone { worker } } else { Event::Routed { worker, text } };
+                policy.observe(&event);
+            }
+            let ready: Vec<WorkerView> =
+                candidates.iter().map(|(&id, &load)| WorkerView { id: WorkerId(id), load }).collect();
+            let request = RequestView { text: &text, routing_key: None };
+            let choice = policy.choose(&request, &ready, &mut rng(seed));
+            prop_assert_eq!(choice.is_none(), ready.is_empty());
+            if let Some(choice) = choice {
+                prop_assert!(ready.iter().any(|worker| worker.id == choice.worker));
+                prop_assert_eq!(choice.why == crate::Why::Only, ready.len() == 1);
+            }
+        }
     }
 }

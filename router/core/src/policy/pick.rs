@@ -39,3 +39,30 @@ pub fn least_loaded(
 ) -> Option<WorkerView> {
     min_by_key_random_tie(ready, |worker| worker.load, rng)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::policy::testing::{rng, views};
+
+    #[test]
+    fn ties_are_broken_evenly_and_higher_loads_never_win() {
+        let mut rng = rng(11);
+        let mut counts = [0usize; 5];
+        for _ in 0..3_000 {
+            let ready = views(&[2, 1, 1, 5, 1]);
+            counts[least_loaded(ready, &mut rng).expect("candidates").id.0 as usize] += 1;
+        }
+        assert_eq!((counts[0], counts[3]), (0, 0));
+        // 1000 each, standard deviation 26; six of them.
+        assert!(
+            [1, 2, 4].iter().all(|&at| counts[at].abs_diff(1_000) < 156),
+            "{counts:?}"
+        );
+    }
+
+    #[test]
+    fn nothing_to_pick_from_is_none() {
+        assert_eq!(least_loaded([], &mut rng(1)), None);
+    }
+}

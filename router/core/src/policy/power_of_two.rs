@@ -49,3 +49,50 @@ fn two_distinct(len: usize, rng: &mut dyn RngCore) -> (usize, usize) {
     let other = rng.random_range(0..len - 1);
     (first, if other >= first { other + 1 } else { other })
 }
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeMap;
+
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::policy::testing::{chosen, rng, views};
+
+    proptest! {
+        #[test]
+        fn the_higher_of_the_two_is_never_taken(
+            loads in proptest::collection::vec(0usize..4, 2..7),
+            seed in any::<u64>(),
+        ) {
+            let ready = views(&loads);
+            let (first, second) = two_distinct(ready.len(), &mut rng(seed));
+            prop_assert_ne!(first, second);
+            let taken = chosen(&PowerOfTwo, "", &ready, &mut rng(seed)).worker;
+            let lower = ready[first].load.min(ready[second].load);
+            prop_assert!(taken == ready[first].id || taken == ready[second].id);
+            prop_assert_eq!(ready[taken.0 as usize].load, lower);
+        }
+    }
+
+    #[test]
+    fn every_pair_is_drawn_equally_often() {
+        let mut counts: BTreeMap<(usize, usize), usize> = BTreeMap::new();
+        let mut rng = rng(3);
+        for _ in 0..12_000 {
+            *counts.entry(two_distinct(4, &mut rng)).or_default() += 1;
+        }
+        // 12 ordered pairs, 1000 each, standard deviation 30; six of them.
+        assert_eq!(counts.len(), 12);
+        assert!(
+            counts.values().all(|&n| n.abs_diff(1_000) < 182),
+            "{counts:?}"
+        );
+    }
+
+    #[test]
+    fn a_worker_above_all_others_gets_nothing() {
+        let (ready, mut rng) = (views(&[1, 9, 1, 0]), rng(5));
+        assert!((0..1_000).all(|_| chosen(&PowerOfTwo, "", &ready, &mut rng).worker.0 != 1));
+    }
+}

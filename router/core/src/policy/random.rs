@@ -33,3 +33,23 @@ impl Policy for Random {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::policy::testing::{chosen, rng, views};
+
+    #[test]
+    fn every_candidate_gets_its_share() {
+        let (ready, mut rng) = (views(&[9, 0, 5, 0]), rng(7));
+        let mut counts = [0usize; 4];
+        for _ in 0..4_000 {
+            counts[chosen(&Random, "", &ready, &mut rng).worker.0 as usize] += 1;
+        }
+        // 1000 each, standard deviation 27; six of them.
+        assert!(
+            counts.iter().all(|&n| n.abs_diff(1_000) < 164),
+            "{counts:?}"
+        );
+    }
+}
