@@ -1,7 +1,93 @@
 //! baton-router: HTTP router in front of prefill and decode nodes.
+//!
+//! The life of a request: `http` (routes, key, request id) → `http::generate` (body, `body::Scan`, `admission`) →
+//! `dispatch` (`registry` chooses P and D, `leg`s go out over `upstream`, retries) → `relay` (the answer's body).
+//! `health` keeps the registry true, `record` turns each request into one log line and its metrics.
+//!
+//! What this crate does not do: decide. Policies, breakers, backoff and health verdicts are `router-core`'s.
 
-/// Parse `argv` (program name first), run the router until it is told to stop, return the exit code.
-pub fn run(argv: Vec<String>) -> i32 {
-    let _ = argv;
-    0
+mod admission;
+mod body;
+mod clock;
+mod config;
+mod dispatch;
+mod error;
+mod health;
+mod http;
+mod leg;
+mod metrics;
+mod record;
+mod registry;
+mod relay;
+mod serve;
+mod sse;
+mod upstream;
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use router_core::{RetryConfig, Role};
+use tokio::sync::watch;
+
+pub use config::{ParseStop, RouterConfig, flags_markdown};
+pub use error::{CODES, RouteError};
+pub use metrics::metrics_markdown;
+pub use serve::{Running, run};
+
+/// Everything the request path shares.
+pub struct App {
+    pub(crate) config: RouterConfig,
+    pub(crate) registry: registry::Registry,
+    pub(crate) metrics: Arc<metrics::Metrics>,
+    pub(crate) admission: admission::Admission,
+    pub(crate) retry: RetryConfig,
+    draining: AtomicBool,
+}
+
+impl App {
+    pub(crate) fn new(
+        config: RouterConfig,
+        cut: watch::Receiver<bool>,
+    ) -> prometheus::Result<Self> {
+        Ok(Self {
+            registry: registry::Registry::new(&config, cut),
+            metrics: Arc::new(metrics::Metrics::new()?),
+            admission: admission::Admission::new(&config.limits),
+            retry: config.retry(),
+            draining: AtomicBool::new(false),
+            config,
+        })
+    }
+
+    pub(crate) fn is_pd(&self) -> bool {
+        self.config.workers.pd_disaggregation
+    }
+
+    /// Roles without which nothing can be answered.
+    pub(crate) fn serving_roles(&self) -> &'static [Role] {
+        if self.is_pd() {
+            &[Role::Prefill, Role::Decode]
+        } else {
+            &[Role::Regular]
+        }
+    }
+
+    pub(crate) fn is_draining(&self) -> bool {
+        self.draining.load(Ordering::Relaxed)
+    }
+
+    pub(crate) fn start_draining(&self) {
+        self.draining.store(true, Ordering::Relaxed);
+    }
+
+    /// Register a worker and start probing it.
+    pub(crate) fn register(
+        self: &Arc<Self>,
+        spec: config::WorkerSpec,
+    ) -> Result<Arc<registry::Worker>, RouteError> {
+        let worker = self.registry.add(spec)?;
+        tracing::info!(url = %worker.url(), role = %worker.role(), id = worker.id, "worker registered");
+        health::start(self, &worker);
+        Ok(worker)
+    }
 }

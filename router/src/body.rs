@@ -1,0 +1,477 @@
+//! Request bodies: read once for what routing needs, forwarded byte for byte with fields spliced in.
+//!
+//! ```text
+//! client:  { "model": "m", "bootstrap_room": 7, "temperature": 1e0 , "weird": {…} }
+//! worker:  { "model": "m",                      "temperature": 1e0 , "weird": {…} ,"bootstrap_room":91…}
+//!          └── slice of the client's bytes ───────────────────────────────────────┘└── new bytes ───────┘
+//! ```
+//!
+//! Unknown fields, number formats and whitespace survive, and the prompt is never copied: both legs of a pair share one
+//! buffer. Invariant: what leaves is valid JSON if and only if what came in was.
+
+use std::borrow::Cow;
+use std::ops::Range;
+
+use bytes::Bytes;
+use serde::Deserialize;
+use serde::de::{Deserializer, IgnoredAny, MapAccess, Visitor};
+use serde_json::value::RawValue;
+
+use crate::error::RouteError;
+
+/// Most answers one request may ask for (prompts × n): the rooms of a request are one array.
+const MAX_ITEMS: usize = 4096;
+
+/// The three endpoints that generate. They differ in where the prompt is and in the id they give.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Api {
+    Chat,
+    Completions,
+    Generate,
+}
+
+impl Api {
+    pub fn path(self) -> &'static str {
+        match self {
+            Api::Chat => "/v1/chat/completions",
+            Api::Completions => "/v1/completions",
+            Api::Generate => "/generate",
+        }
+    }
+
+    /// Prefix of request ids the router makes up.
+    pub fn id_prefix(self) -> &'static str {
+        match self {
+            Api::Chat => "chatcmpl-",
+            Api::Completions => "cmpl-",
+            Api::Generate => "gnt-",
+        }
+    }
+}
+
+/// What routing needs to know of a body.
+#[derive(Debug, Clone)]
+pub struct Scan {
+    pub stream: bool,
+    /// `Some(len)`: the request is a batch, PD fields are arrays of this length. `None`: one item, scalars.
+    pub batch: Option<usize>,
+    /// Where the prompt lies in the body: JSON text of messages, prompt or token ids. Two requests with a common prompt
+    /// prefix have a common prefix here, so it serves as routing text without being decoded.
+    prompt: Option<Range<usize>>,
+    /// /generate with `return_logprob`: the prefill leg's input logprobs belong into the answer.
+    pub wants_input_logprobs: bool,
+    /// Spans to leave out when PD fields are spliced in: whole members the client sent under our names.
+    ours: Vec<Range<usize>>,
+    /// Index of the last `}`.
+    close: usize,
+    /// Whether any member is left before `close` once `ours` are out.
+    has_members: bool,
+}
+
+/// Members the router sets in PD mode: a client's are left out.
+const OUR_FIELDS: [&str; 7] = [
+    "bootstrap_host",
+    "bootstrap_port",
+    "bootstrap_room",
+    "data_parallel_rank",
+    "data_parallel_rank_decode",
+    "routed_dp_rank",
+    "disagg_prefill_dp_rank",
+];
+
+impl Scan {
+    /// Read the top level of `body`. Cost: one pass over the bytes, no copy of any value.
+    pub fn of(body: &[u8], api: Api) -> Result<Scan, RouteError> {
+        let mut members = Members::new(body);
+        serde_json::Deserializer::from_slice(body)
+            .deserialize_end(&mut members)
+            .map_err(|err| RouteError::InvalidJson {
+                detail: err.to_string(),
+            })?;
+        members.finish(api)
+    }
+
+    pub fn routing_text<'a>(&self, body: &'a [u8]) -> &'a str {
+        self.prompt
+            .clone()
+            .and_then(|span| std::str::from_utf8(&body[span]).ok())
+            .unwrap_or_default()
+    }
+
+    /// The client's bytes without its own PD fields, then `fields` (`"name":value,…`, no braces), then `}`.
+    pub fn splice(&self, body: &Bytes, fields: &str) -> Parts {
+        let mut parts = Parts::default();
+        let mut from = 0;
+        for span in &self.ours {
+            parts.push(body.slice(from..span.start));
+            from = span.end;
+        }
+        parts.push(body.slice(from..self.close));
+        let mut tail = String::with_capacity(fields.len() + 2);
+        if self.has_members && !fields.is_empty() {
+            tail.push(',');
+        }
+        tail.push_str(fields);
+        tail.push('}');
+        parts.push(Bytes::from(tail));
+        parts
+    }
+}
+
+/// A body in pieces, sent one after the other.
+#[derive(Debug, Clone, Default)]
+pub struct Parts {
+    pieces: Vec<Bytes>,
+    len: u64,
+}
+
+impl Parts {
+    pub fn push(&mut self, piece: Bytes) {
+        if !piece.is_empty() {
+            self.len += piece.len() as u64;
+            self.pieces.push(piece);
+        }
+    }
+
+    pub fn len(&self) -> u64 {
+        self.len
+    }
+
+    pub fn into_pieces(self) -> Vec<Bytes> {
+        self.pieces
+    }
+}
+
+impl From<Bytes> for Parts {
+    fn from(bytes: Bytes) -> Self {
+        let mut parts = Parts::default();
+        parts.push(bytes);
+        parts
+    }
+}
+
+trait DeserializeEnd<'a> {
+    /// Visit the object, then insist that nothing but whitespace follows.
+    fn deserialize_end(self, members: &mut Members<'a>) -> serde_json::Result<()>;
+}
+
+impl<'a> DeserializeEnd<'a> for serde_json::Deserializer<serde_json::de::SliceRead<'a>> {
+    fn deserialize_end(mut self, members: &mut Members<'a>) -> serde_json::Result<()> {
+        self.deserialize_map(members)?;
+        self.end()
+    }
+}
+
+/// Visitor over the top-level members. Of duplicate names the last one counts, as in most JSON readers.
+struct Members<'a> {
+    body: &'a [u8],
+    count: usize,
+    ours: Vec<Range<usize>>,
+    /// End of the member before the present one, or just behind `{`.
+    last_end: usize,
+    stream: Option<&'a RawValue>,
+    n: Option<&'a RawValue>,
+    messages: Option<&'a RawValue>,
+    prompt: Option<&'a RawValue>,
+    text: Option<&'a RawValue>,
+    input_ids: Option<&'a RawValue>,
+    sampling_params: Option<&'a RawValue>,
+    return_logprob: Option<&'a RawValue>,
+}
+
+#[derive(Deserialize)]
+struct Key<'a>(#[serde(borrow)] Cow<'a, str>);
+
+impl<'a> Members<'a> {
+    fn new(body: &'a [u8]) -> Self {
+        Self {
+            body,
+            count: 0,
+            ours: Vec::new(),
+            last_end: body.iter().position(|b| *b == b'{').map_or(0, |at| at + 1),
+            stream: None,
+            n: None,
+            messages: None,
+            prompt: None,
+            text: None,
+            input_ids: None,
+            sampling_params: None,
+            return_logprob: None,
+        }
+    }
+
+    /// Where `value` lies in the body.
+    fn span(&self, value: &RawValue) -> Range<usize> {
+        let start = value.get().as_ptr() as usize - self.body.as_ptr() as usize;
+        start..start + value.get().len()
+    }
+
+    fn member(&mut self, name: &str, value: &'a RawValue) {
+        let end = self.span(value).end;
+        if OUR_FIELDS.contains(&name) {
+            self.ours.push(self.last_end..end);
+        }
+        self.last_end = end;
+        self.count += 1;
+        match name {
+            "stream" => self.stream = Some(value),
+            "n" => self.n = Some(value),
+            "messages" => self.messages = Some(value),
+            "prompt" => self.prompt = Some(value),
+            "text" => self.text = Some(value),
+            "input_ids" => self.input_ids = Some(value),
+            "sampling_params" => self.sampling_params = Some(value),
+            "return_logprob" => self.return_logprob = Some(value),
+            _ => {}
+        }
+    }
+
+    fn finish(mut self, api: Api) -> Result<Scan, RouteError> {
+        let close =
+            self.body
+                .iter()
+                .rposition(|b| *b == b'}')
+                .ok_or_else(|| RouteError::Internal {
+                    detail: "a JSON object without a closing brace".into(),
+                })?;
+        let left = self.count - self.ours.len();
+        self.ours = spans_with_commas(self.body, self.ours);
+        let prompt = match api {
+            Api::Chat => self.messages,
+            Api::Completions => self.prompt,
+            Api::Generate => self.text.or(self.input_ids),
+        };
+        let n = match api {
+            Api::Generate => self.sampling_params.map_or(Ok(1), n_of_sampling_params)?,
+            _ => self.n.map_or(Ok(1), n_of)?,
+        };
+        let prompts = match api {
+            Api::Chat => None,
+            _ => prompt.and_then(batch_len),
+        };
+        let items = prompts.unwrap_or(1).saturating_mul(n);
+        if items > MAX_ITEMS {
+            return Err(RouteError::InvalidValue {
+                param: "n",
+                problem: format!("asks for {items} answers, at most {MAX_ITEMS} are possible"),
+            });
+        }
+        Ok(Scan {
+            stream: self.stream.is_some_and(|v| v.get() == "true"),
+            batch: (prompts.is_some() || n > 1).then_some(items),
+            prompt: prompt.map(|value| self.span(value)),
+            wants_input_logprobs: api == Api::Generate
+                && self.return_logprob.is_some_and(|v| v.get() == "true"),
+            ours: self.ours,
+            close,
+            has_members: left > 0,
+        })
+    }
+}
+
+/// Spans run from the end of the member before (so they begin with its comma). The members at the very beginning have
+/// no comma before them: the one behind goes instead.
+fn spans_with_commas(body: &[u8], mut spans: Vec<Range<usize>>) -> Vec<Range<usize>> {
+    let mut open_end = body.iter().position(|b| *b == b'{').map_or(0, |at| at + 1);
+    for span in &mut spans {
+        if span.start != open_end {
+            break; // a member that stays comes before, and so does a comma
+        }
+        let comma = body[span.end..]
+            .iter()
+            .position(|b| !b.is_ascii_whitespace())
+            .map(|offset| span.end + offset)
+            .filter(|at| body[*at] == b',');
+        open_end = span.end;
+        if let Some(at) = comma {
+            // The next span, if it follows directly, begins at this member's end: let it begin behind the comma.
+            span.end = at + 1;
+        }
+    }
+    // Spans that now overlap by a comma are joined.
+    let mut joined: Vec<Range<usize>> = Vec::with_capacity(spans.len());
+    for span in spans {
+        match joined.last_mut() {
+            Some(last) if span.start <= last.end => last.end = last.end.max(span.end),
+            _ => joined.push(span),
+        }
+    }
+    joined
+}
+
+impl<'a> Visitor<'a> for &mut Members<'a> {
+    type Value = ();
+
+    fn expecting(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("a JSON object")
+    }
+
+    fn visit_map<A: MapAccess<'a>>(self, mut map: A) -> Result<(), A::Error> {
+        while let Some((Key(name), value)) = map.next_entry::<Key<'a>, &'a RawValue>()? {
+            self.member(&name, value);
+        }
+        Ok(())
+    }
+}
+
+/// `n` of an OpenAI request; null is 1. Anything odd is left to the engine's validation.
+fn n_of(value: &RawValue) -> Result<usize, RouteError> {
+    let Ok(n) = serde_json::from_str::<Option<u64>>(value.get()) else {
+        return Ok(1);
+    };
+    Ok(usize::try_from(n.unwrap_or(1)).unwrap_or(usize::MAX).max(1))
+}
+
+#[derive(Deserialize)]
+struct SamplingParams<'a> {
+    #[serde(borrow)]
+    n: Option<&'a RawValue>,
+}
+
+/// `n` inside sampling_params; a list of them (one per prompt) counts as n = 1.
+fn n_of_sampling_params(value: &RawValue) -> Result<usize, RouteError> {
+    match serde_json::from_str::<SamplingParams<'_>>(value.get()) {
+        Ok(SamplingParams { n: Some(n) }) => n_of(n),
+        _ => Ok(1),
+    }
+}
+
+/// How many prompts: `Some` for a list of strings or of token lists, `None` for one string or one token list.
+fn batch_len(prompt: &RawValue) -> Option<usize> {
+    let inside = prompt.get().strip_prefix('[')?.trim_start();
+    if !inside.starts_with(['"', '[']) {
+        return None;
+    }
+    serde_json::from_str::<Vec<IgnoredAny>>(prompt.get())
+        .ok()
+        .map(|items| items.len())
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    fn spliced(body: &str, fields: &str) -> String {
+        let bytes = Bytes::copy_from_slice(body.as_bytes());
+        let scan = Scan::of(&bytes, Api::Chat).unwrap();
+        let parts = scan.splice(&bytes, fields);
+        let len = parts.len();
+        let out: Vec<u8> = parts.into_pieces().concat();
+        assert_eq!(out.len() as u64, len);
+        String::from_utf8(out).unwrap()
+    }
+
+    #[test]
+    fn splice_keeps_every_byte_and_adds_before_the_brace() {
+        assert_eq!(spliced("{}", r#""a":1"#), r#"{"a":1}"#);
+        assert_eq!(spliced(" {\n} \n", r#""a":1"#), " {\n\"a\":1}");
+        assert_eq!(
+            spliced(r#"{"t":1e0 ,"x":{"}":[1.50]} } "#, r#""a":1"#),
+            r#"{"t":1e0 ,"x":{"}":[1.50]} ,"a":1}"#
+        );
+        assert_eq!(spliced(r#"{"t":1}"#, ""), r#"{"t":1}"#);
+    }
+
+    #[test]
+    fn splice_leaves_out_client_fields_wherever_they_stand() {
+        let ours = [
+            r#""bootstrap_room" : 5"#,
+            r#""bootstrap_host":"h""#,
+            r#""bootstrap_\u0070ort":[1,{}]"#,
+        ];
+        // every pattern of kept (k) and ours (o) members up to length 4
+        for len in 1..=4usize {
+            for mask in 0..(1u32 << len) {
+                for (sep, pad) in [(",", ""), (" , ", " ")] {
+                    let members: Vec<String> = (0..len)
+                        .map(|i| {
+                            if mask >> i & 1 == 1 {
+                                ours[i % ours.len()].to_owned()
+                            } else {
+                                format!("\"k{i}\":{i}")
+                            }
+                        })
+                        .collect();
+                    let body = format!("{{{pad}{}{pad}}}", members.join(sep));
+                    let out = spliced(&body, r#""bootstrap_room":9"#);
+                    let value: serde_json::Value = serde_json::from_str(&out)
+                        .unwrap_or_else(|err| panic!("{body} became {out}: {err}"));
+                    let kept = len - mask.count_ones() as usize;
+                    assert_eq!(
+                        value.as_object().unwrap().len(),
+                        kept + 1,
+                        "{body} became {out}"
+                    );
+                    assert_eq!(value["bootstrap_room"], 9);
+                    assert_eq!(out.matches("bootstrap").count(), 1, "{body} became {out}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn duplicate_fields_are_read_last_and_removed_all() {
+        let body = r#"{"stream":true,"bootstrap_room":1,"stream":false,"bootstrap_room":2}"#;
+        assert!(!Scan::of(body.as_bytes(), Api::Chat).unwrap().stream);
+        assert_eq!(
+            spliced(body, r#""bootstrap_room":3"#),
+            r#"{"stream":true,"stream":false,"bootstrap_room":3}"#
+        );
+    }
+
+    #[test]
+    fn batches_are_prompts_times_n() {
+        let batch = |api, body: &str| Scan::of(body.as_bytes(), api).unwrap().batch;
+        assert_eq!(batch(Api::Chat, r#"{"messages":[{},{}]}"#), None);
+        assert_eq!(batch(Api::Chat, r#"{"n":3}"#), Some(3));
+        assert_eq!(batch(Api::Chat, r#"{"n":null}"#), None);
+        assert_eq!(batch(Api::Completions, r#"{"prompt":"a"}"#), None);
+        assert_eq!(batch(Api::Completions, r#"{"prompt":[1,2,3]}"#), None);
+        assert_eq!(batch(Api::Completions, r#"{"prompt":["a"]}"#), Some(1));
+        assert_eq!(
+            batch(Api::Completions, r#"{"prompt":[ [1],[2]],"n":2}"#),
+            Some(4)
+        );
+        assert_eq!(batch(Api::Generate, r#"{"text":["a","b"]}"#), Some(2));
+        assert_eq!(batch(Api::Generate, r#"{"input_ids":[1,2]}"#), None);
+        assert_eq!(
+            batch(Api::Generate, r#"{"text":"a","sampling_params":{"n":2}}"#),
+            Some(2)
+        );
+        let err = Scan::of(br#"{"n":99999999999}"#, Api::Chat).unwrap_err();
+        assert_eq!(err.code(), "invalid_value");
+    }
+
+    #[test]
+    fn routing_text_is_the_raw_prompt() {
+        let body = r#"{"model":"m","messages":[{"role":"user","content":"hé\n"}],"stream":true}"#;
+        let scan = Scan::of(body.as_bytes(), Api::Chat).unwrap();
+        assert!(scan.stream);
+        assert_eq!(
+            scan.routing_text(body.as_bytes()),
+            r#"[{"role":"user","content":"hé\n"}]"#
+        );
+    }
+
+    #[test]
+    fn what_is_not_a_json_object_is_refused() {
+        for body in [
+            "",
+            " ",
+            "[]",
+            "1",
+            "{",
+            "{} x",
+            r#"{"a":tru}"#,
+            r#"{"a":1,}"#,
+            "{\"a\":\"\u{1}\"}",
+        ] {
+            let err = Scan::of(body.as_bytes(), Api::Chat).unwrap_err();
+            assert_eq!(err.code(), "invalid_json", "{body:?}");
+        }
+        assert!(Scan::of(b"{\"a\":\"\xff\"}", Api::Chat).is_err());
+        let deep = format!(r#"{{"a":{}{}}}"#, "[".repeat(300), "]".repeat(300));
+        assert!(Scan::of(deep.as_bytes(), Api::Chat).is_ok());
+    }
+}

@@ -1,0 +1,662 @@
+//! Router configuration: one clap struct; flags, help, defaults and docs/flags.md all come from its fields.
+//!
+//! 1. `parse` refuses known flags of other routers with a sentence, then lets clap read the rest;
+//! 2. `check` finds every mistake between fields and reports them all at once;
+//! 3. the result is frozen. No I/O happens here.
+//!
+//! Every flag can also come from the environment as `BATON_ROUTER_FLAG_<NAME>`. The prefix is odd on purpose: in
+//! Kubernetes a Service called `baton-router` sets `BATON_ROUTER_PORT=tcp://…` in every pod.
+
+mod refused;
+mod worker_url;
+
+use std::time::Duration;
+
+use clap::{Args, CommandFactory, FromArgMatches, Parser};
+use router_core::{BreakerConfig, CacheAwareParams, HealthConfig, PolicyKind, RetryConfig, Role};
+
+pub use refused::REFUSED;
+pub use worker_url::{Bootstrap, WorkerSpec, WorkerUrl};
+
+const ENV_PREFIX: &str = "BATON_ROUTER_FLAG_";
+
+#[derive(Debug, Clone, Parser)]
+#[command(
+    name = "baton-router",
+    version,
+    about = "HTTP router in front of prefill and decode nodes",
+    max_term_width = 120,
+    after_help = "Every flag can be set as BATON_ROUTER_FLAG_<NAME>, e.g. BATON_ROUTER_FLAG_QUEUE_SIZE=200."
+)]
+pub struct RouterConfig {
+    #[command(flatten)]
+    pub listen: Listen,
+    #[command(flatten)]
+    pub workers: Workers,
+    #[command(flatten)]
+    pub routing: Routing,
+    #[command(flatten)]
+    pub limits: Limits,
+    #[command(flatten)]
+    pub retry: Retry,
+    #[command(flatten)]
+    pub breaker: Breaker,
+    #[command(flatten)]
+    pub health: Health,
+    #[command(flatten)]
+    pub observe: Observe,
+}
+
+#[derive(Debug, Clone, Args)]
+#[command(next_help_heading = "Listening")]
+pub struct Listen {
+    /// Address the router listens on
+    #[arg(long, default_value = "0.0.0.0")]
+    pub host: String,
+    /// Port the router listens on; 0 picks a free one, which the log names
+    #[arg(long, default_value_t = 8000)]
+    pub port: u16,
+    /// Require 'Authorization: Bearer KEY' on all but health and metrics paths; also sent to workers by health checks
+    #[arg(long, value_name = "KEY")]
+    pub api_key: Option<String>,
+    /// Origins a browser page may call from; '*' allows all
+    #[arg(long, value_name = "ORIGIN", num_args = 0.., value_delimiter = ',')]
+    pub cors_allowed_origins: Vec<String>,
+    /// Headers a request id is taken from, first match wins [default: x-request-id x-correlation-id x-trace-id
+    /// request-id]
+    #[arg(long, value_name = "HEADER", num_args = 1.., value_delimiter = ',')]
+    pub request_id_headers: Vec<String>,
+    /// On SIGTERM keep accepting this long after /readyz says 503, so that load balancers notice [ms]
+    #[arg(long, default_value_t = 500, value_name = "MS")]
+    pub shutdown_delay_ms: u64,
+    /// On SIGTERM wait this long for running requests [s]
+    #[arg(long, default_value_t = 180, value_name = "SECS")]
+    pub shutdown_grace_period_secs: u64,
+}
+
+#[derive(Debug, Clone, Args)]
+#[command(next_help_heading = "Workers")]
+pub struct Workers {
+    /// Regular workers (prefill and decode in one process)
+    #[arg(long, value_name = "URL", num_args = 0.., value_delimiter = ',')]
+    pub worker_urls: Vec<String>,
+    /// Route every request to a prefill and a decode worker
+    #[arg(long)]
+    pub pd_disaggregation: bool,
+    /// Prefill worker and its bootstrap port (or 'none'; default: what the worker reports); repeatable
+    #[arg(long, value_names = ["URL", "PORT"], num_args = 1..=2)]
+    pub prefill: Vec<String>,
+    /// Decode worker; repeatable
+    #[arg(long, value_name = "URL", num_args = 1..)]
+    pub decode: Vec<String>,
+    /// Treat each data-parallel rank of a worker as a candidate of its own
+    #[arg(long)]
+    pub dp_aware: bool,
+    /// A worker not healthy this long after its registration is reported as an error (and tried on) [s]
+    #[arg(long, default_value_t = 1800, value_name = "SECS")]
+    pub worker_startup_timeout_secs: u64,
+    /// Longest pause between two probes of a starting worker; the first pauses are 0.1 s and grow [s]
+    #[arg(long, default_value_t = 30, value_name = "SECS")]
+    pub worker_startup_check_interval: u64,
+}
+
+#[derive(Debug, Clone, Args)]
+#[command(next_help_heading = "Routing")]
+pub struct Routing {
+    /// How a worker is chosen: random, round_robin, power_of_two, cache_aware
+    #[arg(long, default_value_t = PolicyKind::CacheAware)]
+    pub policy: PolicyKind,
+    /// Policy for prefill workers [default: --policy]
+    #[arg(long)]
+    pub prefill_policy: Option<PolicyKind>,
+    /// Policy for decode workers [default: --policy]
+    #[arg(long)]
+    pub decode_policy: Option<PolicyKind>,
+    /// cache_aware: least matched fraction of the prompt for which affinity wins over spreading
+    #[arg(long, default_value_t = 0.3, value_name = "FRACTION")]
+    pub cache_threshold: f32,
+    /// cache_aware: loads count as unbalanced when max - min exceeds this and the ratio does too [requests]
+    #[arg(long, default_value_t = 64, value_name = "N")]
+    pub balance_abs_threshold: usize,
+    /// cache_aware: loads count as unbalanced when max > this * min and the difference is exceeded too
+    #[arg(long, default_value_t = 1.5, value_name = "RATIO")]
+    pub balance_rel_threshold: f32,
+    /// cache_aware: pause between two evictions [s]
+    #[arg(
+        long,
+        alias = "eviction-interval",
+        default_value_t = 60,
+        value_name = "SECS"
+    )]
+    pub eviction_interval_secs: u64,
+    /// cache_aware: characters remembered per worker
+    #[arg(long, default_value_t = 67_108_864, value_name = "CHARS")]
+    pub max_tree_size: usize,
+}
+
+#[derive(Debug, Clone, Args)]
+#[command(next_help_heading = "Limits")]
+pub struct Limits {
+    /// Longest request body accepted [bytes]
+    #[arg(long, default_value_t = 536_870_912, value_name = "BYTES")]
+    pub max_payload_size: usize,
+    /// A worker silent for this long fails the request [s]
+    #[arg(long, default_value_t = 1800, value_name = "SECS")]
+    pub request_timeout_secs: u64,
+    /// Most generation requests running at once; -1: no limit
+    #[arg(long, default_value_t = -1, value_name = "N", allow_negative_numbers = true)]
+    pub max_concurrent_requests: i64,
+    /// Most requests waiting for one of --max-concurrent-requests; more are answered 429
+    #[arg(long, default_value_t = 100, value_name = "N")]
+    pub queue_size: usize,
+    /// Longest wait in that queue [s]
+    #[arg(long, default_value_t = 60, value_name = "SECS")]
+    pub queue_timeout_secs: u64,
+}
+
+#[derive(Debug, Clone, Args)]
+#[command(next_help_heading = "Retries")]
+pub struct Retry {
+    /// Most attempts per request, the first included
+    #[arg(long, default_value_t = 5, value_name = "N")]
+    pub retry_max_retries: u32,
+    /// Pause before the second attempt [ms]
+    #[arg(long, default_value_t = 50, value_name = "MS")]
+    pub retry_initial_backoff_ms: u64,
+    /// Longest pause [ms]
+    #[arg(long, default_value_t = 30_000, value_name = "MS")]
+    pub retry_max_backoff_ms: u64,
+    /// Each pause is this times the one before
+    #[arg(long, default_value_t = 1.5, value_name = "FACTOR")]
+    pub retry_backoff_multiplier: f64,
+    /// Each pause is varied by up to this fraction
+    #[arg(long, default_value_t = 0.2, value_name = "FRACTION")]
+    pub retry_jitter_factor: f64,
+    /// One attempt per request
+    #[arg(long)]
+    pub disable_retries: bool,
+}
+
+#[derive(Debug, Clone, Args)]
+#[command(next_help_heading = "Circuit breaker")]
+pub struct Breaker {
+    /// Failures in a row that take a worker out
+    #[arg(long, default_value_t = 10, value_name = "N")]
+    pub cb_failure_threshold: u32,
+    /// Successes in a row that take it in again
+    #[arg(long, default_value_t = 3, value_name = "N")]
+    pub cb_success_threshold: u32,
+    /// How long it stays out before it is tried [s]
+    #[arg(long, default_value_t = 60, value_name = "SECS")]
+    pub cb_timeout_duration_secs: u64,
+    /// Failures older than this are forgotten [s]
+    #[arg(long, default_value_t = 120, value_name = "SECS")]
+    pub cb_window_duration_secs: u64,
+    /// Never take a worker out for failed requests
+    #[arg(long)]
+    pub disable_circuit_breaker: bool,
+}
+
+#[derive(Debug, Clone, Args)]
+#[command(next_help_heading = "Health checks")]
+pub struct Health {
+    /// Failed probes in a row that make a worker unhealthy
+    #[arg(long, default_value_t = 3, value_name = "N")]
+    pub health_failure_threshold: u32,
+    /// Good probes in a row that make it healthy again
+    #[arg(long, default_value_t = 2, value_name = "N")]
+    pub health_success_threshold: u32,
+    /// A probe without an answer for this long has failed [s]
+    #[arg(long, default_value_t = 5, value_name = "SECS")]
+    pub health_check_timeout_secs: u64,
+    /// Pause between two probes (SGLang's router: 60; shorter here because a probe is cheap and a dead worker is not) [s]
+    #[arg(long, default_value_t = 5, value_name = "SECS")]
+    pub health_check_interval_secs: u64,
+    /// Path that is probed
+    #[arg(long, default_value = "/health", value_name = "PATH")]
+    pub health_check_endpoint: String,
+    /// Never probe; every registered worker counts as healthy
+    #[arg(long)]
+    pub disable_health_check: bool,
+}
+
+#[derive(Debug, Clone, Args)]
+#[command(next_help_heading = "Logs and metrics")]
+pub struct Observe {
+    /// Least severe log line shown: trace, debug, info, warn, error, or a filter like 'info,baton_router=debug'
+    #[arg(long, default_value = "info", value_name = "LEVEL")]
+    pub log_level: String,
+    /// How log lines look
+    #[arg(long, default_value = "text", value_parser = ["text", "json"])]
+    pub log_format: String,
+    /// Serve /metrics on this port too (it is always on the main port); 0 picks a free one
+    #[arg(long, value_name = "PORT")]
+    pub prometheus_port: Option<u16>,
+    /// Address of that listener [default: --host]
+    #[arg(long, value_name = "HOST")]
+    pub prometheus_host: Option<String>,
+    /// Print docs/metrics.md and exit
+    #[arg(long, hide = true)]
+    pub print_metrics: bool,
+    /// Print docs/flags.md and exit
+    #[arg(long, hide = true)]
+    pub print_flags: bool,
+}
+
+/// Why there is no config.
+#[derive(Debug)]
+pub enum ParseStop {
+    /// --help or --version: text for standard output, exit 0.
+    Help(String),
+    /// Text for standard error, exit 2.
+    Bad(String),
+}
+
+/// Headers searched for a request id when --request-id-headers is absent.
+const REQUEST_ID_HEADERS: [&str; 4] = [
+    "x-request-id",
+    "x-correlation-id",
+    "x-trace-id",
+    "request-id",
+];
+
+impl RouterConfig {
+    /// The clap command, each flag with its environment variable.
+    pub fn command_with_env() -> clap::Command {
+        RouterConfig::command().mut_args(|arg| {
+            let Some(long) = arg.get_long() else {
+                return arg;
+            };
+            let name = if long == "api-key" {
+                "BATON_API_KEY".to_owned() // the engine's name for it
+            } else {
+                format!("{ENV_PREFIX}{}", long.to_uppercase().replace('-', "_"))
+            };
+            // Leaked once per process and flag: clap wants names that live as long as the command.
+            arg.env(&*name.leak()).hide_env(true)
+        })
+    }
+
+    /// Read `argv` (program name first) and the environment.
+    pub fn parse(argv: &[String]) -> Result<RouterConfig, ParseStop> {
+        let mut bad = refused::complaints(argv.get(1..).unwrap_or_default());
+        if !bad.is_empty() {
+            return Err(ParseStop::Bad(bad.join("\n")));
+        }
+        let mut config = RouterConfig::command_with_env()
+            .try_get_matches_from(argv)
+            .and_then(|matches| RouterConfig::from_arg_matches(&matches))
+            .map_err(|err| match err.kind() {
+                clap::error::ErrorKind::DisplayHelp | clap::error::ErrorKind::DisplayVersion => {
+                    ParseStop::Help(err.to_string())
+                }
+                _ => ParseStop::Bad(err.to_string().trim_end().to_owned()),
+            })?;
+        if config.listen.request_id_headers.is_empty() {
+            config.listen.request_id_headers = REQUEST_ID_HEADERS.map(str::to_owned).to_vec();
+        }
+        config.check(&mut bad);
+        if bad.is_empty() {
+            Ok(config)
+        } else {
+            Err(ParseStop::Bad(bad.join("\n")))
+        }
+    }
+
+    /// Every rule between fields and ranges; each message names the flag, the value and what to do.
+    fn check(&self, bad: &mut Vec<String>) {
+        let mut rule = |ok: bool, text: String| {
+            if !ok {
+                bad.push(text);
+            }
+        };
+        let fraction = self.routing.cache_threshold;
+        rule(
+            (0.0..=1.0).contains(&fraction),
+            format!("--cache-threshold {fraction}: give a fraction from 0 to 1"),
+        );
+        let ratio = self.routing.balance_rel_threshold;
+        rule(
+            ratio >= 1.0,
+            format!("--balance-rel-threshold {ratio}: give a ratio of at least 1"),
+        );
+        let factor = self.retry.retry_backoff_multiplier;
+        rule(
+            factor >= 1.0 && factor.is_finite(),
+            format!("--retry-backoff-multiplier {factor}: must be at least 1"),
+        );
+        let jitter = self.retry.retry_jitter_factor;
+        rule(
+            (0.0..=1.0).contains(&jitter),
+            format!("--retry-jitter-factor {jitter}: give a fraction from 0 to 1"),
+        );
+        let most = self.limits.max_concurrent_requests;
+        rule(
+            most == -1 || most >= 1,
+            format!("--max-concurrent-requests {most}: give at least 1, or -1 for no limit"),
+        );
+        for (flag, value) in [
+            (
+                "--retry-max-retries",
+                u64::from(self.retry.retry_max_retries),
+            ),
+            (
+                "--cb-failure-threshold",
+                u64::from(self.breaker.cb_failure_threshold),
+            ),
+            (
+                "--cb-success-threshold",
+                u64::from(self.breaker.cb_success_threshold),
+            ),
+            (
+                "--health-failure-threshold",
+                u64::from(self.health.health_failure_threshold),
+            ),
+            (
+                "--health-success-threshold",
+                u64::from(self.health.health_success_threshold),
+            ),
+            (
+                "--health-check-timeout-secs",
+                self.health.health_check_timeout_secs,
+            ),
+            (
+                "--health-check-interval-secs",
+                self.health.health_check_interval_secs,
+            ),
+            (
+                "--worker-startup-check-interval",
+                self.workers.worker_startup_check_interval,
+            ),
+            (
+                "--eviction-interval-secs",
+                self.routing.eviction_interval_secs,
+            ),
+            ("--request-timeout-secs", self.limits.request_timeout_secs),
+            ("--max-payload-size", self.limits.max_payload_size as u64),
+        ] {
+            rule(value >= 1, format!("{flag} {value}: must be at least 1"));
+        }
+        let path = &self.health.health_check_endpoint;
+        rule(
+            path.starts_with('/'),
+            format!("--health-check-endpoint {path}: give a path that starts with '/'"),
+        );
+        for name in &self.listen.request_id_headers {
+            rule(
+                http::HeaderName::try_from(name.as_str()).is_ok(),
+                format!("--request-id-headers {name}: not a header name"),
+            );
+        }
+        for origin in &self.listen.cors_allowed_origins {
+            rule(
+                http::HeaderValue::try_from(origin.as_str()).is_ok(),
+                format!("--cors-allowed-origins {origin}: not an origin"),
+            );
+        }
+        rule(
+            self.workers.pd_disaggregation
+                || (self.workers.prefill.is_empty() && self.workers.decode.is_empty()),
+            "--prefill and --decode need --pd-disaggregation".to_owned(),
+        );
+        rule(
+            !self.workers.pd_disaggregation || self.workers.worker_urls.is_empty(),
+            "--worker-urls lists regular workers, --pd-disaggregation has none; use --prefill and --decode".to_owned(),
+        );
+        if let Err(problems) = self.worker_specs() {
+            for text in problems {
+                rule(false, text);
+            }
+        }
+    }
+
+    /// The workers named by flags.
+    pub fn worker_specs(&self) -> Result<Vec<WorkerSpec>, Vec<String>> {
+        let mut specs = Vec::new();
+        let mut bad = Vec::new();
+        let mut keep = |made: Result<WorkerSpec, String>| match made {
+            Ok(spec) if specs.iter().any(|s: &WorkerSpec| s.url == spec.url) => {
+                bad.push(format!("worker {} is given twice; give it once", spec.url));
+            }
+            Ok(spec) => specs.push(spec),
+            Err(text) => bad.push(text),
+        };
+        for url in &self.workers.worker_urls {
+            keep(WorkerSpec::new(url, Role::Regular, None));
+        }
+        let mut prefill = self.workers.prefill.iter().peekable();
+        while let Some(url) = prefill.next() {
+            // An occurrence is URL or URL PORT; clap hands over the flat list, and no URL looks like a port.
+            let port = prefill.next_if(|next| worker_url::is_port_or_none(next));
+            keep(WorkerSpec::new(
+                url,
+                Role::Prefill,
+                port.map(String::as_str),
+            ));
+        }
+        for url in &self.workers.decode {
+            keep(WorkerSpec::new(url, Role::Decode, None));
+        }
+        if bad.is_empty() { Ok(specs) } else { Err(bad) }
+    }
+
+    pub fn cache_aware(&self) -> CacheAwareParams {
+        CacheAwareParams {
+            cache_threshold: self.routing.cache_threshold,
+            balance_abs_threshold: self.routing.balance_abs_threshold,
+            balance_rel_threshold: self.routing.balance_rel_threshold,
+            max_tree_size: self.routing.max_tree_size,
+            ..CacheAwareParams::default()
+        }
+    }
+
+    pub fn policy_for(&self, role: Role) -> PolicyKind {
+        match role {
+            Role::Regular => self.routing.policy,
+            Role::Prefill => self.routing.prefill_policy.unwrap_or(self.routing.policy),
+            Role::Decode => self.routing.decode_policy.unwrap_or(self.routing.policy),
+        }
+    }
+
+    pub fn retry(&self) -> RetryConfig {
+        RetryConfig {
+            max_attempts: if self.retry.disable_retries {
+                1
+            } else {
+                self.retry.retry_max_retries
+            },
+            initial_backoff_ms: self.retry.retry_initial_backoff_ms,
+            max_backoff_ms: self.retry.retry_max_backoff_ms,
+            multiplier: self.retry.retry_backoff_multiplier,
+            jitter: self.retry.retry_jitter_factor,
+        }
+    }
+
+    /// `None` when breakers are off.
+    pub fn breaker(&self) -> Option<BreakerConfig> {
+        (!self.breaker.disable_circuit_breaker).then(|| BreakerConfig {
+            failure_threshold: self.breaker.cb_failure_threshold,
+            success_threshold: self.breaker.cb_success_threshold,
+            timeout_ms: self.breaker.cb_timeout_duration_secs * 1000,
+            window_ms: self.breaker.cb_window_duration_secs * 1000,
+        })
+    }
+
+    pub fn health(&self) -> HealthConfig {
+        HealthConfig {
+            failure_threshold: self.health.health_failure_threshold,
+            success_threshold: self.health.health_success_threshold,
+        }
+    }
+
+    pub fn request_timeout(&self) -> Duration {
+        Duration::from_secs(self.limits.request_timeout_secs)
+    }
+}
+
+/// docs/flags.md's router part: every flag by group, then the refused ones.
+pub fn flags_markdown() -> String {
+    let mut out = String::from("## Router flags\n");
+    let command = RouterConfig::command();
+    let mut heading = "";
+    for arg in command.get_arguments().filter(|a| !a.is_hide_set()) {
+        let Some(long) = arg.get_long() else { continue };
+        let group = arg.get_help_heading().unwrap_or("Other");
+        if group != heading {
+            heading = group;
+            out += &format!("\n### {heading}\n\n| flag | default | meaning |\n|---|---|---|\n");
+        }
+        let default: Vec<_> = arg
+            .get_default_values()
+            .iter()
+            .map(|v| v.to_string_lossy().into_owned())
+            .collect();
+        let default = match (default.is_empty(), arg.get_action()) {
+            (false, clap::ArgAction::SetTrue) | (true, _) => String::new(),
+            _ => format!("`{}`", default.join(" ")),
+        };
+        let help = arg.get_help().map(ToString::to_string).unwrap_or_default();
+        let help = help.replace('|', "\\|").replace('\n', " ");
+        out += &format!("| `--{long}` | {default} | {help} |\n");
+    }
+    out += "\n### Refused, with what to do instead\n\n| flag | instead |\n|---|---|\n";
+    for flag in REFUSED {
+        out += &format!("| `--{}` | {} |\n", flag.name, flag.instead);
+    }
+    out
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    /// The flags of SGLang's router launcher 0.3.2.
+    const KNOWN: &str = "host port worker-urls policy prefill-policy decode-policy cache-threshold balance-abs-threshold \
+        balance-rel-threshold bucket-adjust-interval-secs eviction-interval-secs max-tree-size max-idle-secs assignment-mode \
+        max-payload-size dp-aware enable-igw mini-lb pd-disaggregation prefill decode worker-startup-timeout-secs \
+        worker-startup-check-interval log-dir log-level service-discovery selector service-discovery-port \
+        service-discovery-namespace prefill-selector decode-selector prometheus-port prometheus-host \
+        prometheus-duration-buckets request-id-headers request-timeout-secs shutdown-grace-period-secs cors-allowed-origins \
+        max-concurrent-requests queue-size queue-timeout-secs rate-limit-tokens-per-second retry-max-retries \
+        retry-initial-backoff-ms retry-max-backoff-ms retry-backoff-multiplier retry-jitter-factor disable-retries \
+        cb-failure-threshold cb-success-threshold cb-timeout-duration-secs cb-window-duration-secs disable-circuit-breaker \
+        health-failure-threshold health-success-threshold health-check-timeout-secs health-check-interval-secs \
+        health-check-endpoint disable-health-check model-path tokenizer-path chat-template tokenizer-cache-enable-l0 \
+        tokenizer-cache-l0-max-entries tokenizer-cache-enable-l1 tokenizer-cache-l1-max-memory reasoning-parser \
+        tool-call-parser mcp-config-path backend history-backend oracle-wallet-path oracle-tns-alias \
+        oracle-connect-descriptor oracle-username oracle-password oracle-pool-min oracle-pool-max oracle-pool-timeout-secs \
+        postgres-db-url postgres-pool-max redis-url redis-pool-max redis-retention-days client-cert-path client-key-path \
+        ca-cert-paths tls-cert-path tls-key-path enable-trace otlp-traces-endpoint api-key control-plane-api-keys \
+        control-plane-audit-enabled jwt-issuer jwt-audience jwt-jwks-uri jwt-role-mapping";
+
+    fn parse(args: &[&str]) -> Result<RouterConfig, ParseStop> {
+        let argv: Vec<String> = std::iter::once("baton-router")
+            .chain(args.iter().copied())
+            .map(str::to_owned)
+            .collect();
+        RouterConfig::parse(&argv)
+    }
+
+    fn complaint(args: &[&str]) -> String {
+        match parse(args) {
+            Err(ParseStop::Bad(text)) => text,
+            other => panic!("{args:?} should be refused, got {other:?}"),
+        }
+    }
+
+    #[test]
+    fn every_known_flag_is_implemented_or_refused_with_a_sentence() {
+        let names: Vec<&str> = KNOWN.split_whitespace().collect();
+        assert_eq!(names.len(), 98);
+        let command = RouterConfig::command_with_env();
+        for name in names {
+            let implemented = command.get_arguments().any(|a| a.get_long() == Some(name));
+            let refused = REFUSED.iter().any(|r| r.name == name);
+            assert!(
+                implemented != refused,
+                "--{name}: implemented {implemented}, refused {refused}"
+            );
+            if refused {
+                let flag = format!("--{name}");
+                assert!(
+                    complaint(&[&flag, "x"]).starts_with(&format!("{flag} is not supported: "))
+                );
+            }
+        }
+    }
+
+    #[test]
+    fn prefill_takes_an_optional_port_and_repeats() {
+        let config = parse(&[
+            "--pd-disaggregation",
+            "--prefill",
+            "http://a:1",
+            "8998",
+            "--prefill",
+            "b:2",
+            "none",
+            "--prefill",
+            "http://c:3",
+            "--decode",
+            "http://d:4",
+            "--decode",
+            "http://e:5",
+            "--eviction-interval",
+            "7",
+        ])
+        .unwrap();
+        let specs = config.worker_specs().unwrap();
+        let shown: Vec<String> = specs
+            .iter()
+            .map(|s| format!("{} {} {:?}", s.role, s.url, s.bootstrap))
+            .collect();
+        assert_eq!(
+            shown,
+            [
+                "prefill http://a:1 Port(8998)",
+                "prefill http://b:2 Null",
+                "prefill http://c:3 FromWorker",
+                "decode http://d:4 FromWorker",
+                "decode http://e:5 FromWorker",
+            ]
+        );
+        assert_eq!(config.routing.eviction_interval_secs, 7);
+    }
+
+    #[test]
+    fn all_mistakes_are_reported_at_once() {
+        let text = complaint(&[
+            "--cache-threshold",
+            "2",
+            "--decode",
+            "https://x",
+            "--max-concurrent-requests",
+            "0",
+        ]);
+        for part in [
+            "--cache-threshold 2",
+            "--pd-disaggregation",
+            "https://x",
+            "--max-concurrent-requests 0",
+        ] {
+            assert!(text.contains(part), "{part} not in {text}");
+        }
+    }
+
+    #[test]
+    fn unknown_policy_names_the_known_ones() {
+        assert!(complaint(&["--policy", "manual"]).contains("cache_aware"));
+    }
+
+    #[test]
+    fn defaults_are_the_fields() {
+        let config = parse(&[]).unwrap();
+        assert_eq!(config.listen.port, 8000);
+        assert_eq!(config.routing.policy, PolicyKind::CacheAware);
+        assert_eq!(config.retry(), RetryConfig::default());
+        assert_eq!(config.breaker(), Some(BreakerConfig::default()));
+        assert_eq!(config.health(), HealthConfig::default());
+        assert_eq!(config.cache_aware(), CacheAwareParams::default());
+    }
+}

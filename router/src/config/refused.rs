@@ -1,0 +1,119 @@
+//! Flags of other routers that this one does not have: refused with what to do instead, never swallowed.
+
+/// A flag name (without dashes) and the sentence printed when somebody gives it.
+pub struct Refused {
+    pub name: &'static str,
+    pub instead: &'static str,
+}
+
+const fn refused(name: &'static str, instead: &'static str) -> Refused {
+    Refused { name, instead }
+}
+
+const TLS: &str = "this version speaks plain HTTP; terminate TLS in front of the router";
+const MTLS: &str = "workers are reached over plain HTTP; put a mesh or a tunnel between them";
+const TOKENIZER: &str =
+    "the router does not tokenise; policies work on the prompt's text, drop the flag";
+const PARSERS: &str = "answers pass through untouched; give the parser to the engine";
+const HISTORY: &str = "the router keeps no conversations; drop the flag";
+const DISCOVERY: &str =
+    "discovery is not in this version; list workers with flags or POST them to /workers";
+const AUTH: &str = "only one shared key is supported; use --api-key";
+const TRACES: &str = "trace export is not in this version; x-request-id ties the logs of all hops";
+
+pub const REFUSED: &[Refused] = &[
+    refused(
+        "bucket-adjust-interval-secs",
+        "there is no bucket policy; use --prefill-policy cache_aware",
+    ),
+    refused(
+        "max-idle-secs",
+        "there is no manual policy; use --policy cache_aware",
+    ),
+    refused(
+        "assignment-mode",
+        "there is no manual policy; use --policy cache_aware",
+    ),
+    refused(
+        "enable-igw",
+        "one router serves one model; run one router per model",
+    ),
+    refused(
+        "mini-lb",
+        "use --pd-disaggregation with --policy round_robin",
+    ),
+    refused(
+        "log-dir",
+        "logs go to standard error; redirect it, or let journald or the container runtime keep it",
+    ),
+    refused("service-discovery", DISCOVERY),
+    refused("selector", DISCOVERY),
+    refused("service-discovery-port", DISCOVERY),
+    refused("service-discovery-namespace", DISCOVERY),
+    refused("prefill-selector", DISCOVERY),
+    refused("decode-selector", DISCOVERY),
+    refused(
+        "prometheus-duration-buckets",
+        "histograms share one fixed exponential family, see docs/metrics.md; drop the flag",
+    ),
+    refused(
+        "rate-limit-tokens-per-second",
+        "use --max-concurrent-requests with --queue-size",
+    ),
+    refused("model-path", TOKENIZER),
+    refused("tokenizer-path", TOKENIZER),
+    refused("tokenizer-cache-enable-l0", TOKENIZER),
+    refused("tokenizer-cache-l0-max-entries", TOKENIZER),
+    refused("tokenizer-cache-enable-l1", TOKENIZER),
+    refused("tokenizer-cache-l1-max-memory", TOKENIZER),
+    refused(
+        "chat-template",
+        "the engine applies the chat template; give --chat-template to it",
+    ),
+    refused("reasoning-parser", PARSERS),
+    refused("tool-call-parser", PARSERS),
+    refused("mcp-config-path", "the router runs no tools; drop the flag"),
+    refused(
+        "backend",
+        "workers speak SGLang's HTTP protocol; drop the flag",
+    ),
+    refused("history-backend", HISTORY),
+    refused("oracle-wallet-path", HISTORY),
+    refused("oracle-tns-alias", HISTORY),
+    refused("oracle-connect-descriptor", HISTORY),
+    refused("oracle-username", HISTORY),
+    refused("oracle-password", HISTORY),
+    refused("oracle-pool-min", HISTORY),
+    refused("oracle-pool-max", HISTORY),
+    refused("oracle-pool-timeout-secs", HISTORY),
+    refused("postgres-db-url", HISTORY),
+    refused("postgres-pool-max", HISTORY),
+    refused("redis-url", HISTORY),
+    refused("redis-pool-max", HISTORY),
+    refused("redis-retention-days", HISTORY),
+    refused("client-cert-path", MTLS),
+    refused("client-key-path", MTLS),
+    refused("ca-cert-paths", MTLS),
+    refused("tls-cert-path", TLS),
+    refused("tls-key-path", TLS),
+    refused("enable-trace", TRACES),
+    refused("otlp-traces-endpoint", TRACES),
+    refused("control-plane-api-keys", AUTH),
+    refused("control-plane-audit-enabled", AUTH),
+    refused("jwt-issuer", AUTH),
+    refused("jwt-audience", AUTH),
+    refused("jwt-jwks-uri", AUTH),
+    refused("jwt-role-mapping", AUTH),
+];
+
+/// One sentence per refused flag found in `args`.
+pub fn complaints(args: &[String]) -> Vec<String> {
+    args.iter()
+        .filter_map(|arg| {
+            let name = arg.strip_prefix("--")?;
+            let name = name.split_once('=').map_or(name, |(name, _)| name);
+            let hit = REFUSED.iter().find(|r| r.name == name)?;
+            Some(format!("--{name} is not supported: {}", hit.instead))
+        })
+        .collect()
+}

@@ -1,0 +1,225 @@
+//! Every error the router answers with: one variant, one stable code, one HTTP status.
+//!
+//! The body is OpenAI's nested object `{"error":{"message","type","param","code"}}`; codes are the engine's where both
+//! sides have the error (`engine/baton/errors.py`), and docs/protocol.md lists them.
+
+use axum::response::{IntoResponse, Response};
+use bytes::Bytes;
+use http::{HeaderValue, StatusCode, header};
+use router_core::Role;
+
+/// Why a request could not be answered by a worker's own words.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum RouteError {
+    #[error("the body is not a JSON object: {detail}")]
+    InvalidJson { detail: String },
+    #[error("{param} {problem}")]
+    InvalidValue {
+        param: &'static str,
+        problem: String,
+    },
+    #[error("query parameter or field {param} is missing: {hint}")]
+    MissingField {
+        param: &'static str,
+        hint: &'static str,
+    },
+    #[error("missing or wrong API key; send 'Authorization: Bearer KEY' with the key of --api-key")]
+    InvalidApiKey,
+    #[error("no such path: {path}; docs/protocol.md lists the paths")]
+    NotFound { path: String },
+    #[error("no worker {id}; GET /workers lists them")]
+    UnknownWorker { id: String },
+    #[error("{method} is not allowed on {path}")]
+    MethodNotAllowed { method: String, path: String },
+    #[error("worker {url} is registered already as {role} (id {id}); DELETE /workers/{id} first")]
+    DuplicateWorker { url: String, role: Role, id: u64 },
+    #[error(
+        "the registry is full: {limit} workers; remove some, or run a second router for the rest"
+    )]
+    TooManyWorkers { limit: usize },
+    #[error("the body is larger than {limit_bytes} bytes; shorten it or raise --max-payload-size")]
+    PayloadTooLarge { limit_bytes: usize },
+    #[error("the body ended early: {detail}")]
+    BodyBroken { detail: String },
+    #[error(
+        "{running} requests are running and {queued} wait, which is the limit; try again later, or raise --max-concurrent-requests or --queue-size"
+    )]
+    QueueFull { running: usize, queued: usize },
+    #[error(
+        "the request waited {waited_ms} ms for one of {running} places; try again later, or raise --max-concurrent-requests"
+    )]
+    QueueTimeout { waited_ms: u64, running: usize },
+    #[error("the router is shutting down; send the request to another one")]
+    Draining,
+    #[error("no {role} worker is ready: {known} known, {ready} ready; see GET /workers")]
+    NoWorker {
+        role: Role,
+        known: usize,
+        ready: usize,
+    },
+    #[error("{role} worker {worker}: {cause}")]
+    Upstream {
+        role: Role,
+        worker: String,
+        cause: String,
+    },
+    #[error(
+        "{role} worker {worker} sent no byte for {waited_ms} ms; see its queue, or raise --request-timeout-secs"
+    )]
+    UpstreamSilent {
+        role: Role,
+        worker: String,
+        waited_ms: u64,
+    },
+    #[error("prefill worker {worker} could not prefill: {cause}")]
+    PrefillFailed { worker: String, cause: String },
+    #[error("internal error: {detail}; please report it")]
+    Internal { detail: String },
+}
+
+/// Every code the router itself can answer with, for docs/protocol.md and the outcome label of metrics.
+pub const CODES: &[&str] = &[
+    "invalid_json",
+    "invalid_value",
+    "missing_field",
+    "invalid_api_key",
+    "not_found",
+    "method_not_allowed",
+    "duplicate_worker",
+    "too_many_workers",
+    "payload_too_large",
+    "rate_limit_exceeded",
+    "queue_timeout",
+    "draining",
+    "no_worker",
+    "upstream_error",
+    "timeout",
+    "prefill_failed",
+    "internal_error",
+];
+
+impl RouteError {
+    /// Stable, machine-readable name; also a metric label value.
+    pub fn code(&self) -> &'static str {
+        match self {
+            RouteError::InvalidJson { .. } | RouteError::BodyBroken { .. } => "invalid_json",
+            RouteError::InvalidValue { .. } => "invalid_value",
+            RouteError::MissingField { .. } => "missing_field",
+            RouteError::InvalidApiKey => "invalid_api_key",
+            RouteError::NotFound { .. } | RouteError::UnknownWorker { .. } => "not_found",
+            RouteError::MethodNotAllowed { .. } => "method_not_allowed",
+            RouteError::DuplicateWorker { .. } => "duplicate_worker",
+            RouteError::TooManyWorkers { .. } => "too_many_workers",
+            RouteError::PayloadTooLarge { .. } => "payload_too_large",
+            RouteError::QueueFull { .. } => "rate_limit_exceeded",
+            RouteError::QueueTimeout { .. } => "queue_timeout",
+            RouteError::Draining => "draining",
+            RouteError::NoWorker { .. } => "no_worker",
+            RouteError::Upstream { .. } => "upstream_error",
+            RouteError::UpstreamSilent { .. } => "timeout",
+            RouteError::PrefillFailed { .. } => "prefill_failed",
+            RouteError::Internal { .. } => "internal_error",
+        }
+    }
+
+    pub fn status(&self) -> StatusCode {
+        match self {
+            RouteError::InvalidJson { .. }
+            | RouteError::BodyBroken { .. }
+            | RouteError::InvalidValue { .. }
+            | RouteError::MissingField { .. } => StatusCode::BAD_REQUEST,
+            RouteError::InvalidApiKey => StatusCode::UNAUTHORIZED,
+            RouteError::NotFound { .. } | RouteError::UnknownWorker { .. } => StatusCode::NOT_FOUND,
+            RouteError::MethodNotAllowed { .. } => StatusCode::METHOD_NOT_ALLOWED,
+            RouteError::DuplicateWorker { .. } => StatusCode::CONFLICT,
+            RouteError::PayloadTooLarge { .. } => StatusCode::PAYLOAD_TOO_LARGE,
+            RouteError::QueueFull { .. } => StatusCode::TOO_MANY_REQUESTS,
+            RouteError::QueueTimeout { .. }
+            | RouteError::Draining
+            | RouteError::TooManyWorkers { .. }
+            | RouteError::NoWorker { .. } => StatusCode::SERVICE_UNAVAILABLE,
+            RouteError::Upstream { .. } | RouteError::PrefillFailed { .. } => {
+                StatusCode::BAD_GATEWAY
+            }
+            RouteError::UpstreamSilent { .. } => StatusCode::GATEWAY_TIMEOUT,
+            RouteError::Internal { .. } => StatusCode::INTERNAL_SERVER_ERROR,
+        }
+    }
+
+    /// OpenAI's error type, from the status.
+    fn kind(&self) -> &'static str {
+        match self.status().as_u16() {
+            401 => "authentication_error",
+            429 | 503 => "overloaded_error",
+            400..=499 => "invalid_request_error",
+            _ => "server_error",
+        }
+    }
+
+    fn param(&self) -> Option<&'static str> {
+        match self {
+            RouteError::InvalidValue { param, .. } | RouteError::MissingField { param, .. } => {
+                Some(param)
+            }
+            _ => None,
+        }
+    }
+
+    /// The OpenAI error object, exactly as it goes over the wire.
+    pub fn body(&self) -> Bytes {
+        error_body(&self.to_string(), self.kind(), self.param(), self.code())
+    }
+}
+
+/// The nested error object of every answer that is not a worker's own.
+pub fn error_body(message: &str, kind: &str, param: Option<&str>, code: &str) -> Bytes {
+    let object = serde_json::json!({
+        "error": {"message": message, "type": kind, "param": param, "code": code}
+    });
+    Bytes::from(object.to_string())
+}
+
+impl IntoResponse for RouteError {
+    fn into_response(self) -> Response {
+        let status = self.status();
+        let mut response = (
+            status,
+            [(header::CONTENT_TYPE, "application/json")],
+            self.body(),
+        )
+            .into_response();
+        // A client that may come back is told when; one second is about a worker's restart or a queue's turn.
+        if matches!(status.as_u16(), 429 | 502 | 503) {
+            response
+                .headers_mut()
+                .insert(header::RETRY_AFTER, HeaderValue::from_static("1"));
+        }
+        response
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn body_is_the_nested_object_with_a_string_code() {
+        let err = RouteError::InvalidValue {
+            param: "n",
+            problem: "must be at least 1".into(),
+        };
+        let body: serde_json::Value = serde_json::from_slice(&err.body()).unwrap();
+        assert_eq!(body["error"]["code"], "invalid_value");
+        assert_eq!(body["error"]["param"], "n");
+        assert_eq!(body["error"]["type"], "invalid_request_error");
+        assert!(CODES.contains(&err.code()));
+    }
+
+    #[test]
+    fn overload_answers_carry_retry_after() {
+        let response = RouteError::Draining.into_response();
+        assert_eq!(response.status(), 503);
+        assert_eq!(response.headers()[header::RETRY_AFTER], "1");
+    }
+}

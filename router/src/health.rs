@@ -1,0 +1,234 @@
+//! One task per worker that probes it and reads its description.
+//!
+//! 1. starting: probe after 0.1 s, then with growing pauses up to --worker-startup-check-interval;
+//! 2. good probe: GET /get_server_info (older and newer name tried), check the role, `Ready`;
+//! 3. ready: probe every --health-check-interval-secs, and at once when a request met a refused connection. Refused
+//!    again: `Unhealthy` now, since nothing listens there; other failures count up to --health-failure-threshold;
+//! 4. unhealthy: probe every second (or the interval, if shorter) until --health-success-threshold good ones, back to 2.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use http::{Method, Uri};
+use router_core::{HealthChange, HealthCounter, Role};
+use tokio::time::{Instant, timeout};
+
+use crate::App;
+use crate::body::Parts;
+use crate::registry::{Description, State, Worker};
+use crate::upstream::{Head, SendError};
+
+const FIRST_PAUSE: Duration = Duration::from_millis(100);
+const RECOVERY_PAUSE: Duration = Duration::from_secs(1);
+/// Longest answer read from /get_server_info [bytes].
+const MAX_DESCRIPTION: usize = 1 << 20;
+
+enum Probe {
+    Good,
+    /// Nothing listens: certain knowledge, no second opinion needed.
+    Refused(String),
+    Bad(String),
+}
+
+/// Start the task of a newly registered worker.
+pub fn start(app: &Arc<App>, worker: &Arc<Worker>) {
+    let task = tokio::spawn(watch(Arc::downgrade(app), Arc::downgrade(worker)));
+    app.registry.set_health_task(worker, task.abort_handle());
+}
+
+/// Weak references: the task must keep neither the router nor a removed worker alive.
+async fn watch(app: std::sync::Weak<App>, worker: std::sync::Weak<Worker>) {
+    let mut pause = FIRST_PAUSE;
+    let mut counter: Option<HealthCounter> = None;
+    let registered = Instant::now();
+    let mut reported_late = false;
+    loop {
+        let (Some(app), Some(worker)) = (app.upgrade(), worker.upgrade()) else {
+            return;
+        };
+        let config = &app.config.health;
+        if config.disable_health_check {
+            // Whatever is registered counts as healthy; what it tells about itself is still asked for.
+            let description = describe(&app, &worker).await.unwrap_or_default();
+            app.registry
+                .set_state(&worker, State::Ready, Some(description));
+            return;
+        }
+        let interval = Duration::from_secs(config.health_check_interval_secs);
+        let probe = probe(&app, &worker).await;
+        let result = match &probe {
+            Probe::Good => "good",
+            Probe::Refused(_) => "refused",
+            Probe::Bad(_) => "bad",
+        };
+        let labels = [worker.role().label(), result];
+        app.metrics.probes.with_label_values(&labels).inc();
+        pause = match (&mut counter, probe) {
+            (None, Probe::Good) => {
+                counter = Some(HealthCounter::new(app.config.health(), true));
+                admit(&app, &worker).await;
+                interval
+            }
+            (None, Probe::Refused(reason) | Probe::Bad(reason)) => {
+                let limit = Duration::from_secs(app.config.workers.worker_startup_timeout_secs);
+                if registered.elapsed() >= limit && !reported_late {
+                    reported_late = true;
+                    let waited_s = limit.as_secs();
+                    tracing::error!(url = %worker.url(), waited_s, reason, "worker did not start in time; still trying");
+                }
+                let longest = Duration::from_secs(app.config.workers.worker_startup_check_interval);
+                pause.mul_f64(1.5).min(longest)
+            }
+            (Some(seen), probe) => {
+                let change = match &probe {
+                    Probe::Good => seen.record(true),
+                    Probe::Bad(_) => seen.record(false),
+                    Probe::Refused(_) => refused(seen),
+                };
+                match (change, probe) {
+                    (Some(HealthChange::BecameHealthy), _) => admit(&app, &worker).await,
+                    (
+                        Some(HealthChange::BecameUnhealthy),
+                        Probe::Bad(reason) | Probe::Refused(reason),
+                    ) => {
+                        app.registry
+                            .set_state(&worker, State::Unhealthy { reason }, None);
+                    }
+                    // It may have been restarted with other flags.
+                    (None, Probe::Good) if matches!(worker.state(), State::Rejected { .. }) => {
+                        admit(&app, &worker).await;
+                    }
+                    _ => {}
+                }
+                if seen.is_healthy() {
+                    interval
+                } else {
+                    interval.min(RECOVERY_PAUSE)
+                }
+            }
+        };
+        drop(app);
+        // Sleeping on the worker's own Notify keeps it alive for one pause at most; a removal aborts this task anyway.
+        tokio::select! {
+            () = tokio::time::sleep(pause) => {}
+            () = worker.suspect.notified() => {}
+        }
+    }
+}
+
+/// A refused connection settles the matter: record failures until the verdict turns.
+fn refused(seen: &mut HealthCounter) -> Option<HealthChange> {
+    while seen.is_healthy() {
+        if let Some(change) = seen.record(false) {
+            return Some(change);
+        }
+    }
+    seen.record(false)
+}
+
+async fn probe(app: &App, worker: &Worker) -> Probe {
+    let path = &app.config.health.health_check_endpoint;
+    let limit = Duration::from_secs(app.config.health.health_check_timeout_secs);
+    match timeout(limit, get(app, worker, path)).await {
+        Err(_) => Probe::Bad(format!("{path} gave no answer for {limit:?}")),
+        Ok(Err(GetError::Send(SendError::Connect(cause)))) => Probe::Refused(cause),
+        Ok(Err(err)) => Probe::Bad(format!("{path}: {err}")),
+        Ok(Ok(_)) => Probe::Good,
+    }
+}
+
+#[derive(Debug, thiserror::Error)]
+enum GetError {
+    #[error(transparent)]
+    Send(#[from] SendError),
+    #[error("status {0}")]
+    Status(u16),
+    #[error("{0}")]
+    Body(String),
+}
+
+async fn get(app: &App, worker: &Worker, path: &str) -> Result<Vec<u8>, GetError> {
+    let uri = Uri::try_from(path).map_err(|err| GetError::Body(err.to_string()))?;
+    let head = Head {
+        method: Method::GET,
+        uri,
+        headers: app.worker_headers(),
+    };
+    let response = worker.pool.send(&head, Parts::default()).await?;
+    let status = response.status().as_u16();
+    let mut answer = response.into_body();
+    let mut body = Vec::new();
+    while let Some(piece) = answer.piece().await {
+        body.extend_from_slice(&piece.map_err(|err| GetError::Body(err.to_string()))?);
+        if body.len() > MAX_DESCRIPTION {
+            return Err(GetError::Body(format!(
+                "answer is longer than {MAX_DESCRIPTION} bytes"
+            )));
+        }
+    }
+    if (200..300).contains(&status) {
+        Ok(body)
+    } else {
+        Err(GetError::Status(status))
+    }
+}
+
+/// Ask the worker about itself; both names of the path are tried.
+async fn describe(app: &App, worker: &Worker) -> Option<Description> {
+    let limit = Duration::from_secs(app.config.health.health_check_timeout_secs);
+    for path in ["/get_server_info", "/server_info"] {
+        if let Ok(Ok(body)) = timeout(limit, get(app, worker, path)).await {
+            match serde_json::from_slice(&body) {
+                Ok(description) => return Some(description),
+                Err(err) => {
+                    tracing::warn!(url = %worker.url(), path, %err, "cannot read the worker's description");
+                }
+            }
+        }
+    }
+    None
+}
+
+/// The worker answers probes: find out what it is, and let it in unless it is something else.
+async fn admit(app: &App, worker: &Arc<Worker>) {
+    let description = describe(app, worker).await.unwrap_or_default();
+    let state = match objection(app, worker, &description) {
+        Some(reason) => State::Rejected { reason },
+        None => State::Ready,
+    };
+    app.registry.set_state(worker, state, Some(description));
+}
+
+/// Why this worker cannot serve in its role.
+fn objection(app: &App, worker: &Worker, told: &Description) -> Option<String> {
+    let wanted = match worker.role() {
+        Role::Regular => "null",
+        Role::Prefill => "prefill",
+        Role::Decode => "decode",
+    };
+    let mode = told.disaggregation_mode.as_deref();
+    if let Some(mode) = mode.filter(|mode| *mode != wanted) {
+        return Some(format!(
+            "its --disaggregation-mode is {mode}, it is registered as {} worker",
+            worker.role()
+        ));
+    }
+    // KV pages travel whole: nodes of different page size cannot be paired.
+    let peers = app.registry.workers();
+    let other = peers.iter().find(|peer| {
+        let size = peer.description().page_size;
+        peer.id != worker.id
+            && peer.role() != Role::Regular
+            && worker.role() != Role::Regular
+            && peer.is_ready()
+            && size.is_some()
+            && told.page_size.is_some()
+            && size != told.page_size
+    })?;
+    Some(format!(
+        "its --page-size is {}, that of {} is {}; use the same on all nodes",
+        told.page_size.unwrap_or_default(),
+        other.url(),
+        other.description().page_size.unwrap_or_default()
+    ))
+}

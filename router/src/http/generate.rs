@@ -1,0 +1,147 @@
+//! Generation requests in: limits, body, the little that is read of it, admission; then dispatch.rs takes over.
+
+use std::sync::Arc;
+
+use axum::extract::{Request, State};
+use axum::response::{IntoResponse, Response};
+use bytes::{Bytes, BytesMut};
+use http::header::{ACCEPT_ENCODING, CONTENT_LENGTH, CONTENT_TYPE, EXPECT, HOST};
+use http::{HeaderMap, HeaderValue, Method, Uri};
+use http_body::Body;
+use http_body_util::BodyExt;
+use tokio::sync::OwnedSemaphorePermit;
+use tokio::time::Instant;
+
+use super::{HOP_BY_HOP, REQUEST_ID};
+use crate::App;
+use crate::body::{Api, Scan};
+use crate::dispatch::{self, Inbound};
+use crate::error::RouteError;
+use crate::record::Record;
+use crate::upstream::Head;
+
+/// A client's own affinity key.
+const ROUTING_KEY: &str = "x-smg-routing-key";
+
+pub async fn chat(State(app): State<Arc<App>>, request: Request) -> Response {
+    serve(app, Api::Chat, request).await
+}
+
+pub async fn completions(State(app): State<Arc<App>>, request: Request) -> Response {
+    serve(app, Api::Completions, request).await
+}
+
+pub async fn generate(State(app): State<Arc<App>>, request: Request) -> Response {
+    serve(app, Api::Generate, request).await
+}
+
+async fn serve(app: Arc<App>, api: Api, request: Request) -> Response {
+    let method = if request.method() == Method::PUT {
+        "PUT"
+    } else {
+        "POST"
+    };
+    let mut record = Record::new(app.metrics.clone(), api.path(), method);
+    record.rid = text_header(request.headers(), REQUEST_ID).unwrap_or_default();
+    match take_in(&app, api, request).await {
+        Ok((head, routing_key, body, scan, ready_at, permit)) => {
+            let inbound = Inbound {
+                head,
+                body,
+                scan,
+                routing_key,
+                ready_at,
+                record,
+                permit,
+            };
+            dispatch::generate(&app, inbound).await
+        }
+        Err(err) => {
+            record.end(err.status(), err.code());
+            err.into_response()
+        }
+    }
+}
+
+type TakenIn = (
+    Head,
+    Option<String>,
+    Bytes,
+    Scan,
+    Instant,
+    Option<OwnedSemaphorePermit>,
+);
+
+async fn take_in(app: &App, api: Api, request: Request) -> Result<TakenIn, RouteError> {
+    let (parts, body) = request.into_parts();
+    let routing_key = text_header(&parts.headers, ROUTING_KEY);
+    let body = read_body(body, &parts.headers, app.config.limits.max_payload_size).await?;
+    let permit = app.admission.enter(&app.metrics).await?;
+    let ready_at = Instant::now();
+    let scan = Scan::of(&body, api)?;
+    let mut headers = forwarded(parts.headers);
+    // It was read as JSON, whatever the client called it (curl -d calls it a form).
+    let json = HeaderValue::from_static("application/json");
+    headers.insert(CONTENT_TYPE, json);
+    let head = Head {
+        method: Method::POST,
+        uri: Uri::from_static(api.path()),
+        headers,
+    };
+    Ok((head, routing_key, body, scan, ready_at, permit))
+}
+
+fn text_header(headers: &HeaderMap, name: &str) -> Option<String> {
+    let value = headers.get(name)?;
+    value.to_str().ok().map(str::to_owned)
+}
+
+/// All but what belongs to the client's connection. No accept-encoding: streams are watched as they pass.
+pub fn forwarded(mut headers: HeaderMap) -> HeaderMap {
+    for name in HOP_BY_HOP {
+        headers.remove(name);
+    }
+    for name in [HOST, CONTENT_LENGTH, EXPECT, ACCEPT_ENCODING] {
+        headers.remove(name);
+    }
+    headers
+}
+
+/// Read a body of at most `limit_bytes`. One piece, the usual case, is not copied.
+pub async fn read_body(
+    mut body: axum::body::Body,
+    headers: &HeaderMap,
+    limit_bytes: usize,
+) -> Result<Bytes, RouteError> {
+    let too_large = || RouteError::PayloadTooLarge { limit_bytes };
+    let announced = headers.get(CONTENT_LENGTH);
+    let announced = announced.and_then(|value| value.to_str().ok()?.parse::<usize>().ok());
+    if announced.is_some_and(|announced| announced > limit_bytes) {
+        return Err(too_large());
+    }
+    let mut first = Bytes::new();
+    let mut all = BytesMut::new();
+    while let Some(frame) = body.frame().await {
+        let frame = frame.map_err(|err| RouteError::BodyBroken {
+            detail: err.to_string(),
+        })?;
+        let Ok(piece) = frame.into_data() else {
+            continue; // trailers
+        };
+        if first.len() + all.len() + piece.len() > limit_bytes {
+            return Err(too_large());
+        }
+        if first.is_empty() && all.is_empty() {
+            first = piece;
+            continue;
+        }
+        if all.is_empty() {
+            // What is announced is allocated once, but not before a second piece shows it is meant.
+            let hint = announced.or_else(|| body.size_hint().upper().map(|n| n as usize));
+            all.reserve(hint.unwrap_or(2 * first.len()).min(limit_bytes));
+            all.extend_from_slice(&std::mem::take(&mut first));
+        }
+        all.extend_from_slice(&piece);
+    }
+    Ok(if all.is_empty() { first } else { all.freeze() })
+}

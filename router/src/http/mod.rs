@@ -1,0 +1,216 @@
+//! The HTTP face: routes, the API key, request ids, CORS, and errors for everything else.
+//!
+//! generate.rs takes generation requests in, admin.rs is everything an operator or a probe asks for.
+
+mod admin;
+mod generate;
+
+use std::sync::Arc;
+
+use axum::Router;
+use axum::extract::{Request, State};
+use axum::middleware::{Next, from_fn_with_state};
+use axum::response::{IntoResponse, Response};
+use axum::routing::{get, post};
+use http::{HeaderMap, HeaderValue, Method, StatusCode, header};
+use rand::Rng;
+use rand::distr::Alphanumeric;
+
+use crate::App;
+use crate::body::Api;
+use crate::error::RouteError;
+
+/// Headers that belong to one connection.
+pub const HOP_BY_HOP: [&str; 9] = [
+    "connection",
+    "keep-alive",
+    "proxy-authenticate",
+    "proxy-authorization",
+    "proxy-connection",
+    "te",
+    "trailer",
+    "transfer-encoding",
+    "upgrade",
+];
+
+/// Paths that need no API key: probes and scrapers have none.
+const OPEN_PATHS: [&str; 9] = [
+    "/health",
+    "/livez",
+    "/liveness",
+    "/readyz",
+    "/readiness",
+    "/health_generate",
+    "/ping",
+    "/metrics",
+    "/",
+];
+
+pub const REQUEST_ID: &str = "x-request-id";
+
+pub fn router(app: Arc<App>) -> Router {
+    Router::new()
+        .route(Api::Chat.path(), post(generate::chat))
+        .route(Api::Completions.path(), post(generate::completions))
+        .route(
+            Api::Generate.path(),
+            post(generate::generate).put(generate::generate),
+        )
+        .route("/tokenize", post(admin::forward))
+        .route("/v1/tokenize", post(admin::forward))
+        .route("/detokenize", post(admin::forward))
+        .route("/v1/detokenize", post(admin::forward))
+        .route("/v1/models", get(admin::forward))
+        .route("/v1/models/{id}", get(admin::forward))
+        .route("/get_model_info", get(admin::forward))
+        .route("/model_info", get(admin::forward))
+        .route("/get_server_info", get(admin::forward))
+        .route("/server_info", get(admin::forward))
+        .route("/health", get(admin::live))
+        .route("/ping", get(admin::live))
+        .route("/livez", get(admin::live))
+        .route("/liveness", get(admin::live))
+        .route("/readyz", get(admin::ready))
+        .route("/readiness", get(admin::ready))
+        .route("/health_generate", get(admin::health_generate))
+        .route("/workers", get(admin::list_workers).post(admin::add_worker))
+        .route(
+            "/workers/{id}",
+            get(admin::show_worker).delete(admin::remove_worker),
+        )
+        .route("/add_worker", post(admin::legacy_add))
+        .route("/remove_worker", post(admin::legacy_remove))
+        .route("/list_workers", get(admin::legacy_list))
+        .route(
+            "/flush_cache",
+            post(admin::flush_cache).get(admin::flush_cache),
+        )
+        .route("/get_loads", get(admin::loads))
+        .route("/abort_request", post(admin::fan_out))
+        .route("/metrics", get(admin::metrics))
+        .fallback(not_found)
+        .method_not_allowed_fallback(method_not_allowed)
+        .layer(from_fn_with_state(app.clone(), edge))
+        .with_state(app)
+}
+
+/// Only /metrics, for --prometheus-port.
+pub fn metrics_router(app: Arc<App>) -> Router {
+    Router::new()
+        .route("/metrics", get(admin::metrics))
+        .fallback(not_found)
+        .method_not_allowed_fallback(method_not_allowed)
+        .with_state(app)
+}
+
+async fn not_found(request: Request) -> RouteError {
+    RouteError::NotFound {
+        path: request.uri().path().to_owned(),
+    }
+}
+
+async fn method_not_allowed(request: Request) -> RouteError {
+    RouteError::MethodNotAllowed {
+        method: request.method().to_string(),
+        path: request.uri().path().to_owned(),
+    }
+}
+
+/// Around every route: request id in and out, CORS, API key.
+async fn edge(State(app): State<Arc<App>>, mut request: Request, next: Next) -> Response {
+    let rid = request_id(&app, &request);
+    let origin = allowed_origin(&app, request.headers());
+    let is_preflight = request.method() == Method::OPTIONS && origin.is_some();
+    let mut response = if is_preflight {
+        preflight(request.headers())
+    } else if !is_authorised(&app, &request) {
+        RouteError::InvalidApiKey.into_response()
+    } else {
+        request.headers_mut().insert(REQUEST_ID, rid.clone());
+        next.run(request).await
+    };
+    let headers = response.headers_mut();
+    headers.insert(REQUEST_ID, rid);
+    if let Some(origin) = origin {
+        headers.insert(header::ACCESS_CONTROL_ALLOW_ORIGIN, origin);
+        headers.insert(header::VARY, HeaderValue::from_static("origin"));
+        headers.insert(
+            header::ACCESS_CONTROL_EXPOSE_HEADERS,
+            HeaderValue::from_static(REQUEST_ID),
+        );
+    }
+    response
+}
+
+/// The client's id from the first header that has one, else a new one that tells the API by its prefix.
+fn request_id(app: &App, request: &Request) -> HeaderValue {
+    let names = app.config.listen.request_id_headers.iter();
+    let given = names
+        .filter_map(|name| request.headers().get(name))
+        .find(|value| !value.is_empty() && value.len() <= 256);
+    if let Some(given) = given {
+        return given.clone();
+    }
+    let prefix = match request.uri().path() {
+        "/v1/chat/completions" => Api::Chat.id_prefix(),
+        "/v1/completions" => Api::Completions.id_prefix(),
+        "/generate" => Api::Generate.id_prefix(),
+        _ => "req-",
+    };
+    let mut id = String::with_capacity(prefix.len() + 24);
+    id.push_str(prefix);
+    id.extend(
+        rand::rng()
+            .sample_iter(Alphanumeric)
+            .take(24)
+            .map(char::from),
+    );
+    HeaderValue::try_from(id).unwrap_or(HeaderValue::from_static("req-unknown"))
+}
+
+fn is_authorised(app: &App, request: &Request) -> bool {
+    let Some(key) = &app.config.listen.api_key else {
+        return true;
+    };
+    if OPEN_PATHS.contains(&request.uri().path()) {
+        return true;
+    }
+    let given = request.headers().get(header::AUTHORIZATION);
+    let given = given.and_then(|value| value.as_bytes().strip_prefix(b"Bearer "));
+    given.is_some_and(|given| is_same(given, key.as_bytes()))
+}
+
+/// Compare in a time that does not depend on where the difference is.
+fn is_same(a: &[u8], b: &[u8]) -> bool {
+    let differing = a.iter().zip(b).fold(0u8, |acc, (a, b)| acc | (a ^ b));
+    a.len() == b.len() && differing == 0
+}
+
+fn allowed_origin(app: &App, headers: &HeaderMap) -> Option<HeaderValue> {
+    let origin = headers.get(header::ORIGIN)?;
+    let allowed = &app.config.listen.cors_allowed_origins;
+    let is_allowed = allowed
+        .iter()
+        .any(|a| a == "*" || a.as_bytes() == origin.as_bytes());
+    is_allowed.then(|| origin.clone())
+}
+
+fn preflight(asked: &HeaderMap) -> Response {
+    let mut response = StatusCode::NO_CONTENT.into_response();
+    let headers = response.headers_mut();
+    headers.insert(
+        header::ACCESS_CONTROL_ALLOW_METHODS,
+        HeaderValue::from_static("GET, POST, DELETE, OPTIONS"),
+    );
+    let wanted = asked.get(header::ACCESS_CONTROL_REQUEST_HEADERS);
+    let wanted = wanted.cloned();
+    headers.insert(
+        header::ACCESS_CONTROL_ALLOW_HEADERS,
+        wanted.unwrap_or(HeaderValue::from_static("content-type, authorization")),
+    );
+    headers.insert(
+        header::ACCESS_CONTROL_MAX_AGE,
+        HeaderValue::from_static("3600"),
+    );
+    response
+}

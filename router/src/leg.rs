@@ -1,0 +1,414 @@
+//! A leg: one request to one worker, from the send until there is something to give to the client, and the classes of
+//! what can go wrong.
+//!
+//! A leg *opens* when its answer can be committed to: for a stream at its first event, for the rest when it is complete
+//! (or too long to hold). Before that every failure can still be retried elsewhere without the client noticing.
+
+use std::time::Duration;
+
+use bytes::Bytes;
+use http::{HeaderMap, StatusCode, header};
+use router_core::{Outcome, Role, WorkerId};
+use serde::Deserialize;
+use serde_json::value::RawValue;
+use tokio::time::timeout;
+
+use crate::body::Parts;
+use crate::error::RouteError;
+use crate::registry::LoadGuard;
+use crate::upstream::{Answer, Head, SendError, with_source};
+
+/// A complete answer is held back up to this size, so that a break in it can be retried [bytes].
+const MAX_HELD: usize = 4 << 20;
+/// Longest error body that is passed on [bytes].
+const MAX_ERROR_BODY: usize = 1 << 20;
+
+pub struct Leg {
+    pub guard: LoadGuard,
+    pub head: Head,
+    pub body: Parts,
+    /// Longest silence of the worker.
+    pub limit: Duration,
+}
+
+/// An answer worth giving to the client.
+pub struct Opened {
+    pub guard: LoadGuard,
+    pub status: StatusCode,
+    pub headers: HeaderMap,
+    pub is_sse: bool,
+    /// What was read so far.
+    pub pieces: Vec<Bytes>,
+    /// What is still to come; `None` when the answer is complete.
+    pub rest: Option<Answer>,
+}
+
+/// Whether another attempt may do better.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Retry {
+    /// The same request would fail anywhere.
+    Never,
+    /// Unexplained: one other worker gives a second opinion.
+    Once,
+    Allowed,
+}
+
+/// What the client gets if nobody else can do better.
+#[derive(Debug)]
+pub enum Told {
+    Error(RouteError),
+    /// The worker's own words.
+    Answer {
+        status: StatusCode,
+        headers: HeaderMap,
+        body: Bytes,
+    },
+}
+
+#[derive(Debug)]
+pub struct Failure {
+    pub role: Role,
+    pub worker: WorkerId,
+    /// Label of metrics: a code, or connect, reset, silent.
+    pub reason: &'static str,
+    pub retry: Retry,
+    /// The worker asks for less work: wait before the next attempt even if others are free.
+    pub is_overload: bool,
+    pub told: Told,
+}
+
+/// Codes of errors.py that another pair, or a moment later the same one, may not give.
+const RETRYABLE: [&str; 10] = [
+    "kv_transfer_failed",
+    "kv_transfer_timeout",
+    "prefill_failed",
+    "bootstrap_unreachable",
+    "pair_incompatible",
+    "duplicate_room",
+    "engine_dead",
+    "queue_full",
+    "draining",
+    "not_ready",
+];
+/// Codes by which a decode worker reports trouble that is more likely its prefill worker's.
+const PARTNERS_FAULT: [&str; 4] = [
+    "kv_transfer_failed",
+    "kv_transfer_timeout",
+    "prefill_failed",
+    "bootstrap_unreachable",
+];
+const OVERLOAD: [&str; 3] = ["queue_full", "draining", "not_ready"];
+
+impl Failure {
+    /// Whether it may be the other leg's worker that failed.
+    pub fn blames_partner(&self) -> bool {
+        PARTNERS_FAULT.contains(&self.reason)
+    }
+
+    fn error(leg: &LoadGuard, reason: &'static str, retry: Retry, told: RouteError) -> Self {
+        Self {
+            role: leg.candidate.worker.role(),
+            worker: leg.candidate.id,
+            reason,
+            retry,
+            is_overload: false,
+            told: Told::Error(told),
+        }
+    }
+
+    fn send(leg: &LoadGuard, err: &SendError) -> Self {
+        let reason = match err {
+            SendError::Connect(_) => "connect",
+            SendError::Broken(_) => "reset",
+        };
+        let told = upstream_error(leg, err.to_string());
+        Self::error(leg, reason, Retry::Allowed, told)
+    }
+
+    fn broke(leg: &LoadGuard, cause: &hyper::Error) -> Self {
+        let told = upstream_error(leg, format!("answer broke off: {}", with_source(cause)));
+        Self::error(leg, "reset", Retry::Allowed, told)
+    }
+
+    fn silent(leg: &LoadGuard, limit: Duration) -> Self {
+        Self::error(leg, "silent", Retry::Never, silent_error(leg, limit))
+    }
+
+    fn answer(leg: &LoadGuard, status: StatusCode, headers: HeaderMap, body: Bytes) -> Self {
+        let code = code_of(&body);
+        let known = code.as_deref().and_then(|code| {
+            let mut known = RETRYABLE.iter();
+            known.find(|known| **known == code).copied()
+        });
+        let retry = match (known, status.as_u16()) {
+            (Some(_), _) | (_, 408 | 429 | 502 | 503 | 504) => Retry::Allowed,
+            (_, 500) => Retry::Once,
+            _ => Retry::Never,
+        };
+        let is_overload =
+            status.as_u16() == 429 || known.is_some_and(|code| OVERLOAD.contains(&code));
+        Self {
+            role: leg.candidate.worker.role(),
+            worker: leg.candidate.id,
+            reason: known.unwrap_or(status_label(status)),
+            retry,
+            is_overload,
+            told: Told::Answer {
+                status,
+                headers,
+                body,
+            },
+        }
+    }
+
+    /// What it says about the worker. The client's mistakes and overload say nothing.
+    fn outcome(&self) -> Outcome {
+        let is_client_error =
+            matches!(&self.told, Told::Answer { status, .. } if status.is_client_error());
+        let is_partners = self.role == Role::Decode && self.blames_partner();
+        if is_client_error || self.is_overload || is_partners {
+            Outcome::Unknown
+        } else {
+            Outcome::Failure
+        }
+    }
+}
+
+/// Metric label of a status: closed set.
+pub fn status_label(status: StatusCode) -> &'static str {
+    match status.as_u16() {
+        408 => "status_408",
+        429 => "status_429",
+        500 => "status_500",
+        502 => "status_502",
+        503 => "status_503",
+        504 => "status_504",
+        200..=299 => "error_event",
+        400..=499 => "status_4xx",
+        _ => "status_other",
+    }
+}
+
+fn upstream_error(leg: &LoadGuard, cause: String) -> RouteError {
+    RouteError::Upstream {
+        role: leg.candidate.worker.role(),
+        worker: leg.candidate.name.clone(),
+        cause,
+    }
+}
+
+pub fn silent_error(leg: &LoadGuard, limit: Duration) -> RouteError {
+    RouteError::UpstreamSilent {
+        role: leg.candidate.worker.role(),
+        worker: leg.candidate.name.clone(),
+        waited_ms: u64::try_from(limit.as_millis()).unwrap_or(u64::MAX),
+    }
+}
+
+/// `code` of `{"error":{"code":…}}`, if the body is that and the code is text.
+pub fn code_of(body: &[u8]) -> Option<String> {
+    #[derive(Deserialize)]
+    struct Envelope<'a> {
+        #[serde(borrow)]
+        error: &'a RawValue,
+    }
+    #[derive(Deserialize)]
+    struct Inner {
+        code: Option<String>,
+    }
+    let envelope: Envelope<'_> = serde_json::from_slice(body).ok()?;
+    let inner: Inner = serde_json::from_str(envelope.error.get()).ok()?;
+    inner.code
+}
+
+/// The JSON of an SSE error event, if `piece` begins with one.
+pub fn error_event(piece: &[u8]) -> Option<&[u8]> {
+    let piece = piece.strip_prefix(b"event: error\n").unwrap_or(piece);
+    let data = piece.strip_prefix(b"data:")?.trim_ascii_start();
+    if !data.starts_with(b"{\"error\"") {
+        return None;
+    }
+    data.split(|b| *b == b'\n').next()
+}
+
+pub fn is_sse(headers: &HeaderMap) -> bool {
+    let kind = headers.get(header::CONTENT_TYPE);
+    kind.is_some_and(|kind| kind.as_bytes().starts_with(b"text/event-stream"))
+}
+
+impl Leg {
+    /// Send and read until the answer can be committed to. Dropping the future closes the connection.
+    pub async fn open(mut self) -> Result<Opened, Failure> {
+        match self.try_open().await {
+            Ok((status, headers, pieces, rest)) => {
+                self.guard.settle(Outcome::Success);
+                Ok(Opened {
+                    guard: self.guard,
+                    status,
+                    is_sse: is_sse(&headers),
+                    headers,
+                    pieces,
+                    rest,
+                })
+            }
+            Err(failure) => Err(self.failed(failure)),
+        }
+    }
+
+    /// Send, read the answer to its end and drop it, or keep up to `MAX_HELD` bytes when `keep`. For prefill legs, whose
+    /// answer the client does not see.
+    pub async fn drain(mut self, keep: bool) -> Result<Vec<Bytes>, Failure> {
+        let drained = async {
+            let (_, headers, pieces, rest) = self.try_open().await?;
+            let (is_sse, mut kept) = (is_sse(&headers), if keep { pieces } else { Vec::new() });
+            let mut held: usize = kept.iter().map(Bytes::len).sum();
+            if let Some(mut rest) = rest {
+                while let Some(piece) = self.next_piece(&mut rest).await? {
+                    if is_sse && error_event(&piece).is_some() {
+                        return Err(self.error_in_stream(headers, piece, rest).await);
+                    }
+                    held += piece.len();
+                    if keep && held <= MAX_HELD {
+                        kept.push(piece);
+                    }
+                }
+            }
+            Ok(kept)
+        }
+        .await;
+        match drained {
+            Ok(kept) => {
+                self.guard.settle(Outcome::Success);
+                Ok(kept)
+            }
+            Err(failure) => Err(self.failed(failure)),
+        }
+    }
+
+    fn failed(&mut self, failure: Failure) -> Failure {
+        self.guard.settle(failure.outcome());
+        if failure.reason == "connect" {
+            self.guard.candidate.worker.suspect.notify_one();
+        }
+        failure
+    }
+
+    async fn try_open(
+        &self,
+    ) -> Result<(StatusCode, HeaderMap, Vec<Bytes>, Option<Answer>), Failure> {
+        let pool = &self.guard.candidate.worker.pool;
+        let sending = pool.send(&self.head, self.body.clone());
+        let response = match timeout(self.limit, sending).await {
+            Err(_) => return Err(Failure::silent(&self.guard, self.limit)),
+            Ok(Err(err)) => return Err(Failure::send(&self.guard, &err)),
+            Ok(Ok(response)) => response,
+        };
+        let (head, mut answer) = response.into_parts();
+        if head.status.as_u16() >= 400 {
+            let body = self.collect(Bytes::new(), &mut answer).await?;
+            return Err(Failure::answer(
+                &self.guard,
+                head.status,
+                head.headers,
+                body,
+            ));
+        }
+        if is_sse(&head.headers) {
+            let Some(first) = self.next_piece(&mut answer).await? else {
+                let told = upstream_error(&self.guard, "ended the stream before it began".into());
+                return Err(Failure::error(&self.guard, "reset", Retry::Allowed, told));
+            };
+            if error_event(&first).is_some() {
+                return Err(self.error_in_stream(head.headers, first, answer).await);
+            }
+            let rest = (!answer.is_end()).then_some(answer);
+            return Ok((head.status, head.headers, vec![first], rest));
+        }
+        let mut pieces = Vec::new();
+        let mut held = 0;
+        while held <= MAX_HELD {
+            match self.next_piece(&mut answer).await? {
+                Some(piece) => {
+                    held += piece.len();
+                    pieces.push(piece);
+                }
+                None => return Ok((head.status, head.headers, pieces, None)),
+            }
+        }
+        Ok((head.status, head.headers, pieces, Some(answer)))
+    }
+
+    async fn next_piece(&self, answer: &mut Answer) -> Result<Option<Bytes>, Failure> {
+        match timeout(self.limit, answer.piece()).await {
+            Err(_) => Err(Failure::silent(&self.guard, self.limit)),
+            Ok(None) => Ok(None),
+            Ok(Some(Ok(piece))) => Ok(Some(piece)),
+            Ok(Some(Err(err))) => Err(Failure::broke(&self.guard, &err)),
+        }
+    }
+
+    /// A stream whose event is an error. If nobody else can do better the client gets the stream as it came.
+    async fn error_in_stream(&self, headers: HeaderMap, first: Bytes, mut rest: Answer) -> Failure {
+        let code = error_event(&first).and_then(code_of);
+        let body = match self.collect(first, &mut rest).await {
+            Ok(body) => body,
+            Err(failure) => return failure,
+        };
+        let mut failure = Failure::answer(&self.guard, StatusCode::OK, headers, body);
+        let known = code.and_then(|code| RETRYABLE.iter().find(|known| **known == code).copied());
+        if let Some(code) = known {
+            failure.reason = code;
+            failure.retry = Retry::Allowed;
+            failure.is_overload = OVERLOAD.contains(&code);
+        }
+        failure
+    }
+
+    /// The rest of a short answer.
+    async fn collect(&self, first: Bytes, answer: &mut Answer) -> Result<Bytes, Failure> {
+        let mut body = Vec::from(first);
+        while let Some(piece) = self.next_piece(answer).await? {
+            body.extend_from_slice(&piece);
+            if body.len() > MAX_ERROR_BODY {
+                let cause = format!("error answer is longer than {MAX_ERROR_BODY} bytes");
+                let told = upstream_error(&self.guard, cause);
+                return Err(Failure::error(&self.guard, "reset", Retry::Allowed, told));
+            }
+        }
+        Ok(Bytes::from(body))
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn codes_are_read_from_the_nested_object_only() {
+        assert_eq!(
+            code_of(br#"{"error":{"message":"m","code":"queue_full"}}"#).as_deref(),
+            Some("queue_full")
+        );
+        for body in [
+            &b"oops"[..],
+            b"{}",
+            br#"{"error":"x"}"#,
+            br#"{"error":{"code":500}}"#,
+        ] {
+            assert_eq!(code_of(body), None);
+        }
+    }
+
+    #[test]
+    fn error_events_are_recognised_at_the_front() {
+        let event = b"data: {\"error\":{\"code\":\"draining\"}}\n\ndata: [DONE]\n\n";
+        assert_eq!(
+            code_of(error_event(event).unwrap()).as_deref(),
+            Some("draining")
+        );
+        assert!(error_event(b"event: error\ndata: {\"error\": {}}\n\n").is_some());
+        assert!(error_event(b"data: {\"choices\":[\"error\"]}\n\n").is_none());
+        assert!(error_event(b": keep-alive\n\n").is_none());
+    }
+}

@@ -1,0 +1,490 @@
+//! Who can be chosen: workers, their candidates (one per worker, or per DP rank), their load, breakers and policies.
+//!
+//! The life of a worker:
+//!
+//! 1. registered by a flag or `POST /workers`: `Starting`; its health task (health.rs) begins to probe;
+//! 2. the first good probe brings its description (DP size, bootstrap port): `Ready`, its candidates enter the snapshot
+//!    and the policies are told;
+//! 3. probes fail or a connection is refused: `Unhealthy`, its candidates leave and the policies forget them: what
+//!    restarts comes back with an empty cache. A good probe makes it `Ready` again, with new candidates;
+//! 4. removed: it leaves the snapshot at once; requests in flight hold their candidate and finish.
+//!
+//! Invariants: a candidate's load is the number of living [`LoadGuard`]s; ids are never used twice; decisions of one role
+//! are made one after the other, each seeing the loads of those before.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+
+use parking_lot::{Mutex, RwLock};
+use router_core::{
+    BreakerConfig, BreakerState, CircuitBreaker, Event, Outcome, Policy, PolicyStats, RequestView,
+    Role, Why, WorkerId, WorkerView, build,
+};
+use tokio::sync::{Notify, watch};
+use tokio::task::AbortHandle;
+
+use crate::clock::now_ms;
+use crate::config::{Bootstrap, RouterConfig, WorkerSpec, WorkerUrl};
+use crate::error::RouteError;
+use crate::upstream::Pool;
+
+/// Most workers registered at once: the registry is open to the network.
+const MAX_WORKERS: usize = 4096;
+/// Most DP ranks of one worker that are believed.
+const MAX_DP_SIZE: u32 = 1024;
+
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum State {
+    /// Registered, never healthy yet.
+    Starting,
+    Ready,
+    Unhealthy {
+        reason: String,
+    },
+    /// It answers, but cannot do what it was registered for.
+    Rejected {
+        reason: String,
+    },
+}
+
+impl State {
+    pub fn label(&self) -> &'static str {
+        match self {
+            State::Starting => "starting",
+            State::Ready => "ready",
+            State::Unhealthy { .. } => "unhealthy",
+            State::Rejected { .. } => "rejected",
+        }
+    }
+
+    pub fn reason(&self) -> Option<&str> {
+        match self {
+            State::Starting | State::Ready => None,
+            State::Unhealthy { reason } | State::Rejected { reason } => Some(reason),
+        }
+    }
+}
+
+/// What a worker tells about itself in /get_server_info. All of it is optional: SGLang and mocks tell less.
+#[derive(Debug, Clone, Default, PartialEq, Eq, serde::Deserialize)]
+pub struct Description {
+    pub dp_size: Option<u32>,
+    pub disaggregation_mode: Option<String>,
+    pub disaggregation_bootstrap_port: Option<u16>,
+    pub page_size: Option<u64>,
+    pub served_model_name: Option<String>,
+    pub version: Option<String>,
+}
+
+pub struct Worker {
+    /// Name in /workers.
+    pub id: u64,
+    pub spec: WorkerSpec,
+    pub pool: Arc<Pool>,
+    /// Told when a request met a refused connection: probe now.
+    pub suspect: Notify,
+    state: RwLock<(State, Arc<Description>)>,
+    health_task: Mutex<Option<AbortHandle>>,
+}
+
+impl Worker {
+    pub fn url(&self) -> &WorkerUrl {
+        &self.spec.url
+    }
+
+    pub fn role(&self) -> Role {
+        self.spec.role
+    }
+
+    pub fn state(&self) -> State {
+        self.state.read().0.clone()
+    }
+
+    pub fn description(&self) -> Arc<Description> {
+        self.state.read().1.clone()
+    }
+
+    pub fn is_ready(&self) -> bool {
+        self.state.read().0 == State::Ready
+    }
+
+    /// JSON `bootstrap_port` for requests prefilled here.
+    pub fn bootstrap_port(&self) -> Option<u16> {
+        match self.spec.bootstrap {
+            Bootstrap::Port(port) => Some(port),
+            Bootstrap::Null => None,
+            Bootstrap::FromWorker => self.description().disaggregation_bootstrap_port,
+        }
+    }
+
+    pub fn dp_size(&self) -> u32 {
+        self.description()
+            .dp_size
+            .unwrap_or(1)
+            .clamp(1, MAX_DP_SIZE)
+    }
+}
+
+impl Drop for Worker {
+    fn drop(&mut self) {
+        if let Some(task) = self.health_task.get_mut().take() {
+            task.abort();
+        }
+    }
+}
+
+/// What a policy chooses: a worker, or one DP rank of it.
+pub struct Candidate {
+    pub id: WorkerId,
+    /// Url, with `@rank` when DP-aware: for logs and metrics, never on the wire.
+    pub name: String,
+    pub worker: Arc<Worker>,
+    /// `Some` when DP-aware.
+    pub rank: Option<u32>,
+    load: AtomicUsize,
+    breaker: Option<Mutex<CircuitBreaker>>,
+}
+
+impl Candidate {
+    pub fn load(&self) -> usize {
+        self.load.load(Ordering::Relaxed)
+    }
+
+    fn is_allowed(&self, now_ms: u64) -> bool {
+        self.breaker
+            .as_ref()
+            .is_none_or(|b| b.lock().allows(now_ms))
+    }
+
+    /// 0 closed, 1 half open, 2 open.
+    pub fn circuit_state(&self) -> f64 {
+        match self.breaker.as_ref().map(|b| b.lock().state(now_ms())) {
+            None | Some(BreakerState::Closed) => 0.0,
+            Some(BreakerState::HalfOpen) => 1.0,
+            Some(BreakerState::Open) => 2.0,
+        }
+    }
+}
+
+/// One request in flight to a candidate. Its end frees the load, feeds the breaker and tells the policy.
+pub struct LoadGuard {
+    pub candidate: Arc<Candidate>,
+    policy: Arc<dyn Policy>,
+    outcome: Outcome,
+}
+
+impl LoadGuard {
+    /// How the request ended, as far as the worker is concerned. Never called: the client left.
+    pub fn settle(&mut self, outcome: Outcome) {
+        self.outcome = outcome;
+    }
+}
+
+impl Drop for LoadGuard {
+    fn drop(&mut self) {
+        let candidate = &self.candidate;
+        candidate.load.fetch_sub(1, Ordering::Relaxed);
+        if let Some(breaker) = &candidate.breaker
+            && let Some(state) = breaker.lock().on_result(self.outcome, now_ms())
+        {
+            tracing::warn!(worker = %candidate.name, circuit = state.label(), "circuit breaker changed");
+        }
+        self.policy.observe(&Event::Finished {
+            worker: candidate.id,
+            ok: self.outcome == Outcome::Success,
+        });
+    }
+}
+
+/// A candidate with its place taken.
+pub struct Chosen {
+    pub guard: LoadGuard,
+    pub why: Why,
+}
+
+struct RoleTable {
+    policy: Arc<dyn Policy>,
+    /// Held while deciding.
+    turn: Mutex<()>,
+    candidates: RwLock<Arc<Vec<Arc<Candidate>>>>,
+}
+
+pub struct Registry {
+    workers: RwLock<Vec<Arc<Worker>>>,
+    tables: [RoleTable; 3],
+    next_worker: AtomicU64,
+    next_candidate: AtomicU64,
+    dp_aware: bool,
+    breaker: Option<BreakerConfig>,
+    cut: watch::Receiver<bool>,
+}
+
+pub const ROLES: [Role; 3] = [Role::Regular, Role::Prefill, Role::Decode];
+
+fn index(role: Role) -> usize {
+    match role {
+        Role::Regular => 0,
+        Role::Prefill => 1,
+        Role::Decode => 2,
+    }
+}
+
+impl Registry {
+    pub fn new(config: &RouterConfig, cut: watch::Receiver<bool>) -> Self {
+        Self {
+            workers: RwLock::default(),
+            tables: ROLES.map(|role| RoleTable {
+                policy: Arc::from(build(config.policy_for(role), &config.cache_aware())),
+                turn: Mutex::default(),
+                candidates: RwLock::default(),
+            }),
+            next_worker: AtomicU64::new(1),
+            next_candidate: AtomicU64::new(1),
+            dp_aware: config.workers.dp_aware,
+            breaker: config.breaker(),
+            cut,
+        }
+    }
+
+    pub fn policy(&self, role: Role) -> &Arc<dyn Policy> {
+        &self.tables[index(role)].policy
+    }
+
+    /// Register a worker; the caller starts its health task.
+    pub fn add(&self, spec: WorkerSpec) -> Result<Arc<Worker>, RouteError> {
+        let mut workers = self.workers.write();
+        if let Some(known) = workers.iter().find(|w| w.spec.url == spec.url) {
+            return Err(RouteError::DuplicateWorker {
+                url: spec.url.to_string(),
+                role: known.role(),
+                id: known.id,
+            });
+        }
+        if workers.len() >= MAX_WORKERS {
+            return Err(RouteError::TooManyWorkers { limit: MAX_WORKERS });
+        }
+        let worker = Arc::new(Worker {
+            id: self.next_worker.fetch_add(1, Ordering::Relaxed),
+            pool: Pool::new(spec.url.clone(), self.cut.clone()),
+            spec,
+            suspect: Notify::new(),
+            state: RwLock::new((State::Starting, Arc::default())),
+            health_task: Mutex::default(),
+        });
+        workers.push(worker.clone());
+        Ok(worker)
+    }
+
+    pub fn set_health_task(&self, worker: &Worker, task: AbortHandle) {
+        *worker.health_task.lock() = Some(task);
+    }
+
+    /// Take a worker out. Requests in flight finish.
+    pub fn remove(&self, id: u64) -> Option<Arc<Worker>> {
+        let mut workers = self.workers.write();
+        let at = workers.iter().position(|w| w.id == id)?;
+        let worker = workers.remove(at);
+        if let Some(task) = worker.health_task.lock().take() {
+            task.abort();
+        }
+        self.replace_candidates(&worker, Vec::new());
+        Some(worker)
+    }
+
+    pub fn workers(&self) -> Vec<Arc<Worker>> {
+        self.workers.read().clone()
+    }
+
+    pub fn worker(&self, id: u64) -> Option<Arc<Worker>> {
+        self.workers.read().iter().find(|w| w.id == id).cloned()
+    }
+
+    pub fn candidates(&self) -> Vec<Arc<Candidate>> {
+        let tables = self.tables.iter();
+        tables
+            .flat_map(|t| t.candidates.read().iter().cloned().collect::<Vec<_>>())
+            .collect()
+    }
+
+    pub fn policy_stats(&self) -> Vec<(Role, PolicyStats)> {
+        ROLES.map(|role| (role, self.policy(role).stats())).to_vec()
+    }
+
+    /// (known, ready) workers of a role.
+    pub fn count(&self, role: Role) -> (usize, usize) {
+        let workers = self.workers.read();
+        let known = workers.iter().filter(|w| w.role() == role);
+        known.fold((0, 0), |(known, ready), w| {
+            (known + 1, ready + usize::from(w.is_ready()))
+        })
+    }
+
+    /// The only place where a worker changes state. Candidates and policies follow.
+    pub fn set_state(&self, worker: &Arc<Worker>, state: State, description: Option<Description>) {
+        // Holding the list keeps a removal from crossing with this: a removed worker stays out.
+        let workers = self.workers.read();
+        if !workers.iter().any(|w| w.id == worker.id) {
+            return;
+        }
+        let was = {
+            let mut present = worker.state.write();
+            if let Some(description) = description {
+                present.1 = Arc::new(description);
+            }
+            std::mem::replace(&mut present.0, state.clone())
+        };
+        if was == state {
+            return;
+        }
+        let candidates = match &state {
+            State::Ready => self.candidates_of(worker),
+            _ => Vec::new(),
+        };
+        let (role, url) = (worker.role(), worker.url());
+        match &state {
+            State::Ready => {
+                tracing::info!(%url, %role, ranks = candidates.len(), "worker is ready")
+            }
+            _ => {
+                let reason = state.reason().unwrap_or_default();
+                tracing::warn!(%url, %role, state = state.label(), reason, "worker is out");
+            }
+        }
+        self.replace_candidates(worker, candidates);
+    }
+
+    fn candidates_of(&self, worker: &Arc<Worker>) -> Vec<Arc<Candidate>> {
+        let ranks: Vec<Option<u32>> = if self.dp_aware {
+            (0..worker.dp_size()).map(Some).collect()
+        } else {
+            vec![None]
+        };
+        let ranks = ranks.into_iter();
+        ranks
+            .map(|rank| {
+                Arc::new(Candidate {
+                    id: WorkerId(self.next_candidate.fetch_add(1, Ordering::Relaxed)),
+                    name: match rank {
+                        Some(rank) => format!("{}@{rank}", worker.url()),
+                        None => worker.url().to_string(),
+                    },
+                    worker: worker.clone(),
+                    rank,
+                    load: AtomicUsize::new(0),
+                    breaker: self
+                        .breaker
+                        .clone()
+                        .map(CircuitBreaker::new)
+                        .map(Mutex::new),
+                })
+            })
+            .collect()
+    }
+
+    /// Put `new` in the place of all candidates of `worker`.
+    fn replace_candidates(&self, worker: &Arc<Worker>, new: Vec<Arc<Candidate>>) {
+        let table = &self.tables[index(worker.role())];
+        let _turn = table.turn.lock();
+        let mut shared = table.candidates.write();
+        let mut list: Vec<_> = shared.iter().cloned().collect();
+        list.retain(|c| {
+            let stays = c.worker.id != worker.id;
+            if !stays {
+                table.policy.observe(&Event::WorkerGone { worker: c.id });
+            }
+            stays
+        });
+        for candidate in &new {
+            table.policy.observe(&Event::WorkerAdded {
+                worker: candidate.id,
+            });
+        }
+        list.extend(new);
+        // By address, so that round robin's order does not depend on who became ready first.
+        list.sort_by_key(|c| (c.worker.id, c.rank));
+        *shared = Arc::new(list);
+    }
+
+    /// Bring the policies' memory under its limits; returns the characters dropped.
+    pub fn evict(&self) -> usize {
+        self.tables.iter().map(|table| table.policy.evict()).sum()
+    }
+
+    /// Policies forget all prompts: the workers' caches were flushed.
+    pub fn forget_prompts(&self) {
+        for table in &self.tables {
+            let _turn = table.turn.lock();
+            for candidate in table.candidates.read().iter() {
+                let worker = candidate.id;
+                table.policy.observe(&Event::WorkerGone { worker });
+                table.policy.observe(&Event::WorkerAdded { worker });
+            }
+        }
+    }
+
+    /// Let the role's policy choose among ready candidates whose breaker allows it. Workers in `avoid` (they just failed
+    /// this request) are taken only when there is no other. Budget: tens of microseconds; no await.
+    pub fn choose(
+        &self,
+        role: Role,
+        request: &RequestView<'_>,
+        avoid: &[WorkerId],
+    ) -> Result<Chosen, RouteError> {
+        let chosen = self.try_choose(role, request, avoid);
+        // Counted without the role's turn: remove() takes the worker list first and the turn second.
+        chosen.ok_or_else(|| {
+            let (known, ready) = self.count(role);
+            RouteError::NoWorker { role, known, ready }
+        })
+    }
+
+    fn try_choose(
+        &self,
+        role: Role,
+        request: &RequestView<'_>,
+        avoid: &[WorkerId],
+    ) -> Option<Chosen> {
+        let table = &self.tables[index(role)];
+        let _turn = table.turn.lock();
+        let candidates = table.candidates.read().clone();
+        let now_ms = now_ms();
+        let allowed = || {
+            let allowed = candidates.iter().filter(|c| c.is_allowed(now_ms));
+            allowed.map(|c| WorkerView {
+                id: c.id,
+                load: c.load(),
+            })
+        };
+        let mut views: Vec<WorkerView> = allowed().filter(|v| !avoid.contains(&v.id)).collect();
+        if views.is_empty() && !avoid.is_empty() {
+            views = allowed().collect();
+        }
+        let choice = table.policy.choose(request, &views, &mut rand::rng())?;
+        let candidate = candidates.iter().find(|c| c.id == choice.worker)?.clone();
+        table.policy.observe(&Event::Routed {
+            worker: candidate.id,
+            text: request.text,
+        });
+        candidate.load.fetch_add(1, Ordering::Relaxed);
+        if let Some(breaker) = &candidate.breaker {
+            breaker.lock().on_sent(now_ms);
+        }
+        Some(Chosen {
+            guard: LoadGuard {
+                candidate,
+                policy: table.policy.clone(),
+                outcome: Outcome::Unknown,
+            },
+            why: choice.why,
+        })
+    }
+
+    /// Whether a candidate outside `avoid` could be chosen.
+    pub fn has_other(&self, role: Role, avoid: &[WorkerId]) -> bool {
+        let candidates = self.tables[index(role)].candidates.read().clone();
+        let now_ms = now_ms();
+        candidates
+            .iter()
+            .any(|c| !avoid.contains(&c.id) && c.is_allowed(now_ms))
+    }
+}

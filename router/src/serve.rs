@@ -1,0 +1,277 @@
+//! The process: parse, listen, accept, and the way down.
+//!
+//! Shutdown (SIGTERM, SIGINT):
+//!
+//! 1. /readyz says 503; for --shutdown-delay-ms new connections are still taken, so that load balancers can notice;
+//! 2. the listener closes; idle connections close; requests in flight go on;
+//! 3. after --shutdown-grace-period-secs the workers' connections are cut: streams get an error event and [DONE];
+//! 4. exit 0. A second signal exits at once with 1.
+
+use std::io::Write;
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::Duration;
+
+use axum::Router;
+use hyper::server::conn::http1;
+use hyper_util::rt::{TokioIo, TokioTimer};
+use hyper_util::server::graceful::GracefulShutdown;
+use hyper_util::service::TowerToHyperService;
+use tokio::net::{TcpListener, TcpStream};
+use tokio::signal::unix::{SignalKind, signal};
+use tokio::sync::{oneshot, watch};
+use tokio::task::JoinHandle;
+use tokio::time::{Instant, interval, sleep, timeout};
+
+use crate::App;
+use crate::config::{ParseStop, RouterConfig, flags_markdown};
+use crate::http::{metrics_router, router};
+use crate::metrics::metrics_markdown;
+
+/// How long a client may take over a request's head; also the idle limit of a kept connection (nginx's 75 s).
+const HEAD_TIMEOUT: Duration = Duration::from_secs(75);
+/// Longest request head accepted [bytes].
+const MAX_HEAD: usize = 256 << 10;
+const MAX_HEADERS: usize = 100;
+/// After the cut streams still get their last event within this.
+const AFTER_CUT: Duration = Duration::from_secs(2);
+/// Out of file descriptors: wait for some to be closed.
+const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
+
+/// Parse `argv` (program name first), run the router until it is told to stop, return the exit code.
+pub fn run(argv: Vec<String>) -> i32 {
+    let config = match RouterConfig::parse(&argv) {
+        Ok(config) => config,
+        Err(ParseStop::Help(text)) => return print(&text, 0),
+        Err(ParseStop::Bad(text)) => {
+            let name = argv.first().map_or("baton-router", String::as_str);
+            eprintln!("{name}: {text}");
+            return 2;
+        }
+    };
+    if config.observe.print_flags {
+        return print(&flags_markdown(), 0);
+    }
+    if config.observe.print_metrics {
+        return print(&metrics_markdown(), 0);
+    }
+    if let Err(text) = init_logs(&config) {
+        eprintln!("baton-router: {text}");
+        return 2;
+    }
+    let runtime = match tokio::runtime::Builder::new_multi_thread()
+        .enable_all()
+        .thread_name("router")
+        .build()
+    {
+        Ok(runtime) => runtime,
+        Err(err) => {
+            eprintln!("baton-router: cannot start threads: {err}");
+            return 1;
+        }
+    };
+    let code = runtime.block_on(until_signal(config));
+    runtime.shutdown_timeout(Duration::from_millis(100));
+    code
+}
+
+/// Text for standard output; a reader that closed the pipe is not an error.
+fn print(text: &str, code: i32) -> i32 {
+    let _ = writeln!(std::io::stdout(), "{}", text.trim_end());
+    code
+}
+
+fn init_logs(config: &RouterConfig) -> Result<(), String> {
+    let level = &config.observe.log_level;
+    let filter = tracing_subscriber::EnvFilter::try_new(level)
+        .map_err(|err| format!("--log-level {level}: {err}"))?;
+    let logs = tracing_subscriber::fmt()
+        .with_env_filter(filter)
+        .with_writer(std::io::stderr);
+    // An error means the process has a subscriber already (a test, an embedding program): it stays.
+    let _ = if config.observe.log_format == "json" {
+        logs.json().flatten_event(true).try_init()
+    } else {
+        use std::io::IsTerminal;
+        logs.with_ansi(std::io::stderr().is_terminal()).try_init()
+    };
+    Ok(())
+}
+
+async fn until_signal(config: RouterConfig) -> i32 {
+    let signals = (
+        signal(SignalKind::terminate()),
+        signal(SignalKind::interrupt()),
+    );
+    let (Ok(mut term), Ok(mut int)) = signals else {
+        eprintln!("baton-router: cannot listen for signals");
+        return 1;
+    };
+    let running = match Running::start(config).await {
+        Ok(running) => running,
+        Err(text) => {
+            eprintln!("baton-router: {text}");
+            return 2;
+        }
+    };
+    tokio::select! {
+        _ = term.recv() => {}
+        _ = int.recv() => {}
+    }
+    tracing::info!("shutting down; send the signal again to stop at once");
+    tokio::select! {
+        () = running.stop() => 0,
+        _ = term.recv() => 1,
+        _ = int.recv() => 1,
+    }
+}
+
+/// A router that accepts connections. Dropping it without `stop` leaves its tasks to the runtime.
+pub struct Running {
+    pub addr: SocketAddr,
+    pub metrics_addr: Option<SocketAddr>,
+    app: Arc<App>,
+    cut: watch::Sender<bool>,
+    /// Told to stop accepting.
+    close: oneshot::Sender<()>,
+    accepting: JoinHandle<GracefulShutdown>,
+}
+
+impl Running {
+    /// Bind, register the workers of the flags, begin to accept.
+    pub async fn start(config: RouterConfig) -> Result<Self, String> {
+        let specs = config.worker_specs().map_err(|bad| bad.join("\n"))?;
+        let (host, port) = (config.listen.host.clone(), config.listen.port);
+        let listener = bind(&host, port, "--port").await?;
+        let addr = listener.local_addr().map_err(|err| err.to_string())?;
+        let metrics_listener = match config.observe.prometheus_port {
+            None => None,
+            Some(port) => {
+                let host = config.observe.prometheus_host.as_ref().unwrap_or(&host);
+                Some(bind(host, port, "--prometheus-port").await?)
+            }
+        };
+        let (cut, cut_seen) = watch::channel(false);
+        let app = App::new(config, cut_seen).map_err(|err| err.to_string())?;
+        let app = Arc::new(app);
+        for spec in specs {
+            app.register(spec).map_err(|err| err.to_string())?;
+        }
+        evict_regularly(&app);
+        let metrics_addr = match metrics_listener {
+            None => None,
+            Some(listener) => {
+                let addr = listener.local_addr().map_err(|err| err.to_string())?;
+                // Serves until the process ends: the last scrape may come late.
+                let (forever, closed) = oneshot::channel();
+                tokio::spawn(accept(listener, metrics_router(app.clone()), closed));
+                std::mem::forget(forever);
+                Some(addr)
+            }
+        };
+        let (close, closed) = oneshot::channel();
+        let accepting = tokio::spawn(accept(listener, router(app.clone()), closed));
+        tracing::info!(%addr, pd = app.is_pd(), "listening on http://{addr}");
+        Ok(Self {
+            addr,
+            metrics_addr,
+            app,
+            cut,
+            close,
+            accepting,
+        })
+    }
+
+    /// The way down; returns when all requests are answered or the grace is over.
+    pub async fn stop(self) {
+        let config = &self.app.config.listen;
+        self.app.start_draining();
+        sleep(Duration::from_millis(config.shutdown_delay_ms)).await;
+        let _ = self.close.send(()); // an error: accepting ended already
+        let Ok(connections) = self.accepting.await else {
+            return; // it panicked, and the connections with it
+        };
+        let open = connections.count();
+        let grace = Duration::from_secs(config.shutdown_grace_period_secs);
+        tracing::info!(open, ?grace, "finishing requests");
+        let finished = connections.shutdown();
+        tokio::pin!(finished);
+        if timeout(grace, &mut finished).await.is_err() {
+            tracing::warn!("grace is over, cutting what still runs");
+            self.cut.send_replace(true);
+            let _ = timeout(AFTER_CUT, finished).await; // whoever does not read its last event is not waited for
+        }
+    }
+}
+
+async fn bind(host: &str, port: u16, flag: &str) -> Result<TcpListener, String> {
+    TcpListener::bind((host, port)).await.map_err(|err| match err.kind() {
+        std::io::ErrorKind::AddrInUse => {
+            format!("{host}:{port} is in use already; stop what listens there or choose another {flag}")
+        }
+        _ => format!("cannot listen on {host}:{port}: {err}"),
+    })
+}
+
+/// Accept until told to close; returns the connections that are still open.
+async fn accept(
+    listener: TcpListener,
+    routes: Router,
+    mut closed: oneshot::Receiver<()>,
+) -> GracefulShutdown {
+    let connections = GracefulShutdown::new();
+    loop {
+        let stream = tokio::select! {
+            _ = &mut closed => return connections,
+            accepted = listener.accept() => match accepted {
+                Ok((stream, _)) => stream,
+                Err(err) => {
+                    tracing::warn!(%err, "cannot accept a connection");
+                    sleep(ACCEPT_PAUSE).await;
+                    continue;
+                }
+            },
+        };
+        serve(stream, &routes, &connections);
+    }
+}
+
+fn serve(stream: TcpStream, routes: &Router, connections: &GracefulShutdown) {
+    if let Err(err) = stream.set_nodelay(true) {
+        tracing::debug!(%err, "client left at once");
+        return;
+    }
+    let service = TowerToHyperService::new(routes.clone());
+    let connection = http1::Builder::new()
+        .timer(TokioTimer::new())
+        .header_read_timeout(HEAD_TIMEOUT)
+        .max_buf_size(MAX_HEAD)
+        .max_headers(MAX_HEADERS)
+        .serve_connection(TokioIo::new(stream), service);
+    let connection = connections.watch(connection);
+    tokio::spawn(async move {
+        // The client left, or sent no HTTP: its request's record says so where there was one.
+        if let Err(err) = connection.await {
+            tracing::debug!(%err, "connection ended");
+        }
+    });
+}
+
+fn evict_regularly(app: &Arc<App>) {
+    let weak = Arc::downgrade(app);
+    let pause = Duration::from_secs(app.config.routing.eviction_interval_secs);
+    tokio::spawn(async move {
+        let mut turn = interval(pause);
+        turn.tick().await;
+        loop {
+            turn.tick().await;
+            let Some(app) = weak.upgrade() else { return };
+            let since = Instant::now();
+            // A walk over the tree: not on a thread that serves requests.
+            let walked = tokio::task::spawn_blocking(move || app.registry.evict()).await;
+            if let Ok(chars @ 1..) = walked {
+                tracing::info!(chars, took = ?since.elapsed(), "evicted prompts");
+            }
+        }
+    });
+}
