@@ -1,0 +1,84 @@
+"""The docs say what the code says: error codes, reason codes, links, and the places that the pages name."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from baton import config, errors
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PROTOCOL = (ROOT / "docs" / "protocol.md").read_text(encoding="utf-8")
+
+
+def table_rows(text: str, header: str) -> list[list[str]]:
+    """Cells of the table whose header row begins with `header`, without backticks."""
+    lines = text[text.index(header) :].splitlines()[2:]
+    table = lines[: next(i for i, line in enumerate([*lines, ""]) if not line.startswith("|"))]
+    return [[cell.strip().strip("`") for cell in line.strip("|").split(" | ")] for line in table]
+
+
+def test_error_table_lists_every_engine_error_with_status_and_type() -> None:
+    rows = {code: (int(status), kind) for code, status, kind, _ in table_rows(PROTOCOL, "| code | status |")}
+    assert {code: rows.get(code) for code in errors._all(errors.EngineError)} == {
+        code: (cls.status, cls.type) for code, cls in errors._all(errors.EngineError).items()
+    }
+
+
+def test_error_table_lists_exactly_the_codes_of_engine_and_router() -> None:
+    source = (ROOT / "router" / "src" / "error.rs").read_text(encoding="utf-8")
+    router = set(re.findall(r'"(\w+)"', source.split("pub const CODES", 1)[1].split("];", 1)[0]))
+    rows = {code for code, *_ in table_rows(PROTOCOL, "| code | status |")}
+    assert rows == router | set(errors._all(errors.EngineError))
+
+
+def test_reason_code_table_is_the_transfer_crates() -> None:
+    source = (ROOT / "kv_transfer" / "src" / "code.rs").read_text(encoding="utf-8")
+    codes = {code: kept == "true" for code, kept in re.findall(r'= "([A-Z_]+)", retryable: (true|false);', source)}
+    rows = {
+        code: retry.startswith("yes") for code, _, retry in table_rows(PROTOCOL, "| code | meaning | worth a retry")
+    }
+    assert rows == codes
+
+
+def test_protocol_messages_are_the_transfer_crates() -> None:
+    source = (ROOT / "kv_transfer" / "src" / "protocol" / "mod.rs").read_text(encoding="utf-8")
+    names = {name for cell, *_ in table_rows(PROTOCOL, "| message | direction |") for name in cell.split(", ")}
+    assert names == set(re.findall(r'serde\(rename = "([A-Z_]+)"\)', source))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)]+)\)", page.read_text(encoding="utf-8")):
+        path, _, anchor = target.partition("#")
+        if "://" in path:
+            continue
+        file = (page.parent / path) if path else page
+        assert file.exists(), f"{page.name} links to {target}"
+        if anchor:
+            headings = re.findall(r"^#+ (.*)$", file.read_text(encoding="utf-8"), re.MULTILINE)
+            assert anchor in {re.sub(r"[^\w -]", "", h.lower()).replace(" ", "-") for h in headings}, target
+
+
+def test_places_in_the_code_map_exist() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    places = re.findall(r"`((?:router|kv_transfer|engine)/[\w./]*)`", text)
+    assert len(places) > 10
+    assert [place for place in places if not (ROOT / place).exists()] == []
+
+
+def test_engine_flags_in_the_docs_exist() -> None:
+    """Every --flag that the pages name is an engine flag, a flag of `baton up`, or in the router's source."""
+    known = {config.flag_name(name) for name in config.EngineConfig.__dataclass_fields__}
+    up = (ROOT / "engine" / "baton" / "server" / "up.py").read_text(encoding="utf-8")
+    router = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "router" / "src" / "config").glob("*.rs"))
+    fields = set(re.findall(r"^    (?:pub )?(\w+):", up, re.MULTILINE)) | set(re.findall(r"pub (\w+):", router))
+    known |= {"--" + name.replace("_", "-") for name in fields} | {"--help", "--out", "--steps", "--threads", "--seed"}
+    for page in PAGES:
+        if page.name == "flags.md":
+            continue
+        named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+[a-z]", page.read_text(encoding="utf-8")))
+        assert named - known == set(), page.name
