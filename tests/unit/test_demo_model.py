@@ -137,6 +137,7 @@ def test_flags_and_codes_in_the_answers_exist(questions: Questions) -> None:
 
     text = " ".join(topic.answer for topic in questions.all_topics)
     engine_flags = {config.flag_name(name) for name in config.EngineConfig.__dataclass_fields__}
+    up_flags = {"--smoke", "--log-dir", "--prefill", "--decode"}
     router_flags = {
         "--policy",
         "--prefill-policy",
@@ -146,7 +147,7 @@ def test_flags_and_codes_in_the_answers_exist(questions: Questions) -> None:
         "--decode",
         "--dp-aware",
     }
-    assert set(re.findall(r"--[a-z][a-z-]+", text)) - router_flags - engine_flags - {"--help"} == set()
+    assert set(re.findall(r"--[a-z][a-z-]+", text)) - router_flags - engine_flags - up_flags - {"--help"} == set()
     for code in ("queue_full", "context_length_exceeded"):
         assert code in text
         assert errors.by_code(code).code == code

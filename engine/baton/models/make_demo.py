@@ -287,6 +287,8 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--rate", type=float, default=2e-3, help="peak learning rate (default: %(default)s)")
     parser.add_argument("--keep", action="store_true", help="write the files even if the model fails the evaluation")
     args = parser.parse_args(argv)
+    if not (REPOSITORY / "docs").is_dir():
+        parser.error(f"{REPOSITORY} has no docs to train on; run this from a checkout of the repository")
 
     torch.set_num_threads(args.threads)
     torch.manual_seed(args.seed)
