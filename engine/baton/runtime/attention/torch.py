@@ -31,6 +31,8 @@ class _Gather:
     """int64 [r, p]: padded with a page of the row itself."""
     visible: Tensor
     """bool [r, n, p * page_size]: which gathered slots each query sees; padding and stale slots never."""
+    unseen: tuple[Tensor, Tensor]
+    """(row, slot) pairs that no query sees."""
 
 
 @dataclass(slots=True)
@@ -92,7 +94,8 @@ class TorchAttention:
         visible = slot <= query
         if window:
             visible &= slot > query - window
-        return _Gather(pages, visible)
+        row, slot = (~visible.any(1)).nonzero(as_tuple=True)
+        return _Gather(pages, visible, (row, slot))
 
     def _attend(self, layer: int, q: Tensor, rows: _Rows) -> Tensor:
         spec, (r, n) = self._spec, rows.shape
@@ -100,8 +103,9 @@ class TorchAttention:
         # [r, p, 2, page, Hk, D] -> two of [r, Hk, p * page, D]
         both = self._kv.data[:, layer][gather.pages].float().permute(2, 0, 4, 1, 3, 5).flatten(3, 4)
         # A slot no query sees may hold anything a former owner left, and 0 * NaN is NaN.
-        seen = gather.visible.any(1)[:, None, :, None]
-        keys, values = both.masked_fill(~seen, 0.0)
+        row, slot = gather.unseen
+        both[:, row, :, slot] = 0.0
+        keys, values = both
         queries = q.reshape(r, n, spec.num_heads, spec.head_dim).transpose(1, 2).float()
         out = functional.scaled_dot_product_attention(
             queries, keys, values, attn_mask=gather.visible[:, None], enable_gqa=spec.num_heads != spec.num_kv_heads
