@@ -92,7 +92,7 @@ def make_pool(spec: KVSpec, page_size: int, num_pages: int, *, native: bool | No
     if pool_class is None:
         return KvTensors(spec, page_size, torch.zeros(shape, dtype=dtype))
     pool = pool_class(num_pages, spec.page_bytes(page_size))
-    data = torch.frombuffer(pool, dtype=torch.uint8).view(dtype).view(shape)
+    data = torch.frombuffer(pool.buffer(), dtype=torch.uint8).view(dtype).view(shape)
     return KvTensors(spec, page_size, data, pool)
 
 
