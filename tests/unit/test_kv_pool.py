@@ -48,6 +48,6 @@ def test_native_memory_is_viewed_not_copied():
     kv = make_pool(SPEC, 4, 5, native=True)
     assert kv.native.data_ptr == kv.data.data_ptr()
     kv.data[2, 1, 0, 3, 1, 7] = 1.0
-    raw = torch.frombuffer(kv.native, dtype=torch.uint8).view(torch.bfloat16)
+    raw = torch.frombuffer(kv.native.buffer(), dtype=torch.uint8).view(torch.bfloat16)
     assert raw.count_nonzero() == 1
     assert raw[(((2 * 3 + 1) * 2 + 0) * 4 + 3) * 16 + 15] == 1.0
