@@ -1,0 +1,581 @@
+//! Causal attention over paged K and V: decode and prefill rows in one call, online softmax (as in FlashAttention,
+//! arXiv 2205.14135), grouped queries, optional sliding window.
+//!
+//! A call becomes items of one row, one KV head and up to `ITEM_ROWS` query rows (a query row is one head of one
+//! token). An item (1) packs its queries; (2) walks the KV in blocks of `BLOCK` positions aligned to position 0; per block
+//! it packs K transposed and V in units, once for all heads of the group, and asks for the next block's lines;
+//! (3) per tile of query rows: scores, running maximum, probabilities, weighted V; (4) divides by the sums.
+//!
+//! ```text
+//! position      0 ........ 64 ....... 128 ...... 192
+//! blocks        |--- 0 ----|--- 1 ----|--- 2 ----|       the same cuts for every chunking of the prompt
+//! token at 130  |##########|##########|###       |       columns past the token get probability exactly 0
+//! ```
+//!
+//! Exact: a token's result is a function of its q and of K, V at positions it sees, bit for bit; see the crate's doc.
+//! Columns a tile does not need are left out, those it computes in vain for one of its rows add 0 to a sum and 0 * v to an
+//! accumulator; a -0 that could become +0 that way is always +0 in the output.
+//!
+//! Trust: K and V that a token of the call sees must be finite; slots nobody sees may hold anything.
+#![allow(
+    unsafe_op_in_unsafe_fn,
+    reason = "one contract for the module: the CPU has level S, Attention's pointers cover its shapes"
+)]
+
+use std::marker::PhantomData;
+
+use crate::append::LayerPages;
+use crate::elem::{Bf16, Bf16Dot, Dtype, Elem, F32, store_part};
+use crate::isa::{self, Isa};
+use crate::math::{LOG2_E, exp2};
+use crate::pool;
+use crate::rows::Rows;
+use crate::scratch::{padded, with_scratch};
+use crate::simd::{Kernel, SUM_LANES, Simd, dispatch, tree_sum};
+use crate::tile::{Operands, product};
+
+/// KV positions per block, a multiple of every tile's width.
+pub const BLOCK: usize = 64;
+/// Largest head: Q's packed rows are that long.
+pub const MAX_HEAD_DIM: usize = 256;
+/// Query rows per item: packing a block costs about as much as 4 of them (measured on Emerald Rapids).
+const ITEM_ROWS: usize = 96;
+/// Words from one packed query row to the next: no multiple of a page, so that rows fall into different cache sets.
+const X_STRIDE: usize = MAX_HEAD_DIM + 16;
+const P_STRIDE: usize = BLOCK + 16;
+/// Rows of a tile at any level.
+const MAX_TILE_ROWS: usize = 6;
+
+/// What one layer's attention reads and writes; T tokens.
+#[derive(Clone, Copy, Debug)]
+pub struct Attention<'a> {
+    pub pages: LayerPages,
+    /// `[T, heads, head_dim]` in the pages' type, tokens `q_stride` elements apart.
+    pub q: *const u8,
+    pub q_stride: usize,
+    /// `[T, heads * head_dim]`, contiguous, in the pages' type.
+    pub out: *mut u8,
+    /// A multiple of the pages' kv_heads.
+    pub heads: usize,
+    /// Checked against the pool.
+    pub rows: Rows<'a>,
+    pub scale: f32,
+    /// A token sees the last `window` positions, itself included; 0: all.
+    pub window: usize,
+}
+
+// SAFETY: items write disjoint parts of `out` and only read the rest; the caller of `paged_attention` vouches for it.
+unsafe impl Sync for Attention<'_> {}
+
+/// Attend at the process's instruction level.
+///
+/// Cost: every item reads its KV once; 4 * head_dim flops per query head and visible position. Allocates nothing once
+/// each thread's scratch has grown.
+///
+/// # Safety
+/// Pointers cover the shapes; head_dim is even for bf16; `rows.check` holds for the pool; nobody writes q, K or V or touches
+/// `out` meanwhile.
+pub unsafe fn paged_attention(a: &Attention) {
+    // SAFETY: passed on.
+    unsafe { paged_attention_on(isa::current(), a) }
+}
+
+/// Like [`paged_attention`], at level `isa`.
+///
+/// # Safety
+/// As [`paged_attention`], and `isa.runs_here()`.
+pub unsafe fn paged_attention_on(isa: Isa, a: &Attention) {
+    assert!(
+        a.pages.head_dim <= MAX_HEAD_DIM,
+        "head_dim {} exceeds {MAX_HEAD_DIM}",
+        a.pages.head_dim
+    );
+    let group = a.heads / a.pages.kv_heads;
+    let tokens_per_item = (ITEM_ROWS / group).max(1);
+    // Decode-only calls, the usual case, need no table: item i is row i / kv_heads.
+    let rows = a.rows.kv_lens.len();
+    let total = a.rows.qo_indptr[rows] as usize;
+    if total == rows {
+        return pool::for_each(rows * a.pages.kv_heads, &|i| {
+            let (row, head) = (i / a.pages.kv_heads, i % a.pages.kv_heads);
+            // SAFETY: passed on; `isa` runs here.
+            unsafe {
+                run_item(
+                    isa,
+                    a,
+                    Item {
+                        row,
+                        head,
+                        first: 0,
+                        tokens: 1,
+                    },
+                )
+            };
+        });
+    }
+    let mut items = Vec::with_capacity((total / tokens_per_item + rows) * a.pages.kv_heads);
+    for row in 0..rows {
+        let n = (a.rows.qo_indptr[row + 1] - a.rows.qo_indptr[row]) as usize;
+        for first in (0..n).step_by(tokens_per_item) {
+            let tokens = tokens_per_item.min(n - first);
+            items.extend((0..a.pages.kv_heads).map(|head| Item {
+                row,
+                head,
+                first,
+                tokens,
+            }));
+        }
+    }
+    // The longest last-in-row items are the dearest; starting with them evens out the threads' ends.
+    items.reverse();
+    // SAFETY: passed on; `isa` runs here.
+    pool::for_each(items.len(), &|i| unsafe { run_item(isa, a, items[i]) });
+}
+
+/// Tokens [first, first + tokens) of a row, with the query heads of one KV head.
+#[derive(Clone, Copy, Debug)]
+struct Item {
+    row: usize,
+    head: usize,
+    first: usize,
+    tokens: usize,
+}
+
+unsafe fn run_item(isa: Isa, a: &Attention, item: Item) {
+    match (a.pages.dtype, isa) {
+        (Dtype::F32, _) => dispatch(isa, Walk::<F32>(a, item, PhantomData)),
+        (Dtype::Bf16, Isa::Avx512Bf16) => dispatch(isa, Walk::<Bf16Dot>(a, item, PhantomData)),
+        (Dtype::Bf16, _) => dispatch(isa, Walk::<Bf16>(a, item, PhantomData)),
+    }
+}
+
+struct Walk<'a, E: Elem>(&'a Attention<'a>, Item, PhantomData<E>);
+
+impl<E: Elem> Kernel for Walk<'_, E> {
+    #[inline(always)]
+    unsafe fn run<S: Simd>(self) {
+        let Walk(a, item, _) = self;
+        let plan = Plan::new(a, item);
+        let rows = plan.rows;
+        let units = plan.units::<E>();
+        let sizes = [
+            rows * X_STRIDE,
+            rows * plan.padded_dim,
+            units * BLOCK,
+            BLOCK * plan.padded_dim / E::PER_UNIT,
+        ];
+        let tile = [
+            MAX_TILE_ROWS * BLOCK,
+            MAX_TILE_ROWS * P_STRIDE,
+            rows,
+            rows * SUM_LANES,
+        ];
+        let words = sizes.iter().chain(&tile).map(|&n| padded(n)).sum();
+        with_scratch(words, |mut carver| {
+            let state = State {
+                q: carver.take(sizes[0]),
+                acc: carver.take(sizes[1]).cast(),
+                keys: carver.take(sizes[2]),
+                values: carver.take(sizes[3]),
+                scores: carver.take(tile[0]).cast(),
+                probs: carver.take(tile[1]),
+                max: carver.take(tile[2]).cast(),
+                sums: carver.take(tile[3]).cast(),
+            };
+            // SAFETY: the pieces have the sizes asked for; the rest is passed on.
+            unsafe {
+                start::<S, E>(a, item, &plan, &state);
+                let mut rows_of = BlockRows::new();
+                let mut at = plan.begin - plan.begin % BLOCK;
+                while at < plan.end {
+                    let n = BLOCK.min(plan.end - at);
+                    rows_of.find::<E>(a, item, at, n);
+                    pack_block::<S, E>(&plan, &rows_of, n, &state);
+                    if at + BLOCK < plan.end {
+                        prefetch_block::<S, E>(
+                            a,
+                            item,
+                            at + BLOCK,
+                            BLOCK.min(plan.end - at - BLOCK),
+                        );
+                    }
+                    attend_block::<S, E>(a, &plan, at, n, &state);
+                    at += BLOCK;
+                }
+                finish::<S, E>(a, item, &plan, &state);
+            }
+        });
+    }
+}
+
+/// Numbers of an item that do not change from block to block.
+struct Plan {
+    /// Query heads per KV head.
+    group: usize,
+    /// Query rows: tokens * group, token by token.
+    rows: usize,
+    dim: usize,
+    /// head_dim in whole vectors of any level.
+    padded_dim: usize,
+    /// Position of the item's first token.
+    position: usize,
+    /// KV positions some token sees: [begin, end).
+    begin: usize,
+    end: usize,
+}
+
+impl Plan {
+    fn new(a: &Attention, item: Item) -> Plan {
+        let group = a.heads / a.pages.kv_heads;
+        let n = (a.rows.qo_indptr[item.row + 1] - a.rows.qo_indptr[item.row]) as usize;
+        let position = a.rows.kv_lens[item.row] as usize - n + item.first;
+        Plan {
+            group,
+            rows: item.tokens * group,
+            dim: a.pages.head_dim,
+            padded_dim: a.pages.head_dim.next_multiple_of(SUM_LANES),
+            position,
+            begin: if a.window == 0 {
+                0
+            } else {
+                (position + 1).saturating_sub(a.window)
+            },
+            end: position + item.tokens,
+        }
+    }
+
+    /// Units of one head's K.
+    fn units<E: Elem>(&self) -> usize {
+        self.dim.div_ceil(E::PER_UNIT)
+    }
+
+    fn position_of_row(&self, row: usize) -> usize {
+        self.position + row / self.group
+    }
+}
+
+/// Scratch of one item.
+struct State {
+    /// [rows, X_STRIDE] packed queries
+    q: *mut u32,
+    /// [rows, padded_dim] weighted V so far
+    acc: *mut f32,
+    /// [units, BLOCK] this block's K, transposed
+    keys: *mut u32,
+    /// [BLOCK / PER_UNIT, padded_dim] this block's V
+    values: *mut u32,
+    /// [MAX_TILE_ROWS, BLOCK]
+    scores: *mut f32,
+    /// [MAX_TILE_ROWS, P_STRIDE] packed probabilities
+    probs: *mut u32,
+    /// [rows] running maximum of score * scale * log2(e)
+    max: *mut f32,
+    /// [rows, SUM_LANES] running sums of probabilities
+    sums: *mut f32,
+}
+
+/// Where the K and V of a block's positions are; positions without one point at zeros.
+struct BlockRows {
+    keys: [*const u32; BLOCK],
+    values: [*const u32; BLOCK],
+}
+
+static ZEROS: [u32; MAX_HEAD_DIM] = [0; MAX_HEAD_DIM];
+
+impl BlockRows {
+    fn new() -> BlockRows {
+        BlockRows {
+            keys: [ZEROS.as_ptr(); BLOCK],
+            values: [ZEROS.as_ptr(); BLOCK],
+        }
+    }
+
+    /// Look up the `n` positions from `at`, a multiple of BLOCK.
+    #[inline(always)]
+    unsafe fn find<E: Elem>(&mut self, a: &Attention, item: Item, at: usize, n: usize) {
+        let value_offset = a.pages.value_offset();
+        let base = a.pages.base.cast::<E::T>();
+        let mut j = 0;
+        each_run(a, item, at, n, |offset, run| {
+            for place in 0..run {
+                let key = base.add(offset + place * a.pages.slot_len());
+                self.keys[j] = key.cast();
+                self.values[j] = key.add(value_offset).cast();
+                j += 1;
+            }
+        });
+        self.keys[n..].fill(ZEROS.as_ptr());
+        self.values[n..].fill(ZEROS.as_ptr());
+    }
+}
+
+/// Call `f(element offset of the first K of the item's head, slots)` for each stretch of one page within [at, at + n).
+#[inline(always)]
+fn each_run(a: &Attention, item: Item, at: usize, n: usize, mut f: impl FnMut(usize, usize)) {
+    let size = a.pages.page_size;
+    let first_page = a.rows.page_indptr[item.row] as usize;
+    let (mut page, mut place, mut left) = (at / size, at % size, n);
+    while left > 0 {
+        let run = left.min(size - place);
+        let id = a.rows.page_indices[first_page + page] as usize;
+        f(
+            a.pages.slot_offset(id * size + place) + item.head * a.pages.head_dim,
+            run,
+        );
+        left -= run;
+        page += 1;
+        place = 0;
+    }
+}
+
+#[inline(always)]
+unsafe fn start<S: Simd, E: Elem>(a: &Attention, item: Item, plan: &Plan, state: &State) {
+    let q = a.q.cast::<E::T>();
+    let first_token = a.rows.qo_indptr[item.row] as usize + item.first;
+    for row in 0..plan.rows {
+        let token = first_token + row / plan.group;
+        let head = item.head * plan.group + row % plan.group;
+        E::pack_x::<S>(
+            q.add(token * a.q_stride + head * plan.dim),
+            plan.dim,
+            state.q.add(row * X_STRIDE),
+        );
+        state.max.add(row).write(f32::NEG_INFINITY);
+    }
+    state.sums.write_bytes(0, plan.rows * SUM_LANES);
+    state.acc.write_bytes(0, plan.rows * plan.padded_dim);
+}
+
+/// Ask for the lines of the next block while this one is being worked on: K and V of one head are `slot_len` apart, a
+/// pattern hardware prefetchers do not follow across pages.
+#[inline(always)]
+unsafe fn prefetch_block<S: Simd, E: Elem>(a: &Attention, item: Item, at: usize, n: usize) {
+    const LINE: usize = 64;
+    let base = a.pages.base.cast::<E::T>();
+    let row_bytes = a.pages.head_dim * size_of::<E::T>();
+    each_run(a, item, at, n, |offset, run| {
+        for place in 0..run {
+            let key = base.wrapping_add(offset + place * a.pages.slot_len());
+            let value = key.wrapping_add(a.pages.value_offset());
+            for line in (0..row_bytes).step_by(LINE) {
+                S::prefetch(key.cast::<u8>().wrapping_add(line));
+                S::prefetch(value.cast::<u8>().wrapping_add(line));
+            }
+        }
+    });
+}
+
+#[inline(always)]
+unsafe fn pack_block<S: Simd, E: Elem>(plan: &Plan, rows: &BlockRows, n: usize, state: &State) {
+    let units = plan.units::<E>();
+    // Only vectors with a position in them; the tiles leave out the same ones.
+    let mut column = 0;
+    while column < n {
+        let mut u = 0;
+        while u < units {
+            let cols = S::LANES.min(units - u);
+            S::transpose(
+                rows.keys.as_ptr().add(column),
+                u,
+                cols,
+                state.keys.add(u * BLOCK + column),
+                BLOCK,
+            );
+            u += S::LANES;
+        }
+        column += S::LANES;
+    }
+    // Whole tiles read the columns up to the next multiple of SUM_LANES.
+    while column < n.next_multiple_of(SUM_LANES) {
+        for u in 0..units {
+            S::store_u32(state.keys.add(u * BLOCK + column), S::splat_u32(0));
+        }
+        column += S::LANES;
+    }
+    for j in 0..n.div_ceil(E::PER_UNIT) {
+        let first = rows.values[j * E::PER_UNIT].cast::<E::T>();
+        let second = rows.values[j * E::PER_UNIT + E::PER_UNIT - 1].cast::<E::T>();
+        let to = state.values.add(j * plan.padded_dim);
+        let mut d = 0;
+        while d + S::LANES <= plan.dim {
+            S::store_u32(to.add(d), E::pair_rows::<S>(first.add(d), second.add(d)));
+            d += S::LANES;
+        }
+        while d < plan.padded_dim {
+            let unit = if d < plan.dim {
+                E::pair(first.add(d).read(), second.add(d).read())
+            } else {
+                0
+            };
+            to.add(d).write(unit);
+            d += 1;
+        }
+    }
+}
+
+/// Positions [at, at + n) for all query rows, tile by tile.
+#[inline(always)]
+unsafe fn attend_block<S: Simd, E: Elem>(
+    a: &Attention,
+    plan: &Plan,
+    at: usize,
+    n: usize,
+    state: &State,
+) {
+    let groups = plan.rows.div_ceil(S::TILE_ROWS);
+    let mut row = 0;
+    for g in 0..groups {
+        let rows = (plan.rows - row).div_ceil(groups - g);
+        // The tile's last row sees most; what it does not see, no row of the tile does.
+        let visible = (plan.position_of_row(row + rows - 1) + 1)
+            .saturating_sub(at)
+            .min(n);
+        if visible > 0 {
+            attend_tile::<S, E>(a, plan, at, visible, row, rows, state);
+        }
+        row += rows;
+    }
+}
+
+#[inline(always)]
+unsafe fn attend_tile<S: Simd, E: Elem>(
+    a: &Attention,
+    plan: &Plan,
+    at: usize,
+    visible: usize,
+    row: usize,
+    rows: usize,
+    state: &State,
+) {
+    let columns = visible.next_multiple_of(SUM_LANES);
+    let scores = Operands {
+        x: state.q.add(row * X_STRIDE),
+        w: state.keys,
+        w_stride: BLOCK,
+        units: plan.units::<E>(),
+        out: state.scores,
+        out_stride: BLOCK,
+        add: false,
+    };
+    product::<S, E, X_STRIDE>(rows, columns / S::LANES, scores);
+    for r in 0..rows {
+        softmax_row::<S, E>(a, plan, at, columns, row + r, r, state);
+    }
+    let weighted = Operands {
+        x: state.probs,
+        w: state.values,
+        w_stride: plan.padded_dim,
+        units: visible.div_ceil(E::PER_UNIT),
+        out: state.acc.add(row * plan.padded_dim),
+        out_stride: plan.padded_dim,
+        add: true,
+    };
+    product::<S, E, P_STRIDE>(rows, plan.padded_dim / S::LANES, weighted);
+}
+
+/// Scores of one row become probabilities relative to the running maximum; what was summed before is rescaled.
+#[inline(always)]
+unsafe fn softmax_row<S: Simd, E: Elem>(
+    a: &Attention,
+    plan: &Plan,
+    at: usize,
+    columns: usize,
+    row: usize,
+    tile_row: usize,
+    state: &State,
+) {
+    let scores = state.scores.add(tile_row * BLOCK);
+    let probs = state.probs.add(tile_row * P_STRIDE);
+    let position = plan.position_of_row(row);
+    let hi = (position + 1).saturating_sub(at).min(BLOCK) as i32;
+    let lo = if a.window == 0 {
+        0
+    } else {
+        (position + 1)
+            .saturating_sub(a.window)
+            .saturating_sub(at)
+            .min(BLOCK) as i32
+    };
+    let all_visible = lo == 0 && hi as usize >= columns;
+    // Base 2 from here on: one multiplication less per probability.
+    let scale = S::splat(a.scale * LOG2_E);
+    let mut top = S::splat(f32::NEG_INFINITY);
+    let mut c = 0;
+    while c < columns {
+        let mut s = S::mul(S::load(scores.add(c)), scale);
+        if !all_visible {
+            s = S::keep_range(s, c as i32, lo, hi);
+        }
+        S::store(scores.add(c), s);
+        top = S::max(top, s);
+        c += S::LANES;
+    }
+    let before = state.max.add(row).read();
+    let reduced = S::reduce_max(top);
+    let after = if reduced > before { reduced } else { before };
+    state.max.add(row).write(after);
+    // Nothing visible yet (a window's first blocks): any finite stand-in makes all probabilities 0.
+    let shift = S::splat(if after == f32::NEG_INFINITY {
+        0.0
+    } else {
+        after
+    });
+    let sums = state.sums.add(row * SUM_LANES);
+    if after != before {
+        let factor = exp2::<S>(S::sub(S::splat(before), shift));
+        rescale::<S>(sums, SUM_LANES, factor);
+        rescale::<S>(
+            state.acc.add(row * plan.padded_dim),
+            plan.padded_dim,
+            factor,
+        );
+    }
+    let mut c = 0;
+    while c < columns {
+        let p = E::round::<S>(exp2::<S>(S::sub(S::load(scores.add(c)), shift)));
+        E::store_x::<S>(probs, c, p);
+        // Lane i of 16 sums columns i, i + 16, …, whatever the vector width.
+        let lanes = sums.add(c % SUM_LANES);
+        S::store(lanes, S::add(S::load(lanes), p));
+        c += S::LANES;
+    }
+}
+
+#[inline(always)]
+unsafe fn rescale<S: Simd>(values: *mut f32, n: usize, factor: S::F) {
+    let mut i = 0;
+    while i < n {
+        S::store(values.add(i), S::mul(S::load(values.add(i)), factor));
+        i += S::LANES;
+    }
+}
+
+#[inline(always)]
+unsafe fn finish<S: Simd, E: Elem>(a: &Attention, item: Item, plan: &Plan, state: &State) {
+    let out = a.out.cast::<E::T>();
+    let first_token = a.rows.qo_indptr[item.row] as usize + item.first;
+    for row in 0..plan.rows {
+        let token = first_token + row / plan.group;
+        let head = item.head * plan.group + row % plan.group;
+        let to = out.add((token * a.heads + head) * plan.dim);
+        let total = tree_sum(
+            &state
+                .sums
+                .add(row * SUM_LANES)
+                .cast::<[f32; SUM_LANES]>()
+                .read(),
+        );
+        let inverse = S::splat(1.0 / total);
+        let mut d = 0;
+        while d < plan.dim {
+            let v = S::mul(S::load(state.acc.add(row * plan.padded_dim + d)), inverse);
+            // + 0 turns -0 into +0.
+            store_part::<S, E>(to.add(d), S::add(v, S::splat(0.0)), plan.dim - d);
+            d += S::LANES;
+        }
+    }
+}
+
+#[cfg(test)]
+#[path = "attention_tests.rs"]
+mod tests;

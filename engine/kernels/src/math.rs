@@ -1,0 +1,89 @@
+//! Exponentials on vectors.
+#![allow(unsafe_op_in_unsafe_fn, reason = "the CPU has level S")]
+
+use crate::simd::Simd;
+
+pub const LOG2_E: f32 = std::f32::consts::LOG2_E;
+
+/// 2^x for x <= 0 (and up to 127), relative error below 2e-7; exactly 1 at 0 and exactly 0 below -126 and at -inf.
+///
+/// # Safety
+/// The CPU supports `S`.
+#[inline(always)]
+pub unsafe fn exp2<S: Simd>(x: S::F) -> S::F {
+    // NaN survives: select_lt keeps y when the comparison fails, max(NaN, c) below is avoided by clamping last.
+    let clamped = S::select_lt(x, S::splat(-126.0), S::splat(-126.0), x);
+    let n = S::round(clamped);
+    let f = S::sub(clamped, n);
+    // Minimax polynomial of 2^f on [-0.5, 0.5] with a constant of exactly 1 (coefficients as in Cephes' exp2f).
+    let mut p = S::splat(1.535_336_2e-4);
+    for c in [
+        1.339_887_4e-3,
+        9.618_437e-3,
+        5.550_332_5e-2,
+        2.402_264_8e-1,
+        std::f32::consts::LN_2,
+        1.0,
+    ] {
+        p = S::fma(p, f, S::splat(c));
+    }
+    let y = S::mul(p, S::pow2(n));
+    S::select_lt(x, S::splat(-126.0), S::splat(0.0), y)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::isa::Isa;
+    use crate::simd::{Kernel, dispatch};
+
+    struct Exp2<'a>(&'a mut [f32]);
+
+    impl Kernel for Exp2<'_> {
+        #[inline(always)]
+        unsafe fn run<S: Simd>(self) {
+            for chunk in self.0.chunks_exact_mut(S::LANES) {
+                S::store(chunk.as_mut_ptr(), exp2::<S>(S::load(chunk.as_ptr())));
+            }
+        }
+    }
+
+    #[test]
+    fn exp2_is_close_to_f64_and_exact_at_its_ends() {
+        let inputs: Vec<f32> = (0..16384).map(|i| -(i as f32) * 0.0091).collect();
+        for isa in Isa::available() {
+            let mut got = inputs.clone();
+            // SAFETY: the level is available.
+            unsafe { dispatch(isa, Exp2(&mut got)) };
+            for (x, y) in inputs.iter().zip(&got) {
+                let want = if *x < -126.0 {
+                    0.0
+                } else {
+                    f64::from(*x).exp2()
+                };
+                assert!(
+                    (f64::from(*y) - want).abs() <= 2e-7 * want,
+                    "{isa:?}: 2^{x} = {y}, not {want}"
+                );
+            }
+            let mut ends = [
+                0.0,
+                -0.0,
+                f32::NEG_INFINITY,
+                -126.5,
+                -1.0,
+                -2.0,
+                f32::NAN,
+                -126.0,
+            ]
+            .repeat(2);
+            // SAFETY: as above.
+            unsafe { dispatch(isa, Exp2(&mut ends)) };
+            assert_eq!(&ends[..6], &[1.0, 1.0, 0.0, 0.0, 0.5, 0.25], "{isa:?}");
+            assert!(
+                ends[6].is_nan() && ends[7] == f32::MIN_POSITIVE,
+                "{isa:?}: {ends:?}"
+            );
+        }
+    }
+}

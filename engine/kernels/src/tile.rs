@@ -1,0 +1,122 @@
+//! The one inner loop: a block of a matrix product held in registers.
+//!
+//! ```text
+//! out[m][v] (+)= sum over k of x[m][k] * w[k][v]        m rows, v vectors of LANES columns, k units
+//! ```
+//!
+//! Every element of `out` is one chain of fused multiply-adds in the order of k, started from zero or from its value in
+//! memory. So its bits depend on its row of x and its column of w alone: not on the number of rows, the tile's shape, the
+//! vector width, or where a long reduction was cut. All exactness claims of this crate rest on this.
+#![allow(
+    unsafe_op_in_unsafe_fn,
+    reason = "one contract for the module: the CPU has level S, pointers cover the shapes given"
+)]
+
+use std::marker::PhantomData;
+
+use crate::elem::Elem;
+use crate::simd::{Kernel, Simd};
+
+/// Operands of a product; see the module's formula.
+#[derive(Clone, Copy)]
+pub struct Operands {
+    /// Packed left rows, XS words apart.
+    pub x: *const u32,
+    /// Right units, `w_stride` words from one k to the next, each row padded to whole vectors.
+    pub w: *const u32,
+    pub w_stride: usize,
+    /// Reduction length in units.
+    pub units: usize,
+    /// f32 sums, rows `out_stride` apart, padded to whole vectors.
+    pub out: *mut f32,
+    pub out_stride: usize,
+    /// Start from what `out` holds, else from zero.
+    pub add: bool,
+}
+
+struct Tile<E: Elem, const MR: usize, const NR: usize, const XS: usize>(Operands, PhantomData<E>);
+
+impl<E: Elem, const MR: usize, const NR: usize, const XS: usize> Kernel for Tile<E, MR, NR, XS> {
+    #[inline(always)]
+    unsafe fn run<S: Simd>(self) {
+        let o = self.0;
+        let mut acc = [[S::splat(0.0); NR]; MR];
+        if o.add {
+            for (m, row) in acc.iter_mut().enumerate() {
+                for (v, a) in row.iter_mut().enumerate() {
+                    *a = S::load(o.out.add(m * o.out_stride + v * S::LANES));
+                }
+            }
+        }
+        let (mut x, mut w) = (o.x, o.w);
+        for _ in 0..o.units {
+            let mut wv = [E::prepare::<S>(S::load_u32(w)); NR];
+            for (v, slot) in wv.iter_mut().enumerate() {
+                *slot = E::prepare::<S>(S::load_u32(w.add(v * S::LANES)));
+            }
+            for (m, row) in acc.iter_mut().enumerate() {
+                for (v, a) in row.iter_mut().enumerate() {
+                    *a = E::step::<S>(*a, x.add(m * XS), wv[v]);
+                }
+            }
+            x = x.add(E::X_WORDS);
+            w = w.add(o.w_stride);
+        }
+        for (m, row) in acc.iter().enumerate() {
+            for (v, a) in row.iter().enumerate() {
+                S::store(o.out.add(m * o.out_stride + v * S::LANES), *a);
+            }
+        }
+    }
+}
+
+/// `rows` x `vecs` sums, in tiles that fit the registers.
+///
+/// # Safety
+/// The CPU supports `S`; the pointers in `o` cover `rows` rows and `vecs` vectors.
+#[inline(always)]
+pub unsafe fn product<S: Simd, E: Elem, const XS: usize>(rows: usize, vecs: usize, o: Operands) {
+    let groups = rows.div_ceil(S::TILE_ROWS);
+    let mut m = 0;
+    for group in 0..groups {
+        // Even shares: 7 rows are 4 + 3, not 6 + 1, which would leave the multipliers waiting.
+        let mr = (rows - m).div_ceil(groups - group);
+        let mut v = 0;
+        while v < vecs {
+            let nr = (vecs - v).min(S::TILE_VECS);
+            let (w, out) = (
+                o.w.add(v * S::LANES),
+                o.out.add(m * o.out_stride + v * S::LANES),
+            );
+            one_tile::<S, E, XS>(
+                mr,
+                nr,
+                Operands {
+                    x: o.x.add(m * XS),
+                    w,
+                    out,
+                    ..o
+                },
+            );
+            v += nr;
+        }
+        m += mr;
+    }
+}
+
+#[inline(always)]
+unsafe fn one_tile<S: Simd, E: Elem, const XS: usize>(mr: usize, nr: usize, o: Operands) {
+    macro_rules! shapes {
+        ($(($m:literal, $n:literal))*) => {
+            match (mr, nr) {
+                $(($m, $n) => S::enter(Tile::<E, $m, $n, XS>(o, PhantomData)),)*
+                _ => unreachable!("a level's tiles are at most 6 x 4"),
+            }
+        };
+    }
+    shapes!(
+        (1, 1)(1, 2)(1, 3)(1, 4)(2, 1)(2, 2)(2, 3)(2, 4)(3, 1)(3, 2)(3, 3)(3, 4)(4, 1)(4, 2)(4, 3)(
+            4, 4
+        )(5, 1)(5, 2)(5, 3)(5, 4)(6, 1)(6, 2)(6, 3)(6, 4)
+    );
+}
