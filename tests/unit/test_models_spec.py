@@ -195,6 +195,17 @@ def test_junk_in_any_field_is_a_config_error_or_harmless(tmp_path, config, field
         assert len(spec.windows) == spec.num_layers
 
 
+def test_an_unnamed_dtype_is_that_of_the_weights(tmp_path):
+    path = write(tmp_path, LLAMA_32_1B, torch_dtype=...)
+    assert read_spec(path).checkpoint_dtype == "float32"
+    header = json.dumps({"__metadata__": {}, "x": {"dtype": "BF16", "shape": [1], "data_offsets": [0, 2]}}).encode()
+    (path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + b"\0\0")
+    assert read_spec(path).checkpoint_dtype == "bfloat16"
+    (path / "model.safetensors").write_bytes(b"")
+    with pytest.raises(ConfigError, match=r"model\.safetensors.*damaged"):
+        read_spec(path)
+
+
 def test_model_hash_covers_what_changes_answers(tmp_path):
     def tokenizer(text: str) -> None:
         (tmp_path / "tokenizer.json").write_text(text)

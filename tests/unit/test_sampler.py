@@ -225,6 +225,12 @@ class TestEdits:
             r.append(out[-1])
         assert out == [3, 3, 1]
 
+    def test_ids_the_model_does_not_have_are_ignored(self):
+        logits = torch.zeros(4)
+        row(logit_bias=((9, 5.0), (1, 2.0)), min_new_tokens=1, stop_token_ids=(7, 2)).edit(logits)
+        assert logits.tolist() == [0.0, 2.0, -math.inf, 0.0]
+        row(logit_bias=((9, 5.0),), min_new_tokens=1, stop_token_ids=(7,)).edit(logits)
+
     def test_a_greedy_row_without_wishes_is_plain_again_after_min_new_tokens(self):
         r = row(temperature=0.0, min_new_tokens=1, stop_token_ids=(1,))
         assert not r.is_plain

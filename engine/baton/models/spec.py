@@ -290,7 +290,11 @@ def _checkpoint_dtype(config: _Config, root: Path) -> str:
 def _first_tensor_dtype(root: Path) -> str:
     names = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
     for file in sorted(root.glob("*.safetensors")):
-        for name, entry in json.loads(_safetensors_header(file)).items():
+        try:
+            tensors = json.loads(_safetensors_header(file))
+        except ValueError as err:
+            raise ConfigError(f"{file}: no readable header ({err}); the file is damaged, download it again") from err
+        for name, entry in tensors.items():
             if name != "__metadata__":
                 return str(names.get(entry["dtype"], entry["dtype"]))
     return "float32"

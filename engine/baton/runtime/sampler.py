@@ -99,9 +99,10 @@ class SampleRow:
 
         Order: bias, repetition (prompt and output), frequency and presence (output), then the ban of stop ids.
         """
-        p = self.params
-        if p.logit_bias:
-            biased, amounts = zip(*p.logit_bias, strict=True)
+        p, vocab = self.params, len(logits)
+        # The edge checks ids against the tokenizer, which may know more tokens than the model.
+        if bias := [(token, amount) for token, amount in p.logit_bias if token < vocab]:
+            biased, amounts = zip(*bias, strict=True)
             logits.index_add_(0, torch.tensor(biased), torch.tensor(amounts, dtype=logits.dtype))
         if self._penalises:
             ids = torch.from_numpy(np.array(self._ids))
@@ -111,8 +112,8 @@ class SampleRow:
                 seen = torch.where(seen > 0, seen / p.repetition_penalty, seen * p.repetition_penalty)
             seen -= p.frequency_penalty * counts + p.presence_penalty * (counts > 0)
             logits[ids] = seen
-        if self._must_continue and p.stop_token_ids:
-            logits[torch.tensor(p.stop_token_ids)] = -torch.inf
+        if self._must_continue and (stops := [token for token in p.stop_token_ids if token < vocab]):
+            logits[torch.tensor(stops)] = -torch.inf
 
     def _count(self, token: int, times: int) -> None:
         at = self._index.setdefault(token, len(self._ids))
