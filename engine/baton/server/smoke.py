@@ -48,7 +48,8 @@ class Client:
         async with self.session.post(
             path, json={"model": self.model, "temperature": 0, "stream": True, **body}
         ) as response:
-            expect(response.status == 200, f"POST {path} answered {response.status}: {(await response.text())[:300]}")
+            if response.status != 200:
+                raise Wrong(f"POST {path} answered {response.status}: {(await response.text())[:300]}")
             last = ""
             async for raw in response.content:
                 line = raw.decode().strip()

@@ -1,0 +1,30 @@
+"""Clusters that all end-to-end tests share: starting one takes seconds, asking it milliseconds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.support.cluster import Cluster
+
+
+@pytest.fixture(scope="session")
+def pair() -> Iterator[Cluster]:
+    """Router, one prefill and one decode node, KV over shared memory: what `make run` starts."""
+    with Cluster.up() as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="session")
+def tcp_pair() -> Iterator[Cluster]:
+    """The same with KV over TCP."""
+    with Cluster.up("--transport", "tcp") as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="session")
+def solo() -> Iterator[Cluster]:
+    """Router and one engine that does both phases: the reference."""
+    with Cluster.up("--workers", "1") as cluster:
+        yield cluster

@@ -1,0 +1,48 @@
+"""`baton up` itself: it starts, answers, stops, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.support.cluster import Cluster, family
+
+
+def assert_gone(processes: list[psutil.Process], secs: float) -> None:
+    _, alive = psutil.wait_procs(processes, timeout=secs)
+    assert not [p for p in alive if p.status() != psutil.STATUS_ZOMBIE], f"still there after {secs:g} s: {alive}"
+
+
+def test_ctrl_c_stops_everything_at_once_and_exits_with_0() -> None:
+    with Cluster.up() as cluster:
+        processes = family(cluster.process.pid)
+        assert len(processes) >= 6, processes  # up, router, two fronts, two ranks
+        began = time.monotonic()
+        assert cluster.interrupt() == 0
+        assert time.monotonic() - began < 10, "idle processes had to be killed"
+        assert_gone(processes, 5)
+        assert not (cluster.folder / "state.json").exists()
+
+
+@pytest.mark.slow
+def test_killed_up_leaves_nothing_behind() -> None:
+    with Cluster.up() as cluster:
+        processes = family(cluster.process.pid)
+        cluster.process.send_signal(signal.SIGKILL)
+        cluster.process.wait(10)
+        assert_gone(processes, 20)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", [["--workers", "1"], ["--prefill", "2", "--decode", "2", "--dp-size", "2"]])
+def test_smoke_passes_for_other_shapes(flags: list[str], tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "baton.cli", "up", "--smoke", "--port", "0", "--log-dir", str(tmp_path), *flags]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "8 of 8 checks passed" in done.stdout
