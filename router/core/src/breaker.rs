@@ -236,7 +236,12 @@ mod tests {
 
     #[test]
     fn transitions() {
-        let cases: [(&str, &[(u64, Outcome)], &[BreakerState]); 9] = [
+        type Case = (
+            &'static str,
+            &'static [(u64, Outcome)],
+            &'static [BreakerState],
+        );
+        let cases: [Case; 9] = [
             (
                 "opens at the threshold",
                 &[(1, Failure), (2, Failure), (3, Failure)],
