@@ -60,7 +60,9 @@ class _Format:
         self._tokenizer = generation.tokenizer
         self._model = model
         # A client's rid is the response's id; otherwise the request id, so that logs of all hops meet (matches vLLM).
-        self.id = self._accepted.rid or f"{self.id_prefix}-{request_id}"
+        # The router's ids carry the prefix already; a client's x-request-id usually does not.
+        named = request_id if request_id.startswith(f"{self.id_prefix}-") else f"{self.id_prefix}-{request_id}"
+        self.id = self._accepted.rid or named
         self._created = int(time.time())
         self._answers = [Answer() for _ in generation.tracks]
 
