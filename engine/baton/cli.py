@@ -39,6 +39,12 @@ def _model(argv: Sequence[str]) -> int:
     return main(argv[1:])
 
 
+def _bench(argv: Sequence[str]) -> int:
+    from baton.bench.serving import main
+
+    return main(argv)
+
+
 @dataclass(frozen=True, slots=True)
 class Command:
     help: str
@@ -49,6 +55,7 @@ COMMANDS = {
     "up": Command("start a whole cluster on this machine: router, prefill and decode nodes", _up),
     "router": Command("run the router", _router),
     "engine": Command("run one engine: a prefill node, a decode node, or both in one", _engine),
+    "bench": Command("send the same load to several servers and compare them", _bench),
     "model": Command("make the demo model", _model),
 }
 

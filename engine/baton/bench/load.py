@@ -1,0 +1,112 @@
+"""One closed-loop load: `concurrency` clients, each sending its next request when the last is answered.
+
+Prompts are random token ids of a fixed length (the first `shared_tokens` equal in all of them), answers have a fixed
+length, so that two servers get the same work. Clock: monotonic, in this process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import time
+from dataclasses import dataclass
+
+import aiohttp
+
+FIRST_ID, LAST_ID = 3, 1000
+"""Ids every tokenizer has and that are not special in common models."""
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What one round sends."""
+
+    requests: int
+    concurrency: int
+    prompt_tokens: int
+    output_tokens: int
+    shared_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """What one client saw of one request [s]."""
+
+    ttft: float
+    e2e: float
+    tokens: int
+
+    @property
+    def tpot(self) -> float:
+        """Mean time per token after the first."""
+        return (self.e2e - self.ttft) / max(self.tokens - 1, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """All timings of one round against one server."""
+
+    seconds: float
+    timings: tuple[Timing, ...]
+    failures: tuple[str, ...]
+
+    @property
+    def tokens_per_second(self) -> float:
+        return sum(t.tokens for t in self.timings) / self.seconds
+
+
+def prompts(work: Work, seed: int) -> list[list[int]]:
+    """The round's prompts; the shared part depends on nothing, the rest on `seed`."""
+    shared = random.Random(0)
+    own = random.Random(seed)
+    start = [shared.randrange(FIRST_ID, LAST_ID) for _ in range(min(work.shared_tokens, work.prompt_tokens))]
+    rest = work.prompt_tokens - len(start)
+    return [start + [own.randrange(FIRST_ID, LAST_ID) for _ in range(rest)] for _ in range(work.requests)]
+
+
+async def run_round(session: aiohttp.ClientSession, url: str, model: str, work: Work, seed: int) -> Round:
+    """Send one round to `url`; never raises for a failed request: its reason is in `failures`."""
+    queue = prompts(work, seed)
+    timings: list[Timing] = []
+    failures: list[str] = []
+
+    async def client() -> None:
+        while queue:
+            prompt = queue.pop()
+            try:
+                timings.append(await _one(session, url, model, prompt, work.output_tokens))
+            except (aiohttp.ClientError, asyncio.TimeoutError, ValueError) as err:
+                failures.append(f"{type(err).__name__}: {err}")
+
+    began = time.perf_counter()
+    await asyncio.gather(*(client() for _ in range(work.concurrency)))
+    return Round(time.perf_counter() - began, tuple(timings), tuple(failures))
+
+
+async def _one(session: aiohttp.ClientSession, url: str, model: str, prompt: list[int], tokens: int) -> Timing:
+    body = {
+        "model": model, "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True, "stream": True,
+        "stream_options": {"include_usage": True},
+    }  # fmt: skip
+    began = time.perf_counter()
+    first = last = 0.0
+    count = 0
+    async with session.post(f"{url}/v1/completions", json=body) as response:
+        if response.status != 200:
+            raise ValueError(f"status {response.status}: {(await response.text())[:200]}")
+        async for line in response.content:
+            if not line.startswith(b"data: {"):
+                continue
+            now = time.perf_counter()
+            event = json.loads(line[6:])
+            if "error" in event:
+                raise ValueError(f"error event: {event['error']}")
+            if event.get("usage"):
+                count = event["usage"]["completion_tokens"]
+            if event["choices"]:
+                first = first or now
+                last = now
+    if count != tokens:
+        raise ValueError(f"{count} tokens came, {tokens} were asked for")
+    return Timing(first - began, last - began, count)

@@ -1,0 +1,47 @@
+"""`baton bench`: equal work for both arms, ratios taken within a round."""
+
+from __future__ import annotations
+
+import pytest
+
+from baton.bench.load import Round, Timing, Work, prompts
+from baton.bench.serving import Arm, parse, percentile, table
+
+WORK = Work(requests=3, concurrency=2, prompt_tokens=10, output_tokens=4, shared_tokens=6)
+
+
+def test_prompts_share_their_start_and_depend_on_the_seed() -> None:
+    first, again, other = prompts(WORK, 1), prompts(WORK, 1), prompts(WORK, 2)
+    assert first == again
+    assert first != other
+    assert {len(p) for p in first} == {10}
+    assert len({tuple(p[:6]) for p in first + other}) == 1
+    assert len({tuple(p[6:]) for p in first + other}) == 6
+
+
+def test_tpot_counts_the_tokens_after_the_first() -> None:
+    assert Timing(ttft=1.0, e2e=4.0, tokens=4).tpot == 1.0
+    assert Timing(ttft=1.0, e2e=1.0, tokens=1).tpot == 0.0
+
+
+def test_percentiles_interpolate() -> None:
+    assert percentile([3, 1, 2], 0.5) == 2
+    assert percentile([0, 10], 0.95) == 9.5
+    assert percentile([7], 0.95) == 7
+
+
+def test_ratio_is_the_median_over_rounds_not_of_medians() -> None:
+    def rounds(*seconds: float) -> list[Round]:
+        return [Round(s, (Timing(s / 2, s, 4),), ()) for s in seconds]
+
+    slow_then_fast = Arm("base", "", "", rounds(1.0, 4.0))
+    always_double = Arm("other", "", "", rounds(2.0, 8.0))
+    last = table([slow_then_fast, always_double]).splitlines()[-1]
+    assert "0.50 [0.50, 0.50]" in last  # tokens/s
+    assert last.count("2.00 [2.00, 2.00]") == 5
+
+
+def test_senseless_numbers_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse(["--rounds", "0"])
+    assert "--rounds 0: must be at least 1" in capsys.readouterr().err
