@@ -8,6 +8,7 @@ what a request brings in its `cache_salt`:
   ready_after  seconds until Ready
   error        [code, message]: instead of an answer; error_after: tokens before it
   silent       true: never answer (until Abort)
+  leased       seconds for which the books show a lease, from the first look at them
   fail_start   message: send Fatal instead of Ready and exit with 1
 Control op `ledger` answers with what was seen: submits, aborts, running.
 """
@@ -18,6 +19,7 @@ import asyncio
 import json
 import os
 import sys
+import time
 from array import array
 from dataclasses import dataclass, field
 from typing import Any
@@ -52,6 +54,7 @@ class FakeRank:
     running: dict[int, asyncio.Task[None]] = field(default_factory=dict)
     submits: list[dict[str, Any]] = field(default_factory=list)
     aborts: list[int] = field(default_factory=list)
+    leased_until: float = 0.0
 
     async def send(self, message: Any) -> None:
         await self.push.send(encoder.encode(message))
@@ -119,9 +122,12 @@ class FakeRank:
     async def control(self, message: Control) -> None:
         result: dict[str, Any] = {}
         if message.op == "ledger":
-            result = {"submits": self.submits, "aborts": self.aborts, "running": len(self.running)}
-        elif message.op == "info":
-            result = {"pid": os.getpid()}
+            leased = time.monotonic() < self.leased_until
+            result = {"submits": self.submits, "aborts": self.aborts, "running": len(self.running), "pid": os.getpid()}
+            result["requests"] = {"running": len(self.running), "leased": int(leased)}
+            if self.leased_until == 0.0 and "leased" in self.script:
+                self.leased_until = time.monotonic() + self.script["leased"]
+                result["requests"]["leased"] = 1
         await self.send(Reply(message.id, message.op != "flush_cache" or not self.running, result))
 
     def start(self, job: Submit) -> None:

@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,8 +23,13 @@ REPO = Path(__file__).parents[2]
 @dataclass
 class FakeEngine:
     process: subprocess.Popen[str]
+    log_file: Path
     ready: dict[str, Any] = field(default_factory=dict)
-    log: list[str] = field(default_factory=list)
+
+    @property
+    def log(self) -> str:
+        """What the front and its ranks wrote to stderr so far."""
+        return self.log_file.read_text()
 
     @property
     def url(self) -> str:
@@ -42,42 +46,46 @@ class FakeEngine:
         return self.process.wait(timeout=20)
 
 
-def spawn(*flags: str, script: dict[str, Any] | None = None) -> FakeEngine:
-    """Start without waiting. stderr is collected in `log`."""
-    env = {**os.environ, "FAKE_RANK": json.dumps(script or {})}
+def spawn(
+    *flags: str, script: dict[str, Any] | None = None, keepalive_secs: float = 15.0, grace_secs: float = 5.0
+) -> FakeEngine:
+    """Start without waiting; the caller ends it."""
+    constants = {"keepalive_secs": keepalive_secs, "grace_secs": grace_secs}
+    env = {**os.environ, "FAKE_RANK": json.dumps(script or {}), "FRONT_CONSTANTS": json.dumps(constants)}
     env["PYTHONPATH"] = os.pathsep.join([str(REPO / "engine"), str(REPO), env.get("PYTHONPATH", "")])
     command = [sys.executable, "-m", "tests.support.front", "--port", "0", *flags]
-    process = subprocess.Popen(command, env=env, cwd=REPO, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    engine = FakeEngine(process)
-    threading.Thread(target=_collect, args=(engine,), daemon=True).start()
-    return engine
-
-
-def _collect(engine: FakeEngine) -> None:
-    assert engine.process.stderr is not None
-    engine.log.extend(iter(engine.process.stderr.readline, ""))
+    handle, log_file = tempfile.mkstemp(prefix="front-", suffix=".log")
+    with open(handle, "w") as log:
+        process = subprocess.Popen(command, env=env, cwd=REPO, stdout=subprocess.PIPE, stderr=log, text=True)
+    return FakeEngine(process, Path(log_file))
 
 
 @contextlib.contextmanager
-def fake_engine(*flags: str, script: dict[str, Any] | None = None) -> Iterator[FakeEngine]:
-    """A ready engine; killed at the end if it still runs."""
-    engine = spawn(*flags, script=script)
+def fake_engine(*flags: str, **options: Any) -> Iterator[FakeEngine]:
+    """A ready engine; ended after use if it still runs."""
+    engine = spawn(*flags, **options)
     try:
         assert engine.process.stdout is not None
         line = engine.process.stdout.readline()
-        assert line.startswith("READY "), "".join(engine.log)
+        assert line.startswith("READY "), engine.log
         engine.ready = json.loads(line.removeprefix("READY "))
         yield engine
     finally:
-        if engine.process.poll() is None:
-            engine.process.terminate()
-            try:
-                engine.process.wait(timeout=10)
-            except subprocess.TimeoutExpired:
-                engine.process.kill()
-                engine.process.wait()
-        assert engine.process.stdout is not None
-        engine.process.stdout.close()
+        end(engine)
+
+
+def end(engine: FakeEngine) -> None:
+    """Whatever state it is in: no process, pipe or file stays."""
+    if engine.process.poll() is None:
+        engine.process.terminate()
+        try:
+            engine.process.wait(timeout=10)
+        except subprocess.TimeoutExpired:
+            engine.process.kill()
+            engine.process.wait()
+    assert engine.process.stdout is not None
+    engine.process.stdout.close()
+    engine.log_file.unlink()
 
 
 def model(**options: Any) -> str:
@@ -89,6 +97,11 @@ def model(**options: Any) -> str:
 
 if __name__ == "__main__":
     from baton.config import parse
+    from baton.server import app, generation
     from baton.server.launch import run_engine
+
+    constants = json.loads(os.environ["FRONT_CONSTANTS"])
+    app.KEEPALIVE_SECS = constants["keepalive_secs"]
+    generation.DEADLINE_GRACE_SECS = constants["grace_secs"]
 
     sys.exit(run_engine(parse(sys.argv[1:]), (sys.executable, str(FAKE_RANK))))

@@ -150,6 +150,11 @@ class Front:
         """Wait until no request is live."""
         await self._idle.wait()
 
+    def cut_all(self) -> None:
+        """End every live request with an error: this process is about to go."""
+        for generation in [g for same in self._live.values() for g in same]:
+            generation.fail(Draining("this node was shut down before the answer was finished", retry_after_secs=2))
+
     def _refuse_if_not_accepting(self) -> None:
         # A dead rank fails its own requests; the living ones serve what still reaches this node.
         trouble = self.trouble()

@@ -14,9 +14,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 REPLACEMENT = "\ufffd"
-MAX_HELD_TOKENS = 16
-"""A character is at most four bytes, so at most four byte tokens; more held tokens are bytes that never become one.
-After four times as many the window is closed, so that endless garbage costs linear time."""
+MAX_HELD_TOKENS = 4
+"""A character is at most four bytes, so at most four byte tokens; more held tokens are bytes that never become one."""
+MAX_GARBAGE_TOKENS = 64
+"""After so many the window is closed, so that endless garbage costs linear time; its last character may then be wrong."""
 
 
 class Detokenizer:
@@ -42,16 +43,22 @@ class Detokenizer:
     def feed(self, ids: Sequence[int]) -> str:
         """Text that became final with these ids."""
         self._ids.extend(ids)
+        piece = ""
+        # Find the last place where a character ends: at the end, or up to three byte tokens before it.
+        for end in range(len(self._ids), max(self._read, len(self._ids) - MAX_HELD_TOKENS), -1):
+            text = self._decode(self._ids[self._start : end])
+            if not text.endswith(REPLACEMENT) or len(self._ids) - self._read > MAX_GARBAGE_TOKENS:
+                piece = text[self._shown :]
+                self._advance(end, len(text))
+                break
+        return piece if self._read == len(self._ids) else piece + self._before_tail()
+
+    def _before_tail(self) -> str:
+        """The held tokens' text up to the run of U+FFFD at its end. If the run is too long to be one character, only its
+        last one can still change."""
         text = self._decode(self._ids[self._start :])
-        held = len(self._ids) - self._read
-        if not text.endswith(REPLACEMENT) or held > 4 * MAX_HELD_TOKENS:
-            piece = text[self._shown :]
-            self._advance(len(text))
-            return piece
-        # The tail may be an unfinished character. What stands before the run of U+FFFD is final; when the run
-        # is too long to be one character, only its last one can still change.
         final = len(text.rstrip(REPLACEMENT))
-        if held > MAX_HELD_TOKENS:
+        if len(self._ids) - self._read > MAX_HELD_TOKENS:
             final = len(text) - 1
         piece = text[self._shown : final]
         self._shown = max(self._shown, final)
@@ -63,13 +70,13 @@ class Detokenizer:
         self._shown += len(piece)
         return piece
 
-    def _advance(self, shown: int) -> None:
-        context = self._decode(self._ids[self._read :])
+    def _advance(self, end: int, shown: int) -> None:
+        context = self._decode(self._ids[self._read : end])
         if context:
             self._start, self._shown = self._read, len(context)
         else:  # invisible tokens are no context: the next one would be decoded as if it began the text
             self._shown = shown
-        self._read = len(self._ids)
+        self._read = end
         # Keep the list short: one generation may run for 100k tokens.
         if self._start > 256:
             del self._ids[: self._start]

@@ -115,6 +115,11 @@ class Track:
             self.done = True
             self._owner.fail(error)
 
+    def end_empty(self) -> None:
+        """Nothing was to be generated."""
+        self.done, self.finish = True, "length"
+        self._pile().finish = "length"
+
     def _pile(self) -> Delta:
         if self.delta is None:
             self.delta = Delta(self)
@@ -179,6 +184,10 @@ class Generation:
 
     def start(self) -> None:
         """Submit every item. Raises QueueFull, NotReady, EngineDead; then nothing runs."""
+        if self.accepted.max_tokens_zero:
+            for track in self.tracks:
+                track.end_empty()
+            return
         many = len(self.tracks) > 1
         try:
             for track in self.tracks:

@@ -263,6 +263,8 @@ class _Launcher:
         await asyncio.gather(work, hurry, return_exceptions=True)
         if ranks.in_flight:
             log.warning("%d requests did not finish in time and are cut", ranks.in_flight)
+            front.cut_all()
+            await _within(front.idle(), LAST_ANSWERS_SECS)
         log.info("drained")
 
     async def _finish_work(self, front: Front, ranks: Ranks, deadline: float) -> None:

@@ -1,0 +1,243 @@
+"""Starting, draining and dying: the process as a supervisor and `baton up` see it. Ranks are scripted."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from tests.support.front import REPO, FakeEngine, end, fake_engine, model, spawn
+
+
+@pytest.fixture(scope="module")
+def path() -> str:
+    return model()
+
+
+@pytest.fixture
+def port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+def post(url: str, results: list[Any], **body: Any) -> threading.Thread:
+    """A request in its own thread; the response or exception is appended to `results`."""
+
+    def run() -> None:
+        try:
+            results.append(httpx.post(url + "/v1/completions", json={"prompt": "a", **body}, timeout=20))
+        except httpx.HTTPError as err:
+            results.append(err)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    return thread
+
+
+def wait_until(fact: Any, secs: float = 10.0) -> None:
+    deadline = time.monotonic() + secs
+    while not fact():
+        assert time.monotonic() < deadline, "did not happen in time"
+        time.sleep(0.01)  # polls another process; the deadline decides, not the pause
+
+
+def status(url: str, path: str = "/health") -> int | None:
+    try:
+        return httpx.get(url + path).status_code
+    except httpx.TransportError:
+        return None
+
+
+def rank_processes(engine: FakeEngine) -> list[psutil.Process]:
+    return psutil.Process(engine.process.pid).children()
+
+
+def test_port_answers_while_the_model_loads(path: str, port: int) -> None:
+    engine = spawn("--model-path", path, "--port", str(port), script={"ready_after": 1.0})
+    try:
+        url = f"http://127.0.0.1:{port}"
+        wait_until(lambda: status(url) == 503)
+        assert status(url, "/livez") == 200
+        r = httpx.post(url + "/v1/completions", json={"prompt": "a"})
+        assert (r.status_code, r.json()["error"]["code"]) == (503, "not_ready")
+        assert int(r.headers["retry-after"]) >= 1
+        assert "0 of 1 ranks are ready" in r.json()["error"]["message"]
+        assert engine.process.stdout is not None
+        line = json.loads(engine.process.stdout.readline().removeprefix("READY "))
+        assert line == {"url": url, "pid": engine.process.pid, "bootstrap_port": None}
+        assert status(url) == 200
+    finally:
+        end(engine)
+
+
+def test_port_in_use_is_one_clear_line_and_exit_2(path: str) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        number = taken.getsockname()[1]
+        engine = spawn("--model-path", path, "--port", str(number))
+        try:
+            assert engine.process.wait(timeout=20) == 2
+            expected = f"baton engine: --host 127.0.0.1 --port {number} is already in use; choose another, or 0 for a free port"
+            assert engine.log.strip() == expected
+        finally:
+            end(engine)
+
+
+def test_a_rank_that_cannot_start_ends_the_engine_with_its_message(path: str) -> None:
+    engine = spawn("--model-path", path, script={"fail_start": "no such dtype"})
+    try:
+        assert engine.process.wait(timeout=20) == 1
+        assert "rank 0: no such dtype" in engine.log
+    finally:
+        end(engine)
+
+
+def test_sigterm_drains(path: str) -> None:
+    with fake_engine("--model-path", path) as engine:
+        results: list[Any] = []
+        thread = post(engine.url, results, max_tokens=20, ignore_eos=True, cache_salt=json.dumps({"step": 0.05}))
+        wait_until(lambda: engine.ledger()["running"] == 1)
+        engine.process.send_signal(signal.SIGTERM)
+        wait_until(lambda: status(engine.url) == 503)
+        refused = httpx.post(engine.url + "/v1/completions", json={"prompt": "a"})
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "draining")
+        thread.join()
+        assert results[0].json()["usage"]["completion_tokens"] == 20, "the running request was finished"
+        assert engine.process.wait(timeout=10) == 0
+
+
+def test_drain_waits_for_the_ranks_books(path: str) -> None:
+    """A P node's leases outlive its answers."""
+    with fake_engine("--model-path", path, script={"leased": 0.4}) as engine:
+        begun = time.monotonic()
+        assert engine.stop() == 0
+        assert time.monotonic() - begun >= 0.4
+
+
+def test_drain_is_bounded(path: str) -> None:
+    with fake_engine("--model-path", path, "--drain-timeout-secs", "0.3", script={"silent": True}) as engine:
+        results: list[Any] = []
+        thread = post(engine.url, results)
+        wait_until(lambda: engine.ledger()["running"] == 1)
+        begun = time.monotonic()
+        assert engine.stop() == 0
+        assert time.monotonic() - begun < 5
+        thread.join()
+        assert (results[0].status_code, results[0].json()["error"]["code"]) == (503, "draining")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_second_signal_ends_at_once(path: str, number: int) -> None:
+    with fake_engine("--model-path", path, script={"silent": True}) as engine:
+        thread = post(engine.url, [])
+        wait_until(lambda: engine.ledger()["running"] == 1)
+        ranks = rank_processes(engine)
+        begun = time.monotonic()
+        engine.process.send_signal(number)
+        wait_until(lambda: status(engine.url) == 503)
+        engine.process.send_signal(number)
+        assert engine.process.wait(timeout=10) == 0
+        assert time.monotonic() - begun < 5
+        assert not any(r.is_running() for r in ranks)
+        thread.join()
+
+
+def test_a_dead_rank_fails_its_requests_and_the_other_goes_on(path: str) -> None:
+    with fake_engine("--model-path", path, "--dp-size", "2", script={"silent": True}) as engine:
+        results: list[Any] = []
+        threads = [
+            post(engine.url, results, data_parallel_rank=1),
+            post(engine.url, results, data_parallel_rank=1, stream=True),
+        ]
+        wait_until(lambda: engine.ledger(1)["running"] == 2)
+        victim = next(p for p in rank_processes(engine) if p.pid == rank_pid(engine, 1))
+        victim.kill()
+        for thread in threads:
+            thread.join()
+        assert [(r.status_code, r.json()["error"]["code"]) for r in results] == [(503, "engine_dead")] * 2
+        assert "was killed by signal 9" in results[0].json()["error"]["message"]
+        assert status(engine.url) == 503
+        assert status(engine.url, "/livez") == 200
+        alive = httpx.post(
+            engine.url + "/v1/completions", json={"prompt": "a", "max_tokens": 1, "cache_salt": '{"silent": false}'}
+        )
+        assert alive.status_code == 200, "what still reaches the node is served by the living rank"
+        assert engine.process.poll() is None
+
+
+def rank_pid(engine: FakeEngine, rank: int) -> int:
+    return int(engine.ledger(rank)["pid"])
+
+
+def test_without_a_living_rank_the_process_exits_with_1(path: str) -> None:
+    with fake_engine("--model-path", path, script={"silent": True}) as engine:
+        results: list[Any] = []
+        thread = post(engine.url, results, stream=True)
+        wait_until(lambda: engine.ledger()["running"] == 1)
+        (rank,) = rank_processes(engine)
+        rank.kill()
+        thread.join()
+        assert results[0].json()["error"]["code"] == "engine_dead"
+        assert engine.process.wait(timeout=10) == 1
+
+
+def test_nothing_is_left_in_the_temporary_directory(path: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+    folder = tmp_path_factory.mktemp("t")
+    before = os.environ.get("TMPDIR")
+    os.environ["TMPDIR"] = str(folder)
+    try:
+        with fake_engine("--model-path", path) as engine:
+            assert [p.name.split("-")[0] for p in folder.iterdir()] == ["baton"]
+            assert engine.stop() == 0
+    finally:
+        os.environ.pop("TMPDIR") if before is None else os.environ.update(TMPDIR=before)
+    assert list(folder.iterdir()) == []
+
+
+def test_an_idle_front_uses_no_cpu_and_little_memory(path: str) -> None:
+    with fake_engine("--model-path", path) as engine:
+        httpx.post(engine.url + "/v1/completions", json={"prompt": "a", "max_tokens": 4})
+        process = psutil.Process(engine.process.pid)
+        before, began = sum(process.cpu_times()[:2]), time.monotonic()
+        switches = process.num_ctx_switches().voluntary
+        time.sleep(0.5)  # the thing measured is what happens while nothing does
+        assert sum(process.cpu_times()[:2]) - before <= 0.02
+        assert process.num_ctx_switches().voluntary - switches <= 20 * (time.monotonic() - began)
+        assert process.memory_info().rss < 100 * 2**20
+
+
+def test_the_front_imports_no_torch() -> None:
+    script = (
+        "import sys, baton.server.launch; print([m for m in ('torch', 'transformers', 'numpy') if m in sys.modules])"
+    )
+    env = {**os.environ, "PYTHONPATH": str(REPO / "engine")}
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, env=env, timeout=60, check=True
+    )
+    assert done.stdout.strip() == "[]"
+
+
+def test_without_the_native_extension_a_prefill_node_says_what_to_do(path: str) -> None:
+    script = (
+        "import sys; sys.modules['baton._native'] = None\n"
+        "from baton.config import parse; from baton.server.launch import run_engine\n"
+        f"sys.exit(run_engine(parse(['--model-path', {path!r}, '--port', '0', '--disaggregation-mode', 'prefill'])))"
+    )
+    env = {**os.environ, "PYTHONPATH": str(REPO / "engine")}
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, env=env, timeout=60, check=False
+    )
+    assert done.returncode == 2
+    assert "--disaggregation-mode prefill needs the native extension" in done.stderr

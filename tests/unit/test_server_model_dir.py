@@ -1,0 +1,95 @@
+"""What the front reads of a model directory, and what it says when it cannot."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from baton.config import build
+from baton.errors import ConfigError
+from baton.server import model_dir
+from baton.server.tokenizer import Tokenizer
+from tests.support import tiny_model
+
+
+def load(path: Path | str, **flags: Any) -> model_dir.ModelFacts:
+    return model_dir.load(build({"model_path": str(path), **flags}))
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tiny_model.make(tmp_path / "tiny")
+
+
+def edit(file: Path, **values: Any) -> None:
+    old = json.loads(file.read_text()) if file.exists() else {}
+    file.write_text(json.dumps(old | values))
+
+
+def test_facts(path: Path) -> None:
+    facts = load(path)
+    assert (facts.name, facts.context_length, facts.eos_token_ids) == ("tiny", 512, (1,))
+    assert facts.special_tokens == {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
+    assert load(path, served_model_name="x", context_length=100).context_length == 100
+
+
+def test_end_of_sequence_ids_of_all_files_count(path: Path) -> None:
+    edit(path / "generation_config.json", eos_token_id=[2, 1], temperature=0.6, top_k=20, do_sample=True)
+    facts = load(path)
+    assert facts.eos_token_ids == (1, 2)
+    assert facts.sampling_defaults == {"temperature": 0.6, "top_k": 20.0}
+
+
+def test_multimodal_configs_keep_the_text_part_apart(path: Path) -> None:
+    edit(path / "config.json", text_config={"max_position_embeddings": 77, "eos_token_id": 5})
+    facts = load(path)
+    assert (facts.context_length, facts.eos_token_ids) == (77, (5,))
+
+
+def test_special_tokens_may_be_objects(path: Path) -> None:
+    edit(path / "tokenizer_config.json", bos_token={"content": "<b>", "lstrip": False}, eos_token=None)
+    assert load(path).special_tokens == {"bos_token": "<b>", "pad_token": "<pad>"}
+
+
+def test_the_demo_model_is_found_without_importing_torch() -> None:
+    assert model_dir.resolve("demo").name == "demo"
+
+
+@pytest.mark.parametrize(
+    ("flags", "text"),
+    [
+        ({"model_path": "/nowhere"}, "/nowhere is not a directory; give a Hugging Face model directory"),
+        ({"model_path": "/proc"}, "/proc has no config.json"),
+        ({"context_length": 100000}, "--context-length 100000: the model's limit is 512 tokens"),
+        ({"chat_template": "/nowhere"}, "--chat-template /nowhere: .*No such file"),
+    ],
+)
+def test_wrong_paths_are_named(path: Path, flags: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        load(**{"path": path} | {("path" if k == "model_path" else k): v for k, v in flags.items()})
+
+
+@pytest.mark.parametrize("content", ["{", "[]", "\x00"])
+def test_broken_json_names_the_file(path: Path, content: str) -> None:
+    (path / "config.json").write_text(content)
+    with pytest.raises(ConfigError, match=r"config\.json"):
+        load(path)
+
+
+def test_tokenizer_errors_name_the_file(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"has no tokenizer\.json"):
+        Tokenizer(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"tokenizer\.json cannot be read"):
+        Tokenizer(tmp_path)
+
+
+def test_a_checkpoints_truncation_does_not_cut_prompts(path: Path) -> None:
+    edit(
+        path / "tokenizer.json",
+        truncation={"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0},
+    )
+    assert len(Tokenizer(path).encode("hello world, how are you today?")) > 4

@@ -1,0 +1,393 @@
+"""What the edge accepts, what it refuses and with which field, and where it sends things."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from baton.config import build
+from baton.errors import EngineError
+from baton.server import model_dir
+from baton.server.tokenizer import Tokenizer
+from baton.server.validate import Accepted, Validator, seed_of_room
+from tests.support import tiny_model
+
+CONTEXT = 128
+Make = Callable[..., Validator]
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model.make(tmp_path_factory.mktemp("model"), context_length=CONTEXT)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(path: Path) -> Tokenizer:
+    return Tokenizer(path)
+
+
+@pytest.fixture
+def make(path: Path, tokenizer: Tokenizer) -> Make:
+    def validator(**flags: Any) -> Validator:
+        config = build({"model_path": str(path), "served_model_name": "tiny", **flags})
+        return Validator(config, model_dir.load(config), tokenizer)
+
+    return validator
+
+
+def chat(v: Validator, **body: Any) -> Accepted:
+    return asyncio.run(v.chat({"messages": [{"role": "user", "content": "hello"}], **body}))
+
+
+def completion(v: Validator, **body: Any) -> Accepted:
+    return asyncio.run(v.completion({"prompt": "hello", **body}))
+
+
+def generate(v: Validator, **body: Any) -> Accepted:
+    if "input_ids" not in body:
+        body.setdefault("text", "hello")
+    return asyncio.run(v.generate(body))
+
+
+# ---- refusals ----------------------------------------------------------------------------------------------------
+
+SHARED_REFUSALS: list[tuple[dict[str, Any], str, str]] = [
+    ({"temperature": "hot"}, "invalid_value", "temperature"),
+    ({"temperature": True}, "invalid_value", "temperature"),
+    ({"temperature": -0.1}, "invalid_value", "temperature"),
+    ({"top_p": 0}, "invalid_value", "top_p"),
+    ({"top_p": 1.01}, "invalid_value", "top_p"),
+    ({"top_k": -2}, "invalid_value", "top_k"),
+    ({"top_k": 1.5}, "invalid_value", "top_k"),
+    ({"min_p": 2}, "invalid_value", "min_p"),
+    ({"presence_penalty": 2.1}, "invalid_value", "presence_penalty"),
+    ({"frequency_penalty": -2.1}, "invalid_value", "frequency_penalty"),
+    ({"repetition_penalty": 0}, "invalid_value", "repetition_penalty"),
+    ({"n": 0}, "invalid_value", "n"),
+    ({"n": 17}, "invalid_value", "n"),
+    ({"max_tokens": 0}, "invalid_value", "max_tokens"),
+    ({"max_tokens": CONTEXT}, "context_length_exceeded", "*"),
+    ({"min_tokens": 5, "max_tokens": 4}, "invalid_value", "min_tokens"),
+    ({"stop": [1]}, "invalid_value", "stop"),
+    ({"stop": [""]}, "invalid_value", "stop"),
+    ({"stop": ["a"] * 17}, "invalid_value", "stop"),
+    ({"stop": "x" * 2000}, "invalid_value", "stop"),
+    ({"stop_token_ids": [-1]}, "invalid_value", "stop_token_ids"),
+    ({"stop_token_ids": [10**6]}, "invalid_value", "stop_token_ids"),
+    ({"logit_bias": {"x": 1}}, "invalid_value", "logit_bias"),
+    ({"logit_bias": {"5": 101}}, "invalid_value", "logit_bias"),
+    ({"logit_bias": {"9" * 30: 1}}, "invalid_value", "logit_bias"),
+    ({"logit_bias": []}, "invalid_value", "logit_bias"),
+    ({"seed": "one"}, "invalid_value", "seed"),
+    ({"stream": "yes"}, "invalid_value", "stream"),
+    ({"stream_options": {"include_usage": 1}}, "invalid_value", "stream_options.include_usage"),
+    ({"stream_options": 1}, "invalid_value", "stream_options"),
+    ({"model": "other"}, "model_not_found", "model"),
+    ({"model": 5}, "invalid_value", "model"),
+    ({"rid": ""}, "invalid_value", "rid"),
+    ({"rid": "a\nb"}, "invalid_value", "rid"),
+    ({"rid": ["a", "b"]}, "unsupported_parameter", "rid"),
+    ({"priority": 1.5}, "invalid_value", "priority"),
+    ({"cache_salt": 1}, "invalid_value", "cache_salt"),
+    ({"response_format": {"type": "json_object"}}, "unsupported_parameter", "response_format"),
+    ({"regex": "a+"}, "unsupported_parameter", "regex"),
+    ({"lora_path": "x"}, "unsupported_parameter", "lora_path"),
+    ({"prompt_logprobs": 1}, "unsupported_parameter", "prompt_logprobs"),
+    ({"bootstrap_room": -1}, "invalid_value", "bootstrap_room"),
+    ({"bootstrap_room": 2**63}, "invalid_value", "bootstrap_room"),
+    ({"bootstrap_room": "7"}, "invalid_value", "bootstrap_room"),
+    ({"bootstrap_room": [1, 2]}, "invalid_value", "bootstrap_room"),
+    ({"bootstrap_port": 70000}, "invalid_value", "bootstrap_port"),
+    ({"bootstrap_host": 1}, "invalid_value", "bootstrap_host"),
+    ({"data_parallel_rank": 1}, "invalid_value", "data_parallel_rank"),
+    ({"routed_dp_rank": 1}, "invalid_value", "routed_dp_rank"),
+]
+
+
+@pytest.mark.parametrize(("body", "code", "param"), SHARED_REFUSALS, ids=[str(b)[:60] for b, _, _ in SHARED_REFUSALS])
+@pytest.mark.parametrize("form", [chat, completion], ids=["chat", "completion"])
+def test_bad_fields_are_named(make: Make, form: Any, body: dict[str, Any], code: str, param: str) -> None:
+    with pytest.raises(EngineError) as caught:
+        form(make(), **body)
+    assert caught.value.code == code
+    expected = ("messages" if form is chat else "prompt") if param == "*" else param
+    assert caught.value.param == expected
+
+
+CHAT_REFUSALS: list[tuple[dict[str, Any], str, str]] = [
+    ({"messages": None}, "missing_field", "messages"),
+    ({"messages": []}, "invalid_value", "messages"),
+    ({"messages": "hi"}, "invalid_value", "messages"),
+    ({"messages": ["hi"]}, "invalid_value", "messages[0]"),
+    ({"messages": [{"content": "x"}]}, "missing_field", "messages[0].role"),
+    ({"messages": [{"role": "user"}]}, "missing_field", "messages[0].content"),
+    ({"messages": [{"role": "user", "content": 5}]}, "missing_field", "messages[0].content"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+        "unsupported_parameter",
+        "messages[0].content",
+    ),
+    ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "invalid_value", "messages[0].content"),
+    ({"messages": [{"role": "user", "content": "hello " * 200}]}, "context_length_exceeded", "messages"),
+    ({"tools": [{"type": "function"}]}, "unsupported_parameter", "tools"),
+    ({"tool_choice": "required"}, "unsupported_parameter", "tool_choice"),
+    ({"echo": True}, "unsupported_parameter", "echo"),
+    ({"top_logprobs": 2}, "invalid_value", "top_logprobs"),
+    ({"logprobs": True, "top_logprobs": 21}, "invalid_value", "top_logprobs"),
+    ({"logprobs": 1}, "invalid_value", "logprobs"),
+    ({"max_completion_tokens": CONTEXT}, "context_length_exceeded", "messages"),
+    ({"continue_final_message": True, "add_generation_prompt": True}, "invalid_value", "continue_final_message"),
+    ({"chat_template_kwargs": "x"}, "invalid_value", "chat_template_kwargs"),
+]
+
+
+@pytest.mark.parametrize(("body", "code", "param"), CHAT_REFUSALS, ids=[str(b)[:60] for b, _, _ in CHAT_REFUSALS])
+def test_bad_chat_fields_are_named(make: Make, body: dict[str, Any], code: str, param: str) -> None:
+    with pytest.raises(EngineError) as caught:
+        chat(make(), **body)
+    assert (caught.value.code, caught.value.param) == (code, param)
+
+
+COMPLETION_REFUSALS: list[tuple[dict[str, Any], str, str]] = [
+    ({"prompt": None}, "missing_field", "prompt"),
+    ({"prompt": ""}, "invalid_value", "prompt"),
+    ({"prompt": []}, "invalid_value", "prompt"),
+    ({"prompt": [""]}, "invalid_value", "prompt"),
+    ({"prompt": [[]]}, "invalid_value", "prompt"),
+    ({"prompt": 5}, "invalid_value", "prompt"),
+    ({"prompt": ["a", [1]]}, "invalid_value", "prompt"),
+    ({"prompt": [[1], "a"]}, "invalid_value", "prompt"),
+    ({"prompt": [1, "a"]}, "invalid_value", "prompt"),
+    ({"prompt": [10**6]}, "invalid_value", "prompt"),
+    ({"prompt": [True]}, "invalid_value", "prompt"),
+    ({"prompt": ["a"] * 2000}, "invalid_value", "prompt"),
+    ({"prompt": [[1]] * 100, "n": 16}, "invalid_value", "n"),
+    ({"prompt": [1] * CONTEXT}, "context_length_exceeded", "prompt"),
+    ({"best_of": 2}, "unsupported_parameter", "best_of"),
+    ({"suffix": "x"}, "unsupported_parameter", "suffix"),
+    ({"echo": True, "logprobs": 1}, "unsupported_parameter", "logprobs"),
+    ({"logprobs": 21}, "invalid_value", "logprobs"),
+    ({"logprobs": True}, "invalid_value", "logprobs"),
+]
+
+
+@pytest.mark.parametrize(
+    ("body", "code", "param"), COMPLETION_REFUSALS, ids=[str(b)[:60] for b, _, _ in COMPLETION_REFUSALS]
+)
+def test_bad_completion_fields_are_named(make: Make, body: dict[str, Any], code: str, param: str) -> None:
+    with pytest.raises(EngineError) as caught:
+        completion(make(), **body)
+    assert (caught.value.code, caught.value.param) == (code, param)
+
+
+GENERATE_REFUSALS: list[tuple[dict[str, Any], str, str]] = [
+    ({"text": None}, "missing_field", "text"),
+    ({"sampling_params": [{}]}, "unsupported_parameter", "sampling_params"),
+    ({"sampling_params": {"top_p": 3}}, "invalid_value", "sampling_params.top_p"),
+    ({"sampling_params": {"max_new_tokens": 0}}, "invalid_value", "sampling_params.max_new_tokens"),
+    ({"sampling_params": {"regex": "a"}}, "unsupported_parameter", "sampling_params.regex"),
+    (
+        {"sampling_params": {"min_new_tokens": 9, "max_new_tokens": 3}},
+        "invalid_value",
+        "sampling_params.min_new_tokens",
+    ),
+    ({"input_embeds": [[0.5]]}, "unsupported_parameter", "input_embeds"),
+    ({"return_logprob": True, "logprob_start_len": 0}, "unsupported_parameter", "logprob_start_len"),
+]
+
+
+@pytest.mark.parametrize(
+    ("body", "code", "param"), GENERATE_REFUSALS, ids=[str(b)[:60] for b, _, _ in GENERATE_REFUSALS]
+)
+def test_bad_generate_fields_are_named(make: Make, body: dict[str, Any], code: str, param: str) -> None:
+    with pytest.raises(EngineError) as caught:
+        generate(make(), **body)
+    assert (caught.value.code, caught.value.param) == (code, param)
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=8,
+)
+FIELDS = (
+    "messages prompt text input_ids model max_tokens n stop logprobs top_logprobs temperature seed stream stream_options logit_bias "
+    "bootstrap_room bootstrap_host bootstrap_port data_parallel_rank rid echo sampling_params chat_template_kwargs tools "
+    "response_format stop_token_ids cache_salt priority continue_final_message best_of"
+).split()
+
+
+@given(
+    form=st.sampled_from([chat, completion, generate]),
+    body=st.dictionaries(st.sampled_from(FIELDS), json_values, max_size=4),
+    mode=st.sampled_from(["null", "prefill", "decode"]),
+)
+@settings(max_examples=400, deadline=None)
+def test_any_json_is_accepted_or_refused_on_purpose(
+    path: Path, tokenizer: Tokenizer, form: Any, body: dict[str, Any], mode: str
+) -> None:
+    config = build({"model_path": str(path), "disaggregation_mode": mode})
+    validator = Validator(config, model_dir.load(config), tokenizer)
+    try:
+        accepted = form(validator, **body)
+    except EngineError as err:
+        assert 400 <= err.status < 500
+    else:
+        for item in accepted.items:
+            assert 1 <= len(item.prompt)
+            assert len(item.prompt) + item.params.max_new_tokens <= CONTEXT
+            assert 0 <= item.params.seed < 2**63
+
+
+# ---- what is accepted --------------------------------------------------------------------------------------------
+
+
+def test_defaults_of_the_three_forms(make: Make) -> None:
+    v = make()
+    one = chat(v).items[0]
+    assert one.params.max_new_tokens == CONTEXT - len(one.prompt), "chat may use what is left of the context"
+    assert completion(v).items[0].params.max_new_tokens == 16
+    assert generate(v).items[0].params.max_new_tokens == CONTEXT - 3, "128 would not fit behind the prompt"
+    params = completion(v).items[0].params
+    assert (params.temperature, params.top_p, params.top_k, params.logprobs) == (1.0, 1.0, 0, -1)
+    assert params.stop_token_ids == (1,), "the model's end-of-sequence id"
+
+
+def test_generation_config_gives_openai_defaults_only(make: Make, path: Path) -> None:
+    file = path / "generation_config.json"
+    file.write_text('{"temperature": 0.5, "top_k": 20, "eos_token_id": [1, 2]}')
+    try:
+        v = make()
+        params = chat(v).items[0].params
+        assert (params.temperature, params.top_k, params.stop_token_ids) == (0.5, 20, (1, 2))
+        assert chat(v, temperature=1, top_k=-1).items[0].params.temperature == 1.0
+        assert generate(v).items[0].params.temperature == 1.0
+    finally:
+        file.unlink()
+
+
+def test_all_forms_of_prompts(make: Make, tokenizer: Tokenizer) -> None:
+    v = make()
+    ids = tokenizer.encode("hello")
+    assert ids[0] == 0, "completions get the tokenizer's special tokens"
+    assert [list(i.prompt) for i in completion(v, prompt="hello").items] == [ids]
+    assert [list(i.prompt) for i in completion(v, prompt=["hello", "hello"]).items] == [ids, ids]
+    assert [list(i.prompt) for i in completion(v, prompt=ids).items] == [ids]
+    assert [list(i.prompt) for i in completion(v, prompt=[ids, [5]], n=2).items] == [ids, ids, [5], [5]]
+    assert [i.choice for i in completion(v, prompt=[ids, [5]], n=2).items] == [0, 1, 0, 1]
+
+
+def test_content_parts_equal_plain_content(make: Make) -> None:
+    v = make()
+    parts = [{"type": "text", "text": "hello"}]
+    assert chat(v, messages=[{"role": "user", "content": parts}]).items[0].prompt == chat(v).items[0].prompt
+
+
+def test_unknown_fields_are_listed_and_known_ones_are_not(make: Make) -> None:
+    v = make()
+    assert chat(v, user="u", weird=1, another={"a": 1}, metadata={}).ignored == ("weird", "another")
+    assert generate(v, sampling_params={"strange": 1}).ignored == ("sampling_params.strange",)
+
+
+def test_null_means_absent(make: Make) -> None:
+    nothing = dict.fromkeys(["temperature", "stop", "tools", "response_format", "logit_bias", "seed", "rid", "stream"])
+    assert chat(make(), **nothing).stream is False
+
+
+def test_harmless_values_of_unsupported_fields_pass(make: Make) -> None:
+    body = {"tools": [], "tool_choice": "none", "response_format": {"type": "text"}, "return_hidden_states": False}
+    assert chat(make(), **body).ignored == ()
+
+
+def test_seeds(make: Make) -> None:
+    v = make()
+    assert [i.params.seed for i in completion(v, seed=7, n=3).items] == [7, 8, 9]
+    assert 0 <= completion(v, seed=-1).items[0].params.seed < 2**63
+    assert completion(v).items[0].params.seed != completion(v).items[0].params.seed
+    d, p = make(disaggregation_mode="decode"), make(disaggregation_mode="prefill")
+    meet = {"bootstrap_host": "h", "bootstrap_room": 5}
+    assert completion(d, **meet).items[0].params.seed == completion(p, **meet).items[0].params.seed == seed_of_room(5)
+    assert seed_of_room(5) != seed_of_room(6)
+
+
+def test_stop_ids_and_ignore_eos(make: Make) -> None:
+    v = make()
+    assert completion(v, stop_token_ids=[9]).items[0].params.stop_token_ids == (9, 1)
+    assert completion(v, stop_token_ids=[9], ignore_eos=True).items[0].params.stop_token_ids == (9,)
+
+
+def test_namespaces_differ_by_salt_and_key(make: Make) -> None:
+    v = make()
+    bodies: list[dict[str, Any]] = [{}, {"cache_salt": "a"}, {"extra_key": "a"}, {"cache_salt": "a", "extra_key": "b"}]
+    assert len({completion(v, **body).namespace for body in bodies}) == 4
+
+
+def test_a_small_pool_lowers_the_context(make: Make) -> None:
+    v = make()
+    v.context_length = 40
+    prompt, answer = (item := chat(v).items[0]).prompt, item.params.max_new_tokens
+    assert len(prompt) + answer == 40
+    v.context_length = 20
+    with pytest.raises(EngineError, match=r"has 3 tokens and max_tokens asks for 18 more, this engine accepts 20"):
+        completion(v, max_tokens=18)
+
+
+# ---- placement ---------------------------------------------------------------------------------------------------
+
+MEET = {"bootstrap_host": "10.0.0.1", "bootstrap_port": 9000, "bootstrap_room": 7}
+
+
+@pytest.mark.parametrize(
+    ("mode", "fields", "own", "prefill"),
+    [
+        ("prefill", {}, 7 % 4, 7 % 4),
+        ("prefill", {"data_parallel_rank": 1}, 1, 1),
+        ("prefill", {"routed_dp_rank": 2}, 2, 2),
+        ("decode", {}, None, -1),
+        ("decode", {"data_parallel_rank": 1}, None, 1),
+        ("decode", {"data_parallel_rank": 9, "data_parallel_rank_decode": 3}, 3, 9),
+        ("decode", {"routed_dp_rank": 2, "disagg_prefill_dp_rank": 5}, 2, 5),
+        ("decode", {"routed_dp_rank": 2}, 2, -1),
+    ],
+)
+def test_ranks_of_both_halves(make: Make, mode: str, fields: dict[str, Any], own: int | None, prefill: int) -> None:
+    item = completion(make(disaggregation_mode=mode, dp_size=4), **MEET, **fields).items[0]
+    assert item.dp_rank == own
+    assert item.rendezvous is not None
+    assert (item.rendezvous.host, item.rendezvous.port, item.rendezvous.room) == ("10.0.0.1", 9000, 7)
+    assert item.rendezvous.prefill_dp_rank == prefill
+
+
+def test_one_room_per_answer(make: Make) -> None:
+    v = make(disaggregation_mode="decode")
+    items = completion(v, prompt=["a", "b"], n=2, **{**MEET, "bootstrap_room": [4, 9, 2, 8]}).items
+    assert [i.rendezvous and i.rendezvous.room for i in items] == [4, 9, 2, 8]
+    items = completion(v, n=2, **MEET).items
+    assert [i.rendezvous and i.rendezvous.room for i in items] == [7, 8], "a scalar numbers the batch, as in SGLang"
+
+
+def test_without_a_room_a_decode_node_serves_alone(make: Make) -> None:
+    item = completion(make(disaggregation_mode="decode")).items[0]
+    assert item.rendezvous is None
+    assert item.dp_rank is None
+
+
+def test_a_single_process_engine_ignores_rooms(make: Make) -> None:
+    assert completion(make(), **MEET).items[0].rendezvous is None
+
+
+def test_a_room_needs_a_host_on_the_decode_node(make: Make) -> None:
+    with pytest.raises(EngineError) as caught:
+        completion(make(disaggregation_mode="decode"), bootstrap_room=1)
+    assert caught.value.param == "bootstrap_host"
+    item = completion(
+        make(disaggregation_mode="decode"), bootstrap_room=1, bootstrap_host="p", bootstrap_port=None
+    ).items[0]
+    assert item.rendezvous is not None
+    assert item.rendezvous.port == 8998
