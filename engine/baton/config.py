@@ -152,3 +152,21 @@ def parse(argv: Sequence[str], prog: str = "baton engine") -> EngineConfig:
     except ConfigError as err:
         print(f"{prog}: {err.message}", file=sys.stderr)
         raise SystemExit(2) from err
+
+
+def markdown() -> str:
+    """The flags table of docs/flags.md."""
+    hints = typing.get_type_hints(EngineConfig)
+    rows = ["| flag | value | default | meaning |", "|---|---|---|---|"]
+    for f in dataclasses.fields(EngineConfig):
+        kind = _base_type(hints[f.name])
+        names = {int: "integer", float: "number", str: "text", bool: "switch"}
+        value = " ".join(f"`{c}`" for c in f.metadata["choices"] or ()) or names[typing.cast(type, kind)]
+        default = "off" if kind is bool else "-" if f.default is None else f"`{f.default}`"
+        env = f"; environment `{f.metadata['env']}`" if f.metadata["env"] else ""
+        rows.append(f"| `{flag_name(f.name)}` | {value} | {default} | {f.metadata['help']}{env} |")
+    return "\n".join(rows)
+
+
+if __name__ == "__main__":
+    print(markdown())

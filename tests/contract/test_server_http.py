@@ -8,6 +8,7 @@ import os
 import socket
 import time
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import pytest
 
 from tests.support.front import FakeEngine, fake_engine, model
 
+HI = [{"role": "user", "content": "hi"}]
 GOLDEN = Path(__file__).parent / "golden"
 
 
@@ -57,11 +59,11 @@ def wait_until(fact: Any, secs: float = 5.0) -> None:
 @pytest.mark.parametrize(
     ("name", "path", "body"),
     [
-        ("chat", "/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}], "stream_options": {"include_usage": True}}),
+        ("chat", "/v1/chat/completions", {"messages": HI, "stream_options": {"include_usage": True}}),
         ("completion", "/v1/completions", {"prompt": "hi", "max_tokens": 9, "logprobs": 1}),
         ("generate", "/generate", {"text": "hi"}),
     ],
-)  # fmt: skip
+)
 def test_streams_match_the_golden_frames(http: httpx.Client, name: str, path: str, body: dict[str, Any]) -> None:
     """Every field of every frame; ids and clocks are replaced."""
     body |= {"rid": "r1", "stream": True, "cache_salt": script(reply="the 😀", step=0.005, cached=1)}
@@ -224,16 +226,17 @@ def test_ignored_parameters_are_listed_safely(http: httpx.Client) -> None:
 
 
 def test_api_key() -> None:
-    with fake_engine("--model-path", model(), "--api-key", "secret") as guarded:
-        with httpx.Client(base_url=guarded.url) as client:
-            for path in ("/health", "/livez", "/readyz", "/metrics"):
-                assert client.get(path).status_code == 200
-            r = client.get("/v1/models")
-            assert (r.status_code, r.json()["error"]["code"]) == (401, "invalid_api_key")
-            assert client.get("/v1/models", headers={"authorization": "Bearer wrong"}).status_code == 401
-            assert client.get("/v1/models", headers={"authorization": "Bearer secret"}).status_code == 200
-            info = client.get("/get_server_info", headers={"authorization": "Bearer secret"}).text
-            assert "secret" not in info
+    with (
+        fake_engine("--model-path", model(), "--api-key", "secret") as guarded,
+        httpx.Client(base_url=guarded.url) as client,
+    ):
+        for path in ("/health", "/livez", "/readyz", "/metrics"):
+            assert client.get(path).status_code == 200
+        r = client.get("/v1/models")
+        assert (r.status_code, r.json()["error"]["code"]) == (401, "invalid_api_key")
+        assert client.get("/v1/models", headers={"authorization": "Bearer wrong"}).status_code == 401
+        assert client.get("/v1/models", headers={"authorization": "Bearer secret"}).status_code == 200
+        assert "secret" not in client.get("/get_server_info", headers={"authorization": "Bearer secret"}).text
 
 
 # ---- native endpoints --------------------------------------------------------------------------------------------
@@ -254,7 +257,7 @@ def test_generate_streams_the_text_so_far(http: httpx.Client) -> None:
     body = {"text": "x", "stream": True, "cache_salt": script(reply="the relay race", step=0.005)}
     texts = [e["text"] for e in frames(http.post("/generate", json=body).text)]
     assert texts[-1] == "the relay race"
-    assert all(b.startswith(a) for a, b in zip(texts, texts[1:], strict=False))
+    assert all(b.startswith(a) for a, b in pairwise(texts))
 
 
 def test_tokenize_and_back(http: httpx.Client) -> None:

@@ -89,8 +89,8 @@ def test_port_in_use_is_one_clear_line_and_exit_2(path: str) -> None:
         engine = spawn("--model-path", path, "--port", str(number))
         try:
             assert engine.process.wait(timeout=20) == 2
-            expected = f"baton engine: --host 127.0.0.1 --port {number} is already in use; choose another, or 0 for a free port"
-            assert engine.log.strip() == expected
+            place = f"--host 127.0.0.1 --port {number}"
+            assert engine.log == f"baton engine: {place} is already in use; choose another, or 0 for a free port\n"
         finally:
             end(engine)
 

@@ -15,22 +15,36 @@ from baton.server.tokenizer import Tokenizer
 from tests.support import tiny_model
 
 # Shapes of the templates of common families, written for this test.
-LLAMA3_LIKE = (
-    "{{- bos_token }}\n{%- if messages[0]['role'] == 'system' %}\n    {%- set system = messages[0]['content'] | trim %}\n"
-    "    {%- set messages = messages[1:] %}\n{%- else %}\n    {%- set system = '' %}\n{%- endif %}\n"
-    "<|sys|>{{ system }} {{ kwargs_date | default('none') }}<|eot|>\n{% for message in messages %}\n"
-    "    {%- if message.role not in ['user', 'assistant', 'tool'] %}{{ raise_exception('unknown role ' + message.role) }}{% endif %}\n"
-    "<|{{ message['role'] }}|>{{ message['content'] | trim }}<|eot|>\n{% endfor %}\n"
-    "{%- if add_generation_prompt %}<|assistant|>{% endif %}"
-)
-QWEN_LIKE = (
-    "{%- set ns = namespace(last=-1) %}{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}\n"
-    "{%- for m in messages -%}\n  <|im_start|>{{ m.role }}\n  {{ m.content }}{% if loop.index0 == ns.last %} [last]{% endif %}<|im_end|>\n"
-    "  {%- if loop.index > 20 %}{% break %}{% endif %}\n{% endfor -%}\n"
-    "{{ {'a<b': [1, 'ü'], 'tools': tools} | tojson }}\n{% if add_generation_prompt %}<|im_start|>assistant\n"
-    "{% if enable_thinking is defined and enable_thinking is false %}<think></think>{% endif %}{% endif %}"
-)
-GENERATION = "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}{% else %}[{{ m.content }}]{% endif %}{% endfor %}"
+LLAMA3_LIKE = """{{- bos_token }}
+{%- if messages[0]['role'] == 'system' %}
+    {%- set system = messages[0]['content'] | trim %}
+    {%- set messages = messages[1:] %}
+{%- else %}
+    {%- set system = '' %}
+{%- endif %}
+<|sys|>{{ system }} {{ kwargs_date | default('none') }}<|eot|>
+{% for message in messages %}
+    {%- if message.role not in ['user', 'assistant', 'tool'] %}
+        {{- raise_exception('unknown role ' + message.role) }}
+    {%- endif %}
+<|{{ message['role'] }}|>{{ message['content'] | trim }}<|eot|>
+{% endfor %}
+{%- if add_generation_prompt %}<|assistant|>{% endif %}"""
+QWEN_LIKE = """{%- set ns = namespace(last=-1) %}
+{% for m in messages %}
+    {% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}
+{% endfor %}
+{%- for m in messages -%}
+  <|im_start|>{{ m.role }}
+  {{ m.content }}{% if loop.index0 == ns.last %} [last]{% endif %}<|im_end|>
+  {%- if loop.index > 20 %}{% break %}{% endif %}
+{% endfor -%}
+{{ {'a<b': [1, 'ü'], 'tools': tools} | tojson }}
+{% if add_generation_prompt %}<|im_start|>assistant
+{% if enable_thinking is defined and enable_thinking is false %}<think></think>{% endif %}{% endif %}"""
+GENERATION = """{% for m in messages %}
+{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}{% else %}[{{ m.content }}]{% endif %}
+{% endfor %}"""
 TEMPLATES = {"tiny": tiny_model.TEMPLATE, "llama3": LLAMA3_LIKE, "qwen": QWEN_LIKE, "generation": GENERATION}
 
 CHATS: list[list[dict[str, Any]]] = [

@@ -1,9 +1,10 @@
-"""Streamed text equals one decode of everything, however the tokens are grouped; stop strings cut where a reader would."""
+"""Streamed text equals one decode of everything, however tokens are grouped; stop strings cut where a reader would."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -159,7 +160,7 @@ def test_stop_strings_cut_where_a_character_reader_would(
 ) -> None:
     matcher = StopMatcher(stops, include=include)
     edges = sorted({0, len(text), *(c for c in cuts if c <= len(text))})
-    shown = "".join(matcher.feed(text[a:b]) for a, b in zip(edges, edges[1:], strict=False))
+    shown = "".join(matcher.feed(text[a:b]) for a, b in pairwise(edges))
     shown += matcher.flush()
     kept, stop = naive_stop(text, stops)
     assert matcher.matched == stop

@@ -17,7 +17,7 @@ REPLACEMENT = "\ufffd"
 MAX_HELD_TOKENS = 4
 """A character is at most four bytes, so at most four byte tokens; more held tokens are bytes that never become one."""
 MAX_GARBAGE_TOKENS = 64
-"""After so many the window is closed, so that endless garbage costs linear time; its last character may then be wrong."""
+"""After so many the window is closed: endless garbage costs linear time, and its last character may be wrong."""
 
 
 class Detokenizer:
@@ -54,8 +54,10 @@ class Detokenizer:
         return piece if self._read == len(self._ids) else piece + self._before_tail()
 
     def _before_tail(self) -> str:
-        """The held tokens' text up to the run of U+FFFD at its end. If the run is too long to be one character, only its
-        last one can still change."""
+        """The held tokens' text up to the run of U+FFFD at its end.
+
+        If the run is too long to be one character, only its last one can still change.
+        """
         text = self._decode(self._ids[self._start :])
         final = len(text.rstrip(REPLACEMENT))
         if len(self._ids) - self._read > MAX_HELD_TOKENS:
