@@ -100,6 +100,12 @@ enum Stop {
     Error(RouteError),
 }
 
+impl From<RouteError> for Stop {
+    fn from(err: RouteError) -> Self {
+        Stop::Error(err)
+    }
+}
+
 impl From<Failure> for Stop {
     fn from(failure: Failure) -> Self {
         Stop::Failed(failure)
@@ -193,23 +199,18 @@ async fn pair(app: &Arc<App>, request: &mut Inbound, avoid: &Avoid) -> Result<Co
     let mut prefill = PrefillLeg::start(prefill, keep, app.metrics.clone());
     let decode = leg(app, request, decode, decode_body).open();
     tokio::pin!(decode);
-    let opened = loop {
-        tokio::select! {
-            opened = &mut decode => break opened,
-            // `decode` is dropped on return, which closes its connection.
-            Some(ended) = prefill.ended() => {
-                let kept = match ended {
-                    Ok(kept) => kept,
-                    Err(failure) => {
-                        let labels = ["decode", failure.reason];
-                        app.metrics.leg_aborts.with_label_values(&labels).inc();
-                        return Err(failure.into());
-                    }
-                };
-                let opened = decode.await;
-                break if keep { opened.map(|opened| with_input_logprobs(opened, &kept)) } else { opened };
+    // Whichever leg fails drops the other: `decode` on return from here, `prefill` with it.
+    let opened = tokio::select! {
+        opened = &mut decode => opened,
+        Some(ended) = prefill.ended() => match ended {
+            Ok(kept) if keep => decode.await.map(|opened| with_input_logprobs(opened, &kept)),
+            Ok(_) => decode.await,
+            Err(failure) => {
+                let labels = ["decode", failure.reason];
+                app.metrics.leg_aborts.with_label_values(&labels).inc();
+                return Err(failure.into());
             }
-        }
+        },
     };
     match opened {
         Ok(mut opened) => {
@@ -237,7 +238,12 @@ async fn pair(app: &Arc<App>, request: &mut Inbound, avoid: &Avoid) -> Result<Co
     }
 }
 
-fn choose(app: &App, request: &Inbound, role: Role, avoid: &[WorkerId]) -> Result<Chosen, Stop> {
+fn choose(
+    app: &App,
+    request: &Inbound,
+    role: Role,
+    avoid: &[WorkerId],
+) -> Result<Chosen, RouteError> {
     let policy = app.registry.policy(role);
     let view = RequestView {
         text: if policy.needs_text() {
@@ -247,8 +253,7 @@ fn choose(app: &App, request: &Inbound, role: Role, avoid: &[WorkerId]) -> Resul
         },
         routing_key: request.routing_key.as_deref(),
     };
-    let chosen = app.registry.choose(role, &view, avoid);
-    let chosen = chosen.map_err(Stop::Error)?;
+    let chosen = app.registry.choose(role, &view, avoid)?;
     let labels = [role.label(), policy.name(), chosen.why.label()];
     app.metrics.decisions.with_label_values(&labels).inc();
     Ok(chosen)

@@ -14,7 +14,6 @@ use router_core::{HealthChange, HealthCounter, Role};
 use tokio::time::{Instant, timeout};
 
 use crate::App;
-use crate::body::Parts;
 use crate::registry::{Description, State, Worker};
 use crate::upstream::{Head, SendError};
 
@@ -154,7 +153,7 @@ async fn get(app: &App, worker: &Worker, path: &str) -> Result<Vec<u8>, GetError
         uri,
         headers: app.worker_headers(),
     };
-    let response = worker.pool.send(&head, Parts::default()).await?;
+    let response = worker.pool.send_alone(&head).await?;
     let status = response.status().as_u16();
     let mut answer = response.into_body();
     let mut body = Vec::new();

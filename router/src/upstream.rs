@@ -76,6 +76,13 @@ struct Connection {
     task: AbortHandle,
 }
 
+/// Whether a connection may be used again after its answer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Keep {
+    Yes,
+    No,
+}
+
 impl Pool {
     pub fn new(url: WorkerUrl, cut: watch::Receiver<bool>) -> Arc<Self> {
         let host =
@@ -95,7 +102,10 @@ impl Pool {
         body: Parts,
     ) -> Result<Response<Answer>, SendError> {
         if let Some(connection) = self.take_idle().await {
-            match self.exchange(connection, head, body.clone()).await {
+            match self
+                .exchange(connection, Keep::Yes, head, body.clone())
+                .await
+            {
                 Ok(answer) => return Ok(answer),
                 Err(err) => {
                     tracing::debug!(worker = %self.url, %err, "reused connection broke, sending again");
@@ -103,7 +113,14 @@ impl Pool {
             }
         }
         let connection = self.connect().await?;
-        self.exchange(connection, head, body).await
+        self.exchange(connection, Keep::Yes, head, body).await
+    }
+
+    /// Like `send`, on a new connection that is not kept: a health probe must see whether the worker still accepts.
+    pub async fn send_alone(self: &Arc<Self>, head: &Head) -> Result<Response<Answer>, SendError> {
+        let connection = self.connect().await?;
+        self.exchange(connection, Keep::No, head, Parts::default())
+            .await
     }
 
     async fn connect(&self) -> Result<Connection, SendError> {
@@ -140,11 +157,13 @@ impl Pool {
     async fn exchange(
         self: &Arc<Self>,
         connection: Connection,
+        keep: Keep,
         head: &Head,
         body: Parts,
     ) -> Result<Response<Answer>, SendError> {
         let mut lease = Lease {
             connection: Some(connection),
+            keep,
             pool: self.clone(),
         };
         let mut request = Request::new(Pieces::from(body));
@@ -209,12 +228,15 @@ pub fn with_source(err: &dyn std::error::Error) -> String {
 /// Holds the connection while an answer is read. Dropped with the connection still in it, it closes the socket.
 struct Lease {
     connection: Option<Connection>,
+    keep: Keep,
     pool: Arc<Pool>,
 }
 
 impl Lease {
     fn give_back(mut self) {
-        if let Some(connection) = self.connection.take() {
+        if self.keep == Keep::Yes
+            && let Some(connection) = self.connection.take()
+        {
             self.pool.put_idle(connection);
         }
     }

@@ -26,6 +26,7 @@ const ENV_PREFIX: &str = "BATON_ROUTER_FLAG_";
     version,
     about = "HTTP router in front of prefill and decode nodes",
     max_term_width = 120,
+    args_override_self = true, // the last one counts, as with the peers' launchers
     after_help = "Every flag can be set as BATON_ROUTER_FLAG_<NAME>, e.g. BATON_ROUTER_FLAG_QUEUE_SIZE=200."
 )]
 pub struct RouterConfig {

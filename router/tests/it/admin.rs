@@ -1,0 +1,400 @@
+//! Workers, probes, limits, keys.
+
+use http::Method;
+use serde_json::{Value, json};
+
+use crate::support::{Act, Client, End, Mock, Router, TOKEN, chat, eventually, timed};
+
+#[tokio::test]
+async fn workers_come_and_go_over_rest() {
+    timed(async {
+        let mock = Mock::start(&[]).await;
+        let router = Router::start(&[]).await;
+        assert_eq!(router.chat().await.code(), "no_worker");
+
+        let added = router
+            .post(
+                "/workers",
+                &json!({"url": mock.url(), "worker_type": "regular"}),
+            )
+            .await;
+        assert_eq!(added.status, 202);
+        let id = added.json()["id"].as_str().unwrap().to_owned();
+        let again = router.post("/workers", &json!({"url": mock.url()})).await;
+        assert_eq!(
+            (again.status, again.code().as_str()),
+            (409, "duplicate_worker")
+        );
+        router.all_ready(1).await;
+        assert_eq!(router.chat().await.status, 200);
+
+        let shown = router.get(&format!("/workers/{id}")).await.json();
+        assert_eq!(shown["url"], mock.url());
+        assert_eq!(shown["worker_type"], "regular");
+        assert_eq!(shown["is_healthy"], true);
+
+        let gone = router
+            .send(Method::DELETE, &format!("/workers/{id}"), &[], "")
+            .await;
+        assert_eq!(gone.status, 202);
+        assert_eq!(
+            router.get(&format!("/workers/{id}")).await.code(),
+            "not_found"
+        );
+        assert_eq!(router.get("/workers").await.json()["total"], 0);
+        assert_eq!(router.chat().await.status, 503);
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn the_older_worker_paths_work_too() {
+    timed(async {
+        let mock = Mock::start(&[]).await;
+        let router = Router::start(&[]).await;
+        let url = mock.url();
+        assert_eq!(
+            router
+                .post(&format!("/add_worker?url={url}"), &Value::Null)
+                .await
+                .status,
+            200
+        );
+        router.all_ready(1).await;
+        assert_eq!(
+            router.get("/list_workers").await.json()["urls"],
+            json!([url])
+        );
+        assert_eq!(
+            router.get("/get_loads").await.json()["workers"][0]["load"],
+            0
+        );
+        assert_eq!(
+            router
+                .post(&format!("/remove_worker?url={url}"), &Value::Null)
+                .await
+                .status,
+            200
+        );
+        assert_eq!(
+            router
+                .post(&format!("/remove_worker?url={url}"), &Value::Null)
+                .await
+                .status,
+            404
+        );
+        assert_eq!(
+            router.post("/add_worker", &Value::Null).await.code(),
+            "missing_field"
+        );
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn bad_registrations_say_why() {
+    timed(async {
+        let router = Router::start(&[]).await;
+        for (body, code) in [
+            (json!({"url": "https://x:1"}), "invalid_value"),
+            (
+                json!({"url": "http://x:1", "worker_type": "decode"}),
+                "invalid_value",
+            ),
+            (
+                json!({"url": "http://x:1", "worker_type": "boss"}),
+                "invalid_json",
+            ),
+            (json!({}), "invalid_json"),
+        ] {
+            let reply = router.post("/workers", &body).await;
+            assert_eq!((reply.status, reply.code().as_str()), (400, code), "{body}");
+        }
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn ready_means_one_of_each_role() {
+    timed(async {
+        let (p, d) = (Mock::start(&[]).await, Mock::start(&[]).await);
+        let router = Router::start(&["--pd-disaggregation"]).await;
+        assert_eq!(router.get("/health").await.status, 200);
+        let add = |mock: &Mock, role: &str| json!({"url": mock.url(), "worker_type": role, "bootstrap_port": 1});
+        assert_eq!(router.get("/readyz").await.status, 503);
+        router.post("/workers", &add(&p, "prefill")).await;
+        router.all_ready(1).await;
+        let reply = router.get("/readyz").await;
+        assert_eq!(reply.status, 503);
+        assert!(reply.json()["reason"].as_str().unwrap().contains("decode"), "{}", reply.text());
+        router.post("/workers", &add(&d, "decode")).await;
+        router.all_ready(2).await;
+        assert_eq!(router.get("/readyz").await.status, 200);
+        d.set_unhealthy(true);
+        let counts = "baton_router_workers{role=\"decode\",state=\"ready\"}";
+        assert_eq!(router.metric(counts).await, 1.0);
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn failing_probes_take_a_worker_out_and_good_ones_take_it_in() {
+    timed(async {
+        let mock = Mock::start(&[]).await;
+        let flags = [
+            "--health-check-interval-secs",
+            "1",
+            "--health-failure-threshold",
+            "1",
+            "--health-success-threshold",
+            "1",
+        ];
+        let router = Router::regular(&[&mock], &flags).await;
+        mock.set_unhealthy(true);
+        eventually("out", || async {
+            router.get("/readyz").await.status == 503
+        })
+        .await;
+        mock.set_unhealthy(false);
+        eventually("in", || async { router.get("/readyz").await.status == 200 }).await;
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn errors_are_json_on_every_path() {
+    timed(async {
+        let mock = Mock::start(&[]).await;
+        let router = Router::regular(&[&mock], &["--max-payload-size", "1000"]).await;
+        let reply = router.get("/v1/embeddings").await;
+        assert_eq!((reply.status, reply.code().as_str()), (404, "not_found"));
+        let reply = router.get("/v1/chat/completions").await;
+        assert_eq!(
+            (reply.status, reply.code().as_str()),
+            (405, "method_not_allowed")
+        );
+        assert!(reply.headers["allow"].to_str().unwrap().contains("POST"));
+        assert!(reply.headers.contains_key("x-request-id"));
+        for body in ["", "{", "[]", "{\"a\":tru}"] {
+            let reply = router
+                .send(Method::POST, "/v1/chat/completions", &[], body)
+                .await;
+            assert_eq!(
+                (reply.status, reply.code().as_str()),
+                (400, "invalid_json"),
+                "{body}"
+            );
+        }
+        let long = json!({"prompt": "x".repeat(2000)});
+        let reply = router.post("/v1/completions", &long).await;
+        assert_eq!(
+            (reply.status, reply.code().as_str()),
+            (413, "payload_too_large")
+        );
+        assert_eq!(mock.count(), 0);
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn the_key_is_wanted_everywhere_but_at_probes() {
+    timed(async {
+        let mock = Mock::start(&[]).await;
+        let url = mock.url();
+        let router = Router::start(&["--worker-urls", &url, "--api-key", "secret"]).await;
+        eventually("ready without a key", || async {
+            router.get("/readyz").await.status == 200
+        })
+        .await;
+        assert_eq!(router.get("/metrics").await.status, 200);
+        for headers in [
+            &[][..],
+            &[("authorization", "Bearer secreT")],
+            &[("authorization", "secret")],
+        ] {
+            let reply = router
+                .send(Method::POST, "/v1/chat/completions", headers, "{}")
+                .await;
+            assert_eq!(
+                (reply.status, reply.code().as_str()),
+                (401, "invalid_api_key")
+            );
+        }
+        let good = [("authorization", "Bearer secret")];
+        assert_eq!(
+            router.send(Method::GET, "/workers", &good, "").await.status,
+            200
+        );
+        assert_eq!(
+            router
+                .send(Method::POST, "/v1/chat/completions", &good, "{}")
+                .await
+                .status,
+            200
+        );
+        assert_eq!(mock.seen()[0].headers["authorization"], "Bearer secret");
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn the_queue_is_bounded_and_moves_on() {
+    timed(async {
+        let mock = Mock::start(&[Act::Stream(vec![TOKEN], End::Gate)]).await;
+        let flags = ["--max-concurrent-requests", "1", "--queue-size", "1"];
+        let router = Router::regular(&[&mock], &flags).await;
+        let mut first = Client::connect(router.running.addr).await;
+        let mut running = first.chat(true).await;
+        running.piece().await.unwrap();
+
+        let addr = router.running.addr;
+        let waiting =
+            tokio::spawn(async move { Client::connect(addr).await.chat(true).await.read().await });
+        eventually("one waits", || async {
+            router.metric("baton_router_queued_requests").await == 1.0
+        })
+        .await;
+        let reply = router.chat().await;
+        assert_eq!(
+            (reply.status, reply.code().as_str()),
+            (429, "rate_limit_exceeded")
+        );
+        assert_eq!(reply.headers["retry-after"], "1");
+
+        mock.release();
+        assert!(running.read().await.text().ends_with("[DONE]\n\n"));
+        eventually("the waiting one runs", || async { mock.count() == 2 }).await;
+        mock.release();
+        assert_eq!(waiting.await.unwrap().status, 200);
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn a_queue_without_places_times_out() {
+    timed(async {
+        let mock = Mock::start(&[Act::Stream(vec![TOKEN], End::Hang)]).await;
+        let flags = [
+            "--max-concurrent-requests",
+            "1",
+            "--queue-timeout-secs",
+            "0",
+        ];
+        let router = Router::regular(&[&mock], &flags).await;
+        let mut first = Client::connect(router.running.addr).await;
+        let mut running = first.chat(true).await;
+        running.piece().await.unwrap();
+        let reply = router.chat().await;
+        assert_eq!(
+            (reply.status, reply.code().as_str()),
+            (503, "queue_timeout")
+        );
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn fan_out_reaches_all_and_forwarding_one() {
+    timed(async {
+        let (a, b) = (Mock::start(&[]).await, Mock::start(&[]).await);
+        let router = Router::regular(&[&a, &b], &[]).await;
+        assert_eq!(router.post("/flush_cache", &json!({})).await.status, 200);
+        assert_eq!(
+            router
+                .post("/abort_request", &json!({"rid": "x"}))
+                .await
+                .status,
+            200
+        );
+        for mock in [&a, &b] {
+            let paths: Vec<_> = mock.seen().iter().map(|s| s.path.clone()).collect();
+            assert_eq!(paths, ["/flush_cache", "/abort_request"]);
+            assert_eq!(mock.seen()[1].body["rid"], "x");
+        }
+        assert_eq!(router.get("/v1/models").await.json(), json!({"ok": true}));
+        assert_eq!(
+            router
+                .post("/tokenize", &json!({"prompt": "x"}))
+                .await
+                .status,
+            200
+        );
+        assert_eq!(a.count() + b.count(), 6);
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn browsers_are_let_in_by_origin() {
+    timed(async {
+        let router = Router::start(&["--cors-allowed-origins", "http://ui"]).await;
+        let asked = [
+            ("origin", "http://ui"),
+            ("access-control-request-method", "POST"),
+        ];
+        let reply = router
+            .send(Method::OPTIONS, "/v1/chat/completions", &asked, "")
+            .await;
+        assert_eq!(reply.status, 204);
+        assert_eq!(reply.headers["access-control-allow-origin"], "http://ui");
+        let other = router
+            .send(Method::GET, "/health", &[("origin", "http://evil")], "")
+            .await;
+        assert!(!other.headers.contains_key("access-control-allow-origin"));
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn a_connection_serves_many_requests() {
+    timed(async {
+        let mock = Mock::start(&[]).await;
+        let router = Router::regular(&[&mock], &[]).await;
+        let mut client = Client::connect(router.running.addr).await;
+        for stream in [false, true, false] {
+            let body = chat(stream).to_string();
+            let reply = client
+                .send(Method::POST, "/v1/chat/completions", &[], &body)
+                .await
+                .read()
+                .await;
+            assert_eq!(reply.status, 200);
+        }
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn metrics_can_have_a_port_of_their_own() {
+    timed(async {
+        let router = Router::start(&["--prometheus-port", "0"]).await;
+        let addr = router.running.metrics_addr.unwrap();
+        let mut client = Client::connect(addr).await;
+        let reply = client
+            .send(Method::GET, "/metrics", &[], "")
+            .await
+            .read()
+            .await;
+        assert!(reply.text().contains("baton_router_build_info"));
+        let reply = client
+            .send(Method::GET, "/workers", &[], "")
+            .await
+            .read()
+            .await;
+        assert_eq!(reply.code(), "not_found");
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn a_port_in_use_is_said_so() {
+    timed(async {
+        let router = Router::start(&[]).await;
+        let port = router.running.addr.port().to_string();
+        let argv = ["baton-router", "--host", "127.0.0.1", "--port", &port].map(str::to_owned);
+        let config = baton_router::RouterConfig::parse(&argv).unwrap();
+        let err = baton_router::Running::start(config).await.err().unwrap();
+        assert!(err.contains(&port) && err.contains("in use"), "{err}");
+    })
+    .await;
+}

@@ -1,0 +1,9 @@
+//! The router against mock workers, over real sockets, in one process.
+
+#![allow(clippy::unwrap_used)]
+
+mod admin;
+mod pd;
+mod regular;
+mod shutdown;
+mod support;

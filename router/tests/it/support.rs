@@ -1,0 +1,591 @@
+//! Mock workers, a router in this process, and a client: what every test here is made of.
+//!
+//! Waits are on conditions with a deadline (`eventually`); each test runs under `timed`.
+
+use std::collections::VecDeque;
+use std::convert::Infallible;
+use std::net::SocketAddr;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::task::{Context, Poll};
+use std::time::Duration;
+
+use baton_router::{RouterConfig, Running};
+use bytes::Bytes;
+use http::{HeaderMap, Method, Request, Response, StatusCode};
+use http_body::{Body, Frame};
+use http_body_util::{BodyExt, Full};
+use hyper::body::Incoming;
+use hyper::service::service_fn;
+use hyper_util::rt::TokioIo;
+use parking_lot::Mutex;
+use serde_json::{Value, json};
+use tokio::net::{TcpListener, TcpStream};
+use tokio::task::{JoinHandle, JoinSet};
+
+/// Far above what any test needs: reached only when something hangs.
+const LIMIT: Duration = Duration::from_secs(20);
+
+pub async fn timed<T>(test: impl Future<Output = T>) -> T {
+    tokio::time::timeout(LIMIT, test)
+        .await
+        .expect("the test hangs")
+}
+
+/// Wait until `is_true`, asking every few milliseconds.
+pub async fn eventually<F: Future<Output = bool>>(what: &str, mut is_true: impl FnMut() -> F) {
+    let asking = async {
+        while !is_true().await {
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+    };
+    let in_time = tokio::time::timeout(Duration::from_secs(10), asking).await;
+    assert!(in_time.is_ok(), "never came true: {what}");
+}
+
+// ---- mock worker ----
+
+/// What a mock does with a generation request.
+#[derive(Clone, Debug)]
+pub enum Act {
+    /// A whole answer: SSE when `stream` is true, else JSON.
+    Answer,
+    Json(Value),
+    Status(u16, &'static str),
+    /// Close the connection without a word.
+    Drop,
+    /// Accept and stay silent.
+    Hang,
+    /// These pieces as SSE, then …
+    Stream(Vec<&'static str>, End),
+}
+
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum End {
+    Clean,
+    Break,
+    Hang,
+    /// Wait for `Mock::release`, then end with finish_reason and [DONE].
+    Gate,
+}
+
+pub const TOKEN: &str =
+    "data: {\"choices\":[{\"delta\":{\"content\":\"a\"},\"finish_reason\":null}]}\n\n";
+pub const FINISH: &str = "data: {\"choices\":[{\"delta\":{},\"finish_reason\":\"stop\"}]}\n\n";
+pub const DONE: &str = "data: [DONE]\n\n";
+
+pub struct Seen {
+    pub path: String,
+    pub headers: HeaderMap,
+    pub raw: Bytes,
+    pub body: Value,
+}
+
+#[derive(Default)]
+struct Inner {
+    /// Taken one by one; the last one stays.
+    acts: Mutex<VecDeque<Act>>,
+    seen: Mutex<Vec<Arc<Seen>>>,
+    cancelled: AtomicUsize,
+    info: Mutex<Value>,
+    unhealthy: std::sync::atomic::AtomicBool,
+    gate: tokio::sync::Notify,
+}
+
+pub struct Mock {
+    pub addr: SocketAddr,
+    inner: Arc<Inner>,
+    task: Option<JoinHandle<()>>,
+}
+
+impl Mock {
+    pub async fn start(acts: &[Act]) -> Mock {
+        Mock::at("127.0.0.1:0".parse().expect("an address"), acts).await
+    }
+
+    pub async fn at(addr: SocketAddr, acts: &[Act]) -> Mock {
+        let listener = TcpListener::bind(addr).await.expect("a port");
+        let addr = listener.local_addr().expect("an address");
+        let inner = Arc::new(Inner::default());
+        *inner.info.lock() = json!({});
+        let mut mock = Mock {
+            addr,
+            inner: inner.clone(),
+            task: None,
+        };
+        mock.acts(acts);
+        mock.task = Some(tokio::spawn(accept(listener, inner)));
+        mock
+    }
+
+    pub fn with_info(self, info: Value) -> Mock {
+        *self.inner.info.lock() = info;
+        self
+    }
+
+    pub fn acts(&mut self, acts: &[Act]) {
+        *self.inner.acts.lock() = acts.iter().cloned().collect();
+    }
+
+    pub fn url(&self) -> String {
+        format!("http://{}", self.addr)
+    }
+
+    /// Generation requests so far.
+    pub fn seen(&self) -> Vec<Arc<Seen>> {
+        self.inner.seen.lock().clone()
+    }
+
+    pub fn count(&self) -> usize {
+        self.inner.seen.lock().len()
+    }
+
+    /// Requests whose connection was closed before the answer was complete.
+    pub fn cancelled(&self) -> usize {
+        self.inner.cancelled.load(Ordering::SeqCst)
+    }
+
+    pub fn release(&self) {
+        self.inner.gate.notify_one();
+    }
+
+    pub fn set_unhealthy(&self, is: bool) {
+        self.inner.unhealthy.store(is, Ordering::SeqCst);
+    }
+
+    /// Die: the listener and all connections are closed.
+    pub async fn stop(mut self) -> SocketAddr {
+        let task = self.task.take().expect("it runs");
+        task.abort();
+        let _ = task.await;
+        self.addr
+    }
+}
+
+impl Drop for Mock {
+    fn drop(&mut self) {
+        if let Some(task) = self.task.take() {
+            task.abort();
+        }
+    }
+}
+
+async fn accept(listener: TcpListener, inner: Arc<Inner>) {
+    let mut connections = JoinSet::new(); // dropped with this task, and the connections with it
+    loop {
+        tokio::select! {
+            accepted = listener.accept() => {
+                let (stream, _) = accepted.expect("a connection");
+                let inner = inner.clone();
+                connections.spawn(async move {
+                    let serve = service_fn(move |request| serve(inner.clone(), request));
+                    let _ = hyper::server::conn::http1::Builder::new()
+                        .serve_connection(TokioIo::new(stream), serve)
+                        .await;
+                });
+            }
+            Some(_) = connections.join_next() => {}
+        }
+    }
+}
+
+/// Counts a request that ends before it was answered.
+struct Unfinished {
+    inner: Arc<Inner>,
+    is_finished: bool,
+}
+
+impl Drop for Unfinished {
+    fn drop(&mut self) {
+        if !self.is_finished {
+            self.inner.cancelled.fetch_add(1, Ordering::SeqCst);
+        }
+    }
+}
+
+type MockBody = http_body_util::combinators::BoxBody<Bytes, std::io::Error>;
+
+fn full(text: impl Into<Bytes>) -> MockBody {
+    Full::new(text.into())
+        .map_err(|e: Infallible| match e {})
+        .boxed()
+}
+
+fn reset() -> std::io::Error {
+    std::io::Error::other("told to break")
+}
+
+async fn serve(
+    inner: Arc<Inner>,
+    request: Request<Incoming>,
+) -> Result<Response<MockBody>, std::io::Error> {
+    let (parts, body) = request.into_parts();
+    let path = parts.uri.path().to_owned();
+    let raw = body.collect().await.map_err(|_| reset())?.to_bytes();
+    if path == "/health" {
+        let mut response = Response::new(full("ok"));
+        if inner.unhealthy.load(Ordering::SeqCst) {
+            *response.status_mut() = StatusCode::INTERNAL_SERVER_ERROR;
+        }
+        return Ok(response);
+    }
+    if path == "/get_server_info" {
+        return Ok(Response::new(full(inner.info.lock().to_string())));
+    }
+    let value: Value = serde_json::from_slice(&raw).unwrap_or_default();
+    let act = {
+        let mut acts = inner.acts.lock();
+        if acts.len() > 1 {
+            acts.pop_front()
+        } else {
+            acts.front().cloned()
+        }
+    };
+    let stream = value["stream"] == true;
+    inner.seen.lock().push(Arc::new(Seen {
+        path,
+        headers: parts.headers,
+        raw,
+        body: value,
+    }));
+    let mut unfinished = Unfinished {
+        inner: inner.clone(),
+        is_finished: false,
+    };
+    let sse = |pieces: Vec<&'static str>, end: End, unfinished: Unfinished| {
+        let steps = pieces.into_iter().map(Bytes::from).collect();
+        let script = Script {
+            steps,
+            end,
+            unfinished,
+            gate: None,
+        };
+        Response::builder()
+            .header("content-type", "text/event-stream")
+            .body(script.boxed())
+            .map_err(|_| reset())
+    };
+    match act.unwrap_or(Act::Answer) {
+        Act::Answer if stream => sse(vec![TOKEN, TOKEN, FINISH, DONE], End::Clean, unfinished),
+        Act::Answer => {
+            unfinished.is_finished = true;
+            Ok(json_response(200, &json!({"ok": true})))
+        }
+        Act::Json(value) => {
+            unfinished.is_finished = true;
+            Ok(json_response(200, &value))
+        }
+        Act::Status(status, code) => {
+            unfinished.is_finished = true;
+            let body =
+                json!({"error": {"message": "told to", "type": "t", "param": null, "code": code}});
+            Ok(json_response(status, &body))
+        }
+        Act::Drop => {
+            unfinished.is_finished = true;
+            Err(reset())
+        }
+        Act::Hang => std::future::pending().await,
+        Act::Stream(pieces, end) => sse(pieces, end, unfinished),
+    }
+}
+
+fn json_response(status: u16, body: &Value) -> Response<MockBody> {
+    Response::builder()
+        .status(status)
+        .header("content-type", "application/json")
+        .header("x-mock", "yes")
+        .body(full(body.to_string()))
+        .expect("a response")
+}
+
+struct Script {
+    steps: VecDeque<Bytes>,
+    end: End,
+    unfinished: Unfinished,
+    gate: Option<Pin<Box<dyn Future<Output = ()> + Send + Sync>>>,
+}
+
+impl Body for Script {
+    type Data = Bytes;
+    type Error = std::io::Error;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, std::io::Error>>> {
+        if let Some(piece) = self.steps.pop_front() {
+            return Poll::Ready(Some(Ok(Frame::data(piece))));
+        }
+        match self.end {
+            End::Clean => {
+                self.unfinished.is_finished = true;
+                Poll::Ready(None)
+            }
+            End::Break => {
+                // One turn for hyper to write out the pieces, which an error would throw away.
+                if !std::mem::replace(&mut self.unfinished.is_finished, true) {
+                    cx.waker().wake_by_ref();
+                    return Poll::Pending;
+                }
+                Poll::Ready(Some(Err(reset())))
+            }
+            End::Hang => Poll::Pending,
+            End::Gate => {
+                let inner = self.unfinished.inner.clone();
+                let gate = self
+                    .gate
+                    .get_or_insert_with(|| Box::pin(async move { inner.gate.notified().await }));
+                std::task::ready!(gate.as_mut().poll(cx));
+                self.steps = [FINISH, DONE].map(Bytes::from).into();
+                self.end = End::Clean;
+                self.poll_frame(cx)
+            }
+        }
+    }
+}
+
+// ---- router ----
+
+pub struct Router {
+    pub running: Running,
+}
+
+/// Flags that make tests quick and quiet.
+const BASE: &str = "baton-router --host 127.0.0.1 --port 0 --policy round_robin --retry-initial-backoff-ms 1 \
+    --retry-max-backoff-ms 5 --shutdown-delay-ms 0";
+
+impl Router {
+    pub async fn start(flags: &[&str]) -> Router {
+        let argv: Vec<String> = BASE
+            .split_whitespace()
+            .chain(flags.iter().copied())
+            .map(str::to_owned)
+            .collect();
+        let config = RouterConfig::parse(&argv).expect("good flags");
+        let running = Running::start(config).await.expect("it starts");
+        Router { running }
+    }
+
+    /// Regular workers, all ready.
+    pub async fn regular(mocks: &[&Mock], flags: &[&str]) -> Router {
+        let urls: Vec<String> = mocks.iter().map(|m| m.url()).collect();
+        let mut all = vec!["--worker-urls"];
+        all.extend(urls.iter().map(String::as_str));
+        all.extend(flags);
+        let router = Router::start(&all).await;
+        router.all_ready(mocks.len()).await;
+        router
+    }
+
+    /// Prefill and decode workers, all ready; bootstrap port 8998.
+    pub async fn pd(prefill: &[&Mock], decode: &[&Mock], flags: &[&str]) -> Router {
+        let (p, d): (Vec<_>, Vec<_>) = (
+            prefill.iter().map(|m| m.url()).collect(),
+            decode.iter().map(|m| m.url()).collect(),
+        );
+        let mut all = vec!["--pd-disaggregation"];
+        for url in &p {
+            all.extend(["--prefill", url.as_str(), "8998"]);
+        }
+        for url in &d {
+            all.extend(["--decode", url.as_str()]);
+        }
+        all.extend(flags);
+        let router = Router::start(&all).await;
+        router.all_ready(p.len() + d.len()).await;
+        router
+    }
+
+    pub async fn all_ready(&self, wanted: usize) {
+        eventually("all workers are ready", || async {
+            let list = self.get("/workers").await.json();
+            let workers = list["workers"].as_array().cloned().unwrap_or_default();
+            workers.iter().filter(|w| w["state"] == "ready").count() == wanted
+        })
+        .await;
+    }
+
+    pub async fn no_load(&self) {
+        eventually("no load is left", || async {
+            let loads = self.get("/get_loads").await.json();
+            let loads = loads["workers"].as_array().cloned().unwrap_or_default();
+            loads.iter().all(|w| w["load"] == 0)
+        })
+        .await;
+    }
+
+    pub async fn metric(&self, line_start: &str) -> f64 {
+        let text = self.get("/metrics").await.text();
+        let line = text.lines().find(|line| line.starts_with(line_start));
+        let value = line.and_then(|line| line.rsplit(' ').next());
+        value.and_then(|value| value.parse().ok()).unwrap_or(0.0)
+    }
+
+    pub async fn send(
+        &self,
+        method: Method,
+        path: &str,
+        headers: &[(&str, &str)],
+        body: &str,
+    ) -> Reply {
+        Client::connect(self.running.addr)
+            .await
+            .send(method, path, headers, body)
+            .await
+            .read()
+            .await
+    }
+
+    pub async fn get(&self, path: &str) -> Reply {
+        self.send(Method::GET, path, &[], "").await
+    }
+
+    pub async fn post(&self, path: &str, body: &Value) -> Reply {
+        self.send(Method::POST, path, &[], &body.to_string()).await
+    }
+
+    pub async fn chat(&self) -> Reply {
+        self.post("/v1/chat/completions", &chat(false)).await
+    }
+
+    pub async fn chat_stream(&self) -> Reply {
+        self.post("/v1/chat/completions", &chat(true)).await
+    }
+}
+
+pub fn chat(stream: bool) -> Value {
+    json!({"model": "m", "messages": [{"role": "user", "content": "hi"}], "stream": stream})
+}
+
+// ---- client ----
+
+/// One connection; dropping it closes the socket.
+pub struct Client {
+    sender: hyper::client::conn::http1::SendRequest<Full<Bytes>>,
+    task: JoinHandle<()>,
+}
+
+impl Client {
+    pub async fn connect(addr: SocketAddr) -> Client {
+        let stream = TcpStream::connect(addr).await.expect("the router accepts");
+        let (sender, driver) = hyper::client::conn::http1::handshake(TokioIo::new(stream))
+            .await
+            .expect("a connection");
+        let task = tokio::spawn(async move {
+            let _ = driver.await;
+        });
+        Client { sender, task }
+    }
+
+    pub async fn send(
+        &mut self,
+        method: Method,
+        path: &str,
+        headers: &[(&str, &str)],
+        body: &str,
+    ) -> Answering {
+        let mut request = Request::builder()
+            .method(method)
+            .uri(path)
+            .header("host", "router");
+        for (name, value) in headers {
+            request = request.header(*name, *value);
+        }
+        let body = Full::new(Bytes::copy_from_slice(body.as_bytes()));
+        let request = request.body(body).expect("a request");
+        let response = self.sender.send_request(request).await.expect("an answer");
+        Answering { response }
+    }
+
+    pub async fn chat(&mut self, stream: bool) -> Answering {
+        let body = chat(stream).to_string();
+        self.send(Method::POST, "/v1/chat/completions", &[], &body)
+            .await
+    }
+}
+
+impl Drop for Client {
+    fn drop(&mut self) {
+        self.task.abort();
+    }
+}
+
+/// The head is there, the body may still come.
+pub struct Answering {
+    pub response: Response<Incoming>,
+}
+
+impl Answering {
+    pub async fn piece(&mut self) -> Option<Bytes> {
+        let frame = self.response.frame().await?;
+        frame.expect("no break").into_data().ok()
+    }
+
+    pub async fn read(self) -> Reply {
+        let (head, body) = self.response.into_parts();
+        let body = body.collect().await.expect("a whole body").to_bytes();
+        Reply {
+            status: head.status.as_u16(),
+            headers: head.headers,
+            body,
+        }
+    }
+}
+
+pub struct Reply {
+    pub status: u16,
+    pub headers: HeaderMap,
+    pub body: Bytes,
+}
+
+impl Reply {
+    pub fn text(&self) -> String {
+        String::from_utf8(self.body.to_vec()).expect("text")
+    }
+
+    pub fn json(&self) -> Value {
+        serde_json::from_slice(&self.body).expect("JSON")
+    }
+
+    pub fn code(&self) -> String {
+        self.json()["error"]["code"]
+            .as_str()
+            .unwrap_or("no code")
+            .to_owned()
+    }
+
+    /// Payloads of the SSE events.
+    pub fn events(&self) -> Vec<String> {
+        let text = self.text();
+        let lines = text.lines();
+        lines
+            .filter_map(|line| line.strip_prefix("data: ").map(str::to_owned))
+            .collect()
+    }
+
+    /// Code of the one error event; panics unless it is the last before [DONE].
+    pub fn error_event(&self) -> String {
+        let events = self.events();
+        let [.., error, done] = events.as_slice() else {
+            panic!("too few events: {events:?}");
+        };
+        assert_eq!(done, "[DONE]");
+        assert_eq!(
+            events
+                .iter()
+                .filter(|e| e.starts_with("{\"error\""))
+                .count(),
+            1,
+            "{events:?}"
+        );
+        assert_eq!(
+            events.iter().filter(|e| *e == "[DONE]").count(),
+            1,
+            "{events:?}"
+        );
+        let error: Value = serde_json::from_str(error).expect("JSON");
+        error["error"]["code"].as_str().expect("a code").to_owned()
+    }
+}
