@@ -316,6 +316,14 @@ fn split_is_undone_when_the_branch_is_gone() {
 }
 
 #[test]
+fn split_is_undone_when_the_sibling_is_evicted() {
+    let mut tree = tree_of(15, 1);
+    tree.insert(WorkerId(0), "shared old");
+    tree.insert(WorkerId(0), "shared newer one");
+    assert_eq!((tree.stats().nodes, tree.chars_of(WorkerId(0))), (1, 15));
+}
+
+#[test]
 fn depth_costs_no_stack() {
     let depth = 6_000;
     let mut tree = tree_of(usize::MAX, 1);
