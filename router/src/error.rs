@@ -41,6 +41,8 @@ pub enum RouteError {
     PayloadTooLarge { limit_bytes: usize },
     #[error("the body ended early: {detail}")]
     BodyBroken { detail: String },
+    #[error("nothing more of the body came for {waited_ms} ms")]
+    BodySilent { waited_ms: u64 },
     #[error(
         "{running} requests are running and {queued} wait, which is the limit; try again later, or raise --max-concurrent-requests or --queue-size"
     )]
@@ -80,6 +82,7 @@ pub enum RouteError {
 /// Every code the router itself can answer with, for docs/protocol.md and the outcome label of metrics.
 pub const CODES: &[&str] = &[
     "invalid_json",
+    "request_timeout",
     "invalid_value",
     "missing_field",
     "invalid_api_key",
@@ -103,6 +106,7 @@ impl RouteError {
     pub fn code(&self) -> &'static str {
         match self {
             RouteError::InvalidJson { .. } | RouteError::BodyBroken { .. } => "invalid_json",
+            RouteError::BodySilent { .. } => "request_timeout",
             RouteError::InvalidValue { .. } => "invalid_value",
             RouteError::MissingField { .. } => "missing_field",
             RouteError::InvalidApiKey => "invalid_api_key",
@@ -128,6 +132,7 @@ impl RouteError {
             | RouteError::BodyBroken { .. }
             | RouteError::InvalidValue { .. }
             | RouteError::MissingField { .. } => StatusCode::BAD_REQUEST,
+            RouteError::BodySilent { .. } => StatusCode::REQUEST_TIMEOUT,
             RouteError::InvalidApiKey => StatusCode::UNAUTHORIZED,
             RouteError::NotFound { .. } | RouteError::UnknownWorker { .. } => StatusCode::NOT_FOUND,
             RouteError::MethodNotAllowed { .. } => StatusCode::METHOD_NOT_ALLOWED,
@@ -179,6 +184,10 @@ pub fn error_body(message: &str, kind: &str, param: Option<&str>, code: &str) ->
     Bytes::from(object.to_string())
 }
 
+/// Extension of error responses, read by the metrics of paths that keep no record.
+#[derive(Clone, Copy)]
+pub struct Code(pub &'static str);
+
 impl IntoResponse for RouteError {
     fn into_response(self) -> Response {
         let status = self.status();
@@ -194,6 +203,7 @@ impl IntoResponse for RouteError {
                 .headers_mut()
                 .insert(header::RETRY_AFTER, HeaderValue::from_static("1"));
         }
+        response.extensions_mut().insert(Code(self.code()));
         response
     }
 }

@@ -100,7 +100,8 @@ impl Drop for Record {
     }
 }
 
-fn class(status: u16) -> &'static str {
+/// Metric label of a status.
+pub fn class(status: u16) -> &'static str {
     match status / 100 {
         2 => "2xx",
         3 => "3xx",

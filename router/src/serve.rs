@@ -130,6 +130,8 @@ async fn until_signal(config: RouterConfig) -> i32 {
 pub struct Running {
     pub addr: SocketAddr,
     pub metrics_addr: Option<SocketAddr>,
+    /// Held to the end: the last scrape may come late.
+    _metrics_open: Option<oneshot::Sender<()>>,
     app: Arc<App>,
     cut: watch::Sender<bool>,
     /// Told to stop accepting.
@@ -157,24 +159,29 @@ impl Running {
         for spec in specs {
             app.register(spec).map_err(|err| err.to_string())?;
         }
+        for role in app.serving_roles() {
+            if app.registry.count(*role).0 == 0 {
+                tracing::warn!(%role, "no worker of this role yet; POST one to /workers");
+            }
+        }
         evict_regularly(&app);
-        let metrics_addr = match metrics_listener {
+        let metrics = match metrics_listener {
             None => None,
             Some(listener) => {
                 let addr = listener.local_addr().map_err(|err| err.to_string())?;
-                // Serves until the process ends: the last scrape may come late.
-                let (forever, closed) = oneshot::channel();
+                let (open, closed) = oneshot::channel();
                 tokio::spawn(accept(listener, metrics_router(app.clone()), closed));
-                std::mem::forget(forever);
-                Some(addr)
+                Some((addr, open))
             }
         };
+        let (metrics_addr, _metrics_open) = metrics.unzip();
         let (close, closed) = oneshot::channel();
         let accepting = tokio::spawn(accept(listener, router(app.clone()), closed));
         tracing::info!(%addr, pd = app.is_pd(), "listening on http://{addr}");
         Ok(Self {
             addr,
             metrics_addr,
+            _metrics_open,
             app,
             cut,
             close,

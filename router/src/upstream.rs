@@ -25,7 +25,7 @@ use parking_lot::Mutex;
 use tokio::net::TcpStream;
 use tokio::sync::watch;
 use tokio::task::AbortHandle;
-use tokio::time::Instant;
+use tokio::time::{Instant, timeout};
 
 use crate::body::Parts;
 use crate::config::WorkerUrl;
@@ -34,6 +34,8 @@ use crate::config::WorkerUrl;
 const IDLE: Duration = Duration::from_secs(3);
 /// Idle connections kept per worker; more are closed.
 const MAX_IDLE: usize = 512;
+/// How long a connection may take to become ready for the next request.
+const SETTLE: Duration = Duration::from_millis(5);
 /// A machine of the same network that does not accept for this long is down.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(3);
 
@@ -125,7 +127,7 @@ impl Pool {
 
     async fn connect(&self) -> Result<Connection, SendError> {
         let connecting = TcpStream::connect((self.url.host.as_str(), self.url.port));
-        let stream = match tokio::time::timeout(CONNECT_TIMEOUT, connecting).await {
+        let stream = match timeout(CONNECT_TIMEOUT, connecting).await {
             Err(_) => {
                 let ms = CONNECT_TIMEOUT.as_millis();
                 return Err(SendError::Connect(format!("no reply for {ms} ms")));
@@ -195,8 +197,15 @@ impl Pool {
                 self.idle.lock().clear();
                 return None;
             }
-            if connection.sender.ready().await.is_ok() {
+            if connection.sender.is_ready() {
                 return Some(connection);
+            }
+            // Its answer was just read and its task has not taken note yet, or the worker is still reading a request it
+            // answered early. Only the first is worth the wait.
+            match timeout(SETTLE, connection.sender.ready()).await {
+                Ok(Ok(())) => return Some(connection),
+                Ok(Err(_closed)) => {}
+                Err(_busy) => connection.task.abort(),
             }
         }
     }

@@ -1,6 +1,7 @@
 //! Generation requests in: limits, body, the little that is read of it, admission; then dispatch.rs takes over.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use axum::extract::{Request, State};
 use axum::response::{IntoResponse, Response};
@@ -10,7 +11,7 @@ use http::{HeaderMap, HeaderValue, Method, Uri};
 use http_body::Body;
 use http_body_util::BodyExt;
 use tokio::sync::OwnedSemaphorePermit;
-use tokio::time::Instant;
+use tokio::time::{Instant, timeout};
 
 use super::{HOP_BY_HOP, REQUEST_ID};
 use crate::App;
@@ -20,6 +21,8 @@ use crate::error::RouteError;
 use crate::record::Record;
 use crate::upstream::Head;
 
+/// A client that sends nothing of its body for this long is gone or means harm.
+const BODY_SILENCE: Duration = Duration::from_secs(60);
 /// A client's own affinity key.
 const ROUTING_KEY: &str = "x-smg-routing-key";
 
@@ -121,7 +124,12 @@ pub async fn read_body(
     }
     let mut first = Bytes::new();
     let mut all = BytesMut::new();
-    while let Some(frame) = body.frame().await {
+    loop {
+        let Ok(frame) = timeout(BODY_SILENCE, body.frame()).await else {
+            let waited_ms = BODY_SILENCE.as_millis() as u64;
+            return Err(RouteError::BodySilent { waited_ms });
+        };
+        let Some(frame) = frame else { break };
         let frame = frame.map_err(|err| RouteError::BodyBroken {
             detail: err.to_string(),
         })?;

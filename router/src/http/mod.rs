@@ -8,7 +8,7 @@ mod generate;
 use std::sync::Arc;
 
 use axum::Router;
-use axum::extract::{Request, State};
+use axum::extract::{MatchedPath, Request, State};
 use axum::middleware::{Next, from_fn_with_state};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
@@ -18,7 +18,9 @@ use rand::distr::Alphanumeric;
 
 use crate::App;
 use crate::body::Api;
-use crate::error::RouteError;
+use crate::error::{Code, RouteError};
+use crate::leg::status_label;
+use crate::record::class;
 
 /// Headers that belong to one connection.
 pub const HOP_BY_HOP: [&str; 9] = [
@@ -34,7 +36,7 @@ pub const HOP_BY_HOP: [&str; 9] = [
 ];
 
 /// Paths that need no API key: probes and scrapers have none.
-const OPEN_PATHS: [&str; 9] = [
+const OPEN_PATHS: [&str; 8] = [
     "/health",
     "/livez",
     "/liveness",
@@ -43,7 +45,6 @@ const OPEN_PATHS: [&str; 9] = [
     "/health_generate",
     "/ping",
     "/metrics",
-    "/",
 ];
 
 pub const REQUEST_ID: &str = "x-request-id";
@@ -121,14 +122,21 @@ async fn edge(State(app): State<Arc<App>>, mut request: Request, next: Next) -> 
     let rid = request_id(&app, &request);
     let origin = allowed_origin(&app, request.headers());
     let is_preflight = request.method() == Method::OPTIONS && origin.is_some();
+    let is_authorised = is_authorised(&app, &request);
+    let is_recorded = is_authorised && !is_preflight && is_generation(&request);
+    let path = request.extensions().get::<MatchedPath>().cloned();
+    let unrecorded = (!is_recorded).then(|| (label(request.method()), path));
     let mut response = if is_preflight {
         preflight(request.headers())
-    } else if !is_authorised(&app, &request) {
+    } else if !is_authorised {
         RouteError::InvalidApiKey.into_response()
     } else {
         request.headers_mut().insert(REQUEST_ID, rid.clone());
         next.run(request).await
     };
+    if let Some((method, path)) = unrecorded {
+        count(&app, method, path.as_ref(), &response);
+    }
     let headers = response.headers_mut();
     headers.insert(REQUEST_ID, rid);
     if let Some(origin) = origin {
@@ -140,6 +148,37 @@ async fn edge(State(app): State<Arc<App>>, mut request: Request, next: Next) -> 
         );
     }
     response
+}
+
+/// Requests that keep a record of their own (record.rs) when they get as far as their handler.
+fn is_generation(request: &Request) -> bool {
+    let is_post = matches!(*request.method(), Method::POST | Method::PUT);
+    let mut apis = [Api::Chat, Api::Completions, Api::Generate].into_iter();
+    is_post && apis.any(|api| api.path() == request.uri().path())
+}
+
+/// Metric label of a method: a closed set.
+fn label(method: &Method) -> &'static str {
+    match *method {
+        Method::GET => "GET",
+        Method::POST => "POST",
+        Method::PUT => "PUT",
+        Method::DELETE => "DELETE",
+        Method::OPTIONS => "OPTIONS",
+        _ => "other",
+    }
+}
+
+fn count(app: &App, method: &'static str, path: Option<&MatchedPath>, response: &Response) {
+    let path = path.map_or("unmatched", MatchedPath::as_str);
+    let status = response.status();
+    let outcome = match response.extensions().get::<Code>() {
+        Some(Code(code)) => code,
+        None if status.is_success() => "ok",
+        None => status_label(status),
+    };
+    let labels = [path, method, class(status.as_u16()), outcome];
+    app.metrics.requests.with_label_values(&labels).inc();
 }
 
 /// The client's id from the first header that has one, else a new one that tells the API by its prefix.

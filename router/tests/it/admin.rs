@@ -192,6 +192,19 @@ async fn errors_are_json_on_every_path() {
             (413, "payload_too_large")
         );
         assert_eq!(mock.count(), 0);
+        for counted in [
+            "route=\"unmatched\",status=\"4xx\"",
+            "outcome=\"method_not_allowed\"",
+            "outcome=\"invalid_json\"",
+            "outcome=\"payload_too_large\"",
+        ] {
+            let text = router.get("/metrics").await.text();
+            assert!(
+                text.lines()
+                    .any(|l| l.starts_with("baton_router_requests_total{") && l.contains(counted)),
+                "{counted}"
+            );
+        }
     })
     .await;
 }

@@ -393,3 +393,32 @@ async fn dp_ranks_are_candidates_in_the_body_not_in_the_url() {
     })
     .await;
 }
+
+#[tokio::test]
+async fn a_client_that_does_not_read_stops_the_worker_not_the_router() {
+    timed(async {
+        let mock = Mock::start(&[Act::Stream(vec![TOKEN], End::Flood)]).await;
+        let router = Router::regular(&[&mock], &[]).await;
+        let mut client = Client::connect(router.running.addr).await;
+        let _unread = client.chat(true).await;
+        // Socket buffers fill, then nobody writes: the count stands still, far below what an unbounded buffer takes.
+        let before = std::sync::atomic::AtomicUsize::new(usize::MAX);
+        eventually("the flood stands still", || async {
+            tokio::time::sleep(std::time::Duration::from_millis(100)).await;
+            let now = mock.flooded();
+            before.swap(now, std::sync::atomic::Ordering::SeqCst) == now
+        })
+        .await;
+        assert!(
+            mock.flooded() < 64 << 20,
+            "{} bytes went somewhere",
+            mock.flooded()
+        );
+        drop(client);
+        eventually("the worker's connection is closed", || async {
+            mock.cancelled() == 1
+        })
+        .await;
+    })
+    .await;
+}

@@ -66,6 +66,8 @@ pub enum End {
     Clean,
     Break,
     Hang,
+    /// Go on for ever, 64 KiB at a time.
+    Flood,
     /// Wait for `Mock::release`, then end with finish_reason and [DONE].
     Gate,
 }
@@ -91,6 +93,7 @@ struct Inner {
     info: Mutex<Value>,
     unhealthy: std::sync::atomic::AtomicBool,
     gate: tokio::sync::Notify,
+    flooded: AtomicUsize,
 }
 
 pub struct Mock {
@@ -144,6 +147,11 @@ impl Mock {
     /// Requests whose connection was closed before the answer was complete.
     pub fn cancelled(&self) -> usize {
         self.inner.cancelled.load(Ordering::SeqCst)
+    }
+
+    /// Bytes handed out by `End::Flood`.
+    pub fn flooded(&self) -> usize {
+        self.inner.flooded.load(Ordering::SeqCst)
     }
 
     pub fn release(&self) {
@@ -332,6 +340,12 @@ impl Body for Script {
                 Poll::Ready(Some(Err(reset())))
             }
             End::Hang => Poll::Pending,
+            End::Flood => {
+                let line = format!("data: {}\n\n", "x".repeat(64 << 10));
+                let sent = &self.unfinished.inner.flooded;
+                sent.fetch_add(line.len(), Ordering::SeqCst);
+                Poll::Ready(Some(Ok(Frame::data(Bytes::from(line)))))
+            }
             End::Gate => {
                 let inner = self.unfinished.inner.clone();
                 let gate = self
