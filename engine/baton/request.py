@@ -43,6 +43,7 @@ class Rendezvous:
     room: int
     attempt: int = 0
     prefill_dp_rank: int = 0
+    """P's rank. -1 on D when the router did not name it: room % the prefill node's dp_size, which /route tells."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -241,3 +241,18 @@ def test_without_the_native_extension_a_prefill_node_says_what_to_do(path: str) 
     )
     assert done.returncode == 2
     assert "--disaggregation-mode prefill needs the native extension" in done.stderr
+
+
+def test_a_prefill_node_runs_the_bootstrap_server(path: str) -> None:
+    pytest.importorskip("baton._native", reason="the native extension is not built")
+    flags = ("--disaggregation-mode", "prefill", "--disaggregation-bootstrap-port", "0", "--dp-size", "2")
+    with fake_engine("--model-path", path, *flags) as engine:
+        port = engine.ready["bootstrap_port"]
+        assert httpx.get(f"http://127.0.0.1:{port}/health").status_code == 200
+        assert httpx.get(engine.url + "/get_server_info").json()["disaggregation_bootstrap_port"] == port
+        meet = {"bootstrap_host": "127.0.0.1", "bootstrap_port": port, "bootstrap_room": 7}
+        r = httpx.post(engine.url + "/v1/completions", json={"prompt": "a", "max_tokens": 9, "stop": "a", **meet})
+        assert r.json()["usage"]["completion_tokens"] == 1
+        books = engine.ledger(1)
+        assert books["submits"][0]["rendezvous"]["room"] == 7, "room % dp_size is the rank"
+        assert books["aborts"] == [], "a P node's answer ends by itself; an abort would end the lease"

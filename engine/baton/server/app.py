@@ -441,7 +441,8 @@ class Front:
         if raw is not None and not (raw.isascii() and raw.isdigit() and len(raw) < 20):
             raise BadRequest(f"room {raw[:50]!r} is no integer", param="room")
         args = {} if raw is None else {"room": int(raw)}
-        return _json({"ranks": [r for _, r in await self._ask_all("rooms", **args)]})
+        replies = await self._ask_all("ledger", **args)
+        return _json({"ranks": [{"dp_rank": r["dp_rank"], "rooms": r.get("rooms", [])} for _, r in replies]})
 
     async def _ask_all(self, op: str, **args: Any) -> list[tuple[bool, dict[str, Any]]]:
         if not any(r.ready for r in self.ranks.ranks):

@@ -147,14 +147,14 @@ class _Launcher:
         if self._config.disaggregation_mode != "prefill":
             return None
         try:
-            from baton import _native  # type: ignore[attr-defined]  # built by maturin
+            from baton._native import BootstrapServer  # built by maturin
         except ImportError as err:
             raise ConfigError(
                 f"--disaggregation-mode prefill needs the native extension ({err}); build it with maturin"
             ) from err
         port = self._config.disaggregation_bootstrap_port
         try:
-            server = _native.BootstrapServer(self._config.host, port, self._config.cluster_key)
+            server = BootstrapServer(self._config.host, port, self._config.cluster_key)
         except OSError as err:
             raise ConfigError(
                 f"--disaggregation-bootstrap-port {port} cannot be bound ({err}); choose another, or 0"

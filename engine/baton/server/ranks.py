@@ -85,7 +85,7 @@ class Ranks:
         self._of_handle: dict[int, Rank] = {}
         self._weights: dict[int, int] = {}
         self._handles = itertools.count(1)
-        self._controls: dict[int, asyncio.Future[Reply]] = {}
+        self._controls: dict[int, tuple[Rank, asyncio.Future[Reply]]] = {}
         self._control_ids = itertools.count(1)
         self._next = 0
         self.changed = asyncio.Event()
@@ -167,7 +167,7 @@ class Ranks:
             raise EngineDead(f"rank {rank.dp_rank} of this engine is gone ({rank.dead})")
         id = next(self._control_ids)
         future: asyncio.Future[Reply] = self._loop.create_future()
-        self._controls[id] = future
+        self._controls[id] = (rank, future)
         try:
             self._send(rank, Control(id, op, args))
             return await asyncio.wait_for(future, timeout_secs)
@@ -208,8 +208,8 @@ class Ranks:
             rank.gauges, rank.counters = message.gauges, message.counters
             self.on_stats(rank)
         elif isinstance(message, Reply):
-            future = self._controls.get(message.id)
-            if future is not None and not future.done():
+            _, future = self._controls.get(message.id, (None, None))
+            if future is not None and not future.done():  # else the question timed out
                 future.set_result(message)
         elif isinstance(message, Ready):
             rank = self.ranks[message.dp_rank]
@@ -235,14 +235,14 @@ class Ranks:
             finish = FinishReason(finishes[row]) if finishes[row] else None
             if finish is not None:
                 self._forget(handle)
-            if finish in (FinishReason.ERROR, FinishReason.ABORT):
-                code, text = batch.errors.get(row, ("aborted", "the request was aborted"))
-                if finish is FinishReason.ERROR and row not in batch.errors:
-                    code, text = "internal_error", "the rank gave no reason"
-                cls = by_code(code)
-                sink.on_error(cls(text, retry_after_secs=1 if cls.status in (429, 503) else None))
-            else:
-                sink.on_tokens(mine, cached[row], batch.logprobs.get(row), finish)
+            try:
+                if finish in (FinishReason.ERROR, FinishReason.ABORT):
+                    sink.on_error(_error(finish, batch.errors.get(row)))
+                else:
+                    sink.on_tokens(mine, cached[row], batch.logprobs.get(row), finish)
+            except Exception:  # one request's trouble must not cost the other rows of the batch
+                log.exception("handle %d: its tokens could not be processed", handle)
+                sink.on_error(EngineError("internal error; the engine's log has the details"))
 
     def died(self, dp_rank: int, why: str) -> None:
         """The rank's process is gone: everything it worked on fails now. Idempotent."""
@@ -256,9 +256,9 @@ class Ranks:
         for handle, sink in list(rank.sinks.items()):
             self._forget(handle)
             sink.on_error(EngineDead(f"rank {dp_rank} of this engine died while it worked on this request ({why})"))
-        for future in self._controls.values():
-            if not future.done() and not self.any_alive:
-                future.set_result(Reply(0, False, {"message": why}))
+        for asked, future in self._controls.values():
+            if asked is rank and not future.done():
+                future.set_exception(EngineDead(f"rank {dp_rank} of this engine died ({why})"))
         self.changed.set()
 
     def _forget(self, handle: int) -> Rank | None:
@@ -272,3 +272,13 @@ class Ranks:
         self._loop.remove_reader(self._pull.FD)
         for socket in (self._pull, *(r.socket for r in self.ranks)):
             socket.close(linger=0)
+
+
+def _error(finish: FinishReason, given: tuple[str, str] | None) -> EngineError:
+    """The rank's code and message as the exception that carries them to the client."""
+    default = ("aborted", "the request was aborted")
+    if finish is FinishReason.ERROR:
+        default = ("internal_error", "the rank gave no reason")
+    code, text = given or default
+    cls = by_code(code)
+    return cls(text, retry_after_secs=1 if cls.status in (429, 503) else None)

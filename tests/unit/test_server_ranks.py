@@ -1,0 +1,270 @@
+"""The front's side of the messages: handles, columns, deaths, limits; over real sockets, with the test as the rank."""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+import zmq.asyncio
+
+from baton.errors import EngineDead, EngineError, QueueFull, RequestTimeout
+from baton.request import FinishReason, SamplingParams
+from baton.server.messages import (
+    Abort,
+    Control,
+    Fatal,
+    Logprobs,
+    Ready,
+    Reply,
+    Stats,
+    Submit,
+    ToFront,
+    TokenBatch,
+    ToRank,
+    encoder,
+    to_rank_decoder,
+)
+from baton.server.ranks import Ranks
+
+DEADLINE_SECS = 5.0
+
+
+@dataclass
+class Recorder:
+    """A sink that keeps what it gets."""
+
+    rows: list[tuple[list[int], int, FinishReason | None]] = field(default_factory=list)
+    errors: list[EngineError] = field(default_factory=list)
+    breaks: bool = False
+
+    def on_tokens(
+        self, tokens: Sequence[int], cached: int, logprobs: Logprobs | None, finish: FinishReason | None
+    ) -> None:
+        if self.breaks:
+            raise ValueError("this request's text is broken")
+        self.rows.append((list(tokens), cached, finish))
+
+    def on_error(self, error: EngineError) -> None:
+        self.errors.append(error)
+
+
+@dataclass
+class Stage:
+    """Two ranks, played by the test."""
+
+    ranks: Ranks
+    push: zmq.asyncio.Socket
+    pulls: list[zmq.asyncio.Socket]
+
+    async def say(self, message: ToFront) -> None:
+        await self.push.send(encoder.encode(message))
+
+    async def hear(self, rank: int = 0) -> ToRank:
+        return to_rank_decoder.decode(await asyncio.wait_for(self.pulls[rank].recv(), DEADLINE_SECS))
+
+    async def ready(self) -> None:
+        for rank in (0, 1):
+            await self.say(Ready(rank, {}))
+        await until(lambda: self.ranks.all_ready)
+
+    def submit(self, sink: Recorder, rank: int | None = None, prompt: int = 3) -> int:
+        message = Submit(0, "r", array("i", range(prompt)).tobytes(), SamplingParams(max_new_tokens=4))
+        return self.ranks.submit(self.ranks.choose(rank), message, sink)
+
+
+async def until(fact: Callable[[], bool]) -> None:
+    async def poll() -> None:
+        while not fact():
+            await asyncio.sleep(0.001)
+
+    await asyncio.wait_for(poll(), DEADLINE_SECS)
+
+
+def batch(rows: list[tuple[int, list[int], int]], **more: Any) -> TokenBatch:
+    return TokenBatch(
+        handles=[h for h, _, _ in rows],
+        counts=array("i", [len(t) for _, t, _ in rows]).tobytes(),
+        tokens=array("i", [t for _, ts, _ in rows for t in ts]).tobytes(),
+        finish=array("b", [f for _, _, f in rows]).tobytes(),
+        cached_tokens=array("i", [2] * len(rows)).tobytes(),
+        **more,
+    )
+
+
+def play(tmp_path: Path, scene: Callable[[Stage], Coroutine[Any, Any, None]], limit: int = 8) -> None:
+    async def run() -> None:
+        context: zmq.Context[Any] = zmq.Context()
+        pull = context.socket(zmq.PULL)
+        pull.bind(f"ipc://{tmp_path}/front")
+        pushes = []
+        for i in (0, 1):
+            pushes.append(context.socket(zmq.PUSH))
+            pushes[-1].bind(f"ipc://{tmp_path}/rank{i}")
+        theirs = zmq.asyncio.Context()
+        push, pulls = theirs.socket(zmq.PUSH), [theirs.socket(zmq.PULL) for _ in (0, 1)]
+        push.connect(f"ipc://{tmp_path}/front")
+        for i, socket in enumerate(pulls):
+            socket.connect(f"ipc://{tmp_path}/rank{i}")
+        ranks = Ranks(context, pull, pushes, limit)
+        try:
+            await scene(Stage(ranks, push, pulls))
+        finally:
+            ranks.close()
+            context.destroy(0)
+            theirs.destroy(0)
+
+    asyncio.run(run())
+
+
+def test_rows_reach_their_sinks_and_a_finish_ends_them(tmp_path: Path) -> None:
+    async def scene(stage: Stage) -> None:
+        await stage.ready()
+        a, b = Recorder(), Recorder()
+        ha, hb = stage.submit(a, 0), stage.submit(b, 1)
+        first = await stage.hear(0)
+        assert isinstance(first, Submit)
+        assert (first.handle, ha != hb) == (ha, True)
+        await stage.say(batch([(ha, [5, 6], 0), (hb, [], 0), (ha, [7], 2), (999, [1], 0), (hb, [8], 1)]))
+        await until(lambda: stage.ranks.in_flight == 0)
+        assert a.rows == [([5, 6], 2, None), ([7], 2, FinishReason.LENGTH)]
+        assert b.rows == [([], 2, None), ([8], 2, FinishReason.STOP)]
+        assert all(r.tokens_in_flight == 0 for r in stage.ranks.ranks)
+
+    play(tmp_path, scene)
+
+
+def test_error_rows_become_typed_errors(tmp_path: Path) -> None:
+    async def scene(stage: Stage) -> None:
+        await stage.ready()
+        sinks = [Recorder() for _ in range(4)]
+        handles = [stage.submit(s, 0) for s in sinks]
+        finishes = [4, 4, 3, 4]
+        errors = {0: ("queue_full", "full"), 1: ("no_such_code", "x")}
+        await stage.say(batch([(h, [], f) for h, f in zip(handles, finishes, strict=True)], errors=errors))
+        await until(lambda: all(s.errors for s in sinks))
+        assert [s.errors[0].code for s in sinks] == ["queue_full", "internal_error", "aborted", "internal_error"]
+        assert sinks[0].errors[0].retry_after_secs == 1
+
+    play(tmp_path, scene)
+
+
+def test_a_broken_sink_does_not_cost_the_other_rows(tmp_path: Path) -> None:
+    async def scene(stage: Stage) -> None:
+        await stage.ready()
+        broken, fine = Recorder(breaks=True), Recorder()
+        rows = [(stage.submit(broken, 0), [1], 0), (stage.submit(fine, 0), [2], 0)]
+        await stage.say(batch(rows))
+        await until(lambda: bool(fine.rows))
+        assert broken.errors[0].code == "internal_error"
+
+    play(tmp_path, scene)
+
+
+def test_aborted_handles_hear_nothing_more(tmp_path: Path) -> None:
+    async def scene(stage: Stage) -> None:
+        await stage.ready()
+        sink, other = Recorder(), Recorder()
+        handle, second = stage.submit(sink, 0), stage.submit(other, 0)
+        stage.ranks.abort([handle, 12345])
+        stage.ranks.abort([handle])
+        await stage.hear()
+        await stage.hear()
+        heard = await stage.hear()
+        assert isinstance(heard, Abort)
+        assert heard.handles == [handle]
+        await stage.say(batch([(handle, [1], 2), (second, [1], 2)]))
+        await until(lambda: bool(other.rows))
+        assert sink.rows == []
+
+    play(tmp_path, scene)
+
+
+def test_in_flight_requests_are_bounded_per_rank(tmp_path: Path) -> None:
+    async def scene(stage: Stage) -> None:
+        await stage.ready()
+        for _ in range(2):
+            stage.submit(Recorder(), 0)
+        with pytest.raises(QueueFull, match="has 2 requests in flight, its limit is 2"):
+            stage.submit(Recorder(), 0)
+        stage.submit(Recorder(), 1)
+
+    play(tmp_path, scene, limit=2)
+
+
+def test_the_least_loaded_living_rank_is_chosen(tmp_path: Path) -> None:
+    async def scene(stage: Stage) -> None:
+        await stage.ready()
+        stage.submit(Recorder(), 0, prompt=100)
+        assert [stage.ranks.choose(None).dp_rank for _ in range(3)] == [1, 1, 1]
+        stage.ranks.died(1, "gone")
+        assert stage.ranks.choose(None).dp_rank == 0
+        with pytest.raises(EngineDead, match="rank 1 of this engine is gone"):
+            stage.ranks.choose(1)
+        stage.ranks.died(0, "gone too")
+        with pytest.raises(EngineDead, match="no rank of this engine is alive"):
+            stage.ranks.choose(None)
+
+    play(tmp_path, scene)
+
+
+def test_a_fatal_message_fails_requests_and_questions_of_that_rank_only(tmp_path: Path) -> None:
+    async def scene(stage: Stage) -> None:
+        await stage.ready()
+        mine, other = Recorder(), Recorder()
+        stage.submit(mine, 1)
+        stage.submit(other, 0)
+        asked = asyncio.create_task(stage.ranks.control(stage.ranks.ranks[1], "ledger", DEADLINE_SECS))
+        await asyncio.sleep(0)
+        await stage.say(Fatal(1, "out of memory"))
+        with pytest.raises(EngineDead, match="out of memory"):
+            await asked
+        assert [e.code for e in mine.errors] == ["engine_dead"]
+        assert other.errors == []
+        assert not stage.ranks.all_ready
+
+    play(tmp_path, scene)
+
+
+def test_controls_are_answered_by_id_or_time_out(tmp_path: Path) -> None:
+    async def scene(stage: Stage) -> None:
+        await stage.ready()
+        rank = stage.ranks.ranks[0]
+        tasks = [asyncio.create_task(stage.ranks.control(rank, op, DEADLINE_SECS, x=1)) for op in ("info", "ledger")]
+        heard = [await stage.hear(), await stage.hear()]
+        assert all(isinstance(h, Control) and h.args == {"x": 1} for h in heard)
+        for message in reversed(heard):
+            assert isinstance(message, Control)
+            await stage.say(Reply(message.id, True, {"op": message.op}))
+        assert [(await t).result["op"] for t in tasks] == ["info", "ledger"]
+        with pytest.raises(RequestTimeout, match="did not answer 'slow'"):
+            await stage.ranks.control(rank, "slow", 0.01)
+
+    play(tmp_path, scene)
+
+
+def test_stats_are_kept_and_announced(tmp_path: Path) -> None:
+    async def scene(stage: Stage) -> None:
+        seen: list[int] = []
+        stage.ranks.on_stats = lambda rank: seen.append(rank.dp_rank)
+        await stage.say(Stats(1, {"g": 1.0}, {"c": 2.0}))
+        await until(lambda: seen == [1])
+        assert stage.ranks.ranks[1].gauges == {"g": 1.0}
+        stage.ranks.died(1, "gone")
+        assert (seen, stage.ranks.ranks[1].gauges) == ([1, 1], {})
+
+    play(tmp_path, scene)
+
+
+def test_garbage_on_the_socket_is_logged_and_skipped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async def scene(stage: Stage) -> None:
+        await stage.push.send(b"garbage")
+        await stage.ready()
+
+    play(tmp_path, scene)
+    assert "cannot be decoded" in caplog.text
