@@ -11,16 +11,16 @@ run: setup ## the local cluster: router + prefill node + decode node with the de
 smoke: setup ## start the cluster, send real requests through it, stop; exit code says whether all was well
 	@$(py)baton up --smoke $(ARGS)
 test: setup ## every test that needs no GPU and no patience
-	cargo test --workspace --quiet
+	cargo test --locked --workspace --quiet
 	$(py)pytest -m "not slow and not gpu" $(ARGS)
 test-all: setup ## the slow ones too
-	cargo test --workspace --quiet
+	cargo test --locked --workspace --quiet
 	$(py)pytest -m "not gpu" $(ARGS)
 bench: setup ## measure: ratios of two arms, interleaved
 	$(py)baton bench $(ARGS)
 lint: setup ## formatters, linters, types
 	cargo fmt --all --check
-	cargo clippy --workspace --all-targets --quiet -- -D warnings
+	cargo clippy --locked --workspace --all-targets --quiet -- -D warnings
 	$(py)ruff check
 	$(py)ruff format --check
 	$(py)mypy

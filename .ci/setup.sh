@@ -62,7 +62,7 @@ install_uv() {
 
 install_packages() { "$venv/bin/uv" pip install -q --require-hashes -r engine/requirements-dev.lock; }
 
-build_native() { "$venv/bin/maturin" develop --release --uv; }
+build_native() { "$venv/bin/maturin" develop --release --locked --uv; }
 
 native_key() {
     {
