@@ -154,11 +154,11 @@ def parse(argv: Sequence[str], prog: str = "baton engine") -> EngineConfig:
         raise SystemExit(2) from err
 
 
-def markdown() -> str:
-    """The flags table of docs/flags.md."""
-    hints = typing.get_type_hints(EngineConfig)
+def markdown(cls: type = EngineConfig) -> str:
+    """A flags table of docs/flags.md."""
+    hints = typing.get_type_hints(cls)
     rows = ["| flag | value | default | meaning |", "|---|---|---|---|"]
-    for f in dataclasses.fields(EngineConfig):
+    for f in dataclasses.fields(cls):
         kind = _base_type(hints[f.name])
         names = {int: "integer", float: "number", str: "text", bool: "switch"}
         value = " ".join(f"`{c}`" for c in f.metadata["choices"] or ()) or names[typing.cast(type, kind)]

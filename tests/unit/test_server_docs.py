@@ -7,13 +7,18 @@ from pathlib import Path
 from prometheus_client.parser import text_string_to_metric_families
 
 from baton import config
-from baton.server import metrics
+from baton.server import metrics, up
 
 DOCS = Path(__file__).parents[2] / "docs"
 
 
 def test_flags_table_is_current() -> None:
     assert config.markdown() in (DOCS / "flags.md").read_text(), "run: python -m baton.config"
+
+
+def test_up_flags_page_is_generated_from_its_config() -> None:
+    page = (DOCS / "flags.md").read_text()
+    assert config.markdown(up.UpConfig) in page, "run: python -m baton.server.up"
 
 
 def test_metrics_tables_are_current() -> None:

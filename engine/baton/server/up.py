@@ -30,7 +30,7 @@ from typing import Any
 
 import aiohttp
 
-from baton.config import EngineConfig, add_flags, flag_name, opt
+from baton.config import EngineConfig, add_flags, flag_name, markdown, opt
 from baton.server.supervise import Backoff, Child, ChildFailed, describe_exit
 
 PER_NODE = {"host", "port", "disaggregation_mode", "disaggregation_bootstrap_port", "transfer_port"}
@@ -407,3 +407,7 @@ async def _run(plan: Plan) -> int:
 
 def main(argv: Sequence[str]) -> int:
     return asyncio.run(_run(parse(argv)))
+
+
+if __name__ == "__main__":
+    print(markdown(UpConfig))
