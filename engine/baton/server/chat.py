@@ -98,7 +98,7 @@ class ChatTemplate:
         variables.setdefault("documents", None)
         try:
             text = self._template.render(
-                **variables | {"messages": messages, "add_generation_prompt": add_generation_prompt}
+                variables | {"messages": messages, "add_generation_prompt": add_generation_prompt}
             )
         except jinja2.TemplateError as err:
             raise BadRequest(f"the chat template refuses these messages: {err}", param="messages") from err

@@ -6,13 +6,14 @@ OpenAI's API. Errors are BadRequest with `param`, e.g. `sampling_params.top_p`.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from typing import Any
 
 from baton.errors import BadRequest, MissingField
 
 INT64_MAX = 2**63 - 1
+LARGEST = 1e30
+"""Above any sensible number, and far from overflow in what is computed with it."""
 
 
 def _kind(value: Any) -> str:
@@ -25,6 +26,11 @@ def _kind(value: Any) -> str:
         dict: "an object",
     }
     return names.get(type(value), "null")
+
+
+def _shown(value: float) -> str:
+    """A number in a message; JSON integers may have thousands of digits."""
+    return f"{value:g}" if isinstance(value, float) else str(value) if abs(value) < 10**20 else "too large"
 
 
 class Fields:
@@ -69,8 +75,8 @@ class Fields:
         if type(value) is not int:
             raise self._wrong(field, "an integer", value)
         if not low <= value <= high:
-            limit = f"at least {low}" if high == INT64_MAX else f"from {low} to {high}"
-            raise self.bad(field, f"is {value}, must be {limit}")
+            limit = f"at least {low}" if high == INT64_MAX and value < low else f"from {low} to {high}"
+            raise self.bad(field, f"is {_shown(value)}, must be {limit}")
         return value
 
     def number(self, field: str, default: float, low: float, high: float, *, above_low: bool = False) -> float:
@@ -79,11 +85,9 @@ class Fields:
             return default
         if type(value) not in (int, float):
             raise self._wrong(field, "a number", value)
-        if not (low <= value <= high) or (above_low and value == low) or not math.isfinite(value):
+        if not (low <= value <= min(high, LARGEST)) or (above_low and value == low):
             limit = f"above {low:g}" if above_low else f"at least {low:g}"
-            raise self.bad(
-                field, f"is {value:g}, must be {limit}" + ("" if high == math.inf else f" and at most {high:g}")
-            )
+            raise self.bad(field, f"is {_shown(value)}, must be {limit} and at most {min(high, LARGEST):g}")
         return float(value)
 
     def boolean(self, field: str, default: bool) -> bool:

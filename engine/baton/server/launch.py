@@ -147,7 +147,7 @@ class _Launcher:
         if self._config.disaggregation_mode != "prefill":
             return None
         try:
-            from baton._native import BootstrapServer  # built by maturin
+            from baton._native import BootstrapServer
         except ImportError as err:
             raise ConfigError(
                 f"--disaggregation-mode prefill needs the native extension ({err}); build it with maturin"
