@@ -1,0 +1,129 @@
+//! Asks a bootstrap server. One connection per request: a node asks once per peer, not once per room.
+
+use std::net::IpAddr;
+use std::time::Duration;
+
+use bytes::Bytes;
+use http::{Method, Request, StatusCode};
+use http_body_util::{BodyExt, Full, Limited};
+use hyper_util::rt::TokioIo;
+use serde::Deserialize;
+use tokio::net::TcpStream;
+
+use super::auth::{AUTH_HEADER, sign, unix_ms};
+use super::{Registration, Sizes};
+
+/// Answers are small; more is not a bootstrap server.
+const MAX_ANSWER_BYTES: usize = 64 << 10;
+
+#[derive(Debug, thiserror::Error)]
+pub enum HttpError {
+    #[error("{0} did not answer within {1:?}")]
+    Timeout(String, Duration),
+    #[error("{0}: {1}")]
+    Io(String, String),
+    #[error("{url} answered {status}: {text}")]
+    Status { url: String, status: StatusCode, text: String },
+    #[error("{0} answered nonsense: {1}")]
+    Nonsense(String, String),
+}
+
+impl HttpError {
+    pub fn status(&self) -> Option<StatusCode> {
+        match self {
+            HttpError::Status { status, .. } => Some(*status),
+            _ => None,
+        }
+    }
+}
+
+/// Answer to GET /route for one rank.
+#[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
+pub struct Route {
+    pub rank_ip: String,
+    pub rank_port: u16,
+    #[serde(default)]
+    pub instance_id: String,
+}
+
+#[derive(Debug, Clone)]
+pub struct Client {
+    pub host: String,
+    pub port: u16,
+    pub cluster_key: Option<String>,
+    /// For each whole request.
+    pub timeout: Duration,
+}
+
+impl Client {
+    /// (answer body, our address on that connection)
+    async fn request(&self, method: Method, path: &str, body: Vec<u8>) -> Result<(Bytes, IpAddr), HttpError> {
+        let url = format!("http://{}:{}{path}", self.host, self.port);
+        let exchange = self.exchange(method, path, body, &url);
+        tokio::time::timeout(self.timeout, exchange).await.unwrap_or_else(|_| Err(HttpError::Timeout(url.clone(), self.timeout)))
+    }
+
+    async fn exchange(&self, method: Method, path: &str, body: Vec<u8>, url: &str) -> Result<(Bytes, IpAddr), HttpError> {
+        let io = |err: &dyn std::fmt::Display| HttpError::Io(url.to_owned(), err.to_string());
+        let stream = TcpStream::connect((self.host.as_str(), self.port)).await.map_err(|err| io(&err))?;
+        let local = stream.local_addr().map_err(|err| io(&err))?.ip();
+        let (mut sender, connection) = hyper::client::conn::http1::handshake(TokioIo::new(stream)).await.map_err(|err| io(&err))?;
+        let connection = AbortOnDrop(tokio::spawn(connection));
+        let mut request = Request::builder().method(&method).uri(path).header("host", format!("{}:{}", self.host, self.port));
+        if !body.is_empty() {
+            request = request.header("content-type", "application/json");
+        }
+        if let Some(key) = &self.cluster_key {
+            request = request.header(AUTH_HEADER, sign(key, method.as_str(), path, unix_ms(), &body));
+        }
+        let request = request.body(Full::new(Bytes::from(body))).map_err(|err| io(&err))?;
+        let response = sender.send_request(request).await.map_err(|err| io(&err))?;
+        let status = response.status();
+        let answer = Limited::new(response.into_body(), MAX_ANSWER_BYTES).collect().await.map_err(|err| io(&err))?.to_bytes();
+        drop(connection);
+        if !status.is_success() {
+            let text = String::from_utf8_lossy(&answer).trim().chars().take(300).collect();
+            return Err(HttpError::Status { url: url.to_owned(), status, text });
+        }
+        Ok((answer, local))
+    }
+
+    fn parse<T: for<'de> Deserialize<'de>>(&self, body: &[u8]) -> Result<T, HttpError> {
+        serde_json::from_slice(body).map_err(|err| HttpError::Nonsense(format!("{}:{}", self.host, self.port), err.to_string()))
+    }
+
+    pub async fn sizes(&self) -> Result<Sizes, HttpError> {
+        let (body, _) = self.request(Method::GET, "/route?engine_rank=-1&target_dp_group=-1&target_pp_rank=-1", vec![]).await?;
+        self.parse(&body)
+    }
+
+    pub async fn route(&self, dp_rank: u32) -> Result<Route, HttpError> {
+        let path = format!("/route?engine_rank=0&target_dp_group={dp_rank}&target_pp_rank=0");
+        let (body, _) = self.request(Method::GET, &path, vec![]).await?;
+        self.parse(&body)
+    }
+
+    /// Register; an empty `rank_ip` is filled with our address on the way to the server.
+    pub async fn register(&self, registration: &Registration) -> Result<(), HttpError> {
+        let mut registration = registration.clone();
+        if registration.rank_ip.is_empty() {
+            let (_, local) = self.request(Method::GET, "/health", vec![]).await?;
+            registration.rank_ip = local.to_string();
+        }
+        let body = serde_json::to_vec(&registration).expect("a registration is plain data");
+        self.request(Method::PUT, "/route", body).await.map(|_| ())
+    }
+
+    pub async fn unregister(&self, registration: &Registration) -> Result<(), HttpError> {
+        let body = serde_json::to_vec(registration).expect("a registration is plain data");
+        self.request(Method::DELETE, "/route", body).await.map(|_| ())
+    }
+}
+
+struct AbortOnDrop<T>(tokio::task::JoinHandle<T>);
+
+impl<T> Drop for AbortOnDrop<T> {
+    fn drop(&mut self) {
+        self.0.abort();
+    }
+}

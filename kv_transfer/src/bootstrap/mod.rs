@@ -1,0 +1,18 @@
+//! Where decode ranks find prefill ranks: SGLang's bootstrap HTTP interface, and a small client for it.
+//!
+//! Life of a route: a P rank PUTs `/route` when it starts (again every few seconds, so a restarted server fills up by itself); a D rank
+//! GETs it when it opens its first room with that rank; the P rank DELETEs it when it leaves. The table answers questions; it is not
+//! asked per request.
+//!
+//! With a cluster key every request but `/health` carries `x-baton-auth: <unix ms> <hex HMAC-SHA256 of method, path, time, body>`, at
+//! most five minutes old; without it anybody who reaches the port could send decode nodes to a prefill rank of his own.
+
+mod auth;
+mod client;
+mod server;
+mod table;
+
+pub use auth::AUTH_HEADER;
+pub use client::{Client, HttpError, Route};
+pub use server::BootstrapServer;
+pub use table::{Registration, RouteTable, Sizes, TableError};

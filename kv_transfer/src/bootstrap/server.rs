@@ -1,0 +1,227 @@
+//! The HTTP server: one thread, a table behind a lock, answers in microseconds.
+
+use std::convert::Infallible;
+use std::io;
+use std::net::{SocketAddr, TcpListener};
+use std::sync::Arc;
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use bytes::Bytes;
+use http::{Method, Request, Response, StatusCode};
+use http_body_util::{BodyExt, Full, Limited};
+use hyper::body::Incoming;
+use hyper::service::service_fn;
+use hyper_util::rt::{TokioIo, TokioTimer};
+use parking_lot::Mutex;
+use serde_json::json;
+use tokio::sync::{Semaphore, oneshot};
+
+use super::auth::{AUTH_HEADER, unix_ms, verify};
+use super::table::{Rank, Registration, RouteTable, TableError};
+
+const MAX_BODY_BYTES: usize = 64 << 10;
+const MAX_CONNECTIONS: usize = 1024;
+/// For the request head, and again for the body.
+const READ_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// Runs until `stop` or drop.
+pub struct BootstrapServer {
+    addr: SocketAddr,
+    stop: Option<oneshot::Sender<()>>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl BootstrapServer {
+    /// Bind (`port` 0 = any free one) and serve on a thread of its own.
+    pub fn start(host: &str, port: u16, cluster_key: Option<String>) -> io::Result<Self> {
+        let listener = TcpListener::bind((host, port))?;
+        listener.set_nonblocking(true)?;
+        let addr = listener.local_addr()?;
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+        let (stop, stopped) = oneshot::channel();
+        let state = Arc::new(State { table: Mutex::default(), cluster_key });
+        let thread = std::thread::Builder::new().name("kv-bootstrap".into()).spawn(move || {
+            runtime.block_on(async {
+                tokio::select! {
+                    err = serve(listener, state) => tracing::error!(%err, "the bootstrap server stopped"),
+                    _ = stopped => {}
+                }
+            });
+        })?;
+        Ok(Self { addr, stop: Some(stop), thread: Some(thread) })
+    }
+
+    pub fn port(&self) -> u16 {
+        self.addr.port()
+    }
+
+    /// Whether its thread still serves; part of the node's health.
+    pub fn is_serving(&self) -> bool {
+        self.thread.as_ref().is_some_and(|thread| !thread.is_finished())
+    }
+
+    pub fn stop(&mut self) {
+        if let Some(stop) = self.stop.take() {
+            let _ = stop.send(()); // the thread may have ended by itself
+        }
+        if let Some(thread) = self.thread.take()
+            && thread.join().is_err()
+        {
+            tracing::error!("the bootstrap server's thread had panicked");
+        }
+    }
+}
+
+impl Drop for BootstrapServer {
+    fn drop(&mut self) {
+        self.stop();
+    }
+}
+
+struct State {
+    table: Mutex<RouteTable>,
+    cluster_key: Option<String>,
+}
+
+async fn serve(listener: TcpListener, state: Arc<State>) -> io::Error {
+    let listener = match tokio::net::TcpListener::from_std(listener) {
+        Ok(listener) => listener,
+        Err(err) => return err,
+    };
+    let slots = Arc::new(Semaphore::new(MAX_CONNECTIONS));
+    loop {
+        let Ok(slot) = slots.clone().acquire_owned().await else { return io::Error::other("closed") };
+        let stream = match listener.accept().await {
+            Ok((stream, _)) => stream,
+            Err(err) => {
+                // Out of descriptors, or a client that was gone at once: neither is a reason to stop serving the others.
+                tracing::warn!(%err, "accept failed");
+                tokio::time::sleep(Duration::from_millis(50)).await;
+                continue;
+            }
+        };
+        let state = state.clone();
+        tokio::spawn(async move {
+            let service = service_fn(move |request| {
+                let state = state.clone();
+                async move { Ok::<_, Infallible>(state.answer(request).await) }
+            });
+            let mut http = hyper::server::conn::http1::Builder::new();
+            http.timer(TokioTimer::new()).header_read_timeout(READ_TIMEOUT);
+            if let Err(err) = http.serve_connection(TokioIo::new(stream), service).await {
+                tracing::debug!(%err, "a bootstrap connection ended badly");
+            }
+            drop(slot);
+        });
+    }
+}
+
+fn reply(status: StatusCode, body: &serde_json::Value) -> Response<Full<Bytes>> {
+    let mut response = Response::new(Full::new(Bytes::from(body.to_string())));
+    *response.status_mut() = status;
+    response.headers_mut().insert(http::header::CONTENT_TYPE, http::HeaderValue::from_static("application/json"));
+    response
+}
+
+fn refuse(status: StatusCode, message: impl Into<String>) -> Response<Full<Bytes>> {
+    let kind = if status == StatusCode::UNAUTHORIZED { "authentication_error" } else { "invalid_request_error" };
+    let code = match status {
+        StatusCode::UNAUTHORIZED => "invalid_api_key",
+        StatusCode::NOT_FOUND => "not_found",
+        StatusCode::CONFLICT => "topology_conflict",
+        StatusCode::METHOD_NOT_ALLOWED => "method_not_allowed",
+        _ => "invalid_value",
+    };
+    reply(status, &json!({"error": {"message": message.into(), "type": kind, "param": null, "code": code}}))
+}
+
+impl State {
+    async fn answer(&self, request: Request<Incoming>) -> Response<Full<Bytes>> {
+        let (head, body) = request.into_parts();
+        let path = head.uri.path();
+        if path == "/health" {
+            return reply(StatusCode::OK, &json!({"status": "ok"}));
+        }
+        if path != "/route" {
+            return refuse(StatusCode::NOT_FOUND, format!("no resource {path}; there are /route and /health"));
+        }
+        let body = match tokio::time::timeout(READ_TIMEOUT, Limited::new(body, MAX_BODY_BYTES).collect()).await {
+            Ok(Ok(body)) => body.to_bytes(),
+            _ => return refuse(StatusCode::BAD_REQUEST, format!("the body must arrive within {READ_TIMEOUT:?} and have at most {MAX_BODY_BYTES} bytes")),
+        };
+        if let Some(key) = &self.cluster_key {
+            let full_path = head.uri.path_and_query().map_or(path, |p| p.as_str());
+            let header = head.headers.get(AUTH_HEADER).and_then(|value| value.to_str().ok());
+            if let Err(why) = verify(key, head.method.as_str(), full_path, unix_ms(), &body, header) {
+                return refuse(StatusCode::UNAUTHORIZED, why);
+            }
+        }
+        match head.method {
+            Method::PUT => self.put(&body),
+            Method::GET => self.get(head.uri.query().unwrap_or_default()),
+            Method::DELETE => self.delete(&body),
+            _ => refuse(StatusCode::METHOD_NOT_ALLOWED, "/route takes GET, PUT and DELETE"),
+        }
+    }
+
+    fn put(&self, body: &[u8]) -> Response<Full<Bytes>> {
+        let registration: Registration = match serde_json::from_slice(body) {
+            Ok(registration) => registration,
+            Err(err) => return refuse(StatusCode::BAD_REQUEST, format!("not a registration: {err}")),
+        };
+        match self.table.lock().put(registration) {
+            Ok(()) => reply(StatusCode::OK, &json!({"status": "ok"})),
+            Err(err @ TableError::Conflict { .. }) => refuse(StatusCode::CONFLICT, err.to_string()),
+            Err(err @ TableError::Full) => refuse(StatusCode::SERVICE_UNAVAILABLE, err.to_string()),
+            Err(err) => refuse(StatusCode::BAD_REQUEST, err.to_string()),
+        }
+    }
+
+    fn get(&self, query: &str) -> Response<Full<Bytes>> {
+        let param = |name: &str| {
+            let value = query.split('&').find_map(|pair| pair.strip_prefix(name)?.strip_prefix('='));
+            value.and_then(|value| value.parse::<i64>().ok()).ok_or(format!("the query needs an integer {name}"))
+        };
+        let (tp, dp_group, pp) = match (param("engine_rank"), param("target_dp_group"), param("target_pp_rank")) {
+            (Ok(tp), Ok(dp), Ok(pp)) => (tp, dp, pp),
+            (Err(why), ..) | (_, Err(why), _) | (.., Err(why)) => return refuse(StatusCode::BAD_REQUEST, why),
+        };
+        let table = self.table.lock();
+        if (tp, dp_group, pp) == (-1, -1, -1) {
+            return match table.sizes() {
+                Some(sizes) => {
+                    let mut body = json!(sizes);
+                    body["epoch"] = table.epoch.into();
+                    reply(StatusCode::OK, &body)
+                }
+                None => refuse(StatusCode::NOT_FOUND, "no prefill rank has registered yet"),
+            };
+        }
+        let rank = |value: i64| u32::try_from(value).unwrap_or(u32::MAX);
+        match table.get(Rank { dp_group: rank(dp_group), tp: rank(tp), pp: rank(pp) }) {
+            Some(found) => reply(
+                StatusCode::OK,
+                &json!({"rank_ip": found.rank_ip, "rank_port": found.rank_port, "instance_id": found.instance_id, "proto_ver": found.proto_ver,
+                        "transports": found.transports, "layout_hash": found.layout_hash, "pool_pages": found.pool_pages, "epoch": table.epoch}),
+            ),
+            None => refuse(StatusCode::NOT_FOUND, format!("no prefill rank tp {tp}, dp group {dp_group}, pp {pp} is registered")),
+        }
+    }
+
+    fn delete(&self, body: &[u8]) -> Response<Full<Bytes>> {
+        let registration: Registration = match serde_json::from_slice(body) {
+            Ok(registration) => registration,
+            Err(err) => return refuse(StatusCode::BAD_REQUEST, format!("not a registration: {err}")),
+        };
+        if self.table.lock().remove(registration.rank(), &registration.instance_id) {
+            reply(StatusCode::OK, &json!({"status": "ok"}))
+        } else {
+            refuse(StatusCode::NOT_FOUND, "this incarnation of the rank is not registered")
+        }
+    }
+}
+
+#[cfg(test)]
+#[path = "tests.rs"]
+mod tests;

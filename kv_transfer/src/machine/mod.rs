@@ -1,0 +1,24 @@
+//! The two lives of a room, as pure state machines: no socket, no thread, no clock.
+//!
+//! Time comes in as `now` (milliseconds of any monotonic clock), everything to be done comes out as actions. The shell
+//! (`crate::node`) feeds them; the tests feed them against a model and exhaustively over a lossy channel.
+//!
+//! Invariants: a transition that returns `Illegal` changed nothing; each machine gives exactly one terminal action (`Released`;
+//! `Commit`, `Fail` or `Aborted`) in its life; the decode machine gives its terminal action only when no pull is in flight; it
+//! commits only when every page of the prompt from `start_page` on is verified and the checksum root agrees.
+
+pub mod decode;
+pub mod parked;
+pub mod prefill;
+
+/// A control connection, as the machines know it. A reconnect gets another number.
+pub type Peer = u64;
+
+/// The caller broke the contract of a room's life: a bug in the shell or the engine, never the peer's doing.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("room is {phase}: {event} is not legal ({why})")]
+pub struct Illegal {
+    pub phase: &'static str,
+    pub event: &'static str,
+    pub why: String,
+}

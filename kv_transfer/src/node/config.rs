@@ -1,0 +1,144 @@
+//! What a transfer node is told at its start. Parsed once, checked once, never changed.
+
+use std::collections::BTreeMap;
+
+use serde::Deserialize;
+use sha2::{Digest, Sha256};
+
+use crate::pool::KvPool;
+use crate::transport::fault::Faults;
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Role {
+    Prefill,
+    Decode,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Transport {
+    Shm,
+    Tcp,
+}
+
+impl Transport {
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Transport::Shm => "shm",
+            Transport::Tcp => "tcp",
+        }
+    }
+}
+
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct NodeConfig {
+    pub role: Role,
+    /// Address to listen on; without `advertise_host`, an unspecified one (0.0.0.0) is announced as the address that reaches the bootstrap server.
+    pub host: String,
+    /// What decode ranks are told instead of `host`.
+    #[serde(default)]
+    pub advertise_host: Option<String>,
+    /// 0 = any free port.
+    pub port: u16,
+    /// Allowed transports; a pair uses the best one both sides have.
+    pub transports: Vec<Transport>,
+    #[serde(default)]
+    pub cluster_key: Option<String>,
+    /// What a page holds. Two nodes pair only if all of it is equal; `page_bytes` must be the pool's.
+    pub layout: BTreeMap<String, serde_json::Value>,
+    #[serde(default)]
+    pub dp_rank: u32,
+    #[serde(default = "one")]
+    pub dp_size: u32,
+    /// How long P keeps a finished prompt locked for a D that says nothing.
+    #[serde(default = "lease_ms")]
+    pub lease_ms: u64,
+    #[serde(default = "heartbeat_ms")]
+    pub heartbeat_ms: u64,
+    #[serde(default = "copy_threads")]
+    pub copy_threads: usize,
+    /// Rooms alive at once, counting those whose end was not polled yet.
+    #[serde(default = "max_rooms")]
+    pub max_rooms: usize,
+    /// How long P keeps an OPEN whose request has not arrived.
+    #[serde(default = "park_ttl_ms")]
+    pub park_ttl_ms: u64,
+    #[serde(default)]
+    pub fault: Option<Faults>,
+}
+
+fn one() -> u32 {
+    1
+}
+fn lease_ms() -> u64 {
+    30_000
+}
+fn heartbeat_ms() -> u64 {
+    1000
+}
+fn copy_threads() -> usize {
+    1
+}
+fn max_rooms() -> usize {
+    8192
+}
+fn park_ttl_ms() -> u64 {
+    30_000
+}
+
+impl NodeConfig {
+    /// Parse and check against the pool the node is to serve.
+    pub fn parse(json: &str, pool: &KvPool) -> Result<Self, String> {
+        let config: NodeConfig = serde_json::from_str(json).map_err(|err| format!("transfer config: {err}"))?;
+        let page_bytes = config.layout.get("page_bytes").and_then(serde_json::Value::as_u64);
+        if page_bytes != Some(pool.page_bytes() as u64) {
+            return Err(format!("transfer config: layout.page_bytes is {page_bytes:?}, the pool's pages have {} bytes", pool.page_bytes()));
+        }
+        let positive = [("lease_ms", config.lease_ms), ("heartbeat_ms", config.heartbeat_ms), ("max_rooms", config.max_rooms as u64), ("dp_size", config.dp_size.into())];
+        if let Some((name, _)) = positive.iter().find(|(_, value)| *value == 0) {
+            return Err(format!("transfer config: {name} is 0"));
+        }
+        if config.transports.is_empty() {
+            return Err("transfer config: transports is empty; there are \"shm\" and \"tcp\"".into());
+        }
+        if config.dp_rank >= config.dp_size {
+            return Err(format!("transfer config: dp_rank is {}, dp_size {}", config.dp_rank, config.dp_size));
+        }
+        Ok(config)
+    }
+
+    /// Equal on both sides exactly if every field of the layout is.
+    pub fn layout_hash(&self) -> String {
+        let canonical = serde_json::to_vec(&self.layout).expect("a map of JSON values");
+        Sha256::digest(canonical)[..16].iter().map(|byte| format!("{byte:02x}")).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn mistakes_are_named() {
+        let pool = KvPool::create(2, 4096).expect("memfd");
+        let parse = |text: &str| NodeConfig::parse(text, &pool);
+        let good = r#"{"role": "decode", "host": "127.0.0.1", "port": 0, "transports": ["shm", "tcp"], "layout": {"page_bytes": 4096, "dtype": "f32"}}"#;
+        let config = parse(good).expect("valid");
+        assert_eq!((config.role, config.lease_ms, config.transports.len()), (Role::Decode, 30_000, 2));
+        for (from, to, says) in [
+            ("4096", "8192", "page_bytes"),
+            (r#"["shm", "tcp"]"#, "[]", "transports"),
+            (r#"["shm", "tcp"]"#, r#"["rdma"]"#, "rdma"),
+            (r#""port": 0"#, r#""port": 0, "heartbeat_ms": 0"#, "heartbeat_ms"),
+            (r#""port": 0"#, r#""port": 0, "dp_rank": 1"#, "dp_rank"),
+            (r#""port": 0"#, r#""port": 0, "colour": 1"#, "colour"),
+        ] {
+            let err = parse(&good.replace(from, to)).expect_err(says);
+            assert!(err.contains(says), "{err}");
+        }
+        let other = parse(&good.replace("f32", "bf16")).expect("valid");
+        assert_ne!(config.layout_hash(), other.layout_hash());
+    }
+}

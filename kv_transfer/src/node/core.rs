@@ -1,0 +1,565 @@
+//! The control loop: takes commands, messages, ends of copies and timers, one at a time, and carries out what the state machines say.
+//!
+//! P's half is in `prefill`, D's in `decode`; here are the loop itself and the connections, which both halves share.
+
+use std::collections::{BTreeSet, HashMap};
+use std::io;
+use std::net::{SocketAddr, TcpListener};
+use std::os::unix::net::UnixListener;
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::net::TcpStream;
+use tokio::sync::{Semaphore, mpsc};
+
+use super::decode::{DecodeEntry, Link, LinkKey, PullJob};
+use super::link::{self, Established, Heard, Outgoing, Running};
+use super::prefill::PrefillEntry;
+use super::timers::Timers;
+use super::{Command, NodeConfig, NodeEvent, PeerView, Shared, Transport};
+use crate::bootstrap::{Client, Registration};
+use crate::code::Code;
+use crate::ledger::Side;
+use crate::machine::parked::{Parked, Tombstones};
+use crate::machine::{Illegal, Peer};
+use crate::pool::{KvPool, RemotePool};
+use crate::protocol::wire::{Identity, LinkError, Opened};
+use crate::protocol::{Channel, Hello, MAX_HEARTBEAT_ROOMS, Msg};
+use crate::transport::PullEnd;
+use crate::transport::copier::{Copier, Done};
+use crate::transport::fault::{Fault, Faults};
+use crate::transport::shm;
+use crate::transport::tcp::{DataLink, DataPlane};
+
+/// Messages read from sockets and not yet handled; more stay in the sockets.
+const HEARD: usize = 1024;
+/// Connections in the middle of HELLO.
+const HANDSHAKES: usize = 64;
+/// OPENs waiting for their request, and ended rooms remembered.
+const PARKED: usize = 4096;
+const TOMBSTONES: usize = 8192;
+const MISSED_HEARTBEATS: u64 = 3;
+/// One attempt to reach the bootstrap server.
+const HTTP_TIMEOUT: Duration = Duration::from_secs(1);
+const REGISTER_AGAIN: Duration = Duration::from_secs(5);
+const FAREWELL: Duration = Duration::from_millis(500);
+
+pub struct Listeners {
+    pub control: TcpListener,
+    pub shm: Option<(UnixListener, [u8; shm::TOKEN_BYTES])>,
+}
+
+/// What tasks and threads tell the loop. Unbounded, because every sender is: one message per task, or per job of a bounded number.
+pub(super) enum Internal {
+    Accepted(TcpStream, Box<Opened>),
+    Linked(LinkKey, Box<Result<Established, LinkError>>),
+    Sized { room: u64, size: Result<u32, LinkError> },
+    Copied(Done),
+    Pulled(PullEnd),
+    Registered(Box<(Client, Registration)>),
+    DataThreadDead(String),
+    ListenerDead(String),
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub(super) enum Timer {
+    Prefill(u64),
+    Decode(u64),
+    Parked,
+    Heartbeat(Peer),
+    Link(LinkKey),
+    /// Ask again for the dp size, for a room opened without a rank.
+    Size(u64),
+}
+
+/// An established control connection.
+pub(super) struct Conn {
+    pub running: Running,
+    pub peer: Hello,
+    pub addr: SocketAddr,
+    /// Set when we opened it.
+    pub key: Option<LinkKey>,
+    pub rooms: BTreeSet<(Side, u64)>,
+    pub remote: Option<Arc<RemotePool>>,
+    pub shm_works: bool,
+    pub data: Option<DataLink>,
+    last_seen: u64,
+    last_beat: u64,
+    seq: u64,
+}
+
+pub(super) struct Core {
+    pub config: NodeConfig,
+    pub shared: Arc<Shared>,
+    pub pool: Arc<KvPool>,
+    pub identity: Arc<Identity>,
+    port: u16,
+    pub faults: Arc<Faults>,
+    pub copier: Copier,
+    pub data: DataPlane,
+    pub internal: mpsc::UnboundedSender<Internal>,
+    internal_inbox: Option<mpsc::UnboundedReceiver<Internal>>,
+    heard: mpsc::Sender<(Peer, Heard)>,
+    heard_inbox: Option<mpsc::Receiver<(Peer, Heard)>>,
+    pub timers: Timers<Timer>,
+    pub conns: HashMap<Peer, Conn>,
+    next_conn: Peer,
+    pub prefill: HashMap<u64, PrefillEntry>,
+    pub parked: Parked,
+    pub tombstones: Tombstones,
+    pub decode: HashMap<u64, DecodeEntry>,
+    pub links: HashMap<LinkKey, Link>,
+    pub jobs: HashMap<u64, PullJob>,
+    pub next_job: u64,
+    pub draining: bool,
+    registered: Option<(Client, Registration)>,
+}
+
+impl Core {
+    pub fn new(mut config: NodeConfig, shared: Arc<Shared>, pool: Arc<KvPool>, identity: Arc<Identity>, port: u16) -> io::Result<Self> {
+        let faults = Arc::new(config.fault.take().unwrap_or_default());
+        let (internal, internal_inbox) = mpsc::unbounded_channel();
+        let (heard, heard_inbox) = mpsc::channel(HEARD);
+        // Reports after the loop's end are dropped: nobody is left to tell.
+        let tell = |wrap: fn(PullEnd) -> Internal| {
+            let internal = internal.clone();
+            Arc::new(move |end| drop(internal.send(wrap(end))))
+        };
+        let copied = internal.clone();
+        let copier = Copier::start(&pool, config.copy_threads, &faults, Arc::new(move |done| drop(copied.send(Internal::Copied(done)))))?;
+        let dead = internal.clone();
+        let dead = move |why| drop(dead.send(Internal::DataThreadDead(why)));
+        let data = DataPlane::start(pool.clone(), identity.clone(), faults.clone(), tell(Internal::Pulled), dead)?;
+        Ok(Self {
+            config,
+            shared,
+            pool,
+            identity,
+            port,
+            faults,
+            copier,
+            data,
+            internal,
+            internal_inbox: Some(internal_inbox),
+            heard,
+            heard_inbox: Some(heard_inbox),
+            timers: Timers::new(),
+            conns: HashMap::new(),
+            next_conn: 1,
+            prefill: HashMap::new(),
+            parked: Parked::new(PARKED),
+            tombstones: Tombstones::new(TOMBSTONES),
+            decode: HashMap::new(),
+            links: HashMap::new(),
+            jobs: HashMap::new(),
+            next_job: 0,
+            draining: false,
+            registered: None,
+        })
+    }
+
+    pub async fn run(mut self, listeners: Listeners, mut commands: mpsc::Receiver<Command>) {
+        self.listen(listeners);
+        let (Some(mut internal), Some(mut heard)) = (self.internal_inbox.take(), self.heard_inbox.take()) else { return };
+        loop {
+            let now = self.now();
+            while let Some(timer) = self.timers.pop_due(now) {
+                self.on_timer(timer, now);
+            }
+            let next = self.timers.next();
+            let wait = Duration::from_millis(next.map_or(0, |due| due.saturating_sub(self.now())));
+            tokio::select! {
+                command = commands.recv() => match command {
+                    None | Some(Command::Close) => break,
+                    Some(command) => self.on_command(command),
+                },
+                Some((peer, heard)) = heard.recv() => self.on_heard(peer, heard),
+                Some(message) = internal.recv() => self.on_internal(message),
+                () = tokio::time::sleep(wait), if next.is_some() => {}
+            }
+            self.publish_gauges();
+        }
+        self.farewell().await;
+    }
+
+    pub fn now(&self) -> u64 {
+        self.shared.now_ms()
+    }
+
+    fn listen(&self, listeners: Listeners) {
+        let (identity, internal) = (self.identity.clone(), self.internal.clone());
+        tokio::spawn(async move {
+            let err = accept_loop(listeners.control, identity, internal.clone()).await;
+            let _ = internal.send(Internal::ListenerDead(err.to_string()));
+        });
+        if let Some((listener, token)) = listeners.shm {
+            let (pool, internal) = (self.pool.clone(), self.internal.clone());
+            tokio::spawn(async move {
+                let err = shm::serve(listener, pool, token).await;
+                let _ = internal.send(Internal::ListenerDead(format!("shm: {err}")));
+            });
+        }
+    }
+
+    fn publish_gauges(&self) {
+        let mut gauges = self.shared.gauges.lock();
+        gauges.parked = self.parked.len();
+        gauges.pulls_in_flight = self.jobs.len();
+        gauges.draining = self.draining;
+    }
+
+    fn on_command(&mut self, command: Command) {
+        match command {
+            Command::Offer { room, attempt, prompt_hash, deadline_ms } => self.offer(room, attempt, prompt_hash, deadline_ms),
+            Command::Publish { room, first, pages } => self.publish(room, first, pages),
+            Command::Finish { room, finish } => self.finish(room, finish),
+            Command::Open { room, attempt, host, port, dp_rank, prompt_hash, deadline_ms } => {
+                let entry = DecodeEntry::new(self, attempt, prompt_hash, deadline_ms);
+                self.open(room, entry, host, port, dp_rank);
+            }
+            Command::Grant { room, start_page, pages } => self.grant(room, start_page, pages),
+            Command::Abort { room, code } => self.abort(room, code),
+            Command::Register { host, port, timeout, reply } => self.register(host, port, timeout, reply),
+            Command::Drain => self.draining = true,
+            Command::Close => {}
+            #[cfg(test)]
+            Command::Panic => panic!("asked to, by a test"),
+        }
+    }
+
+    fn abort(&mut self, room: u64, code: Code) {
+        if self.decode.contains_key(&room) {
+            self.abort_decode(room, code);
+        }
+        self.abort_prefill(room, code);
+    }
+
+    fn on_internal(&mut self, message: Internal) {
+        match message {
+            Internal::Accepted(stream, opened) => self.accepted(stream, *opened),
+            Internal::Linked(key, result) => self.linked(key, *result),
+            Internal::Sized { room, size } => self.sized(room, size),
+            Internal::Copied(Done::Hashed { room, sums }) => self.hashed(room, sums),
+            Internal::Copied(Done::Pulled(end)) | Internal::Pulled(end) => self.pulled(end),
+            Internal::Copied(Done::Panicked { what, room }) => {
+                self.shared.sicken(what);
+                if let Some(room) = room {
+                    self.abort_prefill(room, Code::TransportBroken);
+                }
+            }
+            Internal::Registered(known) => self.registered = Some(*known),
+            Internal::DataThreadDead(why) => {
+                self.shared.sicken(format!("data thread: {why}"));
+                self.data_thread_died();
+            }
+            Internal::ListenerDead(why) => self.shared.sicken(format!("listener: {why}")),
+        }
+    }
+
+    fn on_timer(&mut self, timer: Timer, now: u64) {
+        match timer {
+            Timer::Prefill(room) => self.tick_prefill(room),
+            Timer::Decode(room) => self.tick_decode(room),
+            Timer::Parked => self.expire_parked(now),
+            Timer::Heartbeat(peer) => self.heartbeat(peer, now),
+            Timer::Link(key) => self.retry_link(&key),
+            Timer::Size(room) => self.ask_size(room),
+        }
+    }
+
+    // ---- connections ----
+
+    fn accepted(&mut self, stream: TcpStream, opened: Opened) {
+        if opened.peer.channel == Channel::Data {
+            match stream.into_std() {
+                Ok(stream) => self.data.serve(stream, opened),
+                Err(err) => tracing::warn!(%err, "a data stream could not be handed to the data thread"),
+            }
+            return;
+        }
+        let Ok(addr) = stream.peer_addr() else { return }; // gone already
+        self.add_conn(stream, addr, opened, None, None);
+    }
+
+    pub fn add_conn(&mut self, stream: TcpStream, addr: SocketAddr, opened: Opened, key: Option<LinkKey>, remote: Option<Arc<RemotePool>>) -> Peer {
+        let Opened { peer: hello, sealer, opener } = opened;
+        let peer = self.next_conn;
+        self.next_conn += 1;
+        let now = self.now();
+        let transport = match (&remote, &key) {
+            (Some(_), _) => "shm",
+            (None, Some(_)) => "tcp",
+            (None, None) => "", // the other side chooses
+        };
+        let view = PeerView { addr: hello.addr.clone(), incarnation: hello.inc.clone(), transport, inbound: key.is_none(), rooms: 0 };
+        tracing::info!(peer = %view.addr, incarnation = %view.incarnation, transport, inbound = view.inbound, "link up");
+        self.shared.gauges.lock().peers.insert(peer, view);
+        self.shared.stats.lock().links_up += 1;
+        let running = link::run(peer, stream, sealer, opener, self.heard.clone());
+        let conn = Conn { running, peer: hello, addr, key, rooms: BTreeSet::new(), shm_works: remote.is_some(), remote, data: None, last_seen: now, last_beat: now, seq: 0 };
+        self.conns.insert(peer, conn);
+        self.timers.set(&Timer::Heartbeat(peer), Some(now + self.config.heartbeat_ms));
+        peer
+    }
+
+    /// A room is tied to a connection, so that its loss ends the room.
+    pub fn tie(&mut self, peer: Peer, side: Side, room: u64) {
+        if let Some(conn) = self.conns.get_mut(&peer) {
+            conn.rooms.insert((side, room));
+        }
+        self.count_rooms(peer);
+    }
+
+    pub fn untie(&mut self, peer: Option<Peer>, side: Side, room: u64) {
+        let Some(peer) = peer else { return };
+        if let Some(conn) = self.conns.get_mut(&peer) {
+            conn.rooms.remove(&(side, room));
+        }
+        self.count_rooms(peer);
+    }
+
+    fn count_rooms(&self, peer: Peer) {
+        if let (Some(conn), Some(view)) = (self.conns.get(&peer), self.shared.gauges.lock().peers.get_mut(&peer)) {
+            view.rooms = conn.rooms.len();
+        }
+    }
+
+    fn on_heard(&mut self, peer: Peer, heard: Heard) {
+        match heard {
+            Heard::Down(err) => self.conn_lost(peer, &err),
+            Heard::Msg(msg) => {
+                let now = self.now();
+                let Some(conn) = self.conns.get_mut(&peer) else { return }; // read before the cut
+                conn.last_seen = now;
+                self.on_msg(peer, *msg);
+            }
+        }
+    }
+
+    fn on_msg(&mut self, peer: Peer, msg: Msg) {
+        match msg {
+            Msg::Open { room, attempt, p_inc_expected, layout_hash, prompt_hash, start_page, deadline_ms, .. } => {
+                let question = super::prefill::Question { room, attempt, prompt_hash, start_page, deadline_ms };
+                self.on_open(peer, question, &p_inc_expected, &layout_hash);
+            }
+            Msg::Done { room, attempt, .. } => self.on_done(peer, room, attempt),
+            Msg::Abort { room, attempt, code } => {
+                self.prefill_peer_abort(peer, room, attempt, code);
+                self.decode_peer_abort(peer, room, attempt, code);
+            }
+            Msg::AbortAck { .. } => {} // aborts need no answer: nobody waits for it
+            Msg::Heartbeat { rooms, .. } => self.renew(peer, &rooms),
+            Msg::Reject { code, message, connection: true, .. } => self.conn_lost(peer, &LinkError::new(code, message)),
+            Msg::OpenOk { .. } | Msg::Parked { .. } | Msg::Reject { .. } | Msg::Progress { .. } | Msg::Final { .. } => self.on_answer(peer, msg),
+            Msg::Hello(_) | Msg::Read { .. } | Msg::Data { .. } | Msg::DataEnd { .. } | Msg::Stale { .. } => {
+                let err = LinkError::new(Code::TransportBroken, format!("{} on a control connection", msg.name()));
+                self.conn_lost(peer, &err);
+            }
+        }
+    }
+
+    pub fn send(&mut self, peer: Peer, msg: Msg) {
+        let Some(conn) = self.conns.get(&peer) else { return }; // lost meanwhile: its rooms have been told
+        let outbox = conn.running.outbox.clone();
+        let plain = |msg| Outgoing { msg, flip: false };
+        let sent = match self.faults.on_send(msg.name()) {
+            None | Some(Fault::Break) => outbox.try_send(plain(msg)),
+            Some(Fault::Drop) => Ok(()),
+            Some(Fault::Dup) => outbox.try_send(plain(msg.clone())).and_then(|()| outbox.try_send(plain(msg))),
+            Some(Fault::Flip) => outbox.try_send(Outgoing { msg, flip: true }),
+            Some(Fault::Kill) => return self.conn_lost(peer, &LinkError::new(Code::PeerDead, "fault injection")),
+            Some(Fault::DelayMs(ms)) => {
+                tokio::spawn(async move {
+                    tokio::time::sleep(Duration::from_millis(ms)).await;
+                    let _ = outbox.send(plain(msg)).await; // cut meanwhile
+                });
+                Ok(())
+            }
+        };
+        if sent.is_err() {
+            let why = format!("{} frames wait for it: it does not read", link::OUTBOX);
+            self.conn_lost(peer, &LinkError::new(Code::PeerDead, why));
+        }
+    }
+
+    /// Every room of the connection learns it; the next room with this peer starts from GET /route.
+    pub fn conn_lost(&mut self, peer: Peer, err: &LinkError) {
+        let Some(conn) = self.conns.remove(&peer) else { return };
+        tracing::warn!(peer = %conn.peer.addr, incarnation = %conn.peer.inc, code = %err.code, why = %err.why, rooms = conn.rooms.len(), "link lost");
+        if matches!(err.code, Code::Auth | Code::TransportBroken) {
+            // Tell the other side why, after what is queued. It may be gone.
+            let refusal = Msg::Reject { room: 0, attempt: 0, code: err.code, message: err.why.clone(), retry_after_ms: 0, connection: true };
+            let _ = conn.running.outbox.try_send(Outgoing { msg: refusal, flip: false });
+            conn.running.stop_reading();
+        } else {
+            conn.running.cut();
+        }
+        {
+            let mut stats = self.shared.stats.lock();
+            stats.links_lost += 1;
+            stats.bad_frames += u64::from(matches!(err.code, Code::Auth | Code::TransportBroken));
+        }
+        self.shared.gauges.lock().peers.remove(&peer);
+        self.timers.set(&Timer::Heartbeat(peer), None);
+        self.parked.drop_peer(peer, None);
+        if let Some(key) = &conn.key {
+            self.link_down(key);
+        }
+        for (side, room) in conn.rooms {
+            match side {
+                Side::Prefill => self.prefill_peer_gone(peer, room, err.code),
+                Side::Decode => self.decode_peer_gone(peer, room, err.code),
+            }
+        }
+    }
+
+    fn heartbeat(&mut self, peer: Peer, now: u64) {
+        let every = self.config.heartbeat_ms;
+        let Some(conn) = self.conns.get_mut(&peer) else { return };
+        if now.saturating_sub(conn.last_beat) > 2 * every {
+            conn.last_seen = now; // we slept (a stopped process, a stalled host): the peer's beats may still be in the socket
+        }
+        conn.last_beat = now;
+        if now.saturating_sub(conn.last_seen) >= MISSED_HEARTBEATS * every {
+            let why = format!("no word for {} ms ({MISSED_HEARTBEATS} heartbeats)", now.saturating_sub(conn.last_seen));
+            return self.conn_lost(peer, &LinkError::new(Code::PeerDead, why));
+        }
+        conn.seq += 1;
+        let rooms = conn.rooms.iter().map(|&(_, room)| room).take(MAX_HEARTBEAT_ROOMS).collect();
+        let seq = conn.seq;
+        let backlog = self.jobs.values().filter(|job| job.peer == peer).map(|job| job.pages.len() as u64).sum::<u64>() * self.pool.page_bytes() as u64;
+        let beat = Msg::Heartbeat { inc: self.identity.hello.inc.clone(), seq, rooms, pull_backlog_bytes: backlog };
+        self.timers.set(&Timer::Heartbeat(peer), Some(now + every));
+        self.send(peer, beat);
+    }
+
+    // ---- bootstrap ----
+
+    pub fn bootstrap_client(&self, host: String, port: u16) -> Client {
+        Client { host, port, cluster_key: self.config.cluster_key.clone(), timeout: HTTP_TIMEOUT }
+    }
+
+    fn registration(&self) -> Registration {
+        let host = self.config.advertise_host.as_ref().unwrap_or(&self.config.host);
+        let unspecified = host.parse::<std::net::IpAddr>().is_ok_and(|ip| ip.is_unspecified());
+        Registration {
+            role: "Prefill".into(),
+            attn_tp_size: 1,
+            attn_tp_rank: 0,
+            attn_dp_size: 1,
+            attn_dp_rank: 0,
+            pp_size: 1,
+            pp_rank: 0,
+            system_dp_size: self.config.dp_size,
+            system_dp_rank: self.config.dp_rank,
+            rank_ip: if unspecified { String::new() } else { host.clone() },
+            rank_port: self.port,
+            instance_id: self.identity.hello.inc.clone(),
+            proto_ver: crate::protocol::VERSION,
+            transports: self.identity.hello.transports.clone(),
+            layout_hash: self.identity.hello.layout_hash.clone(),
+            layout: serde_json::to_value(&self.config.layout).unwrap_or_default(),
+            pool_pages: self.pool.num_pages() as u64,
+        }
+    }
+
+    fn register(&mut self, host: String, port: u16, timeout: Duration, reply: std::sync::mpsc::Sender<Result<(), String>>) {
+        let client = self.bootstrap_client(host, port);
+        let registration = self.registration();
+        let internal = self.internal.clone();
+        tokio::spawn(async move {
+            let answer = register_until(&client, &registration, timeout).await;
+            let registered = answer.is_ok();
+            let _ = reply.send(answer); // the caller gave up
+            if !registered || internal.send(Internal::Registered(Box::new((client.clone(), registration.clone())))).is_err() {
+                return;
+            }
+            let mut known = true;
+            loop {
+                tokio::time::sleep(REGISTER_AGAIN).await;
+                let again = client.register(&registration).await;
+                if known && let Err(err) = &again {
+                    tracing::warn!(%err, "the bootstrap server forgot us or is down; trying on");
+                }
+                known = again.is_ok();
+            }
+        });
+    }
+
+    async fn farewell(&mut self) {
+        if let Some((client, registration)) = self.registered.take() {
+            let _ = tokio::time::timeout(FAREWELL, client.unregister(&registration)).await; // best effort
+        }
+    }
+
+    // ---- records ----
+
+    pub fn enter(&self, side: Side, room: u64, attempt: u32, state: &'static str, over: bool, note: String) {
+        self.shared.ledger.lock().enter(side, room, attempt, state, over, note, self.now());
+    }
+
+    pub fn count_failure(&self, code: Code) {
+        *self.shared.stats.lock().failures.entry(code.as_str()).or_default() += 1;
+    }
+
+    pub fn report_illegal(&self, side: Side, room: u64, illegal: &Illegal) {
+        tracing::error!(room, ?side, %illegal, "a call the room's state does not allow");
+        self.shared.stats.lock().illegal += 1;
+        self.shared.ledger.lock().note(side, room, 0, illegal.phase, illegal.to_string(), self.now());
+    }
+
+    pub fn push(&self, event: NodeEvent) {
+        if !self.shared.events.push(event.clone()) {
+            tracing::error!(?event, "a room ended twice; the second end is dropped");
+        }
+    }
+
+    pub fn may_use(&self, transport: Transport) -> bool {
+        self.config.transports.contains(&transport)
+    }
+}
+
+async fn accept_loop(listener: TcpListener, identity: Arc<Identity>, internal: mpsc::UnboundedSender<Internal>) -> io::Error {
+    let listener = match tokio::net::TcpListener::from_std(listener) {
+        Ok(listener) => listener,
+        Err(err) => return err,
+    };
+    let slots = Arc::new(Semaphore::new(HANDSHAKES));
+    loop {
+        let Ok(slot) = slots.clone().acquire_owned().await else { return io::Error::other("closed") };
+        let mut stream = match listener.accept().await {
+            Ok((stream, _)) => stream,
+            Err(err) => {
+                tracing::warn!(%err, "accept failed"); // out of descriptors, or a peer that was gone at once
+                tokio::time::sleep(Duration::from_millis(50)).await;
+                continue;
+            }
+        };
+        let (identity, internal) = (identity.clone(), internal.clone());
+        tokio::spawn(async move {
+            crate::transport::tcp::tune(&stream);
+            match identity.answer(&mut stream).await {
+                Ok(opened) => drop(internal.send(Internal::Accepted(stream, Box::new(opened)))),
+                Err(err) => tracing::warn!(code = %err.code, why = %err.why, "a peer's HELLO was refused"),
+            }
+            drop(slot);
+        });
+    }
+}
+
+async fn register_until(client: &Client, registration: &Registration, timeout: Duration) -> Result<(), String> {
+    let deadline = tokio::time::Instant::now() + timeout;
+    let mut pause = Duration::from_millis(50);
+    loop {
+        let err = match client.register(registration).await {
+            Ok(()) => return Ok(()),
+            Err(err) => err,
+        };
+        let hopeless = err.status().is_some_and(|status| status.is_client_error());
+        if hopeless || tokio::time::Instant::now() + pause >= deadline {
+            return Err(err.to_string());
+        }
+        tokio::time::sleep(pause).await;
+        pause = (pause * 2).min(Duration::from_secs(1));
+    }
+}

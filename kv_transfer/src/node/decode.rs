@@ -1,0 +1,535 @@
+//! D's half of the control loop: rooms opened by the engine, the links to prefill ranks, and the pulls.
+
+use std::collections::{BTreeSet, HashMap};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Instant;
+
+use super::core::{Core, Internal, Timer};
+use super::link::{Established, establish, unreachable};
+use super::{NodeEvent, PullStats, Transport};
+use crate::code::Code;
+use crate::ledger::Side;
+use crate::machine::Peer;
+use crate::machine::decode::{Action, Event, Final, Phase, PullLimits, PullPage, Room};
+use crate::pool::RemotePool;
+use crate::protocol::wire::LinkError;
+use crate::protocol::{Msg, Sealed};
+use crate::transport::copier::Job;
+use crate::transport::{Pull, PullEnd, PullError};
+
+/// Bytes of one pull: large enough that its bookkeeping is lost in the copy, small enough that rooms share the copy thread.
+const PULL_BYTES: usize = 16 << 20;
+const PULLS_IN_FLIGHT: usize = 2;
+/// Pause before the next attempt to reach a prefill rank: doubled from the first to the last.
+const FIRST_PAUSE_MS: u64 = 50;
+const LAST_PAUSE_MS: u64 = 1000;
+
+/// A prefill rank as requests name it.
+#[derive(Debug, Clone, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub(super) struct LinkKey {
+    pub host: String,
+    pub port: u16,
+    pub dp_rank: u32,
+}
+
+pub(super) enum LinkState {
+    Connecting,
+    Pausing,
+    Up(Peer),
+}
+
+/// The way to a prefill rank, and the rooms that wait for it. Exists as long as it is up or somebody waits.
+pub(super) struct Link {
+    state: LinkState,
+    waiting: BTreeSet<u64>,
+    failures: u32,
+    last_error: String,
+}
+
+/// Where an unranked room asks for the dp size.
+struct Unranked {
+    host: String,
+    port: u16,
+    pause_ms: u64,
+}
+
+pub(super) struct DecodeEntry {
+    room: Room,
+    prompt_hash: Vec<u8>,
+    unranked: Option<Unranked>,
+    key: Option<LinkKey>,
+    last_error: String,
+    /// The peer's pool; kept here because it outlives the peer's connection.
+    remote: Option<Arc<RemotePool>>,
+    transport: &'static str,
+    bytes: u64,
+    opened: Instant,
+    first_pull: Option<Instant>,
+}
+
+/// A pull handed to a transport.
+pub(super) struct PullJob {
+    room: u64,
+    ticket: u64,
+    pub peer: Peer,
+    pub pages: Vec<PullPage>,
+    via: Transport,
+    cancel: Arc<AtomicBool>,
+    started: Instant,
+}
+
+impl DecodeEntry {
+    pub fn new(core: &Core, attempt: u32, prompt_hash: Vec<u8>, deadline_ms: u64) -> Self {
+        let limits = PullLimits {
+            pages_per_pull: (PULL_BYTES / core.pool.page_bytes()).max(1),
+            pulls_in_flight: PULLS_IN_FLIGHT,
+            max_pages: core.pool.num_pages(),
+        };
+        let deadline = core.now().saturating_add(deadline_ms);
+        Self {
+            room: Room::new(attempt, 0, deadline, limits),
+            prompt_hash,
+            unranked: None,
+            key: None,
+            last_error: "nobody was asked yet".into(),
+            remote: None,
+            transport: "none",
+            bytes: 0,
+            opened: Instant::now(),
+            first_pull: None,
+        }
+    }
+}
+
+impl Core {
+    // ---- the engine's calls ----
+
+    pub fn open(&mut self, room: u64, mut entry: DecodeEntry, host: String, port: u16, dp_rank: i64) {
+        self.enter(Side::Decode, room, entry.room.attempt, entry.room.phase.name(), false, format!("{host}:{port} rank {dp_rank}"));
+        self.timers.set(&Timer::Decode(room), entry.room.next_due());
+        let rank = u32::try_from(dp_rank).ok();
+        if rank.is_none() {
+            entry.unranked = Some(Unranked { host: host.clone(), port, pause_ms: FIRST_PAUSE_MS });
+        }
+        self.decode.insert(room, entry);
+        match rank {
+            Some(dp_rank) => self.request_link(room, LinkKey { host, port, dp_rank }),
+            None => self.ask_size(room),
+        }
+    }
+
+    pub fn grant(&mut self, room: u64, start_page: u32, pages: Vec<u32>) {
+        self.step_decode(room, Event::Grant { start_page, pages });
+    }
+
+    pub fn abort_decode(&mut self, room: u64, code: Code) {
+        self.step_decode(room, Event::Abort(code));
+    }
+
+    pub fn tick_decode(&mut self, room: u64) {
+        let Some(entry) = self.decode.get(&room) else { return };
+        // A prefill rank that was never reached is the better explanation of a deadline.
+        let event = if entry.room.phase == Phase::Resolving {
+            let link = entry.key.as_ref().and_then(|key| self.links.get(key));
+            let why = link.map_or(&entry.last_error, |link| &link.last_error);
+            Event::Unreachable { code: Code::Unreachable, why: format!("the prefill rank was not reached before the deadline; last: {why}") }
+        } else {
+            Event::Tick
+        };
+        self.step_decode(room, event);
+    }
+
+    // ---- links ----
+
+    /// A room without a rank: the prefill node's dp size decides it.
+    pub fn ask_size(&mut self, room: u64) {
+        let Some(unranked) = self.decode.get(&room).and_then(|entry| entry.unranked.as_ref()) else { return };
+        let client = self.bootstrap_client(unranked.host.clone(), unranked.port);
+        let internal = self.internal.clone();
+        tokio::spawn(async move {
+            let size = client.sizes().await.map(|sizes| sizes.prefill_dp_size).map_err(|err| unreachable(&err));
+            let _ = internal.send(Internal::Sized { room, size }); // the node is closing
+        });
+    }
+
+    pub fn sized(&mut self, room: u64, size: Result<u32, LinkError>) {
+        let now = self.now();
+        let Some(entry) = self.decode.get_mut(&room) else { return };
+        match (size, &mut entry.unranked) {
+            (Ok(size), Some(unranked)) => {
+                let dp_rank = (room % u64::from(size.max(1))) as u32;
+                let key = LinkKey { host: unranked.host.clone(), port: unranked.port, dp_rank };
+                entry.unranked = None;
+                self.request_link(room, key);
+            }
+            (Err(err), _) if is_final(err.code) => self.step_decode(room, Event::Unreachable { code: err.code, why: err.why }),
+            (Err(err), Some(unranked)) => {
+                entry.last_error = err.why;
+                self.timers.set(&Timer::Size(room), Some(now + unranked.pause_ms));
+                unranked.pause_ms = (unranked.pause_ms * 2).min(LAST_PAUSE_MS);
+            }
+            (_, None) => {}
+        }
+    }
+
+    fn request_link(&mut self, room: u64, key: LinkKey) {
+        if let Some(entry) = self.decode.get_mut(&room) {
+            entry.key = Some(key.clone());
+        }
+        match self.links.get_mut(&key) {
+            Some(Link { state: LinkState::Up(peer), .. }) => {
+                let peer = *peer;
+                self.connected(room, peer);
+            }
+            Some(link) => {
+                link.waiting.insert(room);
+            }
+            None => {
+                let link = Link { state: LinkState::Connecting, waiting: BTreeSet::from([room]), failures: 0, last_error: "no answer yet".into() };
+                self.links.insert(key.clone(), link);
+                self.connect(key);
+            }
+        }
+    }
+
+    fn connect(&mut self, key: LinkKey) {
+        let client = self.bootstrap_client(key.host.clone(), key.port);
+        let (identity, internal, shm) = (self.identity.clone(), self.internal.clone(), self.may_use(Transport::Shm));
+        tokio::spawn(async move {
+            // In a task of its own, so that a panic becomes an answer too.
+            let task = tokio::spawn({
+                let key = key.clone();
+                async move { establish(&client, key.dp_rank, &identity, shm).await }
+            });
+            let result = task.await.unwrap_or_else(|err| Err(LinkError::new(Code::TransportBroken, format!("internal: {err}"))));
+            let _ = internal.send(Internal::Linked(key, Box::new(result))); // the node is closing
+        });
+    }
+
+    pub fn linked(&mut self, key: LinkKey, result: Result<Established, LinkError>) {
+        match result {
+            Ok(established) => self.link_up(key, established),
+            Err(err) => self.link_failed(key, err),
+        }
+    }
+
+    fn link_up(&mut self, key: LinkKey, established: Established) {
+        let Established { stream, addr, opened, remote, shm_problem } = established;
+        if let Some(why) = shm_problem {
+            tracing::warn!(peer = %opened.peer.addr, %why, "the peer is on this host, but its pool cannot be mapped: using tcp");
+            self.shared.stats.lock().shm_fallbacks += 1;
+        }
+        let peer = self.add_conn(stream, addr, opened, Some(key.clone()), remote);
+        let Some(link) = self.links.get_mut(&key) else { return };
+        link.state = LinkState::Up(peer);
+        link.failures = 0;
+        for room in std::mem::take(&mut link.waiting) {
+            self.connected(room, peer);
+        }
+    }
+
+    fn link_failed(&mut self, key: LinkKey, err: LinkError) {
+        let now = self.now();
+        let Some(link) = self.links.get_mut(&key) else { return };
+        tracing::debug!(host = %key.host, port = key.port, rank = key.dp_rank, code = %err.code, why = %err.why, "no link to the prefill rank");
+        if is_final(err.code) {
+            let waiting = std::mem::take(&mut link.waiting);
+            self.links.remove(&key);
+            for room in waiting {
+                self.step_decode(room, Event::Unreachable { code: err.code, why: err.why.clone() });
+            }
+            return;
+        }
+        link.last_error = err.why;
+        link.state = LinkState::Pausing;
+        let pause = (FIRST_PAUSE_MS << link.failures.min(10)).min(LAST_PAUSE_MS);
+        link.failures += 1;
+        self.timers.set(&Timer::Link(key), Some(now + pause));
+    }
+
+    pub fn retry_link(&mut self, key: &LinkKey) {
+        let Some(link) = self.links.get_mut(key) else { return };
+        if link.waiting.is_empty() {
+            self.links.remove(key);
+        } else {
+            link.state = LinkState::Connecting;
+            self.connect(key.clone());
+        }
+    }
+
+    /// The connection is gone: the next room asks the bootstrap server again.
+    pub fn link_down(&mut self, key: &LinkKey) {
+        self.links.remove(key);
+    }
+
+    fn connected(&mut self, room: u64, peer: Peer) {
+        let Some(conn) = self.conns.get(&peer) else { return };
+        let remote = conn.remote.clone();
+        if let Some(entry) = self.decode.get_mut(&room) {
+            entry.remote = remote;
+            self.tie(peer, Side::Decode, room);
+            self.step_decode(room, Event::Connected { peer });
+        }
+    }
+
+    // ---- the peer's words ----
+
+    pub fn on_answer(&mut self, peer: Peer, msg: Msg) {
+        match msg {
+            Msg::OpenOk { room, attempt, .. } => self.step_decode(room, Event::Accepted { peer, attempt }),
+            Msg::Parked { room, attempt, .. } => self.step_decode(room, Event::Parked { peer, attempt }),
+            Msg::Reject { room, attempt, code, message, .. } => self.step_decode(room, Event::Rejected { peer, attempt, code, why: message }),
+            Msg::Final { room, attempt, total_pages, last_page_tokens, root, payload } => {
+                self.step_decode(room, Event::Final { peer, attempt, fin: Final { total_pages, last_page_tokens, root, payload } });
+            }
+            Msg::Progress { room, attempt, first_page, ids, gens, sums } => {
+                let known = self.conns.get(&peer).map_or(0, |conn| conn.peer.num_pages);
+                if let Some(id) = ids.iter().find(|&&id| u64::from(id) >= known) {
+                    let err = LinkError::new(Code::TransportBroken, format!("PROGRESS names page {id} of a pool of {known}"));
+                    return self.conn_lost(peer, &err);
+                }
+                let pages = ids.iter().zip(gens).zip(sums).map(|((&page, generation), sum)| Sealed { page, generation, sum }).collect();
+                self.step_decode(room, Event::Progress { peer, attempt, first_page, pages });
+            }
+            _ => {}
+        }
+    }
+
+    pub fn decode_peer_abort(&mut self, peer: Peer, room: u64, attempt: u32, code: Code) {
+        self.step_decode(room, Event::PeerAbort { peer, attempt, code });
+    }
+
+    pub fn decode_peer_gone(&mut self, peer: Peer, room: u64, code: Code) {
+        let readable = self.decode.get(&room).is_some_and(|entry| entry.remote.is_some());
+        self.step_decode(room, Event::PeerGone { peer, code, readable });
+    }
+
+    // ---- pulls ----
+
+    fn start_pull(&mut self, room: u64, ticket: u64, pages: Vec<PullPage>) {
+        let Some(entry) = self.decode.get_mut(&room) else { return };
+        entry.first_pull.get_or_insert_with(Instant::now);
+        let shm_works = entry.room.peer().and_then(|peer| self.conns.get(&peer)).is_none_or(|conn| conn.shm_works);
+        let via = if entry.remote.is_some() && shm_works { Transport::Shm } else { Transport::Tcp };
+        let peer = entry.room.peer().unwrap_or_default();
+        let job = PullJob { room, ticket, peer, pages, via, cancel: Arc::default(), started: Instant::now() };
+        self.dispatch(job);
+    }
+
+    /// Hand a pull to its transport, or end it at once if there is none.
+    fn dispatch(&mut self, job: PullJob) {
+        let id = self.next_job;
+        self.next_job += 1;
+        let pull = Pull { id, pages: job.pages.clone(), cancel: job.cancel.clone() };
+        let taken = match job.via {
+            Transport::Shm => match self.decode.get(&job.room).and_then(|entry| entry.remote.clone()) {
+                Some(from) => {
+                    self.copier.submit(Job::Pull { pull, from });
+                    Ok(())
+                }
+                None => Err("the peer's pool is not mapped"),
+            },
+            Transport::Tcp => self.pull_by_tcp(job.peer, pull),
+        };
+        if let Some(entry) = self.decode.get_mut(&job.room) {
+            entry.transport = job.via.as_str();
+        }
+        let (room, ticket) = (job.room, job.ticket);
+        match taken {
+            Ok(()) => {
+                self.jobs.insert(id, job);
+            }
+            Err(why) => self.step_decode(room, Event::PullFailed { ticket, code: Code::TransportBroken, why: why.into() }),
+        }
+    }
+
+    fn pull_by_tcp(&mut self, peer: Peer, pull: Pull) -> Result<(), &'static str> {
+        let allowed = self.may_use(Transport::Tcp);
+        let Some(conn) = self.conns.get_mut(&peer) else { return Err("the prefill rank is gone") };
+        if !allowed || !conn.peer.transports.iter().any(|t| t == Transport::Tcp.as_str()) {
+            return Err("the pair has no other transport than shm, which does not work between them");
+        }
+        if let Some(data) = &conn.data
+            && data.pull(pull.clone())
+        {
+            return Ok(());
+        }
+        // No stream yet, or the last one broke.
+        let data = self.data.connect(conn.addr, &conn.peer.inc);
+        let taken = data.pull(pull);
+        conn.data = Some(data);
+        if taken { Ok(()) } else { Err("the data thread is gone") }
+    }
+
+    fn cancel_pulls(&mut self, room: u64) {
+        for (&id, job) in self.jobs.iter().filter(|(_, job)| job.room == room) {
+            job.cancel.store(true, Ordering::Relaxed);
+            if job.via == Transport::Tcp
+                && let Some(data) = self.conns.get(&job.peer).and_then(|conn| conn.data.as_ref())
+            {
+                data.cancel(id);
+            }
+        }
+    }
+
+    pub fn pulled(&mut self, end: PullEnd) {
+        let Some(job) = self.jobs.remove(&end.id) else { return };
+        {
+            let mut stats = self.shared.stats.lock();
+            let pull = stats.pull.entry(job.via.as_str()).or_default();
+            pull.batches += 1;
+            pull.bytes += end.bytes;
+            pull.pages += end.bytes / self.pool.page_bytes() as u64;
+            pull.batch_seconds += job.started.elapsed().as_secs_f64();
+        }
+        if let Some(entry) = self.decode.get_mut(&job.room) {
+            entry.bytes += end.bytes;
+        }
+        let (room, ticket) = (job.room, job.ticket);
+        match end.result {
+            Ok(()) => self.step_decode(room, Event::Pulled { ticket }),
+            Err(PullError::Failed(code, why)) => self.step_decode(room, Event::PullFailed { ticket, code, why }),
+            Err(PullError::Cancelled) => self.step_decode(room, Event::PullStopped { ticket }),
+            Err(PullError::Broken(why)) if job.via == Transport::Shm => self.fall_back(job, why),
+            Err(PullError::Broken(why)) => self.step_decode(room, Event::PullFailed { ticket, code: Code::TransportBroken, why }),
+        }
+    }
+
+    /// shm stopped working: this pair goes on with tcp until its connection is made anew.
+    fn fall_back(&mut self, job: PullJob, why: String) {
+        if let Some(conn) = self.conns.get_mut(&job.peer)
+            && conn.shm_works
+        {
+            tracing::warn!(peer = %conn.peer.addr, %why, "shm broke: falling back to tcp");
+            conn.shm_works = false;
+            self.shared.stats.lock().shm_fallbacks += 1;
+            if let Some(view) = self.shared.gauges.lock().peers.get_mut(&job.peer) {
+                view.transport = Transport::Tcp.as_str();
+            }
+        }
+        if job.cancel.load(Ordering::Relaxed) {
+            return self.step_decode(job.room, Event::PullStopped { ticket: job.ticket });
+        }
+        self.dispatch(PullJob { via: Transport::Tcp, ..job });
+    }
+
+    /// The thread is gone, and with it every tcp pull: it wrote its last byte before it died.
+    pub fn data_thread_died(&mut self) {
+        let lost: HashMap<u64, PullJob> = self.jobs.extract_if(|_, job| job.via == Transport::Tcp).collect();
+        for job in lost.into_values() {
+            self.step_decode(job.room, Event::PullFailed { ticket: job.ticket, code: Code::TransportBroken, why: "internal: the data thread is gone".into() });
+        }
+    }
+
+    // ---- the state machine ----
+
+    /// The only place where a decode room changes.
+    fn step_decode(&mut self, room: u64, event: Event) {
+        let now = self.now();
+        let Some(entry) = self.decode.get_mut(&room) else { return }; // over: late words and calls are expected
+        let before = entry.room.phase.name();
+        match entry.room.step(event, now) {
+            Ok(actions) => {
+                let (phase, attempt, due) = (entry.room.phase.clone(), entry.room.attempt, entry.room.next_due());
+                if phase.name() != before {
+                    let note = if let Phase::Failed(code) = phase { code.to_string() } else { String::new() };
+                    self.enter(Side::Decode, room, attempt, phase.name(), phase.is_over(), note);
+                }
+                self.timers.set(&Timer::Decode(room), due);
+                for action in actions {
+                    self.act_decode(room, attempt, action);
+                }
+            }
+            Err(illegal) => self.report_illegal(Side::Decode, room, &illegal),
+        }
+    }
+
+    fn act_decode(&mut self, room: u64, attempt: u32, action: Action) {
+        match action {
+            Action::Open { peer } => self.send_open(room, attempt, peer),
+            Action::Pull { ticket, pages } => self.start_pull(room, ticket, pages),
+            Action::CancelPulls => self.cancel_pulls(room),
+            Action::Done { peer, root } => {
+                let bytes = self.decode.get(&room).map_or(0, |entry| entry.bytes);
+                self.send(peer, Msg::Done { room, attempt, bytes, root });
+            }
+            Action::SendAbort { peer, code } => self.send(peer, Msg::Abort { room, attempt, code }),
+            Action::AckAbort { peer } => self.send(peer, Msg::AbortAck { room, attempt }),
+            Action::Commit(fin) => self.committed(room, fin),
+            Action::Fail { code, why } => {
+                if self.forget(room).is_some() {
+                    self.count_failure(code);
+                    self.push(NodeEvent::Failed { room, code, message: why });
+                }
+            }
+            Action::Aborted => {
+                if self.forget(room).is_some() {
+                    self.shared.stats.lock().aborted += 1;
+                    self.push(NodeEvent::Aborted { room });
+                }
+            }
+        }
+    }
+
+    fn send_open(&mut self, room: u64, attempt: u32, peer: Peer) {
+        let (Some(entry), Some(conn)) = (self.decode.get(&room), self.conns.get(&peer)) else { return };
+        let msg = Msg::Open {
+            room,
+            attempt,
+            d_inc: self.identity.hello.inc.clone(),
+            p_inc_expected: conn.peer.inc.clone(),
+            layout_hash: self.identity.hello.layout_hash.clone(),
+            prompt_hash: entry.prompt_hash.clone(),
+            start_page: entry.room.start_page,
+            deadline_ms: entry.room.deadline().saturating_sub(self.now()),
+            prio: 0,
+        };
+        self.send(peer, msg);
+    }
+
+    fn committed(&mut self, room: u64, fin: Final) {
+        let Some(entry) = self.forget(room) else { return };
+        let stats = PullStats {
+            transport: entry.transport,
+            pages: entry.room.verified_pages() as u64,
+            bytes: entry.bytes,
+            pull_seconds: entry.first_pull.map_or(0.0, |at| at.elapsed().as_secs_f64()),
+            room_seconds: entry.opened.elapsed().as_secs_f64(),
+        };
+        {
+            let mut all = self.shared.stats.lock();
+            all.committed += 1;
+            let pull = all.pull.entry(stats.transport).or_default();
+            pull.rooms += 1;
+            pull.room_seconds += stats.pull_seconds;
+            all.pull_seconds.observe(stats.pull_seconds);
+            all.room_seconds.observe(stats.room_seconds);
+        }
+        let Final { total_pages, last_page_tokens, payload, .. } = fin;
+        self.push(NodeEvent::Committed { room, payload, total_pages, last_page_tokens, stats });
+    }
+
+    /// The room is over: nothing refers to it any more.
+    fn forget(&mut self, room: u64) -> Option<DecodeEntry> {
+        let entry = self.decode.remove(&room)?;
+        self.timers.set(&Timer::Decode(room), None);
+        self.timers.set(&Timer::Size(room), None);
+        // The machine may have let go of its peer already; the tie is by link.
+        if let Some(key) = &entry.key
+            && let Some(link) = self.links.get_mut(key)
+        {
+            link.waiting.remove(&room);
+            if let LinkState::Up(peer) = link.state {
+                self.untie(Some(peer), Side::Decode, room);
+            }
+        }
+        self.untie(entry.room.peer(), Side::Decode, room);
+        Some(entry)
+    }
+}
+
+/// Errors that no waiting cures.
+fn is_final(code: Code) -> bool {
+    matches!(code, Code::Auth | Code::LayoutMismatch)
+}

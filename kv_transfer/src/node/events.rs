@@ -1,0 +1,158 @@
+//! What the engine hears: a queue with an eventfd, and the set of rooms it may still hear of.
+
+use std::collections::{HashSet, VecDeque};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
+use std::time::Duration;
+
+use parking_lot::Mutex;
+use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
+
+use crate::code::Code;
+use crate::ledger::Side;
+
+/// How a committed room's pages came.
+#[derive(Debug, Clone, PartialEq, serde::Serialize)]
+pub struct PullStats {
+    pub transport: &'static str,
+    pub pages: u64,
+    pub bytes: u64,
+    /// From the first pull to the commit.
+    pub pull_seconds: f64,
+    /// From open() to the commit.
+    pub room_seconds: f64,
+}
+
+#[derive(Debug, Clone, PartialEq)]
+pub enum NodeEvent {
+    Committed { room: u64, payload: Vec<u8>, total_pages: u32, last_page_tokens: u32, stats: PullStats },
+    Failed { room: u64, code: Code, message: String },
+    Aborted { room: u64 },
+    /// `None` = DONE.
+    Released { room: u64, code: Option<Code> },
+}
+
+impl NodeEvent {
+    pub fn room(&self) -> u64 {
+        match self {
+            NodeEvent::Committed { room, .. } | NodeEvent::Failed { room, .. } | NodeEvent::Aborted { room } | NodeEvent::Released { room, .. } => *room,
+        }
+    }
+
+    fn side(&self) -> Side {
+        if matches!(self, NodeEvent::Released { .. }) { Side::Prefill } else { Side::Decode }
+    }
+}
+
+#[derive(Debug, PartialEq, Eq)]
+pub enum ClaimError {
+    Live,
+    Full(usize),
+}
+
+#[derive(Default)]
+struct Inner {
+    queue: VecDeque<NodeEvent>,
+    live: HashSet<(Side, u64)>,
+}
+
+/// Bounded: each live room puts in one event, and `claim` limits live rooms plus undelivered events.
+pub struct EventQueue {
+    inner: Mutex<Inner>,
+    fd: OwnedFd,
+    limit: usize,
+}
+
+impl EventQueue {
+    pub fn new(limit: usize) -> std::io::Result<Self> {
+        Ok(Self { inner: Mutex::default(), fd: eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?, limit })
+    }
+
+    pub fn fd(&self) -> RawFd {
+        self.fd.as_raw_fd()
+    }
+
+    /// A room begins.
+    pub fn claim(&self, side: Side, room: u64) -> Result<(), ClaimError> {
+        let mut inner = self.inner.lock();
+        let used = inner.live.len() + inner.queue.len();
+        if inner.live.contains(&(side, room)) {
+            return Err(ClaimError::Live);
+        }
+        if used >= self.limit {
+            return Err(ClaimError::Full(used));
+        }
+        inner.live.insert((side, room));
+        Ok(())
+    }
+
+    /// A room that was claimed never began.
+    pub fn unclaim(&self, side: Side, room: u64) {
+        self.inner.lock().live.remove(&(side, room));
+    }
+
+    pub fn live_rooms(&self) -> Vec<(Side, u64)> {
+        self.inner.lock().live.iter().copied().collect()
+    }
+
+    /// A room ends. False if it was not live: a second end of the same room is dropped.
+    pub fn push(&self, event: NodeEvent) -> bool {
+        let mut inner = self.inner.lock();
+        if !inner.live.remove(&(event.side(), event.room())) {
+            return false;
+        }
+        inner.queue.push_back(event);
+        // The counter cannot overflow: it is at most the queue's length.
+        let _ = rustix::io::write(&self.fd, &1u64.to_ne_bytes());
+        true
+    }
+
+    /// Up to `max` events; the eventfd stays readable as long as any are left.
+    pub fn poll(&self, max: usize) -> Vec<NodeEvent> {
+        let mut inner = self.inner.lock();
+        let n = max.min(inner.queue.len());
+        let events = inner.queue.drain(..n).collect();
+        if inner.queue.is_empty() {
+            let _ = rustix::io::read(&self.fd, &mut [0u8; 8]); // EAGAIN when it was clear
+        }
+        events
+    }
+
+    /// Wait until there is an event; false after `timeout`.
+    pub fn wait(&self, timeout: Duration) -> bool {
+        let mut fds = [PollFd::new(&self.fd, PollFlags::IN)];
+        let timeout = Timespec { tv_sec: timeout.as_secs() as i64, tv_nsec: timeout.subsec_nanos().into() };
+        matches!(poll(&mut fds, Some(&timeout)), Ok(n) if n > 0)
+    }
+}
+
+impl AsFd for EventQueue {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.fd.as_fd()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_eventfd_is_readable_exactly_while_events_wait() {
+        let events = EventQueue::new(3).expect("eventfd");
+        let ready = || events.wait(Duration::ZERO);
+        for room in 1..=3 {
+            events.claim(Side::Decode, room).expect("room for three");
+        }
+        assert_eq!(events.claim(Side::Decode, 1), Err(ClaimError::Live));
+        assert_eq!(events.claim(Side::Decode, 4), Err(ClaimError::Full(3)));
+        assert!(!ready());
+        assert!(events.push(NodeEvent::Aborted { room: 1 }));
+        assert!(!events.push(NodeEvent::Aborted { room: 1 }), "one end per room");
+        assert!(events.push(NodeEvent::Aborted { room: 2 }));
+        assert_eq!(events.claim(Side::Decode, 4), Err(ClaimError::Full(3)), "undelivered ends count");
+        assert_eq!(events.poll(1).len(), 1);
+        assert!(ready(), "one is left");
+        assert_eq!(events.poll(9), vec![NodeEvent::Aborted { room: 2 }]);
+        assert!(!ready());
+        events.claim(Side::Decode, 1).expect("the number may be used again");
+    }
+}

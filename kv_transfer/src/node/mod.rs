@@ -1,0 +1,363 @@
+//! A rank's transfer node: the shell around the state machines.
+//!
+//! Threads
+//! 1. `kv-control`: all control connections, HTTP, timers and both sides' state machines (`core`). Never copies a page, never blocks.
+//! 2. `kv-copy-i`: checksums and shm pulls. 3. `kv-data`: tcp data streams.
+//!
+//! The engine's thread talks to it through a bounded channel and hears of ends through a queue with an eventfd; it is never made
+//! to wait (except in `register` and `close`). A panic in any thread marks the node unhealthy; a panic of the control thread ends every
+//! room.
+
+mod config;
+mod core;
+mod decode;
+mod events;
+mod link;
+mod prefill;
+mod stats;
+mod timers;
+
+use std::net::TcpListener;
+use std::os::fd::RawFd;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use parking_lot::Mutex;
+use serde_json::json;
+use tokio::sync::mpsc;
+
+pub use config::{NodeConfig, Role, Transport};
+pub use events::{NodeEvent, PullStats};
+pub use stats::{Histogram, Stats, TransportStats};
+
+use crate::code::Code;
+use crate::ledger::{Ledger, Side};
+use crate::machine::prefill::Finish;
+use crate::pool::{KvPool, PoolError};
+use crate::protocol::wire::Identity;
+use crate::protocol::{Channel, Hello, MAX_PAYLOAD_BYTES, MAX_PROMPT_HASH_BYTES, VERSION};
+use crate::transport::copier::panic_text;
+use crate::transport::shm;
+use events::{ClaimError, EventQueue};
+
+/// Calls not yet seen by the control thread. A scheduler makes a few per step, so a full channel means a dead thread.
+const COMMANDS: usize = 65_536;
+
+#[derive(Debug, thiserror::Error)]
+pub enum NodeError {
+    #[error("{0}")]
+    Config(String),
+    #[error(transparent)]
+    Pages(#[from] PoolError),
+    #[error("room {0} is live on this node; every request needs a room number of its own")]
+    DuplicateRoom(u64),
+    #[error("{0} rooms are live or not yet polled, which is this node's limit (max_rooms)")]
+    Full(usize),
+    #[error("{what} has {bytes} bytes, at most {limit} are accepted")]
+    TooLarge { what: &'static str, bytes: usize, limit: usize },
+    #[error("{0:?} is no reason code; there are {all:?}", all = Code::ALL)]
+    UnknownCode(String),
+    #[error("the transfer runtime is closed or {COMMANDS} commands behind: {0}")]
+    Unhealthy(String),
+    #[error("registering with the bootstrap server failed: {0}")]
+    Register(String),
+    #[error("cannot start the transfer node ({what}): {source}")]
+    Start { what: String, source: std::io::Error },
+}
+
+enum Command {
+    Offer { room: u64, attempt: u32, prompt_hash: Vec<u8>, deadline_ms: u64 },
+    Publish { room: u64, first: u32, pages: Vec<(u32, u64)> },
+    Finish { room: u64, finish: Finish },
+    Open { room: u64, attempt: u32, host: String, port: u16, dp_rank: i64, prompt_hash: Vec<u8>, deadline_ms: u64 },
+    Grant { room: u64, start_page: u32, pages: Vec<u32> },
+    Abort { room: u64, code: Code },
+    Register { host: String, port: u16, timeout: Duration, reply: std::sync::mpsc::Sender<Result<(), String>> },
+    Drain,
+    Close,
+    #[cfg(test)]
+    Panic,
+}
+
+/// What the engine's thread and the control thread both see.
+struct Shared {
+    events: EventQueue,
+    stats: Mutex<Stats>,
+    ledger: Mutex<Ledger>,
+    gauges: Mutex<Gauges>,
+    unhealthy: Mutex<Option<String>>,
+    started: Instant,
+}
+
+#[derive(Debug, Clone, Default, serde::Serialize)]
+struct Gauges {
+    peers: std::collections::BTreeMap<u64, PeerView>,
+    parked: usize,
+    pulls_in_flight: usize,
+    draining: bool,
+}
+
+#[derive(Debug, Clone, serde::Serialize)]
+struct PeerView {
+    addr: String,
+    incarnation: String,
+    transport: &'static str,
+    inbound: bool,
+    rooms: usize,
+}
+
+impl Shared {
+    fn now_ms(&self) -> u64 {
+        self.started.elapsed().as_millis() as u64
+    }
+
+    fn sicken(&self, why: String) {
+        tracing::error!(%why, "the transfer node is unhealthy");
+        self.unhealthy.lock().get_or_insert(why);
+    }
+}
+
+/// One per rank. `close` (or drop) ends every thread; after it no page of the pool is written.
+pub struct TransferNode {
+    shared: Arc<Shared>,
+    pool: Arc<KvPool>,
+    commands: mpsc::Sender<Command>,
+    thread: Mutex<Option<JoinHandle<()>>>,
+    port: u16,
+    incarnation: String,
+}
+
+impl TransferNode {
+    pub fn start(pool: Arc<KvPool>, config_json: &str) -> Result<Self, NodeError> {
+        let mut config = NodeConfig::parse(config_json, &pool).map_err(NodeError::Config)?;
+        let start = |what: &str, source| NodeError::Start { what: what.into(), source };
+        let listener = TcpListener::bind((config.host.as_str(), config.port)).map_err(|err| start(&format!("listen on {}:{}", config.host, config.port), err))?;
+        listener.set_nonblocking(true).map_err(|err| start("listen", err))?;
+        let port = listener.local_addr().map_err(|err| start("listen", err))?.port();
+        let incarnation = uuid();
+        let shm_socket = format!("baton-kv-{incarnation}");
+        let shm_listener = if config.transports.contains(&Transport::Shm) { shm::listen(&shm_socket).map(Some) } else { Ok(None) };
+        let shm_listener = shm_listener.unwrap_or_else(|err| {
+            tracing::warn!(%err, "no abstract unix sockets here: KV pages of this node do not travel by shm");
+            config.transports.retain(|t| *t != Transport::Shm);
+            None
+        });
+        if config.transports.is_empty() {
+            return Err(start("shm, the only transport allowed", std::io::Error::other("no abstract unix sockets here")));
+        }
+        let shm_token: [u8; shm::TOKEN_BYTES] = rand::random();
+        let identity = Arc::new(Identity {
+            cluster_key: config.cluster_key.clone(),
+            hello: Hello {
+                ver: VERSION,
+                channel: Channel::Control,
+                nonce: vec![],
+                inc: incarnation.clone(),
+                expected_inc: None,
+                addr: format!("{}:{port}", config.host),
+                boot_id: shm::boot_id(),
+                transports: config.transports.iter().map(|t| t.as_str().to_owned()).collect(),
+                layout_hash: config.layout_hash(),
+                num_pages: pool.num_pages() as u64,
+                page_bytes: pool.page_bytes() as u64,
+                shm_socket,
+                shm_token: shm_token.to_vec(),
+            },
+        });
+        let shared = Arc::new(Shared {
+            events: EventQueue::new(config.max_rooms).map_err(|err| start("eventfd", err))?,
+            stats: Mutex::default(),
+            ledger: Mutex::default(),
+            gauges: Mutex::default(),
+            unhealthy: Mutex::default(),
+            started: Instant::now(),
+        });
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().map_err(|err| start("runtime", err))?;
+        let (commands, inbox) = mpsc::channel(COMMANDS);
+        let core = core::Core::new(config, shared.clone(), pool.clone(), identity, port).map_err(|err| start("threads", err))?;
+        let listeners = core::Listeners { control: listener, shm: shm_listener.map(|l| (l, shm_token)) };
+        let thread = std::thread::Builder::new()
+            .name("kv-control".into())
+            .spawn({
+                let shared = shared.clone();
+                move || control_thread(&shared, &runtime, core, listeners, inbox)
+            })
+            .map_err(|err| start("thread", err))?;
+        Ok(Self { shared, pool, commands, thread: Mutex::new(Some(thread)), port, incarnation })
+    }
+
+    pub fn port(&self) -> u16 {
+        self.port
+    }
+
+    pub fn incarnation(&self) -> &str {
+        &self.incarnation
+    }
+
+    pub fn event_fd(&self) -> RawFd {
+        self.shared.events.fd()
+    }
+
+    fn command(&self, command: Command) -> Result<(), NodeError> {
+        self.commands.try_send(command).map_err(|_| NodeError::Unhealthy(self.shared.unhealthy.lock().clone().unwrap_or_default()))
+    }
+
+    fn claim(&self, side: Side, room: u64, command: Command) -> Result<(), NodeError> {
+        self.shared.events.claim(side, room).map_err(|err| match err {
+            ClaimError::Live => NodeError::DuplicateRoom(room),
+            ClaimError::Full(n) => NodeError::Full(n),
+        })?;
+        self.command(command).inspect_err(|_| self.shared.events.unclaim(side, room))
+    }
+
+    /// P: PUT /route for this rank until it succeeds or `timeout` is over; afterwards it is repeated in the background. Blocks.
+    pub fn register(&self, host: &str, port: u16, timeout: Duration) -> Result<(), NodeError> {
+        let (reply, answer) = std::sync::mpsc::channel();
+        self.command(Command::Register { host: host.to_owned(), port, timeout, reply })?;
+        let margin = Duration::from_secs(2); // the task itself ends at `timeout`
+        let answer = answer.recv_timeout(timeout + margin).map_err(|_| NodeError::Register("the transfer runtime did not answer".into()))?;
+        answer.map_err(NodeError::Register)
+    }
+
+    /// P: a request was accepted. `deadline_ms` counts from now.
+    pub fn offer(&self, room: u64, attempt: u32, prompt_hash: &[u8], deadline_ms: u64) -> Result<(), NodeError> {
+        check_size("prompt_hash", prompt_hash.len(), MAX_PROMPT_HASH_BYTES)?;
+        self.claim(Side::Prefill, room, Command::Offer { room, attempt, prompt_hash: prompt_hash.to_vec(), deadline_ms })
+    }
+
+    /// P: prompt pages [first_page, first_page + n) are final. Seals them now; checksums and PROGRESS follow on other threads.
+    pub fn publish(&self, room: u64, first_page: u32, pages: &[u8]) -> Result<(), NodeError> {
+        let pages = self.pool.check_pages(pages)?;
+        let generations = self.pool.seal(&pages);
+        self.command(Command::Publish { room, first: first_page, pages: pages.into_iter().zip(generations).collect() })
+    }
+
+    /// P: prefill is over; the lease starts.
+    pub fn finish(&self, room: u64, total_pages: u32, last_page_tokens: u32, payload: Vec<u8>) -> Result<(), NodeError> {
+        check_size("payload", payload.len(), MAX_PAYLOAD_BYTES)?;
+        self.command(Command::Finish { room, finish: Finish { total_pages, last_page_tokens, payload } })
+    }
+
+    /// D: fetch the prompt of `room` from the prefill rank behind this bootstrap address. `prefill_dp_rank` < 0: room mod its dp size.
+    #[allow(clippy::too_many_arguments, reason = "one call of the engine's contract, mirrored in Python with names")]
+    pub fn open(&self, room: u64, attempt: u32, host: &str, port: u16, prefill_dp_rank: i64, prompt_hash: &[u8], deadline_ms: u64) -> Result<(), NodeError> {
+        check_size("prompt_hash", prompt_hash.len(), MAX_PROMPT_HASH_BYTES)?;
+        let command = Command::Open { room, attempt, host: host.to_owned(), port, dp_rank: prefill_dp_rank, prompt_hash: prompt_hash.to_vec(), deadline_ms };
+        self.claim(Side::Decode, room, command)
+    }
+
+    /// D: it holds the prompt's pages before `start_page`; the others go to `dst_pages`, all of them.
+    pub fn grant(&self, room: u64, start_page: u32, dst_pages: &[u8]) -> Result<(), NodeError> {
+        let pages = self.pool.check_pages(dst_pages)?;
+        self.command(Command::Grant { room, start_page, pages })
+    }
+
+    /// Either side; idempotent. The end is reported by `poll`.
+    pub fn abort(&self, room: u64, code: &str) -> Result<(), NodeError> {
+        let code = Code::parse(code).ok_or_else(|| NodeError::UnknownCode(code.to_owned()))?;
+        self.command(Command::Abort { room, code })
+    }
+
+    pub fn poll(&self, max: usize) -> Vec<NodeEvent> {
+        self.shared.events.poll(max)
+    }
+
+    /// Wait until `poll` has something; false after `timeout`.
+    pub fn wait(&self, timeout: Duration) -> bool {
+        self.shared.events.wait(timeout)
+    }
+
+    /// `gauges` and `counters` carry the engine's metric names; `detail` is for people and tests.
+    pub fn stats_json(&self) -> String {
+        let shared = &self.shared;
+        let stats = shared.stats.lock().clone();
+        let (live, states) = {
+            let ledger = shared.ledger.lock();
+            (ledger.live(), ledger.live_by_state())
+        };
+        let more = shared.gauges.lock().clone();
+        let why = shared.unhealthy.lock().clone();
+        let mut detail = serde_json::to_value(&stats).unwrap_or_default();
+        detail["rooms_live"] = json!(live);
+        detail["rooms_by_state"] = json!(states);
+        detail["opens_waiting"] = json!(more.parked);
+        detail["pulls_in_flight"] = json!(more.pulls_in_flight);
+        detail["peers"] = json!(more.peers.values().collect::<Vec<_>>());
+        detail["draining"] = json!(more.draining);
+        detail["incarnation"] = json!(self.incarnation);
+        detail["uptime_ms"] = json!(shared.now_ms());
+        json!({
+            "gauges": stats::gauges(&states, more.peers.len()),
+            "counters": stats.counters(),
+            "detail": detail,
+            "healthy": why.is_none(),
+            "unhealthy_reason": why,
+        })
+        .to_string()
+    }
+
+    pub fn rooms_json(&self, room: Option<u64>) -> String {
+        let now_ms = self.shared.now_ms();
+        self.shared.ledger.lock().json(room, now_ms).to_string()
+    }
+
+    pub fn is_healthy(&self) -> bool {
+        self.shared.unhealthy.lock().is_none()
+    }
+
+    /// Refuse OPENs of rooms this node does not know; rooms under way go on.
+    pub fn drain(&self) {
+        let _ = self.command(Command::Drain); // a closed node takes no OPENs either
+    }
+
+    /// Close every connection and thread. Rooms still alive get no event any more. Idempotent; blocks until the threads are gone.
+    pub fn close(&self) {
+        let _ = self.commands.try_send(Command::Close); // a full or closed channel: the thread ends as below or has ended
+        if let Some(thread) = self.thread.lock().take() {
+            let _ = thread.join(); // its panic was caught and reported
+        }
+    }
+
+    #[cfg(test)]
+    pub(crate) fn panic_for_test(&self) {
+        self.command(Command::Panic).expect("the thread is alive");
+    }
+}
+
+impl Drop for TransferNode {
+    fn drop(&mut self) {
+        self.close();
+    }
+}
+
+fn check_size(what: &'static str, bytes: usize, limit: usize) -> Result<(), NodeError> {
+    if bytes > limit { Err(NodeError::TooLarge { what, bytes, limit }) } else { Ok(()) }
+}
+
+fn control_thread(shared: &Shared, runtime: &tokio::runtime::Runtime, core: core::Core, listeners: core::Listeners, inbox: mpsc::Receiver<Command>) {
+    // The core is dropped inside, also by a panic: its copy and data threads are joined before the rooms' ends are told.
+    if let Err(panic) = catch_unwind(AssertUnwindSafe(|| runtime.block_on(core.run(listeners, inbox)))) {
+        let why = panic_text(panic.as_ref());
+        shared.sicken(why.clone());
+        for (side, room) in shared.events.live_rooms() {
+            let message = format!("internal: the transfer runtime is gone ({why})");
+            shared.events.push(match side {
+                Side::Prefill => NodeEvent::Released { room, code: Some(Code::TransportBroken) },
+                Side::Decode => NodeEvent::Failed { room, code: Code::TransportBroken, message },
+            });
+        }
+    }
+}
+
+/// A random (version 4) uuid.
+fn uuid() -> String {
+    let bits = (rand::random::<u128>() & !(0xF << 76) & !(0x3 << 62)) | (4 << 76) | (2 << 62);
+    let hex = format!("{bits:032x}");
+    format!("{}-{}-{}-{}-{}", &hex[..8], &hex[8..12], &hex[12..16], &hex[16..20], &hex[20..])
+}
+
+#[cfg(test)]
+#[path = "tests.rs"]
+mod tests;

@@ -1,0 +1,130 @@
+//! Counters of one node, as `stats_json` shows them. Written by the control thread only.
+
+use std::collections::BTreeMap;
+
+use serde::Serialize;
+
+use crate::code::Code;
+use crate::machine::{decode, prefill};
+
+/// Upper bounds [s]; an exponential family, 100 µs to 26 s.
+const BUCKETS: usize = 19;
+const FIRST_BUCKET_SECS: f64 = 0.0001;
+
+#[derive(Debug, Clone, Serialize)]
+pub struct Histogram {
+    /// (upper bound in seconds, observations at or below it); cumulative, as Prometheus has it.
+    pub buckets: Vec<(f64, u64)>,
+    pub sum: f64,
+    pub count: u64,
+}
+
+impl Default for Histogram {
+    fn default() -> Self {
+        Self { buckets: (0..BUCKETS).map(|i| (FIRST_BUCKET_SECS * f64::from(1u32 << i), 0)).collect(), sum: 0.0, count: 0 }
+    }
+}
+
+impl Histogram {
+    pub fn observe(&mut self, secs: f64) {
+        for (bound, count) in &mut self.buckets {
+            *count += u64::from(secs <= *bound);
+        }
+        self.sum += secs;
+        self.count += 1;
+    }
+}
+
+#[derive(Debug, Clone, Default, Serialize)]
+pub struct TransportStats {
+    /// Prompts committed, by the transport of their last pull.
+    pub rooms: u64,
+    /// From a room's first pull to its commit, added up.
+    pub room_seconds: f64,
+    pub batches: u64,
+    pub pages: u64,
+    pub bytes: u64,
+    /// From handing a batch to the transport to its end, added up (batches overlap).
+    pub batch_seconds: f64,
+}
+
+#[derive(Debug, Clone, Serialize)]
+pub struct Stats {
+    /// By transport: shm, tcp, and none for prompts that needed no page.
+    pub pull: BTreeMap<&'static str, TransportStats>,
+    /// Rooms that ended otherwise than by commit or DONE, by reason code.
+    pub failures: BTreeMap<&'static str, u64>,
+    pub committed: u64,
+    pub released_done: u64,
+    pub aborted: u64,
+    /// A room's first pull until its commit.
+    pub pull_seconds: Histogram,
+    /// open() until commit.
+    pub room_seconds: Histogram,
+    pub opens_received: u64,
+    pub opens_parked: u64,
+    pub opens_rejected: u64,
+    pub pages_hashed: u64,
+    pub shm_fallbacks: u64,
+    pub links_up: u64,
+    pub links_lost: u64,
+    pub bad_frames: u64,
+    /// Calls that the state machines refused; each one is a bug on our side.
+    pub illegal: u64,
+}
+
+pub const TRANSPORTS: [&str; 3] = ["shm", "tcp", "none"];
+
+impl Default for Stats {
+    /// Every label exists from the start, so that a rate over a counter's first increment is right.
+    fn default() -> Self {
+        Self {
+            pull: TRANSPORTS.iter().map(|&t| (t, TransportStats::default())).collect(),
+            failures: Code::ALL.iter().map(|code| (code.as_str(), 0)).collect(),
+            committed: 0,
+            released_done: 0,
+            aborted: 0,
+            pull_seconds: Histogram::default(),
+            room_seconds: Histogram::default(),
+            opens_received: 0,
+            opens_parked: 0,
+            opens_rejected: 0,
+            pages_hashed: 0,
+            shm_fallbacks: 0,
+            links_up: 0,
+            links_lost: 0,
+            bad_frames: 0,
+            illegal: 0,
+        }
+    }
+}
+
+impl Stats {
+    /// Under the engine's metric names, labels included.
+    pub fn counters(&self) -> BTreeMap<String, f64> {
+        let mut counters = BTreeMap::new();
+        for (transport, pull) in &self.pull {
+            for (name, value) in [("kv_pulls", pull.rooms as f64), ("kv_pull_bytes", pull.bytes as f64), ("kv_pull_seconds", pull.room_seconds)] {
+                counters.insert(format!("{name}_total{{transport=\"{transport}\"}}"), value);
+            }
+        }
+        for (code, &count) in &self.failures {
+            counters.insert(format!("kv_transfer_failures_total{{code=\"{code}\"}}"), count as f64);
+        }
+        counters.insert("kv_transport_fallbacks_total".into(), self.shm_fallbacks as f64);
+        counters
+    }
+}
+
+/// As `Stats::counters`; `states` are the ledger's counts of live rooms.
+pub fn gauges(states: &BTreeMap<&'static str, usize>, peers: usize) -> BTreeMap<String, f64> {
+    let count = |state: &str| states.get(state).copied().unwrap_or(0) as f64;
+    let mut gauges: BTreeMap<String, f64> = prefill::Phase::LIVE_NAMES
+        .iter()
+        .chain(decode::Phase::LIVE_NAMES)
+        .map(|state| (format!("kv_rooms{{state=\"{}\"}}", state.to_lowercase()), count(state)))
+        .collect();
+    gauges.insert("kv_leases".into(), count("LEASED"));
+    gauges.insert("kv_peers".into(), peers as f64);
+    gauges
+}

@@ -1,0 +1,165 @@
+//! Frames: `u32 length | u8 flags | [32-byte MAC] | body`, all little endian; `length` counts everything after itself.
+//!
+//! With a cluster key, HELLO is authenticated by the key itself (the answer also covers the asker's nonce), and every later frame by a key
+//! derived from both nonces, over direction, sequence number and body: a frame cannot be replayed, reordered, reflected or moved to
+//! another connection.
+
+use hmac::{Hmac, Mac};
+use sha2::Sha256;
+
+use super::{DecodeError, Msg};
+
+type HmacSha256 = Hmac<Sha256>;
+
+/// Bytes that must be read before the frame's size is known.
+pub const HEADER_BYTES: usize = 4;
+/// Largest frame after the length field. The biggest message, FINAL, is bounded to half of it.
+pub const MAX_FRAME_BYTES: usize = 4 << 20;
+const MAC_BYTES: usize = 32;
+const FLAG_MAC: u8 = 1;
+
+#[derive(Debug, thiserror::Error, PartialEq, Eq)]
+pub enum FrameError {
+    #[error("a frame of {0} bytes is refused, the limit is {MAX_FRAME_BYTES}")]
+    TooLarge(usize),
+    #[error("the frame ends early")]
+    Short,
+    #[error("{0}")]
+    Auth(&'static str),
+    #[error(transparent)]
+    Decode(#[from] DecodeError),
+}
+
+/// Size of what follows the length field, checked against the limit.
+pub fn frame_len(header: [u8; HEADER_BYTES]) -> Result<usize, FrameError> {
+    match u32::from_le_bytes(header) as usize {
+        0 => Err(FrameError::Short),
+        n if n > MAX_FRAME_BYTES => Err(FrameError::TooLarge(n)),
+        n => Ok(n),
+    }
+}
+
+fn mac(key: &[u8], parts: &[&[u8]]) -> HmacSha256 {
+    let mut mac = HmacSha256::new_from_slice(key).expect("HMAC takes keys of any length");
+    for part in parts {
+        mac.update(part);
+    }
+    mac
+}
+
+fn build(body: &[u8], tag: Option<[u8; MAC_BYTES]>) -> Vec<u8> {
+    let len = 1 + tag.map_or(0, |t| t.len()) + body.len();
+    debug_assert!(len <= MAX_FRAME_BYTES, "messages are bounded where they are made");
+    let mut frame = Vec::with_capacity(HEADER_BYTES + len);
+    frame.extend_from_slice(&(len as u32).to_le_bytes());
+    frame.push(if tag.is_some() { FLAG_MAC } else { 0 });
+    if let Some(tag) = tag {
+        frame.extend_from_slice(&tag);
+    }
+    frame.extend_from_slice(body);
+    frame
+}
+
+/// Split what follows the length field into (mac, body).
+fn split(frame: &[u8]) -> Result<(Option<&[u8]>, &[u8]), FrameError> {
+    match frame.split_first().ok_or(FrameError::Short)? {
+        (0, body) => Ok((None, body)),
+        (&FLAG_MAC, rest) if rest.len() >= MAC_BYTES => {
+            let (tag, body) = rest.split_at(MAC_BYTES);
+            Ok((Some(tag), body))
+        }
+        (&FLAG_MAC, _) => Err(FrameError::Short),
+        _ => Err(FrameError::Auth("the frame has unknown flags")),
+    }
+}
+
+fn verify(key: Option<&[u8]>, parts: &[&[u8]], tag: Option<&[u8]>) -> Result<(), FrameError> {
+    match (key, tag) {
+        (None, None) => Ok(()),
+        (Some(key), Some(tag)) => {
+            mac(key, parts).verify_slice(tag).map_err(|_| FrameError::Auth("the frame's HMAC is wrong: the cluster keys differ"))
+        }
+        (Some(_), None) => Err(FrameError::Auth("the peer sends unauthenticated frames, but this node has a cluster key")),
+        (None, Some(_)) => Err(FrameError::Auth("the peer has a cluster key, this node has none")),
+    }
+}
+
+/// Keys and nonces of one connection before it is established.
+pub struct Handshake<'a> {
+    key: Option<&'a [u8]>,
+}
+
+impl<'a> Handshake<'a> {
+    pub fn new(cluster_key: Option<&'a [u8]>) -> Self {
+        Self { key: cluster_key }
+    }
+
+    /// A HELLO frame. `asker_nonce` is empty for the asking side and the asker's nonce for the answer.
+    pub fn seal_hello(&self, hello: &Msg, asker_nonce: &[u8]) -> Vec<u8> {
+        let body = hello.encode();
+        let tag = self.key.map(|key| mac(key, &[b"baton hello 1", &[asker_nonce.len() as u8], asker_nonce, &body]).finalize().into_bytes().into());
+        build(&body, tag)
+    }
+
+    /// An unauthenticated refusal, for a peer whose HELLO did not verify: it could not check a MAC of ours either.
+    pub fn seal_refusal(&self, refusal: &Msg) -> Vec<u8> {
+        build(&refusal.encode(), None)
+    }
+
+    pub fn open_hello(&self, frame: &[u8], asker_nonce: &[u8]) -> Result<Msg, FrameError> {
+        let (tag, body) = split(frame)?;
+        let parts: [&[u8]; 4] = [b"baton hello 1", &[asker_nonce.len() as u8], asker_nonce, body];
+        match verify(self.key, &parts, tag) {
+            Ok(()) => Ok(Msg::decode(body)?),
+            // A refusal may be read without a MAC: all it can do is to end this connection.
+            Err(err) if tag.is_none() => match Msg::decode(body) {
+                Ok(refusal @ Msg::Reject { connection: true, .. }) => Ok(refusal),
+                _ => Err(err),
+            },
+            Err(err) => Err(err),
+        }
+    }
+
+    /// Sealer and opener of the established connection, for the asking side or the answering one.
+    pub fn establish(&self, asker: bool, asker_nonce: &[u8], answerer_nonce: &[u8]) -> (Sealer, Opener) {
+        let session = self.key.map(|key| {
+            let parts: [&[u8]; 4] = [b"baton session 1", &[asker_nonce.len() as u8], asker_nonce, answerer_nonce];
+            mac(key, &parts).finalize().into_bytes().to_vec()
+        });
+        let ours = u8::from(asker);
+        (Sealer { key: session.clone(), direction: ours, seq: 0 }, Opener { key: session, direction: 1 - ours, seq: 0 })
+    }
+}
+
+/// Writes the frames of one direction of one connection, in order.
+pub struct Sealer {
+    key: Option<Vec<u8>>,
+    direction: u8,
+    seq: u64,
+}
+
+impl Sealer {
+    pub fn seal(&mut self, msg: &Msg) -> Vec<u8> {
+        let body = msg.encode();
+        let tag = self.key.as_deref().map(|key| mac(key, &[&[self.direction], &self.seq.to_le_bytes(), &body]).finalize().into_bytes().into());
+        self.seq += 1;
+        build(&body, tag)
+    }
+}
+
+/// Reads the frames of one direction of one connection, in order.
+pub struct Opener {
+    key: Option<Vec<u8>>,
+    direction: u8,
+    seq: u64,
+}
+
+impl Opener {
+    /// `frame` is what follows the length field. After an error the connection must be closed.
+    pub fn open(&mut self, frame: &[u8]) -> Result<Msg, FrameError> {
+        let (tag, body) = split(frame)?;
+        verify(self.key.as_deref(), &[&[self.direction], &self.seq.to_le_bytes(), body], tag)?;
+        self.seq += 1;
+        Ok(Msg::decode(body)?)
+    }
+}

@@ -1,0 +1,229 @@
+//! What two transfer nodes say to each other: msgpack messages in length-prefixed frames, authenticated when a cluster key is set.
+//!
+//! One control connection per (D rank, P rank) pair, opened by D. Both sides send HELLO first; then, per room:
+//!
+//! ```text
+//! D ── OPEN ─────────────────────▶ P      D ◀── OPEN_OK | PARKED | REJECT ── P
+//! D ◀── PROGRESS (pages are final) ── P   (any number, in any order relative to D's grant)
+//! D ◀── FINAL (prefill is over) ───── P
+//! D ── DONE (all pages verified) ─▶ P     either side, at any time: ABORT / ABORT_ACK
+//! ```
+//!
+//! HEARTBEAT flows both ways once a second. `tcp` data streams carry READ and DATA … DATA_END, or STALE; the raw page bytes
+//! follow a DATA frame. Page bytes are covered by the page checksum announced in PROGRESS, not by the frame's MAC.
+//!
+//! Messages are msgpack maps with field names, so a later version may add fields; unknown ones are ignored.
+
+mod frame;
+pub mod wire;
+
+use serde::{Deserialize, Serialize};
+
+pub use frame::{FrameError, HEADER_BYTES, Handshake, MAX_FRAME_BYTES, Opener, Sealer, frame_len};
+
+use crate::code::Code;
+
+/// Spoken by this build; a peer with another number is refused with LAYOUT_MISMATCH.
+pub const VERSION: u32 = 1;
+/// Most pages in one PROGRESS frame (about 21 bytes each).
+pub const MAX_PROGRESS_PAGES: usize = 4096;
+/// Most pages in one READ.
+pub const MAX_READ_PAGES: usize = 1024;
+/// Most rooms listed in one HEARTBEAT.
+pub const MAX_HEARTBEAT_ROOMS: usize = 16384;
+/// Largest FINAL payload (first token, logprobs, …).
+pub const MAX_PAYLOAD_BYTES: usize = 2 << 20;
+pub const MAX_PROMPT_HASH_BYTES: usize = 64;
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Channel {
+    Control,
+    Data,
+}
+
+/// First frame of either side of a connection.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Hello {
+    pub ver: u32,
+    pub channel: Channel,
+    /// Fresh randomness of this side; both nonces together key the connection.
+    #[serde(with = "serde_bytes")]
+    pub nonce: Vec<u8>,
+    /// uuid of this process's node: its incarnation.
+    pub inc: String,
+    /// Incarnation the connecting side expects to find, from GET /route.
+    pub expected_inc: Option<String>,
+    /// Where this node listens; the same address with another `inc` is a restart.
+    pub addr: String,
+    pub boot_id: String,
+    pub transports: Vec<String>,
+    pub layout_hash: String,
+    pub num_pages: u64,
+    pub page_bytes: u64,
+    /// Abstract unix socket that hands out the pool's fd to whoever knows the token.
+    pub shm_socket: String,
+    #[serde(with = "serde_bytes")]
+    pub shm_token: Vec<u8>,
+}
+
+/// One announced page: where it is at P, its generation and its checksum.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Sealed {
+    pub page: u32,
+    pub generation: u64,
+    pub sum: u64,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Msg {
+    #[serde(rename = "HELLO")]
+    Hello(Hello),
+    #[serde(rename = "OPEN")]
+    Open {
+        room: u64,
+        attempt: u32,
+        d_inc: String,
+        p_inc_expected: String,
+        layout_hash: String,
+        #[serde(with = "serde_bytes")]
+        prompt_hash: Vec<u8>,
+        start_page: u32,
+        deadline_ms: u64,
+        prio: i32,
+    },
+    #[serde(rename = "OPEN_OK")]
+    OpenOk { room: u64, attempt: u32, p_inc: String },
+    #[serde(rename = "PARKED")]
+    Parked { room: u64, attempt: u32, ttl_ms: u64 },
+    /// Room 0 with `connection: true` refuses the whole connection.
+    #[serde(rename = "REJECT")]
+    Reject { room: u64, attempt: u32, code: Code, message: String, retry_after_ms: u64, connection: bool },
+    #[serde(rename = "PROGRESS")]
+    Progress { room: u64, attempt: u32, first_page: u32, ids: Vec<u32>, gens: Vec<u64>, sums: Vec<u64> },
+    #[serde(rename = "FINAL")]
+    Final {
+        room: u64,
+        attempt: u32,
+        total_pages: u32,
+        last_page_tokens: u32,
+        /// Hash over the checksums of pages start_page.. in order.
+        root: u64,
+        #[serde(with = "serde_bytes")]
+        payload: Vec<u8>,
+    },
+    /// All pages are copied and verified; P may end the lease.
+    #[serde(rename = "DONE")]
+    Done { room: u64, attempt: u32, bytes: u64, root: u64 },
+    #[serde(rename = "ABORT")]
+    Abort { room: u64, attempt: u32, code: Code },
+    #[serde(rename = "ABORT_ACK")]
+    AbortAck { room: u64, attempt: u32 },
+    /// `rooms` are those the sender still works on with this peer; D's list renews P's leases.
+    #[serde(rename = "HEARTBEAT")]
+    Heartbeat { inc: String, seq: u64, rooms: Vec<u64>, pull_backlog_bytes: u64 },
+    #[serde(rename = "READ")]
+    Read { ticket: u64, ids: Vec<u32>, gens: Vec<u64> },
+    /// `pages` pages of raw bytes follow this frame.
+    #[serde(rename = "DATA")]
+    Data { ticket: u64, pages: u32, page_bytes: u64 },
+    /// Follows the raw bytes; names a page whose generation changed while it was sent.
+    #[serde(rename = "DATA_END")]
+    DataEnd { ticket: u64, stale: Option<u32> },
+    /// Instead of DATA: this page is no longer what was announced.
+    #[serde(rename = "STALE")]
+    Stale { ticket: u64, page: u32 },
+}
+
+#[derive(Debug, thiserror::Error, PartialEq, Eq)]
+pub enum DecodeError {
+    #[error("the frame is no known message: {0}")]
+    Malformed(String),
+    #[error("{name}: {what}")]
+    Invalid { name: &'static str, what: String },
+}
+
+impl Msg {
+    pub fn name(&self) -> &'static str {
+        match self {
+            Msg::Hello(_) => "HELLO",
+            Msg::Open { .. } => "OPEN",
+            Msg::OpenOk { .. } => "OPEN_OK",
+            Msg::Parked { .. } => "PARKED",
+            Msg::Reject { .. } => "REJECT",
+            Msg::Progress { .. } => "PROGRESS",
+            Msg::Final { .. } => "FINAL",
+            Msg::Done { .. } => "DONE",
+            Msg::Abort { .. } => "ABORT",
+            Msg::AbortAck { .. } => "ABORT_ACK",
+            Msg::Heartbeat { .. } => "HEARTBEAT",
+            Msg::Read { .. } => "READ",
+            Msg::Data { .. } => "DATA",
+            Msg::DataEnd { .. } => "DATA_END",
+            Msg::Stale { .. } => "STALE",
+        }
+    }
+
+    pub fn encode(&self) -> Vec<u8> {
+        rmp_serde::to_vec_named(self).expect("our messages hold only integers, strings and bytes")
+    }
+
+    /// Decode and check everything that later code relies on.
+    pub fn decode(body: &[u8]) -> Result<Msg, DecodeError> {
+        let msg: Msg = rmp_serde::from_slice(body).map_err(|err| DecodeError::Malformed(err.to_string()))?;
+        msg.check().map_err(|what| DecodeError::Invalid { name: msg.name(), what })?;
+        Ok(msg)
+    }
+
+    fn check(&self) -> Result<(), String> {
+        let at_most = |what: &str, n: usize, limit: usize| {
+            if n <= limit { Ok(()) } else { Err(format!("{what} is {n}, at most {limit} are accepted")) }
+        };
+        match self {
+            Msg::Progress { first_page, ids, gens, sums, .. } => {
+                if ids.len() != gens.len() || ids.len() != sums.len() {
+                    return Err(format!("{} ids, {} generations, {} sums", ids.len(), gens.len(), sums.len()));
+                }
+                if gens.iter().any(|g| g % 2 == 1) {
+                    return Err("an announced page has an odd generation (it is being written)".into());
+                }
+                at_most("last page", *first_page as usize + ids.len(), i32::MAX as usize)?;
+                at_most("pages", ids.len(), MAX_PROGRESS_PAGES)
+            }
+            Msg::Read { ids, gens, .. } => {
+                if ids.len() != gens.len() {
+                    return Err(format!("{} ids, {} generations", ids.len(), gens.len()));
+                }
+                at_most("pages", ids.len(), MAX_READ_PAGES)
+            }
+            Msg::Open { prompt_hash, start_page, .. } => {
+                at_most("start_page", *start_page as usize, i32::MAX as usize)?;
+                at_most("prompt_hash bytes", prompt_hash.len(), MAX_PROMPT_HASH_BYTES)
+            }
+            Msg::Final { payload, total_pages, .. } => {
+                at_most("total_pages", *total_pages as usize, i32::MAX as usize)?;
+                at_most("payload bytes", payload.len(), MAX_PAYLOAD_BYTES)
+            }
+            Msg::Heartbeat { rooms, .. } => at_most("rooms", rooms.len(), MAX_HEARTBEAT_ROOMS),
+            Msg::Hello(hello) => {
+                at_most("nonce bytes", hello.nonce.len(), 64)?;
+                at_most("token bytes", hello.shm_token.len(), 64)?;
+                at_most("transports", hello.transports.len(), 16)?;
+                at_most("socket name bytes", hello.shm_socket.len(), 100)
+            }
+            _ => Ok(()),
+        }
+    }
+}
+
+/// Root of a run of page checksums: equal on both sides only if every page of the run is.
+pub fn root_of(sums: impl Iterator<Item = u64>) -> u64 {
+    let mut hash = xxhash_rust::xxh3::Xxh3::new();
+    for sum in sums {
+        hash.update(&sum.to_le_bytes());
+    }
+    hash.digest()
+}
+
+#[cfg(test)]
+#[path = "tests.rs"]
+mod tests;

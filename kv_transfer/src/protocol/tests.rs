@@ -1,0 +1,168 @@
+#![allow(clippy::unwrap_used, reason = "a test may stop at the first surprise")]
+
+use proptest::prelude::*;
+
+use super::*;
+
+pub(super) fn hello(nonce: &[u8]) -> Msg {
+    Msg::Hello(Hello {
+        ver: VERSION,
+        channel: Channel::Control,
+        nonce: nonce.to_vec(),
+        inc: "inc".into(),
+        expected_inc: None,
+        addr: "127.0.0.1:1".into(),
+        boot_id: "boot".into(),
+        transports: vec!["shm".into(), "tcp".into()],
+        layout_hash: "l".into(),
+        num_pages: 4,
+        page_bytes: 4096,
+        shm_socket: "s".into(),
+        shm_token: vec![1; 16],
+    })
+}
+
+fn body(frame: &[u8]) -> &[u8] {
+    &frame[HEADER_BYTES..]
+}
+
+/// Both sides of an established connection: (asker's sealer, opener), (answerer's …).
+fn pair(key_a: Option<&[u8]>, key_b: Option<&[u8]>) -> ((Sealer, Opener), (Sealer, Opener)) {
+    (Handshake::new(key_a).establish(true, b"a", b"b"), Handshake::new(key_b).establish(false, b"a", b"b"))
+}
+
+fn any_msg() -> impl Strategy<Value = Msg> {
+    let room = any::<u64>;
+    let attempt = any::<u32>;
+    let code = || proptest::sample::select(Code::ALL);
+    prop_oneof![
+        (room(), attempt(), proptest::collection::vec(any::<(u32, u32, u64)>(), 0..40)).prop_map(|(room, attempt, pages)| Msg::Progress {
+            room,
+            attempt,
+            first_page: 3,
+            ids: pages.iter().map(|p| p.0).collect(),
+            gens: pages.iter().map(|p| u64::from(p.1) * 2).collect(),
+            sums: pages.iter().map(|p| p.2).collect(),
+        }),
+        (room(), attempt(), any::<u16>(), proptest::collection::vec(any::<u8>(), 0..200)).prop_map(|(room, attempt, n, payload)| Msg::Final {
+            room,
+            attempt,
+            total_pages: n.into(),
+            last_page_tokens: 7,
+            root: 9,
+            payload,
+        }),
+        (room(), attempt(), code()).prop_map(|(room, attempt, code)| Msg::Abort { room, attempt, code }),
+        (room(), attempt(), code(), ".{0,20}").prop_map(|(room, attempt, code, message)| Msg::Reject {
+            room,
+            attempt,
+            code,
+            message,
+            retry_after_ms: 5,
+            connection: false
+        }),
+        (any::<u64>(), proptest::option::of(any::<u32>())).prop_map(|(ticket, stale)| Msg::DataEnd { ticket, stale }),
+        proptest::collection::vec(any::<u8>(), 0..64).prop_map(|n| hello(&n)),
+        (room(), attempt(), any::<u64>()).prop_map(|(room, attempt, root)| Msg::Done { room, attempt, bytes: 1, root }),
+    ]
+}
+
+proptest! {
+    #[test]
+    fn messages_round_trip_with_and_without_a_key(msgs in proptest::collection::vec(any_msg(), 1..6), keyed: bool) {
+        let key: Option<&[u8]> = keyed.then_some(b"secret");
+        let ((mut seal, _), (_, mut open)) = pair(key, key);
+        for msg in msgs {
+            let frame = seal.seal(&msg);
+            prop_assert_eq!(frame_len(frame[..4].try_into().unwrap()).unwrap(), frame.len() - 4);
+            prop_assert_eq!(open.open(body(&frame)).unwrap(), msg);
+        }
+    }
+
+    #[test]
+    fn garbage_is_an_error_and_never_a_panic(bytes in proptest::collection::vec(any::<u8>(), 0..300), keyed: bool) {
+        let key: Option<&[u8]> = keyed.then_some(b"secret");
+        let (_, (_, mut open)) = pair(key, key);
+        let _ = open.open(&bytes);
+        let _ = Msg::decode(&bytes);
+        let _ = Handshake::new(key).open_hello(&bytes, b"n");
+    }
+
+    #[test]
+    fn damaged_messages_never_panic(msg in any_msg(), at in any::<prop::sample::Index>(), byte: u8, cut in any::<prop::sample::Index>()) {
+        let mut bytes = msg.encode();
+        let i = at.index(bytes.len());
+        bytes[i] = byte;
+        let _ = Msg::decode(&bytes);
+        let _ = Msg::decode(&bytes[..cut.index(bytes.len())]);
+    }
+
+    #[test]
+    fn a_flipped_bit_in_an_authenticated_frame_is_refused(msg in any_msg(), bit in any::<prop::sample::Index>()) {
+        let ((mut seal, _), (_, mut open)) = pair(Some(b"secret"), Some(b"secret"));
+        let mut frame = body(&seal.seal(&msg)).to_vec();
+        let bit = bit.index(frame.len() * 8);
+        frame[bit / 8] ^= 1 << (bit % 8);
+        prop_assert!(open.open(&frame).is_err());
+    }
+}
+
+#[test]
+fn a_replayed_reflected_or_reordered_frame_is_refused() {
+    let key: Option<&[u8]> = Some(b"secret");
+    let msg = |room| Msg::AbortAck { room, attempt: 0 };
+    let ((mut seal, mut asker_open), (_, mut open)) = pair(key, key);
+    let (first, second) = (seal.seal(&msg(1)), seal.seal(&msg(2)));
+    assert!(asker_open.open(body(&first)).is_err(), "reflected to its sender");
+    open.open(body(&first)).unwrap();
+    assert!(open.open(body(&first)).is_err(), "replayed");
+    let (_, (_, mut other)) = pair(key, key);
+    assert!(other.open(body(&second)).is_err(), "reordered");
+    let (_, mut elsewhere) = Handshake::new(key).establish(false, b"a", b"another nonce");
+    assert!(elsewhere.open(body(&first)).is_err(), "moved to another connection");
+}
+
+#[test]
+fn keys_must_agree_and_the_refusal_says_which_side_has_none() {
+    let frame = Handshake::new(Some(b"one")).seal_hello(&hello(b"n"), b"");
+    assert!(Handshake::new(Some(b"one")).open_hello(body(&frame), b"").is_ok());
+    assert!(matches!(Handshake::new(Some(b"two")).open_hello(body(&frame), b""), Err(FrameError::Auth(_))));
+    let err = Handshake::new(None).open_hello(body(&frame), b"").unwrap_err();
+    assert!(err.to_string().contains("this node has none"), "{err}");
+    let plain = Handshake::new(None).seal_hello(&hello(b"n"), b"");
+    let err = Handshake::new(Some(b"one")).open_hello(body(&plain), b"").unwrap_err();
+    assert!(err.to_string().contains("unauthenticated"), "{err}");
+    assert!(Handshake::new(Some(b"one")).open_hello(body(&frame), b"my nonce").is_err(), "an old answer to another nonce");
+}
+
+#[test]
+fn oversized_and_inconsistent_messages_are_refused() {
+    assert_eq!(frame_len((5_000_000u32).to_le_bytes()), Err(FrameError::TooLarge(5_000_000)));
+    assert_eq!(frame_len(0u32.to_le_bytes()), Err(FrameError::Short));
+    let refused = |msg: Msg| matches!(Msg::decode(&msg.encode()), Err(DecodeError::Invalid { .. }));
+    let progress = |ids: usize, gen_: u64, gens: usize| Msg::Progress {
+        room: 1,
+        attempt: 0,
+        first_page: 0,
+        ids: vec![0; ids],
+        gens: vec![gen_; gens],
+        sums: vec![0; ids],
+    };
+    assert!(refused(progress(2, 2, 1)));
+    assert!(refused(progress(1, 3, 1)), "an odd generation");
+    assert!(refused(progress(MAX_PROGRESS_PAGES + 1, 2, MAX_PROGRESS_PAGES + 1)));
+    assert!(!refused(progress(MAX_PROGRESS_PAGES, 2, MAX_PROGRESS_PAGES)));
+    assert!(refused(Msg::Read { ticket: 0, ids: vec![1], gens: vec![] }));
+    assert!(refused(Msg::Final { room: 1, attempt: 0, total_pages: 1, last_page_tokens: 1, root: 0, payload: vec![0; MAX_PAYLOAD_BYTES + 1] }));
+}
+
+#[test]
+fn unknown_fields_of_a_later_version_are_ignored() {
+    #[derive(Serialize)]
+    enum Later {
+        #[serde(rename = "ABORT_ACK")]
+        AbortAck { room: u64, attempt: u32, novelty: &'static str },
+    }
+    let bytes = rmp_serde::to_vec_named(&Later::AbortAck { room: 5, attempt: 1, novelty: "x" }).unwrap();
+    assert_eq!(Msg::decode(&bytes).unwrap(), Msg::AbortAck { room: 5, attempt: 1 });
+}

@@ -1,0 +1,102 @@
+//! Faults on purpose, for tests: `{"rules": [{"on": "PROGRESS", "nth": 1, "do": "drop"}]}` in the node's configuration.
+//!
+//! `on` is a message name (of messages this node sends, control connection only), `*` for any of them, or `PAGE` for pages this node pulls.
+//! `nth` counts from 1; the rule fires for the nth match and, with `"repeat": true`, for every later one.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use serde::Deserialize;
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Fault {
+    /// The message is never sent.
+    Drop,
+    /// Sent twice.
+    Dup,
+    /// Sent this much later, behind messages that come after it.
+    DelayMs(u64),
+    /// One bit of the frame, or of the page just copied, is flipped.
+    Flip,
+    /// The connection is cut instead.
+    Kill,
+    /// (PAGE) The shm transport stops working.
+    Break,
+}
+
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Rule {
+    on: String,
+    #[serde(default = "first")]
+    nth: u64,
+    #[serde(default)]
+    repeat: bool,
+    #[serde(rename = "do")]
+    fault: Fault,
+    #[serde(skip)]
+    seen: AtomicU64,
+}
+
+fn first() -> u64 {
+    1
+}
+
+impl Rule {
+    fn fires(&self) -> bool {
+        let seen = self.seen.fetch_add(1, Ordering::Relaxed) + 1;
+        seen == self.nth || (self.repeat && seen > self.nth)
+    }
+}
+
+#[derive(Debug, Default, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Faults {
+    rules: Vec<Rule>,
+}
+
+impl Faults {
+    fn find(&self, on: impl Fn(&str) -> bool, kind: impl Fn(Fault) -> bool) -> Option<Fault> {
+        self.rules.iter().filter(|rule| on(&rule.on) && kind(rule.fault)).find(|rule| rule.fires()).map(|rule| rule.fault)
+    }
+
+    pub fn on_send(&self, name: &str) -> Option<Fault> {
+        self.find(|on| on == name || on == "*", |_| true)
+    }
+
+    pub fn flip_page(&self) -> bool {
+        self.find(|on| on == "PAGE", |fault| fault == Fault::Flip).is_some()
+    }
+
+    pub fn shm_broken(&self) -> bool {
+        self.find(|on| on == "PAGE", |fault| fault == Fault::Break).is_some()
+    }
+
+    /// Time each page takes longer.
+    pub fn page_delay_ms(&self) -> Option<u64> {
+        match self.find(|on| on == "PAGE", |fault| matches!(fault, Fault::DelayMs(_)))? {
+            Fault::DelayMs(ms) => Some(ms),
+            _ => None,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_rule_fires_at_its_number_and_repeats_only_if_asked() {
+        let faults: Faults = serde_json::from_str(
+            r#"{"rules": [{"on": "PROGRESS", "nth": 2, "do": "drop"}, {"on": "PAGE", "do": "flip", "repeat": true}, {"on": "DONE", "do": {"delay_ms": 5}}]}"#,
+        )
+        .expect("valid rules");
+        assert_eq!(faults.on_send("PROGRESS"), None);
+        assert_eq!(faults.on_send("OPEN"), None);
+        assert_eq!(faults.on_send("PROGRESS"), Some(Fault::Drop));
+        assert_eq!(faults.on_send("PROGRESS"), None);
+        assert!(faults.flip_page() && faults.flip_page());
+        assert_eq!(faults.on_send("DONE"), Some(Fault::DelayMs(5)));
+        assert!(serde_json::from_str::<Faults>(r#"{"rules": [{"on": "X", "do": "explode"}]}"#).is_err());
+    }
+}

@@ -1,0 +1,44 @@
+//! Moving page bytes into our own pool. Everything that touches raw page memory is here and in `crate::pool`.
+//!
+//! Life of a pull: the node gives a `Pull` (pages with generation and checksum, and where they go) to a transport; the transport
+//! answers with exactly one `PullEnd`, after which it writes none of the pages again. `shm` copies on the copier's threads from
+//! the peer's mapped pool; `tcp` reads from a data stream on the data thread.
+
+pub mod copier;
+pub mod copy;
+pub mod fault;
+pub mod shm;
+pub mod tcp;
+
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+
+use crate::code::Code;
+use crate::machine::decode::PullPage;
+
+/// One batch of pages to fetch.
+#[derive(Debug, Clone)]
+pub struct Pull {
+    /// Unique in this node; names the pull in `PullEnd` and in cancellation.
+    pub id: u64,
+    pub pages: Vec<PullPage>,
+    /// Set by the node to stop a shm pull at the next page. (tcp pulls are stopped by a command.)
+    pub cancel: Arc<AtomicBool>,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum PullError {
+    /// The room's pull ends here; the code is the room's end.
+    Failed(Code, String),
+    /// The transport does not work; another may.
+    Broken(String),
+    /// Stopped on request.
+    Cancelled,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct PullEnd {
+    pub id: u64,
+    pub bytes: u64,
+    pub result: Result<(), PullError>,
+}
