@@ -5,6 +5,8 @@
 
 use kernels::append::{LayerPages, NewTokens, kv_append};
 use kernels::attention::{Attention, paged_attention};
+use kernels::elementwise::{self, RmsNorm, Rope, SiluMul, Vectors};
+use kernels::linear::{self, Linear, WeightShape};
 use kernels::rows::Rows;
 use kernels::{Dtype, isa, pool};
 use pyo3::exceptions::{PyOSError, PyValueError};
@@ -178,12 +180,130 @@ fn attend(
     });
 }
 
+/// Vectors [outer, inner, len] at an address: (address, outer, inner, outer_stride, inner_stride, len), in elements.
+type Strided = (usize, usize, usize, usize, usize, usize);
+
+fn vectors((data, outer, inner, outer_stride, inner_stride, len): Strided) -> Vectors {
+    Vectors { data: data as *mut u8, outer, inner, outer_stride, inner_stride, len }
+}
+
+/// out = x / rms(x) * weight; with residual != 0 first residual += x, and the norm is of that. out may be x.
+#[pyfunction]
+fn rms_norm(py: Python<'_>, bf16: bool, x: Strided, residual: usize, weight: usize, eps: f32, out: usize) {
+    let norm = RmsNorm {
+        dtype: dtype(bf16),
+        x: vectors(x),
+        residual: residual as *mut u8,
+        weight: weight as *const u8,
+        eps,
+        out: out as *mut u8,
+    };
+    let norm = Shared(norm);
+    // SAFETY: the Python side holds the tensors and has checked their shapes.
+    py.detach(|| unsafe { elementwise::rms_norm(norm.get()) });
+}
+
+/// Rotate q and k [tokens, heads, dim] in place. positions: int64 [tokens] of q and k; cos, sin: float32 [table, dim / 2].
+/// Raises ValueError when a position has no row in the tables.
+#[pyfunction]
+#[expect(clippy::too_many_arguments, reason = "a record would cost more than the call")]
+fn rope(
+    py: Python<'_>,
+    bf16: bool,
+    q: Strided,
+    k: Strided,
+    positions: usize,
+    cos: usize,
+    sin: usize,
+    table: usize,
+) -> PyResult<()> {
+    // SAFETY: the Python side holds the tensors and has checked their shapes.
+    let positions = unsafe { slice::<i64>(positions, q.1) };
+    if let Some(bad) = positions.iter().find(|&&p| p < 0 || p as usize >= table) {
+        return Err(PyValueError::new_err(format!("position {bad} is outside the rope table of {table} rows")));
+    }
+    let turn = |x| Rope { dtype: dtype(bf16), x: vectors(x), positions, cos: cos as *const f32, sin: sin as *const f32 };
+    let both = Shared([turn(q), turn(k)]);
+    // SAFETY: as above.
+    py.detach(|| both.get().iter().for_each(|x| unsafe { elementwise::rope(x) }));
+    Ok(())
+}
+
+/// out [rows, len] = silu(gate) * up of gate_up [rows, 2 * len], rows `stride` elements apart.
+#[pyfunction]
+fn silu_mul(py: Python<'_>, bf16: bool, gate_up: usize, stride: usize, rows: usize, len: usize, out: usize) {
+    let gated =
+        Shared(SiluMul { dtype: dtype(bf16), gate_up: gate_up as *const u8, stride, rows, len, out: out as *mut u8 });
+    // SAFETY: the Python side holds the tensors and has checked their shapes.
+    py.detach(|| unsafe { elementwise::silu_mul(gated.get()) });
+}
+
+/// A weight matrix [outputs, inputs] in the kernels' order; owns its memory.
+#[pyclass(frozen, module = "baton._native")]
+struct PackedWeight(linear::PackedWeight);
+
+#[pymethods]
+impl PackedWeight {
+    /// Copy the contiguous matrix at `weight`, which is not needed afterwards.
+    #[new]
+    fn new(py: Python<'_>, bf16: bool, outputs: usize, inputs: usize, weight: usize) -> Self {
+        let shape = WeightShape { dtype: dtype(bf16), outputs, inputs };
+        // SAFETY: the Python side holds the tensor and has checked its shape.
+        PackedWeight(py.detach(|| unsafe { linear::PackedWeight::pack(shape, weight as *const u8) }))
+    }
+
+    /// y [rows, outputs] = x [rows, inputs] * W^T + bias [outputs] (0: none); rows of x are `x_stride` elements apart.
+    fn multiply(&self, py: Python<'_>, x: usize, x_stride: usize, rows: usize, bias: usize, y: usize) {
+        let call = Shared(Linear {
+            weight: &self.0,
+            x: x as *const u8,
+            x_stride,
+            rows,
+            bias: bias as *const u8,
+            y: y as *mut u8,
+        });
+        // SAFETY: the Python side holds the tensors and has checked their shapes.
+        py.detach(|| unsafe { linear::linear(call.get()) });
+    }
+
+    /// Copy the original rows named by the `count` int64 at `ids` to `out`. Raises ValueError for an id out of range.
+    fn rows(&self, py: Python<'_>, ids: usize, count: usize, out: usize) -> PyResult<()> {
+        // SAFETY: the Python side holds the tensors and has checked their shapes.
+        let ids = unsafe { slice::<i64>(ids, count) };
+        let outputs = self.0.shape().outputs;
+        if let Some(bad) = ids.iter().find(|&&id| id < 0 || id as usize >= outputs) {
+            return Err(PyValueError::new_err(format!("row {bad} is outside a matrix of {outputs}")));
+        }
+        // SAFETY: as above.
+        py.detach(|| unsafe { self.0.rows(ids, out as *mut u8) });
+        Ok(())
+    }
+}
+
+/// Plain data with pointers, handed to the closure that runs without the GIL.
+struct Shared<T>(T);
+
+impl<T> Shared<T> {
+    fn get(&self) -> &T {
+        &self.0
+    }
+}
+
+// SAFETY: what the pointers lead to is vouched for where the record is made; the closure runs on the same thread.
+unsafe impl<T> Sync for Shared<T> {}
+// SAFETY: as above.
+unsafe impl<T> Send for Shared<T> {}
+
 pub fn register(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_class::<KvLayer>()?;
     m.add_class::<KvRows>()?;
+    m.add_class::<PackedWeight>()?;
     m.add_function(wrap_pyfunction!(cpu_isa, m)?)?;
     m.add_function(wrap_pyfunction!(set_threads, m)?)?;
     m.add_function(wrap_pyfunction!(threads, m)?)?;
     m.add_function(wrap_pyfunction!(append, m)?)?;
-    m.add_function(wrap_pyfunction!(attend, m)?)
+    m.add_function(wrap_pyfunction!(attend, m)?)?;
+    m.add_function(wrap_pyfunction!(rms_norm, m)?)?;
+    m.add_function(wrap_pyfunction!(rope, m)?)?;
+    m.add_function(wrap_pyfunction!(silu_mul, m)?)
 }

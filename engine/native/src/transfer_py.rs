@@ -1,10 +1,17 @@
 //! Python face of the `kv_transfer` crate: converts arguments, releases the GIL, calls the crate.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use kv_transfer::pool::{KvPool, PoolError};
-use pyo3::exceptions::{PyOSError, PyValueError};
+use kv_transfer::{BootstrapServer, NodeError, NodeEvent, TransferNode};
+use parking_lot::Mutex;
+use pyo3::create_exception;
+use pyo3::exceptions::{PyOSError, PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
+use pyo3::types::{PyBytes, PyTuple};
+
+create_exception!(_native, DuplicateRoom, PyValueError, "The room is live on this node; every request needs a room of its own.");
 
 fn pool_error(err: PoolError) -> PyErr {
     match err {
@@ -87,6 +94,178 @@ impl PyKvPool {
     }
 }
 
+fn node_error(err: NodeError) -> PyErr {
+    let text = err.to_string();
+    match err {
+        NodeError::DuplicateRoom(_) => DuplicateRoom::new_err(text),
+        NodeError::Pages(err) => pool_error(err),
+        NodeError::Config(_) | NodeError::TooLarge { .. } | NodeError::UnknownCode(_) => PyValueError::new_err(text),
+        NodeError::Start { .. } | NodeError::Register(_) => PyOSError::new_err(text),
+        NodeError::Full(_) | NodeError::Unhealthy(_) => PyRuntimeError::new_err(text),
+    }
+}
+
+/// The event as the tuple the contract names.
+fn event_tuple<'py>(py: Python<'py>, event: NodeEvent) -> PyResult<Bound<'py, PyTuple>> {
+    match event {
+        NodeEvent::Committed { room, payload, total_pages, last_page_tokens, stats } => {
+            let stats = serde_json::to_string(&stats).map_err(|err| PyRuntimeError::new_err(err.to_string()))?;
+            ("committed", room, PyBytes::new(py, &payload), total_pages, last_page_tokens, stats).into_pyobject(py)
+        }
+        NodeEvent::Failed { room, code, message } => ("failed", room, code.as_str(), message, code.retryable()).into_pyobject(py),
+        NodeEvent::Aborted { room } => ("aborted", room).into_pyobject(py),
+        NodeEvent::Released { room, code } => ("released", room, code.map_or("DONE", |code| code.as_str())).into_pyobject(py),
+    }
+}
+
+/// One rank's end of all KV transfers, on a prefill (P) or a decode (D) node. No call waits for the network, except
+/// `register` and `close`; ends of rooms are heard through `poll`, and `event_fd` is readable while there are any.
+///
+/// `config_json`: {"role": "prefill"|"decode", "host", "advertise_host"?, "port" (0 = free), "transports": ["shm", "tcp"],
+/// "cluster_key"?, "layout": {"page_bytes", …}, "dp_rank", "dp_size", "lease_ms", "heartbeat_ms", "copy_threads",
+/// "max_rooms", "park_ttl_ms", "fault"? (tests only)}. Raises ValueError for the configuration, OSError if it cannot start.
+#[pyclass(frozen, name = "TransferNode", module = "baton._native")]
+pub struct PyTransferNode {
+    node: TransferNode,
+}
+
+#[pymethods]
+impl PyTransferNode {
+    #[new]
+    fn new(py: Python<'_>, pool: &Bound<'_, PyKvPool>, config_json: &str) -> PyResult<Self> {
+        let pool = pool.get().pool.clone();
+        let node = py.detach(|| TransferNode::start(pool, config_json)).map_err(node_error)?;
+        Ok(Self { node })
+    }
+
+    #[getter]
+    fn port(&self) -> u16 {
+        self.node.port()
+    }
+
+    /// uuid of this start of the process's node.
+    #[getter]
+    fn incarnation(&self) -> &str {
+        self.node.incarnation()
+    }
+
+    /// eventfd, readable while `poll` has events. Owned by the node: wait on it, do not read or close it.
+    #[getter]
+    fn event_fd(&self) -> i32 {
+        self.node.event_fd()
+    }
+
+    #[getter]
+    fn healthy(&self) -> bool {
+        self.node.is_healthy()
+    }
+
+    /// P: PUT /route for this rank until it succeeds (then it is repeated in the background). OSError after `timeout_ms`.
+    fn register(&self, py: Python<'_>, bootstrap_host: &str, bootstrap_port: u16, timeout_ms: u64) -> PyResult<()> {
+        py.detach(|| self.node.register(bootstrap_host, bootstrap_port, Duration::from_millis(timeout_ms))).map_err(node_error)
+    }
+
+    /// P: a request was accepted; `deadline_ms` from now it is given up unless finished. Raises DuplicateRoom (a ValueError).
+    fn offer(&self, py: Python<'_>, room: u64, attempt: u32, prompt_hash: &[u8], deadline_ms: u64) -> PyResult<()> {
+        py.detach(|| self.node.offer(room, attempt, prompt_hash, deadline_ms)).map_err(node_error)
+    }
+
+    /// P: prompt pages [first_page, first_page + n), at these pool pages (int32 little endian), are final. Seals them.
+    fn publish(&self, py: Python<'_>, room: u64, first_page: u32, pages: &[u8]) -> PyResult<()> {
+        py.detach(|| self.node.publish(room, first_page, pages)).map_err(node_error)
+    }
+
+    /// P: prefill is over. `payload` (at most 2 MiB) reaches D unread; all total_pages pages must be published. The lease starts.
+    fn finish(&self, py: Python<'_>, room: u64, total_pages: u32, last_page_tokens: u32, payload: &[u8]) -> PyResult<()> {
+        py.detach(|| self.node.finish(room, total_pages, last_page_tokens, payload.to_vec())).map_err(node_error)
+    }
+
+    /// D: fetch a prompt's pages from the prefill rank behind this bootstrap server. `prefill_dp_rank` < 0: room modulo its dp size.
+    /// `deadline_ms` counts from now. Raises DuplicateRoom (a ValueError).
+    #[allow(clippy::too_many_arguments, reason = "called with names")]
+    fn open(
+        &self, py: Python<'_>, room: u64, attempt: u32, bootstrap_host: &str, bootstrap_port: u16, prefill_dp_rank: i64, prompt_hash: &[u8], deadline_ms: u64,
+    ) -> PyResult<()> {
+        py.detach(|| self.node.open(room, attempt, bootstrap_host, bootstrap_port, prefill_dp_rank, prompt_hash, deadline_ms)).map_err(node_error)
+    }
+
+    /// D: the prompt's pages before `start_page` are here; the others go to these pool pages (int32 little endian), all of them. They are
+    /// written until the room ends, and not after.
+    fn grant(&self, py: Python<'_>, room: u64, start_page: u32, dst_pages: &[u8]) -> PyResult<()> {
+        py.detach(|| self.node.grant(room, start_page, dst_pages)).map_err(node_error)
+    }
+
+    /// Either side; idempotent. `code` is a reason code (ValueError otherwise). On P also for a room that was never offered: a D that
+    /// waits for it is told at once.
+    fn abort(&self, py: Python<'_>, room: u64, code: &str) -> PyResult<()> {
+        py.detach(|| self.node.abort(room, code)).map_err(node_error)
+    }
+
+    /// Up to `max` events, exactly one per room:
+    /// D: ("committed", room, payload, total_pages, last_page_tokens, stats_json), ("failed", room, code, message, retryable), ("aborted", room);
+    /// P: ("released", room, "DONE" or code).
+    fn poll<'py>(&self, py: Python<'py>, max: usize) -> PyResult<Vec<Bound<'py, PyTuple>>> {
+        self.node.poll(max).into_iter().map(|event| event_tuple(py, event)).collect()
+    }
+
+    /// {"gauges", "counters": by metric name with labels; "detail": more, for people; "healthy", "unhealthy_reason"}
+    fn stats_json(&self, py: Python<'_>) -> String {
+        py.detach(|| self.node.stats_json())
+    }
+
+    /// Live rooms and the remembered transitions, of one room or of all.
+    #[pyo3(signature = (room=None))]
+    fn rooms_json(&self, py: Python<'_>, room: Option<u64>) -> String {
+        py.detach(|| self.node.rooms_json(room))
+    }
+
+    /// Refuse OPENs of rooms not offered here; rooms under way go on.
+    fn drain(&self) {
+        self.node.drain();
+    }
+
+    /// End all connections and threads; afterwards nothing writes the pool. Rooms still alive get no event. Idempotent.
+    fn close(&self, py: Python<'_>) {
+        py.detach(|| self.node.close());
+    }
+}
+
+/// SGLang-compatible bootstrap server: PUT, GET, DELETE /route and GET /health, on a thread of its own. `port` 0 = any free one.
+#[pyclass(frozen, name = "BootstrapServer", module = "baton._native")]
+pub struct PyBootstrapServer {
+    server: Mutex<BootstrapServer>,
+    port: u16,
+}
+
+#[pymethods]
+impl PyBootstrapServer {
+    /// Raises OSError if the address cannot be bound.
+    #[new]
+    #[pyo3(signature = (host, port, cluster_key=None))]
+    fn new(py: Python<'_>, host: &str, port: u16, cluster_key: Option<String>) -> PyResult<Self> {
+        let server = py.detach(|| BootstrapServer::start(host, port, cluster_key)).map_err(|err| PyOSError::new_err(format!("bootstrap server on {host}:{port}: {err}")))?;
+        Ok(Self { port: server.port(), server: Mutex::new(server) })
+    }
+
+    #[getter]
+    fn port(&self) -> u16 {
+        self.port
+    }
+
+    /// Whether its thread still serves.
+    #[getter]
+    fn healthy(&self) -> bool {
+        self.server.lock().is_serving()
+    }
+
+    fn stop(&self, py: Python<'_>) {
+        py.detach(|| self.server.lock().stop());
+    }
+}
+
 pub fn register(m: &Bound<'_, PyModule>) -> PyResult<()> {
-    m.add_class::<PyKvPool>()
+    m.add("DuplicateRoom", m.py().get_type::<DuplicateRoom>())?;
+    m.add_class::<PyKvPool>()?;
+    m.add_class::<PyTransferNode>()?;
+    m.add_class::<PyBootstrapServer>()
 }
