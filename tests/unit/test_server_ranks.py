@@ -162,6 +162,8 @@ def test_a_broken_sink_does_not_cost_the_other_rows(tmp_path: Path) -> None:
         await stage.say(batch(rows))
         await until(lambda: bool(fine.rows))
         assert broken.errors[0].code == "internal_error"
+        heard = [await stage.hear() for _ in range(3)]
+        assert heard[-1] == Abort([rows[0][0]])
 
     play(tmp_path, scene)
 

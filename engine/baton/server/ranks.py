@@ -242,6 +242,7 @@ class Ranks:
                     sink.on_tokens(mine, cached[row], batch.logprobs.get(row), finish)
             except Exception:  # one request's trouble must not cost the other rows of the batch
                 log.exception("handle %d: its tokens could not be processed", handle)
+                self.abort([handle])
                 sink.on_error(EngineError("internal error; the engine's log has the details"))
 
     def died(self, dp_rank: int, why: str) -> None:
