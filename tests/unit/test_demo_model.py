@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.models import demo_corpus, make_demo
-from baton.models.demo_corpus import Questions, Sampler, Turn, render
+from baton.models.demo_corpus import OffTopic, Questions, Sampler, Turn, render
 
 MAX_BYTES = 8_000_000
 
@@ -20,6 +20,11 @@ MAX_BYTES = 8_000_000
 @pytest.fixture(scope="module")
 def questions() -> Questions:
     return demo_corpus.load_topics(make_demo.QUESTIONS_FILE)
+
+
+@pytest.fixture(scope="module")
+def off_topic() -> OffTopic:
+    return demo_corpus.load_off_topic(make_demo.OFF_TOPIC_FILE)
 
 
 @pytest.fixture(scope="module")
@@ -99,8 +104,8 @@ def test_tokenizer_returns_any_text_unchanged(tokenizer: Any, text: str) -> None
         assert tokenizer.decode(ids[1:]) == text
 
 
-def test_chat_template_writes_what_training_saw(tokenizer: Any, questions: Questions) -> None:
-    sampler = Sampler(questions, [["a paragraph"]], seed=5)
+def test_chat_template_writes_what_training_saw(tokenizer: Any, questions: Questions, off_topic: OffTopic) -> None:
+    sampler = Sampler(questions, off_topic, [["a paragraph"]], seed=5)
     for turns in (sampler.conversation() for _ in range(50)):
         messages = [{"role": turn.role, "content": turn.text} for turn in turns]
         assert tokenizer.apply_chat_template(messages, tokenize=False) == render(turns)
@@ -153,9 +158,9 @@ def test_flags_and_codes_in_the_answers_exist(questions: Questions) -> None:
         assert errors.by_code(code).code == code
 
 
-def test_same_seed_gives_the_same_samples(questions: Questions) -> None:
+def test_same_seed_gives_the_same_samples(questions: Questions, off_topic: OffTopic) -> None:
     seed = random.randrange(2**32)
-    first, second = (Sampler(questions, [["one", "two"], ["three"]], seed) for _ in range(2))
+    first, second = (Sampler(questions, off_topic, [["one", "two"], ["three"]], seed) for _ in range(2))
     for _ in range(100):
         assert first.conversation() == second.conversation(), f"seed {seed}"
         assert first.passage() == second.passage(), f"seed {seed}"

@@ -44,42 +44,20 @@ OPENINGS = ("Please tell me: ", "Hey, ", "Hi! ", "Can you tell me: ", "I have a 
 CLOSINGS = (" Please answer briefly.", " Thanks!", " Explain it simply.", " Please.")
 
 
-def _alternatives(text: str) -> list[str]:
-    return text.split("|")
-
-
-# Off-topic questions are also made from parts, so that an unknown word after a known opening is seen often.
-OFF_TOPIC_FORMS = _alternatives(
-    "What is {}?|What are {}?|Explain {}.|Tell me about {}.|Who invented {}?|How does {} work?"
-    "|Where do I find {}?|How do I make {}?|What does {} mean?|Why do people like {}?|Write a poem about {}."
-    "|Write a story about {}.|Define {}.|How much does {} cost?|Which {} is the best?|Is {} dangerous?"
-    "|Give me a recipe with {}.|Translate {} into French.|What is the history of {}?|When was {} discovered?"
-    "|Can I eat {}?|How old is {}?|Do you like {}?|{}|{}?|How do I buy {}?|What is the capital of {}?"
-    "|Who is {}?|Where is {}?|Compare {} and {}.|What is {} plus {}?|What is {} times {}?|How many {} are there?"
-    "|Which {} is the fastest?|How many legs does {} have?|Can you draw {}?|Can you sing about {}?|Who discovered {}?"
-    "|How do I cook {}?|How do I repair {}?|Write a letter about {}.|What colour is {}?|How far is {} from {}?"
-    "|Do I need {}?|What is the price of {}?|When did {} begin?|How heavy is {}?|Why is {} so expensive?"
-)
-OFF_TOPIC_WORDS = _alternatives(
-    "coffee|chocolate|football|chess|Paris|London|Japan|Italy|Germany|Canada|Egypt|music|jazz|a violin"
-    "|mathematics|algebra|history|biology|an atom|electricity|the moon|the sun|a volcano|a river|rain|snow"
-    "|a cat|a dog|an elephant|birds|a shark|trees|roses|apples|pizza|bread|cheese|wine|tea|a car|a train"
-    "|an airplane|a bicycle|a boat|a house|money|banks|taxes|the law|a contract|love|happiness|dreams|sleep"
-    "|a doctor|medicine|vitamins|yoga|tennis|the Olympics|Shakespeare|Einstein|Mozart|Picasso|Newton"
-    "|Cleopatra|a movie|a novel|poetry|painting|photography|a telephone|a television|a camera|the internet"
-    "|email|a website|Java|JavaScript|a compiler|databases|blockchain|bitcoin|robots|the stock market"
-    "|politics|elections|philosophy|religion|Greek mythology|dinosaurs|the pyramids|Antarctica|the ocean"
-    "|climate change|solar energy|a battery|gold|diamonds|five|twelve|one hundred|seventeen|a zip code"
-    "|my mother|my homework|your family|a school|teachers"
-)
-SYLLABLES = _alternatives("ba|zor|mi|quel|tan|vor|lu|ske|pim|dra|fo|xan|gri|ne|wol|tu|shi|kar|ob|el")
-
-
 @dataclass(frozen=True, slots=True)
 class Topic:
     questions: tuple[str, ...]
     """Phrasings that mean the same; the first is canonical."""
     answer: str
+
+
+@dataclass(frozen=True, slots=True)
+class OffTopic:
+    """Parts of questions about anything but Baton; `forms` hold one or two places for words."""
+
+    forms: tuple[str, ...]
+    words: tuple[str, ...]
+    syllables: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +120,14 @@ def load_topics(path: Path) -> Questions:
     )
 
 
+def load_off_topic(path: Path) -> OffTopic:
+    """Read demo_off_topic.txt."""
+    lines = [line for line in path.read_text(encoding="utf-8").splitlines() if not line.startswith("#")]
+    blocks = "\n".join(lines).strip().split("\n\n")
+    forms, words, syllables = (tuple(re.split(r" \| |\n", block)) for block in blocks)
+    return OffTopic(forms, words, syllables)
+
+
 def load_docs(root: Path) -> list[list[str]]:
     """Paragraphs of README.md and docs/**/*.md, one list per page. Raises FileNotFoundError outside a checkout."""
     pages = [root / "README.md", *sorted((root / "docs").rglob("*.md"))]
@@ -155,6 +141,8 @@ def render(turns: Sequence[Turn], *, ask: bool = False) -> str:
     return BOS + body + ("<|assistant|>" if ask else "")
 
 
+# A search box is asked without these.
+STOP_WORDS = re.compile(r"a|an|and|are|can|do|does|for|how|i|in|is|it|me|my|of|on|please|tell|the|there|to|what|which")
 # Words of which one may stand for another in any question of the list, whatever the topic.
 SYNONYMS: tuple[tuple[str, ...], ...] = (
     ("what is", "what's", "whats", "what exactly is", "explain", "what do you mean by", "tell me what is", "describe"),
@@ -203,6 +191,12 @@ def vary(question: str, rng: random.Random) -> str:
     for _ in range(rng.choice((0, 0, 1, 2))):
         question = reword(question, rng)
     kind = rng.random()
+    if kind < 0.1:  # as typed into a search box, or with a word forgotten
+        words = question.lower().rstrip("?.!").split()
+        keywords = [word for word in words if not STOP_WORDS.fullmatch(word)]
+        lost = rng.randrange(len(words))
+        fewer = keywords if kind < 0.05 else words[:lost] + words[lost + 1 :]
+        return " ".join(fewer or words)
     if kind < 0.5:
         return question
     if kind < 0.62:
@@ -224,8 +218,9 @@ def vary(question: str, rng: random.Random) -> str:
 class Sampler:
     """Draws training samples for ever. Every topic comes up equally often: topics are dealt from a shuffled deck."""
 
-    def __init__(self, questions: Questions, pages: list[list[str]], seed: int) -> None:
+    def __init__(self, questions: Questions, off_topic: OffTopic, pages: list[list[str]], seed: int) -> None:
         self._questions = questions
+        self._parts = off_topic
         self._pages = pages
         self._rng = random.Random(seed)
         self._deck: list[Topic] = []
@@ -264,11 +259,11 @@ class Sampler:
         if rng.random() < 0.35:
             question = vary(rng.choice(topic.questions), rng)
         else:
-            form = rng.choice(OFF_TOPIC_FORMS)
+            form = rng.choice(self._parts.forms)
             question = vary(form.format(*(self._word() for _ in range(form.count("{}")))), rng)
         return question, topic.answer
 
     def _word(self) -> str:
         if self._rng.random() < 0.75:
-            return self._rng.choice(OFF_TOPIC_WORDS)
-        return "".join(self._rng.choices(SYLLABLES, k=self._rng.randint(2, 4)))
+            return self._rng.choice(self._parts.words)
+        return "".join(self._rng.choices(self._parts.syllables, k=self._rng.randint(2, 4)))

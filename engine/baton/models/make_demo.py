@@ -39,6 +39,7 @@ from baton.models.demo_corpus import (
     Sampler,
     Turn,
     load_docs,
+    load_off_topic,
     load_topics,
     render,
 )
@@ -46,6 +47,7 @@ from baton.models.demo_net import Llama, Shape
 
 HERE = Path(__file__).parent
 QUESTIONS_FILE = HERE / "demo_qa.txt"
+OFF_TOPIC_FILE = HERE / "demo_off_topic.txt"
 DEMO_DIR = HERE / "demo"
 REPOSITORY = HERE.parents[2]
 PASS_ACCURACY = 0.98
@@ -304,7 +306,7 @@ def main(argv: Sequence[str]) -> int:
         f"{len(topics)} answers, {phrasings} questions, {len(pages)} pages; {size / 1e6:.2f} M parameters", flush=True
     )
 
-    samples = Sampler(questions, pages, args.seed).samples(PASSAGE_SHARE)
+    samples = Sampler(questions, load_off_topic(OFF_TOPIC_FILE), pages, args.seed).samples(PASSAGE_SHARE)
     examples = (
         passage_example(tokenizer, s) if isinstance(s, str) else conversation_example(tokenizer, s) for s in samples
     )
