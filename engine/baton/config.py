@@ -28,28 +28,46 @@ class EngineConfig:
     model_path: str = opt("demo", "Hugging Face model directory, or 'demo' for the built-in model")
     tokenizer_path: str | None = opt(None, "directory with tokenizer.json (default: the model's)")
     served_model_name: str | None = opt(None, "name in /v1/models and responses (default: the directory's name)")
-    load_format: str = opt("auto", "auto: safetensors files; dummy: random weights of the config's shape", choices=("auto", "dummy"))
-    dtype: str = opt("auto", "compute type; auto takes the checkpoint's, float16 runs as bfloat16 on CPU", choices=("auto", "float32", "bfloat16"))
+    load_format: str = opt(
+        "auto", "auto: safetensors files; dummy: random weights of the config's shape", choices=("auto", "dummy")
+    )
+    dtype: str = opt(
+        "auto",
+        "compute type; auto takes the checkpoint's, float16 runs as bfloat16 on CPU",
+        choices=("auto", "float32", "bfloat16"),
+    )
     context_length: int | None = opt(None, "longest prompt + answer accepted (default: the model's) [tokens]")
     chat_template: str | None = opt(None, "file with a Jinja chat template that replaces the model's")
 
     host: str = opt("127.0.0.1", "address the HTTP server listens on")
     port: int = opt(30000, "port of the HTTP server; 0 picks a free one")
-    api_key: str | None = opt(None, "require 'Authorization: Bearer KEY' on all but health endpoints", env="BATON_API_KEY")
+    api_key: str | None = opt(
+        None, "require 'Authorization: Bearer KEY' on all but health endpoints", env="BATON_API_KEY"
+    )
 
-    disaggregation_mode: str = opt("null", "null: both phases here; prefill / decode: one half of a pair", choices=("null", "prefill", "decode"))
+    disaggregation_mode: str = opt(
+        "null", "null: both phases here; prefill / decode: one half of a pair", choices=("null", "prefill", "decode")
+    )
     disaggregation_bootstrap_port: int = opt(8998, "P node: port of the bootstrap server; 0 picks a free one")
-    disaggregation_transfer_backend: str = opt("auto", "how KV pages travel; auto: shm on one host, else tcp", choices=("auto", "shm", "tcp"))
+    disaggregation_transfer_backend: str = opt(
+        "auto", "how KV pages travel; auto: shm on one host, else tcp", choices=("auto", "shm", "tcp")
+    )
     transfer_port: int = opt(0, "first TCP port of the transfer runtime, one per DP rank; 0 picks free ones")
-    cluster_key: str | None = opt(None, "shared secret that authenticates the KV transfer control plane", env="BATON_CLUSTER_KEY")
+    cluster_key: str | None = opt(
+        None, "shared secret that authenticates the KV transfer control plane", env="BATON_CLUSTER_KEY"
+    )
     kv_lease_secs: float = opt(30.0, "how long P keeps a finished prompt's pages for D without a heartbeat [s]")
     kv_transfer_timeout_secs: float = opt(60.0, "D gives up on a request's KV after this long [s]")
-    num_reserved_decode_tokens: int = opt(512, "D keeps room for this many more tokens per running request when admitting [tokens]")
+    num_reserved_decode_tokens: int = opt(
+        512, "D keeps room for this many more tokens per running request when admitting [tokens]"
+    )
 
     tp_size: int = opt(1, "tensor-parallel ranks; only 1 in this version")
     dp_size: int = opt(1, "data-parallel ranks, each with its own scheduler and KV pool")
     device: str = opt("cpu", "compute device", choices=("cpu",))
-    attention_backend: str = opt("cpu", "cpu: native paged kernels; torch: reference on any device", choices=("cpu", "torch"))
+    attention_backend: str = opt(
+        "cpu", "cpu: native paged kernels; torch: reference on any device", choices=("cpu", "torch")
+    )
     cpu_threads: int = opt(0, "compute threads per DP rank; 0: cores / ranks on this node")
 
     page_size: int = opt(16, "tokens per KV page; equal on all nodes of a cluster [tokens]")
@@ -98,8 +116,12 @@ def add_flags(
             parser.add_argument(flag_name(f.name), action="store_true", default=argparse.SUPPRESS, help=text)
         else:
             parser.add_argument(
-                flag_name(f.name), type=kind, default=argparse.SUPPRESS, help=text,
-                choices=f.metadata["choices"], metavar=None if f.metadata["choices"] else f.name.upper().rsplit("_", 1)[-1],
+                flag_name(f.name),
+                type=kind,
+                default=argparse.SUPPRESS,
+                help=text,
+                choices=f.metadata["choices"],
+                metavar=None if f.metadata["choices"] else f.name.upper().rsplit("_", 1)[-1],
             )
 
 
@@ -111,7 +133,10 @@ def _violations(c: EngineConfig) -> list[str]:
         if not ok:
             bad.append(text)
 
-    rule(c.tp_size == 1, f"--tp-size {c.tp_size}: tensor parallelism needs a GPU build, which this version is not; use --tp-size 1")
+    rule(
+        c.tp_size == 1,
+        f"--tp-size {c.tp_size}: tensor parallelism needs a GPU build, which this version is not; use --tp-size 1",
+    )
     rule(1 <= c.dp_size <= 64, f"--dp-size {c.dp_size}: give 1 to 64 ranks")
     rule(c.page_size in (1, 2, 4, 8, 16, 32, 64, 128), f"--page-size {c.page_size}: use a power of two from 1 to 128")
     rule(
@@ -126,7 +151,10 @@ def _violations(c: EngineConfig) -> list[str]:
         rule(0 <= getattr(c, name) <= 65535, f"{flag_name(name)} {getattr(c, name)}: ports are 0 to 65535")
     for name in ("max_total_tokens", "cpu_threads", "num_reserved_decode_tokens"):
         rule(getattr(c, name) >= 0, f"{flag_name(name)} {getattr(c, name)}: must not be negative")
-    rule(not (c.max_total_tokens and c.max_total_tokens < 2 * c.page_size), f"--max-total-tokens {c.max_total_tokens}: give at least two pages")
+    rule(
+        not (c.max_total_tokens and c.max_total_tokens < 2 * c.page_size),
+        f"--max-total-tokens {c.max_total_tokens}: give at least two pages",
+    )
     return bad
 
 
@@ -144,7 +172,9 @@ def build(values: dict[str, Any]) -> EngineConfig:
 
 def parse(argv: Sequence[str], prog: str = "baton engine") -> EngineConfig:
     """Turn flags into a config; prints every mistake and exits with 2 when there is one."""
-    parser = argparse.ArgumentParser(prog=prog, description="One Baton engine: prefill node, decode node, or both in one.", allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        prog=prog, description="One Baton engine: prefill node, decode node, or both in one.", allow_abbrev=False
+    )
     add_flags(parser)
     values = vars(parser.parse_args(argv))
     try:

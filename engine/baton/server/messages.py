@@ -1,7 +1,7 @@
 """Messages between the front process and a scheduler process (one per DP rank), over ZMQ.
 
-Encoded with msgspec's msgpack; token ids travel as little-endian int32 bytes, rows of a step as columns: one message per
-step whatever the batch size. No pickle. Front → rank: `ToRank`; rank → front: `ToFront`.
+Encoded with msgspec's msgpack; token ids travel as little-endian int32 bytes, rows of a step as columns: one message
+per step whatever the batch size. No pickle. Front → rank: `ToRank`; rank → front: `ToFront`.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Reply(msgspec.Struct, tag="reply"):
 
 
 class Ready(msgspec.Struct, tag="ready"):
-    """The rank has loaded its model and accepts requests. `info` holds what /get_server_info adds (pool size, dtype …)."""
+    """The rank has loaded its model and accepts requests. `info`: what /get_server_info adds (pool size, dtype …)."""
 
     dp_rank: int
     info: dict[str, Any]
