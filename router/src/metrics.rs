@@ -10,7 +10,7 @@ use prometheus::{
 
 use crate::registry::Registry;
 
-/// One exponential family for everything measured in seconds: × 1.6 from 0.1 ms to about 700 s.
+/// One exponential family for everything measured in seconds: × 1.6 from 0.1 ms to about 870 s.
 fn seconds_buckets() -> Vec<f64> {
     (0..35).map(|i| 1e-4 * 1.6f64.powi(i)).collect()
 }
@@ -216,19 +216,19 @@ impl Metrics {
 pub fn metrics_markdown() -> String {
     let buckets = seconds_buckets();
     let mut out = format!(
-        "## Router metrics\n\nHistograms share {} buckets, × 1.6 from {} s to {:.0} s.\n\n| metric | kind | labels | meaning |\n|---|---|---|---|\n",
+        "## Router\n\n`GET /metrics` of the router, and of `--prometheus-port` if given; `baton-router --print-metrics` prints this section. Histograms\nshare {} buckets, factor 1.6 from {} s to {:.0} s.\n\n| metric | type | labels | meaning |\n|---|---|---|---|\n",
         buckets.len(),
         buckets[0],
         buckets[buckets.len() - 1],
     );
     for spec in METRICS {
         let kind = format!("{:?}", spec.kind).to_lowercase();
-        out += &format!(
-            "| `{}` | {kind} | {} | {} |\n",
-            spec.name,
-            spec.labels.join(", "),
-            spec.help
-        );
+        let labels: Vec<String> = spec.labels.iter().map(|l| format!("`{l}`")).collect();
+        let labels = match labels.is_empty() {
+            true => "-".to_owned(),
+            false => labels.join(", "),
+        };
+        out += &format!("| `{}` | {kind} | {labels} | {} |\n", spec.name, spec.help);
     }
     out
 }

@@ -497,7 +497,9 @@ impl RouterConfig {
 
 /// docs/flags.md's router part: every flag by group, then the refused ones.
 pub fn flags_markdown() -> String {
-    let mut out = String::from("## Router flags\n");
+    let mut out = String::from(
+        "## `baton router`\n\n`baton-router --print-flags` prints this section. Of a flag given twice the last counts. Every flag can be set\nas `BATON_ROUTER_FLAG_<NAME>` in the environment, `--api-key` as `BATON_API_KEY`.\n",
+    );
     let command = RouterConfig::command();
     let mut heading = "";
     for arg in command.get_arguments().filter(|a| !a.is_hide_set()) {
@@ -512,8 +514,9 @@ pub fn flags_markdown() -> String {
             .iter()
             .map(|v| v.to_string_lossy().into_owned())
             .collect();
-        let default = match (default.is_empty(), arg.get_action()) {
-            (false, clap::ArgAction::SetTrue) | (true, _) => String::new(),
+        let default = match (arg.get_action(), default.is_empty()) {
+            (clap::ArgAction::SetTrue, _) => "off".to_owned(),
+            (_, true) => "-".to_owned(),
             _ => format!("`{}`", default.join(" ")),
         };
         let help = arg.get_help().map(ToString::to_string).unwrap_or_default();

@@ -3,7 +3,9 @@
 #![allow(clippy::unwrap_used)]
 
 mod admin;
+mod docs;
 mod pd;
+mod process;
 mod regular;
 mod shutdown;
 mod support;
