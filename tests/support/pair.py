@@ -1,0 +1,97 @@
+"""A prefill and a decode engine in one process, with real transfer runtimes between them (sockets, shared memory)."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import select
+import time
+from array import array
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from baton._native import BootstrapServer, TransferNode
+
+from baton.config import build
+from baton.disagg.relay import DecodeRelay, PrefillRelay
+from baton.request import FinishReason, Rendezvous, SamplingParams, Validated
+from baton.runtime import engine as runtime
+from baton.runtime.engine import Engine
+
+_rooms = itertools.count(1000)
+PATIENCE_SECS = 30.0
+
+
+class Half:
+    """One engine with its transfer node."""
+
+    def __init__(self, path: Path | str, role: str, transport: str, **flags: object) -> None:
+        values = {
+            "model_path": str(path), "dtype": "float32", "cpu_threads": 1, "page_size": 4, "max_total_tokens": 2048,
+            "chunked_prefill_size": 64, "disaggregation_mode": role,
+        }  # fmt: skip
+        loaded = runtime.load(build({**values, **flags}), str(path))
+        settings = {
+            "role": role, "host": "127.0.0.1", "advertise_host": "127.0.0.1", "port": 0, "transports": [transport],
+            "cluster_key": None, "layout": loaded.layout, "dp_rank": 0, "dp_size": 1, "lease_ms": 30000,
+            "heartbeat_ms": 1000, "copy_threads": 1, "fault": None,
+        }  # fmt: skip
+        self.node: Any = TransferNode(loaded.kv.native, json.dumps(settings))
+        relay = (PrefillRelay if role == "prefill" else DecodeRelay)(self.node, PATIENCE_SECS)
+        self.engine: Engine = loaded.engine(relay)
+        self.got: dict[int, list[int]] = {}
+        self.cached: dict[int, int] = {}
+        self.finished: set[int] = set()
+
+    def turn(self) -> bool:
+        outputs, busy = self.engine.advance(time.monotonic())
+        for out in outputs:
+            assert out.finish is not FinishReason.ERROR, out.error
+            self.got.setdefault(out.handle, []).extend(out.tokens)
+            self.cached[out.handle] = out.cached_tokens
+            if out.finish is not None:
+                self.finished.add(out.handle)
+        return busy
+
+    def close(self) -> None:
+        self.node.close()
+        self.engine.close()
+
+
+class Pair:
+    def __init__(self, path: Path | str, transport: str, **flags: object) -> None:
+        self.bootstrap: Any = BootstrapServer("127.0.0.1", 0, None)
+        self.p = Half(path, "prefill", transport, **flags)
+        self.d = Half(path, "decode", transport, **flags)
+        self.p.node.register("127.0.0.1", self.bootstrap.port, 5000)
+
+    def answer(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[list[int]]:
+        """What the D half answers to each prompt, all at once."""
+        rooms = [next(_rooms) for _ in prompts]
+        for room, prompt in zip(rooms, prompts, strict=True):
+            meet = Rendezvous("127.0.0.1", self.bootstrap.port, room)
+            req = Validated(room, f"r{room}", array("i", prompt), params, arrival=time.monotonic(), rendezvous=meet)
+            self.p.engine.submit(req)
+            self.d.engine.submit(req)
+        self.until(lambda: self.d.finished.issuperset(rooms))
+        self.until(lambda: self.p.engine.sched.is_idle and self.d.engine.sched.is_idle)
+        for half in (self.p, self.d):
+            half.engine.gauges()
+        return [self.d.got[room] for room in rooms]
+
+    def until(self, done: Any) -> None:
+        deadline = time.monotonic() + PATIENCE_SECS
+        while not done():
+            assert time.monotonic() < deadline, (self.p.engine.sched.counts(), self.d.engine.sched.counts())
+            busy = [half.turn() for half in (self.p, self.d)]
+            if not any(busy):
+                select.select([self.p.node.event_fd, self.d.node.event_fd], [], [], 0.5)
+
+    def pulled(self) -> dict[str, Any]:
+        return dict(json.loads(self.d.node.stats_json())["counters"])
+
+    def close(self) -> None:
+        self.p.close()
+        self.d.close()
+        self.bootstrap.stop()
