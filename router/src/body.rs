@@ -60,24 +60,33 @@ pub struct Scan {
     prompt: Option<Range<usize>>,
     /// /generate with `return_logprob`: the prefill leg's input logprobs belong into the answer.
     pub wants_input_logprobs: bool,
-    /// Spans to leave out when PD fields are spliced in: whole members the client sent under our names.
-    ours: Vec<Range<usize>>,
+    /// Members the client sent under our names, each from the end of the member before (so with its comma).
+    ours: Vec<(Ours, Range<usize>)>,
     /// Index of the last `}`.
     close: usize,
-    /// Whether any member is left before `close` once `ours` are out.
-    has_members: bool,
+    /// Top-level members.
+    count: usize,
 }
 
-/// Members the router sets in PD mode: a client's are left out.
-const OUR_FIELDS: [&str; 7] = [
-    "bootstrap_host",
-    "bootstrap_port",
-    "bootstrap_room",
-    "data_parallel_rank",
-    "data_parallel_rank_decode",
-    "routed_dp_rank",
-    "disagg_prefill_dp_rank",
-];
+/// Groups of members that the router sets; when it does, a client's are left out.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Ours {
+    Bootstrap,
+    Rank,
+}
+
+impl Ours {
+    fn of(name: &str) -> Option<Ours> {
+        match name {
+            "bootstrap_host" | "bootstrap_port" | "bootstrap_room" => Some(Ours::Bootstrap),
+            "data_parallel_rank"
+            | "data_parallel_rank_decode"
+            | "routed_dp_rank"
+            | "disagg_prefill_dp_rank" => Some(Ours::Rank),
+            _ => None,
+        }
+    }
+}
 
 impl Scan {
     /// Read the top level of `body`. Cost: one pass over the bytes, no copy of any value.
@@ -98,17 +107,24 @@ impl Scan {
             .unwrap_or_default()
     }
 
-    /// The client's bytes without its own PD fields, then `fields` (`"name":value,…`, no braces), then `}`.
-    pub fn splice(&self, body: &Bytes, fields: &str) -> Parts {
+    /// The client's bytes without its own fields of the groups in `replaced`, then `fields` (`"name":value,…`, no
+    /// braces), then `}`.
+    pub fn splice(&self, body: &Bytes, replaced: &[Ours], fields: &str) -> Parts {
+        let out = self
+            .ours
+            .iter()
+            .filter(|(group, _)| replaced.contains(group));
+        let out: Vec<_> = out.map(|(_, span)| span.clone()).collect();
+        let has_members = self.count > out.len();
         let mut parts = Parts::default();
         let mut from = 0;
-        for span in &self.ours {
+        for span in spans_with_commas(body, out) {
             parts.push(body.slice(from..span.start));
             from = span.end;
         }
         parts.push(body.slice(from..self.close));
         let mut tail = String::with_capacity(fields.len() + 2);
-        if self.has_members && !fields.is_empty() {
+        if has_members && !fields.is_empty() {
             tail.push(',');
         }
         tail.push_str(fields);
@@ -166,7 +182,7 @@ impl<'a> DeserializeEnd<'a> for serde_json::Deserializer<serde_json::de::SliceRe
 struct Members<'a> {
     body: &'a [u8],
     count: usize,
-    ours: Vec<Range<usize>>,
+    ours: Vec<(Ours, Range<usize>)>,
     /// End of the member before the present one, or just behind `{`.
     last_end: usize,
     stream: Option<&'a RawValue>,
@@ -208,8 +224,8 @@ impl<'a> Members<'a> {
 
     fn member(&mut self, name: &str, value: &'a RawValue) {
         let end = self.span(value).end;
-        if OUR_FIELDS.contains(&name) {
-            self.ours.push(self.last_end..end);
+        if let Some(group) = Ours::of(name) {
+            self.ours.push((group, self.last_end..end));
         }
         self.last_end = end;
         self.count += 1;
@@ -226,7 +242,7 @@ impl<'a> Members<'a> {
         }
     }
 
-    fn finish(mut self, api: Api) -> Result<Scan, RouteError> {
+    fn finish(self, api: Api) -> Result<Scan, RouteError> {
         let close =
             self.body
                 .iter()
@@ -234,8 +250,6 @@ impl<'a> Members<'a> {
                 .ok_or_else(|| RouteError::Internal {
                     detail: "a JSON object without a closing brace".into(),
                 })?;
-        let left = self.count - self.ours.len();
-        self.ours = spans_with_commas(self.body, self.ours);
         let prompt = match api {
             Api::Chat => self.messages,
             Api::Completions => self.prompt,
@@ -264,7 +278,7 @@ impl<'a> Members<'a> {
                 && self.return_logprob.is_some_and(|v| v.get() == "true"),
             ours: self.ours,
             close,
-            has_members: left > 0,
+            count: self.count,
         })
     }
 }
@@ -355,7 +369,7 @@ mod tests {
     fn spliced(body: &str, fields: &str) -> String {
         let bytes = Bytes::copy_from_slice(body.as_bytes());
         let scan = Scan::of(&bytes, Api::Chat).unwrap();
-        let parts = scan.splice(&bytes, fields);
+        let parts = scan.splice(&bytes, &[Ours::Bootstrap, Ours::Rank], fields);
         let len = parts.len();
         let out: Vec<u8> = parts.into_pieces().concat();
         assert_eq!(out.len() as u64, len);
@@ -408,6 +422,25 @@ mod tests {
                 }
             }
         }
+    }
+
+    #[test]
+    fn only_the_groups_that_are_replaced_go() {
+        let body = Bytes::from_static(br#"{"routed_dp_rank":1,"bootstrap_room":2,"a":3}"#);
+        let scan = Scan::of(&body, Api::Chat).unwrap();
+        let spliced = |replaced: &[Ours]| {
+            let parts = scan.splice(&body, replaced, r#""x":0"#);
+            String::from_utf8(parts.into_pieces().concat()).unwrap()
+        };
+        assert_eq!(
+            spliced(&[Ours::Bootstrap]),
+            r#"{"routed_dp_rank":1,"a":3,"x":0}"#
+        );
+        assert_eq!(
+            spliced(&[Ours::Rank]),
+            r#"{"bootstrap_room":2,"a":3,"x":0}"#
+        );
+        assert_eq!(spliced(&[Ours::Rank, Ours::Bootstrap]), r#"{"a":3,"x":0}"#);
     }
 
     #[test]

@@ -24,7 +24,7 @@ use tokio::task::JoinHandle;
 use tokio::time::{Instant, timeout};
 
 use crate::App;
-use crate::body::{Parts, Scan};
+use crate::body::{Ours, Parts, Scan};
 use crate::error::RouteError;
 use crate::leg::{Failure, Leg, Opened, Retry, Told};
 use crate::metrics::Metrics;
@@ -174,7 +174,7 @@ async fn single(app: &Arc<App>, request: &mut Inbound, avoid: &Avoid) -> Result<
         None => Parts::from(request.body.clone()),
         Some(rank) => {
             let fields = format!("\"data_parallel_rank\":{rank},\"routed_dp_rank\":{rank}");
-            request.scan.splice(&request.body, &fields)
+            request.scan.splice(&request.body, &[Ours::Rank], &fields)
         }
     };
     observe_overhead(app, request);
@@ -189,8 +189,13 @@ async fn pair(app: &Arc<App>, request: &mut Inbound, avoid: &Avoid) -> Result<Co
     request.record.worker = Some((decode.guard.candidate.name.clone(), decode.why));
     let fields = PairFields::draw(&prefill.guard.candidate, &decode.guard.candidate, request);
     request.record.room = Some(fields.first_room);
-    let prefill_body = request.scan.splice(&request.body, &fields.prefill);
-    let decode_body = request.scan.splice(&request.body, &fields.decode);
+    // Without DP awareness a client's own ranks stay.
+    let replaced: &[Ours] = match fields.has_ranks {
+        true => &[Ours::Bootstrap, Ours::Rank],
+        false => &[Ours::Bootstrap],
+    };
+    let splice = |fields: &str| request.scan.splice(&request.body, replaced, fields);
+    let (prefill_body, decode_body) = (splice(&fields.prefill), splice(&fields.decode));
     observe_overhead(app, request);
 
     let keep = request.scan.wants_input_logprobs && !request.scan.stream;
@@ -281,6 +286,7 @@ struct PairFields {
     prefill: String,
     decode: String,
     first_room: u64,
+    has_ranks: bool,
 }
 
 impl PairFields {
@@ -324,8 +330,10 @@ impl PairFields {
             decode: shared.clone(),
             prefill: shared,
             first_room,
+            has_ranks: false,
         };
         if let (Some(p), Some(d)) = (prefill.rank, decode.rank) {
+            fields.has_ranks = true;
             fields.prefill += &format!(",\"data_parallel_rank\":{p},\"routed_dp_rank\":{p}");
             fields.decode += &format!(
                 ",\"data_parallel_rank\":{p},\"data_parallel_rank_decode\":{d},\"routed_dp_rank\":{d},\"disagg_prefill_dp_rank\":{p}"

@@ -47,11 +47,18 @@ async fn watch(app: std::sync::Weak<App>, worker: std::sync::Weak<Worker>) {
         };
         let config = &app.config.health;
         if config.disable_health_check {
-            // Whatever is registered counts as healthy; what it tells about itself is still asked for.
-            let description = describe(&app, &worker).await.unwrap_or_default();
-            app.registry
-                .set_state(&worker, State::Ready, Some(description));
-            return;
+            // Whatever is registered counts as healthy; what it tells about itself is still asked for, until it tells.
+            let description = describe(&app, &worker).await;
+            let is_described = description.is_some();
+            app.registry.set_state(&worker, State::Ready, description);
+            if is_described {
+                return;
+            }
+            let longest = Duration::from_secs(app.config.workers.worker_startup_check_interval);
+            pause = pause.mul_f64(1.5).min(longest);
+            drop(app);
+            tokio::time::sleep(pause).await;
+            continue;
         }
         let interval = Duration::from_secs(config.health_check_interval_secs);
         let probe = probe(&app, &worker).await;

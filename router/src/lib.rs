@@ -21,6 +21,7 @@ mod registry;
 mod relay;
 mod serve;
 mod sse;
+mod tcp;
 mod upstream;
 
 use std::sync::Arc;

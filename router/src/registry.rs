@@ -84,6 +84,8 @@ pub struct Worker {
     /// Told when a request met a refused connection: probe now.
     pub suspect: Notify,
     state: RwLock<(State, Arc<Description>)>,
+    /// Requests in flight by rank. Kept while the worker is out: what still runs on it counts when it returns.
+    loads: Mutex<Vec<Arc<AtomicUsize>>>,
     health_task: Mutex<Option<AbortHandle>>,
 }
 
@@ -117,6 +119,20 @@ impl Worker {
         }
     }
 
+    /// Requests in flight to all its ranks.
+    pub fn load(&self) -> usize {
+        let loads = self.loads.lock();
+        loads.iter().map(|load| load.load(Ordering::Relaxed)).sum()
+    }
+
+    fn load_of(&self, rank: Option<u32>) -> Arc<AtomicUsize> {
+        let index = rank.unwrap_or(0) as usize;
+        let mut loads = self.loads.lock();
+        let len = loads.len().max(index + 1);
+        loads.resize_with(len, Arc::default);
+        loads[index].clone()
+    }
+
     pub fn dp_size(&self) -> u32 {
         self.description()
             .dp_size
@@ -141,7 +157,7 @@ pub struct Candidate {
     pub worker: Arc<Worker>,
     /// `Some` when DP-aware.
     pub rank: Option<u32>,
-    load: AtomicUsize,
+    load: Arc<AtomicUsize>,
     breaker: Option<Mutex<CircuitBreaker>>,
 }
 
@@ -269,6 +285,7 @@ impl Registry {
             spec,
             suspect: Notify::new(),
             state: RwLock::new((State::Starting, Arc::default())),
+            loads: Mutex::default(),
             health_task: Mutex::default(),
         });
         workers.push(worker.clone());
@@ -370,7 +387,7 @@ impl Registry {
                     },
                     worker: worker.clone(),
                     rank,
-                    load: AtomicUsize::new(0),
+                    load: worker.load_of(rank),
                     breaker: self
                         .breaker
                         .clone()

@@ -27,6 +27,7 @@ use crate::App;
 use crate::config::{ParseStop, RouterConfig, flags_markdown};
 use crate::http::{metrics_router, router};
 use crate::metrics::metrics_markdown;
+use crate::tcp::tune_client;
 
 /// How long a client may take over a request's head; also the idle limit of a kept connection (nginx's 75 s).
 const HEAD_TIMEOUT: Duration = Duration::from_secs(75);
@@ -244,7 +245,7 @@ async fn accept(
 }
 
 fn serve(stream: TcpStream, routes: &Router, connections: &GracefulShutdown) {
-    if let Err(err) = stream.set_nodelay(true) {
+    if let Err(err) = tune_client(&stream) {
         tracing::debug!(%err, "client left at once");
         return;
     }

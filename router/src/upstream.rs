@@ -29,6 +29,7 @@ use tokio::time::{Instant, timeout};
 
 use crate::body::Parts;
 use crate::config::WorkerUrl;
+use crate::tcp::tune_upstream;
 
 /// How long a connection may lie idle and still be used; the field's value (smg: upstream-pool-idle-timeout-secs).
 const IDLE: Duration = Duration::from_secs(3);
@@ -135,9 +136,7 @@ impl Pool {
             Ok(Err(err)) => return Err(SendError::Connect(err.to_string())),
             Ok(Ok(stream)) => stream,
         };
-        stream
-            .set_nodelay(true)
-            .map_err(|err| SendError::Connect(err.to_string()))?;
+        tune_upstream(&stream).map_err(|err| SendError::Connect(err.to_string()))?;
         let (sender, driver) = http1::Builder::new()
             .handshake(TokioIo::new(stream))
             .await

@@ -404,6 +404,11 @@ impl RouterConfig {
             !self.workers.pd_disaggregation || self.workers.worker_urls.is_empty(),
             "--worker-urls lists regular workers, --pd-disaggregation has none; use --prefill and --decode".to_owned(),
         );
+        rule(
+            !(self.workers.dp_aware && self.health.disable_health_check),
+            "--dp-aware learns the ranks from healthy workers; drop --disable-health-check"
+                .to_owned(),
+        );
         if let Err(problems) = self.worker_specs() {
             for text in problems {
                 rule(false, text);

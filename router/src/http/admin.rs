@@ -97,15 +97,8 @@ pub async fn metrics(State(app): State<Arc<App>>) -> Response {
 
 // ---- workers ----
 
-fn show(app: &App, worker: &Worker) -> Value {
+fn show(worker: &Worker) -> Value {
     let (state, told) = (worker.state(), worker.description());
-    let load: usize = app
-        .registry
-        .candidates()
-        .iter()
-        .filter(|c| c.worker.id == worker.id)
-        .map(|c| c.load())
-        .sum();
     json!({
         "id": worker.id.to_string(),
         "url": worker.url().to_string(),
@@ -113,7 +106,7 @@ fn show(app: &App, worker: &Worker) -> Value {
         "is_healthy": worker.is_ready(),
         "state": state.label(),
         "reason": state.reason(),
-        "load": load,
+        "load": worker.load(),
         "bootstrap_port": worker.bootstrap_port(),
         "dp_size": worker.dp_size(),
         "model_id": told.served_model_name,
@@ -126,7 +119,7 @@ pub async fn list_workers(State(app): State<Arc<App>>) -> Response {
     let workers = app.registry.workers();
     let count = |role| workers.iter().filter(|w| w.role() == role).count();
     let body = json!({
-        "workers": workers.iter().map(|w| show(&app, w)).collect::<Vec<_>>(),
+        "workers": workers.iter().map(|w| show(w)).collect::<Vec<_>>(),
         "total": workers.len(),
         "stats": {
             "regular_count": count(Role::Regular),
@@ -147,7 +140,7 @@ pub async fn show_worker(
     Path(id): Path<String>,
 ) -> Result<Response, RouteError> {
     let worker = find(&app, &id)?;
-    Ok(answer(StatusCode::OK, &show(&app, &worker)))
+    Ok(answer(StatusCode::OK, &show(&worker)))
 }
 
 pub async fn remove_worker(

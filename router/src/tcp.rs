@@ -1,0 +1,35 @@
+//! Socket options: answers leave at once, and a peer that vanished without a word is noticed by the kernel.
+//!
+//! A process that dies closes its sockets; a machine or a network that dies does not. Keep-alive finds that out within
+//! half a minute without mistaking a busy process for a dead one, since the peer's kernel answers.
+
+use std::io;
+use std::time::Duration;
+
+use socket2::{SockRef, TcpKeepalive};
+use tokio::net::TcpStream;
+
+const IDLE: Duration = Duration::from_secs(15);
+const INTERVAL: Duration = Duration::from_secs(5);
+const PROBES: u32 = 3;
+/// A client that takes no byte of its answer for this long is cut (smg: stream-body-stall-timeout-secs).
+#[cfg(target_os = "linux")]
+const CLIENT_STALL: Duration = Duration::from_secs(300);
+
+/// A connection to a worker.
+pub fn tune_upstream(stream: &TcpStream) -> io::Result<()> {
+    stream.set_nodelay(true)?;
+    let probing = TcpKeepalive::new()
+        .with_time(IDLE)
+        .with_interval(INTERVAL)
+        .with_retries(PROBES);
+    SockRef::from(stream).set_tcp_keepalive(&probing)
+}
+
+/// A connection from a client.
+pub fn tune_client(stream: &TcpStream) -> io::Result<()> {
+    tune_upstream(stream)?;
+    #[cfg(target_os = "linux")]
+    SockRef::from(stream).set_tcp_user_timeout(Some(CLIENT_STALL))?;
+    Ok(())
+}
