@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from baton.config import build
 from baton.errors import EngineError
 from baton.server import model_dir
+from baton.server.placement import seed_of_room
 from baton.server.tokenizer import Tokenizer
-from baton.server.validate import Accepted, Validator, seed_of_room
+from baton.server.validate import Accepted, Validator
 from tests.support import tiny_model
 
 CONTEXT = 128

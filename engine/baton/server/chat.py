@@ -18,7 +18,8 @@ from jinja2.nodes import Node
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from baton.errors import BadRequest, UnsupportedParameter
+from baton.errors import BadRequest, MissingField, UnsupportedParameter
+from baton.server.fields import Fields
 
 MARK = "\ue000baton-continues-here\ue000"
 """Private-use characters: no client text holds them by accident."""
@@ -131,3 +132,44 @@ def _cut_at_mark(text: str) -> str:
             param="continue_final_message",
         )
     return text[:at] if text.startswith(MARK_SPACE, at) else text[:at].rstrip()
+
+
+def read_messages(f: Fields) -> list[dict[str, Any]]:
+    """The `messages` field, checked; every content is plain text."""
+    value = f.require("messages")
+    if type(value) is not list or not value:
+        raise f.bad("messages", "must be a non-empty array")
+    return [_message(m, f"messages[{i}]") for i, m in enumerate(value)]
+
+
+def _message(message: Any, where: str) -> dict[str, Any]:
+    """One message with its content as plain text: text parts are joined by newlines (matches vLLM)."""
+    if type(message) is not dict:
+        raise BadRequest(f"{where} must be an object with role and content", param=where)
+    if type(message.get("role")) is not str:
+        raise MissingField(f"{where}.role is required and must be a string", param=f"{where}.role")
+    content = message.get("content")
+    if content is None and message["role"] == "assistant":
+        return {**message, "content": ""} if not message.get("tool_calls") else message
+    if type(content) is str:
+        return message
+    if type(content) is not list:
+        raise MissingField(f"{where}.content must be a string or an array of text parts", param=f"{where}.content")
+    texts = []
+    for part in content:
+        if type(part) is dict and part.get("type", "text") != "text":
+            raise UnsupportedParameter(
+                f"{where}.content has a part of type {str(part.get('type'))[:50]!r}; only text is supported",
+                param=f"{where}.content",
+            )
+        if type(part) is not dict or type(part.get("text")) is not str:
+            raise BadRequest(
+                f"{where}.content must hold parts like {{'type': 'text', 'text': …}}", param=f"{where}.content"
+            )
+        texts.append(part["text"])
+    return {**message, "content": "\n".join(texts)}
+
+
+def chars_of(messages: list[dict[str, Any]]) -> int:
+    """Text in all messages, for deciding where to tokenize it."""
+    return sum(len(m["content"] or "") for m in messages)

@@ -95,6 +95,7 @@ class _Launcher:
             bootstrap = self._start_bootstrap(stack)
             if bootstrap is not None:
                 front.bootstrap_port = bootstrap.port
+                front.bootstrap_healthy = lambda: bool(bootstrap.healthy)
             stack.push_async_callback(self._end_children)
             await self._spawn(addresses, ranks, bootstrap)
             log.info("%s: loading %s on %d ranks", url, facts.path, self._config.dp_size)
@@ -244,7 +245,7 @@ class _Launcher:
             await self._first(ranks.changed, self._signalled)
         if not ranks.any_alive:
             log.error("no rank is alive; exiting with 1 so that a supervisor starts this engine again")
-            await _within(front.idle(), LAST_ANSWERS_SECS)  # the error events leave
+            await _within(front.answering.idle(), LAST_ANSWERS_SECS)  # the error events leave
             return 1
         await self._drain(front, ranks)
         return 0
@@ -263,12 +264,12 @@ class _Launcher:
         await asyncio.gather(work, hurry, return_exceptions=True)
         if ranks.in_flight:
             log.warning("%d requests did not finish in time and are cut", ranks.in_flight)
-            front.cut_all()
-            await _within(front.idle(), LAST_ANSWERS_SECS)
+            front.answering.cut_all()
+            await _within(front.answering.idle(), LAST_ANSWERS_SECS)
         log.info("drained")
 
     async def _finish_work(self, front: Front, ranks: Ranks, deadline: float) -> None:
-        await front.idle()
+        await front.answering.idle()
 
         async def drain(rank: Rank) -> None:
             """A P rank's answers are out before D has pulled the pages: wait until its books show no request."""

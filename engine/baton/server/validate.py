@@ -11,8 +11,6 @@ Input is checked here and nowhere behind: the scheduler trusts what it gets.
 from __future__ import annotations
 
 import math
-import random
-import uuid
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -21,9 +19,11 @@ from typing import Any
 from baton.config import EngineConfig
 from baton.errors import BadRequest, MissingField, ModelNotFound, PromptTooLong, UnsupportedParameter
 from baton.request import Rendezvous, SamplingParams
-from baton.server.chat import ChatTemplate
+from baton.server import known
+from baton.server.chat import ChatTemplate, chars_of, read_messages
 from baton.server.fields import INT64_MAX, Fields
 from baton.server.model_dir import ModelFacts
+from baton.server.placement import place, seed_for
 from baton.server.tokenizer import Tokenizer
 
 MAX_CHOICES = 16
@@ -38,37 +38,6 @@ COMPLETION_MAX_TOKENS = 16
 """OpenAI's default for /v1/completions."""
 GENERATE_MAX_TOKENS = 128
 """SGLang's default for /generate."""
-DEFAULT_BOOTSTRAP_PORT = 8998
-
-# Known names that would change the answer, and the values with which they do not. Refused otherwise, never swallowed.
-UNSUPPORTED_CHAT: dict[str, tuple[Any, ...]] = {
-    "tools": ([],), "tool_choice": ("none", "auto"), "functions": ([],), "function_call": ("none", "auto"),
-    "audio": (), "modalities": (["text"],), "prediction": (), "web_search_options": (), "echo": (False,),
-    "chat_template": (), "documents": ([],),
-}  # fmt: skip
-UNSUPPORTED_COMPLETION: dict[str, tuple[Any, ...]] = {"suffix": ("",)}
-UNSUPPORTED_OPENAI: dict[str, tuple[Any, ...]] = {
-    "response_format": ({"type": "text"},), "structured_outputs": (), "guided_json": (), "guided_regex": (),
-    "guided_choice": (), "guided_grammar": (), "prompt_logprobs": (), "truncate_prompt_tokens": (),
-    "allowed_token_ids": ([],), "bad_words": ([],), "use_beam_search": (False,), "length_penalty": (1.0,),
-    "kv_transfer_params": (), "return_tokens_as_token_ids": (False,), "logits_processors": ([],), "store": (False,),
-    "prompt_embeds": (),
-}  # fmt: skip
-UNSUPPORTED_SHARED: dict[str, tuple[Any, ...]] = {
-    "regex": (), "ebnf": (), "json_schema": (), "structural_tag": (), "stop_regex": ([], ""), "lora_path": (),
-    "lora_id": (), "session_params": (), "custom_params": (), "custom_logit_processor": (),
-    "return_hidden_states": (False,), "spaces_between_special_tokens": (True,),
-}  # fmt: skip
-UNSUPPORTED_GENERATE: dict[str, tuple[Any, ...]] = {
-    "input_embeds": (), "image_data": ([],), "video_data": ([],), "audio_data": ([],), "token_ids_logprob": ([],),
-    "return_prompt_logprobs": (False,),
-}  # fmt: skip
-# Known names without effect on the answer of this engine.
-IGNORED = (
-    "user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls",
-    "separate_reasoning", "stream_reasoning", "custom_labels", "no_logs", "log_metrics", "session_id", "background",
-    "vllm_xargs", "return_text_in_logprobs", "prompt_cache_retention", "verbosity",
-)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,30 +87,6 @@ class Accepted:
     ignored: tuple[str, ...] = field(default=(), compare=False)
 
 
-@dataclass(frozen=True, slots=True)
-class Placement:
-    rendezvous: Rendezvous | None
-    dp_rank: int | None
-
-
-def seed_of_room(room: int) -> int:
-    """A seed both nodes of a pair derive alone: splitmix64's finalizer, cut to 63 bits."""
-    x = (room + 0x9E3779B97F4A7C15) & (2**64 - 1)
-    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & (2**64 - 1)
-    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & (2**64 - 1)
-    return (x ^ (x >> 31)) & INT64_MAX
-
-
-def _refuse_unsupported(f: Fields, *tables: dict[str, tuple[Any, ...]]) -> None:
-    for table in tables:
-        for name, harmless in table.items():
-            value = f.get(name)
-            if value is not None and value not in harmless:
-                raise UnsupportedParameter(
-                    f"{f.name(name)} is not supported by this version; leave it out", param=f.name(name)
-                )
-
-
 class Validator:
     """Holds what a check needs to know. `context_length` may shrink once, when the ranks report their pool."""
 
@@ -160,8 +105,8 @@ class Validator:
     async def chat(self, body: dict[str, Any]) -> Accepted:
         f = Fields(body)
         self._check_model(f)
-        _refuse_unsupported(f, UNSUPPORTED_CHAT, UNSUPPORTED_OPENAI, UNSUPPORTED_SHARED)
-        messages = _messages(f)
+        known.refuse(f, known.CHAT, known.OPENAI, known.SHARED)
+        messages = read_messages(f)
         template_kwargs = dict(f.object("chat_template_kwargs"))
         if (effort := f.string("reasoning_effort")) is not None:
             template_kwargs.setdefault("reasoning_effort", effort)
@@ -188,13 +133,13 @@ class Validator:
 
         common = self._common(f)
         max_tokens = f.integer(f.first("max_completion_tokens", "max_tokens"), None, 1)
-        prompt = await self._tokenizer.offload(_chars(messages), tokens)
+        prompt = await self._tokenizer.offload(chars_of(messages), tokens)
         return self._accept(f, [prompt], common, max_tokens, None, logprobs, "messages")
 
     async def completion(self, body: dict[str, Any]) -> Accepted:
         f = Fields(body)
         self._check_model(f)
-        _refuse_unsupported(f, UNSUPPORTED_COMPLETION, UNSUPPORTED_OPENAI, UNSUPPORTED_SHARED)
+        known.refuse(f, known.COMPLETION, known.OPENAI, known.SHARED)
         n = f.integer("n", 1, 1, MAX_CHOICES)
         if f.integer("best_of", n, 1) != n:
             raise UnsupportedParameter("best_of other than n is not supported; leave it out", param="best_of")
@@ -223,13 +168,13 @@ class Validator:
 
     async def generate(self, body: dict[str, Any]) -> Accepted:
         f = Fields(body)
-        _refuse_unsupported(f, UNSUPPORTED_GENERATE, UNSUPPORTED_SHARED)
+        known.refuse(f, known.GENERATE, known.SHARED)
         self._check_model(f)
         nested = f.get("sampling_params")
         if type(nested) is list:
             raise UnsupportedParameter("sampling_params must be one object for all prompts", param="sampling_params")
         s = Fields(f.object("sampling_params"), "sampling_params.")
-        _refuse_unsupported(s, UNSUPPORTED_SHARED)
+        known.refuse(s, known.SHARED)
         name = f.first("text", "prompt", "input_ids")
         if f.get(name) is None:
             raise MissingField("text or input_ids is required", param="text")
@@ -256,11 +201,11 @@ class Validator:
         f = Fields(body)
         self._check_model(f)
         if f.get("messages") is not None:
-            messages = _messages(f)
+            messages = read_messages(f)
             generation_prompt = f.boolean("add_generation_prompt", True)
             special = f.boolean("add_special_tokens", False)
             return await self._tokenizer.offload(
-                _chars(messages),
+                chars_of(messages),
                 lambda: self._tokenizer.encode(
                     self._template.render(messages, add_generation_prompt=generation_prompt), add_special_tokens=special
                 ),
@@ -348,7 +293,7 @@ class Validator:
         seed_name = s.first("seed", "sampling_seed")
         options = Fields(f.object("stream_options"), "stream_options.")
         keys = [f.string(name, max_chars=1024) for name in ("cache_salt", "extra_key")]
-        f.ignore(IGNORED)
+        f.ignore(known.IGNORED)
         return _Common(
             params=params,
             min_name=s.name(min_name),
@@ -413,7 +358,7 @@ class Validator:
                 f"{len(prompts)} prompts with n {common.n} give {count} answers, at most {MAX_ITEMS} are accepted",
                 param="n",
             )
-        placements = self._placements(f, count)
+        placements = place(f, count, self._config.disaggregation_mode, self._config.dp_size)
         items = []
         for i, ids in enumerate(prompts):
             prompt = array("i", ids)
@@ -425,7 +370,7 @@ class Validator:
                 )
             for choice in range(common.n):
                 where = placements[i * common.n + choice]
-                seed = _seed(common.seed, where.rendezvous, choice)
+                seed = seed_for(common.seed, where.rendezvous, choice)
                 params = replace(common.params, max_new_tokens=new, seed=seed, logprobs=logprobs)
                 items.append(Item(i, choice, prompt, params, where.rendezvous, where.dp_rank))
         unknown = f.unknown() + ([sampling.name(u) for u in sampling.unknown()] if sampling else [])
@@ -460,51 +405,6 @@ class Validator:
             return asked
         return left if default is None else min(default, left)
 
-    def _placements(self, f: Fields, count: int) -> list[Placement]:
-        """Where each item's halves run, from the router's fields (docs/protocol.md §2)."""
-        mode, dp_size = self._config.disaggregation_mode, self._config.dp_size
-        hosts = _column(f, "bootstrap_host", count, str)
-        ports = _column(f, "bootstrap_port", count, int, 1, 65535)
-        rooms = _column(f, "bootstrap_room", count, int, 0, INT64_MAX)
-        raw = f.get("bootstrap_room")
-        if type(raw) is int:
-            rooms = [(raw + i) & INT64_MAX for i in range(count)]  # matches SGLang 0.5.7: a scalar numbers the batch
-        prefill_rank = f.integer("data_parallel_rank", None, 0, 2**16)
-        decode_rank = f.integer("data_parallel_rank_decode", None, 0, 2**16)
-        routed = f.integer("routed_dp_rank", None, 0, dp_size - 1)
-        peer_rank = f.integer("disagg_prefill_dp_rank", None, 0, 2**16)
-        own = routed
-        if own is None:
-            own = decode_rank if mode == "decode" else prefill_rank
-        if own is None and mode != "decode":
-            own = None
-        if own is not None and own >= dp_size:
-            name = "data_parallel_rank_decode" if mode == "decode" else "data_parallel_rank"
-            raise BadRequest(f"{name} is {own}, this node has {dp_size} ranks (0 to {dp_size - 1})", param=name)
-        if mode == "null":
-            return [Placement(None, own)] * count
-        remote = peer_rank if peer_rank is not None else prefill_rank
-        out = []
-        for host, port, room in zip(hosts, ports, rooms, strict=True):
-            if room is None:
-                out.append(Placement(None, own))
-                continue
-            if host is None and mode == "decode":
-                raise MissingField(
-                    "bootstrap_room needs bootstrap_host, the prefill node's address", param="bootstrap_host"
-                )
-            rank = own if own is not None or mode == "decode" else room % dp_size
-            # -1: D does not know P's dp_size; the transfer layer takes room % dp_size from P's /route.
-            known = rank if mode == "prefill" else remote
-            meet = Rendezvous(
-                host=host or "",
-                port=port or DEFAULT_BOOTSTRAP_PORT,
-                room=room,
-                prefill_dp_rank=-1 if known is None else known,
-            )
-            out.append(Placement(meet, rank))
-        return out
-
 
 @dataclass(frozen=True, slots=True)
 class _Common:
@@ -522,30 +422,6 @@ class _Common:
     return_token_ids: bool
 
 
-def _seed(asked: int | None, rendezvous: Rendezvous | None, choice: int) -> int:
-    """The client's seed (choice by choice), else the room's so that P and D agree, else chance."""
-    if asked is not None:
-        return (asked + choice) & INT64_MAX
-    if rendezvous is not None:
-        return seed_of_room(rendezvous.room)
-    return random.getrandbits(63)
-
-
-def _column(f: Fields, name: str, count: int, kind: type, low: int = 0, high: int = INT64_MAX) -> list[Any]:
-    """A scalar for all items, or one value per item."""
-    value = f.get(name)
-    if type(value) is not list:
-        value = [value] * count
-    elif len(value) != count:
-        raise f.bad(name, f"has {len(value)} entries for {count} answers (prompts times n); send one per answer")
-    for v in value:
-        if v is None:
-            continue
-        if type(v) is not kind or (isinstance(v, int) and not low <= v <= high):
-            raise f.bad(name, f"must be an integer from {low} to {high}" if kind is int else "must be a string")
-    return value
-
-
 def _prompt_list(f: Fields, name: str) -> list[Any]:
     """The four forms of a prompt as a list of texts or of id lists."""
     value = f.require(name)
@@ -556,46 +432,3 @@ def _prompt_list(f: Fields, name: str) -> list[Any]:
     if not value or any(len(v) == 0 for v in value):
         raise f.bad(name, "is empty; give at least one token")
     return value
-
-
-def _messages(f: Fields) -> list[dict[str, Any]]:
-    value = f.require("messages")
-    if type(value) is not list or not value:
-        raise f.bad("messages", "must be a non-empty array")
-    return [_message(m, f"messages[{i}]") for i, m in enumerate(value)]
-
-
-def _message(message: Any, where: str) -> dict[str, Any]:
-    """One message with its content as plain text: text parts are joined by newlines (matches vLLM)."""
-    if type(message) is not dict:
-        raise BadRequest(f"{where} must be an object with role and content", param=where)
-    if type(message.get("role")) is not str:
-        raise MissingField(f"{where}.role is required and must be a string", param=f"{where}.role")
-    content = message.get("content")
-    if content is None and message["role"] == "assistant":
-        return {**message, "content": ""} if not message.get("tool_calls") else message
-    if type(content) is str:
-        return message
-    if type(content) is not list:
-        raise MissingField(f"{where}.content must be a string or an array of text parts", param=f"{where}.content")
-    texts = []
-    for part in content:
-        if type(part) is dict and part.get("type", "text") != "text":
-            raise UnsupportedParameter(
-                f"{where}.content has a part of type {str(part.get('type'))[:50]!r}; only text is supported",
-                param=f"{where}.content",
-            )
-        if type(part) is not dict or type(part.get("text")) is not str:
-            raise BadRequest(
-                f"{where}.content must hold parts like {{'type': 'text', 'text': …}}", param=f"{where}.content"
-            )
-        texts.append(part["text"])
-    return {**message, "content": "\n".join(texts)}
-
-
-def _chars(messages: list[dict[str, Any]]) -> int:
-    return sum(len(m["content"] or "") for m in messages)
-
-
-def new_id() -> str:
-    return uuid.uuid4().hex

@@ -1,0 +1,44 @@
+"""Small pieces of HTTP shared by the handlers: the body as an object, JSON answers, errors, request ids."""
+
+from __future__ import annotations
+
+import uuid
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from baton.errors import EngineError, InvalidJson
+from baton.server.openai import encode_json
+
+MAX_BODY_BYTES = 32 * 2**20
+"""A 128k-token prompt as JSON numbers is about 1 MiB; this leaves room for batches of them."""
+
+REQUEST_ID: web.RequestKey[str] = web.RequestKey("request_id", str)
+
+
+def new_id() -> str:
+    return uuid.uuid4().hex
+
+
+def error_response(err: EngineError) -> web.Response:
+    headers = {} if err.retry_after_secs is None else {"retry-after": str(err.retry_after_secs)}
+    return json_response(err.body(), err.status, headers)
+
+
+def json_response(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
+    return web.Response(body=encode_json(value), status=status, headers=headers, content_type="application/json")
+
+
+async def read_object(request: web.Request) -> dict[str, Any]:
+    """The body as a JSON object. Raises InvalidJson."""
+    raw = await request.read()
+    try:
+        value = msgspec.json.decode(raw)
+    except UnicodeDecodeError as err:
+        raise InvalidJson(f"the body is not UTF-8: {err.reason} at byte {err.start}") from err
+    except (msgspec.DecodeError, RecursionError) as err:
+        raise InvalidJson(f"the body ({len(raw)} bytes) is not JSON: {err}") from err
+    if type(value) is not dict:
+        raise InvalidJson("the body must be a JSON object")
+    return value
