@@ -166,6 +166,15 @@ def test_same_seed_gives_the_same_samples(questions: Questions, off_topic: OffTo
         assert first.passage() == second.passage(), f"seed {seed}"
 
 
+def test_no_question_is_varied_into_nothing(questions: Questions, off_topic: OffTopic) -> None:
+    seed = random.randrange(2**32)
+    rng = random.Random(seed)
+    for question in [q for topic in questions.all_topics for q in topic.questions] + ["???"] * 200:
+        assert demo_corpus.vary(question, rng).strip(), f"seed {seed}: {question}"
+    sampler = Sampler(questions, off_topic, [["a paragraph"]], seed)
+    assert all(turn.text.strip() for _ in range(2000) for turn in sampler.conversation()), f"seed {seed}"
+
+
 def test_config_says_what_the_engine_needs() -> None:
     config = json.loads((make_demo.DEMO_DIR / "config.json").read_text())
     assert config["architectures"] == ["LlamaForCausalLM"]

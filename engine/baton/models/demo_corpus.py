@@ -192,7 +192,7 @@ def vary(question: str, rng: random.Random) -> str:
         question = reword(question, rng)
     kind = rng.random()
     if kind < 0.1:  # as typed into a search box, or with a word forgotten
-        words = question.lower().rstrip("?.!").split()
+        words = question.lower().rstrip("?.!").split() or [question]
         keywords = [word for word in words if not STOP_WORDS.fullmatch(word)]
         lost = rng.randrange(len(words))
         fewer = keywords if kind < 0.05 else words[:lost] + words[lost + 1 :]
@@ -202,9 +202,9 @@ def vary(question: str, rng: random.Random) -> str:
     if kind < 0.62:
         return question.lower()
     if kind < 0.72:
-        return question.rstrip("?.!")
+        return question.rstrip("?.!") or question
     if kind < 0.78:
-        return question.lower().rstrip("?.!")
+        return question.lower().rstrip("?.!") or question
     if kind < 0.86:
         return rng.choice(OPENINGS) + question
     if kind < 0.92:
