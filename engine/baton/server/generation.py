@@ -14,6 +14,7 @@ Invariants: an item yields at most one delta with a finish reason; after an erro
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -240,6 +241,8 @@ class Generation:
 
         Raises the request's error once what came before it has been taken.
         """
+        limit = self._deadline + DEADLINE_GRACE_SECS
+        patience = math.inf if patience_secs is None else time.monotonic() + patience_secs
         while True:
             deltas = [d for t in self.tracks if (d := t.delta) is not None]
             if deltas:
@@ -248,18 +251,23 @@ class Generation:
                 return deltas
             if self._error is not None:
                 raise self._error
-            left = self._deadline + DEADLINE_GRACE_SECS - time.monotonic()
-            if left <= 0:
+            now = time.monotonic()
+            if now >= limit:
                 raise RequestTimeout(f"no end after {self._timeout_secs:g} s; the engine hangs or is overloaded")
-            wait = left if patience_secs is None else min(left, patience_secs)
-            self._waiter = asyncio.get_running_loop().create_future()
-            try:
-                await asyncio.wait_for(self._waiter, wait)
-            except asyncio.TimeoutError:
-                if patience_secs is not None and wait == patience_secs:
-                    return None
-            finally:
-                self._waiter = None
+            if now >= patience:
+                return None
+            await self._woken_within(min(limit, patience) - now)
+
+    async def _woken_within(self, secs: float) -> None:
+        """Sleep until `wake` or for `secs`. Not asyncio.wait_for: before Python 3.12 it can swallow a cancellation."""
+        loop = asyncio.get_running_loop()
+        self._waiter = loop.create_future()
+        timer = loop.call_later(secs, self.wake)
+        try:
+            await self._waiter
+        finally:
+            timer.cancel()
+            self._waiter = None
 
     @property
     def finished(self) -> bool:
