@@ -508,7 +508,9 @@ impl Core {
         self.shared.ledger.lock().note(side, room, 0, illegal.phase, illegal.to_string(), self.now());
     }
 
+    /// The engine hears of it after everything it could look at is up to date.
     pub fn push(&self, event: NodeEvent) {
+        self.publish_gauges();
         if !self.shared.events.push(event.clone()) {
             tracing::error!(?event, "a room ended twice; the second end is dropped");
         }

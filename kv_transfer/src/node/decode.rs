@@ -281,6 +281,7 @@ impl Core {
             Msg::Parked { room, attempt, .. } => self.step_decode(room, Event::Parked { peer, attempt }),
             Msg::Reject { room, attempt, code, message, .. } => self.step_decode(room, Event::Rejected { peer, attempt, code, why: message }),
             Msg::Final { room, attempt, total_pages, last_page_tokens, root, payload } => {
+                self.note_decode(room, attempt, format!("FINAL: {total_pages} pages"));
                 self.step_decode(room, Event::Final { peer, attempt, fin: Final { total_pages, last_page_tokens, root, payload } });
             }
             Msg::Progress { room, attempt, first_page, ids, gens, sums } => {
@@ -289,10 +290,17 @@ impl Core {
                     let err = LinkError::new(Code::TransportBroken, format!("PROGRESS names page {id} of a pool of {known}"));
                     return self.conn_lost(peer, &err);
                 }
+                self.note_decode(room, attempt, format!("PROGRESS: pages {first_page}..{}", first_page as usize + ids.len()));
                 let pages = ids.iter().zip(gens).zip(sums).map(|((&page, generation), sum)| Sealed { page, generation, sum }).collect();
                 self.step_decode(room, Event::Progress { peer, attempt, first_page, pages });
             }
             _ => {}
+        }
+    }
+
+    fn note_decode(&self, room: u64, attempt: u32, what: String) {
+        if let Some(entry) = self.decode.get(&room) {
+            self.shared.ledger.lock().note(Side::Decode, room, attempt, entry.room.phase.name(), what, self.now());
         }
     }
 

@@ -157,6 +157,9 @@ impl Worker {
             if self.faults.shm_broken() {
                 return Err(PullError::Broken("fault injection".into()));
             }
+            if let Some(ms) = self.faults.page_delay_ms() {
+                std::thread::sleep(std::time::Duration::from_millis(ms)); // a test's slow link
+            }
             check_generation(page.src, from.generation(page.src.page))?;
             from.prefault(page.src.page);
             // SAFETY: src is inside the peer's read-only mapping (ids are checked when announced), which `from` keeps alive; dst is a page

@@ -1,6 +1,7 @@
 //! Faults on purpose, for tests: `{"rules": [{"on": "PROGRESS", "nth": 1, "do": "drop"}]}` in the node's configuration.
 //!
-//! `on` is a message name (of messages this node sends, control connection only), `*` for any of them, or `PAGE` for pages this node pulls.
+//! `on` is a message name (of messages this node sends, control connection only), `*` for any of them, or `PAGE`: for pages this node pulls
+//! (a delay: of each page by shm, and of each answer to a READ on the sending node).
 //! `nth` counts from 1; the rule fires for the nth match and, with `"repeat": true`, for every later one.
 
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -72,7 +73,7 @@ impl Faults {
         self.find(|on| on == "PAGE", |fault| fault == Fault::Break).is_some()
     }
 
-    /// Time each page takes longer.
+    /// A slow link.
     pub fn page_delay_ms(&self) -> Option<u64> {
         match self.find(|on| on == "PAGE", |fault| matches!(fault, Fault::DelayMs(_)))? {
             Fault::DelayMs(ms) => Some(ms),

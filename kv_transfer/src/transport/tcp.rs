@@ -163,7 +163,12 @@ async fn serve(context: Context, stream: std::net::TcpStream, opened: Opened) {
         loop {
             let frame = read_frame(&mut stream).await?;
             match opener.open(&frame)? {
-                Msg::Read { ticket, ids, gens } => answer(&context.pool, &stream, &mut sealer, ticket, &ids, &gens).await?,
+                Msg::Read { ticket, ids, gens } => {
+                    if let Some(ms) = context.faults.page_delay_ms() {
+                        tokio::time::sleep(Duration::from_millis(ms)).await; // a test's slow link
+                    }
+                    answer(&context.pool, &stream, &mut sealer, ticket, &ids, &gens).await?;
+                }
                 other => return Err::<(), _>(LinkError::new(Code::TransportBroken, format!("{} on a data stream", other.name()))),
             }
         }

@@ -1,0 +1,208 @@
+//! Two nodes over loopback in one process, with real sockets and shared memory.
+#![allow(dead_code, reason = "each test binary uses its part")]
+#![allow(clippy::unwrap_used, reason = "a test may stop at the first surprise")]
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use kv_transfer::{BootstrapServer, KvPool, NodeEvent, TransferNode};
+use serde_json::{Value, json};
+
+pub const PAGE: usize = 16 << 10;
+pub const POOL_PAGES: usize = 2048;
+/// Long enough for a loaded machine; a test that waits this long has failed.
+pub const PATIENCE: Duration = Duration::from_secs(30);
+pub const DEADLINE_MS: u64 = 20_000;
+pub const HASH: &[u8] = b"prompt";
+
+/// One node and its pool.
+pub struct Rank {
+    pub node: TransferNode,
+    pub pool: Arc<KvPool>,
+    heard: std::cell::RefCell<Vec<NodeEvent>>,
+}
+
+pub fn config(role: &str, extra: &Value) -> Value {
+    let mut config = json!({
+        "role": role, "host": "127.0.0.1", "port": 0, "transports": ["shm", "tcp"], "layout": {"page_bytes": PAGE, "dtype": "f32"},
+        "heartbeat_ms": 1000, "lease_ms": 20_000,
+    });
+    config.as_object_mut().unwrap().extend(extra.as_object().unwrap().clone());
+    config
+}
+
+impl Rank {
+    pub fn start(role: &str, extra: &Value) -> Self {
+        let pool = Arc::new(KvPool::create(POOL_PAGES, PAGE).unwrap());
+        let node = TransferNode::start(pool.clone(), &config(role, extra).to_string()).unwrap();
+        Self { node, pool, heard: std::cell::RefCell::default() }
+    }
+
+    /// The end of `room`; events of other rooms are kept for their own call.
+    pub fn end(&self, room: u64) -> NodeEvent {
+        let deadline = Instant::now() + PATIENCE;
+        loop {
+            let found = self.heard.borrow().iter().position(|event| event.room() == room);
+            if let Some(i) = found {
+                return self.heard.borrow_mut().remove(i);
+            }
+            let left = deadline.saturating_duration_since(Instant::now());
+            assert!(self.node.wait(left), "room {room} has no end after {PATIENCE:?}: {} {}", self.node.rooms_json(Some(room)), self.node.stats_json());
+            self.heard.borrow_mut().extend(self.node.poll(100));
+        }
+    }
+
+    /// Reason code of a failed, released or aborted room; "COMMITTED", "DONE", "ABORTED".
+    pub fn end_code(&self, room: u64) -> String {
+        match self.end(room) {
+            NodeEvent::Committed { .. } => "COMMITTED".into(),
+            NodeEvent::Failed { code, .. } => code.to_string(),
+            NodeEvent::Aborted { .. } => "ABORTED".into(),
+            NodeEvent::Released { code, .. } => code.map_or("DONE".into(), |code| code.to_string()),
+        }
+    }
+
+    pub fn stats(&self) -> Value {
+        serde_json::from_str(&self.node.stats_json()).unwrap()
+    }
+
+    pub fn detail(&self, key: &str) -> Value {
+        self.stats()["detail"][key].clone()
+    }
+
+    pub fn rooms(&self, room: u64) -> Value {
+        serde_json::from_str(&self.node.rooms_json(Some(room))).unwrap()
+    }
+
+    /// State of a live room.
+    pub fn state(&self, room: u64) -> Option<String> {
+        self.rooms(room)["live"].get(0).map(|live| live["state"].as_str().unwrap().to_owned())
+    }
+
+    pub fn wait_state(&self, room: u64, state: &str) {
+        until(&format!("room {room} is {state}"), || self.state(room).as_deref() == Some(state));
+    }
+
+    /// Nothing is left of any room, and the node is well. (A peer's last word may still be on its way when this is called.)
+    pub fn assert_idle(&self) {
+        let idle = |stats: &Value| ["rooms_live", "opens_waiting", "pulls_in_flight"].iter().all(|key| stats["detail"][key] == 0);
+        let deadline = Instant::now() + Duration::from_secs(5);
+        while !idle(&self.stats()) && Instant::now() < deadline {
+            std::thread::park_timeout(Duration::from_millis(1));
+        }
+        let stats = self.stats();
+        assert!(idle(&stats), "something is left: {stats} {}", self.node.rooms_json(None));
+        assert_eq!((&stats["healthy"], &stats["gauges"]["kv_leases"], &stats["detail"]["illegal"]), (&json!(true), &json!(0.0), &json!(0)), "{stats}");
+        assert!(self.heard.borrow().is_empty() && self.node.poll(10).is_empty(), "an end nobody waited for");
+    }
+
+    /// Give `pages` a new owner and fill them with bytes that depend on `seed` and the index.
+    pub fn write(&self, pages: &[u32], seed: u64) {
+        self.pool.begin_write(pages);
+        for (i, &page) in pages.iter().enumerate() {
+            let at = self.pool.data_ptr().wrapping_add(page as usize * PAGE);
+            for (word, offset) in (0..PAGE / 8).map(|w| (w, w * 8)) {
+                // SAFETY: inside the pool; the test's thread owns these pages now.
+                unsafe { at.add(offset).cast::<u64>().write(content(seed, i, word)) };
+            }
+        }
+    }
+
+    /// Whether `pages` hold what `write` put into pages first.. with this seed.
+    pub fn holds(&self, pages: &[u32], seed: u64, first: usize) -> bool {
+        pages.iter().enumerate().all(|(i, &page)| {
+            let at = self.pool.data_ptr().wrapping_add(page as usize * PAGE);
+            // SAFETY: inside the pool; the room that wrote them is over.
+            (0..PAGE / 8).all(|word| unsafe { at.add(word * 8).cast::<u64>().read() } == content(seed, first + i, word))
+        })
+    }
+
+    /// Offer, write, publish in chunks and finish a prompt.
+    pub fn prefill(&self, room: u64, pages: &[u32], chunk: usize) {
+        self.node.offer(room, 0, HASH, DEADLINE_MS).unwrap();
+        self.publish(room, pages, chunk);
+        self.finish(room, pages.len());
+    }
+
+    pub fn publish(&self, room: u64, pages: &[u32], chunk: usize) {
+        self.write(pages, room);
+        for (i, part) in pages.chunks(chunk).enumerate() {
+            self.node.publish(room, (i * chunk) as u32, &ids(part)).unwrap();
+        }
+    }
+
+    pub fn finish(&self, room: u64, total: usize) {
+        self.node.finish(room, total as u32, 3, room.to_le_bytes().to_vec()).unwrap();
+    }
+}
+
+fn content(seed: u64, page: usize, word: usize) -> u64 {
+    (seed << 40 ^ (page as u64) << 20 ^ word as u64).wrapping_mul(0x9E37_79B9_7F4A_7C15)
+}
+
+pub fn ids(pages: &[u32]) -> Vec<u8> {
+    pages.iter().flat_map(|&p| (p as i32).to_le_bytes()).collect()
+}
+
+pub fn span(first: u32, n: u32) -> Vec<u32> {
+    (first..first + n).collect()
+}
+
+/// Wait for a condition that has no event of its own.
+pub fn until(what: &str, mut condition: impl FnMut() -> bool) {
+    let deadline = Instant::now() + PATIENCE;
+    while !condition() {
+        assert!(Instant::now() < deadline, "{what}: not after {PATIENCE:?}");
+        std::thread::park_timeout(Duration::from_millis(1));
+    }
+}
+
+pub struct Pair {
+    pub server: BootstrapServer,
+    pub p: Rank,
+    pub d: Rank,
+}
+
+impl Pair {
+    pub fn new(transport: &str) -> Self {
+        let one = json!({"transports": [transport]});
+        Self::with(&one, &one)
+    }
+
+    pub fn with(p: &Value, d: &Value) -> Self {
+        let server = BootstrapServer::start("127.0.0.1", 0, None).unwrap();
+        let p = Rank::start("prefill", p);
+        p.node.register("127.0.0.1", server.port(), PATIENCE).unwrap();
+        Self { server, p, d: Rank::start("decode", d) }
+    }
+
+    pub fn open(&self, room: u64) {
+        self.open_with(room, HASH, DEADLINE_MS);
+    }
+
+    pub fn open_with(&self, room: u64, hash: &[u8], deadline_ms: u64) {
+        self.d.node.open(room, 0, "127.0.0.1", self.server.port(), 0, hash, deadline_ms).unwrap();
+    }
+
+    pub fn grant(&self, room: u64, pages: &[u32]) {
+        self.d.node.grant(room, 0, &ids(pages)).unwrap();
+    }
+
+    /// A whole room, to show that the pair works.
+    pub fn relay(&self, room: u64) {
+        let (src, dst) = (span(0, 40), span(100, 40));
+        self.open(room);
+        self.grant(room, &dst);
+        self.p.prefill(room, &src, 16);
+        assert_eq!(self.d.end_code(room), "COMMITTED");
+        assert_eq!(self.p.end_code(room), "DONE");
+        assert!(self.d.holds(&dst, room, 0));
+    }
+
+    pub fn assert_idle(&self) {
+        self.p.assert_idle();
+        self.d.assert_idle();
+    }
+}
+
+pub const TRANSPORTS: [&str; 2] = ["shm", "tcp"];
