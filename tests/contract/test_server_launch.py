@@ -104,6 +104,19 @@ def test_a_rank_that_cannot_start_ends_the_engine_with_its_message(path: str) ->
         end(engine)
 
 
+def test_what_is_no_http_is_refused_in_one_log_line(path: str) -> None:
+    """sglang-router and smg greet every worker with an HTTP/2 preface, to see whether it speaks gRPC."""
+    with fake_engine("--model-path", path) as engine:
+        address = httpx.URL(engine.url)
+        with socket.create_connection((address.host, address.port or 80), timeout=10) as s:
+            s.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n")
+            assert s.recv(64).startswith(b"HTTP/1.")
+        wait_until(lambda: "this is no HTTP/1.1 request" in engine.log)
+        assert "Traceback" not in engine.log
+        assert "ERROR" not in engine.log
+        assert status(engine.url) == 200
+
+
 def test_sigterm_drains(path: str) -> None:
     with fake_engine("--model-path", path) as engine:
         results: list[Any] = []

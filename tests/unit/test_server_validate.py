@@ -334,6 +334,13 @@ def test_stop_ids_and_ignore_eos(make: Make) -> None:
     assert completion(v, stop_token_ids=[9], ignore_eos=True).items[0].params.stop_token_ids == (9,)
 
 
+def test_generate_without_a_model_behind_a_router_that_names_one(make: Make) -> None:
+    """smg 1.13 fills in "unknown"; a real name is still checked."""
+    assert len(generate(make(), model="unknown", text="a").items) == 1
+    with pytest.raises(EngineError, match="model 'other' is not served here"):
+        generate(make(), model="other", text="a")
+
+
 def test_namespaces_differ_by_salt_and_key(make: Make) -> None:
     v = make()
     bodies: list[dict[str, Any]] = [{}, {"cache_salt": "a"}, {"extra_key": "a"}, {"cache_salt": "a", "extra_key": "b"}]
@@ -382,6 +389,15 @@ def test_one_room_per_answer(make: Make) -> None:
     assert [i.rendezvous and i.rendezvous.room for i in items] == [4, 9, 2, 8]
     items = completion(v, n=2, **MEET).items
     assert [i.rendezvous and i.rendezvous.room for i in items] == [7, 8], "a scalar numbers the batch, as in SGLang"
+
+
+def test_a_room_per_prompt_is_numbered_by_answer(make: Make) -> None:
+    """sglang-router 0.3.2 and smg 1.13 send one entry per prompt of a batch; P and D derive the rest alike."""
+    meet = {"bootstrap_host": ["p", "q"], "bootstrap_port": [1, 2], "bootstrap_room": [4, 2**63 - 1]}
+    for mode in ("prefill", "decode"):
+        items = completion(make(disaggregation_mode=mode), prompt=["a", "b"], n=2, **meet).items
+        found = [(r.host, r.port, r.room) for i in items if (r := i.rendezvous)]
+        assert found == [("p", 1, 4), ("p", 1, 5), ("q", 2, 2**63 - 1), ("q", 2, 0)]
 
 
 def test_without_a_room_a_decode_node_serves_alone(make: Make) -> None:

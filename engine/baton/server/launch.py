@@ -29,6 +29,7 @@ from typing import Any
 
 import zmq
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
 import baton
 from baton.config import EngineConfig
@@ -57,11 +58,20 @@ def run_engine(config: EngineConfig, rank_command: Sequence[str] = RANK_COMMAND)
         level=config.log_level.upper(),
         format="%(asctime)s %(levelname)s %(name)s %(message)s",
     )
+    logging.getLogger("aiohttp.server").addFilter(_one_line_for_no_request)
     try:
         return asyncio.run(_Launcher(config, rank_command).run())
     except ConfigError as err:
         print(f"baton engine: {err.message}", file=sys.stderr)
         return 2
+
+
+def _one_line_for_no_request(record: logging.LogRecord) -> bool:
+    """A port scan, or a router that tries HTTP/2 for gRPC, is refused in one line, not in a traceback."""
+    if record.exc_info and isinstance(record.exc_info[1], HttpProcessingError):
+        record.msg, record.exc_info = record.msg + ": this is no HTTP/1.1 request", None
+        record.levelno, record.levelname = logging.INFO, logging.getLevelName(logging.INFO)
+    return True
 
 
 class _Launcher:
@@ -180,6 +190,7 @@ class _Launcher:
             order = {
                 "config": dataclasses.asdict(self._config),
                 "dp_rank": dp_rank,
+                "front_pid": os.getpid(),
                 "to_rank": addresses[1 + dp_rank],
                 "to_front": addresses[0],
                 "bootstrap_host": None if bootstrap is None else _reachable(self._config.host),

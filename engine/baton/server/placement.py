@@ -39,14 +39,18 @@ def seed_for(asked: int | None, rendezvous: Rendezvous | None, choice: int) -> i
     return random.getrandbits(63)
 
 
-def place(f: Fields, count: int, mode: str, dp_size: int) -> list[Placement]:
-    """Where each item's halves run, from the router's fields (docs/protocol.md §2)."""
-    hosts = _column(f, "bootstrap_host", count, str)
-    ports = _column(f, "bootstrap_port", count, int, 1, 65535)
-    rooms = _column(f, "bootstrap_room", count, int, 0, INT64_MAX)
+def place(f: Fields, prompts: int, n: int, mode: str, dp_size: int) -> list[Placement]:
+    """Where each item's halves run, from the router's fields (docs/protocol.md §2); a prompt's answers in a row."""
+    count = prompts * n
+    hosts = _column(f, "bootstrap_host", prompts, n, str)
+    ports = _column(f, "bootstrap_port", prompts, n, int, 1, 65535)
+    rooms = _column(f, "bootstrap_room", prompts, n, int, 0, INT64_MAX)
     raw = f.get("bootstrap_room")
     if type(raw) is int:
         rooms = [(raw + i) & INT64_MAX for i in range(count)]  # matches SGLang 0.5.7: a scalar numbers the batch
+    elif type(raw) is list and len(raw) != count:
+        # sglang-router 0.3.2 and smg 1.13 draw one room per prompt of a batch, whatever n is.
+        rooms = [None if room is None else (room + i % n) & INT64_MAX for i, room in enumerate(rooms)]
     prefill_rank = f.integer("data_parallel_rank", None, 0, 2**16)
     decode_rank = f.integer("data_parallel_rank_decode", None, 0, 2**16)
     routed = f.integer("routed_dp_rank", None, 0, dp_size - 1)
@@ -82,11 +86,14 @@ def place(f: Fields, count: int, mode: str, dp_size: int) -> list[Placement]:
     return out
 
 
-def _column(f: Fields, name: str, count: int, kind: type, low: int = 0, high: int = INT64_MAX) -> list[Any]:
-    """A scalar for all items, or one value per item."""
+def _column(f: Fields, name: str, prompts: int, n: int, kind: type, low: int = 0, high: int = INT64_MAX) -> list[Any]:
+    """A scalar for all items, or one value per prompt, or one per item."""
+    count = prompts * n
     value = f.get(name)
     if type(value) is not list:
         value = [value] * count
+    elif len(value) == prompts:
+        value = [v for v in value for _ in range(n)]
     elif len(value) != count:
         raise f.bad(name, f"has {len(value)} entries for {count} answers (prompts times n); send one per answer")
     for v in value:

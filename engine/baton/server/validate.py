@@ -169,7 +169,8 @@ class Validator:
     async def generate(self, body: dict[str, Any]) -> Accepted:
         f = Fields(body)
         known.refuse(f, known.GENERATE, known.SHARED)
-        self._check_model(f)
+        if f.string("model") != "unknown":  # smg 1.13 adds this one: the native body has no such field in SGLang
+            self._check_model(f)
         nested = f.get("sampling_params")
         if type(nested) is list:
             raise UnsupportedParameter("sampling_params must be one object for all prompts", param="sampling_params")
@@ -358,7 +359,7 @@ class Validator:
                 f"{len(prompts)} prompts with n {common.n} give {count} answers, at most {MAX_ITEMS} are accepted",
                 param="n",
             )
-        placements = place(f, count, self._config.disaggregation_mode, self._config.dp_size)
+        placements = place(f, len(prompts), common.n, self._config.disaggregation_mode, self._config.dp_size)
         items = []
         for i, ids in enumerate(prompts):
             prompt = array("i", ids)
