@@ -43,11 +43,25 @@ pub struct Ledger {
 
 impl Ledger {
     /// A room entered `state`; `over` ends its life.
-    pub fn enter(&mut self, side: Side, room: u64, attempt: u32, state: &'static str, over: bool, note: String, at_ms: u64) {
+    pub fn enter(
+        &mut self,
+        side: Side,
+        room: u64,
+        attempt: u32,
+        state: &'static str,
+        over: bool,
+        note: String,
+        at_ms: u64,
+    ) {
         if over {
             self.live.remove(&(side, room));
         } else {
-            let live = self.live.entry((side, room)).or_insert(Live { state, attempt, since_ms: at_ms, created_ms: at_ms });
+            let live = self.live.entry((side, room)).or_insert(Live {
+                state,
+                attempt,
+                since_ms: at_ms,
+                created_ms: at_ms,
+            });
             live.state = state;
             live.since_ms = at_ms;
         }
@@ -55,12 +69,27 @@ impl Ledger {
     }
 
     /// Something worth remembering that is no change of state.
-    pub fn note(&mut self, side: Side, room: u64, attempt: u32, state: &'static str, note: String, at_ms: u64) {
+    pub fn note(
+        &mut self,
+        side: Side,
+        room: u64,
+        attempt: u32,
+        state: &'static str,
+        note: String,
+        at_ms: u64,
+    ) {
         if self.ring.len() == RING {
             self.ring.pop_front();
         }
         self.recorded += 1;
-        self.ring.push_back(Entry { at_ms, room, side, attempt, state, note });
+        self.ring.push_back(Entry {
+            at_ms,
+            room,
+            side,
+            attempt,
+            state,
+            note,
+        });
     }
 
     pub fn live(&self) -> usize {
@@ -84,7 +113,11 @@ impl Ledger {
             .filter(|((_, r), _)| wanted(*r))
             .map(|((side, room), live)| json!({"room": room, "side": side, "state": live.state, "attempt": live.attempt, "since_ms": live.since_ms, "age_ms": now_ms.saturating_sub(live.created_ms)}))
             .collect();
-        let timeline: Vec<_> = self.ring.iter().filter(|entry| wanted(entry.room)).collect();
+        let timeline: Vec<_> = self
+            .ring
+            .iter()
+            .filter(|entry| wanted(entry.room))
+            .collect();
         json!({"now_ms": now_ms, "live": live, "timeline": timeline, "forgotten": self.recorded - self.ring.len() as u64})
     }
 }
@@ -97,8 +130,24 @@ mod tests {
     fn the_ring_forgets_the_oldest_and_live_rooms_are_counted_by_state() {
         let mut ledger = Ledger::default();
         for room in 0..RING as u64 + 5 {
-            ledger.enter(Side::Prefill, room, 0, "WAITING", false, String::new(), room);
-            ledger.enter(Side::Prefill, room, 0, "ABORTED", room != 7, "CLIENT_GONE".into(), room);
+            ledger.enter(
+                Side::Prefill,
+                room,
+                0,
+                "WAITING",
+                false,
+                String::new(),
+                room,
+            );
+            ledger.enter(
+                Side::Prefill,
+                room,
+                0,
+                "ABORTED",
+                room != 7,
+                "CLIENT_GONE".into(),
+                room,
+            );
         }
         assert_eq!((ledger.live(), ledger.live_by_state()["ABORTED"]), (1, 1));
         let all = ledger.json(None, 9);

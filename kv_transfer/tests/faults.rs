@@ -30,10 +30,16 @@ fn a_page_that_got_a_new_owner_is_stale_and_never_committed() {
         pair.open(1);
         pair.p.prefill(1, &span(0, 20), 20);
         pair.d.wait_state(1, "ADMITTED");
-        until("all pages are announced", || pair.p.detail("pages_hashed") == 20);
+        until("all pages are announced", || {
+            pair.p.detail("pages_hashed") == 20
+        });
         pair.p.pool.begin_write(&[7]); // the late-reader bug: P evicts and reuses a page under the lease
         pair.grant(1, &span(500, 20));
-        assert_eq!((pair.d.end_code(1), pair.p.end_code(1)), ("STALE_PAGE".into(), "STALE_PAGE".into()), "{transport}");
+        assert_eq!(
+            (pair.d.end_code(1), pair.p.end_code(1)),
+            ("STALE_PAGE".into(), "STALE_PAGE".into()),
+            "{transport}"
+        );
         pair.relay(2);
         pair.assert_idle();
     }
@@ -46,11 +52,17 @@ fn a_page_rewritten_under_an_even_generation_is_caught_by_its_checksum() {
         pair.open(1);
         pair.p.prefill(1, &span(0, 20), 20);
         pair.d.wait_state(1, "ADMITTED");
-        until("all pages are announced", || pair.p.detail("pages_hashed") == 20);
+        until("all pages are announced", || {
+            pair.p.detail("pages_hashed") == 20
+        });
         // SAFETY: inside the pool. An engine that forgets begin_write does exactly this.
         unsafe { pair.p.pool.data_ptr().add(3 * PAGE + 100).write(0xEE) };
         pair.grant(1, &span(500, 20));
-        assert_eq!((pair.d.end_code(1), pair.p.end_code(1)), ("CHECKSUM".into(), "CHECKSUM".into()), "{transport}");
+        assert_eq!(
+            (pair.d.end_code(1), pair.p.end_code(1)),
+            ("CHECKSUM".into(), "CHECKSUM".into()),
+            "{transport}"
+        );
         pair.assert_idle();
     }
 }
@@ -58,12 +70,20 @@ fn a_page_rewritten_under_an_even_generation_is_caught_by_its_checksum() {
 #[test]
 fn a_flipped_bit_is_a_checksum_failure_and_retryable() {
     for transport in TRANSPORTS {
-        let pair = Pair::with(&on(transport, json!({})), &on(transport, fault(r#"{"on": "PAGE", "nth": 13, "do": "flip"}"#)));
+        let pair = Pair::with(
+            &on(transport, json!({})),
+            &on(
+                transport,
+                fault(r#"{"on": "PAGE", "nth": 13, "do": "flip"}"#),
+            ),
+        );
         pair.open(1);
         pair.grant(1, &span(500, 20));
         pair.p.prefill(1, &span(0, 20), 20);
         match pair.d.end(1) {
-            NodeEvent::Failed { code, .. } => assert!(code.as_str() == "CHECKSUM" && code.retryable()),
+            NodeEvent::Failed { code, .. } => {
+                assert!(code.as_str() == "CHECKSUM" && code.retryable())
+            }
             other => panic!("{other:?}"),
         }
         assert_eq!(pair.p.end_code(1), "CHECKSUM");
@@ -77,7 +97,11 @@ fn after_the_end_no_page_is_written() {
     for transport in TRANSPORTS {
         let slow = fault(r#"{"on": "PAGE", "do": {"delay_ms": 2}, "repeat": true}"#);
         // The side that is slow is the one that moves the bytes: D by shm, P by tcp.
-        let (p, d) = if transport == "shm" { (json!({}), slow) } else { (slow, json!({})) };
+        let (p, d) = if transport == "shm" {
+            (json!({}), slow)
+        } else {
+            (slow, json!({}))
+        };
         let pair = Pair::with(&on(transport, p), &on(transport, d));
         let (src, dst) = (span(0, 1000), span(0, 1000));
         for room in 1..=5 {
@@ -88,7 +112,10 @@ fn after_the_end_no_page_is_written() {
                 pair.d.wait_state(room, "PULLING");
             } else {
                 let before = pair.d.detail("pull")["tcp"]["batches"].as_u64();
-                until("pages arrive", || pair.d.detail("pull")["tcp"]["batches"].as_u64() >= before && pair.d.state(room).as_deref() == Some("PULLING"));
+                until("pages arrive", || {
+                    pair.d.detail("pull")["tcp"]["batches"].as_u64() >= before
+                        && pair.d.state(room).as_deref() == Some("PULLING")
+                });
             }
             pair.d.node.abort(room, "CLIENT_GONE").unwrap();
             assert_eq!(pair.d.end_code(room), "ABORTED");
@@ -100,8 +127,14 @@ fn after_the_end_no_page_is_written() {
             pair.open(other);
             pair.grant(other, &span(1500, 10));
             pair.p.prefill(other, &span(1500, 10), 10);
-            assert_eq!((pair.d.end_code(other), pair.p.end_code(other)), ("COMMITTED".into(), "DONE".into()));
-            assert!(pair.d.holds(&dst, 4242 + room, 0), "a late write by {transport}");
+            assert_eq!(
+                (pair.d.end_code(other), pair.p.end_code(other)),
+                ("COMMITTED".into(), "DONE".into())
+            );
+            assert!(
+                pair.d.holds(&dst, 4242 + room, 0),
+                "a late write by {transport}"
+            );
         }
         pair.assert_idle();
     }
@@ -109,7 +142,10 @@ fn after_the_end_no_page_is_written() {
 
 #[test]
 fn a_broken_shm_falls_back_to_tcp() {
-    let pair = Pair::with(&json!({}), &fault(r#"{"on": "PAGE", "nth": 8, "do": "break"}"#));
+    let pair = Pair::with(
+        &json!({}),
+        &fault(r#"{"on": "PAGE", "nth": 8, "do": "break"}"#),
+    );
     let dst = span(500, 20);
     pair.open(1);
     pair.grant(1, &dst);
@@ -119,7 +155,10 @@ fn a_broken_shm_falls_back_to_tcp() {
         other => panic!("{other:?}"),
     }
     assert!(pair.d.holds(&dst, 1, 0));
-    assert_eq!(pair.d.stats()["counters"]["kv_transport_fallbacks_total"], 1.0);
+    assert_eq!(
+        pair.d.stats()["counters"]["kv_transport_fallbacks_total"],
+        1.0
+    );
     assert_eq!(pair.p.end_code(1), "DONE");
     pair.relay(2);
     pair.assert_idle();
@@ -127,11 +166,17 @@ fn a_broken_shm_falls_back_to_tcp() {
 
 #[test]
 fn without_a_second_transport_a_broken_shm_ends_the_room() {
-    let pair = Pair::with(&json!({}), &on("shm", fault(r#"{"on": "PAGE", "nth": 8, "do": "break"}"#)));
+    let pair = Pair::with(
+        &json!({}),
+        &on("shm", fault(r#"{"on": "PAGE", "nth": 8, "do": "break"}"#)),
+    );
     pair.open(1);
     pair.grant(1, &span(500, 20));
     pair.p.prefill(1, &span(0, 20), 20);
-    assert_eq!((pair.d.end_code(1), pair.p.end_code(1)), ("TRANSPORT_BROKEN".into(), "TRANSPORT_BROKEN".into()));
+    assert_eq!(
+        (pair.d.end_code(1), pair.p.end_code(1)),
+        ("TRANSPORT_BROKEN".into(), "TRANSPORT_BROKEN".into())
+    );
     pair.assert_idle();
 }
 
@@ -147,13 +192,21 @@ fn lost_messages_end_at_a_deadline_or_a_lease_and_leave_nothing() {
     ];
     for (who, message, d_end, p_end) in cases {
         let rule = fault(&format!(r#"{{"on": "{message}", "do": "drop"}}"#));
-        let (mut p, d) = if who == "prefill" { (rule, json!({})) } else { (json!({}), rule) };
+        let (mut p, d) = if who == "prefill" {
+            (rule, json!({}))
+        } else {
+            (json!({}), rule)
+        };
         p["lease_ms"] = json!(500);
         let pair = Pair::with(&p, &d);
         pair.open_with(1, HASH, 400);
         pair.grant(1, &span(500, 20));
         pair.p.prefill(1, &span(0, 20), 20);
-        assert_eq!((pair.d.end_code(1).as_str(), pair.p.end_code(1).as_str()), (d_end, p_end), "{message} lost");
+        assert_eq!(
+            (pair.d.end_code(1).as_str(), pair.p.end_code(1).as_str()),
+            (d_end, p_end),
+            "{message} lost"
+        );
         pair.assert_idle();
         pair.relay(2);
     }
@@ -182,14 +235,30 @@ fn doubled_and_reordered_messages_change_nothing() {
 fn a_damaged_frame_cuts_the_link_and_the_next_room_gets_a_new_one() {
     for key in [None, Some("secret")] {
         let server = BootstrapServer::start("127.0.0.1", 0, key.map(Into::into)).unwrap();
-        let p = Rank::start("prefill", &json!({"cluster_key": key, "fault": {"rules": [{"on": "FINAL", "do": "flip"}]}}));
-        p.node.register("127.0.0.1", server.port(), PATIENCE).unwrap();
-        let pair = Pair { server, p, d: Rank::start("decode", &json!({"cluster_key": key})) };
+        let p = Rank::start(
+            "prefill",
+            &json!({"cluster_key": key, "fault": {"rules": [{"on": "FINAL", "do": "flip"}]}}),
+        );
+        p.node
+            .register("127.0.0.1", server.port(), PATIENCE)
+            .unwrap();
+        let pair = Pair {
+            server,
+            p,
+            d: Rank::start("decode", &json!({"cluster_key": key})),
+        };
         pair.open_with(1, HASH, 3000);
         pair.grant(1, &span(500, 5));
         pair.p.prefill(1, &span(0, 5), 5);
-        let code = if key.is_some() { "AUTH" } else { "TRANSPORT_BROKEN" };
-        assert_eq!((pair.d.end_code(1).as_str(), pair.p.end_code(1).as_str()), (code, code));
+        let code = if key.is_some() {
+            "AUTH"
+        } else {
+            "TRANSPORT_BROKEN"
+        };
+        assert_eq!(
+            (pair.d.end_code(1).as_str(), pair.p.end_code(1).as_str()),
+            (code, code)
+        );
         pair.relay(2);
         pair.assert_idle();
     }
@@ -198,11 +267,18 @@ fn a_damaged_frame_cuts_the_link_and_the_next_room_gets_a_new_one() {
 #[test]
 fn a_cut_link_ends_its_rooms_at_once_on_both_sides() {
     for message in ["OPEN_OK", "PROGRESS", "FINAL"] {
-        let pair = Pair::with(&fault(&format!(r#"{{"on": "{message}", "do": "kill"}}"#)), &json!({}));
+        let pair = Pair::with(
+            &fault(&format!(r#"{{"on": "{message}", "do": "kill"}}"#)),
+            &json!({}),
+        );
         pair.open(1);
         pair.grant(1, &span(500, 20));
         pair.p.prefill(1, &span(0, 20), 20);
-        assert_eq!((pair.d.end_code(1), pair.p.end_code(1)), ("PEER_DEAD".into(), "PEER_DEAD".into()), "{message}");
+        assert_eq!(
+            (pair.d.end_code(1), pair.p.end_code(1)),
+            ("PEER_DEAD".into(), "PEER_DEAD".into()),
+            "{message}"
+        );
         pair.relay(2);
         pair.assert_idle();
     }
@@ -211,7 +287,13 @@ fn a_cut_link_ends_its_rooms_at_once_on_both_sides() {
 #[test]
 fn strangers_and_garbage_on_the_port_harm_nobody() {
     let pair = Pair::new("tcp");
-    for garbage in [&b"GET / HTTP/1.1\r\n\r\n"[..], &[0xFF; 64], &[1, 0, 0, 0, 7], &[0; 4], &[3, 0, 0, 0, 0, 0x81, 0xA5]] {
+    for garbage in [
+        &b"GET / HTTP/1.1\r\n\r\n"[..],
+        &[0xFF; 64],
+        &[1, 0, 0, 0, 7],
+        &[0; 4],
+        &[3, 0, 0, 0, 0, 0x81, 0xA5],
+    ] {
         let mut stream = TcpStream::connect(("127.0.0.1", pair.p.node.port())).unwrap();
         stream.write_all(garbage).unwrap();
     }
@@ -228,8 +310,12 @@ fn a_wrong_cluster_key_is_refused_by_the_bootstrap_server_and_by_the_rank() {
     for server_key in [Some("secret".to_owned()), None] {
         let server = BootstrapServer::start("127.0.0.1", 0, server_key).unwrap();
         let p = Rank::start("prefill", &json!({"cluster_key": "secret"}));
-        p.node.register("127.0.0.1", server.port(), PATIENCE).unwrap();
-        d.node.open(1, 0, "127.0.0.1", server.port(), 0, HASH, DEADLINE_MS).unwrap();
+        p.node
+            .register("127.0.0.1", server.port(), PATIENCE)
+            .unwrap();
+        d.node
+            .open(1, 0, "127.0.0.1", server.port(), 0, HASH, DEADLINE_MS)
+            .unwrap();
         match d.end(1) {
             NodeEvent::Failed { code, .. } => assert!(code.as_str() == "AUTH" && !code.retryable()),
             other => panic!("{other:?}"),
@@ -244,8 +330,14 @@ fn with_a_key_everything_works_over_both_transports() {
         let server = BootstrapServer::start("127.0.0.1", 0, Some("secret".into())).unwrap();
         let config = on(transport, json!({"cluster_key": "secret"}));
         let p = Rank::start("prefill", &config);
-        p.node.register("127.0.0.1", server.port(), PATIENCE).unwrap();
-        let pair = Pair { server, p, d: Rank::start("decode", &config) };
+        p.node
+            .register("127.0.0.1", server.port(), PATIENCE)
+            .unwrap();
+        let pair = Pair {
+            server,
+            p,
+            d: Rank::start("decode", &config),
+        };
         pair.relay(1);
         pair.relay(2);
         pair.assert_idle();
@@ -258,7 +350,18 @@ fn with_a_key_everything_works_over_both_transports() {
 fn a_black_hole_for_a_bootstrap_server_delays_nobody_else() {
     let hole = TcpListener::bind("127.0.0.1:0").unwrap(); // accepts in the kernel, never answers
     let pair = Pair::new("shm");
-    pair.d.node.open(1, 0, "127.0.0.1", hole.local_addr().unwrap().port(), 0, HASH, 1500).unwrap();
+    pair.d
+        .node
+        .open(
+            1,
+            0,
+            "127.0.0.1",
+            hole.local_addr().unwrap().port(),
+            0,
+            HASH,
+            1500,
+        )
+        .unwrap();
     pair.relay(2);
     assert_eq!(pair.d.state(1).as_deref(), Some("RESOLVING"));
     assert_eq!(pair.d.end_code(1), "UNREACHABLE");
@@ -269,12 +372,19 @@ fn a_black_hole_for_a_bootstrap_server_delays_nobody_else() {
 fn decode_waits_for_a_prefill_rank_that_registers_late() {
     let server = BootstrapServer::start("127.0.0.1", 0, None).unwrap();
     let d = Rank::start("decode", &json!({}));
-    d.node.open(1, 0, "127.0.0.1", server.port(), 0, HASH, DEADLINE_MS).unwrap();
+    d.node
+        .open(1, 0, "127.0.0.1", server.port(), 0, HASH, DEADLINE_MS)
+        .unwrap();
     d.node.grant(1, 0, &ids(&span(500, 5))).unwrap();
     let p = Rank::start("prefill", &json!({}));
     p.prefill(1, &span(0, 5), 5);
-    p.node.register("127.0.0.1", server.port(), PATIENCE).unwrap();
-    assert_eq!((d.end_code(1), p.end_code(1)), ("COMMITTED".into(), "DONE".into()));
+    p.node
+        .register("127.0.0.1", server.port(), PATIENCE)
+        .unwrap();
+    assert_eq!(
+        (d.end_code(1), p.end_code(1)),
+        ("COMMITTED".into(), "DONE".into())
+    );
     p.assert_idle();
     d.assert_idle();
 }
@@ -283,8 +393,15 @@ fn decode_waits_for_a_prefill_rank_that_registers_late() {
 fn registering_with_nobody_fails_in_time_and_says_why() {
     let p = Rank::start("prefill", &json!({}));
     let start = Instant::now();
-    let err = p.node.register("127.0.0.1", 1, Duration::from_millis(300)).unwrap_err();
-    assert!(start.elapsed() < Duration::from_secs(3), "{:?}", start.elapsed());
+    let err = p
+        .node
+        .register("127.0.0.1", 1, Duration::from_millis(300))
+        .unwrap_err();
+    assert!(
+        start.elapsed() < Duration::from_secs(3),
+        "{:?}",
+        start.elapsed()
+    );
     assert!(err.to_string().contains("refused"), "{err}");
 }
 
@@ -299,13 +416,23 @@ fn a_node_that_closes_ends_its_peers_rooms_and_its_successor_is_found() {
     let start = Instant::now();
     pair.p.node.close();
     assert_eq!(pair.d.end_code(1), "PEER_DEAD");
-    assert!(start.elapsed() < Duration::from_secs(2), "closing takes {:?}", start.elapsed());
+    assert!(
+        start.elapsed() < Duration::from_secs(2),
+        "closing takes {:?}",
+        start.elapsed()
+    );
     pair.open(2); // before there is a successor
     pair.grant(2, &span(500, 5));
     pair.p = Rank::start("prefill", &json!({"transports": ["shm"]}));
-    pair.p.node.register("127.0.0.1", pair.server.port(), PATIENCE).unwrap();
+    pair.p
+        .node
+        .register("127.0.0.1", pair.server.port(), PATIENCE)
+        .unwrap();
     pair.p.prefill(2, &span(0, 5), 5);
-    assert_eq!((pair.d.end_code(2), pair.p.end_code(2)), ("COMMITTED".into(), "DONE".into()));
+    assert_eq!(
+        (pair.d.end_code(2), pair.p.end_code(2)),
+        ("COMMITTED".into(), "DONE".into())
+    );
     pair.assert_idle();
 }
 
@@ -314,25 +441,44 @@ fn a_restart_behind_a_stale_route_is_noticed_by_its_incarnation() {
     let first = Rank::start("prefill", &json!({}));
     let port = first.node.port();
     let server = BootstrapServer::start("127.0.0.1", 0, None).unwrap();
-    first.node.register("127.0.0.1", server.port(), PATIENCE).unwrap();
+    first
+        .node
+        .register("127.0.0.1", server.port(), PATIENCE)
+        .unwrap();
     // The successor takes the same port, but the route still names the first incarnation for a while.
-    let stale: Value = ask(server.port(), "GET /route?engine_rank=0&target_dp_group=0&target_pp_rank=0");
+    let stale: Value = ask(
+        server.port(),
+        "GET /route?engine_rank=0&target_dp_group=0&target_pp_rank=0",
+    );
     assert_eq!(stale["instance_id"], first.node.incarnation());
     drop(first);
     let second = Rank::start("prefill", &json!({"port": port}));
     let body = json!({"role": "Prefill", "rank_ip": "127.0.0.1", "rank_port": port, "instance_id": stale["instance_id"]}).to_string();
     ask(server.port(), &format!("PUT /route|{body}"));
     let d = Rank::start("decode", &json!({}));
-    d.node.open(1, 0, "127.0.0.1", server.port(), 0, HASH, 400).unwrap();
+    d.node
+        .open(1, 0, "127.0.0.1", server.port(), 0, HASH, 400)
+        .unwrap();
     match d.end(1) {
-        NodeEvent::Failed { code, message, .. } => assert!(code.as_str() == "UNREACHABLE" && message.contains("incarnation"), "{message}"),
+        NodeEvent::Failed { code, message, .. } => assert!(
+            code.as_str() == "UNREACHABLE" && message.contains("incarnation"),
+            "{message}"
+        ),
         other => panic!("{other:?}"),
     }
-    d.node.open(2, 0, "127.0.0.1", server.port(), 0, HASH, DEADLINE_MS).unwrap();
+    d.node
+        .open(2, 0, "127.0.0.1", server.port(), 0, HASH, DEADLINE_MS)
+        .unwrap();
     d.node.grant(2, 0, &ids(&span(500, 5))).unwrap();
-    second.node.register("127.0.0.1", server.port(), PATIENCE).unwrap();
+    second
+        .node
+        .register("127.0.0.1", server.port(), PATIENCE)
+        .unwrap();
     second.prefill(2, &span(0, 5), 5);
-    assert_eq!((d.end_code(2), second.end_code(2)), ("COMMITTED".into(), "DONE".into()));
+    assert_eq!(
+        (d.end_code(2), second.end_code(2)),
+        ("COMMITTED".into(), "DONE".into())
+    );
     second.assert_idle();
     d.assert_idle();
 }
@@ -341,7 +487,12 @@ fn a_restart_behind_a_stale_route_is_noticed_by_its_incarnation() {
 fn ask(port: u16, request: &str) -> Value {
     let (line, body) = request.split_once('|').unwrap_or((request, ""));
     let mut stream = TcpStream::connect(("127.0.0.1", port)).unwrap();
-    write!(stream, "{line} HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: {}\r\n\r\n{body}", body.len()).unwrap();
+    write!(
+        stream,
+        "{line} HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: {}\r\n\r\n{body}",
+        body.len()
+    )
+    .unwrap();
     let answer = std::io::read_to_string(stream).unwrap();
     serde_json::from_str(answer.split_once("\r\n\r\n").unwrap().1).unwrap()
 }
@@ -374,7 +525,10 @@ impl ChildNode {
             .stdout(Stdio::piped())
             .spawn()
             .unwrap();
-        let mut node = Self { said: BufReader::new(child.stdout.take().unwrap()), child };
+        let mut node = Self {
+            said: BufReader::new(child.stdout.take().unwrap()),
+            child,
+        };
         node.wait_for("ready");
         node
     }
@@ -383,7 +537,10 @@ impl ChildNode {
         let mut line = String::new();
         while line.trim() != word {
             line.clear();
-            assert!(self.said.read_line(&mut line).unwrap() > 0, "the child ended before it said {word}");
+            assert!(
+                self.said.read_line(&mut line).unwrap() > 0,
+                "the child ended before it said {word}"
+            );
         }
     }
 
@@ -408,10 +565,14 @@ impl Drop for ChildNode {
 #[test]
 #[ignore = "not a test: the process that other tests kill"]
 fn child_prefill() {
-    let Ok(port) = std::env::var("BATON_TEST_BOOTSTRAP") else { return };
+    let Ok(port) = std::env::var("BATON_TEST_BOOTSTRAP") else {
+        return;
+    };
     let transport = std::env::var("BATON_TEST_TRANSPORT").unwrap();
     let p = Rank::start("prefill", &json!({"transports": [transport]}));
-    p.node.register("127.0.0.1", port.parse().unwrap(), PATIENCE).unwrap();
+    p.node
+        .register("127.0.0.1", port.parse().unwrap(), PATIENCE)
+        .unwrap();
     println!("\nready");
     for line in std::io::stdin().lines() {
         let line = line.unwrap();
@@ -435,14 +596,22 @@ fn a_killed_prefill_process_is_noticed_by_its_socket() {
         let mut p = ChildNode::start(&server, transport);
         let d = Rank::start("decode", &json!({}));
         p.say("offer");
-        d.node.open(1, 0, "127.0.0.1", server.port(), 0, HASH, DEADLINE_MS).unwrap();
+        d.node
+            .open(1, 0, "127.0.0.1", server.port(), 0, HASH, DEADLINE_MS)
+            .unwrap();
         d.node.grant(1, 0, &ids(&span(500, 20))).unwrap();
         p.say("publish");
-        until("pages are pulled", || d.detail("pull")[transport]["pages"] == 20);
+        until("pages are pulled", || {
+            d.detail("pull")[transport]["pages"] == 20
+        });
         p.signal(libc::SIGKILL);
         let start = Instant::now();
         assert_eq!(d.end_code(1), "PEER_DEAD");
-        assert!(start.elapsed().as_millis() < KILL_MS, "{:?}", start.elapsed());
+        assert!(
+            start.elapsed().as_millis() < KILL_MS,
+            "{:?}",
+            start.elapsed()
+        );
         d.assert_idle();
     }
 }
@@ -453,12 +622,18 @@ fn by_shm_a_prompt_survives_the_death_of_its_prefill_process() {
     let mut p = ChildNode::start(&server, "shm");
     let d = Rank::start("decode", &json!({}));
     p.say("offer");
-    d.node.open(1, 0, "127.0.0.1", server.port(), 0, HASH, DEADLINE_MS).unwrap();
+    d.node
+        .open(1, 0, "127.0.0.1", server.port(), 0, HASH, DEADLINE_MS)
+        .unwrap();
     p.say("publish");
     p.say("finish");
-    until("everything is announced", || d.rooms(1)["timeline"].to_string().contains("FINAL"));
+    until("everything is announced", || {
+        d.rooms(1)["timeline"].to_string().contains("FINAL")
+    });
     p.signal(libc::SIGKILL);
-    until("the peer's death is known", || d.stats()["gauges"]["kv_peers"] == 0.0);
+    until("the peer's death is known", || {
+        d.stats()["gauges"]["kv_peers"] == 0.0
+    });
     let dst = span(500, 20);
     d.node.grant(1, 0, &ids(&dst)).unwrap();
     assert_eq!(d.end_code(1), "COMMITTED");
@@ -472,13 +647,23 @@ fn a_stopped_prefill_process_is_given_up_after_three_heartbeats() {
     let mut p = ChildNode::start(&server, "shm");
     let d = Rank::start("decode", &json!({"heartbeat_ms": 300}));
     p.say("offer");
-    d.node.open(1, 0, "127.0.0.1", server.port(), 0, HASH, DEADLINE_MS).unwrap();
+    d.node
+        .open(1, 0, "127.0.0.1", server.port(), 0, HASH, DEADLINE_MS)
+        .unwrap();
     d.wait_state(1, "ADMITTED");
     p.signal(libc::SIGSTOP);
     let start = Instant::now();
     assert_eq!(d.end_code(1), "PEER_DEAD");
-    assert!(start.elapsed() >= Duration::from_millis(500), "two beats may be missing: {:?}", start.elapsed());
-    assert!(start.elapsed() < Duration::from_secs(5), "{:?}", start.elapsed());
+    assert!(
+        start.elapsed() >= Duration::from_millis(500),
+        "two beats may be missing: {:?}",
+        start.elapsed()
+    );
+    assert!(
+        start.elapsed() < Duration::from_secs(5),
+        "{:?}",
+        start.elapsed()
+    );
     d.assert_idle();
 }
 
@@ -499,7 +684,10 @@ impl Dice {
 
 #[test]
 fn a_storm_of_aborts_and_faults_leaves_nothing_and_never_a_wrong_page() {
-    let seed = std::env::var("BATON_SEED").ok().and_then(|s| s.parse().ok()).unwrap_or(20_260_921);
+    let seed = std::env::var("BATON_SEED")
+        .ok()
+        .and_then(|s| s.parse().ok())
+        .unwrap_or(20_260_921);
     for transport in TRANSPORTS {
         println!("BATON_SEED={seed} {transport}");
         let mut dice = Dice(seed);
@@ -507,9 +695,15 @@ fn a_storm_of_aborts_and_faults_leaves_nothing_and_never_a_wrong_page() {
             let rules: Vec<Value> = names.iter().map(|name| json!({"on": name, "nth": 5 + dice.roll(60), "do": (["dup", "kill", "flip", "drop"][dice.roll(4) as usize])})).collect();
             json!({"fault": {"rules": rules}, "lease_ms": 700, "heartbeat_ms": 200})
         };
-        let p_faults = on(transport, rules(&mut dice, &["OPEN_OK", "PROGRESS", "FINAL", "HEARTBEAT"]));
+        let p_faults = on(
+            transport,
+            rules(&mut dice, &["OPEN_OK", "PROGRESS", "FINAL", "HEARTBEAT"]),
+        );
         let mut d_faults = on(transport, rules(&mut dice, &["OPEN", "DONE", "ABORT"]));
-        d_faults["fault"]["rules"].as_array_mut().unwrap().push(json!({"on": "PAGE", "nth": 50 + dice.roll(300), "do": "flip"}));
+        d_faults["fault"]["rules"]
+            .as_array_mut()
+            .unwrap()
+            .push(json!({"on": "PAGE", "nth": 50 + dice.roll(300), "do": "flip"}));
         let pair = Pair::with(&p_faults, &d_faults);
         let mut committed = 0;
         for batch in 0..8u64 {
@@ -524,7 +718,8 @@ fn a_storm_of_aborts_and_faults_leaves_nothing_and_never_a_wrong_page() {
                 if dice.roll(6) == 0 {
                     pair.d.node.abort(room, "CLIENT_GONE").unwrap();
                 }
-                pair.p.publish(room, &pages(room), 1 + dice.roll(9) as usize);
+                pair.p
+                    .publish(room, &pages(room), 1 + dice.roll(9) as usize);
                 if dice.roll(6) == 0 {
                     pair.p.node.abort(room, "CLIENT_GONE").unwrap();
                 }
@@ -536,13 +731,19 @@ fn a_storm_of_aborts_and_faults_leaves_nothing_and_never_a_wrong_page() {
             for &room in &rooms {
                 let end = pair.d.end(room);
                 if let NodeEvent::Committed { .. } = end {
-                    assert!(pair.d.holds(&pages(room), room, 0), "room {room} committed wrong pages, seed {seed}");
+                    assert!(
+                        pair.d.holds(&pages(room), room, 0),
+                        "room {room} committed wrong pages, seed {seed}"
+                    );
                     committed += 1;
                 }
                 pair.p.end(room);
             }
         }
-        assert!(committed > 25, "only {committed} of 128 rooms committed: the storm tests nothing (seed {seed})");
+        assert!(
+            committed > 25,
+            "only {committed} of 128 rooms committed: the storm tests nothing (seed {seed})"
+        );
         pair.assert_idle();
     }
 }
@@ -553,12 +754,19 @@ fn the_limit_of_rooms_is_told_and_passes() {
     for room in 1..=4 {
         pair.open(room);
     }
-    let err = pair.d.node.open(5, 0, "127.0.0.1", 1, 0, HASH, 1).unwrap_err();
+    let err = pair
+        .d
+        .node
+        .open(5, 0, "127.0.0.1", 1, 0, HASH, 1)
+        .unwrap_err();
     assert!(err.to_string().contains("max_rooms"), "{err}");
     for room in 1..=4 {
         pair.grant(room, &span(room as u32 * 50, 5));
         pair.p.prefill(room, &span(room as u32 * 50, 5), 5);
-        assert_eq!((pair.d.end_code(room), pair.p.end_code(room)), ("COMMITTED".into(), "DONE".into()));
+        assert_eq!(
+            (pair.d.end_code(room), pair.p.end_code(room)),
+            ("COMMITTED".into(), "DONE".into())
+        );
     }
     pair.assert_idle();
 }

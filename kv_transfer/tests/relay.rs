@@ -19,13 +19,24 @@ fn pages_are_pulled_while_later_chunks_are_still_computed() {
         for (i, part) in src.chunks(10).enumerate() {
             pair.p.node.publish(1, i as u32 * 10, &ids(part)).unwrap();
             let pulled = (i as u64 + 1) * 10 * PAGE as u64;
-            until("the chunk is pulled before the next", || pair.d.detail("pull")[transport]["bytes"] == pulled);
+            until("the chunk is pulled before the next", || {
+                pair.d.detail("pull")[transport]["bytes"] == pulled
+            });
         }
         pair.p.finish(1, 30);
         match pair.d.end(1) {
-            NodeEvent::Committed { payload, total_pages: 30, last_page_tokens: 3, stats, .. } => {
+            NodeEvent::Committed {
+                payload,
+                total_pages: 30,
+                last_page_tokens: 3,
+                stats,
+                ..
+            } => {
                 assert_eq!(payload, 1u64.to_le_bytes());
-                assert_eq!((stats.transport, stats.pages, stats.bytes), (transport, 30, 30 * PAGE as u64));
+                assert_eq!(
+                    (stats.transport, stats.pages, stats.bytes),
+                    (transport, 30, 30 * PAGE as u64)
+                );
             }
             other => panic!("{other:?}"),
         }
@@ -61,7 +72,10 @@ fn a_full_hit_commits_without_any_page() {
     pair.p.prefill(1, &span(0, 20), 20);
     assert_eq!(pair.d.end_code(1), "COMMITTED");
     assert_eq!(pair.p.end_code(1), "DONE");
-    assert_eq!(pair.d.stats()["counters"]["kv_pulls_total{transport=\"none\"}"], 1.0);
+    assert_eq!(
+        pair.d.stats()["counters"]["kv_pulls_total{transport=\"none\"}"],
+        1.0
+    );
     pair.assert_idle();
 }
 
@@ -73,7 +87,10 @@ fn an_open_before_its_offer_is_parked_and_then_served() {
         pair.grant(1, &span(500, 5));
         until("the OPEN is parked", || pair.p.detail("opens_waiting") == 1);
         pair.p.prefill(1, &span(0, 5), 2);
-        assert_eq!((pair.d.end_code(1), pair.p.end_code(1)), ("COMMITTED".into(), "DONE".into()));
+        assert_eq!(
+            (pair.d.end_code(1), pair.p.end_code(1)),
+            ("COMMITTED".into(), "DONE".into())
+        );
         assert_eq!(pair.p.detail("opens_parked"), 1);
         pair.assert_idle();
     }
@@ -93,21 +110,37 @@ fn prefill_does_not_wait_for_decode_and_its_lease_ends() {
     pair.p.prefill(1, &span(0, 5), 5);
     assert_eq!(pair.p.end_code(1), "LEASE_EXPIRED");
     pair.open(1);
-    assert_eq!(pair.d.end_code(1), "LEASE_EXPIRED", "a late OPEN is told at once");
+    assert_eq!(
+        pair.d.end_code(1),
+        "LEASE_EXPIRED",
+        "a late OPEN is told at once"
+    );
     pair.assert_idle();
 }
 
 #[test]
 fn a_lease_lives_as_long_as_decode_asks_for_it() {
-    let pair = Pair::with(&json!({"lease_ms": 400, "heartbeat_ms": 100}), &json!({"heartbeat_ms": 100}));
+    let pair = Pair::with(
+        &json!({"lease_ms": 400, "heartbeat_ms": 100}),
+        &json!({"heartbeat_ms": 100}),
+    );
     pair.open(1);
     pair.p.prefill(1, &span(0, 5), 5);
     pair.d.wait_state(1, "ADMITTED");
     let start = std::time::Instant::now();
-    until("three leases have passed", || start.elapsed().as_millis() > 1200);
-    assert_eq!(pair.p.state(1).as_deref(), Some("LEASED"), "renewed by heartbeats that name the room");
+    until("three leases have passed", || {
+        start.elapsed().as_millis() > 1200
+    });
+    assert_eq!(
+        pair.p.state(1).as_deref(),
+        Some("LEASED"),
+        "renewed by heartbeats that name the room"
+    );
     pair.grant(1, &span(500, 5));
-    assert_eq!((pair.d.end_code(1), pair.p.end_code(1)), ("COMMITTED".into(), "DONE".into()));
+    assert_eq!(
+        (pair.d.end_code(1), pair.p.end_code(1)),
+        ("COMMITTED".into(), "DONE".into())
+    );
     pair.assert_idle();
 }
 
@@ -117,7 +150,10 @@ fn decode_can_abort_at_every_stage() {
     let pair = Pair::with(&json!({"transports": ["shm"]}), &slow);
     let abort = |room| pair.d.node.abort(room, "CLIENT_GONE").unwrap();
 
-    pair.d.node.open(1, 0, "127.0.0.1", 1, 0, HASH, DEADLINE_MS).unwrap(); // nobody listens there
+    pair.d
+        .node
+        .open(1, 0, "127.0.0.1", 1, 0, HASH, DEADLINE_MS)
+        .unwrap(); // nobody listens there
     abort(1);
     assert_eq!(pair.d.end_code(1), "ABORTED", "resolving");
 
@@ -125,13 +161,19 @@ fn decode_can_abort_at_every_stage() {
     until("the OPEN is parked", || pair.p.detail("opens_waiting") == 1);
     abort(2);
     assert_eq!(pair.d.end_code(2), "ABORTED", "parked");
-    until("P forgets the parked OPEN", || pair.p.detail("opens_waiting") == 0);
+    until("P forgets the parked OPEN", || {
+        pair.p.detail("opens_waiting") == 0
+    });
 
     pair.p.node.offer(3, 0, HASH, DEADLINE_MS).unwrap();
     pair.open(3);
     pair.d.wait_state(3, "ADMITTED");
     abort(3);
-    assert_eq!((pair.d.end_code(3), pair.p.end_code(3)), ("ABORTED".into(), "CLIENT_GONE".into()), "admitted");
+    assert_eq!(
+        (pair.d.end_code(3), pair.p.end_code(3)),
+        ("ABORTED".into(), "CLIENT_GONE".into()),
+        "admitted"
+    );
 
     pair.open(4);
     pair.grant(4, &span(500, 200));
@@ -139,7 +181,11 @@ fn decode_can_abort_at_every_stage() {
     pair.d.wait_state(4, "PULLING");
     abort(4);
     abort(4);
-    assert_eq!((pair.d.end_code(4), pair.p.end_code(4)), ("ABORTED".into(), "CLIENT_GONE".into()), "pulling");
+    assert_eq!(
+        (pair.d.end_code(4), pair.p.end_code(4)),
+        ("ABORTED".into(), "CLIENT_GONE".into()),
+        "pulling"
+    );
     abort(4);
     pair.assert_idle();
 }
@@ -154,7 +200,11 @@ fn prefill_can_abort_at_every_stage() {
     abort(1);
     assert_eq!(pair.p.end_code(1), "CLIENT_GONE", "waiting, no decode rank");
     pair.open(1);
-    assert_eq!(pair.d.end_code(1), "CLIENT_GONE", "the decode rank comes later");
+    assert_eq!(
+        pair.d.end_code(1),
+        "CLIENT_GONE",
+        "the decode rank comes later"
+    );
 
     pair.open(2);
     until("the OPEN is parked", || pair.p.detail("opens_waiting") == 1);
@@ -165,9 +215,15 @@ fn prefill_can_abort_at_every_stage() {
     pair.open(3);
     pair.grant(3, &span(500, 10));
     pair.p.publish(3, &span(0, 5), 5);
-    until("the first pages are pulled", || pair.d.detail("pull")["shm"]["pages"] == 5);
+    until("the first pages are pulled", || {
+        pair.d.detail("pull")["shm"]["pages"] == 5
+    });
     abort(3);
-    assert_eq!((pair.d.end_code(3), pair.p.end_code(3)), ("CLIENT_GONE".into(), "CLIENT_GONE".into()), "prefilling");
+    assert_eq!(
+        (pair.d.end_code(3), pair.p.end_code(3)),
+        ("CLIENT_GONE".into(), "CLIENT_GONE".into()),
+        "prefilling"
+    );
     pair.p.node.publish(3, 5, &ids(&span(5, 5))).unwrap(); // late calls of the engine are harmless
     pair.p.node.finish(3, 10, 1, vec![]).unwrap();
 
@@ -176,7 +232,11 @@ fn prefill_can_abort_at_every_stage() {
     pair.d.wait_state(4, "ADMITTED");
     pair.p.wait_state(4, "LEASED");
     abort(4);
-    assert_eq!((pair.d.end_code(4), pair.p.end_code(4)), ("CLIENT_GONE".into(), "CLIENT_GONE".into()), "leased");
+    assert_eq!(
+        (pair.d.end_code(4), pair.p.end_code(4)),
+        ("CLIENT_GONE".into(), "CLIENT_GONE".into()),
+        "leased"
+    );
     pair.relay(5);
     pair.assert_idle();
 }
@@ -188,8 +248,14 @@ fn what_does_not_fit_together_is_refused_with_its_reason() {
     pair.open_with(1, b"another prompt", DEADLINE_MS);
     assert_eq!(pair.d.end_code(1), "PROMPT_MISMATCH");
 
-    let other = Rank::start("decode", &json!({"layout": {"page_bytes": PAGE, "dtype": "bf16"}}));
-    other.node.open(1, 0, "127.0.0.1", pair.server.port(), 0, HASH, DEADLINE_MS).unwrap();
+    let other = Rank::start(
+        "decode",
+        &json!({"layout": {"page_bytes": PAGE, "dtype": "bf16"}}),
+    );
+    other
+        .node
+        .open(1, 0, "127.0.0.1", pair.server.port(), 0, HASH, DEADLINE_MS)
+        .unwrap();
     assert_eq!(other.end_code(1), "LAYOUT_MISMATCH");
     other.assert_idle();
 
@@ -197,7 +263,11 @@ fn what_does_not_fit_together_is_refused_with_its_reason() {
     pair.grant(1, &span(500, 4));
     pair.p.publish(1, &span(0, 5), 5);
     pair.p.finish(1, 5);
-    assert_eq!((pair.d.end_code(1), pair.p.end_code(1)), ("PROMPT_MISMATCH".into(), "PROMPT_MISMATCH".into()), "4 pages granted, 5 needed");
+    assert_eq!(
+        (pair.d.end_code(1), pair.p.end_code(1)),
+        ("PROMPT_MISMATCH".into(), "PROMPT_MISMATCH".into()),
+        "4 pages granted, 5 needed"
+    );
     pair.assert_idle();
 }
 
@@ -205,17 +275,30 @@ fn what_does_not_fit_together_is_refused_with_its_reason() {
 fn a_room_number_belongs_to_one_request() {
     let pair = Pair::new("shm");
     pair.p.node.offer(1, 0, HASH, DEADLINE_MS).unwrap();
-    assert!(matches!(pair.p.node.offer(1, 1, HASH, DEADLINE_MS), Err(NodeError::DuplicateRoom(1))));
+    assert!(matches!(
+        pair.p.node.offer(1, 1, HASH, DEADLINE_MS),
+        Err(NodeError::DuplicateRoom(1))
+    ));
     pair.open(1);
-    assert!(matches!(pair.d.node.open(1, 0, "h", 1, 0, HASH, 1), Err(NodeError::DuplicateRoom(1))));
+    assert!(matches!(
+        pair.d.node.open(1, 0, "h", 1, 0, HASH, 1),
+        Err(NodeError::DuplicateRoom(1))
+    ));
     pair.d.wait_state(1, "ADMITTED");
     let second = Rank::start("decode", &json!({}));
-    second.node.open(1, 0, "127.0.0.1", pair.server.port(), 0, HASH, DEADLINE_MS).unwrap();
+    second
+        .node
+        .open(1, 0, "127.0.0.1", pair.server.port(), 0, HASH, DEADLINE_MS)
+        .unwrap();
     assert_eq!(second.end_code(1), "DUP_ROOM");
     pair.grant(1, &span(500, 5));
     pair.p.publish(1, &span(0, 5), 5);
     pair.p.finish(1, 5);
-    assert_eq!((pair.d.end_code(1), pair.p.end_code(1)), ("COMMITTED".into(), "DONE".into()), "the first is unharmed");
+    assert_eq!(
+        (pair.d.end_code(1), pair.p.end_code(1)),
+        ("COMMITTED".into(), "DONE".into()),
+        "the first is unharmed"
+    );
     pair.relay(1); // over: the number may be used again
     pair.assert_idle();
 }
@@ -223,10 +306,22 @@ fn a_room_number_belongs_to_one_request() {
 #[test]
 fn calls_that_make_no_sense_are_errors_at_once() {
     let pair = Pair::new("shm");
-    assert!(matches!(pair.d.node.abort(1, "NO_SUCH_CODE"), Err(NodeError::UnknownCode(_))));
-    assert!(matches!(pair.d.node.grant(1, 0, &ids(&[POOL_PAGES as u32])), Err(NodeError::Pages(_))));
-    assert!(matches!(pair.p.node.offer(1, 0, &[0; 65], 1), Err(NodeError::TooLarge { .. })));
-    assert!(matches!(pair.p.node.finish(1, 1, 1, vec![0; 3 << 20]), Err(NodeError::TooLarge { .. })));
+    assert!(matches!(
+        pair.d.node.abort(1, "NO_SUCH_CODE"),
+        Err(NodeError::UnknownCode(_))
+    ));
+    assert!(matches!(
+        pair.d.node.grant(1, 0, &ids(&[POOL_PAGES as u32])),
+        Err(NodeError::Pages(_))
+    ));
+    assert!(matches!(
+        pair.p.node.offer(1, 0, &[0; 65], 1),
+        Err(NodeError::TooLarge { .. })
+    ));
+    assert!(matches!(
+        pair.p.node.finish(1, 1, 1, vec![0; 3 << 20]),
+        Err(NodeError::TooLarge { .. })
+    ));
     pair.p.node.offer(2, 0, HASH, DEADLINE_MS).unwrap();
     pair.p.node.finish(2, 5, 1, vec![]).unwrap(); // pages were never published
     assert_eq!(pair.p.end_code(2), "TRANSPORT_BROKEN");
@@ -240,7 +335,11 @@ fn a_request_that_takes_too_long_ends_at_its_deadline_on_both_sides() {
     assert_eq!(pair.p.end_code(1), "DEADLINE");
     pair.p.node.offer(2, 0, HASH, DEADLINE_MS).unwrap();
     pair.open_with(2, HASH, 150);
-    assert_eq!((pair.d.end_code(2), pair.p.end_code(2)), ("DEADLINE".into(), "DEADLINE".into()), "D's deadline ends P's room too");
+    assert_eq!(
+        (pair.d.end_code(2), pair.p.end_code(2)),
+        ("DEADLINE".into(), "DEADLINE".into()),
+        "D's deadline ends P's room too"
+    );
     pair.assert_idle();
 }
 
@@ -248,11 +347,20 @@ fn a_request_that_takes_too_long_ends_at_its_deadline_on_both_sides() {
 fn a_room_without_a_rank_finds_it_by_its_number() {
     let pair = Pair::with(&json!({"dp_size": 2, "dp_rank": 1}), &json!({}));
     pair.p.node.offer(5, 0, HASH, DEADLINE_MS).unwrap();
-    pair.d.node.open(5, 0, "127.0.0.1", pair.server.port(), -1, HASH, DEADLINE_MS).unwrap();
+    pair.d
+        .node
+        .open(5, 0, "127.0.0.1", pair.server.port(), -1, HASH, DEADLINE_MS)
+        .unwrap();
     pair.d.wait_state(5, "ADMITTED");
     pair.d.node.abort(5, "CLIENT_GONE").unwrap();
-    assert_eq!((pair.d.end_code(5), pair.p.end_code(5)), ("ABORTED".into(), "CLIENT_GONE".into()));
-    pair.d.node.open(4, 0, "127.0.0.1", pair.server.port(), -1, HASH, 200).unwrap(); // 4 % 2 = rank 0, which is not there
+    assert_eq!(
+        (pair.d.end_code(5), pair.p.end_code(5)),
+        ("ABORTED".into(), "CLIENT_GONE".into())
+    );
+    pair.d
+        .node
+        .open(4, 0, "127.0.0.1", pair.server.port(), -1, HASH, 200)
+        .unwrap(); // 4 % 2 = rank 0, which is not there
     assert_eq!(pair.d.end_code(4), "UNREACHABLE");
     pair.assert_idle();
 }
@@ -268,7 +376,10 @@ fn a_draining_node_finishes_what_it_has_and_takes_nothing_new() {
     pair.grant(1, &span(500, 5));
     pair.p.publish(1, &span(0, 5), 5);
     pair.p.finish(1, 5);
-    assert_eq!((pair.d.end_code(1), pair.p.end_code(1)), ("COMMITTED".into(), "DONE".into()));
+    assert_eq!(
+        (pair.d.end_code(1), pair.p.end_code(1)),
+        ("COMMITTED".into(), "DONE".into())
+    );
     pair.assert_idle();
 }
 
@@ -282,7 +393,10 @@ fn a_shared_prefix_is_hashed_once() {
         pair.grant(room, &span(100 * room as u32, 20));
         pair.p.node.publish(room, 0, &ids(&span(0, 20))).unwrap();
         pair.p.finish(room, 20);
-        assert_eq!((pair.d.end_code(room), pair.p.end_code(room)), ("COMMITTED".into(), "DONE".into()));
+        assert_eq!(
+            (pair.d.end_code(room), pair.p.end_code(room)),
+            ("COMMITTED".into(), "DONE".into())
+        );
         assert!(pair.d.holds(&span(100 * room as u32, 20), 9, 0));
     }
     pair.assert_idle();
@@ -292,7 +406,10 @@ fn a_shared_prefix_is_hashed_once() {
 fn sixty_four_rooms_at_once() {
     for transport in TRANSPORTS {
         let pair = Pair::new(transport);
-        let (src, dst) = (|room: u64| span(room as u32 * 16, 16), |room: u64| span((63 - room as u32) * 16, 16));
+        let (src, dst) = (
+            |room: u64| span(room as u32 * 16, 16),
+            |room: u64| span((63 - room as u32) * 16, 16),
+        );
         for room in 0..64 {
             if room % 3 == 0 {
                 pair.open(room); // before the offer
@@ -313,8 +430,15 @@ fn sixty_four_rooms_at_once() {
             }
         }
         for room in 0..64 {
-            assert_eq!((pair.d.end_code(room), pair.p.end_code(room)), ("COMMITTED".into(), "DONE".into()), "room {room}");
-            assert!(pair.d.holds(&dst(room), room, 0), "room {room} over {transport}");
+            assert_eq!(
+                (pair.d.end_code(room), pair.p.end_code(room)),
+                ("COMMITTED".into(), "DONE".into()),
+                "room {room}"
+            );
+            assert!(
+                pair.d.holds(&dst(room), room, 0),
+                "room {room} over {transport}"
+            );
         }
         pair.assert_idle();
     }

@@ -11,7 +11,12 @@ use pyo3::exceptions::{PyOSError, PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyTuple};
 
-create_exception!(_native, DuplicateRoom, PyValueError, "The room is live on this node; every request needs a room of its own.");
+create_exception!(
+    _native,
+    DuplicateRoom,
+    PyValueError,
+    "The room is live on this node; every request needs a room of its own."
+);
 
 fn pool_error(err: PoolError) -> PyErr {
     match err {
@@ -35,8 +40,12 @@ impl PyKvPool {
     /// `page_bytes` is a multiple of 8, at least 64. Raises ValueError for the shape, OSError when the kernel refuses.
     #[new]
     fn new(py: Python<'_>, num_pages: usize, page_bytes: usize) -> PyResult<Self> {
-        let pool = py.detach(|| KvPool::create(num_pages, page_bytes)).map_err(pool_error)?;
-        Ok(Self { pool: Arc::new(pool) })
+        let pool = py
+            .detach(|| KvPool::create(num_pages, page_bytes))
+            .map_err(pool_error)?;
+        Ok(Self {
+            pool: Arc::new(pool),
+        })
     }
 
     #[getter]
@@ -63,10 +72,15 @@ impl PyKvPool {
     fn buffer<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyAny>> {
         let py = slf.py();
         let pool = &slf.get().pool;
-        let array_type = py.import("ctypes")?.getattr("c_ubyte")?.mul(pool.nbytes())?;
+        let array_type = py
+            .import("ctypes")?
+            .getattr("c_ubyte")?
+            .mul(pool.nbytes())?;
         let array = array_type.call_method1("from_address", (pool.data_ptr() as usize,))?;
         array.setattr("_pool", slf)?;
-        py.import("builtins")?.getattr("memoryview")?.call1((array,))
+        py.import("builtins")?
+            .getattr("memoryview")?
+            .call1((array,))
     }
 
     /// The pages (int32 little endian ids) get a new owner: their generation becomes the next odd number.
@@ -85,7 +99,10 @@ impl PyKvPool {
 
     /// The page's generation (even = final), for tests and for the ledger.
     fn generation(&self, page: u32) -> PyResult<u64> {
-        let pages = self.pool.check_pages(&page.to_le_bytes()).map_err(pool_error)?;
+        let pages = self
+            .pool
+            .check_pages(&page.to_le_bytes())
+            .map_err(pool_error)?;
         Ok(self.pool.generation(pages[0]))
     }
 
@@ -99,7 +116,9 @@ fn node_error(err: NodeError) -> PyErr {
     match err {
         NodeError::DuplicateRoom(_) => DuplicateRoom::new_err(text),
         NodeError::Pages(err) => pool_error(err),
-        NodeError::Config(_) | NodeError::TooLarge { .. } | NodeError::UnknownCode(_) => PyValueError::new_err(text),
+        NodeError::Config(_) | NodeError::TooLarge { .. } | NodeError::UnknownCode(_) => {
+            PyValueError::new_err(text)
+        }
         NodeError::Start { .. } | NodeError::Register(_) => PyOSError::new_err(text),
         NodeError::Full(_) | NodeError::Unhealthy(_) => PyRuntimeError::new_err(text),
     }
@@ -108,13 +127,34 @@ fn node_error(err: NodeError) -> PyErr {
 /// The event as the tuple the contract names.
 fn event_tuple<'py>(py: Python<'py>, event: NodeEvent) -> PyResult<Bound<'py, PyTuple>> {
     match event {
-        NodeEvent::Committed { room, payload, total_pages, last_page_tokens, stats } => {
-            let stats = serde_json::to_string(&stats).map_err(|err| PyRuntimeError::new_err(err.to_string()))?;
-            ("committed", room, PyBytes::new(py, &payload), total_pages, last_page_tokens, stats).into_pyobject(py)
+        NodeEvent::Committed {
+            room,
+            payload,
+            total_pages,
+            last_page_tokens,
+            stats,
+        } => {
+            let stats = serde_json::to_string(&stats)
+                .map_err(|err| PyRuntimeError::new_err(err.to_string()))?;
+            (
+                "committed",
+                room,
+                PyBytes::new(py, &payload),
+                total_pages,
+                last_page_tokens,
+                stats,
+            )
+                .into_pyobject(py)
         }
-        NodeEvent::Failed { room, code, message } => ("failed", room, code.as_str(), message, code.retryable()).into_pyobject(py),
+        NodeEvent::Failed {
+            room,
+            code,
+            message,
+        } => ("failed", room, code.as_str(), message, code.retryable()).into_pyobject(py),
         NodeEvent::Aborted { room } => ("aborted", room).into_pyobject(py),
-        NodeEvent::Released { room, code } => ("released", room, code.map_or("DONE", |code| code.as_str())).into_pyobject(py),
+        NodeEvent::Released { room, code } => {
+            ("released", room, code.map_or("DONE", |code| code.as_str())).into_pyobject(py)
+        }
     }
 }
 
@@ -134,7 +174,9 @@ impl PyTransferNode {
     #[new]
     fn new(py: Python<'_>, pool: &Bound<'_, PyKvPool>, config_json: &str) -> PyResult<Self> {
         let pool = pool.get().pool.clone();
-        let node = py.detach(|| TransferNode::start(pool, config_json)).map_err(node_error)?;
+        let node = py
+            .detach(|| TransferNode::start(pool, config_json))
+            .map_err(node_error)?;
         Ok(Self { node })
     }
 
@@ -161,51 +203,109 @@ impl PyTransferNode {
     }
 
     /// P: PUT /route for this rank until it succeeds (then it is repeated in the background). OSError after `timeout_ms`.
-    fn register(&self, py: Python<'_>, bootstrap_host: &str, bootstrap_port: u16, timeout_ms: u64) -> PyResult<()> {
-        py.detach(|| self.node.register(bootstrap_host, bootstrap_port, Duration::from_millis(timeout_ms))).map_err(node_error)
+    fn register(
+        &self,
+        py: Python<'_>,
+        bootstrap_host: &str,
+        bootstrap_port: u16,
+        timeout_ms: u64,
+    ) -> PyResult<()> {
+        py.detach(|| {
+            self.node.register(
+                bootstrap_host,
+                bootstrap_port,
+                Duration::from_millis(timeout_ms),
+            )
+        })
+        .map_err(node_error)
     }
 
     /// P: a request was accepted; `deadline_ms` from now it is given up unless finished. Raises DuplicateRoom (a ValueError).
-    fn offer(&self, py: Python<'_>, room: u64, attempt: u32, prompt_hash: &[u8], deadline_ms: u64) -> PyResult<()> {
-        py.detach(|| self.node.offer(room, attempt, prompt_hash, deadline_ms)).map_err(node_error)
+    fn offer(
+        &self,
+        py: Python<'_>,
+        room: u64,
+        attempt: u32,
+        prompt_hash: &[u8],
+        deadline_ms: u64,
+    ) -> PyResult<()> {
+        py.detach(|| self.node.offer(room, attempt, prompt_hash, deadline_ms))
+            .map_err(node_error)
     }
 
     /// P: prompt pages [first_page, first_page + n), at these pool pages (int32 little endian), are final. Seals them.
     fn publish(&self, py: Python<'_>, room: u64, first_page: u32, pages: &[u8]) -> PyResult<()> {
-        py.detach(|| self.node.publish(room, first_page, pages)).map_err(node_error)
+        py.detach(|| self.node.publish(room, first_page, pages))
+            .map_err(node_error)
     }
 
     /// P: prefill is over. `payload` (at most 2 MiB) reaches D unread; all total_pages pages must be published. The lease starts.
-    fn finish(&self, py: Python<'_>, room: u64, total_pages: u32, last_page_tokens: u32, payload: &[u8]) -> PyResult<()> {
-        py.detach(|| self.node.finish(room, total_pages, last_page_tokens, payload.to_vec())).map_err(node_error)
+    fn finish(
+        &self,
+        py: Python<'_>,
+        room: u64,
+        total_pages: u32,
+        last_page_tokens: u32,
+        payload: &[u8],
+    ) -> PyResult<()> {
+        py.detach(|| {
+            self.node
+                .finish(room, total_pages, last_page_tokens, payload.to_vec())
+        })
+        .map_err(node_error)
     }
 
     /// D: fetch a prompt's pages from the prefill rank behind this bootstrap server. `prefill_dp_rank` < 0: room modulo its dp size.
     /// `deadline_ms` counts from now. Raises DuplicateRoom (a ValueError).
     #[allow(clippy::too_many_arguments, reason = "called with names")]
     fn open(
-        &self, py: Python<'_>, room: u64, attempt: u32, bootstrap_host: &str, bootstrap_port: u16, prefill_dp_rank: i64, prompt_hash: &[u8], deadline_ms: u64,
+        &self,
+        py: Python<'_>,
+        room: u64,
+        attempt: u32,
+        bootstrap_host: &str,
+        bootstrap_port: u16,
+        prefill_dp_rank: i64,
+        prompt_hash: &[u8],
+        deadline_ms: u64,
     ) -> PyResult<()> {
-        py.detach(|| self.node.open(room, attempt, bootstrap_host, bootstrap_port, prefill_dp_rank, prompt_hash, deadline_ms)).map_err(node_error)
+        py.detach(|| {
+            self.node.open(
+                room,
+                attempt,
+                bootstrap_host,
+                bootstrap_port,
+                prefill_dp_rank,
+                prompt_hash,
+                deadline_ms,
+            )
+        })
+        .map_err(node_error)
     }
 
     /// D: the prompt's pages before `start_page` are here; the others go to these pool pages (int32 little endian), all of them. They are
     /// written until the room ends, and not after.
     fn grant(&self, py: Python<'_>, room: u64, start_page: u32, dst_pages: &[u8]) -> PyResult<()> {
-        py.detach(|| self.node.grant(room, start_page, dst_pages)).map_err(node_error)
+        py.detach(|| self.node.grant(room, start_page, dst_pages))
+            .map_err(node_error)
     }
 
     /// Either side; idempotent. `code` is a reason code (ValueError otherwise). On P also for a room that was never offered: a D that
     /// waits for it is told at once.
     fn abort(&self, py: Python<'_>, room: u64, code: &str) -> PyResult<()> {
-        py.detach(|| self.node.abort(room, code)).map_err(node_error)
+        py.detach(|| self.node.abort(room, code))
+            .map_err(node_error)
     }
 
     /// Up to `max` events, exactly one per room:
     /// D: ("committed", room, payload, total_pages, last_page_tokens, stats_json), ("failed", room, code, message, retryable), ("aborted", room);
     /// P: ("released", room, "DONE" or code).
     fn poll<'py>(&self, py: Python<'py>, max: usize) -> PyResult<Vec<Bound<'py, PyTuple>>> {
-        self.node.poll(max).into_iter().map(|event| event_tuple(py, event)).collect()
+        self.node
+            .poll(max)
+            .into_iter()
+            .map(|event| event_tuple(py, event))
+            .collect()
     }
 
     /// {"gauges", "counters": by metric name with labels; "detail": more, for people; "healthy", "unhealthy_reason"}
@@ -243,8 +343,15 @@ impl PyBootstrapServer {
     #[new]
     #[pyo3(signature = (host, port, cluster_key=None))]
     fn new(py: Python<'_>, host: &str, port: u16, cluster_key: Option<String>) -> PyResult<Self> {
-        let server = py.detach(|| BootstrapServer::start(host, port, cluster_key)).map_err(|err| PyOSError::new_err(format!("bootstrap server on {host}:{port}: {err}")))?;
-        Ok(Self { port: server.port(), server: Mutex::new(server) })
+        let server = py
+            .detach(|| BootstrapServer::start(host, port, cluster_key))
+            .map_err(|err| {
+                PyOSError::new_err(format!("bootstrap server on {host}:{port}: {err}"))
+            })?;
+        Ok(Self {
+            port: server.port(),
+            server: Mutex::new(server),
+        })
     }
 
     #[getter]

@@ -23,7 +23,11 @@ pub enum HttpError {
     #[error("{0}: {1}")]
     Io(String, String),
     #[error("{url} answered {status}: {text}")]
-    Status { url: String, status: StatusCode, text: String },
+    Status {
+        url: String,
+        status: StatusCode,
+        text: String,
+    },
     #[error("{0} answered nonsense: {1}")]
     Nonsense(String, String),
 }
@@ -57,43 +61,88 @@ pub struct Client {
 
 impl Client {
     /// (answer body, our address on that connection)
-    async fn request(&self, method: Method, path: &str, body: Vec<u8>) -> Result<(Bytes, IpAddr), HttpError> {
+    async fn request(
+        &self,
+        method: Method,
+        path: &str,
+        body: Vec<u8>,
+    ) -> Result<(Bytes, IpAddr), HttpError> {
         let url = format!("http://{}:{}{path}", self.host, self.port);
         let exchange = self.exchange(method, path, body, &url);
-        tokio::time::timeout(self.timeout, exchange).await.unwrap_or_else(|_| Err(HttpError::Timeout(url.clone(), self.timeout)))
+        tokio::time::timeout(self.timeout, exchange)
+            .await
+            .unwrap_or_else(|_| Err(HttpError::Timeout(url.clone(), self.timeout)))
     }
 
-    async fn exchange(&self, method: Method, path: &str, body: Vec<u8>, url: &str) -> Result<(Bytes, IpAddr), HttpError> {
+    async fn exchange(
+        &self,
+        method: Method,
+        path: &str,
+        body: Vec<u8>,
+        url: &str,
+    ) -> Result<(Bytes, IpAddr), HttpError> {
         let io = |err: &dyn std::fmt::Display| HttpError::Io(url.to_owned(), err.to_string());
-        let stream = TcpStream::connect((self.host.as_str(), self.port)).await.map_err(|err| io(&err))?;
+        let stream = TcpStream::connect((self.host.as_str(), self.port))
+            .await
+            .map_err(|err| io(&err))?;
         let local = stream.local_addr().map_err(|err| io(&err))?.ip();
-        let (mut sender, connection) = hyper::client::conn::http1::handshake(TokioIo::new(stream)).await.map_err(|err| io(&err))?;
+        let (mut sender, connection) = hyper::client::conn::http1::handshake(TokioIo::new(stream))
+            .await
+            .map_err(|err| io(&err))?;
         let connection = AbortOnDrop(tokio::spawn(connection));
-        let mut request = Request::builder().method(&method).uri(path).header("host", format!("{}:{}", self.host, self.port));
+        let mut request = Request::builder()
+            .method(&method)
+            .uri(path)
+            .header("host", format!("{}:{}", self.host, self.port));
         if !body.is_empty() {
             request = request.header("content-type", "application/json");
         }
         if let Some(key) = &self.cluster_key {
-            request = request.header(AUTH_HEADER, sign(key, method.as_str(), path, unix_ms(), &body));
+            request = request.header(
+                AUTH_HEADER,
+                sign(key, method.as_str(), path, unix_ms(), &body),
+            );
         }
-        let request = request.body(Full::new(Bytes::from(body))).map_err(|err| io(&err))?;
+        let request = request
+            .body(Full::new(Bytes::from(body)))
+            .map_err(|err| io(&err))?;
         let response = sender.send_request(request).await.map_err(|err| io(&err))?;
         let status = response.status();
-        let answer = Limited::new(response.into_body(), MAX_ANSWER_BYTES).collect().await.map_err(|err| io(&err))?.to_bytes();
+        let answer = Limited::new(response.into_body(), MAX_ANSWER_BYTES)
+            .collect()
+            .await
+            .map_err(|err| io(&err))?
+            .to_bytes();
         drop(connection);
         if !status.is_success() {
-            let text = String::from_utf8_lossy(&answer).trim().chars().take(300).collect();
-            return Err(HttpError::Status { url: url.to_owned(), status, text });
+            let text = String::from_utf8_lossy(&answer)
+                .trim()
+                .chars()
+                .take(300)
+                .collect();
+            return Err(HttpError::Status {
+                url: url.to_owned(),
+                status,
+                text,
+            });
         }
         Ok((answer, local))
     }
 
     fn parse<T: for<'de> Deserialize<'de>>(&self, body: &[u8]) -> Result<T, HttpError> {
-        serde_json::from_slice(body).map_err(|err| HttpError::Nonsense(format!("{}:{}", self.host, self.port), err.to_string()))
+        serde_json::from_slice(body).map_err(|err| {
+            HttpError::Nonsense(format!("{}:{}", self.host, self.port), err.to_string())
+        })
     }
 
     pub async fn sizes(&self) -> Result<Sizes, HttpError> {
-        let (body, _) = self.request(Method::GET, "/route?engine_rank=-1&target_dp_group=-1&target_pp_rank=-1", vec![]).await?;
+        let (body, _) = self
+            .request(
+                Method::GET,
+                "/route?engine_rank=-1&target_dp_group=-1&target_pp_rank=-1",
+                vec![],
+            )
+            .await?;
         self.parse(&body)
     }
 
@@ -116,7 +165,9 @@ impl Client {
 
     pub async fn unregister(&self, registration: &Registration) -> Result<(), HttpError> {
         let body = serde_json::to_vec(registration).expect("a registration is plain data");
-        self.request(Method::DELETE, "/route", body).await.map(|_| ())
+        self.request(Method::DELETE, "/route", body)
+            .await
+            .map(|_| ())
     }
 }
 

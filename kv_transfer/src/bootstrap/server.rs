@@ -38,9 +38,14 @@ impl BootstrapServer {
         let listener = TcpListener::bind((host, port))?;
         listener.set_nonblocking(true)?;
         let addr = listener.local_addr()?;
-        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+        let runtime = tokio::runtime::Builder::new_current_thread()
+            .enable_all()
+            .build()?;
         let (stop, stopped) = oneshot::channel();
-        let state = Arc::new(State { table: Mutex::default(), cluster_key });
+        let state = Arc::new(State {
+            table: Mutex::default(),
+            cluster_key,
+        });
         let thread = std::thread::Builder::new().name("kv-bootstrap".into()).spawn(move || {
             runtime.block_on(async {
                 tokio::select! {
@@ -49,7 +54,11 @@ impl BootstrapServer {
                 }
             });
         })?;
-        Ok(Self { addr, stop: Some(stop), thread: Some(thread) })
+        Ok(Self {
+            addr,
+            stop: Some(stop),
+            thread: Some(thread),
+        })
     }
 
     pub fn port(&self) -> u16 {
@@ -58,7 +67,9 @@ impl BootstrapServer {
 
     /// Whether its thread still serves; part of the node's health.
     pub fn is_serving(&self) -> bool {
-        self.thread.as_ref().is_some_and(|thread| !thread.is_finished())
+        self.thread
+            .as_ref()
+            .is_some_and(|thread| !thread.is_finished())
     }
 
     pub fn stop(&mut self) {
@@ -91,7 +102,9 @@ async fn serve(listener: TcpListener, state: Arc<State>) -> io::Error {
     };
     let slots = Arc::new(Semaphore::new(MAX_CONNECTIONS));
     loop {
-        let Ok(slot) = slots.clone().acquire_owned().await else { return io::Error::other("closed") };
+        let Ok(slot) = slots.clone().acquire_owned().await else {
+            return io::Error::other("closed");
+        };
         let stream = match listener.accept().await {
             Ok((stream, _)) => stream,
             Err(err) => {
@@ -108,7 +121,8 @@ async fn serve(listener: TcpListener, state: Arc<State>) -> io::Error {
                 async move { Ok::<_, Infallible>(state.answer(request).await) }
             });
             let mut http = hyper::server::conn::http1::Builder::new();
-            http.timer(TokioTimer::new()).header_read_timeout(READ_TIMEOUT);
+            http.timer(TokioTimer::new())
+                .header_read_timeout(READ_TIMEOUT);
             if let Err(err) = http.serve_connection(TokioIo::new(stream), service).await {
                 tracing::debug!(%err, "a bootstrap connection ended badly");
             }
@@ -120,12 +134,19 @@ async fn serve(listener: TcpListener, state: Arc<State>) -> io::Error {
 fn reply(status: StatusCode, body: &serde_json::Value) -> Response<Full<Bytes>> {
     let mut response = Response::new(Full::new(Bytes::from(body.to_string())));
     *response.status_mut() = status;
-    response.headers_mut().insert(http::header::CONTENT_TYPE, http::HeaderValue::from_static("application/json"));
+    response.headers_mut().insert(
+        http::header::CONTENT_TYPE,
+        http::HeaderValue::from_static("application/json"),
+    );
     response
 }
 
 fn refuse(status: StatusCode, message: impl Into<String>) -> Response<Full<Bytes>> {
-    let kind = if status == StatusCode::UNAUTHORIZED { "authentication_error" } else { "invalid_request_error" };
+    let kind = if status == StatusCode::UNAUTHORIZED {
+        "authentication_error"
+    } else {
+        "invalid_request_error"
+    };
     let code = match status {
         StatusCode::UNAUTHORIZED => "invalid_api_key",
         StatusCode::NOT_FOUND => "not_found",
@@ -133,7 +154,10 @@ fn refuse(status: StatusCode, message: impl Into<String>) -> Response<Full<Bytes
         StatusCode::METHOD_NOT_ALLOWED => "method_not_allowed",
         _ => "invalid_value",
     };
-    reply(status, &json!({"error": {"message": message.into(), "type": kind, "param": null, "code": code}}))
+    reply(
+        status,
+        &json!({"error": {"message": message.into(), "type": kind, "param": null, "code": code}}),
+    )
 }
 
 impl State {
@@ -144,16 +168,41 @@ impl State {
             return reply(StatusCode::OK, &json!({"status": "ok"}));
         }
         if path != "/route" {
-            return refuse(StatusCode::NOT_FOUND, format!("no resource {path}; there are /route and /health"));
+            return refuse(
+                StatusCode::NOT_FOUND,
+                format!("no resource {path}; there are /route and /health"),
+            );
         }
-        let body = match tokio::time::timeout(READ_TIMEOUT, Limited::new(body, MAX_BODY_BYTES).collect()).await {
+        let body = match tokio::time::timeout(
+            READ_TIMEOUT,
+            Limited::new(body, MAX_BODY_BYTES).collect(),
+        )
+        .await
+        {
             Ok(Ok(body)) => body.to_bytes(),
-            _ => return refuse(StatusCode::BAD_REQUEST, format!("the body must arrive within {READ_TIMEOUT:?} and have at most {MAX_BODY_BYTES} bytes")),
+            _ => {
+                return refuse(
+                    StatusCode::BAD_REQUEST,
+                    format!(
+                        "the body must arrive within {READ_TIMEOUT:?} and have at most {MAX_BODY_BYTES} bytes"
+                    ),
+                );
+            }
         };
         if let Some(key) = &self.cluster_key {
             let full_path = head.uri.path_and_query().map_or(path, |p| p.as_str());
-            let header = head.headers.get(AUTH_HEADER).and_then(|value| value.to_str().ok());
-            if let Err(why) = verify(key, head.method.as_str(), full_path, unix_ms(), &body, header) {
+            let header = head
+                .headers
+                .get(AUTH_HEADER)
+                .and_then(|value| value.to_str().ok());
+            if let Err(why) = verify(
+                key,
+                head.method.as_str(),
+                full_path,
+                unix_ms(),
+                &body,
+                header,
+            ) {
                 return refuse(StatusCode::UNAUTHORIZED, why);
             }
         }
@@ -161,14 +210,22 @@ impl State {
             Method::PUT => self.put(&body),
             Method::GET => self.get(head.uri.query().unwrap_or_default()),
             Method::DELETE => self.delete(&body),
-            _ => refuse(StatusCode::METHOD_NOT_ALLOWED, "/route takes GET, PUT and DELETE"),
+            _ => refuse(
+                StatusCode::METHOD_NOT_ALLOWED,
+                "/route takes GET, PUT and DELETE",
+            ),
         }
     }
 
     fn put(&self, body: &[u8]) -> Response<Full<Bytes>> {
         let registration: Registration = match serde_json::from_slice(body) {
             Ok(registration) => registration,
-            Err(err) => return refuse(StatusCode::BAD_REQUEST, format!("not a registration: {err}")),
+            Err(err) => {
+                return refuse(
+                    StatusCode::BAD_REQUEST,
+                    format!("not a registration: {err}"),
+                );
+            }
         };
         match self.table.lock().put(registration) {
             Ok(()) => reply(StatusCode::OK, &json!({"status": "ok"})),
@@ -180,12 +237,22 @@ impl State {
 
     fn get(&self, query: &str) -> Response<Full<Bytes>> {
         let param = |name: &str| {
-            let value = query.split('&').find_map(|pair| pair.strip_prefix(name)?.strip_prefix('='));
-            value.and_then(|value| value.parse::<i64>().ok()).ok_or(format!("the query needs an integer {name}"))
+            let value = query
+                .split('&')
+                .find_map(|pair| pair.strip_prefix(name)?.strip_prefix('='));
+            value
+                .and_then(|value| value.parse::<i64>().ok())
+                .ok_or(format!("the query needs an integer {name}"))
         };
-        let (tp, dp_group, pp) = match (param("engine_rank"), param("target_dp_group"), param("target_pp_rank")) {
+        let (tp, dp_group, pp) = match (
+            param("engine_rank"),
+            param("target_dp_group"),
+            param("target_pp_rank"),
+        ) {
             (Ok(tp), Ok(dp), Ok(pp)) => (tp, dp, pp),
-            (Err(why), ..) | (_, Err(why), _) | (.., Err(why)) => return refuse(StatusCode::BAD_REQUEST, why),
+            (Err(why), ..) | (_, Err(why), _) | (.., Err(why)) => {
+                return refuse(StatusCode::BAD_REQUEST, why);
+            }
         };
         let table = self.table.lock();
         if (tp, dp_group, pp) == (-1, -1, -1) {
@@ -199,25 +266,44 @@ impl State {
             };
         }
         let rank = |value: i64| u32::try_from(value).unwrap_or(u32::MAX);
-        match table.get(Rank { dp_group: rank(dp_group), tp: rank(tp), pp: rank(pp) }) {
+        match table.get(Rank {
+            dp_group: rank(dp_group),
+            tp: rank(tp),
+            pp: rank(pp),
+        }) {
             Some(found) => reply(
                 StatusCode::OK,
                 &json!({"rank_ip": found.rank_ip, "rank_port": found.rank_port, "instance_id": found.instance_id, "proto_ver": found.proto_ver,
                         "transports": found.transports, "layout_hash": found.layout_hash, "pool_pages": found.pool_pages, "epoch": table.epoch}),
             ),
-            None => refuse(StatusCode::NOT_FOUND, format!("no prefill rank tp {tp}, dp group {dp_group}, pp {pp} is registered")),
+            None => refuse(
+                StatusCode::NOT_FOUND,
+                format!("no prefill rank tp {tp}, dp group {dp_group}, pp {pp} is registered"),
+            ),
         }
     }
 
     fn delete(&self, body: &[u8]) -> Response<Full<Bytes>> {
         let registration: Registration = match serde_json::from_slice(body) {
             Ok(registration) => registration,
-            Err(err) => return refuse(StatusCode::BAD_REQUEST, format!("not a registration: {err}")),
+            Err(err) => {
+                return refuse(
+                    StatusCode::BAD_REQUEST,
+                    format!("not a registration: {err}"),
+                );
+            }
         };
-        if self.table.lock().remove(registration.rank(), &registration.instance_id) {
+        if self
+            .table
+            .lock()
+            .remove(registration.rank(), &registration.instance_id)
+        {
             reply(StatusCode::OK, &json!({"status": "ok"}))
         } else {
-            refuse(StatusCode::NOT_FOUND, "this incarnation of the rank is not registered")
+            refuse(
+                StatusCode::NOT_FOUND,
+                "this incarnation of the rank is not registered",
+            )
         }
     }
 }

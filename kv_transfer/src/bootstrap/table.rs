@@ -49,13 +49,29 @@ pub struct Registration {
 
 impl Registration {
     fn sizes(&self) -> Sizes {
-        let dp = if self.system_dp_size == 1 { self.attn_dp_size } else { self.system_dp_size };
-        Sizes { prefill_attn_tp_size: self.attn_tp_size, prefill_dp_size: dp, prefill_pp_size: self.pp_size }
+        let dp = if self.system_dp_size == 1 {
+            self.attn_dp_size
+        } else {
+            self.system_dp_size
+        };
+        Sizes {
+            prefill_attn_tp_size: self.attn_tp_size,
+            prefill_dp_size: dp,
+            prefill_pp_size: self.pp_size,
+        }
     }
 
     pub(super) fn rank(&self) -> Rank {
-        let dp_group = if self.system_dp_size == 1 { self.attn_dp_rank } else { self.system_dp_rank };
-        Rank { dp_group, tp: self.attn_tp_rank, pp: self.pp_rank }
+        let dp_group = if self.system_dp_size == 1 {
+            self.attn_dp_rank
+        } else {
+            self.system_dp_rank
+        };
+        Rank {
+            dp_group,
+            tp: self.attn_tp_rank,
+            pp: self.pp_rank,
+        }
     }
 }
 
@@ -78,8 +94,14 @@ pub enum TableError {
     #[error("role is {0:?}; only prefill ranks register here")]
     Role(String),
     #[error("{what} rank {rank} is outside its size {size}")]
-    RankRange { what: &'static str, rank: u32, size: u32 },
-    #[error("this rank says {theirs:?}, the ranks registered before say {ours:?}; one prefill node has one topology (DELETE /route first to change it)")]
+    RankRange {
+        what: &'static str,
+        rank: u32,
+        size: u32,
+    },
+    #[error(
+        "this rank says {theirs:?}, the ranks registered before say {ours:?}; one prefill node has one topology (DELETE /route first to change it)"
+    )]
     Conflict { ours: Sizes, theirs: Sizes },
     #[error("{MAX_RANKS} ranks are registered already")]
     Full,
@@ -101,10 +123,22 @@ impl RouteTable {
             return Err(TableError::Role(registration.role));
         }
         for (what, rank, size) in [
-            ("attn_tp", registration.attn_tp_rank, registration.attn_tp_size),
-            ("attn_dp", registration.attn_dp_rank, registration.attn_dp_size),
+            (
+                "attn_tp",
+                registration.attn_tp_rank,
+                registration.attn_tp_size,
+            ),
+            (
+                "attn_dp",
+                registration.attn_dp_rank,
+                registration.attn_dp_size,
+            ),
             ("pp", registration.pp_rank, registration.pp_size),
-            ("system_dp", registration.system_dp_rank, registration.system_dp_size),
+            (
+                "system_dp",
+                registration.system_dp_rank,
+                registration.system_dp_size,
+            ),
         ] {
             if rank >= size {
                 return Err(TableError::RankRange { what, rank, size });
@@ -137,7 +171,10 @@ impl RouteTable {
 
     /// A rank leaves. Only its own incarnation can remove it, so a late farewell does not unseat the successor.
     pub fn remove(&mut self, rank: Rank, instance_id: &str) -> bool {
-        let known = self.ranks.get(&rank).is_some_and(|r| r.instance_id == instance_id);
+        let known = self
+            .ranks
+            .get(&rank)
+            .is_some_and(|r| r.instance_id == instance_id);
         if known {
             self.ranks.remove(&rank);
             self.epoch += 1;
@@ -154,12 +191,18 @@ mod tests {
     use super::*;
 
     fn rank(dp: u32, id: &str) -> Registration {
-        let text = format!(r#"{{"role": "Prefill", "system_dp_size": 2, "system_dp_rank": {dp}, "rank_ip": "10.0.0.1", "rank_port": 5, "instance_id": "{id}"}}"#);
+        let text = format!(
+            r#"{{"role": "Prefill", "system_dp_size": 2, "system_dp_rank": {dp}, "rank_ip": "10.0.0.1", "rank_port": 5, "instance_id": "{id}"}}"#
+        );
         serde_json::from_str(&text).expect("valid")
     }
 
     fn at(dp_group: u32) -> Rank {
-        Rank { dp_group, tp: 0, pp: 0 }
+        Rank {
+            dp_group,
+            tp: 0,
+            pp: 0,
+        }
     }
 
     #[test]
@@ -167,14 +210,30 @@ mod tests {
         let mut table = RouteTable::default();
         assert_eq!(table.sizes(), None);
         table.put(rank(1, "a")).expect("new");
-        assert_eq!(table.sizes(), Some(Sizes { prefill_attn_tp_size: 1, prefill_dp_size: 2, prefill_pp_size: 1 }));
-        assert_eq!((table.get(at(0)), table.get(at(1)).map(|r| r.instance_id.as_str())), (None, Some("a")));
+        assert_eq!(
+            table.sizes(),
+            Some(Sizes {
+                prefill_attn_tp_size: 1,
+                prefill_dp_size: 2,
+                prefill_pp_size: 1
+            })
+        );
+        assert_eq!(
+            (
+                table.get(at(0)),
+                table.get(at(1)).map(|r| r.instance_id.as_str())
+            ),
+            (None, Some("a"))
+        );
         let epoch = table.epoch;
         table.put(rank(1, "a")).expect("a reminder");
         assert_eq!(table.epoch, epoch);
         table.put(rank(1, "b")).expect("a restart");
         assert_eq!(table.epoch, epoch + 1);
-        assert!(!table.remove(at(1), "a"), "a late farewell of the former incarnation");
+        assert!(
+            !table.remove(at(1), "a"),
+            "a late farewell of the former incarnation"
+        );
         assert!(table.remove(at(1), "b"));
         assert_eq!(table.sizes(), None, "the last one out frees the topology");
     }
@@ -188,7 +247,10 @@ mod tests {
         assert!(matches!(table.put(other), Err(TableError::Conflict { .. })));
         let mut outside = rank(0, "c");
         outside.pp_rank = 1;
-        assert!(matches!(table.put(outside), Err(TableError::RankRange { what: "pp", .. })));
+        assert!(matches!(
+            table.put(outside),
+            Err(TableError::RankRange { what: "pp", .. })
+        ));
         let mut decode = rank(0, "d");
         decode.role = "Decode".into();
         assert!(matches!(table.put(decode), Err(TableError::Role(_))));
@@ -198,8 +260,18 @@ mod tests {
     fn dp_attention_ranks_are_found_by_their_attention_rank() {
         let text = r#"{"role": "prefill", "attn_dp_size": 4, "attn_dp_rank": 3, "attn_tp_size": 2, "attn_tp_rank": 1, "rank_ip": "h", "rank_port": 1}"#;
         let mut table = RouteTable::default();
-        table.put(serde_json::from_str(text).expect("SGLang's fields alone")).expect("new");
-        assert!(table.get(Rank { dp_group: 3, tp: 1, pp: 0 }).is_some());
+        table
+            .put(serde_json::from_str(text).expect("SGLang's fields alone"))
+            .expect("new");
+        assert!(
+            table
+                .get(Rank {
+                    dp_group: 3,
+                    tp: 1,
+                    pp: 0
+                })
+                .is_some()
+        );
         assert_eq!(table.sizes().map(|s| s.prefill_dp_size), Some(4));
     }
 }

@@ -31,7 +31,8 @@ pub enum Phase {
 }
 
 impl Phase {
-    pub const LIVE_NAMES: &'static [&'static str] = &["RESOLVING", "OPENING", "ADMITTED", "PULLING", "VERIFYING"];
+    pub const LIVE_NAMES: &'static [&'static str] =
+        &["RESOLVING", "OPENING", "ADMITTED", "PULLING", "VERIFYING"];
 
     pub fn name(&self) -> &'static str {
         match self {
@@ -110,25 +111,69 @@ pub struct PullPage {
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub enum Event {
-    Connected { peer: Peer },
+    Connected {
+        peer: Peer,
+    },
     /// The prefill rank cannot be found or refuses us before OPEN.
-    Unreachable { code: Code, why: String },
-    Accepted { peer: Peer, attempt: u32 },
-    Parked { peer: Peer, attempt: u32 },
-    Rejected { peer: Peer, attempt: u32, code: Code, why: String },
-    Progress { peer: Peer, attempt: u32, first_page: u32, pages: Vec<Sealed> },
-    Final { peer: Peer, attempt: u32, fin: Final },
-    PeerAbort { peer: Peer, attempt: u32, code: Code },
+    Unreachable {
+        code: Code,
+        why: String,
+    },
+    Accepted {
+        peer: Peer,
+        attempt: u32,
+    },
+    Parked {
+        peer: Peer,
+        attempt: u32,
+    },
+    Rejected {
+        peer: Peer,
+        attempt: u32,
+        code: Code,
+        why: String,
+    },
+    Progress {
+        peer: Peer,
+        attempt: u32,
+        first_page: u32,
+        pages: Vec<Sealed>,
+    },
+    Final {
+        peer: Peer,
+        attempt: u32,
+        fin: Final,
+    },
+    PeerAbort {
+        peer: Peer,
+        attempt: u32,
+        code: Code,
+    },
     /// `readable`: the peer's pool can still be read without it (shm).
-    PeerGone { peer: Peer, code: Code, readable: bool },
+    PeerGone {
+        peer: Peer,
+        code: Code,
+        readable: bool,
+    },
     /// Own engine: it holds the prompt's pages before start_page; where the later ones go.
-    Grant { start_page: u32, pages: Vec<u32> },
+    Grant {
+        start_page: u32,
+        pages: Vec<u32>,
+    },
     /// Own engine; the code is what the peer is told.
     Abort(Code),
-    Pulled { ticket: u64 },
-    PullFailed { ticket: u64, code: Code, why: String },
+    Pulled {
+        ticket: u64,
+    },
+    PullFailed {
+        ticket: u64,
+        code: Code,
+        why: String,
+    },
     /// The pull was cancelled and writes no more.
-    PullStopped { ticket: u64 },
+    PullStopped {
+        ticket: u64,
+    },
     Tick,
 }
 
@@ -219,8 +264,18 @@ impl Room {
 
     /// (pages announced, pages verified), for the timeline.
     pub fn progress(&self) -> (usize, usize) {
-        let known = self.pages.iter().filter(|slot| **slot != Slot::Unknown).count();
-        (known, self.pages.iter().filter(|slot| matches!(slot, Slot::Verified(_))).count())
+        let known = self
+            .pages
+            .iter()
+            .filter(|slot| **slot != Slot::Unknown)
+            .count();
+        (
+            known,
+            self.pages
+                .iter()
+                .filter(|slot| matches!(slot, Slot::Verified(_)))
+                .count(),
+        )
     }
 
     pub fn verified_pages(&self) -> usize {
@@ -231,7 +286,9 @@ impl Room {
     pub fn step(&mut self, event: Event, now: u64) -> Result<Vec<Action>, Illegal> {
         if self.phase.is_over() {
             return match event {
-                Event::Grant { .. } | Event::Abort(_) | Event::Connected { .. } => Err(self.illegal(&event, "the room is over")),
+                Event::Grant { .. } | Event::Abort(_) | Event::Connected { .. } => {
+                    Err(self.illegal(&event, "the room is over"))
+                }
                 _ => Ok(vec![]),
             };
         }
@@ -252,7 +309,10 @@ impl Room {
                 self.phase = Phase::Opening;
                 return Ok(vec![Action::Open { peer }]);
             }
-            Event::Grant { start_page, ref pages } => {
+            Event::Grant {
+                start_page,
+                ref pages,
+            } => {
                 if self.grant.is_some() {
                     return Err(self.illegal(&event, "pages were granted before"));
                 }
@@ -272,14 +332,25 @@ impl Room {
             }
             Event::PullStopped { ticket } => {
                 self.in_flight.remove(&ticket);
-                return Ok(self.end(Ending::Fail(Code::TransportBroken, "a pull was stopped from outside".into()), Some(Code::TransportBroken)));
+                return Ok(self.end(
+                    Ending::Fail(
+                        Code::TransportBroken,
+                        "a pull was stopped from outside".into(),
+                    ),
+                    Some(Code::TransportBroken),
+                ));
             }
             Event::Accepted { .. } => self.admit(),
             Event::Parked { .. } => {}
-            Event::Progress { first_page, pages, .. } => {
+            Event::Progress {
+                first_page, pages, ..
+            } => {
                 self.admit();
                 if let Err(why) = self.announce(first_page, &pages) {
-                    return Ok(self.end(Ending::Fail(Code::TransportBroken, why), Some(Code::TransportBroken)));
+                    return Ok(self.end(
+                        Ending::Fail(Code::TransportBroken, why),
+                        Some(Code::TransportBroken),
+                    ));
                 }
             }
             Event::Final { fin, .. } => {
@@ -294,19 +365,27 @@ impl Room {
             Event::PeerAbort { peer, code, .. } => {
                 let mut actions = vec![Action::AckAbort { peer }];
                 self.peer = None;
-                actions.extend(self.end(Ending::Fail(code, "the prefill side gave the request up".into()), None));
+                actions.extend(self.end(
+                    Ending::Fail(code, "the prefill side gave the request up".into()),
+                    None,
+                ));
                 return Ok(actions);
             }
             Event::PeerGone { code, readable, .. } => {
                 self.peer = None;
                 if !(readable && self.all_announced()) {
-                    return Ok(self.end(Ending::Fail(code, "the prefill rank is gone".into()), None));
+                    return Ok(
+                        self.end(Ending::Fail(code, "the prefill rank is gone".into()), None)
+                    );
                 }
             }
             Event::Abort(code) => return Ok(self.end(Ending::Abort, Some(code))),
             Event::Tick if now >= self.deadline => {
                 let (known, verified) = self.progress();
-                let why = format!("the request's deadline passed in {} ({known} pages announced, {verified} verified)", self.phase.name());
+                let why = format!(
+                    "the request's deadline passed in {} ({known} pages announced, {verified} verified)",
+                    self.phase.name()
+                );
                 return Ok(self.end(Ending::Fail(Code::Deadline, why), Some(Code::Deadline)));
             }
             Event::Tick => return Ok(vec![]),
@@ -315,7 +394,11 @@ impl Room {
     }
 
     fn illegal(&self, event: &Event, why: &str) -> Illegal {
-        Illegal { phase: self.phase.name(), event: event.name(), why: why.into() }
+        Illegal {
+            phase: self.phase.name(),
+            event: event.name(),
+            why: why.into(),
+        }
     }
 
     /// The peer knows the room. Its answer may be overtaken by its PROGRESS, which says as much.
@@ -329,13 +412,19 @@ impl Room {
     fn announce(&mut self, first_page: u32, pages: &[Sealed]) -> Result<(), String> {
         let end = (first_page as usize + pages.len()).saturating_sub(self.start_page as usize);
         if end > self.limits.max_pages {
-            return Err(format!("the peer announces prompt page {}, at most {} fit", first_page as usize + pages.len(), self.limits.max_pages));
+            return Err(format!(
+                "the peer announces prompt page {}, at most {} fit",
+                first_page as usize + pages.len(),
+                self.limits.max_pages
+            ));
         }
         if self.pages.len() < end {
             self.pages.resize(end, Slot::Unknown);
         }
         for (index, &sealed) in (first_page..).zip(pages) {
-            let Some(index) = index.checked_sub(self.start_page) else { continue };
+            let Some(index) = index.checked_sub(self.start_page) else {
+                continue;
+            };
             let slot = &mut self.pages[index as usize];
             if *slot == Slot::Unknown {
                 *slot = Slot::Announced(sealed);
@@ -345,12 +434,16 @@ impl Room {
     }
 
     fn needed(&self) -> Option<usize> {
-        self.fin.as_ref().map(|fin| fin.total_pages.saturating_sub(self.start_page) as usize)
+        self.fin
+            .as_ref()
+            .map(|fin| fin.total_pages.saturating_sub(self.start_page) as usize)
     }
 
     /// Everything that is needed from the peer's control connection is here.
     fn all_announced(&self) -> bool {
-        self.needed().is_some_and(|n| self.pages.len() >= n && self.pages[..n].iter().all(|slot| *slot != Slot::Unknown))
+        self.needed().is_some_and(|n| {
+            self.pages.len() >= n && self.pages[..n].iter().all(|slot| *slot != Slot::Unknown)
+        })
     }
 
     /// Do whatever the present knowledge allows: pull more, or commit.
@@ -359,17 +452,35 @@ impl Room {
             && granted + self.held != needed
         {
             let held = self.start_page as usize + self.held;
-            let why = format!("{granted} pages were granted beyond the {held} held, but prefill has {needed} from page {} on", self.start_page);
-            return self.end(Ending::Fail(Code::PromptMismatch, why), Some(Code::PromptMismatch));
+            let why = format!(
+                "{granted} pages were granted beyond the {held} held, but prefill has {needed} from page {} on",
+                self.start_page
+            );
+            return self.end(
+                Ending::Fail(Code::PromptMismatch, why),
+                Some(Code::PromptMismatch),
+            );
         }
         if let Some(needed) = self.needed()
             && self.pages.len() > needed
         {
-            let why = format!("{} pages from page {} on were announced, but FINAL counts {needed}", self.pages.len(), self.start_page);
-            return self.end(Ending::Fail(Code::TransportBroken, why), Some(Code::TransportBroken));
+            let why = format!(
+                "{} pages from page {} on were announced, but FINAL counts {needed}",
+                self.pages.len(),
+                self.start_page
+            );
+            return self.end(
+                Ending::Fail(Code::TransportBroken, why),
+                Some(Code::TransportBroken),
+            );
         }
         let mut actions = self.start_pulls();
-        if self.grant.is_some() && self.all_announced() && self.needed().is_some_and(|n| self.verified_pages() + self.held == n) {
+        if self.grant.is_some()
+            && self.all_announced()
+            && self
+                .needed()
+                .is_some_and(|n| self.verified_pages() + self.held == n)
+        {
             self.phase = Phase::Verifying;
             actions.extend(self.commit());
         }
@@ -377,10 +488,15 @@ impl Room {
     }
 
     fn start_pulls(&mut self) -> Vec<Action> {
-        let (Some(grant), true) = (&self.grant, self.accepted) else { return vec![] };
+        let (Some(grant), true) = (&self.grant, self.accepted) else {
+            return vec![];
+        };
         let mut actions = Vec::new();
         let end = self.pages.len().min(self.held + grant.len());
-        let mut ready = (self.held..end).filter(|&i| matches!(self.pages[i], Slot::Announced(_))).collect::<Vec<_>>().into_iter();
+        let mut ready = (self.held..end)
+            .filter(|&i| matches!(self.pages[i], Slot::Announced(_)))
+            .collect::<Vec<_>>()
+            .into_iter();
         while self.in_flight.len() < self.limits.pulls_in_flight {
             let indices: Vec<usize> = ready.by_ref().take(self.limits.pages_per_pull).collect();
             if indices.is_empty() {
@@ -389,7 +505,10 @@ impl Room {
             let mut pages = Vec::with_capacity(indices.len());
             for &i in &indices {
                 if let Slot::Announced(src) = self.pages[i] {
-                    pages.push(PullPage { src, dst: grant[i - self.held] });
+                    pages.push(PullPage {
+                        src,
+                        dst: grant[i - self.held],
+                    });
                     self.pages[i] = Slot::Pulling(src);
                 }
             }
@@ -403,14 +522,22 @@ impl Room {
     }
 
     fn commit(&mut self) -> Vec<Action> {
-        let Some(fin) = self.fin.clone() else { return vec![] };
+        let Some(fin) = self.fin.clone() else {
+            return vec![];
+        };
         let sums = self.pages.iter().filter_map(|slot| match slot {
             Slot::Verified(sealed) | Slot::Announced(sealed) => Some(sealed.sum), // announced only: held here already
             _ => None,
         });
         let root = root_of(sums);
         if root != fin.root {
-            return self.end(Ending::Fail(Code::Checksum, "the root over the page checksums differs from the prefill side's".into()), Some(Code::Checksum));
+            return self.end(
+                Ending::Fail(
+                    Code::Checksum,
+                    "the root over the page checksums differs from the prefill side's".into(),
+                ),
+                Some(Code::Checksum),
+            );
         }
         self.phase = Phase::Committed;
         let done = self.peer.map(|peer| Action::Done { peer, root });
@@ -447,9 +574,15 @@ impl Room {
 
     fn while_ending(&mut self, event: Event) -> Result<Vec<Action>, Illegal> {
         match event {
-            Event::Pulled { ticket } | Event::PullFailed { ticket, .. } | Event::PullStopped { ticket } => {
+            Event::Pulled { ticket }
+            | Event::PullFailed { ticket, .. }
+            | Event::PullStopped { ticket } => {
                 self.in_flight.remove(&ticket);
-                Ok(if self.in_flight.is_empty() { self.ended().into_iter().collect() } else { vec![] })
+                Ok(if self.in_flight.is_empty() {
+                    self.ended().into_iter().collect()
+                } else {
+                    vec![]
+                })
             }
             // The engine wants to hear "aborted", and its wish outranks a failure it has not heard of.
             Event::Abort(_) => {
@@ -467,127 +600,348 @@ mod tests {
     use super::*;
 
     const P: Peer = 3;
-    const LIMITS: PullLimits = PullLimits { pages_per_pull: 2, pulls_in_flight: 2, max_pages: 100 };
+    const LIMITS: PullLimits = PullLimits {
+        pages_per_pull: 2,
+        pulls_in_flight: 2,
+        max_pages: 100,
+    };
 
     fn sealed(page: u32) -> Sealed {
-        Sealed { page, generation: 2, sum: u64::from(page) * 11 }
+        Sealed {
+            page,
+            generation: 2,
+            sum: u64::from(page) * 11,
+        }
     }
 
     fn connected(start_page: u32) -> Room {
         let mut room = Room::new(1, start_page, 1000, LIMITS);
-        assert_eq!(room.step(Event::Connected { peer: P }, 0), Ok(vec![Action::Open { peer: P }]));
+        assert_eq!(
+            room.step(Event::Connected { peer: P }, 0),
+            Ok(vec![Action::Open { peer: P }])
+        );
         room
     }
 
     fn progress(first_page: u32, n: u32) -> Event {
-        Event::Progress { peer: P, attempt: 1, first_page, pages: (first_page..first_page + n).map(sealed).collect() }
+        Event::Progress {
+            peer: P,
+            attempt: 1,
+            first_page,
+            pages: (first_page..first_page + n).map(sealed).collect(),
+        }
     }
 
     fn fin(start: u32, total_pages: u32) -> Event {
         let root = root_of((start..total_pages).map(|p| sealed(p).sum));
-        Event::Final { peer: P, attempt: 1, fin: Final { total_pages, last_page_tokens: 5, root, payload: vec![1] } }
+        Event::Final {
+            peer: P,
+            attempt: 1,
+            fin: Final {
+                total_pages,
+                last_page_tokens: 5,
+                root,
+                payload: vec![1],
+            },
+        }
     }
 
     fn pulls(actions: &[Action]) -> Vec<(u64, usize)> {
-        actions.iter().filter_map(|a| if let Action::Pull { ticket, pages } = a { Some((*ticket, pages.len())) } else { None }).collect()
+        actions
+            .iter()
+            .filter_map(|a| {
+                if let Action::Pull { ticket, pages } = a {
+                    Some((*ticket, pages.len()))
+                } else {
+                    None
+                }
+            })
+            .collect()
     }
 
     #[test]
     fn pages_are_pulled_as_they_are_announced_and_committed_at_the_end() {
         let mut room = connected(0);
-        assert_eq!(room.step(Event::Grant { start_page: 0, pages: vec![50, 51, 52] }, 0), Ok(vec![]), "a grant before OPEN_OK");
+        assert_eq!(
+            room.step(
+                Event::Grant {
+                    start_page: 0,
+                    pages: vec![50, 51, 52]
+                },
+                0
+            ),
+            Ok(vec![]),
+            "a grant before OPEN_OK"
+        );
         let actions = room.step(progress(0, 1), 0).expect("legal");
-        assert_eq!(actions, vec![Action::Pull { ticket: 0, pages: vec![PullPage { src: sealed(0), dst: 50 }] }], "PROGRESS overtook OPEN_OK");
-        room.step(Event::Accepted { peer: P, attempt: 1 }, 0).expect("legal");
-        assert_eq!(pulls(&room.step(progress(1, 2), 0).expect("legal")), vec![(1, 2)]);
+        assert_eq!(
+            actions,
+            vec![Action::Pull {
+                ticket: 0,
+                pages: vec![PullPage {
+                    src: sealed(0),
+                    dst: 50
+                }]
+            }],
+            "PROGRESS overtook OPEN_OK"
+        );
+        room.step(
+            Event::Accepted {
+                peer: P,
+                attempt: 1,
+            },
+            0,
+        )
+        .expect("legal");
+        assert_eq!(
+            pulls(&room.step(progress(1, 2), 0).expect("legal")),
+            vec![(1, 2)]
+        );
         assert_eq!(room.step(fin(0, 3), 0), Ok(vec![]));
         assert_eq!(room.step(Event::Pulled { ticket: 1 }, 0), Ok(vec![]));
         let end = room.step(Event::Pulled { ticket: 0 }, 0).expect("legal");
-        assert!(matches!(end[..], [Action::Done { peer: P, .. }, Action::Commit(_)]), "{end:?}");
+        assert!(
+            matches!(end[..], [Action::Done { peer: P, .. }, Action::Commit(_)]),
+            "{end:?}"
+        );
         assert_eq!(room.phase, Phase::Committed);
     }
 
     #[test]
     fn a_full_hit_commits_on_final_alone() {
         let mut room = connected(0);
-        room.step(Event::Grant { start_page: 4, pages: vec![] }, 0).expect("legal");
+        room.step(
+            Event::Grant {
+                start_page: 4,
+                pages: vec![],
+            },
+            0,
+        )
+        .expect("legal");
         assert_eq!(room.step(progress(0, 4), 0), Ok(vec![]), "nothing to pull");
         let end = room.step(fin(0, 4), 0).expect("legal");
-        assert!(matches!(end[..], [Action::Done { .. }, Action::Commit(_)]), "{end:?}");
+        assert!(
+            matches!(end[..], [Action::Done { .. }, Action::Commit(_)]),
+            "{end:?}"
+        );
     }
 
     #[test]
     fn pages_before_start_page_are_not_pulled_and_pulls_are_windowed() {
         let mut room = connected(2);
-        room.step(Event::Grant { start_page: 0, pages: (50..57).collect() }, 0).expect("legal");
+        room.step(
+            Event::Grant {
+                start_page: 0,
+                pages: (50..57).collect(),
+            },
+            0,
+        )
+        .expect("legal");
         let actions = room.step(progress(0, 9), 0).expect("legal");
-        assert_eq!(pulls(&actions), vec![(0, 2), (1, 2)], "two pulls of two pages, the rest waits");
-        assert!(matches!(&actions[0], Action::Pull { pages, .. } if pages[0] == PullPage { src: sealed(2), dst: 50 }));
-        assert_eq!(pulls(&room.step(Event::Pulled { ticket: 0 }, 0).expect("legal")), vec![(2, 2)]);
+        assert_eq!(
+            pulls(&actions),
+            vec![(0, 2), (1, 2)],
+            "two pulls of two pages, the rest waits"
+        );
+        assert!(
+            matches!(&actions[0], Action::Pull { pages, .. } if pages[0] == PullPage { src: sealed(2), dst: 50 })
+        );
+        assert_eq!(
+            pulls(&room.step(Event::Pulled { ticket: 0 }, 0).expect("legal")),
+            vec![(2, 2)]
+        );
     }
 
     #[test]
     fn the_end_is_told_only_after_the_last_pull_stopped() {
         let mut room = connected(0);
-        room.step(Event::Grant { start_page: 0, pages: vec![50, 51, 52, 53] }, 0).expect("legal");
+        room.step(
+            Event::Grant {
+                start_page: 0,
+                pages: vec![50, 51, 52, 53],
+            },
+            0,
+        )
+        .expect("legal");
         room.step(progress(0, 4), 0).expect("legal");
-        let actions = room.step(Event::PullFailed { ticket: 0, code: Code::Checksum, why: "x".into() }, 0).expect("legal");
-        assert_eq!(actions, vec![Action::SendAbort { peer: P, code: Code::Checksum }, Action::CancelPulls]);
+        let actions = room
+            .step(
+                Event::PullFailed {
+                    ticket: 0,
+                    code: Code::Checksum,
+                    why: "x".into(),
+                },
+                0,
+            )
+            .expect("legal");
+        assert_eq!(
+            actions,
+            vec![
+                Action::SendAbort {
+                    peer: P,
+                    code: Code::Checksum
+                },
+                Action::CancelPulls
+            ]
+        );
         assert_eq!(room.step(Event::Tick, 5000), Ok(vec![]), "no second end");
-        assert_eq!(room.step(progress(4, 1), 0), Ok(vec![]), "nothing new is started");
+        assert_eq!(
+            room.step(progress(4, 1), 0),
+            Ok(vec![]),
+            "nothing new is started"
+        );
         let end = room.step(Event::Pulled { ticket: 1 }, 0).expect("legal");
-        assert_eq!(end, vec![Action::Fail { code: Code::Checksum, why: "x".into() }]);
+        assert_eq!(
+            end,
+            vec![Action::Fail {
+                code: Code::Checksum,
+                why: "x".into()
+            }]
+        );
     }
 
     #[test]
     fn an_abort_while_a_failure_waits_is_told_as_an_abort() {
         let mut room = connected(0);
-        room.step(Event::Grant { start_page: 0, pages: vec![50] }, 0).expect("legal");
+        room.step(
+            Event::Grant {
+                start_page: 0,
+                pages: vec![50],
+            },
+            0,
+        )
+        .expect("legal");
         room.step(progress(0, 1), 0).expect("legal");
-        room.step(Event::PeerAbort { peer: P, attempt: 1, code: Code::ClientGone }, 0).expect("legal");
+        room.step(
+            Event::PeerAbort {
+                peer: P,
+                attempt: 1,
+                code: Code::ClientGone,
+            },
+            0,
+        )
+        .expect("legal");
         assert_eq!(room.step(Event::Abort(Code::ClientGone), 0), Ok(vec![]));
-        assert_eq!(room.step(Event::PullStopped { ticket: 0 }, 0), Ok(vec![Action::Aborted]));
+        assert_eq!(
+            room.step(Event::PullStopped { ticket: 0 }, 0),
+            Ok(vec![Action::Aborted])
+        );
     }
 
     #[test]
     fn a_dead_peer_is_survived_only_if_nothing_more_is_needed_from_it() {
-        let gone = |readable| Event::PeerGone { peer: P, code: Code::PeerDead, readable };
+        let gone = |readable| Event::PeerGone {
+            peer: P,
+            code: Code::PeerDead,
+            readable,
+        };
         let ready = || {
             let mut room = connected(0);
             room.step(progress(0, 2), 0).expect("legal");
             room
         };
         let mut early = ready();
-        assert!(matches!(early.step(gone(true), 0).expect("legal")[..], [Action::Fail { code: Code::PeerDead, .. }]), "FINAL is missing");
+        assert!(
+            matches!(
+                early.step(gone(true), 0).expect("legal")[..],
+                [Action::Fail {
+                    code: Code::PeerDead,
+                    ..
+                }]
+            ),
+            "FINAL is missing"
+        );
         let mut tcp = ready();
         tcp.step(fin(0, 2), 0).expect("legal");
-        assert!(matches!(tcp.step(gone(false), 0).expect("legal")[..], [Action::Fail { .. }]));
+        assert!(matches!(
+            tcp.step(gone(false), 0).expect("legal")[..],
+            [Action::Fail { .. }]
+        ));
         let mut shm = ready();
         shm.step(fin(0, 2), 0).expect("legal");
         assert_eq!(shm.step(gone(true), 0), Ok(vec![]));
-        assert_eq!(pulls(&shm.step(Event::Grant { start_page: 0, pages: vec![50, 51] }, 0).expect("legal")), vec![(0, 2)]);
-        assert!(matches!(shm.step(Event::Pulled { ticket: 0 }, 0).expect("legal")[..], [Action::Commit(_)]), "and nobody is told DONE");
+        assert_eq!(
+            pulls(
+                &shm.step(
+                    Event::Grant {
+                        start_page: 0,
+                        pages: vec![50, 51]
+                    },
+                    0
+                )
+                .expect("legal")
+            ),
+            vec![(0, 2)]
+        );
+        assert!(
+            matches!(
+                shm.step(Event::Pulled { ticket: 0 }, 0).expect("legal")[..],
+                [Action::Commit(_)]
+            ),
+            "and nobody is told DONE"
+        );
     }
 
     #[test]
     fn a_grant_of_the_wrong_size_never_commits() {
         for granted in [0usize, 1, 3] {
             let mut room = connected(0);
-            room.step(Event::Grant { start_page: 0, pages: (0..granted as u32).collect() }, 0).expect("legal");
+            room.step(
+                Event::Grant {
+                    start_page: 0,
+                    pages: (0..granted as u32).collect(),
+                },
+                0,
+            )
+            .expect("legal");
             let actions = room.step(fin(0, 2), 0).expect("legal");
-            assert!(actions.iter().any(|a| matches!(a, Action::Fail { code: Code::PromptMismatch, .. })), "{actions:?}");
+            assert!(
+                actions.iter().any(|a| matches!(
+                    a,
+                    Action::Fail {
+                        code: Code::PromptMismatch,
+                        ..
+                    }
+                )),
+                "{actions:?}"
+            );
         }
     }
 
     #[test]
     fn a_wrong_root_is_a_checksum_failure() {
         let mut room = connected(0);
-        room.step(Event::Grant { start_page: 0, pages: vec![50] }, 0).expect("legal");
+        room.step(
+            Event::Grant {
+                start_page: 0,
+                pages: vec![50],
+            },
+            0,
+        )
+        .expect("legal");
         room.step(progress(0, 1), 0).expect("legal");
-        let lie = Event::Final { peer: P, attempt: 1, fin: Final { total_pages: 1, last_page_tokens: 1, root: 1, payload: vec![] } };
+        let lie = Event::Final {
+            peer: P,
+            attempt: 1,
+            fin: Final {
+                total_pages: 1,
+                last_page_tokens: 1,
+                root: 1,
+                payload: vec![],
+            },
+        };
         room.step(lie, 0).expect("legal");
         let end = room.step(Event::Pulled { ticket: 0 }, 0).expect("legal");
-        assert!(end.iter().any(|a| matches!(a, Action::Fail { code: Code::Checksum, .. })), "{end:?}");
+        assert!(
+            end.iter().any(|a| matches!(
+                a,
+                Action::Fail {
+                    code: Code::Checksum,
+                    ..
+                }
+            )),
+            "{end:?}"
+        );
     }
 
     #[test]
@@ -595,10 +949,26 @@ mod tests {
         let mut room = connected(0);
         let before = room.clone();
         for event in [
-            Event::Accepted { peer: 99, attempt: 1 },
-            Event::Rejected { peer: P, attempt: 0, code: Code::DupRoom, why: String::new() },
-            Event::PeerGone { peer: 99, code: Code::PeerDead, readable: false },
-            Event::PeerAbort { peer: P, attempt: 2, code: Code::ClientGone },
+            Event::Accepted {
+                peer: 99,
+                attempt: 1,
+            },
+            Event::Rejected {
+                peer: P,
+                attempt: 0,
+                code: Code::DupRoom,
+                why: String::new(),
+            },
+            Event::PeerGone {
+                peer: 99,
+                code: Code::PeerDead,
+                readable: false,
+            },
+            Event::PeerAbort {
+                peer: P,
+                attempt: 2,
+                code: Code::ClientGone,
+            },
         ] {
             assert_eq!(room.step(event, 0), Ok(vec![]));
         }
@@ -610,12 +980,34 @@ mod tests {
         let mut over = connected(0);
         over.step(Event::Abort(Code::ClientGone), 0).expect("legal");
         let mut granted = connected(0);
-        granted.step(Event::Grant { start_page: 0, pages: vec![1] }, 0).expect("legal");
+        granted
+            .step(
+                Event::Grant {
+                    start_page: 0,
+                    pages: vec![1],
+                },
+                0,
+            )
+            .expect("legal");
         let cases = [
-            (over.clone(), Event::Grant { start_page: 0, pages: vec![1] }, "over"),
+            (
+                over.clone(),
+                Event::Grant {
+                    start_page: 0,
+                    pages: vec![1],
+                },
+                "over",
+            ),
             (over.clone(), Event::Abort(Code::ClientGone), "over"),
             (over, Event::Connected { peer: P }, "over"),
-            (granted, Event::Grant { start_page: 0, pages: vec![2] }, "granted before"),
+            (
+                granted,
+                Event::Grant {
+                    start_page: 0,
+                    pages: vec![2],
+                },
+                "granted before",
+            ),
             (connected(0), Event::Connected { peer: 4 }, "has a peer"),
         ];
         for (mut room, event, why) in cases {
@@ -630,6 +1022,15 @@ mod tests {
     fn a_peer_that_announces_without_end_is_cut_off() {
         let mut room = connected(0);
         let actions = room.step(progress(90, 20), 0).expect("legal");
-        assert!(actions.iter().any(|a| matches!(a, Action::Fail { code: Code::TransportBroken, .. })), "{actions:?}");
+        assert!(
+            actions.iter().any(|a| matches!(
+                a,
+                Action::Fail {
+                    code: Code::TransportBroken,
+                    ..
+                }
+            )),
+            "{actions:?}"
+        );
     }
 }

@@ -11,6 +11,13 @@ pub mod decode;
 pub mod parked;
 pub mod prefill;
 
+#[cfg(test)]
+mod model_check;
+#[cfg(test)]
+mod props;
+#[cfg(test)]
+mod world;
+
 /// A control connection, as the machines know it. A reconnect gets another number.
 pub type Peer = u64;
 

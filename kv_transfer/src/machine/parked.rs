@@ -34,7 +34,11 @@ pub struct Parked {
 
 impl Parked {
     pub fn new(limit: usize) -> Self {
-        Self { limit, rooms: HashMap::new(), order: VecDeque::new() }
+        Self {
+            limit,
+            rooms: HashMap::new(),
+            order: VecDeque::new(),
+        }
     }
 
     pub fn len(&self) -> usize {
@@ -48,7 +52,9 @@ impl Parked {
     /// Keep an OPEN until its room is offered. The same peer asking again is not an error.
     pub fn park(&mut self, room: u64, open: ParkedOpen) -> Result<(), ParkError> {
         match self.rooms.get(&room) {
-            Some(known) if known.peer == open.peer && known.attempt == open.attempt => return Ok(()),
+            Some(known) if known.peer == open.peer && known.attempt == open.attempt => {
+                return Ok(());
+            }
             Some(_) => return Err(ParkError::Duplicate),
             None if self.rooms.len() >= self.limit => return Err(ParkError::Full),
             None => {}
@@ -66,7 +72,12 @@ impl Parked {
 
     /// Forget what a lost peer, or one that gave up, had parked.
     pub fn drop_peer(&mut self, peer: Peer, room: Option<u64>) {
-        let gone: Vec<u64> = self.rooms.iter().filter(|(r, open)| open.peer == peer && room.is_none_or(|only| only == **r)).map(|(r, _)| *r).collect();
+        let gone: Vec<u64> = self
+            .rooms
+            .iter()
+            .filter(|(r, open)| open.peer == peer && room.is_none_or(|only| only == **r))
+            .map(|(r, _)| *r)
+            .collect();
         for room in gone {
             self.take(room);
         }
@@ -78,8 +89,15 @@ impl Parked {
 
     /// Remove and return the OPENs whose TTL is over.
     pub fn expire(&mut self, now: u64) -> Vec<(u64, ParkedOpen)> {
-        let due: Vec<u64> = self.order.iter().filter(|&&(until, _)| until <= now).map(|&(_, room)| room).collect();
-        due.into_iter().filter_map(|room| self.take(room).map(|open| (room, open))).collect()
+        let due: Vec<u64> = self
+            .order
+            .iter()
+            .filter(|&&(until, _)| until <= now)
+            .map(|&(_, room)| room)
+            .collect();
+        due.into_iter()
+            .filter_map(|room| self.take(room).map(|open| (room, open)))
+            .collect()
     }
 }
 
@@ -94,7 +112,12 @@ pub struct Tombstones {
 
 impl Tombstones {
     pub fn new(limit: usize) -> Self {
-        Self { limit, codes: HashMap::new(), order: VecDeque::new(), serial: 0 }
+        Self {
+            limit,
+            codes: HashMap::new(),
+            order: VecDeque::new(),
+            serial: 0,
+        }
     }
 
     pub fn bury(&mut self, room: u64, code: Code) {
@@ -102,7 +125,9 @@ impl Tombstones {
         self.codes.insert(room, (code, self.serial));
         self.order.push_back((self.serial, room));
         while self.order.len() > self.limit {
-            let Some((serial, room)) = self.order.pop_front() else { return };
+            let Some((serial, room)) = self.order.pop_front() else {
+                return;
+            };
             if self.codes.get(&room).is_some_and(|&(_, s)| s == serial) {
                 self.codes.remove(&room);
             }
@@ -124,7 +149,13 @@ mod tests {
     use super::*;
 
     fn open(peer: Peer, until: u64) -> ParkedOpen {
-        ParkedOpen { peer, attempt: 0, prompt_hash: vec![], start_page: 0, until }
+        ParkedOpen {
+            peer,
+            attempt: 0,
+            prompt_hash: vec![],
+            start_page: 0,
+            until,
+        }
     }
 
     #[test]

@@ -81,19 +81,39 @@ pub struct Room {
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub enum Event {
     /// Own engine: prompt pages [first, first + n) are final, as (page, generation).
-    Publish { first: u32, pages: Vec<(u32, u64)> },
+    Publish {
+        first: u32,
+        pages: Vec<(u32, u64)>,
+    },
     /// Own copy thread: checksums of pages published before, as (index in the prompt, page).
     Hashed(Vec<(u32, Sealed)>),
     /// Own engine: the forward passes are over.
     Finish(Finish),
     /// Own engine.
     Abort(Code),
-    Open { peer: Peer, attempt: u32, prompt_hash: Vec<u8>, start_page: u32 },
-    Done { peer: Peer, attempt: u32 },
-    PeerAbort { peer: Peer, attempt: u32, code: Code },
-    PeerGone { peer: Peer, code: Code },
+    Open {
+        peer: Peer,
+        attempt: u32,
+        prompt_hash: Vec<u8>,
+        start_page: u32,
+    },
+    Done {
+        peer: Peer,
+        attempt: u32,
+    },
+    PeerAbort {
+        peer: Peer,
+        attempt: u32,
+        code: Code,
+    },
+    PeerGone {
+        peer: Peer,
+        code: Code,
+    },
     /// A heartbeat of the peer that names this room.
-    Renew { peer: Peer },
+    Renew {
+        peer: Peer,
+    },
     Tick,
 }
 
@@ -118,19 +138,47 @@ impl Event {
 pub enum Action {
     /// Compute checksums of (index in the prompt, page, generation).
     Hash(Vec<(u32, u32, u64)>),
-    Accept { peer: Peer },
-    Reject { peer: Peer, code: Code, why: String },
-    Progress { peer: Peer, first_page: u32, pages: Vec<Sealed> },
-    Final { peer: Peer, finish: Finish, root: u64 },
-    SendAbort { peer: Peer, code: Code },
-    AckAbort { peer: Peer },
+    Accept {
+        peer: Peer,
+    },
+    Reject {
+        peer: Peer,
+        code: Code,
+        why: String,
+    },
+    Progress {
+        peer: Peer,
+        first_page: u32,
+        pages: Vec<Sealed>,
+    },
+    Final {
+        peer: Peer,
+        finish: Finish,
+        root: u64,
+    },
+    SendAbort {
+        peer: Peer,
+        code: Code,
+    },
+    AckAbort {
+        peer: Peer,
+    },
     /// The room is over: the engine may unlock its pages. `None` means DONE.
     Released(Option<Code>),
 }
 
 impl Room {
     pub fn new(attempt: u32, prompt_hash: Vec<u8>, deadline: u64, lease_ms: u64) -> Self {
-        Self { phase: Phase::Waiting, attempt, prompt_hash, deadline, lease_ms, pages: Vec::new(), finish: None, reader: None }
+        Self {
+            phase: Phase::Waiting,
+            attempt,
+            prompt_hash,
+            deadline,
+            lease_ms,
+            pages: Vec::new(),
+            finish: None,
+            reader: None,
+        }
     }
 
     /// The moment at which `Tick` changes something.
@@ -148,8 +196,18 @@ impl Room {
 
     /// (pages published, pages with a checksum), for the timeline.
     pub fn progress(&self) -> (usize, usize) {
-        let ready = self.pages.iter().filter(|slot| matches!(slot, Slot::Ready(_))).count();
-        (self.pages.iter().filter(|slot| **slot != Slot::Missing).count(), ready)
+        let ready = self
+            .pages
+            .iter()
+            .filter(|slot| matches!(slot, Slot::Ready(_)))
+            .count();
+        (
+            self.pages
+                .iter()
+                .filter(|slot| **slot != Slot::Missing)
+                .count(),
+            ready,
+        )
     }
 
     /// The transition function: on `Err` the room is as it was.
@@ -162,23 +220,39 @@ impl Room {
             Event::Hashed(sums) => Ok(self.hashed(&sums)),
             Event::Finish(finish) => self.finish(finish, now),
             Event::Abort(code) => Ok(self.end(Phase::Aborted(code), Some(code), true)),
-            Event::Open { peer, attempt, prompt_hash, start_page } => Ok(self.open(peer, attempt, &prompt_hash, start_page)),
-            Event::Done { peer, attempt } if self.is_reader(peer) && attempt == self.attempt && self.final_sent() => {
+            Event::Open {
+                peer,
+                attempt,
+                prompt_hash,
+                start_page,
+            } => Ok(self.open(peer, attempt, &prompt_hash, start_page)),
+            Event::Done { peer, attempt }
+                if self.is_reader(peer) && attempt == self.attempt && self.final_sent() =>
+            {
                 Ok(self.end(Phase::Released, None, false))
             }
-            Event::PeerAbort { peer, attempt, code } if self.is_reader(peer) && attempt == self.attempt => {
+            Event::PeerAbort {
+                peer,
+                attempt,
+                code,
+            } if self.is_reader(peer) && attempt == self.attempt => {
                 let mut actions = vec![Action::AckAbort { peer }];
                 actions.extend(self.end(Phase::Aborted(code), Some(code), false));
                 Ok(actions)
             }
-            Event::PeerGone { peer, code } if self.is_reader(peer) => Ok(self.end(Phase::Aborted(code), Some(code), false)),
+            Event::PeerGone { peer, code } if self.is_reader(peer) => {
+                Ok(self.end(Phase::Aborted(code), Some(code), false))
+            }
             Event::Renew { peer } if self.is_reader(peer) => {
                 self.renew(now);
                 Ok(vec![])
             }
             Event::Tick => Ok(self.tick(now)),
             // Late or foreign words of a peer: not ours to act on.
-            Event::Done { .. } | Event::PeerAbort { .. } | Event::PeerGone { .. } | Event::Renew { .. } => Ok(vec![]),
+            Event::Done { .. }
+            | Event::PeerAbort { .. }
+            | Event::PeerGone { .. }
+            | Event::Renew { .. } => Ok(vec![]),
         }
     }
 
@@ -191,13 +265,23 @@ impl Room {
     }
 
     fn illegal(&self, event: &'static str, why: impl Into<String>) -> Illegal {
-        Illegal { phase: self.phase.name(), event, why: why.into() }
+        Illegal {
+            phase: self.phase.name(),
+            event,
+            why: why.into(),
+        }
     }
 
     fn after_the_end(&self, event: &Event) -> Result<Vec<Action>, Illegal> {
         match event {
-            Event::Publish { .. } | Event::Finish(_) | Event::Abort(_) => Err(self.illegal(event.name(), "the room is over")),
-            Event::Open { peer, .. } => Ok(vec![Action::Reject { peer: *peer, code: self.code_after_the_end(), why: "the room is over".into() }]),
+            Event::Publish { .. } | Event::Finish(_) | Event::Abort(_) => {
+                Err(self.illegal(event.name(), "the room is over"))
+            }
+            Event::Open { peer, .. } => Ok(vec![Action::Reject {
+                peer: *peer,
+                code: self.code_after_the_end(),
+                why: "the room is over".into(),
+            }]),
             _ => Ok(vec![]),
         }
     }
@@ -219,7 +303,17 @@ impl Room {
         for (index, &(page, generation)) in (first..).zip(pages) {
             match self.pages.get(index as usize) {
                 None | Some(Slot::Missing) => fresh.push((index, page, generation)),
-                Some(Slot::Hashing { page: p, generation: g } | Slot::Ready(Sealed { page: p, generation: g, .. })) => {
+                Some(
+                    Slot::Hashing {
+                        page: p,
+                        generation: g,
+                    }
+                    | Slot::Ready(Sealed {
+                        page: p,
+                        generation: g,
+                        ..
+                    }),
+                ) => {
                     if (*p, *g) != (page, generation) {
                         return Err(self.illegal("publish", format!("prompt page {index} was published as page {p} generation {g}, now as page {page} generation {generation}")));
                     }
@@ -234,7 +328,11 @@ impl Room {
             self.pages[index as usize] = Slot::Hashing { page, generation };
         }
         self.phase = Phase::Prefilling;
-        Ok(if fresh.is_empty() { vec![] } else { vec![Action::Hash(fresh)] })
+        Ok(if fresh.is_empty() {
+            vec![]
+        } else {
+            vec![Action::Hash(fresh)]
+        })
     }
 
     fn hashed(&mut self, sums: &[(u32, Sealed)]) -> Vec<Action> {
@@ -245,7 +343,9 @@ impl Room {
                 ready.push((index, sealed));
             }
         }
-        let Some(reader) = &self.reader else { return vec![] };
+        let Some(reader) = &self.reader else {
+            return vec![];
+        };
         ready.retain(|&(index, _)| index >= reader.start_page);
         let mut actions = progress_runs(reader.peer, &ready);
         actions.extend(self.try_final());
@@ -256,19 +356,44 @@ impl Room {
         if self.finish.is_some() {
             return Err(self.illegal("finish", "it was called before"));
         }
-        let published = self.pages.iter().take_while(|slot| **slot != Slot::Missing).count();
+        let published = self
+            .pages
+            .iter()
+            .take_while(|slot| **slot != Slot::Missing)
+            .count();
         if published != finish.total_pages as usize || self.pages.len() != published {
-            return Err(self.illegal("finish", format!("{} pages in all, but pages [0, {published}) of {} are published", finish.total_pages, self.pages.len())));
+            return Err(self.illegal(
+                "finish",
+                format!(
+                    "{} pages in all, but pages [0, {published}) of {} are published",
+                    finish.total_pages,
+                    self.pages.len()
+                ),
+            ));
         }
         self.finish = Some(finish);
-        self.phase = Phase::Leased { until: now + self.lease_ms };
+        self.phase = Phase::Leased {
+            until: now + self.lease_ms,
+        };
         Ok(self.try_final())
     }
 
-    fn open(&mut self, peer: Peer, attempt: u32, prompt_hash: &[u8], start_page: u32) -> Vec<Action> {
+    fn open(
+        &mut self,
+        peer: Peer,
+        attempt: u32,
+        prompt_hash: &[u8],
+        start_page: u32,
+    ) -> Vec<Action> {
         let reject = |code, why: String| vec![Action::Reject { peer, code, why }];
         if attempt != self.attempt {
-            return reject(Code::DupRoom, format!("the room is in use by attempt {}, not {attempt}", self.attempt));
+            return reject(
+                Code::DupRoom,
+                format!(
+                    "the room is in use by attempt {}, not {attempt}",
+                    self.attempt
+                ),
+            );
         }
         match &self.reader {
             Some(reader) if reader.peer != peer || reader.start_page != start_page => {
@@ -277,15 +402,29 @@ impl Room {
             // The same OPEN again: tell everything again, nothing else changes.
             Some(_) => {}
             None if prompt_hash != self.prompt_hash => {
-                return reject(Code::PromptMismatch, "prefill and decode hashed different prompts; compare tokenizers and templates".into());
+                return reject(
+                    Code::PromptMismatch,
+                    "prefill and decode hashed different prompts; compare tokenizers and templates"
+                        .into(),
+                );
             }
             None => {}
         }
-        self.reader = Some(Reader { peer, start_page, final_sent: false });
+        self.reader = Some(Reader {
+            peer,
+            start_page,
+            final_sent: false,
+        });
         let ready: Vec<(u32, Sealed)> = (0u32..)
             .zip(&self.pages)
             .skip(start_page as usize)
-            .filter_map(|(index, slot)| if let Slot::Ready(sealed) = slot { Some((index, *sealed)) } else { None })
+            .filter_map(|(index, slot)| {
+                if let Slot::Ready(sealed) = slot {
+                    Some((index, *sealed))
+                } else {
+                    None
+                }
+            })
             .collect();
         let mut actions = vec![Action::Accept { peer }];
         actions.extend(progress_runs(peer, &ready));
@@ -295,13 +434,34 @@ impl Room {
 
     /// FINAL goes out once: when there is a reader, the engine has finished and all checksums are known.
     fn try_final(&mut self) -> Vec<Action> {
-        let (Some(finish), Some(reader)) = (&self.finish, &mut self.reader) else { return vec![] };
-        if reader.final_sent || self.pages.iter().any(|slot| !matches!(slot, Slot::Ready(_))) {
+        let (Some(finish), Some(reader)) = (&self.finish, &mut self.reader) else {
+            return vec![];
+        };
+        if reader.final_sent
+            || self
+                .pages
+                .iter()
+                .any(|slot| !matches!(slot, Slot::Ready(_)))
+        {
             return vec![];
         }
         reader.final_sent = true;
-        let sums = self.pages.iter().skip(reader.start_page as usize).filter_map(|slot| if let Slot::Ready(sealed) = slot { Some(sealed.sum) } else { None });
-        vec![Action::Final { peer: reader.peer, finish: finish.clone(), root: root_of(sums) }]
+        let sums = self
+            .pages
+            .iter()
+            .skip(reader.start_page as usize)
+            .filter_map(|slot| {
+                if let Slot::Ready(sealed) = slot {
+                    Some(sealed.sum)
+                } else {
+                    None
+                }
+            });
+        vec![Action::Final {
+            peer: reader.peer,
+            finish: finish.clone(),
+            root: root_of(sums),
+        }]
     }
 
     fn renew(&mut self, now: u64) {
@@ -313,8 +473,12 @@ impl Room {
 
     fn tick(&mut self, now: u64) -> Vec<Action> {
         match self.phase {
-            Phase::Leased { until } if now >= until => self.end(Phase::Expired, Some(Code::LeaseExpired), true),
-            Phase::Waiting | Phase::Prefilling if now >= self.deadline => self.end(Phase::Aborted(Code::Deadline), Some(Code::Deadline), true),
+            Phase::Leased { until } if now >= until => {
+                self.end(Phase::Expired, Some(Code::LeaseExpired), true)
+            }
+            Phase::Waiting | Phase::Prefilling if now >= self.deadline => {
+                self.end(Phase::Aborted(Code::Deadline), Some(Code::Deadline), true)
+            }
             _ => vec![],
         }
     }
@@ -322,7 +486,10 @@ impl Room {
     fn end(&mut self, phase: Phase, code: Option<Code>, tell: bool) -> Vec<Action> {
         let mut actions = Vec::with_capacity(2);
         if let (true, Some(reader), Some(code)) = (tell, &self.reader, code) {
-            actions.push(Action::SendAbort { peer: reader.peer, code });
+            actions.push(Action::SendAbort {
+                peer: reader.peer,
+                code,
+            });
         }
         self.phase = phase;
         actions.push(Action::Released(code));
@@ -335,7 +502,11 @@ fn progress_runs(peer: Peer, ready: &[(u32, Sealed)]) -> Vec<Action> {
     ready
         .chunk_by(|a, b| a.0 + 1 == b.0)
         .flat_map(|run| run.chunks(crate::protocol::MAX_PROGRESS_PAGES))
-        .map(|run| Action::Progress { peer, first_page: run[0].0, pages: run.iter().map(|&(_, sealed)| sealed).collect() })
+        .map(|run| Action::Progress {
+            peer,
+            first_page: run[0].0,
+            pages: run.iter().map(|&(_, sealed)| sealed).collect(),
+        })
         .collect()
 }
 
@@ -350,21 +521,45 @@ mod tests {
     }
 
     fn sealed(page: u32) -> Sealed {
-        Sealed { page, generation: 2, sum: u64::from(page) * 11 }
+        Sealed {
+            page,
+            generation: 2,
+            sum: u64::from(page) * 11,
+        }
     }
 
     fn open(start_page: u32) -> Event {
-        Event::Open { peer: D, attempt: 1, prompt_hash: vec![1, 2], start_page }
+        Event::Open {
+            peer: D,
+            attempt: 1,
+            prompt_hash: vec![1, 2],
+            start_page,
+        }
     }
 
     fn finish(total_pages: u32) -> Event {
-        Event::Finish(Finish { total_pages, last_page_tokens: 3, payload: vec![9] })
+        Event::Finish(Finish {
+            total_pages,
+            last_page_tokens: 3,
+            payload: vec![9],
+        })
     }
 
     /// `room` with pages 10.. published and hashed.
     fn with_pages(mut room: Room, n: u32) -> Room {
-        room.step(Event::Publish { first: 0, pages: (0..n).map(|i| (10 + i, 2)).collect() }, 0).expect("publish is legal");
-        room.step(Event::Hashed((0..n).map(|i| (i, sealed(10 + i))).collect()), 0).expect("always legal");
+        room.step(
+            Event::Publish {
+                first: 0,
+                pages: (0..n).map(|i| (10 + i, 2)).collect(),
+            },
+            0,
+        )
+        .expect("publish is legal");
+        room.step(
+            Event::Hashed((0..n).map(|i| (i, sealed(10 + i))).collect()),
+            0,
+        )
+        .expect("always legal");
         room
     }
 
@@ -375,9 +570,27 @@ mod tests {
         assert_eq!(room.phase, Phase::Leased { until: 110 });
         let actions = room.step(open(1), 20).expect("legal");
         assert_eq!(actions[0], Action::Accept { peer: D });
-        assert_eq!(actions[1], Action::Progress { peer: D, first_page: 1, pages: vec![sealed(11)] });
-        assert!(matches!(&actions[2], Action::Final { root, .. } if *root == root_of([sealed(11).sum].into_iter())));
-        assert_eq!(room.step(Event::Done { peer: D, attempt: 1 }, 30), Ok(vec![Action::Released(None)]));
+        assert_eq!(
+            actions[1],
+            Action::Progress {
+                peer: D,
+                first_page: 1,
+                pages: vec![sealed(11)]
+            }
+        );
+        assert!(
+            matches!(&actions[2], Action::Final { root, .. } if *root == root_of([sealed(11).sum].into_iter()))
+        );
+        assert_eq!(
+            room.step(
+                Event::Done {
+                    peer: D,
+                    attempt: 1
+                },
+                30
+            ),
+            Ok(vec![Action::Released(None)])
+        );
         assert_eq!(room.phase, Phase::Released);
     }
 
@@ -385,11 +598,33 @@ mod tests {
     fn final_waits_for_the_last_checksum() {
         let mut room = room();
         room.step(open(0), 0).expect("legal");
-        room.step(Event::Publish { first: 0, pages: vec![(10, 2)] }, 0).expect("legal");
+        room.step(
+            Event::Publish {
+                first: 0,
+                pages: vec![(10, 2)],
+            },
+            0,
+        )
+        .expect("legal");
         assert_eq!(room.step(finish(1), 0), Ok(vec![]));
-        assert_eq!(room.step(Event::Done { peer: D, attempt: 1 }, 0), Ok(vec![]), "DONE before FINAL means nothing");
-        let actions = room.step(Event::Hashed(vec![(0, sealed(10))]), 0).expect("legal");
-        assert!(matches!(actions[..], [Action::Progress { .. }, Action::Final { .. }]));
+        assert_eq!(
+            room.step(
+                Event::Done {
+                    peer: D,
+                    attempt: 1
+                },
+                0
+            ),
+            Ok(vec![]),
+            "DONE before FINAL means nothing"
+        );
+        let actions = room
+            .step(Event::Hashed(vec![(0, sealed(10))]), 0)
+            .expect("legal");
+        assert!(matches!(
+            actions[..],
+            [Action::Progress { .. }, Action::Final { .. }]
+        ));
     }
 
     #[test]
@@ -399,15 +634,40 @@ mod tests {
             [Action::Reject { code, .. }] => *code,
             other => panic!("expected one rejection, got {other:?}"),
         };
-        let wrong_prompt = Event::Open { peer: D, attempt: 1, prompt_hash: vec![3], start_page: 0 };
-        assert_eq!(code(room.step(wrong_prompt, 0).expect("legal")), Code::PromptMismatch);
-        let wrong_attempt = Event::Open { peer: D, attempt: 2, prompt_hash: vec![1, 2], start_page: 0 };
-        assert_eq!(code(room.step(wrong_attempt, 0).expect("legal")), Code::DupRoom);
+        let wrong_prompt = Event::Open {
+            peer: D,
+            attempt: 1,
+            prompt_hash: vec![3],
+            start_page: 0,
+        };
+        assert_eq!(
+            code(room.step(wrong_prompt, 0).expect("legal")),
+            Code::PromptMismatch
+        );
+        let wrong_attempt = Event::Open {
+            peer: D,
+            attempt: 2,
+            prompt_hash: vec![1, 2],
+            start_page: 0,
+        };
+        assert_eq!(
+            code(room.step(wrong_attempt, 0).expect("legal")),
+            Code::DupRoom
+        );
         room.step(open(0), 0).expect("legal");
-        let second = Event::Open { peer: 8, attempt: 1, prompt_hash: vec![1, 2], start_page: 0 };
+        let second = Event::Open {
+            peer: 8,
+            attempt: 1,
+            prompt_hash: vec![1, 2],
+            start_page: 0,
+        };
         assert_eq!(code(room.step(second, 0).expect("legal")), Code::DupRoom);
         assert_eq!(room.reader(), Some(D));
-        assert_eq!(room.step(open(0), 0).expect("legal")[0], Action::Accept { peer: D }, "the same OPEN twice is answered twice");
+        assert_eq!(
+            room.step(open(0), 0).expect("legal")[0],
+            Action::Accept { peer: D },
+            "the same OPEN twice is answered twice"
+        );
     }
 
     #[test]
@@ -423,7 +683,16 @@ mod tests {
         assert_eq!(room.next_due(), Some(1100), "deadline plus one lease");
         assert_eq!(room.step(Event::Tick, 1099), Ok(vec![]));
         let end = room.step(Event::Tick, 1100).expect("legal");
-        assert_eq!(end, vec![Action::SendAbort { peer: D, code: Code::LeaseExpired }, Action::Released(Some(Code::LeaseExpired))]);
+        assert_eq!(
+            end,
+            vec![
+                Action::SendAbort {
+                    peer: D,
+                    code: Code::LeaseExpired
+                },
+                Action::Released(Some(Code::LeaseExpired))
+            ]
+        );
         assert_eq!(room.phase, Phase::Expired);
     }
 
@@ -431,16 +700,45 @@ mod tests {
     fn every_way_to_end_releases_once() {
         let ends = [
             (Event::Abort(Code::ClientGone), Code::ClientGone),
-            (Event::PeerAbort { peer: D, attempt: 1, code: Code::Checksum }, Code::Checksum),
-            (Event::PeerGone { peer: D, code: Code::PeerDead }, Code::PeerDead),
+            (
+                Event::PeerAbort {
+                    peer: D,
+                    attempt: 1,
+                    code: Code::Checksum,
+                },
+                Code::Checksum,
+            ),
+            (
+                Event::PeerGone {
+                    peer: D,
+                    code: Code::PeerDead,
+                },
+                Code::PeerDead,
+            ),
         ];
         for (event, code) in ends {
             let mut room = room();
             room.step(open(0), 0).expect("legal");
             let actions = room.step(event, 1).expect("legal");
-            assert_eq!(actions.iter().filter(|a| **a == Action::Released(Some(code))).count(), 1);
+            assert_eq!(
+                actions
+                    .iter()
+                    .filter(|a| **a == Action::Released(Some(code)))
+                    .count(),
+                1
+            );
             assert_eq!(room.phase, Phase::Aborted(code));
-            for late in [Event::Tick, Event::PeerGone { peer: D, code: Code::PeerDead }, Event::Done { peer: D, attempt: 1 }] {
+            for late in [
+                Event::Tick,
+                Event::PeerGone {
+                    peer: D,
+                    code: Code::PeerDead,
+                },
+                Event::Done {
+                    peer: D,
+                    attempt: 1,
+                },
+            ] {
                 assert_eq!(room.step(late, 5000), Ok(vec![]));
             }
         }
@@ -448,7 +746,10 @@ mod tests {
 
     #[test]
     fn illegal_pairs_are_typed_errors_and_change_nothing() {
-        let publish = |page| Event::Publish { first: 0, pages: vec![(page, 2)] };
+        let publish = |page| Event::Publish {
+            first: 0,
+            pages: vec![(page, 2)],
+        };
         let mut over = room();
         over.step(Event::Abort(Code::ClientGone), 0).expect("legal");
         let mut leased = with_pages(room(), 1);
@@ -459,7 +760,11 @@ mod tests {
             (over, Event::Abort(Code::ClientGone), "the room is over"),
             (leased.clone(), publish(10), "finish() came before"),
             (leased, finish(1), "called before"),
-            (with_pages(room(), 1), publish(11), "was published as page 10"),
+            (
+                with_pages(room(), 1),
+                publish(11),
+                "was published as page 10",
+            ),
             (with_pages(room(), 1), finish(2), "2 pages in all"),
         ];
         for (mut room, event, why) in cases {
@@ -473,6 +778,15 @@ mod tests {
     #[test]
     fn publishing_the_same_pages_again_is_harmless() {
         let mut room = with_pages(room(), 2);
-        assert_eq!(room.step(Event::Publish { first: 1, pages: vec![(11, 2)] }, 0), Ok(vec![]));
+        assert_eq!(
+            room.step(
+                Event::Publish {
+                    first: 1,
+                    pages: vec![(11, 2)]
+                },
+                0
+            ),
+            Ok(vec![])
+        );
     }
 }

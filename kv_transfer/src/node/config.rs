@@ -91,20 +91,37 @@ fn park_ttl_ms() -> u64 {
 impl NodeConfig {
     /// Parse and check against the pool the node is to serve.
     pub fn parse(json: &str, pool: &KvPool) -> Result<Self, String> {
-        let config: NodeConfig = serde_json::from_str(json).map_err(|err| format!("transfer config: {err}"))?;
-        let page_bytes = config.layout.get("page_bytes").and_then(serde_json::Value::as_u64);
+        let config: NodeConfig =
+            serde_json::from_str(json).map_err(|err| format!("transfer config: {err}"))?;
+        let page_bytes = config
+            .layout
+            .get("page_bytes")
+            .and_then(serde_json::Value::as_u64);
         if page_bytes != Some(pool.page_bytes() as u64) {
-            return Err(format!("transfer config: layout.page_bytes is {page_bytes:?}, the pool's pages have {} bytes", pool.page_bytes()));
+            return Err(format!(
+                "transfer config: layout.page_bytes is {page_bytes:?}, the pool's pages have {} bytes",
+                pool.page_bytes()
+            ));
         }
-        let positive = [("lease_ms", config.lease_ms), ("heartbeat_ms", config.heartbeat_ms), ("max_rooms", config.max_rooms as u64), ("dp_size", config.dp_size.into())];
+        let positive = [
+            ("lease_ms", config.lease_ms),
+            ("heartbeat_ms", config.heartbeat_ms),
+            ("max_rooms", config.max_rooms as u64),
+            ("dp_size", config.dp_size.into()),
+        ];
         if let Some((name, _)) = positive.iter().find(|(_, value)| *value == 0) {
             return Err(format!("transfer config: {name} is 0"));
         }
         if config.transports.is_empty() {
-            return Err("transfer config: transports is empty; there are \"shm\" and \"tcp\"".into());
+            return Err(
+                "transfer config: transports is empty; there are \"shm\" and \"tcp\"".into(),
+            );
         }
         if config.dp_rank >= config.dp_size {
-            return Err(format!("transfer config: dp_rank is {}, dp_size {}", config.dp_rank, config.dp_size));
+            return Err(format!(
+                "transfer config: dp_rank is {}, dp_size {}",
+                config.dp_rank, config.dp_size
+            ));
         }
         Ok(config)
     }
@@ -112,7 +129,10 @@ impl NodeConfig {
     /// Equal on both sides exactly if every field of the layout is.
     pub fn layout_hash(&self) -> String {
         let canonical = serde_json::to_vec(&self.layout).expect("a map of JSON values");
-        Sha256::digest(canonical)[..16].iter().map(|byte| format!("{byte:02x}")).collect()
+        Sha256::digest(canonical)[..16]
+            .iter()
+            .map(|byte| format!("{byte:02x}"))
+            .collect()
     }
 }
 
@@ -126,12 +146,19 @@ mod tests {
         let parse = |text: &str| NodeConfig::parse(text, &pool);
         let good = r#"{"role": "decode", "host": "127.0.0.1", "port": 0, "transports": ["shm", "tcp"], "layout": {"page_bytes": 4096, "dtype": "f32"}}"#;
         let config = parse(good).expect("valid");
-        assert_eq!((config.role, config.lease_ms, config.transports.len()), (Role::Decode, 30_000, 2));
+        assert_eq!(
+            (config.role, config.lease_ms, config.transports.len()),
+            (Role::Decode, 30_000, 2)
+        );
         for (from, to, says) in [
             ("4096", "8192", "page_bytes"),
             (r#"["shm", "tcp"]"#, "[]", "transports"),
             (r#"["shm", "tcp"]"#, r#"["rdma"]"#, "rdma"),
-            (r#""port": 0"#, r#""port": 0, "heartbeat_ms": 0"#, "heartbeat_ms"),
+            (
+                r#""port": 0"#,
+                r#""port": 0, "heartbeat_ms": 0"#,
+                "heartbeat_ms",
+            ),
             (r#""port": 0"#, r#""port": 0, "dp_rank": 1"#, "dp_rank"),
             (r#""port": 0"#, r#""port": 0, "colour": 1"#, "colour"),
         ] {

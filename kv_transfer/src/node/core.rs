@@ -53,7 +53,10 @@ pub struct Listeners {
 pub(super) enum Internal {
     Accepted(TcpStream, Box<Opened>),
     Linked(LinkKey, Box<Result<Established, LinkError>>),
-    Sized { room: u64, size: Result<u32, LinkError> },
+    Sized {
+        room: u64,
+        size: Result<u32, LinkError>,
+    },
     Copied(Done),
     Pulled(PullEnd),
     Registered(Box<(Client, Registration)>),
@@ -116,7 +119,13 @@ pub(super) struct Core {
 }
 
 impl Core {
-    pub fn new(mut config: NodeConfig, shared: Arc<Shared>, pool: Arc<KvPool>, identity: Arc<Identity>, port: u16) -> io::Result<Self> {
+    pub fn new(
+        mut config: NodeConfig,
+        shared: Arc<Shared>,
+        pool: Arc<KvPool>,
+        identity: Arc<Identity>,
+        port: u16,
+    ) -> io::Result<Self> {
         let faults = Arc::new(config.fault.take().unwrap_or_default());
         let (internal, internal_inbox) = mpsc::unbounded_channel();
         let (heard, heard_inbox) = mpsc::channel(HEARD);
@@ -126,10 +135,21 @@ impl Core {
             Arc::new(move |end| drop(internal.send(wrap(end))))
         };
         let copied = internal.clone();
-        let copier = Copier::start(&pool, config.copy_threads, &faults, Arc::new(move |done| drop(copied.send(Internal::Copied(done)))))?;
+        let copier = Copier::start(
+            &pool,
+            config.copy_threads,
+            &faults,
+            Arc::new(move |done| drop(copied.send(Internal::Copied(done)))),
+        )?;
         let dead = internal.clone();
         let dead = move |why| drop(dead.send(Internal::DataThreadDead(why)));
-        let data = DataPlane::start(pool.clone(), identity.clone(), faults.clone(), tell(Internal::Pulled), dead)?;
+        let data = DataPlane::start(
+            pool.clone(),
+            identity.clone(),
+            faults.clone(),
+            tell(Internal::Pulled),
+            dead,
+        )?;
         Ok(Self {
             config,
             shared,
@@ -160,7 +180,11 @@ impl Core {
 
     pub async fn run(mut self, listeners: Listeners, mut commands: mpsc::Receiver<Command>) {
         self.listen(listeners);
-        let (Some(mut internal), Some(mut heard)) = (self.internal_inbox.take(), self.heard_inbox.take()) else { return };
+        let (Some(mut internal), Some(mut heard)) =
+            (self.internal_inbox.take(), self.heard_inbox.take())
+        else {
+            return;
+        };
         loop {
             let now = self.now();
             while let Some(timer) = self.timers.pop_due(now) {
@@ -210,16 +234,38 @@ impl Core {
 
     fn on_command(&mut self, command: Command) {
         match command {
-            Command::Offer { room, attempt, prompt_hash, deadline_ms } => self.offer(room, attempt, prompt_hash, deadline_ms),
+            Command::Offer {
+                room,
+                attempt,
+                prompt_hash,
+                deadline_ms,
+            } => self.offer(room, attempt, prompt_hash, deadline_ms),
             Command::Publish { room, first, pages } => self.publish(room, first, pages),
             Command::Finish { room, finish } => self.finish(room, finish),
-            Command::Open { room, attempt, host, port, dp_rank, prompt_hash, deadline_ms } => {
+            Command::Open {
+                room,
+                attempt,
+                host,
+                port,
+                dp_rank,
+                prompt_hash,
+                deadline_ms,
+            } => {
                 let entry = DecodeEntry::new(self, attempt, prompt_hash, deadline_ms);
                 self.open(room, entry, host, port, dp_rank);
             }
-            Command::Grant { room, start_page, pages } => self.grant(room, start_page, pages),
+            Command::Grant {
+                room,
+                start_page,
+                pages,
+            } => self.grant(room, start_page, pages),
             Command::Abort { room, code } => self.abort(room, code),
-            Command::Register { host, port, timeout, reply } => self.register(host, port, timeout, reply),
+            Command::Register {
+                host,
+                port,
+                timeout,
+                reply,
+            } => self.register(host, port, timeout, reply),
             Command::Drain => self.draining = true,
             Command::Close => {}
             #[cfg(test)]
@@ -273,7 +319,9 @@ impl Core {
         if opened.peer.channel == Channel::Data {
             match stream.into_std() {
                 Ok(stream) => self.data.serve(stream, opened),
-                Err(err) => tracing::warn!(%err, "a data stream could not be handed to the data thread"),
+                Err(err) => {
+                    tracing::warn!(%err, "a data stream could not be handed to the data thread")
+                }
             }
             return;
         }
@@ -281,8 +329,19 @@ impl Core {
         self.add_conn(stream, addr, opened, None, None);
     }
 
-    pub fn add_conn(&mut self, stream: TcpStream, addr: SocketAddr, opened: Opened, key: Option<LinkKey>, remote: Option<Arc<RemotePool>>) -> Peer {
-        let Opened { peer: hello, sealer, opener } = opened;
+    pub fn add_conn(
+        &mut self,
+        stream: TcpStream,
+        addr: SocketAddr,
+        opened: Opened,
+        key: Option<LinkKey>,
+        remote: Option<Arc<RemotePool>>,
+    ) -> Peer {
+        let Opened {
+            peer: hello,
+            sealer,
+            opener,
+        } = opened;
         let peer = self.next_conn;
         self.next_conn += 1;
         let now = self.now();
@@ -291,14 +350,35 @@ impl Core {
             (None, Some(_)) => "tcp",
             (None, None) => "", // the other side chooses
         };
-        let view = PeerView { addr: hello.addr.clone(), incarnation: hello.inc.clone(), transport, inbound: key.is_none(), rooms: 0 };
+        let view = PeerView {
+            addr: hello.addr.clone(),
+            incarnation: hello.inc.clone(),
+            transport,
+            inbound: key.is_none(),
+            rooms: 0,
+        };
         tracing::info!(peer = %view.addr, incarnation = %view.incarnation, transport, inbound = view.inbound, "link up");
         self.shared.gauges.lock().peers.insert(peer, view);
         self.shared.stats.lock().links_up += 1;
         let running = link::run(peer, stream, sealer, opener, self.heard.clone());
-        let conn = Conn { running, peer: hello, addr, key, rooms: BTreeSet::new(), shm_works: remote.is_some(), remote, data: None, last_seen: now, last_beat: now, seq: 0 };
+        let conn = Conn {
+            running,
+            peer: hello,
+            addr,
+            key,
+            rooms: BTreeSet::new(),
+            shm_works: remote.is_some(),
+            remote,
+            data: None,
+            last_seen: now,
+            last_beat: now,
+            seq: 0,
+        };
         self.conns.insert(peer, conn);
-        self.timers.set(&Timer::Heartbeat(peer), Some(now + self.config.heartbeat_ms));
+        self.timers.set(
+            &Timer::Heartbeat(peer),
+            Some(now + self.config.heartbeat_ms),
+        );
         peer
     }
 
@@ -319,7 +399,10 @@ impl Core {
     }
 
     fn count_rooms(&self, peer: Peer) {
-        if let (Some(conn), Some(view)) = (self.conns.get(&peer), self.shared.gauges.lock().peers.get_mut(&peer)) {
+        if let (Some(conn), Some(view)) = (
+            self.conns.get(&peer),
+            self.shared.gauges.lock().peers.get_mut(&peer),
+        ) {
             view.rooms = conn.rooms.len();
         }
     }
@@ -329,7 +412,9 @@ impl Core {
             Heard::Down(err) => self.conn_lost(peer, &err),
             Heard::Msg(msg) => {
                 let now = self.now();
-                let Some(conn) = self.conns.get_mut(&peer) else { return }; // read before the cut
+                let Some(conn) = self.conns.get_mut(&peer) else {
+                    return;
+                }; // read before the cut
                 conn.last_seen = now;
                 self.on_msg(peer, *msg);
             }
@@ -338,36 +423,77 @@ impl Core {
 
     fn on_msg(&mut self, peer: Peer, msg: Msg) {
         match msg {
-            Msg::Open { room, attempt, p_inc_expected, layout_hash, prompt_hash, start_page, deadline_ms, .. } => {
-                let question = super::prefill::Question { room, attempt, prompt_hash, start_page, deadline_ms };
+            Msg::Open {
+                room,
+                attempt,
+                p_inc_expected,
+                layout_hash,
+                prompt_hash,
+                start_page,
+                deadline_ms,
+                ..
+            } => {
+                let question = super::prefill::Question {
+                    room,
+                    attempt,
+                    prompt_hash,
+                    start_page,
+                    deadline_ms,
+                };
                 self.on_open(peer, question, &p_inc_expected, &layout_hash);
             }
             Msg::Done { room, attempt, .. } => self.on_done(peer, room, attempt),
-            Msg::Abort { room, attempt, code } => {
+            Msg::Abort {
+                room,
+                attempt,
+                code,
+            } => {
                 self.prefill_peer_abort(peer, room, attempt, code);
                 self.decode_peer_abort(peer, room, attempt, code);
             }
             Msg::AbortAck { .. } => {} // aborts need no answer: nobody waits for it
             Msg::Heartbeat { rooms, .. } => self.renew(peer, &rooms),
-            Msg::Reject { code, message, connection: true, .. } => self.conn_lost(peer, &LinkError::new(code, message)),
-            Msg::OpenOk { .. } | Msg::Parked { .. } | Msg::Reject { .. } | Msg::Progress { .. } | Msg::Final { .. } => self.on_answer(peer, msg),
-            Msg::Hello(_) | Msg::Read { .. } | Msg::Data { .. } | Msg::DataEnd { .. } | Msg::Stale { .. } => {
-                let err = LinkError::new(Code::TransportBroken, format!("{} on a control connection", msg.name()));
+            Msg::Reject {
+                code,
+                message,
+                connection: true,
+                ..
+            } => self.conn_lost(peer, &LinkError::new(code, message)),
+            Msg::OpenOk { .. }
+            | Msg::Parked { .. }
+            | Msg::Reject { .. }
+            | Msg::Progress { .. }
+            | Msg::Final { .. } => self.on_answer(peer, msg),
+            Msg::Hello(_)
+            | Msg::Read { .. }
+            | Msg::Data { .. }
+            | Msg::DataEnd { .. }
+            | Msg::Stale { .. } => {
+                let err = LinkError::new(
+                    Code::TransportBroken,
+                    format!("{} on a control connection", msg.name()),
+                );
                 self.conn_lost(peer, &err);
             }
         }
     }
 
     pub fn send(&mut self, peer: Peer, msg: Msg) {
-        let Some(conn) = self.conns.get(&peer) else { return }; // lost meanwhile: its rooms have been told
+        let Some(conn) = self.conns.get(&peer) else {
+            return;
+        }; // lost meanwhile: its rooms have been told
         let outbox = conn.running.outbox.clone();
         let plain = |msg| Outgoing { msg, flip: false };
         let sent = match self.faults.on_send(msg.name()) {
             None | Some(Fault::Break) => outbox.try_send(plain(msg)),
             Some(Fault::Drop) => Ok(()),
-            Some(Fault::Dup) => outbox.try_send(plain(msg.clone())).and_then(|()| outbox.try_send(plain(msg))),
+            Some(Fault::Dup) => outbox
+                .try_send(plain(msg.clone()))
+                .and_then(|()| outbox.try_send(plain(msg))),
             Some(Fault::Flip) => outbox.try_send(Outgoing { msg, flip: true }),
-            Some(Fault::Kill) => return self.conn_lost(peer, &LinkError::new(Code::PeerDead, "fault injection")),
+            Some(Fault::Kill) => {
+                return self.conn_lost(peer, &LinkError::new(Code::PeerDead, "fault injection"));
+            }
             Some(Fault::DelayMs(ms)) => {
                 tokio::spawn(async move {
                     tokio::time::sleep(Duration::from_millis(ms)).await;
@@ -384,12 +510,24 @@ impl Core {
 
     /// Every room of the connection learns it; the next room with this peer starts from GET /route.
     pub fn conn_lost(&mut self, peer: Peer, err: &LinkError) {
-        let Some(conn) = self.conns.remove(&peer) else { return };
+        let Some(conn) = self.conns.remove(&peer) else {
+            return;
+        };
         tracing::warn!(peer = %conn.peer.addr, incarnation = %conn.peer.inc, code = %err.code, why = %err.why, rooms = conn.rooms.len(), "link lost");
         if matches!(err.code, Code::Auth | Code::TransportBroken) {
             // Tell the other side why, after what is queued. It may be gone.
-            let refusal = Msg::Reject { room: 0, attempt: 0, code: err.code, message: err.why.clone(), retry_after_ms: 0, connection: true };
-            let _ = conn.running.outbox.try_send(Outgoing { msg: refusal, flip: false });
+            let refusal = Msg::Reject {
+                room: 0,
+                attempt: 0,
+                code: err.code,
+                message: err.why.clone(),
+                retry_after_ms: 0,
+                connection: true,
+            };
+            let _ = conn.running.outbox.try_send(Outgoing {
+                msg: refusal,
+                flip: false,
+            });
             conn.running.stop_reading();
         } else {
             conn.running.cut();
@@ -415,20 +553,41 @@ impl Core {
 
     fn heartbeat(&mut self, peer: Peer, now: u64) {
         let every = self.config.heartbeat_ms;
-        let Some(conn) = self.conns.get_mut(&peer) else { return };
+        let Some(conn) = self.conns.get_mut(&peer) else {
+            return;
+        };
         if now.saturating_sub(conn.last_beat) > 2 * every {
             conn.last_seen = now; // we slept (a stopped process, a stalled host): the peer's beats may still be in the socket
         }
         conn.last_beat = now;
         if now.saturating_sub(conn.last_seen) >= MISSED_HEARTBEATS * every {
-            let why = format!("no word for {} ms ({MISSED_HEARTBEATS} heartbeats)", now.saturating_sub(conn.last_seen));
+            let why = format!(
+                "no word for {} ms ({MISSED_HEARTBEATS} heartbeats)",
+                now.saturating_sub(conn.last_seen)
+            );
             return self.conn_lost(peer, &LinkError::new(Code::PeerDead, why));
         }
         conn.seq += 1;
-        let rooms = conn.rooms.iter().map(|&(_, room)| room).take(MAX_HEARTBEAT_ROOMS).collect();
+        let rooms = conn
+            .rooms
+            .iter()
+            .map(|&(_, room)| room)
+            .take(MAX_HEARTBEAT_ROOMS)
+            .collect();
         let seq = conn.seq;
-        let backlog = self.jobs.values().filter(|job| job.peer == peer).map(|job| job.pages.len() as u64).sum::<u64>() * self.pool.page_bytes() as u64;
-        let beat = Msg::Heartbeat { inc: self.identity.hello.inc.clone(), seq, rooms, pull_backlog_bytes: backlog };
+        let backlog = self
+            .jobs
+            .values()
+            .filter(|job| job.peer == peer)
+            .map(|job| job.pages.len() as u64)
+            .sum::<u64>()
+            * self.pool.page_bytes() as u64;
+        let beat = Msg::Heartbeat {
+            inc: self.identity.hello.inc.clone(),
+            seq,
+            rooms,
+            pull_backlog_bytes: backlog,
+        };
         self.timers.set(&Timer::Heartbeat(peer), Some(now + every));
         self.send(peer, beat);
     }
@@ -436,12 +595,23 @@ impl Core {
     // ---- bootstrap ----
 
     pub fn bootstrap_client(&self, host: String, port: u16) -> Client {
-        Client { host, port, cluster_key: self.config.cluster_key.clone(), timeout: HTTP_TIMEOUT }
+        Client {
+            host,
+            port,
+            cluster_key: self.config.cluster_key.clone(),
+            timeout: HTTP_TIMEOUT,
+        }
     }
 
     fn registration(&self) -> Registration {
-        let host = self.config.advertise_host.as_ref().unwrap_or(&self.config.host);
-        let unspecified = host.parse::<std::net::IpAddr>().is_ok_and(|ip| ip.is_unspecified());
+        let host = self
+            .config
+            .advertise_host
+            .as_ref()
+            .unwrap_or(&self.config.host);
+        let unspecified = host
+            .parse::<std::net::IpAddr>()
+            .is_ok_and(|ip| ip.is_unspecified());
         Registration {
             role: "Prefill".into(),
             attn_tp_size: 1,
@@ -452,7 +622,11 @@ impl Core {
             pp_rank: 0,
             system_dp_size: self.config.dp_size,
             system_dp_rank: self.config.dp_rank,
-            rank_ip: if unspecified { String::new() } else { host.clone() },
+            rank_ip: if unspecified {
+                String::new()
+            } else {
+                host.clone()
+            },
             rank_port: self.port,
             instance_id: self.identity.hello.inc.clone(),
             proto_ver: crate::protocol::VERSION,
@@ -463,7 +637,13 @@ impl Core {
         }
     }
 
-    fn register(&mut self, host: String, port: u16, timeout: Duration, reply: std::sync::mpsc::Sender<Result<(), String>>) {
+    fn register(
+        &mut self,
+        host: String,
+        port: u16,
+        timeout: Duration,
+        reply: std::sync::mpsc::Sender<Result<(), String>>,
+    ) {
         let client = self.bootstrap_client(host, port);
         let registration = self.registration();
         let internal = self.internal.clone();
@@ -471,7 +651,14 @@ impl Core {
             let answer = register_until(&client, &registration, timeout).await;
             let registered = answer.is_ok();
             let _ = reply.send(answer); // the caller gave up
-            if !registered || internal.send(Internal::Registered(Box::new((client.clone(), registration.clone())))).is_err() {
+            if !registered
+                || internal
+                    .send(Internal::Registered(Box::new((
+                        client.clone(),
+                        registration.clone(),
+                    ))))
+                    .is_err()
+            {
                 return;
             }
             let mut known = true;
@@ -494,18 +681,42 @@ impl Core {
 
     // ---- records ----
 
-    pub fn enter(&self, side: Side, room: u64, attempt: u32, state: &'static str, over: bool, note: String) {
-        self.shared.ledger.lock().enter(side, room, attempt, state, over, note, self.now());
+    pub fn enter(
+        &self,
+        side: Side,
+        room: u64,
+        attempt: u32,
+        state: &'static str,
+        over: bool,
+        note: String,
+    ) {
+        self.shared
+            .ledger
+            .lock()
+            .enter(side, room, attempt, state, over, note, self.now());
     }
 
     pub fn count_failure(&self, code: Code) {
-        *self.shared.stats.lock().failures.entry(code.as_str()).or_default() += 1;
+        *self
+            .shared
+            .stats
+            .lock()
+            .failures
+            .entry(code.as_str())
+            .or_default() += 1;
     }
 
     pub fn report_illegal(&self, side: Side, room: u64, illegal: &Illegal) {
         tracing::error!(room, ?side, %illegal, "a call the room's state does not allow");
         self.shared.stats.lock().illegal += 1;
-        self.shared.ledger.lock().note(side, room, 0, illegal.phase, illegal.to_string(), self.now());
+        self.shared.ledger.lock().note(
+            side,
+            room,
+            0,
+            illegal.phase,
+            illegal.to_string(),
+            self.now(),
+        );
     }
 
     /// The engine hears of it after everything it could look at is up to date.
@@ -521,14 +732,20 @@ impl Core {
     }
 }
 
-async fn accept_loop(listener: TcpListener, identity: Arc<Identity>, internal: mpsc::UnboundedSender<Internal>) -> io::Error {
+async fn accept_loop(
+    listener: TcpListener,
+    identity: Arc<Identity>,
+    internal: mpsc::UnboundedSender<Internal>,
+) -> io::Error {
     let listener = match tokio::net::TcpListener::from_std(listener) {
         Ok(listener) => listener,
         Err(err) => return err,
     };
     let slots = Arc::new(Semaphore::new(HANDSHAKES));
     loop {
-        let Ok(slot) = slots.clone().acquire_owned().await else { return io::Error::other("closed") };
+        let Ok(slot) = slots.clone().acquire_owned().await else {
+            return io::Error::other("closed");
+        };
         let mut stream = match listener.accept().await {
             Ok((stream, _)) => stream,
             Err(err) => {
@@ -542,14 +759,20 @@ async fn accept_loop(listener: TcpListener, identity: Arc<Identity>, internal: m
             crate::transport::tcp::tune(&stream);
             match identity.answer(&mut stream).await {
                 Ok(opened) => drop(internal.send(Internal::Accepted(stream, Box::new(opened)))),
-                Err(err) => tracing::warn!(code = %err.code, why = %err.why, "a peer's HELLO was refused"),
+                Err(err) => {
+                    tracing::warn!(code = %err.code, why = %err.why, "a peer's HELLO was refused")
+                }
             }
             drop(slot);
         });
     }
 }
 
-async fn register_until(client: &Client, registration: &Registration, timeout: Duration) -> Result<(), String> {
+async fn register_until(
+    client: &Client,
+    registration: &Registration,
+    timeout: Duration,
+) -> Result<(), String> {
     let deadline = tokio::time::Instant::now() + timeout;
     let mut pause = Duration::from_millis(50);
     loop {

@@ -105,16 +105,41 @@ impl DecodeEntry {
 impl Core {
     // ---- the engine's calls ----
 
-    pub fn open(&mut self, room: u64, mut entry: DecodeEntry, host: String, port: u16, dp_rank: i64) {
-        self.enter(Side::Decode, room, entry.room.attempt, entry.room.phase.name(), false, format!("{host}:{port} rank {dp_rank}"));
+    pub fn open(
+        &mut self,
+        room: u64,
+        mut entry: DecodeEntry,
+        host: String,
+        port: u16,
+        dp_rank: i64,
+    ) {
+        self.enter(
+            Side::Decode,
+            room,
+            entry.room.attempt,
+            entry.room.phase.name(),
+            false,
+            format!("{host}:{port} rank {dp_rank}"),
+        );
         self.timers.set(&Timer::Decode(room), entry.room.next_due());
         let rank = u32::try_from(dp_rank).ok();
         if rank.is_none() {
-            entry.unranked = Some(Unranked { host: host.clone(), port, pause_ms: FIRST_PAUSE_MS });
+            entry.unranked = Some(Unranked {
+                host: host.clone(),
+                port,
+                pause_ms: FIRST_PAUSE_MS,
+            });
         }
         self.decode.insert(room, entry);
         match rank {
-            Some(dp_rank) => self.request_link(room, LinkKey { host, port, dp_rank }),
+            Some(dp_rank) => self.request_link(
+                room,
+                LinkKey {
+                    host,
+                    port,
+                    dp_rank,
+                },
+            ),
             None => self.ask_size(room),
         }
     }
@@ -128,12 +153,17 @@ impl Core {
     }
 
     pub fn tick_decode(&mut self, room: u64) {
-        let Some(entry) = self.decode.get(&room) else { return };
+        let Some(entry) = self.decode.get(&room) else {
+            return;
+        };
         // A prefill rank that was never reached is the better explanation of a deadline.
         let event = if entry.room.phase == Phase::Resolving {
             let link = entry.key.as_ref().and_then(|key| self.links.get(key));
             let why = link.map_or(&entry.last_error, |link| &link.last_error);
-            Event::Unreachable { code: Code::Unreachable, why: format!("the prefill rank was not reached before the deadline; last: {why}") }
+            Event::Unreachable {
+                code: Code::Unreachable,
+                why: format!("the prefill rank was not reached before the deadline; last: {why}"),
+            }
         } else {
             Event::Tick
         };
@@ -144,29 +174,52 @@ impl Core {
 
     /// A room without a rank: the prefill node's dp size decides it.
     pub fn ask_size(&mut self, room: u64) {
-        let Some(unranked) = self.decode.get(&room).and_then(|entry| entry.unranked.as_ref()) else { return };
+        let Some(unranked) = self
+            .decode
+            .get(&room)
+            .and_then(|entry| entry.unranked.as_ref())
+        else {
+            return;
+        };
         let client = self.bootstrap_client(unranked.host.clone(), unranked.port);
         let internal = self.internal.clone();
         tokio::spawn(async move {
-            let size = client.sizes().await.map(|sizes| sizes.prefill_dp_size).map_err(|err| unreachable(&err));
+            let size = client
+                .sizes()
+                .await
+                .map(|sizes| sizes.prefill_dp_size)
+                .map_err(|err| unreachable(&err));
             let _ = internal.send(Internal::Sized { room, size }); // the node is closing
         });
     }
 
     pub fn sized(&mut self, room: u64, size: Result<u32, LinkError>) {
         let now = self.now();
-        let Some(entry) = self.decode.get_mut(&room) else { return };
+        let Some(entry) = self.decode.get_mut(&room) else {
+            return;
+        };
         match (size, &mut entry.unranked) {
             (Ok(size), Some(unranked)) => {
                 let dp_rank = (room % u64::from(size.max(1))) as u32;
-                let key = LinkKey { host: unranked.host.clone(), port: unranked.port, dp_rank };
+                let key = LinkKey {
+                    host: unranked.host.clone(),
+                    port: unranked.port,
+                    dp_rank,
+                };
                 entry.unranked = None;
                 self.request_link(room, key);
             }
-            (Err(err), _) if is_final(err.code) => self.step_decode(room, Event::Unreachable { code: err.code, why: err.why }),
+            (Err(err), _) if is_final(err.code) => self.step_decode(
+                room,
+                Event::Unreachable {
+                    code: err.code,
+                    why: err.why,
+                },
+            ),
             (Err(err), Some(unranked)) => {
                 entry.last_error = err.why;
-                self.timers.set(&Timer::Size(room), Some(now + unranked.pause_ms));
+                self.timers
+                    .set(&Timer::Size(room), Some(now + unranked.pause_ms));
                 unranked.pause_ms = (unranked.pause_ms * 2).min(LAST_PAUSE_MS);
             }
             (_, None) => {}
@@ -178,7 +231,10 @@ impl Core {
             entry.key = Some(key.clone());
         }
         match self.links.get_mut(&key) {
-            Some(Link { state: LinkState::Up(peer), .. }) => {
+            Some(Link {
+                state: LinkState::Up(peer),
+                ..
+            }) => {
                 let peer = *peer;
                 self.connected(room, peer);
             }
@@ -186,7 +242,12 @@ impl Core {
                 link.waiting.insert(room);
             }
             None => {
-                let link = Link { state: LinkState::Connecting, waiting: BTreeSet::from([room]), failures: 0, last_error: "no answer yet".into() };
+                let link = Link {
+                    state: LinkState::Connecting,
+                    waiting: BTreeSet::from([room]),
+                    failures: 0,
+                    last_error: "no answer yet".into(),
+                };
                 self.links.insert(key.clone(), link);
                 self.connect(key);
             }
@@ -195,14 +256,23 @@ impl Core {
 
     fn connect(&mut self, key: LinkKey) {
         let client = self.bootstrap_client(key.host.clone(), key.port);
-        let (identity, internal, shm) = (self.identity.clone(), self.internal.clone(), self.may_use(Transport::Shm));
+        let (identity, internal, shm) = (
+            self.identity.clone(),
+            self.internal.clone(),
+            self.may_use(Transport::Shm),
+        );
         tokio::spawn(async move {
             // In a task of its own, so that a panic becomes an answer too.
             let task = tokio::spawn({
                 let key = key.clone();
                 async move { establish(&client, key.dp_rank, &identity, shm).await }
             });
-            let result = task.await.unwrap_or_else(|err| Err(LinkError::new(Code::TransportBroken, format!("internal: {err}"))));
+            let result = task.await.unwrap_or_else(|err| {
+                Err(LinkError::new(
+                    Code::TransportBroken,
+                    format!("internal: {err}"),
+                ))
+            });
             let _ = internal.send(Internal::Linked(key, Box::new(result))); // the node is closing
         });
     }
@@ -215,13 +285,21 @@ impl Core {
     }
 
     fn link_up(&mut self, key: LinkKey, established: Established) {
-        let Established { stream, addr, opened, remote, shm_problem } = established;
+        let Established {
+            stream,
+            addr,
+            opened,
+            remote,
+            shm_problem,
+        } = established;
         if let Some(why) = shm_problem {
             tracing::warn!(peer = %opened.peer.addr, %why, "the peer is on this host, but its pool cannot be mapped: using tcp");
             self.shared.stats.lock().shm_fallbacks += 1;
         }
         let peer = self.add_conn(stream, addr, opened, Some(key.clone()), remote);
-        let Some(link) = self.links.get_mut(&key) else { return };
+        let Some(link) = self.links.get_mut(&key) else {
+            return;
+        };
         link.state = LinkState::Up(peer);
         link.failures = 0;
         for room in std::mem::take(&mut link.waiting) {
@@ -231,13 +309,21 @@ impl Core {
 
     fn link_failed(&mut self, key: LinkKey, err: LinkError) {
         let now = self.now();
-        let Some(link) = self.links.get_mut(&key) else { return };
+        let Some(link) = self.links.get_mut(&key) else {
+            return;
+        };
         tracing::debug!(host = %key.host, port = key.port, rank = key.dp_rank, code = %err.code, why = %err.why, "no link to the prefill rank");
         if is_final(err.code) {
             let waiting = std::mem::take(&mut link.waiting);
             self.links.remove(&key);
             for room in waiting {
-                self.step_decode(room, Event::Unreachable { code: err.code, why: err.why.clone() });
+                self.step_decode(
+                    room,
+                    Event::Unreachable {
+                        code: err.code,
+                        why: err.why.clone(),
+                    },
+                );
             }
             return;
         }
@@ -249,7 +335,9 @@ impl Core {
     }
 
     pub fn retry_link(&mut self, key: &LinkKey) {
-        let Some(link) = self.links.get_mut(key) else { return };
+        let Some(link) = self.links.get_mut(key) else {
+            return;
+        };
         if link.waiting.is_empty() {
             self.links.remove(key);
         } else {
@@ -264,7 +352,9 @@ impl Core {
     }
 
     fn connected(&mut self, room: u64, peer: Peer) {
-        let Some(conn) = self.conns.get(&peer) else { return };
+        let Some(conn) = self.conns.get(&peer) else {
+            return;
+        };
         let remote = conn.remote.clone();
         if let Some(entry) = self.decode.get_mut(&room) {
             entry.remote = remote;
@@ -277,22 +367,93 @@ impl Core {
 
     pub fn on_answer(&mut self, peer: Peer, msg: Msg) {
         match msg {
-            Msg::OpenOk { room, attempt, .. } => self.step_decode(room, Event::Accepted { peer, attempt }),
-            Msg::Parked { room, attempt, .. } => self.step_decode(room, Event::Parked { peer, attempt }),
-            Msg::Reject { room, attempt, code, message, .. } => self.step_decode(room, Event::Rejected { peer, attempt, code, why: message }),
-            Msg::Final { room, attempt, total_pages, last_page_tokens, root, payload } => {
-                self.note_decode(room, attempt, format!("FINAL: {total_pages} pages"));
-                self.step_decode(room, Event::Final { peer, attempt, fin: Final { total_pages, last_page_tokens, root, payload } });
+            Msg::OpenOk { room, attempt, .. } => {
+                self.step_decode(room, Event::Accepted { peer, attempt })
             }
-            Msg::Progress { room, attempt, first_page, ids, gens, sums } => {
+            Msg::Parked { room, attempt, .. } => {
+                self.step_decode(room, Event::Parked { peer, attempt })
+            }
+            Msg::Reject {
+                room,
+                attempt,
+                code,
+                message,
+                ..
+            } => self.step_decode(
+                room,
+                Event::Rejected {
+                    peer,
+                    attempt,
+                    code,
+                    why: message,
+                },
+            ),
+            Msg::Final {
+                room,
+                attempt,
+                total_pages,
+                last_page_tokens,
+                root,
+                payload,
+            } => {
+                self.note_decode(room, attempt, format!("FINAL: {total_pages} pages"));
+                self.step_decode(
+                    room,
+                    Event::Final {
+                        peer,
+                        attempt,
+                        fin: Final {
+                            total_pages,
+                            last_page_tokens,
+                            root,
+                            payload,
+                        },
+                    },
+                );
+            }
+            Msg::Progress {
+                room,
+                attempt,
+                first_page,
+                ids,
+                gens,
+                sums,
+            } => {
                 let known = self.conns.get(&peer).map_or(0, |conn| conn.peer.num_pages);
                 if let Some(id) = ids.iter().find(|&&id| u64::from(id) >= known) {
-                    let err = LinkError::new(Code::TransportBroken, format!("PROGRESS names page {id} of a pool of {known}"));
+                    let err = LinkError::new(
+                        Code::TransportBroken,
+                        format!("PROGRESS names page {id} of a pool of {known}"),
+                    );
                     return self.conn_lost(peer, &err);
                 }
-                self.note_decode(room, attempt, format!("PROGRESS: pages {first_page}..{}", first_page as usize + ids.len()));
-                let pages = ids.iter().zip(gens).zip(sums).map(|((&page, generation), sum)| Sealed { page, generation, sum }).collect();
-                self.step_decode(room, Event::Progress { peer, attempt, first_page, pages });
+                self.note_decode(
+                    room,
+                    attempt,
+                    format!(
+                        "PROGRESS: pages {first_page}..{}",
+                        first_page as usize + ids.len()
+                    ),
+                );
+                let pages = ids
+                    .iter()
+                    .zip(gens)
+                    .zip(sums)
+                    .map(|((&page, generation), sum)| Sealed {
+                        page,
+                        generation,
+                        sum,
+                    })
+                    .collect();
+                self.step_decode(
+                    room,
+                    Event::Progress {
+                        peer,
+                        attempt,
+                        first_page,
+                        pages,
+                    },
+                );
             }
             _ => {}
         }
@@ -300,28 +461,70 @@ impl Core {
 
     fn note_decode(&self, room: u64, attempt: u32, what: String) {
         if let Some(entry) = self.decode.get(&room) {
-            self.shared.ledger.lock().note(Side::Decode, room, attempt, entry.room.phase.name(), what, self.now());
+            self.shared.ledger.lock().note(
+                Side::Decode,
+                room,
+                attempt,
+                entry.room.phase.name(),
+                what,
+                self.now(),
+            );
         }
     }
 
     pub fn decode_peer_abort(&mut self, peer: Peer, room: u64, attempt: u32, code: Code) {
-        self.step_decode(room, Event::PeerAbort { peer, attempt, code });
+        self.step_decode(
+            room,
+            Event::PeerAbort {
+                peer,
+                attempt,
+                code,
+            },
+        );
     }
 
     pub fn decode_peer_gone(&mut self, peer: Peer, room: u64, code: Code) {
-        let readable = self.decode.get(&room).is_some_and(|entry| entry.remote.is_some());
-        self.step_decode(room, Event::PeerGone { peer, code, readable });
+        let readable = self
+            .decode
+            .get(&room)
+            .is_some_and(|entry| entry.remote.is_some());
+        self.step_decode(
+            room,
+            Event::PeerGone {
+                peer,
+                code,
+                readable,
+            },
+        );
     }
 
     // ---- pulls ----
 
     fn start_pull(&mut self, room: u64, ticket: u64, pages: Vec<PullPage>) {
-        let Some(entry) = self.decode.get_mut(&room) else { return };
+        let Some(entry) = self.decode.get_mut(&room) else {
+            return;
+        };
         entry.first_pull.get_or_insert_with(Instant::now);
-        let shm_works = entry.room.peer().and_then(|peer| self.conns.get(&peer)).is_none_or(|conn| conn.shm_works);
-        let via = if entry.remote.is_some() && shm_works { Transport::Shm } else { Transport::Tcp };
+        let shm_works = entry
+            .room
+            .peer()
+            .and_then(|peer| self.conns.get(&peer))
+            .is_none_or(|conn| conn.shm_works);
+        let via = if entry.remote.is_some() && shm_works {
+            Transport::Shm
+        } else {
+            Transport::Tcp
+        };
         let peer = entry.room.peer().unwrap_or_default();
-        let job = PullJob { room, ticket, peer, pages, via, cancel: Arc::default(), started: Instant::now() };
+        let job = PullJob {
+            room,
+            ticket,
+            peer,
+            pages,
+            via,
+            cancel: Arc::default(),
+            started: Instant::now(),
+        };
         self.dispatch(job);
     }
 
@@ -329,9 +532,17 @@ impl Core {
     fn dispatch(&mut self, job: PullJob) {
         let id = self.next_job;
         self.next_job += 1;
-        let pull = Pull { id, pages: job.pages.clone(), cancel: job.cancel.clone() };
+        let pull = Pull {
+            id,
+            pages: job.pages.clone(),
+            cancel: job.cancel.clone(),
+        };
         let taken = match job.via {
-            Transport::Shm => match self.decode.get(&job.room).and_then(|entry| entry.remote.clone()) {
+            Transport::Shm => match self
+                .decode
+                .get(&job.room)
+                .and_then(|entry| entry.remote.clone())
+            {
                 Some(from) => {
                     self.copier.submit(Job::Pull { pull, from });
                     Ok(())
@@ -348,15 +559,32 @@ impl Core {
             Ok(()) => {
                 self.jobs.insert(id, job);
             }
-            Err(why) => self.step_decode(room, Event::PullFailed { ticket, code: Code::TransportBroken, why: why.into() }),
+            Err(why) => self.step_decode(
+                room,
+                Event::PullFailed {
+                    ticket,
+                    code: Code::TransportBroken,
+                    why: why.into(),
+                },
+            ),
         }
     }
 
     fn pull_by_tcp(&mut self, peer: Peer, pull: Pull) -> Result<(), &'static str> {
         let allowed = self.may_use(Transport::Tcp);
-        let Some(conn) = self.conns.get_mut(&peer) else { return Err("the prefill rank is gone") };
-        if !allowed || !conn.peer.transports.iter().any(|t| t == Transport::Tcp.as_str()) {
-            return Err("the pair has no other transport than shm, which does not work between them");
+        let Some(conn) = self.conns.get_mut(&peer) else {
+            return Err("the prefill rank is gone");
+        };
+        if !allowed
+            || !conn
+                .peer
+                .transports
+                .iter()
+                .any(|t| t == Transport::Tcp.as_str())
+        {
+            return Err(
+                "the pair has no other transport than shm, which does not work between them",
+            );
         }
         if let Some(data) = &conn.data
             && data.pull(pull.clone())
@@ -367,14 +595,21 @@ impl Core {
         let data = self.data.connect(conn.addr, &conn.peer.inc);
         let taken = data.pull(pull);
         conn.data = Some(data);
-        if taken { Ok(()) } else { Err("the data thread is gone") }
+        if taken {
+            Ok(())
+        } else {
+            Err("the data thread is gone")
+        }
     }
 
     fn cancel_pulls(&mut self, room: u64) {
         for (&id, job) in self.jobs.iter().filter(|(_, job)| job.room == room) {
             job.cancel.store(true, Ordering::Relaxed);
             if job.via == Transport::Tcp
-                && let Some(data) = self.conns.get(&job.peer).and_then(|conn| conn.data.as_ref())
+                && let Some(data) = self
+                    .conns
+                    .get(&job.peer)
+                    .and_then(|conn| conn.data.as_ref())
             {
                 data.cancel(id);
             }
@@ -382,7 +617,9 @@ impl Core {
     }
 
     pub fn pulled(&mut self, end: PullEnd) {
-        let Some(job) = self.jobs.remove(&end.id) else { return };
+        let Some(job) = self.jobs.remove(&end.id) else {
+            return;
+        };
         {
             let mut stats = self.shared.stats.lock();
             let pull = stats.pull.entry(job.via.as_str()).or_default();
@@ -397,10 +634,19 @@ impl Core {
         let (room, ticket) = (job.room, job.ticket);
         match end.result {
             Ok(()) => self.step_decode(room, Event::Pulled { ticket }),
-            Err(PullError::Failed(code, why)) => self.step_decode(room, Event::PullFailed { ticket, code, why }),
+            Err(PullError::Failed(code, why)) => {
+                self.step_decode(room, Event::PullFailed { ticket, code, why })
+            }
             Err(PullError::Cancelled) => self.step_decode(room, Event::PullStopped { ticket }),
             Err(PullError::Broken(why)) if job.via == Transport::Shm => self.fall_back(job, why),
-            Err(PullError::Broken(why)) => self.step_decode(room, Event::PullFailed { ticket, code: Code::TransportBroken, why }),
+            Err(PullError::Broken(why)) => self.step_decode(
+                room,
+                Event::PullFailed {
+                    ticket,
+                    code: Code::TransportBroken,
+                    why,
+                },
+            ),
         }
     }
 
@@ -419,14 +665,27 @@ impl Core {
         if job.cancel.load(Ordering::Relaxed) {
             return self.step_decode(job.room, Event::PullStopped { ticket: job.ticket });
         }
-        self.dispatch(PullJob { via: Transport::Tcp, ..job });
+        self.dispatch(PullJob {
+            via: Transport::Tcp,
+            ..job
+        });
     }
 
     /// The thread is gone, and with it every tcp pull: it wrote its last byte before it died.
     pub fn data_thread_died(&mut self) {
-        let lost: HashMap<u64, PullJob> = self.jobs.extract_if(|_, job| job.via == Transport::Tcp).collect();
+        let lost: HashMap<u64, PullJob> = self
+            .jobs
+            .extract_if(|_, job| job.via == Transport::Tcp)
+            .collect();
         for job in lost.into_values() {
-            self.step_decode(job.room, Event::PullFailed { ticket: job.ticket, code: Code::TransportBroken, why: "internal: the data thread is gone".into() });
+            self.step_decode(
+                job.room,
+                Event::PullFailed {
+                    ticket: job.ticket,
+                    code: Code::TransportBroken,
+                    why: "internal: the data thread is gone".into(),
+                },
+            );
         }
     }
 
@@ -435,14 +694,31 @@ impl Core {
     /// The only place where a decode room changes.
     fn step_decode(&mut self, room: u64, event: Event) {
         let now = self.now();
-        let Some(entry) = self.decode.get_mut(&room) else { return }; // over: late words and calls are expected
+        let Some(entry) = self.decode.get_mut(&room) else {
+            return;
+        }; // over: late words and calls are expected
         let before = entry.room.phase.name();
         match entry.room.step(event, now) {
             Ok(actions) => {
-                let (phase, attempt, due) = (entry.room.phase.clone(), entry.room.attempt, entry.room.next_due());
+                let (phase, attempt, due) = (
+                    entry.room.phase.clone(),
+                    entry.room.attempt,
+                    entry.room.next_due(),
+                );
                 if phase.name() != before {
-                    let note = if let Phase::Failed(code) = phase { code.to_string() } else { String::new() };
-                    self.enter(Side::Decode, room, attempt, phase.name(), phase.is_over(), note);
+                    let note = if let Phase::Failed(code) = phase {
+                        code.to_string()
+                    } else {
+                        String::new()
+                    };
+                    self.enter(
+                        Side::Decode,
+                        room,
+                        attempt,
+                        phase.name(),
+                        phase.is_over(),
+                        note,
+                    );
                 }
                 self.timers.set(&Timer::Decode(room), due);
                 for action in actions {
@@ -460,15 +736,34 @@ impl Core {
             Action::CancelPulls => self.cancel_pulls(room),
             Action::Done { peer, root } => {
                 let bytes = self.decode.get(&room).map_or(0, |entry| entry.bytes);
-                self.send(peer, Msg::Done { room, attempt, bytes, root });
+                self.send(
+                    peer,
+                    Msg::Done {
+                        room,
+                        attempt,
+                        bytes,
+                        root,
+                    },
+                );
             }
-            Action::SendAbort { peer, code } => self.send(peer, Msg::Abort { room, attempt, code }),
+            Action::SendAbort { peer, code } => self.send(
+                peer,
+                Msg::Abort {
+                    room,
+                    attempt,
+                    code,
+                },
+            ),
             Action::AckAbort { peer } => self.send(peer, Msg::AbortAck { room, attempt }),
             Action::Commit(fin) => self.committed(room, fin),
             Action::Fail { code, why } => {
                 if self.forget(room).is_some() {
                     self.count_failure(code);
-                    self.push(NodeEvent::Failed { room, code, message: why });
+                    self.push(NodeEvent::Failed {
+                        room,
+                        code,
+                        message: why,
+                    });
                 }
             }
             Action::Aborted => {
@@ -481,7 +776,9 @@ impl Core {
     }
 
     fn send_open(&mut self, room: u64, attempt: u32, peer: Peer) {
-        let (Some(entry), Some(conn)) = (self.decode.get(&room), self.conns.get(&peer)) else { return };
+        let (Some(entry), Some(conn)) = (self.decode.get(&room), self.conns.get(&peer)) else {
+            return;
+        };
         let msg = Msg::Open {
             room,
             attempt,
@@ -497,12 +794,16 @@ impl Core {
     }
 
     fn committed(&mut self, room: u64, fin: Final) {
-        let Some(entry) = self.forget(room) else { return };
+        let Some(entry) = self.forget(room) else {
+            return;
+        };
         let stats = PullStats {
             transport: entry.transport,
             pages: entry.room.verified_pages() as u64,
             bytes: entry.bytes,
-            pull_seconds: entry.first_pull.map_or(0.0, |at| at.elapsed().as_secs_f64()),
+            pull_seconds: entry
+                .first_pull
+                .map_or(0.0, |at| at.elapsed().as_secs_f64()),
             room_seconds: entry.opened.elapsed().as_secs_f64(),
         };
         {
@@ -514,8 +815,19 @@ impl Core {
             all.pull_seconds.observe(stats.pull_seconds);
             all.room_seconds.observe(stats.room_seconds);
         }
-        let Final { total_pages, last_page_tokens, payload, .. } = fin;
-        self.push(NodeEvent::Committed { room, payload, total_pages, last_page_tokens, stats });
+        let Final {
+            total_pages,
+            last_page_tokens,
+            payload,
+            ..
+        } = fin;
+        self.push(NodeEvent::Committed {
+            room,
+            payload,
+            total_pages,
+            last_page_tokens,
+            stats,
+        });
     }
 
     /// The room is over: nothing refers to it any more.

@@ -24,22 +24,44 @@ pub struct PullStats {
 
 #[derive(Debug, Clone, PartialEq)]
 pub enum NodeEvent {
-    Committed { room: u64, payload: Vec<u8>, total_pages: u32, last_page_tokens: u32, stats: PullStats },
-    Failed { room: u64, code: Code, message: String },
-    Aborted { room: u64 },
+    Committed {
+        room: u64,
+        payload: Vec<u8>,
+        total_pages: u32,
+        last_page_tokens: u32,
+        stats: PullStats,
+    },
+    Failed {
+        room: u64,
+        code: Code,
+        message: String,
+    },
+    Aborted {
+        room: u64,
+    },
     /// `None` = DONE.
-    Released { room: u64, code: Option<Code> },
+    Released {
+        room: u64,
+        code: Option<Code>,
+    },
 }
 
 impl NodeEvent {
     pub fn room(&self) -> u64 {
         match self {
-            NodeEvent::Committed { room, .. } | NodeEvent::Failed { room, .. } | NodeEvent::Aborted { room } | NodeEvent::Released { room, .. } => *room,
+            NodeEvent::Committed { room, .. }
+            | NodeEvent::Failed { room, .. }
+            | NodeEvent::Aborted { room }
+            | NodeEvent::Released { room, .. } => *room,
         }
     }
 
     fn side(&self) -> Side {
-        if matches!(self, NodeEvent::Released { .. }) { Side::Prefill } else { Side::Decode }
+        if matches!(self, NodeEvent::Released { .. }) {
+            Side::Prefill
+        } else {
+            Side::Decode
+        }
     }
 }
 
@@ -64,7 +86,11 @@ pub struct EventQueue {
 
 impl EventQueue {
     pub fn new(limit: usize) -> std::io::Result<Self> {
-        Ok(Self { inner: Mutex::default(), fd: eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?, limit })
+        Ok(Self {
+            inner: Mutex::default(),
+            fd: eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?,
+            limit,
+        })
     }
 
     pub fn fd(&self) -> RawFd {
@@ -120,7 +146,10 @@ impl EventQueue {
     /// Wait until there is an event; false after `timeout`.
     pub fn wait(&self, timeout: Duration) -> bool {
         let mut fds = [PollFd::new(&self.fd, PollFlags::IN)];
-        let timeout = Timespec { tv_sec: timeout.as_secs() as i64, tv_nsec: timeout.subsec_nanos().into() };
+        let timeout = Timespec {
+            tv_sec: timeout.as_secs() as i64,
+            tv_nsec: timeout.subsec_nanos().into(),
+        };
         matches!(poll(&mut fds, Some(&timeout)), Ok(n) if n > 0)
     }
 }
@@ -146,13 +175,22 @@ mod tests {
         assert_eq!(events.claim(Side::Decode, 4), Err(ClaimError::Full(3)));
         assert!(!ready());
         assert!(events.push(NodeEvent::Aborted { room: 1 }));
-        assert!(!events.push(NodeEvent::Aborted { room: 1 }), "one end per room");
+        assert!(
+            !events.push(NodeEvent::Aborted { room: 1 }),
+            "one end per room"
+        );
         assert!(events.push(NodeEvent::Aborted { room: 2 }));
-        assert_eq!(events.claim(Side::Decode, 4), Err(ClaimError::Full(3)), "undelivered ends count");
+        assert_eq!(
+            events.claim(Side::Decode, 4),
+            Err(ClaimError::Full(3)),
+            "undelivered ends count"
+        );
         assert_eq!(events.poll(1).len(), 1);
         assert!(ready(), "one is left");
         assert_eq!(events.poll(9), vec![NodeEvent::Aborted { room: 2 }]);
         assert!(!ready());
-        events.claim(Side::Decode, 1).expect("the number may be used again");
+        events
+            .claim(Side::Decode, 1)
+            .expect("the number may be used again");
     }
 }

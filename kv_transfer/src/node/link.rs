@@ -36,23 +36,55 @@ pub struct Established {
 }
 
 /// Resolve, connect, say HELLO, and map the peer's pool if it is on this host. Every step is bounded to about a second.
-pub async fn establish(bootstrap: &Client, dp_rank: u32, identity: &Identity, use_shm: bool) -> Result<Established, LinkError> {
-    let route = bootstrap.route(dp_rank).await.map_err(|err| unreachable(&err))?;
+pub async fn establish(
+    bootstrap: &Client,
+    dp_rank: u32,
+    identity: &Identity,
+    use_shm: bool,
+) -> Result<Established, LinkError> {
+    let route = bootstrap
+        .route(dp_rank)
+        .await
+        .map_err(|err| unreachable(&err))?;
     if route.instance_id.is_empty() {
-        return Err(LinkError::new(Code::LayoutMismatch, "the prefill rank is registered without instance_id: it does not speak this protocol"));
+        return Err(LinkError::new(
+            Code::LayoutMismatch,
+            "the prefill rank is registered without instance_id: it does not speak this protocol",
+        ));
     }
     let target = (route.rank_ip.as_str(), route.rank_port);
     let mut stream = match tokio::time::timeout(CONNECT_TIMEOUT, TcpStream::connect(target)).await {
         Ok(Ok(stream)) => stream,
-        Ok(Err(err)) => return Err(LinkError::new(Code::Unreachable, format!("{}:{}: {err}", target.0, target.1))),
-        Err(_) => return Err(LinkError::new(Code::Unreachable, format!("{}:{} did not accept within {CONNECT_TIMEOUT:?}", target.0, target.1))),
+        Ok(Err(err)) => {
+            return Err(LinkError::new(
+                Code::Unreachable,
+                format!("{}:{}: {err}", target.0, target.1),
+            ));
+        }
+        Err(_) => {
+            return Err(LinkError::new(
+                Code::Unreachable,
+                format!(
+                    "{}:{} did not accept within {CONNECT_TIMEOUT:?}",
+                    target.0, target.1
+                ),
+            ));
+        }
     };
     tune(&stream);
-    let addr = stream.peer_addr().map_err(|err| LinkError::new(Code::Unreachable, err.to_string()))?;
-    let opened = identity.ask(&mut stream, Channel::Control, Some(&route.instance_id)).await?;
+    let addr = stream
+        .peer_addr()
+        .map_err(|err| LinkError::new(Code::Unreachable, err.to_string()))?;
+    let opened = identity
+        .ask(&mut stream, Channel::Control, Some(&route.instance_id))
+        .await?;
     let peer = &opened.peer;
     let same_host = !peer.boot_id.is_empty() && peer.boot_id == identity.hello.boot_id;
-    let (remote, shm_problem) = if use_shm && same_host && peer.transports.iter().any(|t| t == "shm") && peer.page_bytes == identity.hello.page_bytes {
+    let (remote, shm_problem) = if use_shm
+        && same_host
+        && peer.transports.iter().any(|t| t == "shm")
+        && peer.page_bytes == identity.hello.page_bytes
+    {
         match map_peer(peer).await {
             Ok(remote) => (Some(Arc::new(remote)), None),
             Err(why) => (None, Some(why)),
@@ -60,19 +92,32 @@ pub async fn establish(bootstrap: &Client, dp_rank: u32, identity: &Identity, us
     } else {
         (None, None)
     };
-    Ok(Established { stream, addr, opened, remote, shm_problem })
+    Ok(Established {
+        stream,
+        addr,
+        opened,
+        remote,
+        shm_problem,
+    })
 }
 
 pub fn unreachable(err: &HttpError) -> LinkError {
-    let code = if err.status() == Some(http::StatusCode::UNAUTHORIZED) { Code::Auth } else { Code::Unreachable };
+    let code = if err.status() == Some(http::StatusCode::UNAUTHORIZED) {
+        Code::Auth
+    } else {
+        Code::Unreachable
+    };
     LinkError::new(code, err.to_string())
 }
 
 async fn map_peer(peer: &Hello) -> Result<RemotePool, String> {
     let (name, token) = (peer.shm_socket.clone(), peer.shm_token.clone());
     let (num_pages, page_bytes) = (peer.num_pages as usize, peer.page_bytes as usize);
-    let mapped = tokio::task::spawn_blocking(move || shm::fetch(&name, &token, num_pages, page_bytes)).await;
-    mapped.map_err(|err| err.to_string())?.map_err(|err| err.to_string())
+    let mapped =
+        tokio::task::spawn_blocking(move || shm::fetch(&name, &token, num_pages, page_bytes)).await;
+    mapped
+        .map_err(|err| err.to_string())?
+        .map_err(|err| err.to_string())
 }
 
 /// A message on its way out; `flip` is a test's damage.
@@ -108,22 +153,43 @@ impl Running {
 }
 
 /// Start serving an open connection; both tasks report to `heard`, at most one `Down` counts.
-pub fn run(peer: Peer, stream: TcpStream, sealer: Sealer, opener: Opener, heard: mpsc::Sender<(Peer, Heard)>) -> Running {
+pub fn run(
+    peer: Peer,
+    stream: TcpStream,
+    sealer: Sealer,
+    opener: Opener,
+    heard: mpsc::Sender<(Peer, Heard)>,
+) -> Running {
     let (outbox, inbox) = mpsc::channel(OUTBOX);
     let (read_half, write_half) = stream.into_split();
-    let reader = supervised(peer, heard.clone(), read_loop(peer, read_half, opener, heard.clone()));
+    let reader = supervised(
+        peer,
+        heard.clone(),
+        read_loop(peer, read_half, opener, heard.clone()),
+    );
     let writer = supervised(peer, heard, write_loop(write_half, sealer, inbox));
-    Running { outbox, reader, writer }
+    Running {
+        outbox,
+        reader,
+        writer,
+    }
 }
 
 /// Run a task and report its end, also if it panics.
-fn supervised(peer: Peer, heard: mpsc::Sender<(Peer, Heard)>, task: impl Future<Output = LinkError> + Send + 'static) -> AbortHandle {
+fn supervised(
+    peer: Peer,
+    heard: mpsc::Sender<(Peer, Heard)>,
+    task: impl Future<Output = LinkError> + Send + 'static,
+) -> AbortHandle {
     let task = tokio::spawn(task);
     let handle = task.abort_handle();
     tokio::spawn(async move {
         let err = match task.await {
             Ok(err) => err,
-            Err(err) if err.is_panic() => LinkError::new(Code::TransportBroken, "internal: a connection's task panicked"),
+            Err(err) if err.is_panic() => LinkError::new(
+                Code::TransportBroken,
+                "internal: a connection's task panicked",
+            ),
             Err(_) => return, // cut on purpose
         };
         let _ = heard.send((peer, Heard::Down(err))).await; // the node is closing
@@ -131,7 +197,12 @@ fn supervised(peer: Peer, heard: mpsc::Sender<(Peer, Heard)>, task: impl Future<
     handle
 }
 
-async fn read_loop(peer: Peer, mut stream: impl tokio::io::AsyncRead + Unpin, mut opener: Opener, heard: mpsc::Sender<(Peer, Heard)>) -> LinkError {
+async fn read_loop(
+    peer: Peer,
+    mut stream: impl tokio::io::AsyncRead + Unpin,
+    mut opener: Opener,
+    heard: mpsc::Sender<(Peer, Heard)>,
+) -> LinkError {
     loop {
         let msg = match read_frame(&mut stream).await {
             Ok(frame) => opener.open(&frame),
@@ -148,7 +219,11 @@ async fn read_loop(peer: Peer, mut stream: impl tokio::io::AsyncRead + Unpin, mu
     }
 }
 
-async fn write_loop(mut stream: tokio::net::tcp::OwnedWriteHalf, mut sealer: Sealer, mut inbox: mpsc::Receiver<Outgoing>) -> LinkError {
+async fn write_loop(
+    mut stream: tokio::net::tcp::OwnedWriteHalf,
+    mut sealer: Sealer,
+    mut inbox: mpsc::Receiver<Outgoing>,
+) -> LinkError {
     while let Some(Outgoing { msg, flip }) = inbox.recv().await {
         let mut frame = sealer.seal(&msg);
         if flip && let Some(last) = frame.last_mut() {
@@ -157,7 +232,12 @@ async fn write_loop(mut stream: tokio::net::tcp::OwnedWriteHalf, mut sealer: Sea
         match tokio::time::timeout(WRITE_TIMEOUT, stream.write_all(&frame)).await {
             Ok(Ok(())) => {}
             Ok(Err(err)) => return LinkError::new(Code::PeerDead, err.to_string()),
-            Err(_) => return LinkError::new(Code::PeerDead, format!("the peer took no byte for {WRITE_TIMEOUT:?}")),
+            Err(_) => {
+                return LinkError::new(
+                    Code::PeerDead,
+                    format!("the peer took no byte for {WRITE_TIMEOUT:?}"),
+                );
+            }
         }
     }
     let _ = stream.shutdown().await; // the peer may have closed first

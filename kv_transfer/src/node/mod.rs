@@ -56,7 +56,11 @@ pub enum NodeError {
     #[error("{0} rooms are live or not yet polled, which is this node's limit (max_rooms)")]
     Full(usize),
     #[error("{what} has {bytes} bytes, at most {limit} are accepted")]
-    TooLarge { what: &'static str, bytes: usize, limit: usize },
+    TooLarge {
+        what: &'static str,
+        bytes: usize,
+        limit: usize,
+    },
     #[error("{0:?} is no reason code; there are {all:?}", all = Code::ALL)]
     UnknownCode(String),
     #[error("the transfer runtime is closed or {COMMANDS} commands behind: {0}")]
@@ -64,17 +68,52 @@ pub enum NodeError {
     #[error("registering with the bootstrap server failed: {0}")]
     Register(String),
     #[error("cannot start the transfer node ({what}): {source}")]
-    Start { what: String, source: std::io::Error },
+    Start {
+        what: String,
+        source: std::io::Error,
+    },
 }
 
 enum Command {
-    Offer { room: u64, attempt: u32, prompt_hash: Vec<u8>, deadline_ms: u64 },
-    Publish { room: u64, first: u32, pages: Vec<(u32, u64)> },
-    Finish { room: u64, finish: Finish },
-    Open { room: u64, attempt: u32, host: String, port: u16, dp_rank: i64, prompt_hash: Vec<u8>, deadline_ms: u64 },
-    Grant { room: u64, start_page: u32, pages: Vec<u32> },
-    Abort { room: u64, code: Code },
-    Register { host: String, port: u16, timeout: Duration, reply: std::sync::mpsc::Sender<Result<(), String>> },
+    Offer {
+        room: u64,
+        attempt: u32,
+        prompt_hash: Vec<u8>,
+        deadline_ms: u64,
+    },
+    Publish {
+        room: u64,
+        first: u32,
+        pages: Vec<(u32, u64)>,
+    },
+    Finish {
+        room: u64,
+        finish: Finish,
+    },
+    Open {
+        room: u64,
+        attempt: u32,
+        host: String,
+        port: u16,
+        dp_rank: i64,
+        prompt_hash: Vec<u8>,
+        deadline_ms: u64,
+    },
+    Grant {
+        room: u64,
+        start_page: u32,
+        pages: Vec<u32>,
+    },
+    Abort {
+        room: u64,
+        code: Code,
+    },
+    Register {
+        host: String,
+        port: u16,
+        timeout: Duration,
+        reply: std::sync::mpsc::Sender<Result<(), String>>,
+    },
     Drain,
     Close,
     #[cfg(test)]
@@ -132,20 +171,36 @@ pub struct TransferNode {
 impl TransferNode {
     pub fn start(pool: Arc<KvPool>, config_json: &str) -> Result<Self, NodeError> {
         let mut config = NodeConfig::parse(config_json, &pool).map_err(NodeError::Config)?;
-        let start = |what: &str, source| NodeError::Start { what: what.into(), source };
-        let listener = TcpListener::bind((config.host.as_str(), config.port)).map_err(|err| start(&format!("listen on {}:{}", config.host, config.port), err))?;
-        listener.set_nonblocking(true).map_err(|err| start("listen", err))?;
-        let port = listener.local_addr().map_err(|err| start("listen", err))?.port();
+        let start = |what: &str, source| NodeError::Start {
+            what: what.into(),
+            source,
+        };
+        let listener = TcpListener::bind((config.host.as_str(), config.port))
+            .map_err(|err| start(&format!("listen on {}:{}", config.host, config.port), err))?;
+        listener
+            .set_nonblocking(true)
+            .map_err(|err| start("listen", err))?;
+        let port = listener
+            .local_addr()
+            .map_err(|err| start("listen", err))?
+            .port();
         let incarnation = uuid();
         let shm_socket = format!("baton-kv-{incarnation}");
-        let shm_listener = if config.transports.contains(&Transport::Shm) { shm::listen(&shm_socket).map(Some) } else { Ok(None) };
+        let shm_listener = if config.transports.contains(&Transport::Shm) {
+            shm::listen(&shm_socket).map(Some)
+        } else {
+            Ok(None)
+        };
         let shm_listener = shm_listener.unwrap_or_else(|err| {
             tracing::warn!(%err, "no abstract unix sockets here: KV pages of this node do not travel by shm");
             config.transports.retain(|t| *t != Transport::Shm);
             None
         });
         if config.transports.is_empty() {
-            return Err(start("shm, the only transport allowed", std::io::Error::other("no abstract unix sockets here")));
+            return Err(start(
+                "shm, the only transport allowed",
+                std::io::Error::other("no abstract unix sockets here"),
+            ));
         }
         let shm_token: [u8; shm::TOKEN_BYTES] = rand::random();
         let identity = Arc::new(Identity {
@@ -158,7 +213,11 @@ impl TransferNode {
                 expected_inc: None,
                 addr: format!("{}:{port}", config.host),
                 boot_id: shm::boot_id(),
-                transports: config.transports.iter().map(|t| t.as_str().to_owned()).collect(),
+                transports: config
+                    .transports
+                    .iter()
+                    .map(|t| t.as_str().to_owned())
+                    .collect(),
                 layout_hash: config.layout_hash(),
                 num_pages: pool.num_pages() as u64,
                 page_bytes: pool.page_bytes() as u64,
@@ -174,10 +233,17 @@ impl TransferNode {
             unhealthy: Mutex::default(),
             started: Instant::now(),
         });
-        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().map_err(|err| start("runtime", err))?;
+        let runtime = tokio::runtime::Builder::new_current_thread()
+            .enable_all()
+            .build()
+            .map_err(|err| start("runtime", err))?;
         let (commands, inbox) = mpsc::channel(COMMANDS);
-        let core = core::Core::new(config, shared.clone(), pool.clone(), identity, port).map_err(|err| start("threads", err))?;
-        let listeners = core::Listeners { control: listener, shm: shm_listener.map(|l| (l, shm_token)) };
+        let core = core::Core::new(config, shared.clone(), pool.clone(), identity, port)
+            .map_err(|err| start("threads", err))?;
+        let listeners = core::Listeners {
+            control: listener,
+            shm: shm_listener.map(|l| (l, shm_token)),
+        };
         let thread = std::thread::Builder::new()
             .name("kv-control".into())
             .spawn({
@@ -185,7 +251,14 @@ impl TransferNode {
                 move || control_thread(&shared, &runtime, core, listeners, inbox)
             })
             .map_err(|err| start("thread", err))?;
-        Ok(Self { shared, pool, commands, thread: Mutex::new(Some(thread)), port, incarnation })
+        Ok(Self {
+            shared,
+            pool,
+            commands,
+            thread: Mutex::new(Some(thread)),
+            port,
+            incarnation,
+        })
     }
 
     pub fn port(&self) -> u16 {
@@ -201,57 +274,126 @@ impl TransferNode {
     }
 
     fn command(&self, command: Command) -> Result<(), NodeError> {
-        self.commands.try_send(command).map_err(|_| NodeError::Unhealthy(self.shared.unhealthy.lock().clone().unwrap_or_default()))
+        self.commands.try_send(command).map_err(|_| {
+            NodeError::Unhealthy(self.shared.unhealthy.lock().clone().unwrap_or_default())
+        })
     }
 
     fn claim(&self, side: Side, room: u64, command: Command) -> Result<(), NodeError> {
-        self.shared.events.claim(side, room).map_err(|err| match err {
-            ClaimError::Live => NodeError::DuplicateRoom(room),
-            ClaimError::Full(n) => NodeError::Full(n),
-        })?;
-        self.command(command).inspect_err(|_| self.shared.events.unclaim(side, room))
+        self.shared
+            .events
+            .claim(side, room)
+            .map_err(|err| match err {
+                ClaimError::Live => NodeError::DuplicateRoom(room),
+                ClaimError::Full(n) => NodeError::Full(n),
+            })?;
+        self.command(command)
+            .inspect_err(|_| self.shared.events.unclaim(side, room))
     }
 
     /// P: PUT /route for this rank until it succeeds or `timeout` is over; afterwards it is repeated in the background. Blocks.
     pub fn register(&self, host: &str, port: u16, timeout: Duration) -> Result<(), NodeError> {
         let (reply, answer) = std::sync::mpsc::channel();
-        self.command(Command::Register { host: host.to_owned(), port, timeout, reply })?;
+        self.command(Command::Register {
+            host: host.to_owned(),
+            port,
+            timeout,
+            reply,
+        })?;
         let margin = Duration::from_secs(2); // the task itself ends at `timeout`
-        let answer = answer.recv_timeout(timeout + margin).map_err(|_| NodeError::Register("the transfer runtime did not answer".into()))?;
+        let answer = answer
+            .recv_timeout(timeout + margin)
+            .map_err(|_| NodeError::Register("the transfer runtime did not answer".into()))?;
         answer.map_err(NodeError::Register)
     }
 
     /// P: a request was accepted. `deadline_ms` counts from now.
-    pub fn offer(&self, room: u64, attempt: u32, prompt_hash: &[u8], deadline_ms: u64) -> Result<(), NodeError> {
+    pub fn offer(
+        &self,
+        room: u64,
+        attempt: u32,
+        prompt_hash: &[u8],
+        deadline_ms: u64,
+    ) -> Result<(), NodeError> {
         check_size("prompt_hash", prompt_hash.len(), MAX_PROMPT_HASH_BYTES)?;
-        self.claim(Side::Prefill, room, Command::Offer { room, attempt, prompt_hash: prompt_hash.to_vec(), deadline_ms })
+        self.claim(
+            Side::Prefill,
+            room,
+            Command::Offer {
+                room,
+                attempt,
+                prompt_hash: prompt_hash.to_vec(),
+                deadline_ms,
+            },
+        )
     }
 
     /// P: prompt pages [first_page, first_page + n) are final. Seals them now; checksums and PROGRESS follow on other threads.
     pub fn publish(&self, room: u64, first_page: u32, pages: &[u8]) -> Result<(), NodeError> {
         let pages = self.pool.check_pages(pages)?;
         let generations = self.pool.seal(&pages);
-        self.command(Command::Publish { room, first: first_page, pages: pages.into_iter().zip(generations).collect() })
+        self.command(Command::Publish {
+            room,
+            first: first_page,
+            pages: pages.into_iter().zip(generations).collect(),
+        })
     }
 
     /// P: prefill is over; the lease starts.
-    pub fn finish(&self, room: u64, total_pages: u32, last_page_tokens: u32, payload: Vec<u8>) -> Result<(), NodeError> {
+    pub fn finish(
+        &self,
+        room: u64,
+        total_pages: u32,
+        last_page_tokens: u32,
+        payload: Vec<u8>,
+    ) -> Result<(), NodeError> {
         check_size("payload", payload.len(), MAX_PAYLOAD_BYTES)?;
-        self.command(Command::Finish { room, finish: Finish { total_pages, last_page_tokens, payload } })
+        self.command(Command::Finish {
+            room,
+            finish: Finish {
+                total_pages,
+                last_page_tokens,
+                payload,
+            },
+        })
     }
 
     /// D: fetch the prompt of `room` from the prefill rank behind this bootstrap address. `prefill_dp_rank` < 0: room mod its dp size.
-    #[allow(clippy::too_many_arguments, reason = "one call of the engine's contract, mirrored in Python with names")]
-    pub fn open(&self, room: u64, attempt: u32, host: &str, port: u16, prefill_dp_rank: i64, prompt_hash: &[u8], deadline_ms: u64) -> Result<(), NodeError> {
+    #[allow(
+        clippy::too_many_arguments,
+        reason = "one call of the engine's contract, mirrored in Python with names"
+    )]
+    pub fn open(
+        &self,
+        room: u64,
+        attempt: u32,
+        host: &str,
+        port: u16,
+        prefill_dp_rank: i64,
+        prompt_hash: &[u8],
+        deadline_ms: u64,
+    ) -> Result<(), NodeError> {
         check_size("prompt_hash", prompt_hash.len(), MAX_PROMPT_HASH_BYTES)?;
-        let command = Command::Open { room, attempt, host: host.to_owned(), port, dp_rank: prefill_dp_rank, prompt_hash: prompt_hash.to_vec(), deadline_ms };
+        let command = Command::Open {
+            room,
+            attempt,
+            host: host.to_owned(),
+            port,
+            dp_rank: prefill_dp_rank,
+            prompt_hash: prompt_hash.to_vec(),
+            deadline_ms,
+        };
         self.claim(Side::Decode, room, command)
     }
 
     /// D: it holds the prompt's pages before `start_page`; the others go to `dst_pages`, all of them.
     pub fn grant(&self, room: u64, start_page: u32, dst_pages: &[u8]) -> Result<(), NodeError> {
         let pages = self.pool.check_pages(dst_pages)?;
-        self.command(Command::Grant { room, start_page, pages })
+        self.command(Command::Grant {
+            room,
+            start_page,
+            pages,
+        })
     }
 
     /// Either side; idempotent. The end is reported by `poll`.
@@ -333,19 +475,38 @@ impl Drop for TransferNode {
 }
 
 fn check_size(what: &'static str, bytes: usize, limit: usize) -> Result<(), NodeError> {
-    if bytes > limit { Err(NodeError::TooLarge { what, bytes, limit }) } else { Ok(()) }
+    if bytes > limit {
+        Err(NodeError::TooLarge { what, bytes, limit })
+    } else {
+        Ok(())
+    }
 }
 
-fn control_thread(shared: &Shared, runtime: &tokio::runtime::Runtime, core: core::Core, listeners: core::Listeners, inbox: mpsc::Receiver<Command>) {
+fn control_thread(
+    shared: &Shared,
+    runtime: &tokio::runtime::Runtime,
+    core: core::Core,
+    listeners: core::Listeners,
+    inbox: mpsc::Receiver<Command>,
+) {
     // The core is dropped inside, also by a panic: its copy and data threads are joined before the rooms' ends are told.
-    if let Err(panic) = catch_unwind(AssertUnwindSafe(|| runtime.block_on(core.run(listeners, inbox)))) {
+    if let Err(panic) = catch_unwind(AssertUnwindSafe(|| {
+        runtime.block_on(core.run(listeners, inbox))
+    })) {
         let why = panic_text(panic.as_ref());
         shared.sicken(why.clone());
         for (side, room) in shared.events.live_rooms() {
             let message = format!("internal: the transfer runtime is gone ({why})");
             shared.events.push(match side {
-                Side::Prefill => NodeEvent::Released { room, code: Some(Code::TransportBroken) },
-                Side::Decode => NodeEvent::Failed { room, code: Code::TransportBroken, message },
+                Side::Prefill => NodeEvent::Released {
+                    room,
+                    code: Some(Code::TransportBroken),
+                },
+                Side::Decode => NodeEvent::Failed {
+                    room,
+                    code: Code::TransportBroken,
+                    message,
+                },
             });
         }
     }
@@ -355,7 +516,14 @@ fn control_thread(shared: &Shared, runtime: &tokio::runtime::Runtime, core: core
 fn uuid() -> String {
     let bits = (rand::random::<u128>() & !(0xF << 76) & !(0x3 << 62)) | (4 << 76) | (2 << 62);
     let hex = format!("{bits:032x}");
-    format!("{}-{}-{}-{}-{}", &hex[..8], &hex[8..12], &hex[12..16], &hex[16..20], &hex[20..])
+    format!(
+        "{}-{}-{}-{}-{}",
+        &hex[..8],
+        &hex[8..12],
+        &hex[12..16],
+        &hex[16..20],
+        &hex[20..]
+    )
 }
 
 #[cfg(test)]

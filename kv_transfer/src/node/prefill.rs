@@ -2,8 +2,8 @@
 
 use std::collections::VecDeque;
 
-use super::core::{Core, Timer};
 use super::NodeEvent;
+use super::core::{Core, Timer};
 use crate::code::Code;
 use crate::ledger::Side;
 use crate::machine::Peer;
@@ -37,13 +37,41 @@ impl Core {
         let deadline = self.now().saturating_add(deadline_ms);
         let machine = Room::new(attempt, prompt_hash, deadline, self.config.lease_ms);
         self.tombstones.revive(room);
-        self.enter(Side::Prefill, room, attempt, machine.phase.name(), false, "offered".into());
+        self.enter(
+            Side::Prefill,
+            room,
+            attempt,
+            machine.phase.name(),
+            false,
+            "offered".into(),
+        );
         self.timers.set(&Timer::Prefill(room), machine.next_due());
-        self.prefill.insert(room, PrefillEntry { room: machine, hashing: false, to_hash: VecDeque::new() });
+        self.prefill.insert(
+            room,
+            PrefillEntry {
+                room: machine,
+                hashing: false,
+                to_hash: VecDeque::new(),
+            },
+        );
         if let Some(open) = self.parked.take(room) {
             self.set_parked_timer();
-            let ParkedOpen { peer, attempt, prompt_hash, start_page, .. } = open;
-            self.step_prefill(room, Event::Open { peer, attempt, prompt_hash, start_page });
+            let ParkedOpen {
+                peer,
+                attempt,
+                prompt_hash,
+                start_page,
+                ..
+            } = open;
+            self.step_prefill(
+                room,
+                Event::Open {
+                    peer,
+                    attempt,
+                    prompt_hash,
+                    start_page,
+                },
+            );
         }
     }
 
@@ -65,7 +93,13 @@ impl Core {
         }
         if let Some(open) = self.parked.take(room) {
             self.set_parked_timer();
-            self.reject(open.peer, room, open.attempt, code, "the prefill node refused the request");
+            self.reject(
+                open.peer,
+                room,
+                open.attempt,
+                code,
+                "the prefill node refused the request",
+            );
         }
         if self.tombstones.get(room).is_none() {
             self.tombstones.bury(room, code);
@@ -86,7 +120,9 @@ impl Core {
     }
 
     fn hash_more(&mut self, room: u64) {
-        let Some(entry) = self.prefill.get_mut(&room) else { return };
+        let Some(entry) = self.prefill.get_mut(&room) else {
+            return;
+        };
         if entry.hashing || entry.to_hash.is_empty() {
             return;
         }
@@ -96,7 +132,13 @@ impl Core {
         self.copier.submit(Job::Hash { room, pages });
     }
 
-    pub fn on_open(&mut self, peer: Peer, question: Question, inc_expected: &str, layout_hash: &str) {
+    pub fn on_open(
+        &mut self,
+        peer: Peer,
+        question: Question,
+        inc_expected: &str,
+        layout_hash: &str,
+    ) {
         self.shared.stats.lock().opens_received += 1;
         let Question { room, attempt, .. } = question;
         let own = &self.identity.hello;
@@ -105,41 +147,112 @@ impl Core {
             return self.reject(peer, room, attempt, Code::PeerRestarted, &why);
         }
         if layout_hash != own.layout_hash {
-            let why = format!("page layout {layout_hash} of the decode node, {} here: model, dtype, page size and heads must agree", own.layout_hash);
+            let why = format!(
+                "page layout {layout_hash} of the decode node, {} here: model, dtype, page size and heads must agree",
+                own.layout_hash
+            );
             return self.reject(peer, room, attempt, Code::LayoutMismatch, &why);
         }
         if self.prefill.contains_key(&room) {
-            let Question { prompt_hash, start_page, .. } = question;
-            return self.step_prefill(room, Event::Open { peer, attempt, prompt_hash, start_page });
+            let Question {
+                prompt_hash,
+                start_page,
+                ..
+            } = question;
+            return self.step_prefill(
+                room,
+                Event::Open {
+                    peer,
+                    attempt,
+                    prompt_hash,
+                    start_page,
+                },
+            );
         }
         if let Some(code) = self.tombstones.get(room) {
-            return self.reject(peer, room, attempt, code, "the room is over on the prefill node");
+            return self.reject(
+                peer,
+                room,
+                attempt,
+                code,
+                "the room is over on the prefill node",
+            );
         }
         if self.draining {
-            return self.reject(peer, room, attempt, Code::Draining, "the prefill node takes no new requests");
+            return self.reject(
+                peer,
+                room,
+                attempt,
+                Code::Draining,
+                "the prefill node takes no new requests",
+            );
         }
         self.park(peer, question);
     }
 
     fn park(&mut self, peer: Peer, question: Question) {
-        let Question { room, attempt, prompt_hash, start_page, deadline_ms } = question;
+        let Question {
+            room,
+            attempt,
+            prompt_hash,
+            start_page,
+            deadline_ms,
+        } = question;
         let ttl_ms = self.config.park_ttl_ms.min(deadline_ms);
-        let open = ParkedOpen { peer, attempt, prompt_hash, start_page, until: self.now() + ttl_ms };
+        let open = ParkedOpen {
+            peer,
+            attempt,
+            prompt_hash,
+            start_page,
+            until: self.now() + ttl_ms,
+        };
         match self.parked.park(room, open) {
             Ok(()) => {
                 self.shared.stats.lock().opens_parked += 1;
-                self.shared.ledger.lock().note(Side::Prefill, room, attempt, "PARKED", format!("OPEN before the request, kept {ttl_ms} ms"), self.now());
+                self.shared.ledger.lock().note(
+                    Side::Prefill,
+                    room,
+                    attempt,
+                    "PARKED",
+                    format!("OPEN before the request, kept {ttl_ms} ms"),
+                    self.now(),
+                );
                 self.set_parked_timer();
-                self.send(peer, Msg::Parked { room, attempt, ttl_ms });
+                self.send(
+                    peer,
+                    Msg::Parked {
+                        room,
+                        attempt,
+                        ttl_ms,
+                    },
+                );
             }
-            Err(ParkError::Full) => self.reject(peer, room, attempt, Code::NoCapacity, "too many OPENs wait for their requests"),
-            Err(ParkError::Duplicate) => self.reject(peer, room, attempt, Code::DupRoom, "another decode rank waits for this room"),
+            Err(ParkError::Full) => self.reject(
+                peer,
+                room,
+                attempt,
+                Code::NoCapacity,
+                "too many OPENs wait for their requests",
+            ),
+            Err(ParkError::Duplicate) => self.reject(
+                peer,
+                room,
+                attempt,
+                Code::DupRoom,
+                "another decode rank waits for this room",
+            ),
         }
     }
 
     pub fn expire_parked(&mut self, now: u64) {
         for (room, open) in self.parked.expire(now) {
-            self.reject(open.peer, room, open.attempt, Code::Unreachable, "the request did not arrive at the prefill node in time");
+            self.reject(
+                open.peer,
+                room,
+                open.attempt,
+                Code::Unreachable,
+                "the request did not arrive at the prefill node in time",
+            );
         }
         self.set_parked_timer();
     }
@@ -150,9 +263,30 @@ impl Core {
 
     fn reject(&mut self, peer: Peer, room: u64, attempt: u32, code: Code, why: &str) {
         self.shared.stats.lock().opens_rejected += 1;
-        self.shared.ledger.lock().note(Side::Prefill, room, attempt, "REJECT", format!("{code}: {why}"), self.now());
-        let retry_after_ms = if code == Code::NoCapacity { RETRY_AFTER_MS } else { 0 };
-        self.send(peer, Msg::Reject { room, attempt, code, message: why.to_owned(), retry_after_ms, connection: false });
+        self.shared.ledger.lock().note(
+            Side::Prefill,
+            room,
+            attempt,
+            "REJECT",
+            format!("{code}: {why}"),
+            self.now(),
+        );
+        let retry_after_ms = if code == Code::NoCapacity {
+            RETRY_AFTER_MS
+        } else {
+            0
+        };
+        self.send(
+            peer,
+            Msg::Reject {
+                room,
+                attempt,
+                code,
+                message: why.to_owned(),
+                retry_after_ms,
+                connection: false,
+            },
+        );
     }
 
     pub fn on_done(&mut self, peer: Peer, room: u64, attempt: u32) {
@@ -162,7 +296,14 @@ impl Core {
     pub fn prefill_peer_abort(&mut self, peer: Peer, room: u64, attempt: u32, code: Code) {
         self.parked.drop_peer(peer, Some(room));
         self.set_parked_timer();
-        self.step_prefill(room, Event::PeerAbort { peer, attempt, code });
+        self.step_prefill(
+            room,
+            Event::PeerAbort {
+                peer,
+                attempt,
+                code,
+            },
+        );
     }
 
     pub fn prefill_peer_gone(&mut self, peer: Peer, room: u64, code: Code) {
@@ -178,12 +319,18 @@ impl Core {
     /// The only place where a prefill room changes.
     fn step_prefill(&mut self, room: u64, event: Event) {
         let now = self.now();
-        let Some(entry) = self.prefill.get_mut(&room) else { return }; // over: late words and calls are expected
+        let Some(entry) = self.prefill.get_mut(&room) else {
+            return;
+        }; // over: late words and calls are expected
         let before = entry.room.phase.name();
         let by_engine = matches!(event, Event::Publish { .. } | Event::Finish(_));
         match entry.room.step(event, now) {
             Ok(actions) => {
-                let (phase, attempt, (published, _)) = (entry.room.phase.clone(), entry.room.attempt, entry.room.progress());
+                let (phase, attempt, (published, _)) = (
+                    entry.room.phase.clone(),
+                    entry.room.attempt,
+                    entry.room.progress(),
+                );
                 let due = entry.room.next_due();
                 if phase.name() != before {
                     let note = match &phase {
@@ -191,7 +338,14 @@ impl Core {
                         Phase::Leased { .. } => format!("{published} pages"),
                         _ => String::new(),
                     };
-                    self.enter(Side::Prefill, room, attempt, phase.name(), phase.is_over(), note);
+                    self.enter(
+                        Side::Prefill,
+                        room,
+                        attempt,
+                        phase.name(),
+                        phase.is_over(),
+                        note,
+                    );
                 }
                 self.timers.set(&Timer::Prefill(room), due);
                 for action in actions {
@@ -219,27 +373,71 @@ impl Core {
             Action::Accept { peer } => {
                 self.tie(peer, Side::Prefill, room);
                 let p_inc = self.identity.hello.inc.clone();
-                self.send(peer, Msg::OpenOk { room, attempt, p_inc });
+                self.send(
+                    peer,
+                    Msg::OpenOk {
+                        room,
+                        attempt,
+                        p_inc,
+                    },
+                );
             }
             Action::Reject { peer, code, why } => self.reject(peer, room, attempt, code, &why),
-            Action::Progress { peer, first_page, pages } => {
+            Action::Progress {
+                peer,
+                first_page,
+                pages,
+            } => {
                 let ids = pages.iter().map(|p| p.page).collect();
                 let gens = pages.iter().map(|p| p.generation).collect();
                 let sums = pages.iter().map(|p| p.sum).collect();
-                self.send(peer, Msg::Progress { room, attempt, first_page, ids, gens, sums });
+                self.send(
+                    peer,
+                    Msg::Progress {
+                        room,
+                        attempt,
+                        first_page,
+                        ids,
+                        gens,
+                        sums,
+                    },
+                );
             }
             Action::Final { peer, finish, root } => {
-                let Finish { total_pages, last_page_tokens, payload } = finish;
-                self.send(peer, Msg::Final { room, attempt, total_pages, last_page_tokens, root, payload });
+                let Finish {
+                    total_pages,
+                    last_page_tokens,
+                    payload,
+                } = finish;
+                self.send(
+                    peer,
+                    Msg::Final {
+                        room,
+                        attempt,
+                        total_pages,
+                        last_page_tokens,
+                        root,
+                        payload,
+                    },
+                );
             }
-            Action::SendAbort { peer, code } => self.send(peer, Msg::Abort { room, attempt, code }),
+            Action::SendAbort { peer, code } => self.send(
+                peer,
+                Msg::Abort {
+                    room,
+                    attempt,
+                    code,
+                },
+            ),
             Action::AckAbort { peer } => self.send(peer, Msg::AbortAck { room, attempt }),
             Action::Released(code) => self.released(room, code),
         }
     }
 
     fn released(&mut self, room: u64, code: Option<Code>) {
-        let Some(entry) = self.prefill.remove(&room) else { return };
+        let Some(entry) = self.prefill.remove(&room) else {
+            return;
+        };
         self.timers.set(&Timer::Prefill(room), None);
         self.untie(entry.room.reader(), Side::Prefill, room);
         self.tombstones.bury(room, entry.room.code_after_the_end());

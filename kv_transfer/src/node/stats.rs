@@ -21,7 +21,13 @@ pub struct Histogram {
 
 impl Default for Histogram {
     fn default() -> Self {
-        Self { buckets: (0..BUCKETS).map(|i| (FIRST_BUCKET_SECS * f64::from(1u32 << i), 0)).collect(), sum: 0.0, count: 0 }
+        Self {
+            buckets: (0..BUCKETS)
+                .map(|i| (FIRST_BUCKET_SECS * f64::from(1u32 << i), 0))
+                .collect(),
+            sum: 0.0,
+            count: 0,
+        }
     }
 }
 
@@ -79,7 +85,10 @@ impl Default for Stats {
     /// Every label exists from the start, so that a rate over a counter's first increment is right.
     fn default() -> Self {
         Self {
-            pull: TRANSPORTS.iter().map(|&t| (t, TransportStats::default())).collect(),
+            pull: TRANSPORTS
+                .iter()
+                .map(|&t| (t, TransportStats::default()))
+                .collect(),
             failures: Code::ALL.iter().map(|code| (code.as_str(), 0)).collect(),
             committed: 0,
             released_done: 0,
@@ -104,14 +113,24 @@ impl Stats {
     pub fn counters(&self) -> BTreeMap<String, f64> {
         let mut counters = BTreeMap::new();
         for (transport, pull) in &self.pull {
-            for (name, value) in [("kv_pulls", pull.rooms as f64), ("kv_pull_bytes", pull.bytes as f64), ("kv_pull_seconds", pull.room_seconds)] {
+            for (name, value) in [
+                ("kv_pulls", pull.rooms as f64),
+                ("kv_pull_bytes", pull.bytes as f64),
+                ("kv_pull_seconds", pull.room_seconds),
+            ] {
                 counters.insert(format!("{name}_total{{transport=\"{transport}\"}}"), value);
             }
         }
         for (code, &count) in &self.failures {
-            counters.insert(format!("kv_transfer_failures_total{{code=\"{code}\"}}"), count as f64);
+            counters.insert(
+                format!("kv_transfer_failures_total{{code=\"{code}\"}}"),
+                count as f64,
+            );
         }
-        counters.insert("kv_transport_fallbacks_total".into(), self.shm_fallbacks as f64);
+        counters.insert(
+            "kv_transport_fallbacks_total".into(),
+            self.shm_fallbacks as f64,
+        );
         counters
     }
 }
@@ -122,7 +141,12 @@ pub fn gauges(states: &BTreeMap<&'static str, usize>, peers: usize) -> BTreeMap<
     let mut gauges: BTreeMap<String, f64> = prefill::Phase::LIVE_NAMES
         .iter()
         .chain(decode::Phase::LIVE_NAMES)
-        .map(|state| (format!("kv_rooms{{state=\"{}\"}}", state.to_lowercase()), count(state)))
+        .map(|state| {
+            (
+                format!("kv_rooms{{state=\"{}\"}}", state.to_lowercase()),
+                count(state),
+            )
+        })
         .collect();
     gauges.insert("kv_leases".into(), count("LEASED"));
     gauges.insert("kv_peers".into(), peers as f64);

@@ -11,7 +11,10 @@ pub struct Timers<K> {
 
 impl<K: Clone + Eq + Hash + Ord> Timers<K> {
     pub fn new() -> Self {
-        Self { by_time: BTreeSet::new(), by_key: HashMap::new() }
+        Self {
+            by_time: BTreeSet::new(),
+            by_key: HashMap::new(),
+        }
     }
 
     /// Set, move or (with `None`) clear a key's moment.
@@ -53,7 +56,10 @@ mod tests {
         timers.set(&"c", Some(1));
         timers.set(&"c", None);
         assert_eq!((timers.next(), timers.pop_due(2)), (Some(3), None));
-        assert_eq!((timers.pop_due(7), timers.pop_due(7), timers.pop_due(7)), (Some("a"), Some("b"), None));
+        assert_eq!(
+            (timers.pop_due(7), timers.pop_due(7), timers.pop_due(7)),
+            (Some("a"), Some("b"), None)
+        );
         assert_eq!(timers.next(), None);
     }
 }

@@ -73,7 +73,10 @@ fn build(key: Option<&[u8]>, parts: &[&[u8]]) -> Vec<u8> {
         None => (KIND_SUM, sum(parts).to_vec()),
     };
     let len = 1 + tag.len() + body.len();
-    debug_assert!(len <= MAX_FRAME_BYTES, "messages are bounded where they are made");
+    debug_assert!(
+        len <= MAX_FRAME_BYTES,
+        "messages are bounded where they are made"
+    );
     let mut frame = Vec::with_capacity(HEADER_BYTES + len);
     frame.extend_from_slice(&(len as u32).to_le_bytes());
     frame.push(kind);
@@ -97,18 +100,29 @@ fn split(frame: &[u8]) -> Result<(Tag<'_>, &[u8]), FrameError> {
         other => return Err(FrameError::Kind(other)),
     };
     let (tag, body) = rest.split_at_checked(bytes).ok_or(FrameError::Short)?;
-    Ok((if kind == KIND_MAC { Tag::Mac(tag) } else { Tag::Sum(tag) }, body))
+    Ok((
+        if kind == KIND_MAC {
+            Tag::Mac(tag)
+        } else {
+            Tag::Sum(tag)
+        },
+        body,
+    ))
 }
 
 fn verify(key: Option<&[u8]>, parts: &[&[u8]], tag: Tag<'_>) -> Result<(), FrameError> {
     match (key, tag) {
         (None, Tag::Sum(tag)) if sum(parts) == tag => Ok(()),
         (None, Tag::Sum(_)) => Err(FrameError::Damaged),
-        (Some(key), Tag::Mac(tag)) => {
-            mac(key, parts).verify_slice(tag).map_err(|_| FrameError::Auth("the frame's HMAC is wrong: the cluster keys differ"))
-        }
-        (Some(_), Tag::Sum(_)) => Err(FrameError::Auth("the peer sends unauthenticated frames, but this node has a cluster key")),
-        (None, Tag::Mac(_)) => Err(FrameError::Auth("the peer has a cluster key, this node has none")),
+        (Some(key), Tag::Mac(tag)) => mac(key, parts)
+            .verify_slice(tag)
+            .map_err(|_| FrameError::Auth("the frame's HMAC is wrong: the cluster keys differ")),
+        (Some(_), Tag::Sum(_)) => Err(FrameError::Auth(
+            "the peer sends unauthenticated frames, but this node has a cluster key",
+        )),
+        (None, Tag::Mac(_)) => Err(FrameError::Auth(
+            "the peer has a cluster key, this node has none",
+        )),
     }
 }
 
@@ -124,7 +138,15 @@ impl<'a> Handshake<'a> {
 
     /// A HELLO frame. `asker_nonce` is empty for the asking side and the asker's nonce for the answer.
     pub fn seal_hello(&self, hello: &Msg, asker_nonce: &[u8]) -> Vec<u8> {
-        build(self.key, &[HELLO_LABEL, &[asker_nonce.len() as u8], asker_nonce, &hello.encode()])
+        build(
+            self.key,
+            &[
+                HELLO_LABEL,
+                &[asker_nonce.len() as u8],
+                asker_nonce,
+                &hello.encode(),
+            ],
+        )
     }
 
     /// An unauthenticated refusal, for a peer whose HELLO did not verify: it could not check a MAC of ours either.
@@ -134,25 +156,60 @@ impl<'a> Handshake<'a> {
 
     pub fn open_hello(&self, frame: &[u8], asker_nonce: &[u8]) -> Result<Msg, FrameError> {
         let (tag, body) = split(frame)?;
-        let err = match verify(self.key, &[HELLO_LABEL, &[asker_nonce.len() as u8], asker_nonce, body], tag) {
+        let err = match verify(
+            self.key,
+            &[HELLO_LABEL, &[asker_nonce.len() as u8], asker_nonce, body],
+            tag,
+        ) {
             Ok(()) => return Ok(Msg::decode(body)?),
             Err(err) => err,
         };
         // A refusal may be read without a MAC: all it can do is to end this connection.
-        match (verify(None, &[HELLO_LABEL, &[0], body], tag), Msg::decode(body)) {
-            (Ok(()), Ok(refusal @ Msg::Reject { connection: true, .. })) => Ok(refusal),
+        match (
+            verify(None, &[HELLO_LABEL, &[0], body], tag),
+            Msg::decode(body),
+        ) {
+            (
+                Ok(()),
+                Ok(
+                    refusal @ Msg::Reject {
+                        connection: true, ..
+                    },
+                ),
+            ) => Ok(refusal),
             _ => Err(err),
         }
     }
 
     /// Sealer and opener of the established connection, for the asking side or the answering one.
-    pub fn establish(&self, asker: bool, asker_nonce: &[u8], answerer_nonce: &[u8]) -> (Sealer, Opener) {
+    pub fn establish(
+        &self,
+        asker: bool,
+        asker_nonce: &[u8],
+        answerer_nonce: &[u8],
+    ) -> (Sealer, Opener) {
         let session = self.key.map(|key| {
-            let parts: [&[u8]; 4] = [b"baton session 1", &[asker_nonce.len() as u8], asker_nonce, answerer_nonce];
+            let parts: [&[u8]; 4] = [
+                b"baton session 1",
+                &[asker_nonce.len() as u8],
+                asker_nonce,
+                answerer_nonce,
+            ];
             mac(key, &parts).finalize().into_bytes().to_vec()
         });
         let ours = u8::from(asker);
-        (Sealer { key: session.clone(), direction: ours, seq: 0 }, Opener { key: session, direction: 1 - ours, seq: 0 })
+        (
+            Sealer {
+                key: session.clone(),
+                direction: ours,
+                seq: 0,
+            },
+            Opener {
+                key: session,
+                direction: 1 - ours,
+                seq: 0,
+            },
+        )
     }
 }
 
@@ -165,7 +222,10 @@ pub struct Sealer {
 
 impl Sealer {
     pub fn seal(&mut self, msg: &Msg) -> Vec<u8> {
-        let frame = build(self.key.as_deref(), &[&[self.direction], &self.seq.to_le_bytes(), &msg.encode()]);
+        let frame = build(
+            self.key.as_deref(),
+            &[&[self.direction], &self.seq.to_le_bytes(), &msg.encode()],
+        );
         self.seq += 1;
         frame
     }
@@ -182,7 +242,11 @@ impl Opener {
     /// `frame` is what follows the length field. After an error the connection must be closed.
     pub fn open(&mut self, frame: &[u8]) -> Result<Msg, FrameError> {
         let (tag, body) = split(frame)?;
-        verify(self.key.as_deref(), &[&[self.direction], &self.seq.to_le_bytes(), body], tag)?;
+        verify(
+            self.key.as_deref(),
+            &[&[self.direction], &self.seq.to_le_bytes(), body],
+            tag,
+        )?;
         self.seq += 1;
         Ok(Msg::decode(body)?)
     }

@@ -92,14 +92,36 @@ pub enum Msg {
         prio: i32,
     },
     #[serde(rename = "OPEN_OK")]
-    OpenOk { room: u64, attempt: u32, p_inc: String },
+    OpenOk {
+        room: u64,
+        attempt: u32,
+        p_inc: String,
+    },
     #[serde(rename = "PARKED")]
-    Parked { room: u64, attempt: u32, ttl_ms: u64 },
+    Parked {
+        room: u64,
+        attempt: u32,
+        ttl_ms: u64,
+    },
     /// Room 0 with `connection: true` refuses the whole connection.
     #[serde(rename = "REJECT")]
-    Reject { room: u64, attempt: u32, code: Code, message: String, retry_after_ms: u64, connection: bool },
+    Reject {
+        room: u64,
+        attempt: u32,
+        code: Code,
+        message: String,
+        retry_after_ms: u64,
+        connection: bool,
+    },
     #[serde(rename = "PROGRESS")]
-    Progress { room: u64, attempt: u32, first_page: u32, ids: Vec<u32>, gens: Vec<u64>, sums: Vec<u64> },
+    Progress {
+        room: u64,
+        attempt: u32,
+        first_page: u32,
+        ids: Vec<u32>,
+        gens: Vec<u64>,
+        sums: Vec<u64>,
+    },
     #[serde(rename = "FINAL")]
     Final {
         room: u64,
@@ -113,19 +135,37 @@ pub enum Msg {
     },
     /// All pages are copied and verified; P may end the lease.
     #[serde(rename = "DONE")]
-    Done { room: u64, attempt: u32, bytes: u64, root: u64 },
+    Done {
+        room: u64,
+        attempt: u32,
+        bytes: u64,
+        root: u64,
+    },
     #[serde(rename = "ABORT")]
     Abort { room: u64, attempt: u32, code: Code },
     #[serde(rename = "ABORT_ACK")]
     AbortAck { room: u64, attempt: u32 },
     /// `rooms` are those the sender still works on with this peer; D's list renews P's leases.
     #[serde(rename = "HEARTBEAT")]
-    Heartbeat { inc: String, seq: u64, rooms: Vec<u64>, pull_backlog_bytes: u64 },
+    Heartbeat {
+        inc: String,
+        seq: u64,
+        rooms: Vec<u64>,
+        pull_backlog_bytes: u64,
+    },
     #[serde(rename = "READ")]
-    Read { ticket: u64, ids: Vec<u32>, gens: Vec<u64> },
+    Read {
+        ticket: u64,
+        ids: Vec<u32>,
+        gens: Vec<u64>,
+    },
     /// `pages` pages of raw bytes follow this frame.
     #[serde(rename = "DATA")]
-    Data { ticket: u64, pages: u32, page_bytes: u64 },
+    Data {
+        ticket: u64,
+        pages: u32,
+        page_bytes: u64,
+    },
     /// Follows the raw bytes; names a page whose generation changed while it was sent.
     #[serde(rename = "DATA_END")]
     DataEnd { ticket: u64, stale: Option<u32> },
@@ -169,24 +209,49 @@ impl Msg {
 
     /// Decode and check everything that later code relies on.
     pub fn decode(body: &[u8]) -> Result<Msg, DecodeError> {
-        let msg: Msg = rmp_serde::from_slice(body).map_err(|err| DecodeError::Malformed(err.to_string()))?;
-        msg.check().map_err(|what| DecodeError::Invalid { name: msg.name(), what })?;
+        let msg: Msg =
+            rmp_serde::from_slice(body).map_err(|err| DecodeError::Malformed(err.to_string()))?;
+        msg.check().map_err(|what| DecodeError::Invalid {
+            name: msg.name(),
+            what,
+        })?;
         Ok(msg)
     }
 
     fn check(&self) -> Result<(), String> {
         let at_most = |what: &str, n: usize, limit: usize| {
-            if n <= limit { Ok(()) } else { Err(format!("{what} is {n}, at most {limit} are accepted")) }
+            if n <= limit {
+                Ok(())
+            } else {
+                Err(format!("{what} is {n}, at most {limit} are accepted"))
+            }
         };
         match self {
-            Msg::Progress { first_page, ids, gens, sums, .. } => {
+            Msg::Progress {
+                first_page,
+                ids,
+                gens,
+                sums,
+                ..
+            } => {
                 if ids.len() != gens.len() || ids.len() != sums.len() {
-                    return Err(format!("{} ids, {} generations, {} sums", ids.len(), gens.len(), sums.len()));
+                    return Err(format!(
+                        "{} ids, {} generations, {} sums",
+                        ids.len(),
+                        gens.len(),
+                        sums.len()
+                    ));
                 }
                 if gens.iter().any(|g| g % 2 == 1) {
-                    return Err("an announced page has an odd generation (it is being written)".into());
+                    return Err(
+                        "an announced page has an odd generation (it is being written)".into(),
+                    );
                 }
-                at_most("last page", *first_page as usize + ids.len(), i32::MAX as usize)?;
+                at_most(
+                    "last page",
+                    *first_page as usize + ids.len(),
+                    i32::MAX as usize,
+                )?;
                 at_most("pages", ids.len(), MAX_PROGRESS_PAGES)
             }
             Msg::Read { ids, gens, .. } => {
@@ -195,11 +260,23 @@ impl Msg {
                 }
                 at_most("pages", ids.len(), MAX_READ_PAGES)
             }
-            Msg::Open { prompt_hash, start_page, .. } => {
+            Msg::Open {
+                prompt_hash,
+                start_page,
+                ..
+            } => {
                 at_most("start_page", *start_page as usize, i32::MAX as usize)?;
-                at_most("prompt_hash bytes", prompt_hash.len(), MAX_PROMPT_HASH_BYTES)
+                at_most(
+                    "prompt_hash bytes",
+                    prompt_hash.len(),
+                    MAX_PROMPT_HASH_BYTES,
+                )
             }
-            Msg::Final { payload, total_pages, .. } => {
+            Msg::Final {
+                payload,
+                total_pages,
+                ..
+            } => {
                 at_most("total_pages", *total_pages as usize, i32::MAX as usize)?;
                 at_most("payload bytes", payload.len(), MAX_PAYLOAD_BYTES)
             }

@@ -5,7 +5,9 @@ use std::time::Duration;
 
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 
-use super::{Channel, FrameError, HEADER_BYTES, Handshake, Hello, Msg, Opener, Sealer, VERSION, frame_len};
+use super::{
+    Channel, FrameError, HEADER_BYTES, Handshake, Hello, Msg, Opener, Sealer, VERSION, frame_len,
+};
 use crate::code::Code;
 
 /// Longest wait for a peer's half of the HELLO exchange.
@@ -22,7 +24,10 @@ pub struct LinkError {
 
 impl LinkError {
     pub fn new(code: Code, why: impl Into<String>) -> Self {
-        Self { code, why: why.into() }
+        Self {
+            code,
+            why: why.into(),
+        }
     }
 
     fn io(err: &io::Error) -> Self {
@@ -32,7 +37,11 @@ impl LinkError {
 
 impl From<FrameError> for LinkError {
     fn from(err: FrameError) -> Self {
-        let code = if matches!(err, FrameError::Auth(_)) { Code::Auth } else { Code::TransportBroken };
+        let code = if matches!(err, FrameError::Auth(_)) {
+            Code::Auth
+        } else {
+            Code::TransportBroken
+        };
         Self::new(code, err.to_string())
     }
 }
@@ -40,9 +49,15 @@ impl From<FrameError> for LinkError {
 /// What follows one length field. An error leaves the stream unusable.
 pub async fn read_frame(stream: &mut (impl AsyncRead + Unpin)) -> Result<Vec<u8>, LinkError> {
     let mut header = [0; HEADER_BYTES];
-    stream.read_exact(&mut header).await.map_err(|err| LinkError::io(&err))?;
+    stream
+        .read_exact(&mut header)
+        .await
+        .map_err(|err| LinkError::io(&err))?;
     let mut frame = vec![0; frame_len(header)?];
-    stream.read_exact(&mut frame).await.map_err(|err| LinkError::io(&err))?;
+    stream
+        .read_exact(&mut frame)
+        .await
+        .map_err(|err| LinkError::io(&err))?;
     Ok(frame)
 }
 
@@ -68,42 +83,84 @@ impl Identity {
 
     fn fresh_hello(&self, channel: Channel, expected_inc: Option<&str>) -> (Msg, Vec<u8>) {
         let nonce: [u8; NONCE_BYTES] = rand::random();
-        let hello = Hello { channel, nonce: nonce.to_vec(), expected_inc: expected_inc.map(Into::into), ..self.hello.clone() };
+        let hello = Hello {
+            channel,
+            nonce: nonce.to_vec(),
+            expected_inc: expected_inc.map(Into::into),
+            ..self.hello.clone()
+        };
         (Msg::Hello(hello), nonce.to_vec())
     }
 
     /// The asking side (D). `expected_inc`: refuse any other incarnation.
-    pub async fn ask(&self, stream: &mut (impl AsyncRead + AsyncWrite + Unpin), channel: Channel, expected_inc: Option<&str>) -> Result<Opened, LinkError> {
+    pub async fn ask(
+        &self,
+        stream: &mut (impl AsyncRead + AsyncWrite + Unpin),
+        channel: Channel,
+        expected_inc: Option<&str>,
+    ) -> Result<Opened, LinkError> {
         let exchange = async {
             let (hello, nonce) = self.fresh_hello(channel, expected_inc);
             let frame = self.handshake().seal_hello(&hello, b"");
-            stream.write_all(&frame).await.map_err(|err| LinkError::io(&err))?;
+            stream
+                .write_all(&frame)
+                .await
+                .map_err(|err| LinkError::io(&err))?;
             let answer = read_frame(stream).await?;
             let peer = match self.handshake().open_hello(&answer, &nonce)? {
                 Msg::Hello(peer) => peer,
                 Msg::Reject { code, message, .. } => return Err(LinkError::new(code, message)),
-                other => return Err(LinkError::new(Code::TransportBroken, format!("the peer opened with {}", other.name()))),
+                other => {
+                    return Err(LinkError::new(
+                        Code::TransportBroken,
+                        format!("the peer opened with {}", other.name()),
+                    ));
+                }
             };
             check_version(&peer)?;
             if let Some(expected) = expected_inc
                 && expected != peer.inc
             {
-                return Err(LinkError::new(Code::PeerRestarted, format!("incarnation {} answered, {expected} was expected", peer.inc)));
+                return Err(LinkError::new(
+                    Code::PeerRestarted,
+                    format!("incarnation {} answered, {expected} was expected", peer.inc),
+                ));
             }
             let (sealer, opener) = self.handshake().establish(true, &nonce, &peer.nonce);
-            Ok(Opened { peer, sealer, opener })
+            Ok(Opened {
+                peer,
+                sealer,
+                opener,
+            })
         };
         bounded(exchange).await
     }
 
     /// The answering side (P). Refusals are told to the peer.
-    pub async fn answer(&self, stream: &mut (impl AsyncRead + AsyncWrite + Unpin)) -> Result<Opened, LinkError> {
+    pub async fn answer(
+        &self,
+        stream: &mut (impl AsyncRead + AsyncWrite + Unpin),
+    ) -> Result<Opened, LinkError> {
         bounded(async {
             match self.answer_inner(stream).await {
-                Err(err) if matches!(err.code, Code::Auth | Code::LayoutMismatch | Code::PeerRestarted) => {
-                    let refusal = Msg::Reject { room: 0, attempt: 0, code: err.code, message: err.why.clone(), retry_after_ms: 0, connection: true };
+                Err(err)
+                    if matches!(
+                        err.code,
+                        Code::Auth | Code::LayoutMismatch | Code::PeerRestarted
+                    ) =>
+                {
+                    let refusal = Msg::Reject {
+                        room: 0,
+                        attempt: 0,
+                        code: err.code,
+                        message: err.why.clone(),
+                        retry_after_ms: 0,
+                        connection: true,
+                    };
                     // The connection ends either way; a peer that is gone needs no explanation.
-                    let _ = stream.write_all(&self.handshake().seal_refusal(&refusal)).await;
+                    let _ = stream
+                        .write_all(&self.handshake().seal_refusal(&refusal))
+                        .await;
                     let _ = stream.shutdown().await;
                     Err(err)
                 }
@@ -113,20 +170,42 @@ impl Identity {
         .await
     }
 
-    async fn answer_inner(&self, stream: &mut (impl AsyncRead + AsyncWrite + Unpin)) -> Result<Opened, LinkError> {
+    async fn answer_inner(
+        &self,
+        stream: &mut (impl AsyncRead + AsyncWrite + Unpin),
+    ) -> Result<Opened, LinkError> {
         let frame = read_frame(stream).await?;
         let peer = match self.handshake().open_hello(&frame, b"")? {
             Msg::Hello(peer) => peer,
-            other => return Err(LinkError::new(Code::TransportBroken, format!("the peer opened with {}", other.name()))),
+            other => {
+                return Err(LinkError::new(
+                    Code::TransportBroken,
+                    format!("the peer opened with {}", other.name()),
+                ));
+            }
         };
         check_version(&peer)?;
-        if peer.expected_inc.as_ref().is_some_and(|expected| *expected != self.hello.inc) {
-            return Err(LinkError::new(Code::PeerRestarted, format!("this is incarnation {}", self.hello.inc)));
+        if peer
+            .expected_inc
+            .as_ref()
+            .is_some_and(|expected| *expected != self.hello.inc)
+        {
+            return Err(LinkError::new(
+                Code::PeerRestarted,
+                format!("this is incarnation {}", self.hello.inc),
+            ));
         }
         let (hello, nonce) = self.fresh_hello(peer.channel, None);
-        stream.write_all(&self.handshake().seal_hello(&hello, &peer.nonce)).await.map_err(|err| LinkError::io(&err))?;
+        stream
+            .write_all(&self.handshake().seal_hello(&hello, &peer.nonce))
+            .await
+            .map_err(|err| LinkError::io(&err))?;
         let (sealer, opener) = self.handshake().establish(false, &peer.nonce, &nonce);
-        Ok(Opened { peer, sealer, opener })
+        Ok(Opened {
+            peer,
+            sealer,
+            opener,
+        })
     }
 }
 
@@ -134,12 +213,23 @@ fn check_version(peer: &Hello) -> Result<(), LinkError> {
     if peer.ver == VERSION {
         return Ok(());
     }
-    Err(LinkError::new(Code::LayoutMismatch, format!("the peer speaks protocol version {}, this node {VERSION}", peer.ver)))
+    Err(LinkError::new(
+        Code::LayoutMismatch,
+        format!(
+            "the peer speaks protocol version {}, this node {VERSION}",
+            peer.ver
+        ),
+    ))
 }
 
 async fn bounded<T>(exchange: impl Future<Output = Result<T, LinkError>>) -> Result<T, LinkError> {
-    let silent = LinkError::new(Code::PeerDead, format!("the peer did not finish its HELLO within {HELLO_TIMEOUT:?}"));
-    tokio::time::timeout(HELLO_TIMEOUT, exchange).await.unwrap_or(Err(silent))
+    let silent = LinkError::new(
+        Code::PeerDead,
+        format!("the peer did not finish its HELLO within {HELLO_TIMEOUT:?}"),
+    );
+    tokio::time::timeout(HELLO_TIMEOUT, exchange)
+        .await
+        .unwrap_or(Err(silent))
 }
 
 #[cfg(test)]
@@ -148,26 +238,48 @@ mod tests {
     use super::*;
 
     fn identity(key: Option<&str>, inc: &str, ver: u32) -> Identity {
-        let Msg::Hello(mut hello) = hello(b"") else { unreachable!("it makes a HELLO") };
+        let Msg::Hello(mut hello) = hello(b"") else {
+            unreachable!("it makes a HELLO")
+        };
         hello.inc = inc.into();
         hello.ver = ver;
-        Identity { cluster_key: key.map(Into::into), hello }
+        Identity {
+            cluster_key: key.map(Into::into),
+            hello,
+        }
     }
 
-    async fn meet(asker: Identity, answerer: Identity, expected: Option<&str>) -> (Result<Opened, LinkError>, Result<Opened, LinkError>) {
+    async fn meet(
+        asker: Identity,
+        answerer: Identity,
+        expected: Option<&str>,
+    ) -> (Result<Opened, LinkError>, Result<Opened, LinkError>) {
         let (mut a, mut b) = tokio::io::duplex(4096);
-        tokio::join!(asker.ask(&mut a, Channel::Control, expected), answerer.answer(&mut b))
+        tokio::join!(
+            asker.ask(&mut a, Channel::Control, expected),
+            answerer.answer(&mut b)
+        )
     }
 
     #[tokio::test]
     async fn two_nodes_meet_and_their_frames_open() {
         for key in [None, Some("k")] {
-            let (asked, answered) = meet(identity(key, "d", 1), identity(key, "p", 1), Some("p")).await;
+            let (asked, answered) =
+                meet(identity(key, "d", 1), identity(key, "p", 1), Some("p")).await;
             let (mut asked, mut answered) = (asked.expect("met"), answered.expect("met"));
-            assert_eq!((asked.peer.inc.as_str(), answered.peer.inc.as_str()), ("p", "d"));
-            let msg = Msg::AbortAck { room: 1, attempt: 2 };
+            assert_eq!(
+                (asked.peer.inc.as_str(), answered.peer.inc.as_str()),
+                ("p", "d")
+            );
+            let msg = Msg::AbortAck {
+                room: 1,
+                attempt: 2,
+            };
             let frame = asked.sealer.seal(&msg);
-            assert_eq!(answered.opener.open(&frame[HEADER_BYTES..]), Ok(msg.clone()));
+            assert_eq!(
+                answered.opener.open(&frame[HEADER_BYTES..]),
+                Ok(msg.clone())
+            );
             let frame = answered.sealer.seal(&msg);
             assert_eq!(asked.opener.open(&frame[HEADER_BYTES..]), Ok(msg));
         }
@@ -176,22 +288,54 @@ mod tests {
     #[tokio::test]
     async fn both_sides_learn_why_they_do_not_match() {
         let cases = [
-            (identity(Some("a"), "d", 1), identity(Some("b"), "p", 1), None, Code::Auth),
-            (identity(None, "d", 1), identity(Some("b"), "p", 1), None, Code::Auth),
-            (identity(Some("a"), "d", 1), identity(None, "p", 1), None, Code::Auth),
-            (identity(Some("a"), "d", 2), identity(Some("a"), "p", 1), None, Code::LayoutMismatch),
-            (identity(Some("a"), "d", 1), identity(Some("a"), "p", 1), Some("former p"), Code::PeerRestarted),
+            (
+                identity(Some("a"), "d", 1),
+                identity(Some("b"), "p", 1),
+                None,
+                Code::Auth,
+            ),
+            (
+                identity(None, "d", 1),
+                identity(Some("b"), "p", 1),
+                None,
+                Code::Auth,
+            ),
+            (
+                identity(Some("a"), "d", 1),
+                identity(None, "p", 1),
+                None,
+                Code::Auth,
+            ),
+            (
+                identity(Some("a"), "d", 2),
+                identity(Some("a"), "p", 1),
+                None,
+                Code::LayoutMismatch,
+            ),
+            (
+                identity(Some("a"), "d", 1),
+                identity(Some("a"), "p", 1),
+                Some("former p"),
+                Code::PeerRestarted,
+            ),
         ];
         for (asker, answerer, expected, code) in cases {
             let (asked, answered) = meet(asker, answerer, expected).await;
-            assert_eq!((asked.err().map(|e| e.code), answered.err().map(|e| e.code)), (Some(code), Some(code)));
+            assert_eq!(
+                (asked.err().map(|e| e.code), answered.err().map(|e| e.code)),
+                (Some(code), Some(code))
+            );
         }
     }
 
     #[tokio::test(start_paused = true)]
     async fn a_silent_peer_is_given_up() {
         let (mut a, _b) = tokio::io::duplex(4096);
-        let err = identity(None, "d", 1).ask(&mut a, Channel::Control, None).await.err().expect("nobody answers");
+        let err = identity(None, "d", 1)
+            .ask(&mut a, Channel::Control, None)
+            .await
+            .err()
+            .expect("nobody answers");
         assert_eq!(err.code, Code::PeerDead);
     }
 }

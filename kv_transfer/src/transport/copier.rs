@@ -19,15 +19,27 @@ use crate::protocol::Sealed;
 
 pub enum Job {
     /// Pages of a room, as (index in the prompt, page, generation).
-    Hash { room: u64, pages: Vec<(u32, u32, u64)> },
-    Pull { pull: Pull, from: Arc<RemotePool> },
+    Hash {
+        room: u64,
+        pages: Vec<(u32, u32, u64)>,
+    },
+    Pull {
+        pull: Pull,
+        from: Arc<RemotePool>,
+    },
 }
 
 pub enum Done {
-    Hashed { room: u64, sums: Vec<(u32, Sealed)> },
+    Hashed {
+        room: u64,
+        sums: Vec<(u32, Sealed)>,
+    },
     Pulled(PullEnd),
     /// A job panicked; the thread goes on, but the node is not healthy. A room whose checksums are lost must end.
-    Panicked { what: String, room: Option<u64> },
+    Panicked {
+        what: String,
+        room: Option<u64>,
+    },
 }
 
 type Report = Arc<dyn Fn(Done) + Send + Sync>;
@@ -44,13 +56,27 @@ pub struct Copier {
 }
 
 impl Copier {
-    pub fn start(pool: &Arc<KvPool>, threads: usize, faults: &Arc<Faults>, report: Report) -> std::io::Result<Self> {
-        let queue = Arc::new(Queue { jobs: Mutex::default(), ready: Condvar::new() });
+    pub fn start(
+        pool: &Arc<KvPool>,
+        threads: usize,
+        faults: &Arc<Faults>,
+        report: Report,
+    ) -> std::io::Result<Self> {
+        let queue = Arc::new(Queue {
+            jobs: Mutex::default(),
+            ready: Condvar::new(),
+        });
         let threads = (0..threads.max(1))
             .map(|i| {
-                let worker = Worker { pool: pool.clone(), faults: faults.clone(), report: report.clone() };
+                let worker = Worker {
+                    pool: pool.clone(),
+                    faults: faults.clone(),
+                    report: report.clone(),
+                };
                 let queue = queue.clone();
-                std::thread::Builder::new().name(format!("kv-copy-{i}")).spawn(move || worker.run(&queue))
+                std::thread::Builder::new()
+                    .name(format!("kv-copy-{i}"))
+                    .spawn(move || worker.run(&queue))
             })
             .collect::<Result<_, _>>()?;
         Ok(Self { queue, threads })
@@ -114,8 +140,15 @@ impl Worker {
                 Err(panic) => {
                     let what = panic_text(panic.as_ref());
                     if let Some(id) = pull {
-                        let result = Err(PullError::Failed(Code::TransportBroken, format!("internal: {what}")));
-                        (self.report)(Done::Pulled(PullEnd { id, bytes: 0, result }));
+                        let result = Err(PullError::Failed(
+                            Code::TransportBroken,
+                            format!("internal: {what}"),
+                        ));
+                        (self.report)(Done::Pulled(PullEnd {
+                            id,
+                            bytes: 0,
+                            result,
+                        }));
                     }
                     (self.report)(Done::Panicked { what, room });
                 }
@@ -125,11 +158,21 @@ impl Worker {
 
     fn work(&self, job: Job) -> Done {
         match job {
-            Job::Hash { room, pages } => Done::Hashed { room, sums: pages.iter().map(|&(index, page, generation)| (index, self.seal(page, generation))).collect() },
+            Job::Hash { room, pages } => Done::Hashed {
+                room,
+                sums: pages
+                    .iter()
+                    .map(|&(index, page, generation)| (index, self.seal(page, generation)))
+                    .collect(),
+            },
             Job::Pull { pull, from } => {
                 let mut bytes = 0;
                 let result = self.pull(&pull, &from, &mut bytes);
-                Done::Pulled(PullEnd { id: pull.id, bytes, result })
+                Done::Pulled(PullEnd {
+                    id: pull.id,
+                    bytes,
+                    result,
+                })
             }
         }
     }
@@ -145,7 +188,11 @@ impl Worker {
             }
             sum
         });
-        Sealed { page, generation, sum }
+        Sealed {
+            page,
+            generation,
+            sum,
+        }
     }
 
     fn pull(&self, pull: &Pull, from: &RemotePool, bytes: &mut u64) -> Result<(), PullError> {
@@ -165,7 +212,13 @@ impl Worker {
             // SAFETY: src is inside the peer's read-only mapping (ids are checked when announced), which `from` keeps alive; dst is a page
             // of our pool that the engine granted to this room and that nobody else uses until this pull has ended. The peer may
             // rewrite src meanwhile; the second look at the generation finds out.
-            let mut sum = unsafe { copy::copy_hash(self.pool.page_ptr(page.dst), from.page_ptr(page.src.page), page_bytes) };
+            let mut sum = unsafe {
+                copy::copy_hash(
+                    self.pool.page_ptr(page.dst),
+                    from.page_ptr(page.src.page),
+                    page_bytes,
+                )
+            };
             if self.faults.flip_page() {
                 // SAFETY: the same page, still ours alone.
                 sum = unsafe { flip_and_rehash(self.pool.page_ptr(page.dst), page_bytes) };
@@ -195,7 +248,10 @@ pub(super) fn check_generation(src: Sealed, now: u64) -> Result<(), PullError> {
     if now == src.generation {
         return Ok(());
     }
-    let why = format!("page {} of the prefill node was generation {}, is {now}: it was given to another request", src.page, src.generation);
+    let why = format!(
+        "page {} of the prefill node was generation {}, is {now}: it was given to another request",
+        src.page, src.generation
+    );
     Err(PullError::Failed(Code::StalePage, why))
 }
 
@@ -203,11 +259,17 @@ pub(super) fn check_sum(src: Sealed, sum: u64) -> Result<(), PullError> {
     if sum == src.sum {
         return Ok(());
     }
-    let why = format!("page {} of the prefill node arrived with checksum {sum:016x}, announced was {:016x}", src.page, src.sum);
+    let why = format!(
+        "page {} of the prefill node arrived with checksum {sum:016x}, announced was {:016x}",
+        src.page, src.sum
+    );
     Err(PullError::Failed(Code::Checksum, why))
 }
 
 pub(crate) fn panic_text(panic: &(dyn std::any::Any + Send)) -> String {
-    let text = panic.downcast_ref::<&str>().copied().or_else(|| panic.downcast_ref::<String>().map(String::as_str));
+    let text = panic
+        .downcast_ref::<&str>()
+        .copied()
+        .or_else(|| panic.downcast_ref::<String>().map(String::as_str));
     format!("a thread panicked: {}", text.unwrap_or("no message"))
 }

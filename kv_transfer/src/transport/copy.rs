@@ -13,14 +13,18 @@ use xxhash_rust::xxh3::xxh3_64;
 
 /// XXH3's default secret.
 static SECRET: [u8; 192] = [
-    0xb8, 0xfe, 0x6c, 0x39, 0x23, 0xa4, 0x4b, 0xbe, 0x7c, 0x01, 0x81, 0x2c, 0xf7, 0x21, 0xad, 0x1c, 0xde, 0xd4, 0x6d, 0xe9, 0x83, 0x90, 0x97, 0xdb,
-    0x72, 0x40, 0xa4, 0xa4, 0xb7, 0xb3, 0x67, 0x1f, 0xcb, 0x79, 0xe6, 0x4e, 0xcc, 0xc0, 0xe5, 0x78, 0x82, 0x5a, 0xd0, 0x7d, 0xcc, 0xff, 0x72, 0x21,
-    0xb8, 0x08, 0x46, 0x74, 0xf7, 0x43, 0x24, 0x8e, 0xe0, 0x35, 0x90, 0xe6, 0x81, 0x3a, 0x26, 0x4c, 0x3c, 0x28, 0x52, 0xbb, 0x91, 0xc3, 0x00, 0xcb,
-    0x88, 0xd0, 0x65, 0x8b, 0x1b, 0x53, 0x2e, 0xa3, 0x71, 0x64, 0x48, 0x97, 0xa2, 0x0d, 0xf9, 0x4e, 0x38, 0x19, 0xef, 0x46, 0xa9, 0xde, 0xac, 0xd8,
-    0xa8, 0xfa, 0x76, 0x3f, 0xe3, 0x9c, 0x34, 0x3f, 0xf9, 0xdc, 0xbb, 0xc7, 0xc7, 0x0b, 0x4f, 0x1d, 0x8a, 0x51, 0xe0, 0x4b, 0xcd, 0xb4, 0x59, 0x31,
-    0xc8, 0x9f, 0x7e, 0xc9, 0xd9, 0x78, 0x73, 0x64, 0xea, 0xc5, 0xac, 0x83, 0x34, 0xd3, 0xeb, 0xc3, 0xc5, 0x81, 0xa0, 0xff, 0xfa, 0x13, 0x63, 0xeb,
-    0x17, 0x0d, 0xdd, 0x51, 0xb7, 0xf0, 0xda, 0x49, 0xd3, 0x16, 0x55, 0x26, 0x29, 0xd4, 0x68, 0x9e, 0x2b, 0x16, 0xbe, 0x58, 0x7d, 0x47, 0xa1, 0xfc,
-    0x8f, 0xf8, 0xb8, 0xd1, 0x7a, 0xd0, 0x31, 0xce, 0x45, 0xcb, 0x3a, 0x8f, 0x95, 0x16, 0x04, 0x28, 0xaf, 0xd7, 0xfb, 0xca, 0xbb, 0x4b, 0x40, 0x7e,
+    0xb8, 0xfe, 0x6c, 0x39, 0x23, 0xa4, 0x4b, 0xbe, 0x7c, 0x01, 0x81, 0x2c, 0xf7, 0x21, 0xad, 0x1c,
+    0xde, 0xd4, 0x6d, 0xe9, 0x83, 0x90, 0x97, 0xdb, 0x72, 0x40, 0xa4, 0xa4, 0xb7, 0xb3, 0x67, 0x1f,
+    0xcb, 0x79, 0xe6, 0x4e, 0xcc, 0xc0, 0xe5, 0x78, 0x82, 0x5a, 0xd0, 0x7d, 0xcc, 0xff, 0x72, 0x21,
+    0xb8, 0x08, 0x46, 0x74, 0xf7, 0x43, 0x24, 0x8e, 0xe0, 0x35, 0x90, 0xe6, 0x81, 0x3a, 0x26, 0x4c,
+    0x3c, 0x28, 0x52, 0xbb, 0x91, 0xc3, 0x00, 0xcb, 0x88, 0xd0, 0x65, 0x8b, 0x1b, 0x53, 0x2e, 0xa3,
+    0x71, 0x64, 0x48, 0x97, 0xa2, 0x0d, 0xf9, 0x4e, 0x38, 0x19, 0xef, 0x46, 0xa9, 0xde, 0xac, 0xd8,
+    0xa8, 0xfa, 0x76, 0x3f, 0xe3, 0x9c, 0x34, 0x3f, 0xf9, 0xdc, 0xbb, 0xc7, 0xc7, 0x0b, 0x4f, 0x1d,
+    0x8a, 0x51, 0xe0, 0x4b, 0xcd, 0xb4, 0x59, 0x31, 0xc8, 0x9f, 0x7e, 0xc9, 0xd9, 0x78, 0x73, 0x64,
+    0xea, 0xc5, 0xac, 0x83, 0x34, 0xd3, 0xeb, 0xc3, 0xc5, 0x81, 0xa0, 0xff, 0xfa, 0x13, 0x63, 0xeb,
+    0x17, 0x0d, 0xdd, 0x51, 0xb7, 0xf0, 0xda, 0x49, 0xd3, 0x16, 0x55, 0x26, 0x29, 0xd4, 0x68, 0x9e,
+    0x2b, 0x16, 0xbe, 0x58, 0x7d, 0x47, 0xa1, 0xfc, 0x8f, 0xf8, 0xb8, 0xd1, 0x7a, 0xd0, 0x31, 0xce,
+    0x45, 0xcb, 0x3a, 0x8f, 0x95, 0x16, 0x04, 0x28, 0xaf, 0xd7, 0xfb, 0xca, 0xbb, 0x4b, 0x40, 0x7e,
 ];
 
 const PRIME32_1: u64 = 0x9E37_79B1;
@@ -31,7 +35,9 @@ const PRIME64_2: u64 = 0xC2B2_AE3D_27D4_EB4F;
 const PRIME64_3: u64 = 0x1656_67B1_9E37_79F9;
 const PRIME64_4: u64 = 0x85EB_CA77_C2B2_AE63;
 const PRIME64_5: u64 = 0x27D4_EB2F_1656_67C5;
-static INIT: [u64; 8] = [PRIME32_3, PRIME64_1, PRIME64_2, PRIME64_3, PRIME64_4, PRIME32_2, PRIME64_5, PRIME32_1];
+static INIT: [u64; 8] = [
+    PRIME32_3, PRIME64_1, PRIME64_2, PRIME64_3, PRIME64_4, PRIME32_2, PRIME64_5, PRIME32_1,
+];
 
 const STRIPE: usize = 64;
 const BLOCK: usize = 1024;
@@ -92,10 +98,16 @@ unsafe fn hash_with(kernel: Kernel, src: *const u8, len: usize) -> u64 {
     match kernel {
         // SAFETY (both): `kernel` was detected; src is readable; with COPY = false dst is never used.
         #[cfg(target_arch = "x86_64")]
-        Kernel::Avx512 if fits_vectors(len) => merge(unsafe { x86::avx512::<false>(std::ptr::null_mut(), src, len) }, len),
+        Kernel::Avx512 if fits_vectors(len) => merge(
+            unsafe { x86::avx512::<false>(std::ptr::null_mut(), src, len) },
+            len,
+        ),
         #[cfg(target_arch = "x86_64")]
         // SAFETY: as above.
-        Kernel::Avx2 if fits_vectors(len) => merge(unsafe { x86::avx2::<false>(std::ptr::null_mut(), src, len) }, len),
+        Kernel::Avx2 if fits_vectors(len) => merge(
+            unsafe { x86::avx2::<false>(std::ptr::null_mut(), src, len) },
+            len,
+        ),
         // SAFETY: src is readable for len bytes; see `hash` about concurrent writers.
         _ => xxh3_64(unsafe { std::slice::from_raw_parts(src, len) }),
     }
@@ -106,10 +118,14 @@ unsafe fn copy_hash_with(kernel: Kernel, dst: *mut u8, src: *const u8, len: usiz
     match kernel {
         #[cfg(target_arch = "x86_64")]
         // SAFETY: `kernel` was detected, dst is aligned for streaming stores, both ranges are the caller's promise.
-        Kernel::Avx512 if fits_vectors(len) && aligned => merge(unsafe { x86::avx512::<true>(dst, src, len) }, len),
+        Kernel::Avx512 if fits_vectors(len) && aligned => {
+            merge(unsafe { x86::avx512::<true>(dst, src, len) }, len)
+        }
         #[cfg(target_arch = "x86_64")]
         // SAFETY: as above.
-        Kernel::Avx2 if fits_vectors(len) && aligned => merge(unsafe { x86::avx2::<true>(dst, src, len) }, len),
+        Kernel::Avx2 if fits_vectors(len) && aligned => {
+            merge(unsafe { x86::avx2::<true>(dst, src, len) }, len)
+        }
         _ => {
             // SAFETY: the caller's promise. The hash is taken of our copy, which nobody else writes.
             unsafe { std::ptr::copy_nonoverlapping(src, dst, len) };
@@ -175,7 +191,10 @@ mod x86 {
                 }
                 let mixed = _mm512_xor_si512(data, key(secret));
                 let product = _mm512_mul_epu32(mixed, _mm512_srli_epi64::<32>(mixed));
-                _mm512_add_epi64(_mm512_add_epi64(acc, product), _mm512_shuffle_epi32::<0x4E>(data))
+                _mm512_add_epi64(
+                    _mm512_add_epi64(acc, product),
+                    _mm512_shuffle_epi32::<0x4E>(data),
+                )
             };
             let prime = _mm512_set1_epi64(PRIME32_1 as i64);
             let mut acc = _mm512_loadu_si512(INIT.as_ptr().cast());
@@ -184,7 +203,10 @@ mod x86 {
                 for i in 0..BLOCK / STRIPE {
                     acc = stripe(acc, block * BLOCK + i * STRIPE, i * 8);
                 }
-                let shifted = _mm512_xor_si512(_mm512_xor_si512(acc, _mm512_srli_epi64::<47>(acc)), key(SECRET_SCRAMBLE));
+                let shifted = _mm512_xor_si512(
+                    _mm512_xor_si512(acc, _mm512_srli_epi64::<47>(acc)),
+                    key(SECRET_SCRAMBLE),
+                );
                 let low = _mm512_mul_epu32(shifted, prime);
                 let high = _mm512_mul_epu32(_mm512_srli_epi64::<32>(shifted), prime);
                 acc = _mm512_add_epi64(low, _mm512_slli_epi64::<32>(high));
@@ -217,7 +239,10 @@ mod x86 {
                 }
                 let mixed = _mm256_xor_si256(data, key(secret));
                 let product = _mm256_mul_epu32(mixed, _mm256_srli_epi64::<32>(mixed));
-                _mm256_add_epi64(_mm256_add_epi64(acc, product), _mm256_shuffle_epi32::<0x4E>(data))
+                _mm256_add_epi64(
+                    _mm256_add_epi64(acc, product),
+                    _mm256_shuffle_epi32::<0x4E>(data),
+                )
             };
             let stripe = |acc: [__m256i; 2], at: usize, secret: usize| {
                 _mm_prefetch::<_MM_HINT_T0>(src.wrapping_add(at + AHEAD).cast());
@@ -225,7 +250,10 @@ mod x86 {
             };
             let prime = _mm256_set1_epi64x(PRIME32_1 as i64);
             let scramble = |acc: __m256i, secret: usize| {
-                let shifted = _mm256_xor_si256(_mm256_xor_si256(acc, _mm256_srli_epi64::<47>(acc)), key(secret));
+                let shifted = _mm256_xor_si256(
+                    _mm256_xor_si256(acc, _mm256_srli_epi64::<47>(acc)),
+                    key(secret),
+                );
                 let low = _mm256_mul_epu32(shifted, prime);
                 let high = _mm256_mul_epu32(_mm256_srli_epi64::<32>(shifted), prime);
                 _mm256_add_epi64(low, _mm256_slli_epi64::<32>(high))
@@ -237,7 +265,10 @@ mod x86 {
                 for i in 0..BLOCK / STRIPE {
                     acc = stripe(acc, block * BLOCK + i * STRIPE, i * 8);
                 }
-                acc = [scramble(acc[0], SECRET_SCRAMBLE), scramble(acc[1], SECRET_SCRAMBLE + 32)];
+                acc = [
+                    scramble(acc[0], SECRET_SCRAMBLE),
+                    scramble(acc[1], SECRET_SCRAMBLE + 32),
+                ];
             }
             let rest = (len - blocks * BLOCK) / STRIPE;
             for i in 0..rest - 1 {
@@ -291,18 +322,34 @@ mod tests {
         let mut src = Aligned([0; 9000]);
         let mut word = 1u64;
         for byte in &mut src.0 {
-            word = word.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+            word = word
+                .wrapping_mul(6364136223846793005)
+                .wrapping_add(1442695040888963407);
             *byte = (word >> 56) as u8;
         }
-        for len in [64, 72, 240, 256, 320, 960, 1024, 1088, 2048, 4096, 4160, 8192, 8896] {
+        for len in [
+            64, 72, 240, 256, 320, 960, 1024, 1088, 2048, 4096, 4160, 8192, 8896,
+        ] {
             let expected = xxh3_64(&src.0[..len]);
             for kernel in kernels() {
                 let mut dst = Aligned([0xEE; 9000]);
                 // SAFETY: both arrays have 9000 bytes and are ours.
-                let (hashed, copied) = unsafe { (hash_with(kernel, src.0.as_ptr(), len), copy_hash_with(kernel, dst.0.as_mut_ptr(), src.0.as_ptr(), len)) };
-                assert_eq!((hashed, copied), (expected, expected), "{kernel:?}, {len} bytes");
+                let (hashed, copied) = unsafe {
+                    (
+                        hash_with(kernel, src.0.as_ptr(), len),
+                        copy_hash_with(kernel, dst.0.as_mut_ptr(), src.0.as_ptr(), len),
+                    )
+                };
+                assert_eq!(
+                    (hashed, copied),
+                    (expected, expected),
+                    "{kernel:?}, {len} bytes"
+                );
                 assert_eq!(dst.0[..len], src.0[..len], "{kernel:?}, {len} bytes");
-                assert!(dst.0[len..].iter().all(|&b| b == 0xEE), "{kernel:?} writes beyond {len} bytes");
+                assert!(
+                    dst.0[len..].iter().all(|&b| b == 0xEE),
+                    "{kernel:?} writes beyond {len} bytes"
+                );
             }
         }
     }

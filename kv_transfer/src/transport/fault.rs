@@ -58,7 +58,11 @@ pub struct Faults {
 
 impl Faults {
     fn find(&self, on: impl Fn(&str) -> bool, kind: impl Fn(Fault) -> bool) -> Option<Fault> {
-        self.rules.iter().filter(|rule| on(&rule.on) && kind(rule.fault)).find(|rule| rule.fires()).map(|rule| rule.fault)
+        self.rules
+            .iter()
+            .filter(|rule| on(&rule.on) && kind(rule.fault))
+            .find(|rule| rule.fires())
+            .map(|rule| rule.fault)
     }
 
     pub fn on_send(&self, name: &str) -> Option<Fault> {
@@ -66,16 +70,21 @@ impl Faults {
     }
 
     pub fn flip_page(&self) -> bool {
-        self.find(|on| on == "PAGE", |fault| fault == Fault::Flip).is_some()
+        self.find(|on| on == "PAGE", |fault| fault == Fault::Flip)
+            .is_some()
     }
 
     pub fn shm_broken(&self) -> bool {
-        self.find(|on| on == "PAGE", |fault| fault == Fault::Break).is_some()
+        self.find(|on| on == "PAGE", |fault| fault == Fault::Break)
+            .is_some()
     }
 
     /// A slow link.
     pub fn page_delay_ms(&self) -> Option<u64> {
-        match self.find(|on| on == "PAGE", |fault| matches!(fault, Fault::DelayMs(_)))? {
+        match self.find(
+            |on| on == "PAGE",
+            |fault| matches!(fault, Fault::DelayMs(_)),
+        )? {
             Fault::DelayMs(ms) => Some(ms),
             _ => None,
         }
@@ -98,6 +107,8 @@ mod tests {
         assert_eq!(faults.on_send("PROGRESS"), None);
         assert!(faults.flip_page() && faults.flip_page());
         assert_eq!(faults.on_send("DONE"), Some(Fault::DelayMs(5)));
-        assert!(serde_json::from_str::<Faults>(r#"{"rules": [{"on": "X", "do": "explode"}]}"#).is_err());
+        assert!(
+            serde_json::from_str::<Faults>(r#"{"rules": [{"on": "X", "do": "explode"}]}"#).is_err()
+        );
     }
 }

@@ -5,14 +5,17 @@ use std::io::{self, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::linux::net::SocketAddrExt;
-use std::os::unix::net::{SocketAddr, UnixListener as StdUnixListener, UnixStream as StdUnixStream};
+use std::os::unix::net::{
+    SocketAddr, UnixListener as StdUnixListener, UnixStream as StdUnixStream,
+};
 use std::sync::Arc;
 use std::time::Duration;
 
 use rustix::fs::{Mode, OFlags};
 use rustix::net::{
-    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer, SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketType,
-    connect, recvmsg, sendmsg, socket, sockopt,
+    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags,
+    SendAncillaryBuffer, SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketType, connect,
+    recvmsg, sendmsg, socket, sockopt,
 };
 use tokio::io::AsyncReadExt;
 use tokio::net::{UnixListener, UnixStream};
@@ -25,7 +28,9 @@ const STEP: Duration = Duration::from_secs(1);
 
 /// Identity of the running kernel: equal only on one host (and shared by its containers).
 pub fn boot_id() -> String {
-    std::fs::read_to_string("/proc/sys/kernel/random/boot_id").map(|id| id.trim().to_owned()).unwrap_or_default()
+    std::fs::read_to_string("/proc/sys/kernel/random/boot_id")
+        .map(|id| id.trim().to_owned())
+        .unwrap_or_default()
 }
 
 /// An abstract socket; it vanishes with the process.
@@ -36,7 +41,11 @@ pub fn listen(name: &str) -> io::Result<StdUnixListener> {
 }
 
 /// Serve fds until the listener fails. Every exchange is bounded in time; a stranger gets nothing.
-pub async fn serve(listener: StdUnixListener, pool: Arc<KvPool>, token: [u8; TOKEN_BYTES]) -> io::Error {
+pub async fn serve(
+    listener: StdUnixListener,
+    pool: Arc<KvPool>,
+    token: [u8; TOKEN_BYTES],
+) -> io::Error {
     let listener = match UnixListener::from_std(listener) {
         Ok(listener) => listener,
         Err(err) => return err,
@@ -54,7 +63,9 @@ pub async fn serve(listener: StdUnixListener, pool: Arc<KvPool>, token: [u8; TOK
         tokio::spawn(async move {
             match tokio::time::timeout(STEP, hand_over(stream, &fd, &token)).await {
                 Ok(Ok(())) => {}
-                Ok(Err(err)) => tracing::warn!(%err, "a peer asked for the KV pool and was refused"),
+                Ok(Err(err)) => {
+                    tracing::warn!(%err, "a peer asked for the KV pool and was refused")
+                }
                 Err(_) => tracing::warn!("a peer asked for the KV pool and then said nothing"),
             }
         });
@@ -71,18 +82,30 @@ fn read_only_fd(pool: &KvPool) -> io::Result<OwnedFd> {
     }
 }
 
-async fn hand_over(mut stream: UnixStream, fd: &OwnedFd, token: &[u8; TOKEN_BYTES]) -> io::Result<()> {
+async fn hand_over(
+    mut stream: UnixStream,
+    fd: &OwnedFd,
+    token: &[u8; TOKEN_BYTES],
+) -> io::Result<()> {
     let peer = stream.peer_cred()?;
     if peer.uid() != rustix::process::geteuid().as_raw() {
-        return Err(io::Error::new(io::ErrorKind::PermissionDenied, format!("it runs as uid {}", peer.uid())));
+        return Err(io::Error::new(
+            io::ErrorKind::PermissionDenied,
+            format!("it runs as uid {}", peer.uid()),
+        ));
     }
     let mut theirs = [0; TOKEN_BYTES];
     stream.read_exact(&mut theirs).await?;
     if !same_token(&theirs, token) {
-        return Err(io::Error::new(io::ErrorKind::PermissionDenied, "its token is wrong"));
+        return Err(io::Error::new(
+            io::ErrorKind::PermissionDenied,
+            "its token is wrong",
+        ));
     }
     stream.writable().await?;
-    stream.try_io(tokio::io::Interest::WRITABLE, || send_fd(stream.as_fd(), fd.as_fd()))
+    stream.try_io(tokio::io::Interest::WRITABLE, || {
+        send_fd(stream.as_fd(), fd.as_fd())
+    })
 }
 
 /// Takes the same time wherever the difference is.
@@ -97,16 +120,29 @@ fn send_fd(socket: BorrowedFd<'_>, fd: BorrowedFd<'_>) -> io::Result<()> {
     if !control.push(SendAncillaryMessage::ScmRights(&fds)) {
         return Err(io::Error::other("no room for the control message"));
     }
-    sendmsg(socket, &[IoSlice::new(b"K")], &mut control, SendFlags::NOSIGNAL)?;
+    sendmsg(
+        socket,
+        &[IoSlice::new(b"K")],
+        &mut control,
+        SendFlags::NOSIGNAL,
+    )?;
     Ok(())
 }
 
 /// Fetch and map a peer's pool. Blocks for at most a few `STEP`s: call it off the control thread.
-pub fn fetch(name: &str, token: &[u8], num_pages: usize, page_bytes: usize) -> io::Result<RemotePool> {
+pub fn fetch(
+    name: &str,
+    token: &[u8],
+    num_pages: usize,
+    page_bytes: usize,
+) -> io::Result<RemotePool> {
     let socket = socket(AddressFamily::UNIX, SocketType::STREAM, None)?;
     sockopt::set_socket_timeout(&socket, sockopt::Timeout::Send, Some(STEP))?;
     sockopt::set_socket_timeout(&socket, sockopt::Timeout::Recv, Some(STEP))?;
-    connect(&socket, &SocketAddrUnix::new_abstract_name(name.as_bytes())?)?;
+    connect(
+        &socket,
+        &SocketAddrUnix::new_abstract_name(name.as_bytes())?,
+    )?;
     let mut stream = StdUnixStream::from(socket);
     io::Write::write_all(&mut stream, token)?;
     let fd = receive_fd(stream.as_fd())?;
@@ -117,9 +153,17 @@ fn receive_fd(socket: BorrowedFd<'_>) -> io::Result<OwnedFd> {
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
     let mut control = RecvAncillaryBuffer::new(&mut space);
     let mut byte = [0u8; 1];
-    let got = recvmsg(socket, &mut [IoSliceMut::new(&mut byte)], &mut control, RecvFlags::CMSG_CLOEXEC)?;
+    let got = recvmsg(
+        socket,
+        &mut [IoSliceMut::new(&mut byte)],
+        &mut control,
+        RecvFlags::CMSG_CLOEXEC,
+    )?;
     if got.bytes == 0 || got.flags.contains(ReturnFlags::CTRUNC) {
-        return Err(io::Error::new(io::ErrorKind::PermissionDenied, "the peer did not hand over its pool"));
+        return Err(io::Error::new(
+            io::ErrorKind::PermissionDenied,
+            "the peer did not hand over its pool",
+        ));
     }
     control
         .drain()
@@ -127,5 +171,10 @@ fn receive_fd(socket: BorrowedFd<'_>) -> io::Result<OwnedFd> {
             RecvAncillaryMessage::ScmRights(mut fds) => fds.next(),
             _ => None,
         })
-        .ok_or_else(|| io::Error::new(io::ErrorKind::InvalidData, "the peer's answer carries no fd"))
+        .ok_or_else(|| {
+            io::Error::new(
+                io::ErrorKind::InvalidData,
+                "the peer's answer carries no fd",
+            )
+        })
 }

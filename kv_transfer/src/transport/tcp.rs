@@ -84,17 +84,35 @@ struct Context {
 
 impl DataPlane {
     /// `dead` is told when the thread panics.
-    pub fn start(pool: Arc<KvPool>, identity: Arc<Identity>, faults: Arc<Faults>, report: Report, dead: impl FnOnce(String) + Send + 'static) -> io::Result<Self> {
-        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+    pub fn start(
+        pool: Arc<KvPool>,
+        identity: Arc<Identity>,
+        faults: Arc<Faults>,
+        report: Report,
+        dead: impl FnOnce(String) + Send + 'static,
+    ) -> io::Result<Self> {
+        let runtime = tokio::runtime::Builder::new_current_thread()
+            .enable_all()
+            .build()?;
         let (commands, inbox) = mpsc::unbounded_channel();
-        let context = Context { pool, identity, faults, report };
-        let thread = std::thread::Builder::new().name("kv-data".into()).spawn(move || {
-            let run = std::panic::AssertUnwindSafe(|| runtime.block_on(run(context, inbox)));
-            if let Err(panic) = std::panic::catch_unwind(run) {
-                dead(panic_text(panic.as_ref()));
-            }
-        })?;
-        Ok(Self { commands: Some(commands), thread: Some(thread) })
+        let context = Context {
+            pool,
+            identity,
+            faults,
+            report,
+        };
+        let thread = std::thread::Builder::new()
+            .name("kv-data".into())
+            .spawn(move || {
+                let run = std::panic::AssertUnwindSafe(|| runtime.block_on(run(context, inbox)));
+                if let Err(panic) = std::panic::catch_unwind(run) {
+                    dead(panic_text(panic.as_ref()));
+                }
+            })?;
+        Ok(Self {
+            commands: Some(commands),
+            thread: Some(thread),
+        })
     }
 
     /// Answer the READs of a peer whose HELLO asked for a data stream.
@@ -144,7 +162,13 @@ async fn run(context: Context, mut inbox: mpsc::UnboundedReceiver<Command>) {
 /// TCP_NODELAY, and large buffers if the system grants them.
 pub fn tune(stream: &TcpStream) {
     let _ = stream.set_nodelay(true); // slower, not wrong, without it
-    let cap = |name: &str| std::fs::read_to_string(format!("/proc/sys/net/core/{name}")).ok()?.trim().parse::<usize>().ok();
+    let cap = |name: &str| {
+        std::fs::read_to_string(format!("/proc/sys/net/core/{name}"))
+            .ok()?
+            .trim()
+            .parse::<usize>()
+            .ok()
+    };
     if cap("rmem_max").is_some_and(|max| max >= SOCKET_BUFFER) {
         let _ = sockopt::set_socket_recv_buffer_size(stream, SOCKET_BUFFER);
     }
@@ -156,9 +180,14 @@ pub fn tune(stream: &TcpStream) {
 // ---- P: answer READs -------------------------------------------------------------------------------------------------
 
 async fn serve(context: Context, stream: std::net::TcpStream, opened: Opened) {
-    let Opened { peer, mut sealer, mut opener } = opened;
+    let Opened {
+        peer,
+        mut sealer,
+        mut opener,
+    } = opened;
     let served = async {
-        let mut stream = TcpStream::from_std(stream).map_err(|err| LinkError::new(Code::TransportBroken, err.to_string()))?;
+        let mut stream = TcpStream::from_std(stream)
+            .map_err(|err| LinkError::new(Code::TransportBroken, err.to_string()))?;
         tune(&stream);
         loop {
             let frame = read_frame(&mut stream).await?;
@@ -169,7 +198,12 @@ async fn serve(context: Context, stream: std::net::TcpStream, opened: Opened) {
                     }
                     answer(&context.pool, &stream, &mut sealer, ticket, &ids, &gens).await?;
                 }
-                other => return Err::<(), _>(LinkError::new(Code::TransportBroken, format!("{} on a data stream", other.name()))),
+                other => {
+                    return Err::<(), _>(LinkError::new(
+                        Code::TransportBroken,
+                        format!("{} on a data stream", other.name()),
+                    ));
+                }
             }
         }
     };
@@ -179,20 +213,40 @@ async fn serve(context: Context, stream: std::net::TcpStream, opened: Opened) {
 }
 
 fn first_stale(pool: &KvPool, ids: &[u32], gens: &[u64]) -> Option<u32> {
-    ids.iter().zip(gens).find(|&(&id, &generation)| id as usize >= pool.num_pages() || pool.generation(id) != generation).map(|(&id, _)| id)
+    ids.iter()
+        .zip(gens)
+        .find(|&(&id, &generation)| {
+            id as usize >= pool.num_pages() || pool.generation(id) != generation
+        })
+        .map(|(&id, _)| id)
 }
 
-async fn answer(pool: &KvPool, stream: &TcpStream, sealer: &mut Sealer, ticket: u64, ids: &[u32], gens: &[u64]) -> Result<(), LinkError> {
+async fn answer(
+    pool: &KvPool,
+    stream: &TcpStream,
+    sealer: &mut Sealer,
+    ticket: u64,
+    ids: &[u32],
+    gens: &[u64],
+) -> Result<(), LinkError> {
     let io = |err: io::Error| LinkError::new(Code::PeerDead, err.to_string());
     if let Some(page) = first_stale(pool, ids, gens) {
-        return write_all(stream, &sealer.seal(&Msg::Stale { ticket, page })).await.map_err(io);
+        return write_all(stream, &sealer.seal(&Msg::Stale { ticket, page }))
+            .await
+            .map_err(io);
     }
-    let head = sealer.seal(&Msg::Data { ticket, pages: ids.len() as u32, page_bytes: pool.page_bytes() as u64 });
+    let head = sealer.seal(&Msg::Data {
+        ticket,
+        pages: ids.len() as u32,
+        page_bytes: pool.page_bytes() as u64,
+    });
     write_all(stream, &head).await.map_err(io)?;
     write_pages(stream, pool, ids).await.map_err(io)?;
     std::sync::atomic::fence(std::sync::atomic::Ordering::SeqCst); // the bytes were read before this second look
     let stale = first_stale(pool, ids, gens);
-    write_all(stream, &sealer.seal(&Msg::DataEnd { ticket, stale })).await.map_err(io)
+    write_all(stream, &sealer.seal(&Msg::DataEnd { ticket, stale }))
+        .await
+        .map_err(io)
 }
 
 async fn write_all(stream: &TcpStream, mut bytes: &[u8]) -> io::Result<()> {
@@ -217,7 +271,9 @@ async fn write_pages(stream: &TcpStream, pool: &KvPool, ids: &[u32]) -> io::Resu
                 let iovecs = iovecs(ids.len(), page_bytes, sent, |i| pool.page_ptr(ids[i]));
                 // SAFETY: the ids are below num_pages, so every range lies in our mapping, which `pool` keeps alive; the kernel only
                 // reads. The scheduler may write the pages meanwhile: the second look at the generations, or the checksum, finds out.
-                check_len(unsafe { libc::writev(stream.as_raw_fd(), iovecs.as_ptr(), iovecs.len() as i32) })
+                check_len(unsafe {
+                    libc::writev(stream.as_raw_fd(), iovecs.as_ptr(), iovecs.len() as i32)
+                })
             })
             .await?;
         sent += n;
@@ -230,20 +286,41 @@ fn check_len(n: isize) -> io::Result<usize> {
 }
 
 /// The rest of a run of pages from byte `done` on, as at most `MAX_IOVECS` vectors.
-fn iovecs(pages: usize, page_bytes: usize, done: usize, ptr: impl Fn(usize) -> *mut u8) -> Vec<libc::iovec> {
+fn iovecs(
+    pages: usize,
+    page_bytes: usize,
+    done: usize,
+    ptr: impl Fn(usize) -> *mut u8,
+) -> Vec<libc::iovec> {
     let first = done / page_bytes;
     (first..pages.min(first + MAX_IOVECS))
         .map(|i| {
             let skip = if i == first { done % page_bytes } else { 0 };
-            libc::iovec { iov_base: ptr(i).wrapping_add(skip).cast(), iov_len: page_bytes - skip }
+            libc::iovec {
+                iov_base: ptr(i).wrapping_add(skip).cast(),
+                iov_len: page_bytes - skip,
+            }
         })
         .collect()
 }
 
 // ---- D: ask and read -------------------------------------------------------------------------------------------------
 
-async fn client(context: Context, addr: SocketAddr, inc: String, mut inbox: mpsc::UnboundedReceiver<ClientCommand>) {
-    let mut client = Client { context, jobs: HashMap::new(), todo: VecDeque::new(), waiting: VecDeque::new(), waiting_bytes: 0, next_ticket: 0, out: Vec::new() };
+async fn client(
+    context: Context,
+    addr: SocketAddr,
+    inc: String,
+    mut inbox: mpsc::UnboundedReceiver<ClientCommand>,
+) {
+    let mut client = Client {
+        context,
+        jobs: HashMap::new(),
+        todo: VecDeque::new(),
+        waiting: VecDeque::new(),
+        waiting_bytes: 0,
+        next_ticket: 0,
+        out: Vec::new(),
+    };
     let broken = match connect(&client.context, addr, &inc).await {
         Ok((stream, opened)) => client.talk(stream, opened, &mut inbox).await,
         Err(err) => Some(err),
@@ -268,15 +345,26 @@ async fn client(context: Context, addr: SocketAddr, inc: String, mut inbox: mpsc
     }
 }
 
-async fn connect(context: &Context, addr: SocketAddr, inc: &str) -> Result<(TcpStream, Opened), LinkError> {
+async fn connect(
+    context: &Context,
+    addr: SocketAddr,
+    inc: &str,
+) -> Result<(TcpStream, Opened), LinkError> {
     let unreachable = |why: String| LinkError::new(Code::Unreachable, why);
     let mut stream = match tokio::time::timeout(CONNECT_TIMEOUT, TcpStream::connect(addr)).await {
         Ok(Ok(stream)) => stream,
         Ok(Err(err)) => return Err(unreachable(err.to_string())),
-        Err(_) => return Err(unreachable(format!("no connection within {CONNECT_TIMEOUT:?}"))),
+        Err(_) => {
+            return Err(unreachable(format!(
+                "no connection within {CONNECT_TIMEOUT:?}"
+            )));
+        }
     };
     tune(&stream);
-    let opened = context.identity.ask(&mut stream, Channel::Data, Some(inc)).await?;
+    let opened = context
+        .identity
+        .ask(&mut stream, Channel::Data, Some(inc))
+        .await?;
     Ok((stream, opened))
 }
 
@@ -288,7 +376,10 @@ struct Job {
 
 impl Job {
     fn new(pull: &Pull) -> Self {
-        Self { pages_left: pull.pages.len(), bytes: 0 }
+        Self {
+            pages_left: pull.pages.len(),
+            bytes: 0,
+        }
     }
 }
 
@@ -308,7 +399,10 @@ enum Reading {
 
 impl Reading {
     fn head() -> Self {
-        Reading::Head { buffer: Vec::new(), expect: HEADER_BYTES }
+        Reading::Head {
+            buffer: Vec::new(),
+            expect: HEADER_BYTES,
+        }
     }
 }
 
@@ -324,8 +418,17 @@ struct Client {
 
 impl Client {
     /// Serve pulls until the inbox closes (`None`) or the stream breaks (the reason).
-    async fn talk(&mut self, stream: TcpStream, opened: Opened, inbox: &mut mpsc::UnboundedReceiver<ClientCommand>) -> Option<LinkError> {
-        let Opened { mut sealer, mut opener, .. } = opened;
+    async fn talk(
+        &mut self,
+        stream: TcpStream,
+        opened: Opened,
+        inbox: &mut mpsc::UnboundedReceiver<ClientCommand>,
+    ) -> Option<LinkError> {
+        let Opened {
+            mut sealer,
+            mut opener,
+            ..
+        } = opened;
         let mut reading = Reading::head();
         let mut scratch = vec![0u8; SCRATCH_BYTES];
         let mut stalled_at = Instant::now() + STALL;
@@ -368,7 +471,12 @@ impl Client {
         }
         let per_read = (READ_BYTES / self.context.pool.page_bytes()).clamp(1, MAX_READ_PAGES);
         for pages in pull.pages.chunks(per_read) {
-            self.todo.push_back(Chunk { job: pull.id, ticket: 0, pages: pages.to_vec(), sums: Vec::new() });
+            self.todo.push_back(Chunk {
+                job: pull.id,
+                ticket: 0,
+                pages: pages.to_vec(),
+                sums: Vec::new(),
+            });
         }
     }
 
@@ -381,7 +489,11 @@ impl Client {
             chunk.ticket = self.next_ticket;
             let ids = chunk.pages.iter().map(|p| p.src.page).collect();
             let gens = chunk.pages.iter().map(|p| p.src.generation).collect();
-            self.out.extend(sealer.seal(&Msg::Read { ticket: chunk.ticket, ids, gens }));
+            self.out.extend(sealer.seal(&Msg::Read {
+                ticket: chunk.ticket,
+                ids,
+                gens,
+            }));
             self.waiting_bytes += chunk.pages.len() * self.context.pool.page_bytes();
             self.waiting.push_back(chunk);
         }
@@ -399,7 +511,13 @@ impl Client {
     }
 
     /// Read what is there, up to `VISIT_BYTES`. True if anything came.
-    fn read(&mut self, stream: &TcpStream, opener: &mut Opener, reading: &mut Reading, scratch: &mut [u8]) -> Result<bool, LinkError> {
+    fn read(
+        &mut self,
+        stream: &TcpStream,
+        opener: &mut Opener,
+        reading: &mut Reading,
+        scratch: &mut [u8],
+    ) -> Result<bool, LinkError> {
         let mut visited = 0;
         while visited < VISIT_BYTES {
             let got = match reading {
@@ -413,7 +531,12 @@ impl Client {
                 Reading::Pages { done } => self.read_pages(stream, *done, scratch),
             };
             match got {
-                Ok(0) => return Err(LinkError::new(Code::PeerDead, "the peer closed the data stream")),
+                Ok(0) => {
+                    return Err(LinkError::new(
+                        Code::PeerDead,
+                        "the peer closed the data stream",
+                    ));
+                }
                 Ok(n) => {
                     visited += n;
                     self.advance(opener, reading, n)?;
@@ -427,7 +550,9 @@ impl Client {
 
     /// The next bytes of the oldest chunk: into its pages, or into the scratch buffer if its pull is over.
     fn read_pages(&self, stream: &TcpStream, done: usize, scratch: &mut [u8]) -> io::Result<usize> {
-        let Some(chunk) = self.waiting.front() else { return Err(io::Error::other("pages without a question")) };
+        let Some(chunk) = self.waiting.front() else {
+            return Err(io::Error::other("pages without a question"));
+        };
         let page_bytes = self.context.pool.page_bytes();
         if !self.jobs.contains_key(&chunk.job) {
             let left = chunk.pages.len() * page_bytes - done;
@@ -437,14 +562,27 @@ impl Client {
         // A page at a time, so that its checksum is taken while it is in the cache.
         let (page, offset) = (chunk.pages[done / page_bytes], done % page_bytes);
         stream.try_io(Interest::READABLE, || {
-            let iovec = libc::iovec { iov_base: self.context.pool.page_ptr(page.dst).wrapping_add(offset).cast(), iov_len: page_bytes - offset };
+            let iovec = libc::iovec {
+                iov_base: self
+                    .context
+                    .pool
+                    .page_ptr(page.dst)
+                    .wrapping_add(offset)
+                    .cast(),
+                iov_len: page_bytes - offset,
+            };
             // SAFETY: dst is a page of our pool that the engine granted to this pull, which has not ended; nobody else uses it.
             check_len(unsafe { libc::readv(stream.as_raw_fd(), &iovec, 1) })
         })
     }
 
     /// `n` more bytes arrived.
-    fn advance(&mut self, opener: &mut Opener, reading: &mut Reading, n: usize) -> Result<(), LinkError> {
+    fn advance(
+        &mut self,
+        opener: &mut Opener,
+        reading: &mut Reading,
+        n: usize,
+    ) -> Result<(), LinkError> {
         match reading {
             Reading::Head { buffer, expect } if buffer.len() < *expect => Ok(()),
             Reading::Head { buffer, expect } if *expect == HEADER_BYTES => {
@@ -471,11 +609,22 @@ impl Client {
     /// Take the checksum of a page that is complete; true after the chunk's last one.
     fn page_arrived(&mut self, before: usize, after: usize) -> bool {
         let page_bytes = self.context.pool.page_bytes();
-        let Some(chunk) = self.waiting.front_mut() else { return true };
+        let Some(chunk) = self.waiting.front_mut() else {
+            return true;
+        };
         if self.jobs.contains_key(&chunk.job) && before / page_bytes != after / page_bytes {
-            let dst = self.context.pool.page_ptr(chunk.pages[before / page_bytes].dst);
+            let dst = self
+                .context
+                .pool
+                .page_ptr(chunk.pages[before / page_bytes].dst);
             // SAFETY: the page is granted to this pull, which has not ended; this thread alone uses it.
-            let sum = unsafe { if self.context.faults.flip_page() { flip_and_rehash(dst, page_bytes) } else { copy::hash(dst, page_bytes) } };
+            let sum = unsafe {
+                if self.context.faults.flip_page() {
+                    flip_and_rehash(dst, page_bytes)
+                } else {
+                    copy::hash(dst, page_bytes)
+                }
+            };
             chunk.sums.push(sum);
         }
         after == chunk.pages.len() * page_bytes
@@ -485,33 +634,60 @@ impl Client {
     fn hear(&mut self, msg: Msg) -> Result<Reading, LinkError> {
         let protocol = |why: String| LinkError::new(Code::TransportBroken, why);
         let page_bytes = self.context.pool.page_bytes();
-        let Some(chunk) = self.waiting.front() else { return Err(protocol(format!("{} without a question", msg.name()))) };
+        let Some(chunk) = self.waiting.front() else {
+            return Err(protocol(format!("{} without a question", msg.name())));
+        };
         match msg {
-            Msg::Data { ticket, pages, page_bytes: theirs } if ticket == chunk.ticket => {
+            Msg::Data {
+                ticket,
+                pages,
+                page_bytes: theirs,
+            } if ticket == chunk.ticket => {
                 if pages as usize != chunk.pages.len() || theirs != page_bytes as u64 {
-                    return Err(protocol(format!("{pages} pages of {theirs} bytes came, {} of {page_bytes} were asked for", chunk.pages.len())));
+                    return Err(protocol(format!(
+                        "{pages} pages of {theirs} bytes came, {} of {page_bytes} were asked for",
+                        chunk.pages.len()
+                    )));
                 }
                 Ok(Reading::Pages { done: 0 })
             }
-            Msg::Stale { ticket, page } | Msg::DataEnd { ticket, stale: Some(page) } if ticket == chunk.ticket => {
+            Msg::Stale { ticket, page }
+            | Msg::DataEnd {
+                ticket,
+                stale: Some(page),
+            } if ticket == chunk.ticket => {
                 let why = format!("page {page} of the prefill node was given to another request");
                 self.answered(Err(PullError::Failed(Code::StalePage, why)));
                 Ok(Reading::head())
             }
-            Msg::DataEnd { ticket, stale: None } if ticket == chunk.ticket => {
-                let checked = chunk.pages.iter().zip(&chunk.sums).try_for_each(|(page, &sum)| check_sum(page.src, sum));
+            Msg::DataEnd {
+                ticket,
+                stale: None,
+            } if ticket == chunk.ticket => {
+                let checked = chunk
+                    .pages
+                    .iter()
+                    .zip(&chunk.sums)
+                    .try_for_each(|(page, &sum)| check_sum(page.src, sum));
                 self.answered(checked);
                 Ok(Reading::head())
             }
-            other => Err(protocol(format!("{} does not answer the oldest question", other.name()))),
+            other => Err(protocol(format!(
+                "{} does not answer the oldest question",
+                other.name()
+            ))),
         }
     }
 
     /// The oldest question is answered; its pull ends with its last one or with an error.
     fn answered(&mut self, result: Result<(), PullError>) {
-        let Some(chunk) = self.waiting.pop_front() else { return };
+        let Some(chunk) = self.waiting.pop_front() else {
+            return;
+        };
         self.waiting_bytes -= chunk.pages.len() * self.context.pool.page_bytes();
-        let Some(job) = self.jobs.get_mut(&chunk.job) else { return };
+        let Some(job) = self.jobs.get_mut(&chunk.job) else {
+            return;
+        };
         if result.is_err() {
             self.todo.retain(|later| later.job != chunk.job);
             return self.end(chunk.job, result);
@@ -526,7 +702,11 @@ impl Client {
     /// From here on no page of this pull is written.
     fn end(&mut self, id: u64, result: Result<(), PullError>) {
         if let Some(job) = self.jobs.remove(&id) {
-            (self.context.report)(PullEnd { id, bytes: job.bytes, result });
+            (self.context.report)(PullEnd {
+                id,
+                bytes: job.bytes,
+                result,
+            });
         }
     }
 }

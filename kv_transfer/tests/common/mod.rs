@@ -27,7 +27,10 @@ pub fn config(role: &str, extra: &Value) -> Value {
         "role": role, "host": "127.0.0.1", "port": 0, "transports": ["shm", "tcp"], "layout": {"page_bytes": PAGE, "dtype": "f32"},
         "heartbeat_ms": 1000, "lease_ms": 20_000,
     });
-    config.as_object_mut().unwrap().extend(extra.as_object().unwrap().clone());
+    config
+        .as_object_mut()
+        .unwrap()
+        .extend(extra.as_object().unwrap().clone());
     config
 }
 
@@ -35,19 +38,32 @@ impl Rank {
     pub fn start(role: &str, extra: &Value) -> Self {
         let pool = Arc::new(KvPool::create(POOL_PAGES, PAGE).unwrap());
         let node = TransferNode::start(pool.clone(), &config(role, extra).to_string()).unwrap();
-        Self { node, pool, heard: std::cell::RefCell::default() }
+        Self {
+            node,
+            pool,
+            heard: std::cell::RefCell::default(),
+        }
     }
 
     /// The end of `room`; events of other rooms are kept for their own call.
     pub fn end(&self, room: u64) -> NodeEvent {
         let deadline = Instant::now() + PATIENCE;
         loop {
-            let found = self.heard.borrow().iter().position(|event| event.room() == room);
+            let found = self
+                .heard
+                .borrow()
+                .iter()
+                .position(|event| event.room() == room);
             if let Some(i) = found {
                 return self.heard.borrow_mut().remove(i);
             }
             let left = deadline.saturating_duration_since(Instant::now());
-            assert!(self.node.wait(left), "room {room} has no end after {PATIENCE:?}: {} {}", self.node.rooms_json(Some(room)), self.node.stats_json());
+            assert!(
+                self.node.wait(left),
+                "room {room} has no end after {PATIENCE:?}: {} {}",
+                self.node.rooms_json(Some(room)),
+                self.node.stats_json()
+            );
             self.heard.borrow_mut().extend(self.node.poll(100));
         }
     }
@@ -76,24 +92,47 @@ impl Rank {
 
     /// State of a live room.
     pub fn state(&self, room: u64) -> Option<String> {
-        self.rooms(room)["live"].get(0).map(|live| live["state"].as_str().unwrap().to_owned())
+        self.rooms(room)["live"]
+            .get(0)
+            .map(|live| live["state"].as_str().unwrap().to_owned())
     }
 
     pub fn wait_state(&self, room: u64, state: &str) {
-        until(&format!("room {room} is {state}"), || self.state(room).as_deref() == Some(state));
+        until(&format!("room {room} is {state}"), || {
+            self.state(room).as_deref() == Some(state)
+        });
     }
 
     /// Nothing is left of any room, and the node is well. (A peer's last word may still be on its way when this is called.)
     pub fn assert_idle(&self) {
-        let idle = |stats: &Value| ["rooms_live", "opens_waiting", "pulls_in_flight"].iter().all(|key| stats["detail"][key] == 0);
+        let idle = |stats: &Value| {
+            ["rooms_live", "opens_waiting", "pulls_in_flight"]
+                .iter()
+                .all(|key| stats["detail"][key] == 0)
+        };
         let deadline = Instant::now() + Duration::from_secs(5);
         while !idle(&self.stats()) && Instant::now() < deadline {
             std::thread::park_timeout(Duration::from_millis(1));
         }
         let stats = self.stats();
-        assert!(idle(&stats), "something is left: {stats} {}", self.node.rooms_json(None));
-        assert_eq!((&stats["healthy"], &stats["gauges"]["kv_leases"], &stats["detail"]["illegal"]), (&json!(true), &json!(0.0), &json!(0)), "{stats}");
-        assert!(self.heard.borrow().is_empty() && self.node.poll(10).is_empty(), "an end nobody waited for");
+        assert!(
+            idle(&stats),
+            "something is left: {stats} {}",
+            self.node.rooms_json(None)
+        );
+        assert_eq!(
+            (
+                &stats["healthy"],
+                &stats["gauges"]["kv_leases"],
+                &stats["detail"]["illegal"]
+            ),
+            (&json!(true), &json!(0.0), &json!(0)),
+            "{stats}"
+        );
+        assert!(
+            self.heard.borrow().is_empty() && self.node.poll(10).is_empty(),
+            "an end nobody waited for"
+        );
     }
 
     /// Give `pages` a new owner and fill them with bytes that depend on `seed` and the index.
@@ -127,12 +166,16 @@ impl Rank {
     pub fn publish(&self, room: u64, pages: &[u32], chunk: usize) {
         self.write(pages, room);
         for (i, part) in pages.chunks(chunk).enumerate() {
-            self.node.publish(room, (i * chunk) as u32, &ids(part)).unwrap();
+            self.node
+                .publish(room, (i * chunk) as u32, &ids(part))
+                .unwrap();
         }
     }
 
     pub fn finish(&self, room: u64, total: usize) {
-        self.node.finish(room, total as u32, 3, room.to_le_bytes().to_vec()).unwrap();
+        self.node
+            .finish(room, total as u32, 3, room.to_le_bytes().to_vec())
+            .unwrap();
     }
 }
 
@@ -141,7 +184,10 @@ fn content(seed: u64, page: usize, word: usize) -> u64 {
 }
 
 pub fn ids(pages: &[u32]) -> Vec<u8> {
-    pages.iter().flat_map(|&p| (p as i32).to_le_bytes()).collect()
+    pages
+        .iter()
+        .flat_map(|&p| (p as i32).to_le_bytes())
+        .collect()
 }
 
 pub fn span(first: u32, n: u32) -> Vec<u32> {
@@ -172,8 +218,14 @@ impl Pair {
     pub fn with(p: &Value, d: &Value) -> Self {
         let server = BootstrapServer::start("127.0.0.1", 0, None).unwrap();
         let p = Rank::start("prefill", p);
-        p.node.register("127.0.0.1", server.port(), PATIENCE).unwrap();
-        Self { server, p, d: Rank::start("decode", d) }
+        p.node
+            .register("127.0.0.1", server.port(), PATIENCE)
+            .unwrap();
+        Self {
+            server,
+            p,
+            d: Rank::start("decode", d),
+        }
     }
 
     pub fn open(&self, room: u64) {
@@ -181,7 +233,18 @@ impl Pair {
     }
 
     pub fn open_with(&self, room: u64, hash: &[u8], deadline_ms: u64) {
-        self.d.node.open(room, 0, "127.0.0.1", self.server.port(), 0, hash, deadline_ms).unwrap();
+        self.d
+            .node
+            .open(
+                room,
+                0,
+                "127.0.0.1",
+                self.server.port(),
+                0,
+                hash,
+                deadline_ms,
+            )
+            .unwrap();
     }
 
     pub fn grant(&self, room: u64, pages: &[u32]) {

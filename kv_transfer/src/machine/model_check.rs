@@ -1,0 +1,153 @@
+//! Every interleaving of a small world, breadth first.
+
+use std::collections::{HashSet, VecDeque};
+use std::hash::Hash;
+
+use xxhash_rust::xxh3::Xxh3;
+
+use super::decode::PullLimits;
+use super::world::{Budget, World};
+
+/// 128 bits stand for a visited state.
+fn fingerprint(world: &World) -> u128 {
+    let mut hasher = Xxh3::new();
+    world.hash(&mut hasher);
+    hasher.digest128()
+}
+
+struct Explored {
+    states: usize,
+    ends: HashSet<(Option<&'static str>, String)>,
+}
+
+/// Visit all reachable states; the world itself asserts what must always hold, and from every state time alone ends both rooms.
+fn explore(start: World) -> Explored {
+    let mut seen = HashSet::from([fingerprint(&start)]);
+    let mut queue = VecDeque::from([start]);
+    let mut ends = HashSet::new();
+    while let Some(world) = queue.pop_front() {
+        let mut later = world.clone();
+        later.run_out();
+        if world.is_over() {
+            ends.insert((
+                world.d_end,
+                world
+                    .p_end
+                    .map(|code| code.map_or("DONE".into(), |code| code.to_string()))
+                    .unwrap_or_default(),
+            ));
+        }
+        for m in world.moves() {
+            let mut next = world.clone();
+            next.make(&m);
+            if seen.insert(fingerprint(&next)) {
+                queue.push_back(next);
+            }
+        }
+    }
+    Explored {
+        states: seen.len(),
+        ends,
+    }
+}
+
+const NOTHING: Budget = Budget {
+    losses: 0,
+    doubles: 0,
+    stale: 0,
+    p_aborts: 0,
+    d_aborts: 0,
+    cuts: 0,
+    ticks: 0,
+};
+const ONE_PAGE: PullLimits = PullLimits {
+    pages_per_pull: 1,
+    pulls_in_flight: 2,
+    max_pages: 8,
+};
+
+fn reaches(explored: &Explored, d: &'static str, p: &str) -> bool {
+    explored.ends.contains(&(Some(d), p.into()))
+}
+
+#[test]
+fn without_faults_every_order_of_events_ends_in_commit_and_done() {
+    for (total, start) in [(2, 0), (3, 1), (2, 2)] {
+        let explored = explore(World::new(total, start, ONE_PAGE, NOTHING));
+        assert_eq!(
+            explored.ends,
+            HashSet::from([(Some("committed"), "DONE".to_owned())]),
+            "{total} pages from {start}"
+        );
+        assert!(explored.states > 50, "{}", explored.states);
+    }
+}
+
+#[test]
+fn lost_doubled_and_reordered_messages_never_break_a_promise() {
+    let budget = Budget {
+        losses: 1,
+        doubles: 1,
+        ticks: 1,
+        ..NOTHING
+    };
+    let explored = explore(World::new(2, 0, ONE_PAGE, budget));
+    assert!(
+        reaches(&explored, "committed", "DONE")
+            && reaches(&explored, "committed", "LEASE_EXPIRED")
+            && reaches(&explored, "failed", "DEADLINE"),
+        "{:?}",
+        explored.ends
+    );
+    assert!(explored.states > 1000, "{}", explored.states);
+}
+
+#[test]
+fn aborts_on_either_side_at_any_moment_end_both_rooms() {
+    let budget = Budget {
+        p_aborts: 1,
+        d_aborts: 1,
+        losses: 1,
+        ticks: 1,
+        ..NOTHING
+    };
+    let explored = explore(World::new(2, 0, ONE_PAGE, budget));
+    assert!(
+        reaches(&explored, "aborted", "CLIENT_GONE") && reaches(&explored, "failed", "CLIENT_GONE"),
+        "{:?}",
+        explored.ends
+    );
+}
+
+#[test]
+fn pages_given_away_under_the_lease_are_never_committed_unverified() {
+    let budget = Budget {
+        stale: 2,
+        doubles: 1,
+        ticks: 1,
+        ..NOTHING
+    };
+    let explored = explore(World::new(2, 0, ONE_PAGE, budget));
+    assert!(
+        reaches(&explored, "failed", "STALE_PAGE") && reaches(&explored, "committed", "DONE"),
+        "{:?}",
+        explored.ends
+    );
+}
+
+#[test]
+fn a_cut_link_is_survived_only_by_rooms_that_need_nothing_more() {
+    let budget = Budget {
+        cuts: 1,
+        losses: 1,
+        d_aborts: 1,
+        ticks: 1,
+        ..NOTHING
+    };
+    let explored = explore(World::new(2, 0, ONE_PAGE, budget));
+    assert!(
+        reaches(&explored, "committed", "PEER_DEAD") && reaches(&explored, "failed", "PEER_DEAD"),
+        "{:?}",
+        explored.ends
+    );
+}

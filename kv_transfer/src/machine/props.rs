@@ -1,0 +1,62 @@
+//! Random walks through larger worlds than the exhaustive check can afford.
+
+use proptest::prelude::*;
+
+use super::decode::PullLimits;
+use super::world::{Budget, World};
+
+fn limits() -> impl Strategy<Value = PullLimits> {
+    (1usize..4, 1usize..4).prop_map(|(pages_per_pull, pulls_in_flight)| PullLimits {
+        pages_per_pull,
+        pulls_in_flight,
+        max_pages: 16,
+    })
+}
+
+fn budget() -> impl Strategy<Value = Budget> {
+    (0u8..4, 0u8..4, 0u8..3, 0u8..2, 0u8..2, 0u8..2, 0u8..2).prop_map(
+        |(losses, doubles, stale, p_aborts, d_aborts, cuts, ticks)| Budget {
+            losses,
+            doubles,
+            stale,
+            p_aborts,
+            d_aborts,
+            cuts,
+            ticks,
+        },
+    )
+}
+
+/// Make moves until none is left (or the walk is long enough).
+fn walk(world: &mut World, choices: &[prop::sample::Index]) {
+    for choice in choices {
+        let moves = world.moves();
+        if moves.is_empty() {
+            return;
+        }
+        world.make(&moves[choice.index(moves.len())]);
+    }
+}
+
+fn choices() -> impl Strategy<Value = Vec<prop::sample::Index>> {
+    proptest::collection::vec(any::<prop::sample::Index>(), 0..120)
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(2000))]
+
+    #[test]
+    fn whatever_happens_both_rooms_end_once_and_truthfully(total in 1u32..8, start in 0u32..8, limits in limits(), budget in budget(), choices in choices()) {
+        let mut world = World::new(total, start.min(total), limits, budget);
+        walk(&mut world, &choices);
+        world.run_out(); // asserts that both rooms end
+    }
+
+    #[test]
+    fn without_faults_the_prompt_always_arrives(total in 1u32..8, start in 0u32..8, limits in limits(), choices in proptest::collection::vec(any::<prop::sample::Index>(), 200)) {
+        let none = Budget { losses: 0, doubles: 0, stale: 0, p_aborts: 0, d_aborts: 0, cuts: 0, ticks: 0 };
+        let mut world = World::new(total, start.min(total), limits, none);
+        walk(&mut world, &choices);
+        prop_assert_eq!((world.d_end, world.p_end), (Some("committed"), Some(None)));
+    }
+}
