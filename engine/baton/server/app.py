@@ -23,6 +23,7 @@ from aiohttp.typedefs import Handler
 
 from baton.config import EngineConfig
 from baton.errors import (
+    Aborted,
     BadRequest,
     Draining,
     EngineDead,
@@ -350,7 +351,8 @@ class Front:
         except web.HTTPException as err:
             return error_response(BadRequest(f"{err.reason}"))
         except ConnectionError:
-            raise  # the client is gone: nobody reads an answer
+            # The client is gone and nobody reads this; an exception would be logged by aiohttp as ours.
+            return error_response(Aborted("the client closed the connection"))
         except Exception:
             log.exception("rid=%s %s %s failed", request[REQUEST_ID], request.method, request.path)
             return error_response(EngineError("internal error; the engine's log has the details"))
