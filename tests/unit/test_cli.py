@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import socket
@@ -138,3 +139,21 @@ def test_failing_first_start_ends_up_with_the_end_of_the_log(tmp_path: Path) -> 
     assert done.returncode == 1
     assert "before it was ready" in done.stderr
     assert "no-such-model" in done.stderr
+
+
+def test_node_that_dies_while_the_router_starts_ends_the_start() -> None:
+    """The router would wait for it until the timeout."""
+
+    async def forever() -> None:
+        await asyncio.Event().wait()
+
+    async def dies() -> None:
+        raise ChildFailed("prefill 0 exited with code 1 just after it was ready")
+
+    async def work() -> None:
+        tasks = [asyncio.ensure_future(work) for work in (forever(), dies())]
+        with pytest.raises(ChildFailed, match="just after it was ready"):
+            await up._first_of(tasks)
+        assert all(task.done() for task in tasks)
+
+    asyncio.run(asyncio.wait_for(work(), 10))

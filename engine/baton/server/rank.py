@@ -59,7 +59,12 @@ def main() -> int:
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the front decides when we end
     sys.setswitchinterval(0.0005)  # planning and compute threads hand the GIL over within half a millisecond
-    job = json.loads(sys.stdin.readline())
+    line = sys.stdin.readline()
+    if not line:
+        return 1  # the front died before it could say what to do
+    job = json.loads(line)
+    if os.getppid() != job["front_pid"]:
+        return 1  # it died before prctl: importing torch takes seconds
     config = EngineConfig(**job["config"])
     logging.basicConfig(
         level=config.log_level.upper(), format=f"%(asctime)s rank{job['dp_rank']} %(levelname)s %(name)s: %(message)s"

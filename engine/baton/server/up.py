@@ -22,7 +22,7 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -172,14 +172,10 @@ class Cluster:
         self.port, note = choose_port(self.host, self.plan.up.port)
         if note:
             self._say(note)
-        starts = [asyncio.ensure_future(self._guarded(node.child, self._start_node(node))) for node in self.nodes]
-        try:
-            await asyncio.gather(*starts)
-        finally:
-            for start in starts:
-                start.cancel()
-            await asyncio.gather(*starts, return_exceptions=True)
-        await self._guarded(self.router, self._start_router("/readyz"))
+        await _all_or_none(self._guarded(node.child, self._start_node(node)) for node in self.nodes)
+        router = asyncio.ensure_future(self._guarded(self.router, self._start_router("/readyz")))
+        ends = [asyncio.ensure_future(self._guarded(node.child, _fail_at_end(node.child))) for node in self.nodes]
+        await _first_of([router, *ends])  # the router would wait for a node that is gone
         self.write_state()
 
     async def watch(self) -> None:
@@ -283,6 +279,35 @@ class Cluster:
                 self._say(str(err))
                 child.kill()
             self.write_state()
+
+
+async def _all_or_none(works: Iterable[Coroutine[Any, Any, None]]) -> None:
+    """Wait for all; the first failure cancels the others and is raised."""
+    tasks = [asyncio.ensure_future(work) for work in works]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        await _cancelled(tasks)
+
+
+async def _first_of(tasks: Sequence[asyncio.Future[None]]) -> None:
+    """Wait for the first to end or fail; the others are cancelled."""
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+    finally:
+        await _cancelled(tasks)
+
+
+async def _cancelled(tasks: Sequence[asyncio.Future[None]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _fail_at_end(child: Child) -> None:
+    raise ChildFailed(f"{child.name} {describe_exit(await child.wait())} just after it was ready")
 
 
 async def _answers(url: str) -> None:
