@@ -148,13 +148,26 @@ async fn decode_failing_aborts_prefill_at_once_and_another_pair_answers() {
 #[tokio::test]
 async fn a_failed_transfer_avoids_the_prefill_worker_it_came_from() {
     timed(async {
-        let (p1, p2) = (Mock::start(&[Act::Hang]).await, Mock::start(&[]).await);
-        let d = Mock::start(&[Act::Status(502, "kv_transfer_failed"), Act::Answer]).await;
-        let router = Router::pd(&[&p1, &p2], &[&d], &[]).await;
+        let (mut p1, mut p2) = (Mock::start(&[]).await, Mock::start(&[]).await);
+        let d = Mock::start(&[
+            Act::Answer,
+            Act::Status(502, "kv_transfer_failed"),
+            Act::Answer,
+        ])
+        .await;
+        let router = Router::pd(&[&p1, &p2], &[&d], &["--prefill-policy", "cache_aware"]).await;
         assert_eq!(router.chat().await.status, 200);
-        assert_eq!((p1.count(), p2.count(), d.count()), (1, 1, 2));
+        // cache_aware prefers the holder of the prompt, whose prefill now hangs
+        let (holder, other) = if p1.count() == 1 {
+            (&mut p1, &p2)
+        } else {
+            (&mut p2, &p1)
+        };
+        holder.acts(&[Act::Hang]);
+        assert_eq!(router.chat().await.status, 200);
+        assert_eq!((holder.count(), other.count(), d.count()), (2, 1, 3));
         eventually("the hanging prefill leg is aborted", || async {
-            p1.cancelled() == 1
+            holder.cancelled() == 1
         })
         .await;
     })

@@ -422,3 +422,40 @@ async fn a_client_that_does_not_read_stops_the_worker_not_the_router() {
     })
     .await;
 }
+
+#[tokio::test]
+async fn a_retry_avoids_the_worker_that_failed_even_if_the_policy_prefers_it() {
+    timed(async {
+        let (mut a, mut b) = (Mock::start(&[]).await, Mock::start(&[]).await);
+        let router = Router::regular(&[&a, &b], &["--policy", "cache_aware"]).await;
+        assert_eq!(router.chat().await.status, 200);
+        let (holder, other) = if a.count() == 1 {
+            (&mut a, &b)
+        } else {
+            (&mut b, &a)
+        };
+        // It refuses once and would answer after that.
+        holder.acts(&[Act::Status(503, "queue_full"), Act::Answer]);
+        assert_eq!(router.chat().await.status, 200);
+        assert_eq!((holder.count(), other.count()), (2, 1));
+        assert_eq!(
+            router
+                .metric("baton_router_retries_total{reason=\"queue_full\"}")
+                .await,
+            1.0
+        );
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn a_reused_connection_that_breaks_is_resent_once_without_a_retry() {
+    timed(async {
+        let mock = Mock::start(&[Act::Answer, Act::Drop, Act::Answer]).await;
+        let router = Router::regular(&[&mock], &["--disable-retries"]).await;
+        assert_eq!(router.chat().await.status, 200);
+        assert_eq!(router.chat().await.status, 200);
+        assert_eq!(mock.count(), 3);
+    })
+    .await;
+}
