@@ -15,14 +15,15 @@ pub enum Side {
     Decode,
 }
 
+/// A room's transition, or something else worth remembering of it.
 #[derive(Debug, Clone, Serialize)]
-struct Entry {
-    at_ms: u64,
-    room: u64,
-    side: Side,
-    attempt: u32,
-    state: &'static str,
-    note: String,
+pub struct Entry {
+    pub at_ms: u64,
+    pub room: u64,
+    pub side: Side,
+    pub attempt: u32,
+    pub state: &'static str,
+    pub note: String,
 }
 
 #[derive(Debug, Clone, Serialize)]
@@ -42,54 +43,31 @@ pub struct Ledger {
 }
 
 impl Ledger {
-    /// A room entered `state`; `over` ends its life.
-    pub fn enter(
-        &mut self,
-        side: Side,
-        room: u64,
-        attempt: u32,
-        state: &'static str,
-        over: bool,
-        note: String,
-        at_ms: u64,
-    ) {
+    /// A room entered `entry.state`; `over` ends its life.
+    pub fn enter(&mut self, entry: Entry, over: bool) {
+        let key = (entry.side, entry.room);
         if over {
-            self.live.remove(&(side, room));
+            self.live.remove(&key);
         } else {
-            let live = self.live.entry((side, room)).or_insert(Live {
-                state,
-                attempt,
-                since_ms: at_ms,
-                created_ms: at_ms,
+            let live = self.live.entry(key).or_insert(Live {
+                state: entry.state,
+                attempt: entry.attempt,
+                since_ms: entry.at_ms,
+                created_ms: entry.at_ms,
             });
-            live.state = state;
-            live.since_ms = at_ms;
+            live.state = entry.state;
+            live.since_ms = entry.at_ms;
         }
-        self.note(side, room, attempt, state, note, at_ms);
+        self.note(entry);
     }
 
     /// Something worth remembering that is no change of state.
-    pub fn note(
-        &mut self,
-        side: Side,
-        room: u64,
-        attempt: u32,
-        state: &'static str,
-        note: String,
-        at_ms: u64,
-    ) {
+    pub fn note(&mut self, entry: Entry) {
         if self.ring.len() == RING {
             self.ring.pop_front();
         }
         self.recorded += 1;
-        self.ring.push_back(Entry {
-            at_ms,
-            room,
-            side,
-            attempt,
-            state,
-            note,
-        });
+        self.ring.push_back(entry);
     }
 
     pub fn live(&self) -> usize {
@@ -129,25 +107,17 @@ mod tests {
     #[test]
     fn the_ring_forgets_the_oldest_and_live_rooms_are_counted_by_state() {
         let mut ledger = Ledger::default();
+        let entry = |room: u64, state| Entry {
+            at_ms: room,
+            room,
+            side: Side::Prefill,
+            attempt: 0,
+            state,
+            note: String::new(),
+        };
         for room in 0..RING as u64 + 5 {
-            ledger.enter(
-                Side::Prefill,
-                room,
-                0,
-                "WAITING",
-                false,
-                String::new(),
-                room,
-            );
-            ledger.enter(
-                Side::Prefill,
-                room,
-                0,
-                "ABORTED",
-                room != 7,
-                "CLIENT_GONE".into(),
-                room,
-            );
+            ledger.enter(entry(room, "WAITING"), false);
+            ledger.enter(entry(room, "ABORTED"), room != 7);
         }
         assert_eq!((ledger.live(), ledger.live_by_state()["ABORTED"]), (1, 1));
         let all = ledger.json(None, 9);

@@ -199,7 +199,7 @@ impl Event {
     }
 
     /// The sender and attempt of a peer's words.
-    fn from_peer(&self) -> Option<(Peer, Option<u32>)> {
+    fn sender(&self) -> Option<(Peer, Option<u32>)> {
         match self {
             Event::Accepted { peer, attempt }
             | Event::Parked { peer, attempt }
@@ -292,7 +292,7 @@ impl Room {
                 _ => Ok(vec![]),
             };
         }
-        if let Some((peer, attempt)) = event.from_peer()
+        if let Some((peer, attempt)) = event.sender()
             && (self.peer != Some(peer) || attempt.is_some_and(|a| a != self.attempt))
         {
             return Ok(vec![]); // a late word of an earlier attempt or of another connection

@@ -19,7 +19,7 @@ use super::timers::Timers;
 use super::{Command, NodeConfig, NodeEvent, PeerView, Shared, Transport};
 use crate::bootstrap::{Client, Registration};
 use crate::code::Code;
-use crate::ledger::Side;
+use crate::ledger::{Entry, Side};
 use crate::machine::parked::{Parked, Tombstones};
 use crate::machine::{Illegal, Peer};
 use crate::pool::{KvPool, RemotePool};
@@ -485,12 +485,12 @@ impl Core {
         let outbox = conn.running.outbox.clone();
         let plain = |msg| Outgoing { msg, flip: false };
         let sent = match self.faults.on_send(msg.name()) {
-            None | Some(Fault::Break) => outbox.try_send(plain(msg)),
-            Some(Fault::Drop) => Ok(()),
-            Some(Fault::Dup) => outbox
-                .try_send(plain(msg.clone()))
-                .and_then(|()| outbox.try_send(plain(msg))),
-            Some(Fault::Flip) => outbox.try_send(Outgoing { msg, flip: true }),
+            None | Some(Fault::Break) => outbox.try_send(plain(msg)).is_ok(),
+            Some(Fault::Drop) => true,
+            Some(Fault::Dup) => {
+                outbox.try_send(plain(msg.clone())).is_ok() && outbox.try_send(plain(msg)).is_ok()
+            }
+            Some(Fault::Flip) => outbox.try_send(Outgoing { msg, flip: true }).is_ok(),
             Some(Fault::Kill) => {
                 return self.conn_lost(peer, &LinkError::new(Code::PeerDead, "fault injection"));
             }
@@ -499,11 +499,11 @@ impl Core {
                     tokio::time::sleep(Duration::from_millis(ms)).await;
                     let _ = outbox.send(plain(msg)).await; // cut meanwhile
                 });
-                Ok(())
+                true
             }
         };
-        if sent.is_err() {
-            let why = format!("{} frames wait for it: it does not read", link::OUTBOX);
+        if !sent {
+            let why = format!("it is closing, or {} frames wait for it", link::OUTBOX);
             self.conn_lost(peer, &LinkError::new(Code::PeerDead, why));
         }
     }
@@ -681,19 +681,32 @@ impl Core {
 
     // ---- records ----
 
-    pub fn enter(
+    pub fn entry(
         &self,
         side: Side,
         room: u64,
         attempt: u32,
         state: &'static str,
-        over: bool,
         note: String,
-    ) {
-        self.shared
-            .ledger
-            .lock()
-            .enter(side, room, attempt, state, over, note, self.now());
+    ) -> Entry {
+        let at_ms = self.now();
+        Entry {
+            at_ms,
+            room,
+            side,
+            attempt,
+            state,
+            note,
+        }
+    }
+
+    /// A room changed its state.
+    pub fn enter(&self, entry: Entry, over: bool) {
+        self.shared.ledger.lock().enter(entry, over);
+    }
+
+    pub fn note(&self, entry: Entry) {
+        self.shared.ledger.lock().note(entry);
     }
 
     pub fn count_failure(&self, code: Code) {
@@ -709,14 +722,7 @@ impl Core {
     pub fn report_illegal(&self, side: Side, room: u64, illegal: &Illegal) {
         tracing::error!(room, ?side, %illegal, "a call the room's state does not allow");
         self.shared.stats.lock().illegal += 1;
-        self.shared.ledger.lock().note(
-            side,
-            room,
-            0,
-            illegal.phase,
-            illegal.to_string(),
-            self.now(),
-        );
+        self.note(self.entry(side, room, 0, illegal.phase, illegal.to_string()));
     }
 
     /// The engine hears of it after everything it could look at is up to date.

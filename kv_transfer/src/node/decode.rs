@@ -114,12 +114,14 @@ impl Core {
         dp_rank: i64,
     ) {
         self.enter(
-            Side::Decode,
-            room,
-            entry.room.attempt,
-            entry.room.phase.name(),
+            self.entry(
+                Side::Decode,
+                room,
+                entry.room.attempt,
+                entry.room.phase.name(),
+                format!("{host}:{port} rank {dp_rank}"),
+            ),
             false,
-            format!("{host}:{port} rank {dp_rank}"),
         );
         self.timers.set(&Timer::Decode(room), entry.room.next_due());
         let rank = u32::try_from(dp_rank).ok();
@@ -461,14 +463,7 @@ impl Core {
 
     fn note_decode(&self, room: u64, attempt: u32, what: String) {
         if let Some(entry) = self.decode.get(&room) {
-            self.shared.ledger.lock().note(
-                Side::Decode,
-                room,
-                attempt,
-                entry.room.phase.name(),
-                what,
-                self.now(),
-            );
+            self.note(self.entry(Side::Decode, room, attempt, entry.room.phase.name(), what));
         }
     }
 
@@ -712,12 +707,8 @@ impl Core {
                         String::new()
                     };
                     self.enter(
-                        Side::Decode,
-                        room,
-                        attempt,
-                        phase.name(),
+                        self.entry(Side::Decode, room, attempt, phase.name(), note),
                         phase.is_over(),
-                        note,
                     );
                 }
                 self.timers.set(&Timer::Decode(room), due);

@@ -38,12 +38,14 @@ impl Core {
         let machine = Room::new(attempt, prompt_hash, deadline, self.config.lease_ms);
         self.tombstones.revive(room);
         self.enter(
-            Side::Prefill,
-            room,
-            attempt,
-            machine.phase.name(),
+            self.entry(
+                Side::Prefill,
+                room,
+                attempt,
+                machine.phase.name(),
+                "offered".into(),
+            ),
             false,
-            "offered".into(),
         );
         self.timers.set(&Timer::Prefill(room), machine.next_due());
         self.prefill.insert(
@@ -209,14 +211,13 @@ impl Core {
         match self.parked.park(room, open) {
             Ok(()) => {
                 self.shared.stats.lock().opens_parked += 1;
-                self.shared.ledger.lock().note(
+                self.note(self.entry(
                     Side::Prefill,
                     room,
                     attempt,
                     "PARKED",
                     format!("OPEN before the request, kept {ttl_ms} ms"),
-                    self.now(),
-                );
+                ));
                 self.set_parked_timer();
                 self.send(
                     peer,
@@ -263,14 +264,13 @@ impl Core {
 
     fn reject(&mut self, peer: Peer, room: u64, attempt: u32, code: Code, why: &str) {
         self.shared.stats.lock().opens_rejected += 1;
-        self.shared.ledger.lock().note(
+        self.note(self.entry(
             Side::Prefill,
             room,
             attempt,
             "REJECT",
             format!("{code}: {why}"),
-            self.now(),
-        );
+        ));
         let retry_after_ms = if code == Code::NoCapacity {
             RETRY_AFTER_MS
         } else {
@@ -339,12 +339,8 @@ impl Core {
                         _ => String::new(),
                     };
                     self.enter(
-                        Side::Prefill,
-                        room,
-                        attempt,
-                        phase.name(),
+                        self.entry(Side::Prefill, room, attempt, phase.name(), note),
                         phase.is_over(),
-                        note,
                     );
                 }
                 self.timers.set(&Timer::Prefill(room), due);

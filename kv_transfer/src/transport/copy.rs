@@ -70,10 +70,6 @@ pub fn kernel() -> Kernel {
     })
 }
 
-fn fits_vectors(len: usize) -> bool {
-    len > 240 && len.is_multiple_of(STRIPE)
-}
-
 /// Hash of `len` bytes at `src`.
 ///
 /// # Safety
@@ -95,44 +91,50 @@ pub unsafe fn copy_hash(dst: *mut u8, src: *const u8, len: usize) -> u64 {
 }
 
 unsafe fn hash_with(kernel: Kernel, src: *const u8, len: usize) -> u64 {
-    match kernel {
-        // SAFETY (both): `kernel` was detected; src is readable; with COPY = false dst is never used.
-        #[cfg(target_arch = "x86_64")]
-        Kernel::Avx512 if fits_vectors(len) => merge(
-            unsafe { x86::avx512::<false>(std::ptr::null_mut(), src, len) },
-            len,
-        ),
-        #[cfg(target_arch = "x86_64")]
-        // SAFETY: as above.
-        Kernel::Avx2 if fits_vectors(len) => merge(
-            unsafe { x86::avx2::<false>(std::ptr::null_mut(), src, len) },
-            len,
-        ),
+    // SAFETY: the caller's promise; without COPY dst is not used.
+    match unsafe { by_vectors::<false>(kernel, std::ptr::null_mut(), src, len) } {
+        Some(sum) => sum,
         // SAFETY: src is readable for len bytes; see `hash` about concurrent writers.
-        _ => xxh3_64(unsafe { std::slice::from_raw_parts(src, len) }),
+        None => xxh3_64(unsafe { std::slice::from_raw_parts(src, len) }),
     }
 }
 
 unsafe fn copy_hash_with(kernel: Kernel, dst: *mut u8, src: *const u8, len: usize) -> u64 {
-    let aligned = dst.addr().is_multiple_of(STRIPE);
-    match kernel {
-        #[cfg(target_arch = "x86_64")]
-        // SAFETY: `kernel` was detected, dst is aligned for streaming stores, both ranges are the caller's promise.
-        Kernel::Avx512 if fits_vectors(len) && aligned => {
-            merge(unsafe { x86::avx512::<true>(dst, src, len) }, len)
-        }
-        #[cfg(target_arch = "x86_64")]
-        // SAFETY: as above.
-        Kernel::Avx2 if fits_vectors(len) && aligned => {
-            merge(unsafe { x86::avx2::<true>(dst, src, len) }, len)
-        }
-        _ => {
-            // SAFETY: the caller's promise. The hash is taken of our copy, which nobody else writes.
-            unsafe { std::ptr::copy_nonoverlapping(src, dst, len) };
-            // SAFETY: just written, ours alone.
-            xxh3_64(unsafe { std::slice::from_raw_parts(dst, len) })
-        }
+    // SAFETY: the caller's promise.
+    if let Some(sum) = unsafe { by_vectors::<true>(kernel, dst, src, len) } {
+        return sum;
     }
+    // SAFETY: the caller's promise. The hash is taken of our copy, which nobody else writes.
+    unsafe {
+        std::ptr::copy_nonoverlapping(src, dst, len);
+        xxh3_64(std::slice::from_raw_parts(dst, len))
+    }
+}
+
+/// The vector path, if the kernel, the length and (with COPY) the destination's alignment allow it.
+///
+/// # Safety
+/// As `hash`; with COPY as `copy_hash`. `kernel` was detected on this CPU.
+unsafe fn by_vectors<const COPY: bool>(
+    kernel: Kernel,
+    dst: *mut u8,
+    src: *const u8,
+    len: usize,
+) -> Option<u64> {
+    if len <= 240 || !len.is_multiple_of(STRIPE) || (COPY && !dst.addr().is_multiple_of(STRIPE)) {
+        return None;
+    }
+    // SAFETY: the shape was just checked; the rest is the caller's promise.
+    let acc = unsafe {
+        match kernel {
+            #[cfg(target_arch = "x86_64")]
+            Kernel::Avx512 => x86::avx512::<COPY>(dst, src, len),
+            #[cfg(target_arch = "x86_64")]
+            Kernel::Avx2 => x86::avx2::<COPY>(dst, src, len),
+            _ => return None,
+        }
+    };
+    Some(merge(acc, len))
 }
 
 /// Plain non-temporal copy without a hash: the yardstick of the benchmark.
@@ -141,7 +143,8 @@ unsafe fn copy_hash_with(kernel: Kernel, dst: *mut u8, src: *const u8, len: usiz
 /// As `copy_hash`.
 pub unsafe fn copy_plain(dst: *mut u8, src: *const u8, len: usize) {
     #[cfg(target_arch = "x86_64")]
-    if kernel() == Kernel::Avx512 && fits_vectors(len) && dst.addr().is_multiple_of(STRIPE) {
+    if kernel() == Kernel::Avx512 && len.is_multiple_of(STRIPE) && dst.addr().is_multiple_of(STRIPE)
+    {
         // SAFETY: AVX-512 was detected, dst is aligned, both ranges are the caller's promise.
         return unsafe { x86::stream512(dst, src, len) };
     }
