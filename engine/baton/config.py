@@ -75,10 +75,34 @@ class EngineConfig:
     kv_pool_mib: int = opt(128, "memory of the KV pool per DP rank when max-total-tokens is 0 [MiB]")
     max_running_requests: int = opt(64, "most requests decoding at once per DP rank")
     max_queued_requests: int = opt(4096, "most requests waiting per DP rank; more are answered 503")
+    max_queued_tokens: int | None = opt(None, "most prompt tokens waiting per DP rank; more are answered 503 [tokens]")
     chunked_prefill_size: int = opt(512, "token budget of one step: decode rows first, then prompt chunks [tokens]")
     max_prefill_tokens: int = opt(16384, "most prompt tokens in one step, whatever the chunk size [tokens]")
     prefill_max_requests: int | None = opt(None, "most prompts that one step may work on")
-    schedule_policy: str = opt("fcfs", "order of the waiting queue", choices=("fcfs", "lpm"))
+    schedule_policy: str = opt(
+        "auto",
+        "order of the waiting queue; auto: srpt-aging on a prefill node, fcfs elsewhere",
+        choices=("auto", "fcfs", "lpm", "dfs-weight", "lof", "random", "short-first", "srpt-aging", "hrrn"),
+    )
+    lpm_degrade_threshold: int = opt(4096, "lpm turns to fcfs above this many waiting requests; 0: never")
+    lpm_aging_tokens_per_s: float = opt(0.0, "lpm: waiting counts as this many cached tokens per second [tokens/s]")
+    short_first_aging_tokens_per_s: float = opt(500.0, "short-first: waiting shortens a request by this [tokens/s]")
+    srpt_aging: float = opt(0.05, "srpt-aging: waiting shortens a prompt by this share of the prefill rate")
+    max_partial_prefills: int = opt(4, "srpt-aging: most prompts under way at once (they hold pages while suspended)")
+    enable_priority_scheduling: bool = opt(False, "order by the request field priority first, preempt for it")
+    schedule_low_priority_values_first: bool = opt(False, "smaller priority values are more important")
+    abort_on_priority_when_disabled: bool = opt(False, "refuse requests with a priority while the feature is off")
+    priority_scheduling_preemption_threshold: int = opt(
+        10, "a waiting request preempts running ones whose priority is lower by more than this"
+    )
+    priority_aging_rate: float = opt(0.0, "priority gained per second of waiting (order only, never preemption)")
+    preemption_mode: str = opt(
+        "cache",
+        "a preempted request's KV: cache keeps it evictable, recompute drops it",
+        choices=("cache", "recompute"),
+    )
+    max_preemptions_per_request: int = opt(8, "after this many preemptions a request is immune")
+    preemption_min_remaining_tokens: int = opt(8, "a request with fewer tokens to go is not preempted [tokens]")
     schedule_conservativeness: float = opt(1.0, "scales the estimate of how much running requests will still generate")
     disable_radix_cache: bool = opt(False, "do not reuse KV of equal prompt prefixes")
     disable_overlap_schedule: bool = opt(False, "plan step n+1 only after step n has finished")
@@ -145,6 +169,20 @@ def _violations(c: EngineConfig) -> list[str]:
     )
     for name in ("max_running_requests", "max_queued_requests", "max_prefill_tokens", "stream_interval", "kv_pool_mib"):
         rule(getattr(c, name) >= 1, f"{flag_name(name)} {getattr(c, name)}: must be at least 1")
+    for name in ("max_partial_prefills", "max_preemptions_per_request"):
+        rule(getattr(c, name) >= 1, f"{flag_name(name)} {getattr(c, name)}: must be at least 1")
+    for name in ("lpm_aging_tokens_per_s", "short_first_aging_tokens_per_s", "srpt_aging", "priority_aging_rate"):
+        rule(0 <= getattr(c, name) < 1e12, f"{flag_name(name)} {getattr(c, name)}: must not be negative")
+    for name in (
+        "lpm_degrade_threshold",
+        "priority_scheduling_preemption_threshold",
+        "preemption_min_remaining_tokens",
+    ):
+        rule(getattr(c, name) >= 0, f"{flag_name(name)} {getattr(c, name)}: must not be negative")
+    rule(
+        c.max_queued_tokens is None or c.max_queued_tokens >= 1,
+        f"--max-queued-tokens {c.max_queued_tokens}: must be at least 1",
+    )
     for name in ("kv_lease_secs", "kv_transfer_timeout_secs", "request_timeout_secs", "schedule_conservativeness"):
         rule(getattr(c, name) > 0, f"{flag_name(name)} {getattr(c, name)}: must be above 0")
     for name in ("port", "disaggregation_bootstrap_port", "transfer_port"):

@@ -56,7 +56,8 @@ class Validated:
     prompt: array[int]
     """Token ids, typecode 'i'."""
     params: SamplingParams = field(default_factory=SamplingParams)
-    priority: int = 0
+    priority: int | None = None
+    """The client's; None counts as lowest when priority scheduling is on (sched.policy.PriorityRule)."""
     namespace: bytes = b""
     """Radix cache namespace (extra_key / cache_salt): equal prompts of different namespaces share nothing."""
     arrival: float = 0.0

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from baton.request import SamplingParams
 from baton.runtime import sampler
-from baton.runtime.sampler import SampleRow, sample, uniform
+from baton.runtime.sampler import SampleRow, sample
+from baton.sched.mix import uniform
 
 
 @pytest.fixture(scope="module", autouse=True)

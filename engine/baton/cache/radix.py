@@ -109,6 +109,20 @@ class RadixCache:
         limit = min(len(tokens), max_tokens * TOKEN_BYTES) // self._page_bytes
         return self._walk(tokens, namespace, limit)[1] * self.page_size
 
+    def peek_path(self, tokens: bytes, namespace: bytes, max_tokens: int) -> list[int]:
+        """Serial numbers of the nodes along what `match` would find, from the root's child on; changes nothing.
+
+        The last node may be matched in part only (`match` would split it).
+        """
+        limit = min(len(tokens), max_tokens * TOKEN_BYTES) // self._page_bytes
+        node, _, _ = self._walk(tokens, namespace, limit)
+        path: list[int] = []
+        while node.parent is not None:
+            path.append(node.serial)
+            node = node.parent
+        path.reverse()
+        return path
+
     def insert(self, tokens: bytes, pages: array[int], namespace: bytes, from_page: int = 0) -> Inserted:
         """Publish `pages` as the KV of `tokens` from page index `from_page` on; the tree takes those it lacks.
 

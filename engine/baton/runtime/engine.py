@@ -33,11 +33,14 @@ from baton.runtime.kv_pool import KvTensors, make_pool, pool_pages
 from baton.runtime.runner import Runner
 from baton.sched.events import Emitted
 from baton.sched.plan import StepPlan, StepResult
+from baton.sched.policy import PolicyParams, PriorityRule
 from baton.sched.scheduler import Limits, Scheduler
 
 log = logging.getLogger("baton.engine")
 
-Job = tuple[Callable[[], StepResult], "queue.SimpleQueue[StepResult | BaseException]"]
+Done = tuple[StepResult, float]
+"""A step's result and how long it computed [s]."""
+Job = tuple[Callable[[], StepResult], "queue.SimpleQueue[Done | BaseException]"]
 
 
 class DeviceThread:
@@ -48,8 +51,8 @@ class DeviceThread:
         self._thread = threading.Thread(target=self._run, name="device", daemon=True)
         self._thread.start()
 
-    def submit(self, job: Callable[[], StepResult]) -> queue.SimpleQueue[StepResult | BaseException]:
-        done: queue.SimpleQueue[StepResult | BaseException] = queue.SimpleQueue()
+    def submit(self, job: Callable[[], StepResult]) -> queue.SimpleQueue[Done | BaseException]:
+        done: queue.SimpleQueue[Done | BaseException] = queue.SimpleQueue()
         self._jobs.put((job, done))
         return done
 
@@ -60,8 +63,10 @@ class DeviceThread:
     def _run(self) -> None:
         while (item := self._jobs.get()) is not None:
             job, done = item
+            started = time.monotonic()
             try:
-                done.put(job())
+                result = job()
+                done.put((result, time.monotonic() - started))
             except BaseException as err:  # noqa: BLE001 - handed to the waiting thread, which raises it
                 done.put(err)
 
@@ -69,8 +74,7 @@ class DeviceThread:
 @dataclass(frozen=True, slots=True)
 class Flight:
     plan: StepPlan
-    result: queue.SimpleQueue[StepResult | BaseException]
-    launched: float
+    result: queue.SimpleQueue[Done | BaseException]
 
 
 class Engine:
@@ -117,7 +121,7 @@ class Engine:
         if self._relay is not None:
             self._relay.pump(self.sched)
         self.sched.expire(now)
-        plan = self.sched.plan()
+        plan = self.sched.plan(now)
         self._carry_out()
         if plan is not None:
             self._launch(plan)
@@ -131,16 +135,18 @@ class Engine:
 
     def _launch(self, plan: StepPlan) -> None:
         result = self._device.submit(lambda: self._runner.execute(plan))
-        self._flight.append(Flight(plan, result, time.monotonic()))
+        self._flight.append(Flight(plan, result))
 
     def _collect(self) -> None:
         flight = self._flight.popleft()
-        result = flight.result.get()
-        if isinstance(result, BaseException):
-            raise RuntimeError(f"step {flight.plan.step} failed on the device") from result
+        done = flight.result.get()
+        if isinstance(done, BaseException):
+            raise RuntimeError(f"step {flight.plan.step} failed on the device") from done
+        result, seconds = done
         self.sched.commit(flight.plan, result)
+        self.sched.observe(flight.plan, seconds)
         self.counters["engine_steps_total"] += 1
-        self.counters["engine_step_seconds_total"] += time.monotonic() - flight.launched
+        self.counters["engine_step_seconds_total"] += seconds
         self.counters["prompt_tokens_computed_total"] += flight.plan.num_tokens - flight.plan.num_decode
         self.counters["generated_tokens_total"] += len(result.tokens)
 
@@ -191,7 +197,24 @@ class Loaded:
             prefill_max_requests=c.prefill_max_requests,
             reserved_decode_tokens=c.num_reserved_decode_tokens,
             role=c.disaggregation_mode,
-            policy=c.schedule_policy,
+            policy=resolve_policy(c),
+            policy_params=PolicyParams(
+                lpm_degrade_threshold=c.lpm_degrade_threshold,
+                lpm_aging_tokens_per_s=c.lpm_aging_tokens_per_s,
+                short_first_aging_tokens_per_s=c.short_first_aging_tokens_per_s,
+                srpt_aging=c.srpt_aging,
+            ),
+            priority=PriorityRule(
+                enabled=c.enable_priority_scheduling,
+                low_values_first=c.schedule_low_priority_values_first,
+                aging_rate=c.priority_aging_rate,
+                preemption_threshold=c.priority_scheduling_preemption_threshold,
+            ),
+            max_partial_prefills=c.max_partial_prefills,
+            preemption_publishes=c.preemption_mode == "cache",
+            max_preemptions_per_request=c.max_preemptions_per_request,
+            preemption_min_remaining_tokens=c.preemption_min_remaining_tokens,
+            max_queued_tokens=c.max_queued_tokens,
             conservativeness=c.schedule_conservativeness,
             radix_cache=not c.disable_radix_cache,
             prefill_first=c.prefill_first,
@@ -199,6 +222,13 @@ class Loaded:
 
     def engine(self, relay: Relay | None = None) -> Engine:
         return Engine(Scheduler(self.limits()), self.runner, relay, overlap=not self.config.disable_overlap_schedule)
+
+
+def resolve_policy(config: EngineConfig) -> str:
+    """The queue order that --schedule-policy stands for on this node."""
+    if config.schedule_policy != "auto":
+        return config.schedule_policy
+    return "srpt-aging" if config.disaggregation_mode == "prefill" else "fcfs"
 
 
 def compute_threads(config: EngineConfig) -> int:

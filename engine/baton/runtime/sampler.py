@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from baton.request import SamplingParams
+from baton.sched.mix import uniform
 from baton.sched.plan import StepResult, TokenLogprobs
 
 GREEDY_BELOW = 1e-5
@@ -31,20 +32,6 @@ GREEDY_BELOW = 1e-5
 HEAD = 256
 _ROWS_AT_ONCE = 8
 """Bounds the scratch memory of a draw to 8 * vocab floats."""
-_MASK64 = (1 << 64) - 1
-
-
-def uniform(seed: int, position: int) -> float:
-    """The random number of a token: in [0, 1), 53 bits, a pure function of (seed, position)."""
-    return (_mix(_mix(seed & _MASK64) + position * 0x9E3779B97F4A7C15) >> 11) * 2.0**-53
-
-
-def _mix(x: int) -> int:
-    """A bijection of 64-bit integers that flips each output bit with probability 1/2 per input bit (SplitMix64)."""
-    x = (x + 0x9E3779B97F4A7C15) & _MASK64
-    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
-    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK64
-    return x ^ (x >> 31)
 
 
 class SampleRow:

@@ -27,7 +27,7 @@ import heapq
 from array import array
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from baton.cache.ledger import PageLedger
 from baton.cache.pages import PageAllocator
@@ -37,7 +37,8 @@ from baton.request import FinishReason, Validated
 from baton.sched.estimate import NewTokenRatio
 from baton.sched.events import AbortTransfer, Emitted, Event, GrantPages, OpenTransfer, PagesFinal, PrefillDone
 from baton.sched.plan import UNKNOWN_TOKEN, Admitted, Row, StepPlan, StepResult, Stop, TokenLogprobs
-from baton.sched.policy import POLICIES, ordered
+from baton.sched.policy import POLICIES, PolicyParams, PriorityRule, View, ordered
+from baton.sched.queue import WaitingQueue
 from baton.sched.seq import Seq, SeqState
 
 
@@ -58,6 +59,22 @@ class Limits:
     conservativeness: float = 1.0
     radix_cache: bool = True
     prefill_first: bool = False
+    max_queued_tokens: int | None = None
+    """Most prompt tokens waiting in all."""
+    policy_params: PolicyParams = field(default_factory=PolicyParams)
+    priority: PriorityRule = field(default_factory=PriorityRule)
+    max_partial_prefills: int = 4
+    """Prompts that may be under way at once when the policy re-decides per chunk: they hold pages while suspended."""
+    preemption_publishes: bool = True
+    """A preempted request leaves its KV in the cache (mode `cache`) instead of dropping it (mode `recompute`)."""
+    max_preemptions_per_request: int = 8
+    preemption_min_remaining_tokens: int = 8
+    """A request this close to its end is not preempted."""
+
+
+INITIAL_PREFILL_RATE = 2000.0
+"""Assumed until steps have been observed [tokens/s]; only ageing terms depend on it."""
+RATE_SMOOTHING = 0.1
 
 
 def _ceil_div(a: int, b: int) -> int:
@@ -70,11 +87,15 @@ class Scheduler:
         self.allocator = PageAllocator(limits.num_pages)
         self.cache = RadixCache(limits.page_size, self.allocator, enabled=limits.radix_cache)
         self.ratio = NewTokenRatio(limits.conservativeness)
-        self._key = POLICIES[limits.policy](self.cache)
+        self._policy = POLICIES[limits.policy](limits.policy_params)
+        self._now = 0.0
+        self._prefill_rate = INITIAL_PREFILL_RATE
+        self._computed_tokens = 0
+        self._queued_tokens = 0
         self._seqs: dict[int, Seq] = {}
         self._rooms: dict[int, Seq] = {}
-        self._waiting: dict[int, Seq] = {}
-        self._opening: dict[int, Seq] = {}
+        self._waiting = WaitingQueue(self._policy, limits.priority, self._view)
+        self._opening = WaitingQueue(POLICIES["fcfs"](limits.policy_params), limits.priority, self._view)
         self._transfer: dict[int, Seq] = {}
         self._running: dict[int, Seq] = {}
         self._leased: dict[int, Seq] = {}
@@ -87,6 +108,7 @@ class Scheduler:
         self._committed_step = 0
         self._new_pages: array[int] = array("i")
         self.retractions = 0
+        self.preemptions = 0
         self.prefill_was_last = False
 
     # ------------------------------------------------------------------ ingress
@@ -115,13 +137,20 @@ class Scheduler:
                 "--max-queued-requests",
                 retry_after_secs=1,
             )
+        limit_tokens = self.limits.max_queued_tokens
+        if limit_tokens is not None and self._queued_tokens + prompt_len > limit_tokens:
+            raise QueueFull(
+                f"{self._queued_tokens} prompt tokens are waiting and this request brings {prompt_len}, the limit is "
+                f"{limit_tokens}; retry later or raise --max-queued-tokens",
+                retry_after_secs=1,
+            )
         meet = req.rendezvous
         if meet is not None and meet.room in self._rooms:
             raise DuplicateRoom(
                 f"bootstrap room {meet.room} is in use by another request; draw a new one", param="bootstrap_room"
             )
         limit = 1 if self.is_lease(req) else min(req.params.max_new_tokens, self.capacity_tokens - prompt_len)
-        seq = Seq(req, array("i", req.prompt), limit)
+        seq = Seq(req, array("i", req.prompt), limit, born_tokens=self._computed_tokens)
         self._seqs[req.handle] = seq
         if meet is not None:
             self._rooms[meet.room] = seq
@@ -133,7 +162,16 @@ class Scheduler:
         if meet is not None and self.limits.role == "decode":
             self._open(seq)
         else:
-            self._waiting[seq.handle] = seq
+            self._enqueue(seq)
+
+    def _enqueue(self, seq: Seq) -> None:
+        self._waiting.add(seq)
+        self._queued_tokens += seq.prompt_len
+
+    def _dequeue(self, seq: Seq) -> None:
+        if seq in self._waiting:
+            self._waiting.discard(seq)
+            self._queued_tokens -= seq.prompt_len
 
     def is_lease(self, req: Validated) -> bool:
         """Does this request end here with a lease on its pages (a prompt prefilled for a D node)?"""
@@ -219,13 +257,13 @@ class Scheduler:
     def _open(self, seq: Seq) -> None:
         """D: shake hands with P at once; pages come later (`_admit_transfers`), so that a full D delays no P."""
         seq.state = SeqState.OPENING
-        self._opening[seq.handle] = seq
+        self._opening.add(seq)
         self._outbox.append(OpenTransfer(seq.req))
 
     def _admit_transfers(self) -> None:
-        """D: reserve pages for prompts on their way, first come first served, leaving room for running answers."""
+        """D: reserve pages for prompts on their way, leaving room for running answers."""
         limits = self.limits
-        for seq in list(self._opening.values()):
+        for seq in self._opening.in_order() if self._opening else ():
             if not self._slots:
                 return
             match = self.cache.match(seq.tokens.tobytes(), seq.req.namespace, seq.prompt_len)
@@ -238,7 +276,7 @@ class Scheduler:
             if pages is None:
                 self.cache.unlock(match.node)
                 return
-            del self._opening[seq.handle]
+            self._opening.discard(seq)
             seq.node = match.node
             seq.pages.extend(match.pages)
             seq.to(SeqState.TRANSFER)
@@ -250,11 +288,18 @@ class Scheduler:
 
     # ------------------------------------------------------------------ planning
 
-    def plan(self) -> StepPlan | None:
-        """Choose the next forward pass; None when there is nothing to compute. Same state, same plan."""
+    def plan(self, now: float = 0.0) -> StepPlan | None:
+        """Choose the next forward pass; None when there is nothing to compute. Same state and `now`, same plan.
+
+        Args:
+            now: seconds, the clock of Validated.arrival; only policies that weigh waiting time read it.
+        """
+        self._now = now
         self._admit_transfers()
         self._release_grants()
         self._new_pages = array("i")
+        if self.limits.priority.enabled:
+            self._preempt_for_priority()
         retractions = self.retractions
         rows: list[Row] = []
         admitted: list[Admitted] = []
@@ -271,7 +316,7 @@ class Scheduler:
             num_decode = len(rows)
         if not rows:
             if self.retractions > retractions:
-                return self.plan()  # the pages just freed may let another sequence run; each round retracts one
+                return self.plan(now)  # the pages just freed may let another sequence run; each round retracts one
             if not self._running:
                 self.ratio.on_idle()
             return None
@@ -333,25 +378,73 @@ class Scheduler:
     def _retract(self, seq: Seq) -> None:
         self.retractions += 1
         seq.retractions += 1
-        self._publish(seq)
+        self._suspend(seq, publish=True)
+        self.ratio.on_retraction((s.generated, s.max_new_tokens) for s in self._running.values())
+
+    def _suspend(self, seq: Seq, *, publish: bool) -> None:
+        """Send a running sequence back to the queue: it keeps its tokens and its arrival, and holds nothing."""
+        if publish:
+            self._publish(seq)
         self._let_go(seq)
         del self._running[seq.handle]
         seq.to(SeqState.WAITING)
-        self._waiting[seq.handle] = seq
         seq.computed = seq.committed = seq.sent_pages = 0
-        self.ratio.on_retraction((s.generated, s.max_new_tokens) for s in self._running.values())
+        self._enqueue(seq)
+
+    def _preempt_for_priority(self) -> None:
+        """Make room for the first waiting request by suspending running ones of clearly lower priority.
+
+        Triggered by slots and by pages; all or nothing; the cheapest to recompute among the least important go first;
+        only base priorities count, so that an aged request never evicts and no two can evict each other in turn.
+        """
+        head = next((s for s in self._waiting.in_order() if not s.inflight_steps), None) if self._waiting else None
+        if head is None:
+            return
+        short = self._pages_for(head) - self._available()
+        if self._slots and short <= 0:
+            return
+        rule = self.limits.priority
+        below = rule.base(head) - rule.preemption_threshold
+        victims: list[Seq] = []
+        for seq in sorted(
+            (s for s in self._running.values() if rule.base(s) < below and self._may_preempt(s)),
+            key=lambda s: (rule.base(s), s.computed, -s.req.arrival, -s.handle),
+        ):
+            if victims and short <= 0:
+                break
+            victims.append(seq)
+            short -= len(seq.pages) + self._growth(seq)
+        if not victims or short > 0:
+            return
+        for seq in victims:
+            self.preemptions += 1
+            seq.preemptions += 1
+            self._suspend(seq, publish=self.limits.preemption_publishes)
+
+    def _may_preempt(self, seq: Seq) -> bool:
+        limits = self.limits
+        left = seq.max_new_tokens - seq.generated
+        return (
+            seq.preemptions < limits.max_preemptions_per_request
+            and (left >= limits.preemption_min_remaining_tokens or not seq.is_decoding)
+            and not self.is_lease(seq.req)
+        )
 
     def _plan_prefill(self, rows: list[Row], admitted: list[Admitted], budget: int) -> Stop:
         limit = self.limits.prefill_max_requests
-        for started, (seq, is_new) in enumerate(self._prefill_candidates()):
+        started = 0
+        blocked: Stop | None = None
+        for seq in self._prefill_candidates():
             if budget <= 0:
                 return Stop.TOKEN_BUDGET
             if limit is not None and started >= limit:
                 return Stop.MAX_REQUESTS
+            is_new = seq.state is SeqState.WAITING
             if is_new:
-                stop = self._admit(seq)
-                if stop is not None:
-                    return stop
+                # One that cannot be admitted blocks those behind it; prompts under way go on.
+                blocked = blocked or self._admit(seq)
+                if blocked is not None:
+                    continue
             else:
                 self._adopt_prefix(seq)
             n = self._chunk(seq, budget)
@@ -367,15 +460,26 @@ class Scheduler:
             rows.append(self._row(seq, n, admitted))
             self._publish_scheduled(seq)
             budget -= n
-        return Stop.QUEUE_EMPTY
+            started += 1
+        return blocked or Stop.QUEUE_EMPTY
 
-    def _prefill_candidates(self) -> Iterator[tuple[Seq, bool]]:
-        """Unfinished prompts first (they hold pages), then the waiting queue in policy order."""
-        for seq in [s for s in self._running.values() if not s.is_decoding and self._wants_row(s)]:
-            yield seq, False
+    def _prefill_candidates(self) -> Iterator[Seq]:
+        """Prompts under way, then the waiting queue in policy order; or both in policy order if it re-decides."""
+        unfinished = [s for s in self._running.values() if not s.is_decoding and self._wants_row(s)]
         # A retracted sequence with a row in flight waits for that step's commit.
-        for seq in ordered((s for s in self._waiting.values() if not s.inflight_steps), self._key):
-            yield seq, True
+        if not self._policy.redecides_chunks:
+            yield from unfinished
+            if self._slots and self._waiting:
+                yield from (s for s in self._waiting.in_order() if not s.inflight_steps)
+            return
+        queue = unfinished + [s for s in self._waiting if not s.inflight_steps]
+        under_way = len(unfinished)
+        for seq in ordered(queue, self._policy, self.limits.priority, self._view()):
+            if seq.state is SeqState.WAITING:
+                if under_way >= self.limits.max_partial_prefills or not self._slots:
+                    continue
+                under_way += 1
+            yield seq
 
     def _chunk(self, seq: Seq, budget: int) -> int:
         """Tokens of this prompt to compute now: all, or whole pages so that chunks end at page boundaries."""
@@ -392,15 +496,11 @@ class Scheduler:
             return Stop.NO_SLOT
         match = self.cache.match(seq.tokens.tobytes(), seq.req.namespace, len(seq.tokens) - 1)
         self.cache.lock(match.node)
-        page = self.limits.page_size
-        work = _ceil_div(len(seq.tokens), page) - len(match.pages)
-        answer = 0 if self.is_lease(seq.req) else self.ratio.estimate(seq.max_new_tokens - seq.generated)
-        alone = not self._running and not self._transfer and not self._leased
-        need = work + (0 if alone else _ceil_div(answer, page) + self._reserved_growth())
+        need = self._pages_for(seq, len(match.pages))
         if need > self._available():
             self.cache.unlock(match.node)
             return Stop.NO_PAGES
-        del self._waiting[seq.handle]
+        self._dequeue(seq)
         seq.to(SeqState.RUNNING)
         self._running[seq.handle] = seq
         seq.slot = self._slots.pop()
@@ -415,7 +515,7 @@ class Scheduler:
         self._let_go(seq)
         del self._running[seq.handle]
         seq.to(SeqState.WAITING)
-        self._waiting[seq.handle] = seq
+        self._enqueue(seq)
         seq.computed = 0
 
     def _adopt_prefix(self, seq: Seq) -> None:
@@ -471,10 +571,17 @@ class Scheduler:
 
     # ------------------------------------------------------------------ results
 
+    def observe(self, plan: StepPlan, seconds: float) -> None:
+        """How long a step took on the device: what ageing and deadlines are measured with."""
+        tokens = plan.num_tokens - plan.num_decode
+        if tokens and seconds > 0 and not plan.num_decode:
+            self._prefill_rate += RATE_SMOOTHING * (tokens / seconds - self._prefill_rate)
+
     def commit(self, plan: StepPlan, result: StepResult) -> None:
         """Apply the outcome of a step. Steps are committed in the order in which they were planned."""
         assert plan.step == self._committed_step + 1, "steps are committed in order"
         self._committed_step = plan.step
+        self._computed_tokens += plan.num_tokens - plan.num_decode
         sampled = 0
         for row in plan.rows:
             token = None
@@ -545,7 +652,7 @@ class Scheduler:
         if has_room and code:
             self._outbox.append(AbortTransfer(seq.req, code))
         if seq.state in (SeqState.OPENING, SeqState.TRANSFER):
-            self._opening.pop(seq.handle, None)
+            self._opening.discard(seq)
             self._transfer.pop(seq.handle, None)
             if seq.slot >= 0:
                 self._slots.append(seq.slot)
@@ -560,15 +667,9 @@ class Scheduler:
         if seq.state is SeqState.RUNNING:
             self._publish(seq)
         self._let_go(seq)
-        for table in (
-            self._waiting,
-            self._opening,
-            self._transfer,
-            self._running,
-            self._leased,
-            self._closing,
-            self._seqs,
-        ):
+        self._dequeue(seq)
+        self._opening.discard(seq)
+        for table in (self._transfer, self._running, self._leased, self._closing, self._seqs):
             table.pop(seq.handle, None)
         meet = seq.req.rendezvous
         if meet is not None and self._rooms.get(meet.room) is seq:
@@ -612,17 +713,25 @@ class Scheduler:
     def _available(self) -> int:
         return self.allocator.free_count + self.cache.evictable_pages
 
-    def _reserved_growth(self) -> int:
-        """Pages that running sequences are expected to still take."""
+    def _pages_for(self, seq: Seq, cached_pages: int | None = None) -> int:
+        """Pages that should be available before a waiting sequence is admitted."""
         page = self.limits.page_size
-        total = 0
-        for table in (self._running, self._transfer):
-            for seq in table.values():
-                target = len(seq.tokens) + (
-                    0 if self.is_lease(seq.req) else self.ratio.estimate(seq.max_new_tokens - seq.generated)
-                )
-                total += max(_ceil_div(target, page) - len(seq.pages), 0)
-        return total
+        if cached_pages is None:
+            cached = self.cache.peek(seq.tokens.tobytes(), seq.req.namespace, len(seq.tokens) - 1)
+            cached_pages = cached // page
+        work = _ceil_div(len(seq.tokens), page) - cached_pages
+        if not self._running and not self._transfer and not self._leased:
+            return work  # alone: it must run, and it fits (see `add`)
+        answer = 0 if self.is_lease(seq.req) else self.ratio.estimate(seq.max_new_tokens - seq.generated)
+        return work + _ceil_div(answer, page) + self._reserved_growth()
+
+    def _growth(self, seq: Seq) -> int:
+        """Pages that a sequence with pages is expected to still take."""
+        answer = 0 if self.is_lease(seq.req) else self.ratio.estimate(seq.max_new_tokens - seq.generated)
+        return max(_ceil_div(len(seq.tokens) + answer, self.limits.page_size) - len(seq.pages), 0)
+
+    def _reserved_growth(self) -> int:
+        return sum(self._growth(seq) for table in (self._running, self._transfer) for seq in table.values())
 
     def _allocate(self, n: int) -> array[int] | None:
         short = n - self.allocator.free_count
@@ -640,6 +749,16 @@ class Scheduler:
                 self._outbox.append(grant)
 
     # ------------------------------------------------------------------ views
+
+    def _view(self) -> View:
+        return View(
+            self._now,
+            self._planned_step,
+            self.cache,
+            self._prefill_rate,
+            self._computed_tokens,
+            self.ratio.estimate,
+        )
 
     def drain_events(self) -> list[Event]:
         """Events since the last call, in order. The shell carries each out before it makes the next plan."""

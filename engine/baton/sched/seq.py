@@ -76,7 +76,10 @@ class Seq:
     """P: prompt pages already offered to D."""
     cached_tokens: int = -1
     """Prompt tokens found in the cache when the request first ran; -1: has not run."""
+    born_tokens: int = 0
+    """Prompt tokens the engine had computed when this request arrived."""
     retractions: int = 0
+    preemptions: int = 0
     finish: FinishReason | None = None
 
     @property

@@ -197,7 +197,7 @@ class Front:
                 **ranks[0].info,  # max_total_num_tokens, dtype, layout: equal on all ranks
                 "status": self.phase.value,
                 "version": version(),
-                "priority_order": "higher first",
+                "priority_order": "lower first" if self.config.schedule_low_priority_values_first else "higher first",
                 "internal_states": [{"dp_rank": r.dp_rank, "ready": r.ready, "dead": r.dead, **r.info} for r in ranks],
             }
         )

@@ -22,7 +22,7 @@ class Submit(msgspec.Struct, tag="submit"):
     rid: str
     prompt: bytes
     params: SamplingParams
-    priority: int = 0
+    priority: int | None = None
     namespace: bytes = b""
     rendezvous: Rendezvous | None = None
     age_secs: float = 0.0

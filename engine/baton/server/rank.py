@@ -254,6 +254,7 @@ class RankProcess:
         gauges = self.engine.gauges()
         counters = dict(self.engine.counters)
         counters["retractions_total"] = self.engine.sched.retractions
+        counters["preemptions_total"] = self.engine.sched.preemptions
         if self._node is not None:
             flatten_transfer_stats(json.loads(self._node.stats_json()), gauges, counters)
         self._send(Stats(self.dp_rank, gauges, counters))

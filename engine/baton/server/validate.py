@@ -80,7 +80,7 @@ class Accepted:
     max_tokens_zero: bool = False
     """echo with max_tokens 0: nothing to generate, the answer is the prompt."""
     return_token_ids: bool = False
-    priority: int = 0
+    priority: int | None = None
     namespace: bytes = b""
     is_batch: bool = False
     """/generate answers a list when it was asked with one."""
@@ -310,10 +310,21 @@ class Validator:
             stream=f.boolean("stream", False),
             include_usage=options.boolean("include_usage", False),
             continuous_usage=options.boolean("continuous_usage_stats", False),
-            priority=f.integer("priority", 0, -(2**31), 2**31 - 1) or 0,
+            priority=self._priority(f),
             namespace="\0".join(k or "" for k in keys).encode() if any(keys) else b"",
             return_token_ids=f.boolean("return_token_ids", False),
         )
+
+    def _priority(self, f: Fields) -> int | None:
+        value = f.integer("priority", None, -(2**31), 2**31 - 1)
+        config = self._config
+        if value is not None and config.abort_on_priority_when_disabled and not config.enable_priority_scheduling:
+            raise UnsupportedParameter(
+                "this engine runs without --enable-priority-scheduling and refuses requests with a priority; "
+                "leave priority out",
+                param="priority",
+            )
+        return value
 
     def _rid(self, f: Fields) -> str | None:
         value = f.get(f.first("rid", "request_id"))
@@ -418,7 +429,7 @@ class _Common:
     stream: bool
     include_usage: bool
     continuous_usage: bool
-    priority: int
+    priority: int | None
     namespace: bytes
     return_token_ids: bool
 

@@ -1,0 +1,302 @@
+"""Queue orders and priority: every policy against its definition, and preemption on slots and on pages."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from array import array
+
+import pytest
+
+from baton.sched.dfs_weight import dfs_weight_keys
+from baton.sched.policy import POLICIES, PolicyParams, PriorityRule, View, ordered
+from baton.sched.queue import WaitingQueue
+from baton.sched.scheduler import Limits
+from baton.sched.seq import Seq
+from tests.support.sched_sim import VOCAB, Node, random_prompt, reference, request
+
+
+class FixedIndex:
+    """A prefix index that knows `cached` tokens of every prompt by its first token."""
+
+    def __init__(self, cached: dict[int, int]) -> None:
+        self.cached = cached
+
+    def peek(self, tokens: bytes, namespace: bytes, max_tokens: int) -> int:
+        return min(self.cached.get(tokens[0], 0), max_tokens)
+
+    def peek_path(self, tokens: bytes, namespace: bytes, max_tokens: int) -> list[int]:
+        return [tokens[0]] if tokens[0] in self.cached else []
+
+
+def view(now: float = 0.0, step: int = 0, cached: dict[int, int] | None = None, computed: int = 0) -> View:
+    return View(now, step, FixedIndex(cached or {}), 1000.0, computed, lambda tokens: tokens // 2)
+
+
+def seq(handle: int, length: int, max_new: int = 4, *, first: int = 1, arrival: float = 0.0, born: int = 0) -> Seq:
+    req = dataclasses.replace(request(handle, [first] + [2] * (length - 1), max_new), arrival=arrival)
+    return Seq(req, array("i", req.prompt), max_new, born_tokens=born)
+
+
+def order(policy: str, queue: list[Seq], at: View, rule: PriorityRule | None = None, **params: float) -> list[int]:
+    made = POLICIES[policy](PolicyParams(**params))  # type: ignore[arg-type]
+    return [s.handle for s in ordered(queue, made, rule or PriorityRule(), at)]
+
+
+def test_each_policy_orders_by_its_definition() -> None:
+    queue = [
+        seq(1, 100, 8, first=1, arrival=1.0),
+        seq(2, 10, 64, first=2, arrival=2.0),
+        seq(3, 50, 16, first=3, arrival=3.0, born=900),
+    ]
+    at = view(now=4.0, cached={1: 96, 3: 40}, computed=1000)
+    assert order("fcfs", queue, at) == [1, 2, 3]
+    assert order("lpm", queue, at) == [1, 3, 2]
+    assert order("lof", queue, at) == [2, 3, 1]
+    assert order("short-first", queue, at, short_first_aging_tokens_per_s=0) == [1, 3, 2], "4+4, 10+8, 10+32"
+    assert order("srpt-aging", queue, at, srpt_aging=0) == [1, 2, 3], "4, 10, 10 tokens left; then arrival"
+    assert order("hrrn", queue, at) == [1, 2, 3], "1000/4, 1000/10, 100/10"
+    assert sorted(order("random", queue, at)) == [1, 2, 3]
+
+
+def test_ageing_bounds_how_long_a_long_request_is_overtaken() -> None:
+    long_one = seq(1, 5000, arrival=0.0)
+    for policy, params in (
+        ("srpt-aging", {"srpt_aging": 0.05}),
+        ("short-first", {"short_first_aging_tokens_per_s": 50}),
+    ):
+        early, late = seq(2, 10, arrival=1.0), seq(3, 10, arrival=150.0)
+        assert order(policy, [long_one, early], view(), **params) == [2, 1]
+        assert order(policy, [long_one, late], view(), **params) == [1, 3], "50 tokens per second of waiting"
+
+
+def test_random_is_reproducible_changes_per_step_and_is_not_arrival_order() -> None:
+    queue = [seq(h, 5) for h in range(50)]
+    orders = [order("random", queue, view(step=s)) for s in range(20)]
+    assert orders[3] == order("random", queue, view(step=3))
+    assert len({tuple(o) for o in orders}) == 20
+    firsts = {o[0] for o in orders}
+    assert len(firsts) > 5
+
+
+def test_lpm_degrades_above_the_threshold_and_returns_with_hysteresis() -> None:
+    policy = POLICIES["lpm"](PolicyParams(lpm_degrade_threshold=8))
+    cached = {9: 4}
+
+    def first(count: int) -> int:
+        queue = [seq(h, 5, arrival=float(h)) for h in range(count - 1)] + [seq(99, 5, first=9, arrival=99.0)]
+        return ordered(queue, policy, PriorityRule(), view(cached=cached))[0].handle
+
+    assert [first(n) for n in (8, 9, 8, 7, 6, 7, 8, 9)] == [99, 0, 0, 0, 99, 99, 99, 0]
+
+
+def test_lpm_ageing_lets_a_cold_prompt_pass_hits_that_came_later() -> None:
+    cold, hit = seq(1, 50, arrival=0.0), seq(2, 50, first=2, arrival=11.0)
+    at = view(cached={2: 40})
+    assert order("lpm", [cold, hit], at) == [2, 1]
+    assert order("lpm", [cold, hit], at, lpm_aging_tokens_per_s=4.0) == [1, 2], "40 tokens of match = 10 s at 4/s"
+
+
+def test_dfs_weight_walks_the_heaviest_subtree_first_children_before_parents() -> None:
+    a, b, c, d, f, g = range(6)
+    paths = [[a, c], [b, f], [a, d], [a, c], [a], [b, g], []]
+    keys = dfs_weight_keys(paths)
+    assert sorted(range(7), key=keys.__getitem__) == [0, 3, 2, 4, 1, 5, 6]
+
+
+def test_dfs_weight_survives_a_tree_deeper_than_the_recursion_limit() -> None:
+    assert dfs_weight_keys([list(range(50_000)), [0]]) == [0.0, 1.0]
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_dfs_weight_equals_the_recursive_definition(seed: int) -> None:
+    rng = random.Random(seed)
+    paths: list[list[int]] = []
+    for _ in range(rng.randint(1, 20)):
+        node, path = 1, []
+        for _ in range(rng.randint(0, 4)):
+            node = node * 3 + rng.randrange(3)
+            path.append(node)
+        paths.append(path)
+
+    def under(prefix: list[int]) -> list[int]:
+        return [i for i, p in enumerate(paths) if p[: len(prefix)] == prefix]
+
+    def walk(prefix: list[int]) -> list[int]:
+        kids = list(dict.fromkeys(paths[i][len(prefix)] for i in under(prefix) if len(paths[i]) > len(prefix)))
+        kids.sort(key=lambda kid: -len(under([*prefix, kid])))
+        return [i for kid in kids for i in walk([*prefix, kid])] + [i for i in under(prefix) if paths[i] == prefix]
+
+    keys = dfs_weight_keys(paths)
+    assert sorted(range(len(paths)), key=keys.__getitem__) == walk([])
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+@pytest.mark.parametrize("priorities", [False, True])
+def test_the_waiting_queue_equals_a_sort_from_scratch(policy: str, priorities: bool) -> None:
+    rng = random.Random(7)
+    rule = PriorityRule(enabled=priorities, aging_rate=0.5, low_values_first=True)
+    made = POLICIES[policy](PolicyParams())
+    queue = WaitingQueue(made, rule, view)
+    members: list[Seq] = []
+    for handle in range(200):
+        new = seq(handle, rng.randint(1, 30), rng.randint(1, 9), arrival=rng.random() * 9)
+        new = Seq(dataclasses.replace(new.req, priority=rng.choice([None, 1, 5])), new.tokens, new.max_new_tokens)
+        queue.add(new)
+        members.append(new)
+        if rng.random() < 0.4:
+            gone = members.pop(rng.randrange(len(members)))
+            queue.discard(gone)
+            queue.discard(gone)
+        assert [s.handle for s in queue.in_order()] == [s.handle for s in ordered(members, made, rule, view())]
+
+
+def test_priority_comes_before_the_policy_in_both_directions_and_missing_is_lowest() -> None:
+    def ask(handle: int, priority: int | None) -> Seq:
+        plain = seq(handle, 5, arrival=float(handle))
+        return Seq(dataclasses.replace(plain.req, priority=priority), plain.tokens, 4)
+
+    queue = [ask(1, None), ask(2, 5), ask(3, -3), ask(4, 5)]
+    assert order("fcfs", queue, view(), PriorityRule(enabled=True)) == [2, 4, 3, 1]
+    assert order("fcfs", queue, view(), PriorityRule(enabled=True, low_values_first=True)) == [3, 2, 4, 1]
+    assert order("fcfs", queue, view(), PriorityRule(enabled=False)) == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_static_ageing_keys_order_like_priority_plus_rate_times_wait(seed: int) -> None:
+    rng = random.Random(seed)
+    rule = PriorityRule(enabled=True, aging_rate=rng.choice([0.1, 1.0, 7.0]))
+    queue = [
+        Seq(
+            dataclasses.replace(request(h, [1], 1), priority=rng.randrange(20), arrival=rng.random() * 50),
+            array("i", [1]),
+            1,
+        )
+        for h in range(30)
+    ]
+    now = 50 + rng.random() * 100
+    aged = sorted(queue, key=lambda s: -(s.req.priority + rule.aging_rate * (now - s.req.arrival)))  # type: ignore[operator]
+    assert order("fcfs", queue, view(now), rule) == [s.handle for s in aged]
+
+
+def preempting(**over: object) -> Node:
+    values: dict[str, object] = {
+        "num_pages": 200, "page_size": 2, "max_running_requests": 2, "max_queued_requests": 100, "step_tokens": 64,
+        "priority": PriorityRule(enabled=True, preemption_threshold=10),
+    }  # fmt: skip
+    return Node(Limits(**(values | over)), depth=2)  # type: ignore[arg-type]
+
+
+def ranked(handle: int, priority: int, prompt: list[int] | None = None, max_new: int = 30) -> object:
+    req = request(handle, prompt or [handle % VOCAB] * 6, max_new, ignore_eos=True)
+    return dataclasses.replace(req, priority=priority)
+
+
+@pytest.mark.parametrize("publishes", [True, False])
+def test_a_more_important_request_takes_a_slot_and_the_victim_resumes_exactly(publishes: bool) -> None:
+    node = preempting(preemption_publishes=publishes)
+    for handle in (0, 1):
+        node.sched.add(ranked(handle, 0))  # type: ignore[arg-type]
+    for _ in range(6):
+        node.step()
+    node.sched.add(ranked(2, 11, max_new=4))  # type: ignore[arg-type]
+    while 2 not in node.finished:
+        node.step()
+    assert not node.finished.keys() & {0, 1}, "it did not wait for the others"
+    node.run()
+    assert node.sched.preemptions == 1
+    for handle in (0, 1, 2):
+        req = ranked(handle, 0)
+        want = reference(req.prompt, 4 if handle == 2 else 30, True)  # type: ignore[attr-defined]
+        assert node.outputs[handle] == want, "no token is repeated or skipped"
+    node.sched.ledger().check_idle(200)
+
+
+def test_the_threshold_is_strict_and_memory_preempts_too() -> None:
+    node = preempting()
+    for handle in (0, 1):
+        node.sched.add(ranked(handle, 0))  # type: ignore[arg-type]
+    node.step()
+    node.sched.add(ranked(2, 10))  # type: ignore[arg-type]
+    node.run()
+    assert node.sched.preemptions == 0, "a difference of exactly the threshold does not preempt"
+
+    tight = preempting(num_pages=24, max_running_requests=8, conservativeness=1.0)
+    tight.sched.add(ranked(0, 0, max_new=36))  # type: ignore[arg-type]
+    for _ in range(4):
+        tight.step()
+    tight.sched.add(ranked(1, 50, prompt=[3] * 30, max_new=10))  # type: ignore[arg-type]
+    while 1 not in tight.finished:
+        tight.step()
+    assert tight.sched.preemptions == 1
+    assert 0 not in tight.finished
+    tight.run()
+    assert tight.outputs[0] == reference(ranked(0, 0).prompt, 36, True)  # type: ignore[attr-defined]
+
+
+def test_nobody_is_preempted_more_often_than_allowed_or_close_to_the_end() -> None:
+    node = preempting(max_running_requests=1, max_preemptions_per_request=2)
+    node.sched.add(ranked(0, 0, max_new=60))  # type: ignore[arg-type]
+    for handle in range(1, 6):
+        for _ in range(5):
+            node.step()
+        node.sched.add(ranked(handle, 20 * handle, max_new=3))  # type: ignore[arg-type]
+    node.run()
+    assert node.sched.preemptions == 2
+    assert node.outputs[0] == reference(ranked(0, 0).prompt, 60, True)  # type: ignore[attr-defined]
+
+    short = preempting(max_running_requests=1, preemption_min_remaining_tokens=8)
+    short.sched.add(ranked(0, 0, max_new=8))  # type: ignore[arg-type]
+    for _ in range(3):
+        short.step()
+    short.sched.add(ranked(1, 100))  # type: ignore[arg-type]
+    short.run()
+    assert short.sched.preemptions == 0
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_random_load_under_every_policy_and_priority_gives_reference_tokens(seed: int) -> None:
+    rng = random.Random(1000 + seed)
+    page = rng.choice([1, 2, 4])
+    node = Node(
+        Limits(
+            rng.randint(12, 60) * (4 // page), page, rng.choice([1, 2, 4]), 1000, page * rng.randint(1, 6),
+            policy=rng.choice(sorted(POLICIES)),
+            priority=PriorityRule(enabled=rng.random() < 0.7, preemption_threshold=rng.choice([0, 3]), aging_rate=0.01),
+            preemption_publishes=rng.random() < 0.5,
+            max_partial_prefills=rng.choice([1, 4]),
+            conservativeness=rng.choice([0.1, 1.0]),
+        ),
+        depth=rng.choice([1, 2]),
+    )  # fmt: skip
+    shared = [[rng.randrange(VOCAB) for _ in range(rng.randint(2, 16))] for _ in range(3)]
+    want = {}
+    for handle in range(40):
+        prompt = random_prompt(rng, shared, min(24, node.sched.capacity_tokens - 1))
+        req = request(handle, prompt, rng.randint(1, 30), ignore_eos=rng.random() < 0.7)
+        node.sched.add(dataclasses.replace(req, priority=rng.choice([None, 0, 5, 9])))
+        room = node.sched.capacity_tokens - len(prompt)
+        want[handle] = reference(req.prompt, min(req.params.max_new_tokens, room), req.params.ignore_eos)
+        for _ in range(rng.randint(0, 5)):
+            node.step()
+    node.run()
+    assert node.outputs == want
+    node.sched.ledger().check_idle(node.limits.num_pages)
+
+
+def test_srpt_lets_a_short_prompt_pass_a_long_one_between_its_chunks() -> None:
+    done = {}
+    for policy in ("fcfs", "srpt-aging"):
+        node = Node(Limits(400, 4, 8, 100, 16, policy=policy), depth=1)
+        node.sched.add(request(0, [1] * 200, 1, ignore_eos=True))
+        node.step()
+        node.sched.add(request(1, [2] * 12, 1, ignore_eos=True))
+        steps = 0
+        while 1 not in node.finished:
+            node.step()
+            steps += 1
+        assert (0 in node.finished) == (policy == "fcfs")
+        node.run()
+        done[policy] = steps
+        assert node.outputs[0] == reference(request(0, [1] * 200, 1).prompt, 1, True)
+    assert done["srpt-aging"] <= 2 < 12 <= done["fcfs"]
