@@ -1,9 +1,10 @@
 //! Causal attention over paged K and V: decode and prefill rows in one call, online softmax (as in FlashAttention,
 //! arXiv 2205.14135), grouped queries, optional sliding window.
 //!
-//! A call becomes items of one row, one KV head and up to `ITEM_ROWS` query rows (a query row is one head of one
-//! token). An item (1) packs its queries; (2) walks the KV in blocks of `BLOCK` positions aligned to position 0; per block
-//! it packs K transposed and V in units, once for all heads of the group, and asks for the next block's lines;
+//! A call becomes items: some tokens of a row with some KV heads, up to `ITEM_ROWS` query rows (a query row is one head of
+//! one token). A prompt's items have one head, which packs each block for as many tokens as possible; a decode row's have
+//! as many heads as leave work for every thread, because heads are neighbours in memory and are read in its order. An item (1) packs its queries; (2) walks the KV in blocks of `BLOCK` positions aligned to position 0; per block
+//! it packs K transposed and V in units, once for all heads of the group;
 //! (3) per tile of query rows: scores, running maximum, probabilities, weighted V; (4) divides by the sums.
 //!
 //! ```text
@@ -90,121 +91,172 @@ pub unsafe fn paged_attention_on(isa: Isa, a: &Attention) {
         "head_dim {} exceeds {MAX_HEAD_DIM}",
         a.pages.head_dim
     );
-    let group = a.heads / a.pages.kv_heads;
-    let tokens_per_item = (ITEM_ROWS / group).max(1);
-    // Decode-only calls, the usual case, need no table: item i is row i / kv_heads.
+    let kv_heads = a.pages.kv_heads;
     let rows = a.rows.kv_lens.len();
     let total = a.rows.qo_indptr[rows] as usize;
+    let cuts = Cuts::new(a.heads / kv_heads, kv_heads, rows, pool::threads());
+    // Decode-only calls, the usual case, need no table.
     if total == rows {
-        return pool::for_each(rows * a.pages.kv_heads, &|i| {
-            let (row, head) = (i / a.pages.kv_heads, i % a.pages.kv_heads);
-            // SAFETY: passed on; `isa` runs here.
-            unsafe {
-                run_item(
-                    isa,
-                    a,
-                    Item {
-                        row,
-                        head,
-                        first: 0,
-                        tokens: 1,
-                    },
-                )
+        let per_row = kv_heads.div_ceil(cuts.heads);
+        return pool::for_each(rows * per_row, &|i| {
+            let head = i % per_row * cuts.heads;
+            let item = Item {
+                row: i / per_row,
+                head,
+                heads: cuts.heads.min(kv_heads - head),
+                first: 0,
+                tokens: 1,
             };
+            // SAFETY: passed on; `isa` runs here.
+            unsafe { run_item(isa, a, item) };
         });
     }
-    let mut items = Vec::with_capacity((total / tokens_per_item + rows) * a.pages.kv_heads);
+    let mut items = Vec::with_capacity((total / cuts.tokens + rows) * kv_heads);
     for row in 0..rows {
         let n = (a.rows.qo_indptr[row + 1] - a.rows.qo_indptr[row]) as usize;
-        for first in (0..n).step_by(tokens_per_item) {
-            let tokens = tokens_per_item.min(n - first);
-            items.extend((0..a.pages.kv_heads).map(|head| Item {
-                row,
-                head,
-                first,
-                tokens,
+        let heads = if n == 1 { cuts.heads } else { 1 };
+        for first in (0..n).step_by(cuts.tokens) {
+            let tokens = cuts.tokens.min(n - first);
+            items.extend((0..kv_heads).step_by(heads).map(|head| {
+                let heads = heads.min(kv_heads - head);
+                Item {
+                    row,
+                    head,
+                    heads,
+                    first,
+                    tokens,
+                }
             }));
         }
     }
-    // The longest last-in-row items are the dearest; starting with them evens out the threads' ends.
+    // The last items of a prompt see most and are dearest; starting with them evens out the threads' ends.
     items.reverse();
     // SAFETY: passed on; `isa` runs here.
     pool::for_each(items.len(), &|i| unsafe { run_item(isa, a, items[i]) });
 }
 
-/// Tokens [first, first + tokens) of a row, with the query heads of one KV head.
+/// How a call is cut into items. Results do not depend on it.
+#[derive(Clone, Copy, Debug)]
+struct Cuts {
+    /// Tokens of a prompt in one item.
+    tokens: usize,
+    /// KV heads of a decode row in one item.
+    heads: usize,
+}
+
+impl Cuts {
+    fn new(group: usize, kv_heads: usize, rows: usize, threads: usize) -> Cuts {
+        let per_row = if threads == 1 {
+            1
+        } else {
+            (2 * threads).div_ceil(rows).min(kv_heads)
+        };
+        let heads = kv_heads.div_ceil(per_row).min((ITEM_ROWS / group).max(1));
+        Cuts {
+            tokens: (ITEM_ROWS / group).max(1),
+            heads,
+        }
+    }
+}
+
+/// Tokens [first, first + tokens) of a row, with the query heads of KV heads [head, head + heads).
 #[derive(Clone, Copy, Debug)]
 struct Item {
     row: usize,
     head: usize,
+    heads: usize,
     first: usize,
     tokens: usize,
 }
 
 unsafe fn run_item(isa: Isa, a: &Attention, item: Item) {
     match (a.pages.dtype, isa) {
-        (Dtype::F32, _) => dispatch(isa, Walk::<F32>(a, item, PhantomData)),
-        (Dtype::Bf16, Isa::Avx512Bf16) => dispatch(isa, Walk::<Bf16Dot>(a, item, PhantomData)),
-        (Dtype::Bf16, _) => dispatch(isa, Walk::<Bf16>(a, item, PhantomData)),
+        (Dtype::F32, _) => walk::<F32>(isa, a, item),
+        (Dtype::Bf16, Isa::Avx512Bf16) => walk::<Bf16Dot>(isa, a, item),
+        (Dtype::Bf16, _) => walk::<Bf16>(isa, a, item),
     }
 }
 
-struct Walk<'a, E: Elem>(&'a Attention<'a>, Item, PhantomData<E>);
+unsafe fn walk<E: Elem>(isa: Isa, a: &Attention, item: Item) {
+    let plan = Plan::new(a, item);
+    let (rows, units) = (plan.rows * item.heads, plan.units::<E>());
+    let sizes = [
+        rows * X_STRIDE,
+        rows * plan.padded_dim,
+        units * BLOCK,
+        BLOCK * plan.padded_dim / E::PER_UNIT,
+    ];
+    let tile = [
+        MAX_TILE_ROWS * BLOCK,
+        MAX_TILE_ROWS * P_STRIDE,
+        rows,
+        rows * SUM_LANES,
+    ];
+    let words = sizes.iter().chain(&tile).map(|&n| padded(n)).sum();
+    with_scratch(words, |mut carver| {
+        let state = State {
+            q: carver.take(sizes[0]),
+            acc: carver.take(sizes[1]).cast(),
+            keys: carver.take(sizes[2]),
+            values: carver.take(sizes[3]),
+            scores: carver.take(tile[0]).cast(),
+            probs: carver.take(tile[1]),
+            max: carver.take(tile[2]).cast(),
+            sums: carver.take(tile[3]).cast(),
+        };
+        // SAFETY: the pieces have the sizes they need; the rest is passed on.
+        unsafe {
+            dispatch(
+                isa,
+                Walk::<E> {
+                    a,
+                    item,
+                    plan,
+                    state,
+                    elem: PhantomData,
+                },
+            )
+        }
+    });
+}
+
+struct Walk<'a, E: Elem> {
+    a: &'a Attention<'a>,
+    item: Item,
+    plan: Plan,
+    state: State,
+    elem: PhantomData<E>,
+}
 
 impl<E: Elem> Kernel for Walk<'_, E> {
     #[inline(always)]
     unsafe fn run<S: Simd>(self) {
-        let Walk(a, item, _) = self;
-        let plan = Plan::new(a, item);
-        let rows = plan.rows;
-        let units = plan.units::<E>();
-        let sizes = [
-            rows * X_STRIDE,
-            rows * plan.padded_dim,
-            units * BLOCK,
-            BLOCK * plan.padded_dim / E::PER_UNIT,
-        ];
-        let tile = [
-            MAX_TILE_ROWS * BLOCK,
-            MAX_TILE_ROWS * P_STRIDE,
-            rows,
-            rows * SUM_LANES,
-        ];
-        let words = sizes.iter().chain(&tile).map(|&n| padded(n)).sum();
-        with_scratch(words, |mut carver| {
-            let state = State {
-                q: carver.take(sizes[0]),
-                acc: carver.take(sizes[1]).cast(),
-                keys: carver.take(sizes[2]),
-                values: carver.take(sizes[3]),
-                scores: carver.take(tile[0]).cast(),
-                probs: carver.take(tile[1]),
-                max: carver.take(tile[2]).cast(),
-                sums: carver.take(tile[3]).cast(),
-            };
-            // SAFETY: the pieces have the sizes asked for; the rest is passed on.
-            unsafe {
-                start::<S, E>(a, item, &plan, &state);
-                let mut rows_of = BlockRows::new();
-                let mut at = plan.begin - plan.begin % BLOCK;
-                while at < plan.end {
-                    let n = BLOCK.min(plan.end - at);
-                    rows_of.find::<E>(a, item, at, n);
-                    pack_block::<S, E>(&plan, &rows_of, n, &state);
-                    if at + BLOCK < plan.end {
-                        prefetch_block::<S, E>(
-                            a,
-                            item,
-                            at + BLOCK,
-                            BLOCK.min(plan.end - at - BLOCK),
-                        );
-                    }
-                    attend_block::<S, E>(a, &plan, at, n, &state);
-                    at += BLOCK;
-                }
-                finish::<S, E>(a, item, &plan, &state);
+        let Walk {
+            a,
+            item,
+            plan,
+            state,
+            ..
+        } = self;
+        for head in 0..item.heads {
+            start::<S, E>(a, item, &plan, head, &state.of_head(&plan, head));
+        }
+        let mut rows = BlockRows::new();
+        let mut at = plan.begin - plan.begin % BLOCK;
+        while at < plan.end {
+            let n = BLOCK.min(plan.end - at);
+            rows.find::<E>(a, item, at, n);
+            for head in 0..item.heads {
+                let state = state.of_head(&plan, head);
+                pack_block::<S, E>(&plan, &rows, n, &state);
+                attend_block::<S, E>(a, &plan, at, n, &state);
+                rows.next_head::<E>(&plan, n);
             }
-        });
+            at += BLOCK;
+        }
+        for head in 0..item.heads {
+            finish::<S, E>(a, item, &plan, head, &state.of_head(&plan, head));
+        }
     }
 }
 
@@ -212,7 +264,7 @@ impl<E: Elem> Kernel for Walk<'_, E> {
 struct Plan {
     /// Query heads per KV head.
     group: usize,
-    /// Query rows: tokens * group, token by token.
+    /// Query rows of one KV head: tokens * group, token by token.
     rows: usize,
     dim: usize,
     /// head_dim in whole vectors of any level.
@@ -254,7 +306,8 @@ impl Plan {
     }
 }
 
-/// Scratch of one item.
+/// Scratch of one item; the arrays with rows have those of each KV head in turn.
+#[derive(Clone, Copy)]
 struct State {
     /// [rows, X_STRIDE] packed queries
     q: *mut u32,
@@ -274,7 +327,22 @@ struct State {
     sums: *mut f32,
 }
 
-/// Where the K and V of a block's positions are; positions without one point at zeros.
+impl State {
+    /// Scratch of the item's KV head number `head`.
+    #[inline(always)]
+    unsafe fn of_head(&self, plan: &Plan, head: usize) -> State {
+        let row = head * plan.rows;
+        State {
+            q: self.q.add(row * X_STRIDE),
+            acc: self.acc.add(row * plan.padded_dim),
+            max: self.max.add(row),
+            sums: self.sums.add(row * SUM_LANES),
+            ..*self
+        }
+    }
+}
+
+/// Where the K and V of a block's positions are, for one KV head; positions without one point at zeros.
 struct BlockRows {
     keys: [*const u32; BLOCK],
     values: [*const u32; BLOCK],
@@ -307,6 +375,14 @@ impl BlockRows {
         self.keys[n..].fill(ZEROS.as_ptr());
         self.values[n..].fill(ZEROS.as_ptr());
     }
+
+    /// On to the next KV head of the same `n` positions.
+    #[inline(always)]
+    fn next_head<E: Elem>(&mut self, plan: &Plan, n: usize) {
+        for row in self.keys[..n].iter_mut().chain(&mut self.values[..n]) {
+            *row = row.cast::<E::T>().wrapping_add(plan.dim).cast();
+        }
+    }
 }
 
 /// Call `f(element offset of the first K of the item's head, slots)` for each stretch of one page within [at, at + n).
@@ -329,12 +405,18 @@ fn each_run(a: &Attention, item: Item, at: usize, n: usize, mut f: impl FnMut(us
 }
 
 #[inline(always)]
-unsafe fn start<S: Simd, E: Elem>(a: &Attention, item: Item, plan: &Plan, state: &State) {
+unsafe fn start<S: Simd, E: Elem>(
+    a: &Attention,
+    item: Item,
+    plan: &Plan,
+    head: usize,
+    state: &State,
+) {
     let q = a.q.cast::<E::T>();
     let first_token = a.rows.qo_indptr[item.row] as usize + item.first;
     for row in 0..plan.rows {
         let token = first_token + row / plan.group;
-        let head = item.head * plan.group + row % plan.group;
+        let head = (item.head + head) * plan.group + row % plan.group;
         E::pack_x::<S>(
             q.add(token * a.q_stride + head * plan.dim),
             plan.dim,
@@ -344,25 +426,6 @@ unsafe fn start<S: Simd, E: Elem>(a: &Attention, item: Item, plan: &Plan, state:
     }
     state.sums.write_bytes(0, plan.rows * SUM_LANES);
     state.acc.write_bytes(0, plan.rows * plan.padded_dim);
-}
-
-/// Ask for the lines of the next block while this one is being worked on: K and V of one head are `slot_len` apart, a
-/// pattern hardware prefetchers do not follow across pages.
-#[inline(always)]
-unsafe fn prefetch_block<S: Simd, E: Elem>(a: &Attention, item: Item, at: usize, n: usize) {
-    const LINE: usize = 64;
-    let base = a.pages.base.cast::<E::T>();
-    let row_bytes = a.pages.head_dim * size_of::<E::T>();
-    each_run(a, item, at, n, |offset, run| {
-        for place in 0..run {
-            let key = base.wrapping_add(offset + place * a.pages.slot_len());
-            let value = key.wrapping_add(a.pages.value_offset());
-            for line in (0..row_bytes).step_by(LINE) {
-                S::prefetch(key.cast::<u8>().wrapping_add(line));
-                S::prefetch(value.cast::<u8>().wrapping_add(line));
-            }
-        }
-    });
 }
 
 #[inline(always)]
@@ -456,6 +519,7 @@ unsafe fn attend_tile<S: Simd, E: Elem>(
         out: state.scores,
         out_stride: BLOCK,
         add: false,
+        stream: false,
     };
     product::<S, E, X_STRIDE>(rows, columns / S::LANES, scores);
     for r in 0..rows {
@@ -469,6 +533,7 @@ unsafe fn attend_tile<S: Simd, E: Elem>(
         out: state.acc.add(row * plan.padded_dim),
         out_stride: plan.padded_dim,
         add: true,
+        stream: false,
     };
     product::<S, E, P_STRIDE>(rows, plan.padded_dim / S::LANES, weighted);
 }
@@ -551,12 +616,18 @@ unsafe fn rescale<S: Simd>(values: *mut f32, n: usize, factor: S::F) {
 }
 
 #[inline(always)]
-unsafe fn finish<S: Simd, E: Elem>(a: &Attention, item: Item, plan: &Plan, state: &State) {
+unsafe fn finish<S: Simd, E: Elem>(
+    a: &Attention,
+    item: Item,
+    plan: &Plan,
+    head: usize,
+    state: &State,
+) {
     let out = a.out.cast::<E::T>();
     let first_token = a.rows.qo_indptr[item.row] as usize + item.first;
     for row in 0..plan.rows {
         let token = first_token + row / plan.group;
-        let head = item.head * plan.group + row % plan.group;
+        let head = (item.head + head) * plan.group + row % plan.group;
         let to = out.add((token * a.heads + head) * plan.dim);
         let total = tree_sum(
             &state
@@ -578,4 +649,4 @@ unsafe fn finish<S: Simd, E: Elem>(a: &Attention, item: Item, plan: &Plan, state
 
 #[cfg(test)]
 #[path = "attention_tests.rs"]
-mod tests;
+pub(crate) mod tests;

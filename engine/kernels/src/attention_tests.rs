@@ -44,10 +44,10 @@ const LAYERS: usize = 2;
 
 /// Numbers in the storage type.
 #[derive(Clone, PartialEq, Debug)]
-struct Stored(Dtype, Vec<u8>);
+pub(crate) struct Stored(pub Dtype, pub Vec<u8>);
 
 impl Stored {
-    fn new(dtype: Dtype, values: &[f32]) -> Stored {
+    pub(crate) fn new(dtype: Dtype, values: &[f32]) -> Stored {
         let bytes = match dtype {
             Dtype::F32 => values.iter().flat_map(|x| x.to_ne_bytes()).collect(),
             Dtype::Bf16 => values
@@ -58,7 +58,7 @@ impl Stored {
         Stored(dtype, bytes)
     }
 
-    fn values(&self) -> Vec<f32> {
+    pub(crate) fn values(&self) -> Vec<f32> {
         match self.0 {
             Dtype::F32 => self
                 .1

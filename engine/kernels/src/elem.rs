@@ -50,8 +50,10 @@ pub trait Elem: Copy + Send + Sync + 'static {
     type W<S: Simd>: Copy;
     /// Elements in one unit.
     const PER_UNIT: usize;
-    /// Words of one packed left-hand unit.
+    /// Words of one packed left-hand unit: one per phase.
     const X_WORDS: usize;
+    /// Multiply-adds that one unit takes, done for all accumulators before the next: half the registers for `W`.
+    const PHASES: usize;
 
     fn to_f32(x: Self::T) -> f32;
     fn from_f32(x: f32) -> Self::T;
@@ -61,9 +63,9 @@ pub trait Elem: Copy + Send + Sync + 'static {
     /// The value `store` would leave.
     unsafe fn round<S: Simd>(v: S::F) -> S::F;
 
-    unsafe fn prepare<S: Simd>(w: S::I) -> Self::W<S>;
-    /// acc + the products of one unit; `x` points at its X_WORDS words.
-    unsafe fn step<S: Simd>(acc: S::F, x: *const u32, w: Self::W<S>) -> S::F;
+    unsafe fn prepare<S: Simd>(w: S::I, phase: usize) -> Self::W<S>;
+    /// acc + the products of one phase; `x` points at the unit's X_WORDS words.
+    unsafe fn step<S: Simd>(acc: S::F, x: *const u32, w: Self::W<S>, phase: usize) -> S::F;
     /// Pack `n` elements into left-hand units, ceil(n / PER_UNIT) * X_WORDS words.
     unsafe fn pack_x<S: Simd>(src: *const Self::T, n: usize, dst: *mut u32);
     /// Store LANES probabilities, already rounded by `round`, as left-hand units starting at element `at` of `row`.
@@ -81,6 +83,7 @@ impl Elem for F32 {
     type W<S: Simd> = S::F;
     const PER_UNIT: usize = 1;
     const X_WORDS: usize = 1;
+    const PHASES: usize = 1;
 
     #[inline(always)]
     fn to_f32(x: f32) -> f32 {
@@ -103,11 +106,11 @@ impl Elem for F32 {
         v
     }
     #[inline(always)]
-    unsafe fn prepare<S: Simd>(w: S::I) -> S::F {
+    unsafe fn prepare<S: Simd>(w: S::I, _phase: usize) -> S::F {
         S::from_bits(w)
     }
     #[inline(always)]
-    unsafe fn step<S: Simd>(acc: S::F, x: *const u32, w: S::F) -> S::F {
+    unsafe fn step<S: Simd>(acc: S::F, x: *const u32, w: S::F, _phase: usize) -> S::F {
         S::fma(S::splat(x.cast::<f32>().read()), w, acc)
     }
     #[inline(always)]
@@ -176,25 +179,22 @@ pub struct Bf16;
 
 impl Elem for Bf16 {
     bf16_storage!();
-    type W<S: Simd> = (S::F, S::F);
+    type W<S: Simd> = S::F;
     const X_WORDS: usize = 2;
+    const PHASES: usize = 2;
 
-    #[inline(always)]
-    unsafe fn prepare<S: Simd>(w: S::I) -> (S::F, S::F) {
-        (
-            S::from_bits(S::shl16(w)),
-            S::from_bits(S::and(w, S::splat_u32(0xffff_0000))),
-        )
-    }
     // The odd element first: the order of the dot product instruction.
     #[inline(always)]
-    unsafe fn step<S: Simd>(acc: S::F, x: *const u32, w: (S::F, S::F)) -> S::F {
-        let x = x.cast::<f32>();
-        S::fma(
-            S::splat(x.read()),
-            w.0,
-            S::fma(S::splat(x.add(1).read()), w.1, acc),
-        )
+    unsafe fn prepare<S: Simd>(w: S::I, phase: usize) -> S::F {
+        S::from_bits(if phase == 0 {
+            S::and(w, S::splat_u32(0xffff_0000))
+        } else {
+            S::shl16(w)
+        })
+    }
+    #[inline(always)]
+    unsafe fn step<S: Simd>(acc: S::F, x: *const u32, w: S::F, phase: usize) -> S::F {
+        S::fma(S::splat(x.cast::<f32>().add(1 - phase).read()), w, acc)
     }
     #[inline(always)]
     unsafe fn pack_x<S: Simd>(src: *const u16, n: usize, dst: *mut u32) {
@@ -227,13 +227,14 @@ impl Elem for Bf16Dot {
     bf16_storage!();
     type W<S: Simd> = S::I;
     const X_WORDS: usize = 1;
+    const PHASES: usize = 1;
 
     #[inline(always)]
-    unsafe fn prepare<S: Simd>(w: S::I) -> S::I {
+    unsafe fn prepare<S: Simd>(w: S::I, _phase: usize) -> S::I {
         w
     }
     #[inline(always)]
-    unsafe fn step<S: Simd>(acc: S::F, x: *const u32, w: S::I) -> S::F {
+    unsafe fn step<S: Simd>(acc: S::F, x: *const u32, w: S::I, _phase: usize) -> S::F {
         S::dot2(acc, S::splat_u32(x.read()), w)
     }
     #[inline(always)]

@@ -2,6 +2,8 @@
 //!
 //! | module | what it computes |
 //! |---|---|
+//! | [`linear`] | x * W^T + bias with weights packed at load, any number of rows |
+//! | [`elementwise`] | RMS norm with or without residual, rotary embedding, gated SiLU |
 //! | [`rows`] | nothing: checks the index vectors of a step |
 //! | [`append`] | new K and V of a step, scattered into the pages of the KV pool |
 //! | [`attention`] | causal attention over the pages, decode and prefill rows in one call |
@@ -25,8 +27,11 @@
 pub mod append;
 pub mod attention;
 mod elem;
+pub mod elementwise;
 pub mod isa;
+pub mod linear;
 mod math;
+mod memory;
 pub mod pool;
 pub mod rows;
 mod scratch;

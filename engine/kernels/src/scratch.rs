@@ -8,8 +8,13 @@ const LINE: usize = 64;
 #[repr(C, align(64))]
 struct Line([u32; LINE / 4]);
 
+type Buffer = RefCell<Vec<Line>>;
+
 thread_local! {
-    static WORDS: RefCell<Vec<Line>> = const { RefCell::new(Vec::new()) };
+    /// For an item, on whichever thread it runs.
+    static ITEM: Buffer = const { RefCell::new(Vec::new()) };
+    /// For a call, on the thread that makes it; its items read it.
+    static CALL: Buffer = const { RefCell::new(Vec::new()) };
 }
 
 /// Hands out cache-line-aligned pieces of one buffer.
@@ -40,17 +45,25 @@ pub const fn padded(words: usize) -> usize {
     words.next_multiple_of(LINE / 4)
 }
 
-/// Call `f` with at least `words` words of this thread's buffer (the sum of `padded` sizes).
+/// Call `f` with at least `words` words of this thread's buffer for items (the sum of `padded` sizes).
 pub fn with_scratch<R>(words: usize, f: impl FnOnce(Carver) -> R) -> R {
-    WORDS.with_borrow_mut(|buffer| {
-        let lines = words.div_ceil(LINE / 4);
-        if buffer.len() < lines {
-            buffer.resize(lines, Line([0; LINE / 4]));
-        }
-        f(Carver {
-            next: buffer.as_mut_ptr().cast(),
-            left: buffer.len() * (LINE / 4),
-        })
+    ITEM.with(|buffer| carve(buffer, words, f))
+}
+
+/// The same from the buffer for calls: items may use `with_scratch` meanwhile.
+pub fn with_call_scratch<R>(words: usize, f: impl FnOnce(Carver) -> R) -> R {
+    CALL.with(|buffer| carve(buffer, words, f))
+}
+
+fn carve<R>(buffer: &Buffer, words: usize, f: impl FnOnce(Carver) -> R) -> R {
+    let mut buffer = buffer.borrow_mut();
+    let lines = words.div_ceil(LINE / 4);
+    if buffer.len() < lines {
+        buffer.resize(lines, Line([0; LINE / 4]));
+    }
+    f(Carver {
+        next: buffer.as_mut_ptr().cast(),
+        left: buffer.len() * (LINE / 4),
     })
 }
 

@@ -184,12 +184,27 @@ fn attend(
 type Strided = (usize, usize, usize, usize, usize, usize);
 
 fn vectors((data, outer, inner, outer_stride, inner_stride, len): Strided) -> Vectors {
-    Vectors { data: data as *mut u8, outer, inner, outer_stride, inner_stride, len }
+    Vectors {
+        data: data as *mut u8,
+        outer,
+        inner,
+        outer_stride,
+        inner_stride,
+        len,
+    }
 }
 
 /// out = x / rms(x) * weight; with residual != 0 first residual += x, and the norm is of that. out may be x.
 #[pyfunction]
-fn rms_norm(py: Python<'_>, bf16: bool, x: Strided, residual: usize, weight: usize, eps: f32, out: usize) {
+fn rms_norm(
+    py: Python<'_>,
+    bf16: bool,
+    x: Strided,
+    residual: usize,
+    weight: usize,
+    eps: f32,
+    out: usize,
+) {
     let norm = RmsNorm {
         dtype: dtype(bf16),
         x: vectors(x),
@@ -206,7 +221,10 @@ fn rms_norm(py: Python<'_>, bf16: bool, x: Strided, residual: usize, weight: usi
 /// Rotate q and k [tokens, heads, dim] in place. positions: int64 [tokens] of q and k; cos, sin: float32 [table, dim / 2].
 /// Raises ValueError when a position has no row in the tables.
 #[pyfunction]
-#[expect(clippy::too_many_arguments, reason = "a record would cost more than the call")]
+#[expect(
+    clippy::too_many_arguments,
+    reason = "a record would cost more than the call"
+)]
 fn rope(
     py: Python<'_>,
     bf16: bool,
@@ -220,20 +238,46 @@ fn rope(
     // SAFETY: the Python side holds the tensors and has checked their shapes.
     let positions = unsafe { slice::<i64>(positions, q.1) };
     if let Some(bad) = positions.iter().find(|&&p| p < 0 || p as usize >= table) {
-        return Err(PyValueError::new_err(format!("position {bad} is outside the rope table of {table} rows")));
+        return Err(PyValueError::new_err(format!(
+            "position {bad} is outside the rope table of {table} rows"
+        )));
     }
-    let turn = |x| Rope { dtype: dtype(bf16), x: vectors(x), positions, cos: cos as *const f32, sin: sin as *const f32 };
+    let turn = |x| Rope {
+        dtype: dtype(bf16),
+        x: vectors(x),
+        positions,
+        cos: cos as *const f32,
+        sin: sin as *const f32,
+    };
     let both = Shared([turn(q), turn(k)]);
     // SAFETY: as above.
-    py.detach(|| both.get().iter().for_each(|x| unsafe { elementwise::rope(x) }));
+    py.detach(|| {
+        both.get()
+            .iter()
+            .for_each(|x| unsafe { elementwise::rope(x) })
+    });
     Ok(())
 }
 
 /// out [rows, len] = silu(gate) * up of gate_up [rows, 2 * len], rows `stride` elements apart.
 #[pyfunction]
-fn silu_mul(py: Python<'_>, bf16: bool, gate_up: usize, stride: usize, rows: usize, len: usize, out: usize) {
-    let gated =
-        Shared(SiluMul { dtype: dtype(bf16), gate_up: gate_up as *const u8, stride, rows, len, out: out as *mut u8 });
+fn silu_mul(
+    py: Python<'_>,
+    bf16: bool,
+    gate_up: usize,
+    stride: usize,
+    rows: usize,
+    len: usize,
+    out: usize,
+) {
+    let gated = Shared(SiluMul {
+        dtype: dtype(bf16),
+        gate_up: gate_up as *const u8,
+        stride,
+        rows,
+        len,
+        out: out as *mut u8,
+    });
     // SAFETY: the Python side holds the tensors and has checked their shapes.
     py.detach(|| unsafe { elementwise::silu_mul(gated.get()) });
 }
@@ -247,13 +291,27 @@ impl PackedWeight {
     /// Copy the contiguous matrix at `weight`, which is not needed afterwards.
     #[new]
     fn new(py: Python<'_>, bf16: bool, outputs: usize, inputs: usize, weight: usize) -> Self {
-        let shape = WeightShape { dtype: dtype(bf16), outputs, inputs };
+        let shape = WeightShape {
+            dtype: dtype(bf16),
+            outputs,
+            inputs,
+        };
         // SAFETY: the Python side holds the tensor and has checked its shape.
-        PackedWeight(py.detach(|| unsafe { linear::PackedWeight::pack(shape, weight as *const u8) }))
+        PackedWeight(
+            py.detach(|| unsafe { linear::PackedWeight::pack(shape, weight as *const u8) }),
+        )
     }
 
     /// y [rows, outputs] = x [rows, inputs] * W^T + bias [outputs] (0: none); rows of x are `x_stride` elements apart.
-    fn multiply(&self, py: Python<'_>, x: usize, x_stride: usize, rows: usize, bias: usize, y: usize) {
+    fn multiply(
+        &self,
+        py: Python<'_>,
+        x: usize,
+        x_stride: usize,
+        rows: usize,
+        bias: usize,
+        y: usize,
+    ) {
         let call = Shared(Linear {
             weight: &self.0,
             x: x as *const u8,
@@ -272,7 +330,9 @@ impl PackedWeight {
         let ids = unsafe { slice::<i64>(ids, count) };
         let outputs = self.0.shape().outputs;
         if let Some(bad) = ids.iter().find(|&&id| id < 0 || id as usize >= outputs) {
-            return Err(PyValueError::new_err(format!("row {bad} is outside a matrix of {outputs}")));
+            return Err(PyValueError::new_err(format!(
+                "row {bad} is outside a matrix of {outputs}"
+            )));
         }
         // SAFETY: as above.
         py.detach(|| unsafe { self.0.rows(ids, out as *mut u8) });

@@ -1,0 +1,505 @@
+//! The small layers between the products: RMS norm, rotary embedding, gated SiLU. Memory-bound, so one pass each.
+//!
+//! Rounding follows transformers: a bf16 norm rounds the quotient before the weight, a bf16 gate rounds silu before the
+//! product. Rows are independent; a row's sum of squares is taken in 16 lanes and one fixed tree.
+#![allow(
+    unsafe_op_in_unsafe_fn,
+    reason = "one contract for the module: the CPU has level S, the pointers of each record cover its shapes"
+)]
+
+use std::marker::PhantomData;
+
+use crate::elem::{Bf16, Dtype, Elem, F32, load_part, store_part};
+use crate::isa::{self, Isa};
+use crate::math::{LOG2_E, exp2};
+use crate::pool;
+use crate::simd::{Kernel, SUM_LANES, Simd, dispatch, tree_sum};
+
+/// Elements a thread takes at a time, and below which one thread does all: about 5 us of work.
+const SHARE: usize = 1 << 14;
+
+/// Work on independent rows.
+trait RowKernel: Sync {
+    /// # Safety
+    /// The CPU supports `S`; rows [first, end) exist and are this call's.
+    unsafe fn rows<S: Simd, E: Elem>(&self, first: usize, end: usize);
+}
+
+struct Span<'a, K, E>(&'a K, usize, usize, PhantomData<E>);
+
+impl<K: RowKernel, E: Elem> Kernel for Span<'_, K, E> {
+    #[inline(always)]
+    unsafe fn run<S: Simd>(self) {
+        self.0.rows::<S, E>(self.1, self.2);
+    }
+}
+
+unsafe fn for_rows<K: RowKernel>(isa: Isa, dtype: Dtype, rows: usize, row_len: usize, kernel: &K) {
+    let share = (SHARE / row_len.max(1)).max(1);
+    pool::for_each(rows.div_ceil(share), &|i| {
+        let (first, end) = (i * share, ((i + 1) * share).min(rows));
+        // SAFETY: passed on.
+        unsafe {
+            match dtype {
+                Dtype::F32 => dispatch(isa, Span(kernel, first, end, PhantomData::<F32>)),
+                Dtype::Bf16 => dispatch(isa, Span(kernel, first, end, PhantomData::<Bf16>)),
+            }
+        }
+    });
+}
+
+/// Vectors `[outer, inner, len]`: the last dimension contiguous, the others any number of elements apart.
+#[derive(Clone, Copy, Debug)]
+pub struct Vectors {
+    pub data: *mut u8,
+    pub outer: usize,
+    pub inner: usize,
+    pub outer_stride: usize,
+    pub inner_stride: usize,
+    pub len: usize,
+}
+
+impl Vectors {
+    fn rows(&self) -> usize {
+        self.outer * self.inner
+    }
+
+    fn offset(&self, row: usize) -> usize {
+        row / self.inner * self.outer_stride + row % self.inner * self.inner_stride
+    }
+}
+
+/// out = x / rms(x) * weight. With `residual`, first residual += x (rounded), and the norm is of that sum.
+#[derive(Clone, Copy, Debug)]
+pub struct RmsNorm {
+    pub dtype: Dtype,
+    pub x: Vectors,
+    /// Null, or like `x` but contiguous: overwritten with the sum.
+    pub residual: *mut u8,
+    /// `[len]`
+    pub weight: *const u8,
+    pub eps: f32,
+    /// `[outer, inner, len]`, contiguous; may be `x` itself when that is contiguous.
+    pub out: *mut u8,
+}
+
+// SAFETY: rows are disjoint; the caller of `rms_norm` vouches for the memory.
+unsafe impl Sync for RmsNorm {}
+
+/// # Safety
+/// Pointers cover the shapes; nobody else touches `residual`, `out` or writes the rest meanwhile.
+pub unsafe fn rms_norm(norm: &RmsNorm) {
+    // SAFETY: passed on.
+    unsafe { rms_norm_on(isa::current(), norm) }
+}
+
+/// # Safety
+/// As [`rms_norm`], and `isa.runs_here()`.
+pub unsafe fn rms_norm_on(isa: Isa, norm: &RmsNorm) {
+    for_rows(isa, norm.dtype, norm.x.rows(), norm.x.len, norm);
+}
+
+impl RowKernel for RmsNorm {
+    #[inline(always)]
+    unsafe fn rows<S: Simd, E: Elem>(&self, first: usize, end: usize) {
+        let n = self.x.len;
+        let weight = self.weight.cast::<E::T>();
+        for row in first..end {
+            let mut from = self
+                .x
+                .data
+                .cast::<E::T>()
+                .cast_const()
+                .add(self.x.offset(row));
+            let mut squares = [0.0_f32; SUM_LANES];
+            let to = self.out.cast::<E::T>().add(row * n);
+            if self.residual.is_null() {
+                add_squares::<S, E>(from, n, &mut squares);
+            } else {
+                let total = self.residual.cast::<E::T>().add(row * n);
+                add_and_squares::<S, E>(from, total, n, &mut squares);
+                from = total;
+            }
+            let inverse = S::splat(1.0 / (tree_sum(&squares) / n as f32 + self.eps).sqrt());
+            let mut i = 0;
+            while i < n {
+                let unit = E::round::<S>(S::mul(load_part::<S, E>(from.add(i), n - i), inverse));
+                store_part::<S, E>(
+                    to.add(i),
+                    S::mul(load_part::<S, E>(weight.add(i), n - i), unit),
+                    n - i,
+                );
+                i += S::LANES;
+            }
+        }
+    }
+}
+
+#[inline(always)]
+unsafe fn add_squares<S: Simd, E: Elem>(x: *const E::T, n: usize, squares: &mut [f32; SUM_LANES]) {
+    let mut sums = [S::splat(0.0); 2];
+    let mut i = 0;
+    while i < n {
+        let v = load_part::<S, E>(x.add(i), n - i);
+        let lanes = &mut sums[i % SUM_LANES / S::LANES];
+        *lanes = S::fma(v, v, *lanes);
+        i += S::LANES;
+    }
+    store_sums::<S>(&sums, squares);
+}
+
+/// total += x, and the squares of the rounded total.
+#[inline(always)]
+unsafe fn add_and_squares<S: Simd, E: Elem>(
+    x: *const E::T,
+    total: *mut E::T,
+    n: usize,
+    squares: &mut [f32; SUM_LANES],
+) {
+    let mut sums = [S::splat(0.0); 2];
+    let mut i = 0;
+    while i < n {
+        let (a, b) = (
+            load_part::<S, E>(x.add(i), n - i),
+            load_part::<S, E>(total.add(i), n - i),
+        );
+        let v = E::round::<S>(S::add(a, b));
+        store_part::<S, E>(total.add(i), v, n - i);
+        let lanes = &mut sums[i % SUM_LANES / S::LANES];
+        *lanes = S::fma(v, v, *lanes);
+        i += S::LANES;
+    }
+    store_sums::<S>(&sums, squares);
+}
+
+#[inline(always)]
+unsafe fn store_sums<S: Simd>(sums: &[S::F; 2], lanes: &mut [f32; SUM_LANES]) {
+    for (part, sum) in lanes.chunks_exact_mut(S::LANES).zip(sums) {
+        S::store(part.as_mut_ptr(), *sum);
+    }
+}
+
+/// Rotate the first half of each head against its second, in place ("neox" layout, as in Hugging Face checkpoints).
+#[derive(Clone, Copy, Debug)]
+pub struct Rope<'a> {
+    pub dtype: Dtype,
+    /// `[tokens, heads, head_dim]`
+    pub x: Vectors,
+    /// One per token, each with a row in the tables.
+    pub positions: &'a [i64],
+    /// float32 `[positions, head_dim / 2]`, contiguous.
+    pub cos: *const f32,
+    pub sin: *const f32,
+}
+
+// SAFETY: rows are disjoint; the caller of `rope` vouches for the memory.
+unsafe impl Sync for Rope<'_> {}
+
+/// # Safety
+/// Pointers cover the shapes and positions; nobody else touches `x` meanwhile.
+pub unsafe fn rope(rope: &Rope) {
+    // SAFETY: passed on.
+    unsafe { rope_on(isa::current(), rope) }
+}
+
+/// # Safety
+/// As [`rope`], and `isa.runs_here()`.
+pub unsafe fn rope_on(isa: Isa, rope: &Rope) {
+    for_rows(isa, rope.dtype, rope.x.rows(), rope.x.len, rope);
+}
+
+impl RowKernel for Rope<'_> {
+    #[inline(always)]
+    unsafe fn rows<S: Simd, E: Elem>(&self, first: usize, end: usize) {
+        let half = self.x.len / 2;
+        for row in first..end {
+            let at = self.positions[row / self.x.inner] as usize * half;
+            let low = self.x.data.cast::<E::T>().add(self.x.offset(row));
+            let high = low.add(half);
+            let mut i = 0;
+            while i < half {
+                let left = half - i;
+                let (c, s) = (
+                    load_part::<S, F32>(self.cos.add(at + i), left),
+                    load_part::<S, F32>(self.sin.add(at + i), left),
+                );
+                let (a, b) = (
+                    load_part::<S, E>(low.add(i), left),
+                    load_part::<S, E>(high.add(i), left),
+                );
+                // Products rounded one by one, as torch does: float32 results are equal to its bits.
+                store_part::<S, E>(low.add(i), S::sub(S::mul(a, c), S::mul(b, s)), left);
+                store_part::<S, E>(high.add(i), S::add(S::mul(b, c), S::mul(a, s)), left);
+                i += S::LANES;
+            }
+        }
+    }
+}
+
+/// out = silu(gate) * up.
+#[derive(Clone, Copy, Debug)]
+pub struct SiluMul {
+    pub dtype: Dtype,
+    /// `[rows, 2 * len]` = gate, then up; rows `stride` elements apart.
+    pub gate_up: *const u8,
+    pub stride: usize,
+    pub rows: usize,
+    pub len: usize,
+    /// `[rows, len]`, contiguous.
+    pub out: *mut u8,
+}
+
+// SAFETY: rows are disjoint; the caller of `silu_mul` vouches for the memory.
+unsafe impl Sync for SiluMul {}
+
+/// # Safety
+/// Pointers cover the shapes; nobody else touches `out` or writes `gate_up` meanwhile.
+pub unsafe fn silu_mul(gated: &SiluMul) {
+    // SAFETY: passed on.
+    unsafe { silu_mul_on(isa::current(), gated) }
+}
+
+/// # Safety
+/// As [`silu_mul`], and `isa.runs_here()`.
+pub unsafe fn silu_mul_on(isa: Isa, gated: &SiluMul) {
+    for_rows(isa, gated.dtype, gated.rows, 2 * gated.len, gated);
+}
+
+impl RowKernel for SiluMul {
+    #[inline(always)]
+    unsafe fn rows<S: Simd, E: Elem>(&self, first: usize, end: usize) {
+        let n = self.len;
+        for row in first..end {
+            let gate = self.gate_up.cast::<E::T>().add(row * self.stride);
+            let up = gate.add(n);
+            let to = self.out.cast::<E::T>().add(row * n);
+            let mut i = 0;
+            while i < n {
+                let g = load_part::<S, E>(gate.add(i), n - i);
+                // e^-g as 2^(-g log2 e), held below 2^126: the quotient is 0 to working precision long before.
+                let power = S::max(S::splat(-126.0), S::mul(g, S::splat(LOG2_E)));
+                let e = exp2::<S>(S::sub(S::splat(0.0), power));
+                let silu = E::round::<S>(S::div(g, S::add(S::splat(1.0), e)));
+                store_part::<S, E>(
+                    to.add(i),
+                    S::mul(silu, load_part::<S, E>(up.add(i), n - i)),
+                    n - i,
+                );
+                i += S::LANES;
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::attention::tests::{Stored, noise};
+
+    const DTYPES: [Dtype; 2] = [Dtype::F32, Dtype::Bf16];
+
+    fn assert_close(got: &Stored, want: &[f64], tolerance: f64, what: &str) {
+        for (i, (a, b)) in got.values().iter().zip(want).enumerate() {
+            let room = if got.0 == Dtype::F32 { tolerance } else { 8e-3 } * b.abs().max(1e-3);
+            assert!(
+                (f64::from(*a) - b).abs() <= room,
+                "{what} {:?} [{i}]: {a} not {b}",
+                got.0
+            );
+        }
+    }
+
+    #[test]
+    fn rms_norm_of_strided_heads_equals_the_reference() {
+        for (isa, dtype) in Isa::available()
+            .into_iter()
+            .flat_map(|isa| DTYPES.map(|d| (isa, d)))
+        {
+            for len in [1, 8, 16, 64, 100, 2049] {
+                let (outer, inner, gap) = (3, 2, 5);
+                let stride = inner * len + gap;
+                let x = Stored::new(dtype, &noise(outer * stride, 1));
+                let w = Stored::new(dtype, &noise(len, 2));
+                let mut out = Stored::new(dtype, &vec![9.0; outer * inner * len]);
+                let vectors = Vectors {
+                    data: x.1.as_ptr().cast_mut(),
+                    outer,
+                    inner,
+                    outer_stride: stride,
+                    inner_stride: len,
+                    len,
+                };
+                let residual = std::ptr::null_mut();
+                let (weight, out_ptr) = (w.1.as_ptr(), out.1.as_mut_ptr());
+                let norm = RmsNorm {
+                    dtype,
+                    x: vectors,
+                    residual,
+                    weight,
+                    eps: 1e-6,
+                    out: out_ptr,
+                };
+                // SAFETY: shapes as described.
+                unsafe { rms_norm_on(isa, &norm) };
+                let (x, w) = (x.values(), w.values());
+                let want: Vec<f64> = (0..outer * inner)
+                    .flat_map(|row| {
+                        let v = &x[row / inner * stride + row % inner * len..][..len];
+                        let mean =
+                            v.iter().map(|a| f64::from(*a).powi(2)).sum::<f64>() / len as f64;
+                        let r = 1.0 / (mean + 1e-6).sqrt();
+                        v.iter()
+                            .zip(&w)
+                            .map(|(a, b)| f64::from(*a) * r * f64::from(*b))
+                            .collect::<Vec<_>>()
+                    })
+                    .collect();
+                assert_close(&out, &want, 2e-6, &format!("{isa:?} len {len}"));
+            }
+        }
+    }
+
+    #[test]
+    fn add_rms_norm_leaves_the_sum_and_norms_it_even_in_place() {
+        for (isa, dtype) in Isa::available()
+            .into_iter()
+            .flat_map(|isa| DTYPES.map(|d| (isa, d)))
+        {
+            let (rows, len) = (4, 75);
+            let mut x = Stored::new(dtype, &noise(rows * len, 1));
+            let mut residual = Stored::new(dtype, &noise(rows * len, 2));
+            let sums: Vec<f32> = x
+                .values()
+                .iter()
+                .zip(residual.values())
+                .map(|(a, b)| a + b)
+                .collect();
+            let total = Stored::new(dtype, &sums);
+            let mut expected = Stored::new(dtype, &vec![0.0; rows * len]);
+            let weight = Stored::new(dtype, &noise(len, 3));
+            let call = |data: *mut u8, residual: *mut u8, out: *mut u8| {
+                let x = Vectors {
+                    data,
+                    outer: rows,
+                    inner: 1,
+                    outer_stride: len,
+                    inner_stride: len,
+                    len,
+                };
+                let norm = RmsNorm {
+                    dtype,
+                    x,
+                    residual,
+                    weight: weight.1.as_ptr(),
+                    eps: 1e-5,
+                    out,
+                };
+                // SAFETY: shapes as described.
+                unsafe { rms_norm_on(isa, &norm) };
+            };
+            call(
+                total.1.as_ptr().cast_mut(),
+                std::ptr::null_mut(),
+                expected.1.as_mut_ptr(),
+            );
+            let data = x.1.as_mut_ptr();
+            call(data, residual.1.as_mut_ptr(), data);
+            assert_eq!(residual, total, "{isa:?}");
+            assert_eq!(x, expected, "{isa:?}");
+        }
+    }
+
+    #[test]
+    fn rope_turns_pairs_by_their_positions() {
+        for (isa, dtype) in Isa::available()
+            .into_iter()
+            .flat_map(|isa| DTYPES.map(|d| (isa, d)))
+        {
+            for dim in [2, 16, 20, 64, 128] {
+                let (tokens, heads, half) = (3, 2, dim / 2);
+                let stride = heads * dim + 3;
+                let mut x = Stored::new(dtype, &noise(tokens * stride, 1));
+                let before = x.values();
+                let angles: Vec<f32> = (0..7 * half).map(|i| i as f32 * 0.37).collect();
+                let cos: Vec<f32> = angles.iter().map(|a| a.cos()).collect();
+                let sin: Vec<f32> = angles.iter().map(|a| a.sin()).collect();
+                let positions = [6, 0, 3];
+                let vectors = Vectors {
+                    data: x.1.as_mut_ptr(),
+                    outer: tokens,
+                    inner: heads,
+                    outer_stride: stride,
+                    inner_stride: dim,
+                    len: dim,
+                };
+                let call = Rope {
+                    dtype,
+                    x: vectors,
+                    positions: &positions,
+                    cos: cos.as_ptr(),
+                    sin: sin.as_ptr(),
+                };
+                // SAFETY: shapes as described.
+                unsafe { rope_on(isa, &call) };
+                let mut want: Vec<f64> = before.iter().map(|&v| f64::from(v)).collect();
+                for (t, position) in positions.iter().enumerate() {
+                    for h in 0..heads {
+                        for i in 0..half {
+                            let at = t * stride + h * dim + i;
+                            let (a, b) = (f64::from(before[at]), f64::from(before[at + half]));
+                            let angle = *position as usize * half + i;
+                            let (c, s) = (f64::from(cos[angle]), f64::from(sin[angle]));
+                            want[at] = a * c - b * s;
+                            want[at + half] = b * c + a * s;
+                        }
+                    }
+                }
+                for (i, (a, b)) in x.values().iter().zip(&want).enumerate() {
+                    let room = if dtype == Dtype::F32 { 2e-7 } else { 6e-3 };
+                    assert!(
+                        (f64::from(*a) - b).abs() <= room,
+                        "{isa:?} {dtype:?} dim {dim} [{i}]: {a} not {b}"
+                    );
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn silu_mul_equals_the_reference_also_far_out() {
+        for (isa, dtype) in Isa::available()
+            .into_iter()
+            .flat_map(|isa| DTYPES.map(|d| (isa, d)))
+        {
+            let (rows, len) = (3, 50);
+            let mut values: Vec<f32> = noise(rows * 2 * len, 4).iter().map(|v| v * 12.0).collect();
+            values[..6].copy_from_slice(&[0.0, 200.0, -200.0, 88.0, -88.0, -30.0]);
+            let gate_up = Stored::new(dtype, &values);
+            let mut out = Stored::new(dtype, &vec![0.0; rows * len]);
+            let (from, to) = (gate_up.1.as_ptr(), out.1.as_mut_ptr());
+            // SAFETY: shapes as described.
+            unsafe {
+                silu_mul_on(
+                    isa,
+                    &SiluMul {
+                        dtype,
+                        gate_up: from,
+                        stride: 2 * len,
+                        rows,
+                        len,
+                        out: to,
+                    },
+                )
+            };
+            let v = gate_up.values();
+            let want: Vec<f64> = (0..rows * len)
+                .map(|i| {
+                    let at = i / len * 2 * len + i % len;
+                    let (g, u) = (f64::from(v[at]), f64::from(v[at + len]));
+                    g / (1.0 + (-g).exp()) * u
+                })
+                .collect();
+            assert_close(&out, &want, 4e-6, &format!("{isa:?}"));
+        }
+    }
+}

@@ -1,0 +1,354 @@
+//! y = x * W^T + bias for weights re-ordered once at load, for any number of rows.
+//!
+//! Packed W: panels of `PANEL` outputs; in a panel, for each unit of the reduction, the panel's units side by side:
+//!
+//! ```text
+//! W [N, K]      row n: u0 u1 u2 …            (a unit: one f32, or two bf16 neighbours)
+//! packed        panel 0: u0 of rows 0..64 | u1 of rows 0..64 | …    panel 1: u0 of rows 64..128 | …
+//! ```
+//!
+//! So one row of x streams W exactly in memory order with whole vectors and no sum across lanes, and many rows use the same
+//! panel from cache. Rows past N are zero.
+//!
+//! A call: (1) packs x in blocks of the reduction; (2) cuts the outputs into items of some rows and panels; (3) an item
+//! runs over reduction blocks, panels and row tiles, keeping its sums in f32; (4) adds the bias and rounds once.
+//!
+//! Exact: y[m][n] is one chain of fused multiply-adds over k, whatever M, the threads and the cuts: rows of a batch, chunks
+//! of a prompt and single tokens get the same bits.
+#![allow(
+    unsafe_op_in_unsafe_fn,
+    reason = "one contract for the module: the CPU has level S, Linear's pointers cover its shapes"
+)]
+
+use std::marker::PhantomData;
+
+use crate::elem::{Bf16, Bf16Dot, Dtype, Elem, F32, load_part, store_part};
+use crate::isa::{self, Isa};
+use crate::memory::Words;
+use crate::pool;
+use crate::scratch::{padded, with_call_scratch, with_scratch};
+use crate::simd::{Kernel, Simd, dispatch};
+use crate::tile::{Operands, product};
+
+/// Outputs side by side: a row of tiles at AVX-512.
+pub const PANEL: usize = 64;
+/// Packed words of x per row and reduction block: with a panel's share of W (64 KiB) it stays in the second-level cache.
+const BLOCK_WORDS: usize = 256;
+/// Words between rows of a packed block: no power of two, so that rows fall into different cache sets.
+const X_STRIDE: usize = BLOCK_WORDS + 16;
+/// Rows of an item: enough to pay for reading W from the last-level cache.
+const ITEM_ROWS: usize = 192;
+const ITEM_PANELS: usize = 4;
+/// Multiply-adds below which another thread costs more than it gives (about 10 us).
+const ALONE: usize = 1 << 20;
+
+/// Shape and type of a weight matrix.
+#[derive(Clone, Copy, Debug)]
+pub struct WeightShape {
+    pub dtype: Dtype,
+    pub outputs: usize,
+    pub inputs: usize,
+}
+
+impl WeightShape {
+    fn units(&self) -> usize {
+        match self.dtype {
+            Dtype::F32 => self.inputs,
+            Dtype::Bf16 => self.inputs.div_ceil(2),
+        }
+    }
+
+    fn panels(&self) -> usize {
+        self.outputs.div_ceil(PANEL)
+    }
+}
+
+/// A weight matrix in packed order. Owns its memory.
+#[derive(Debug)]
+pub struct PackedWeight {
+    shape: WeightShape,
+    words: Words,
+}
+
+impl PackedWeight {
+    /// Re-order `weight` (`[outputs, inputs]`, contiguous).
+    ///
+    /// # Safety
+    /// `weight` covers the shape.
+    pub unsafe fn pack(shape: WeightShape, weight: *const u8) -> PackedWeight {
+        struct Ends(*const u8, *mut u32);
+        // SAFETY: items read shared input and write disjoint panels.
+        unsafe impl Sync for Ends {}
+        let words = Words::new(shape.panels() * PANEL * shape.units());
+        let ends = Ends(weight, words.as_ptr());
+        pool::for_each(shape.panels(), &|panel| {
+            let Ends(weight, packed) = &ends;
+            // SAFETY: passed on; the words have room for every panel.
+            unsafe { pack_panel(shape, panel, *weight, *packed) };
+        });
+        PackedWeight { shape, words }
+    }
+
+    pub fn shape(&self) -> WeightShape {
+        self.shape
+    }
+
+    /// Copy rows `ids` back to `out` (`[ids, inputs]`): the embedding, when it is also the output head.
+    ///
+    /// Cost: one cache line per unit, so some 32 times a plain row's; for tokens of a step, not for whole matrices.
+    ///
+    /// # Safety
+    /// Each id is in [0, outputs); `out` covers the ids.
+    pub unsafe fn rows(&self, ids: &[i64], out: *mut u8) {
+        let units = self.shape.units();
+        let row_bytes = self.shape.inputs * self.shape.dtype.bytes();
+        for (t, &id) in ids.iter().enumerate() {
+            let id = id as usize;
+            let from = self
+                .words
+                .as_ptr()
+                .add(id / PANEL * PANEL * units + id % PANEL);
+            let to = out.add(t * row_bytes);
+            for u in 0..units {
+                let unit = from.add(u * PANEL).read();
+                if 4 * u + 4 <= row_bytes {
+                    to.add(4 * u).cast::<u32>().write_unaligned(unit);
+                } else {
+                    to.add(4 * u).cast::<u16>().write_unaligned(unit as u16);
+                }
+            }
+        }
+    }
+}
+
+unsafe fn pack_panel(shape: WeightShape, panel: usize, weight: *const u8, packed: *mut u32) {
+    let units = shape.units();
+    let row_bytes = shape.inputs * shape.dtype.bytes();
+    let whole = row_bytes / 4;
+    let to = packed.add(panel * PANEL * units);
+    for lane in 0..PANEL {
+        let n = panel * PANEL + lane;
+        let row = weight.wrapping_add(n * row_bytes);
+        for u in 0..units {
+            let unit = match () {
+                () if n >= shape.outputs => 0,
+                () if u < whole => row.cast::<u32>().add(u).read_unaligned(),
+                () => u32::from(row.cast::<u16>().add(2 * u).read_unaligned()),
+            };
+            to.add(u * PANEL + lane).write(unit);
+        }
+    }
+}
+
+/// One product. x and y are in the weight's type.
+#[derive(Clone, Copy, Debug)]
+pub struct Linear<'a> {
+    pub weight: &'a PackedWeight,
+    /// `[rows, inputs]`, rows `x_stride` elements apart.
+    pub x: *const u8,
+    pub x_stride: usize,
+    pub rows: usize,
+    /// `[outputs]` or null.
+    pub bias: *const u8,
+    /// `[rows, outputs]`, contiguous.
+    pub y: *mut u8,
+}
+
+// SAFETY: items write disjoint parts of `y` and only read the rest; the caller of `linear` vouches for it.
+unsafe impl Sync for Linear<'_> {}
+
+/// Multiply at the process's instruction level.
+///
+/// # Safety
+/// Pointers cover the shapes; `y` overlaps nothing; nobody writes the operands meanwhile.
+pub unsafe fn linear(l: &Linear) {
+    // SAFETY: passed on.
+    unsafe { linear_on(isa::current(), l) }
+}
+
+/// Like [`linear`], at level `isa`.
+///
+/// # Safety
+/// As [`linear`], and `isa.runs_here()`.
+pub unsafe fn linear_on(isa: Isa, l: &Linear) {
+    match (l.weight.shape.dtype, isa) {
+        (Dtype::F32, _) => multiply::<F32>(isa, l),
+        (Dtype::Bf16, Isa::Avx512Bf16) => multiply::<Bf16Dot>(isa, l),
+        (Dtype::Bf16, _) => multiply::<Bf16>(isa, l),
+    }
+}
+
+/// x in blocks `[block][row][X_STRIDE]`.
+#[derive(Clone, Copy)]
+struct PackedX(*mut u32);
+
+impl PackedX {
+    fn words(self) -> *mut u32 {
+        self.0
+    }
+}
+
+// SAFETY: written by items for disjoint rows, then only read.
+unsafe impl Sync for PackedX {}
+
+const fn block_units<E: Elem>() -> usize {
+    BLOCK_WORDS / E::X_WORDS
+}
+
+unsafe fn multiply<E: Elem>(isa: Isa, l: &Linear) {
+    let blocks = l.weight.shape.units().div_ceil(block_units::<E>());
+    with_call_scratch(padded(blocks * l.rows * X_STRIDE), |mut carver| {
+        let x = PackedX(carver.take(blocks * l.rows * X_STRIDE));
+        let pack = |first: usize, rows: usize| {
+            // SAFETY: passed on; the rows are this item's.
+            unsafe { dispatch(isa, PackX::<E>(l, x.words(), first, rows, PhantomData)) }
+        };
+        let row_cuts = l.rows.div_ceil(ITEM_ROWS).max(1);
+        let panel_cuts = l.weight.shape.panels().div_ceil(ITEM_PANELS);
+        let run = |i: usize| {
+            let (cut, panel) = (i % row_cuts, i / row_cuts * ITEM_PANELS);
+            let (first, end) = (cut * l.rows / row_cuts, (cut + 1) * l.rows / row_cuts);
+            let count = ITEM_PANELS.min(l.weight.shape.panels() - panel);
+            with_scratch(padded((end - first) * count * PANEL), |mut carver| {
+                let sums = carver.take((end - first) * count * PANEL).cast();
+                let item = Item {
+                    l,
+                    x: x.words(),
+                    first,
+                    rows: end - first,
+                    panel,
+                    count,
+                    sums,
+                    elem: PhantomData::<E>,
+                };
+                // SAFETY: passed on; x is packed, the sums have room for the item.
+                unsafe { dispatch(isa, item) }
+            });
+        };
+        if l.rows * l.weight.shape.outputs * l.weight.shape.inputs < ALONE {
+            pack(0, l.rows);
+            (0..row_cuts * panel_cuts).for_each(run);
+            return;
+        }
+        const PACK_ROWS: usize = 32;
+        pool::for_each(l.rows.div_ceil(PACK_ROWS), &|i| {
+            pack(i * PACK_ROWS, PACK_ROWS.min(l.rows - i * PACK_ROWS));
+        });
+        pool::for_each(row_cuts * panel_cuts, &run);
+    });
+}
+
+struct PackX<'a, E: Elem>(&'a Linear<'a>, *mut u32, usize, usize, PhantomData<E>);
+
+impl<E: Elem> Kernel for PackX<'_, E> {
+    #[inline(always)]
+    unsafe fn run<S: Simd>(self) {
+        let PackX(l, x, first, rows, _) = self;
+        let per_block = block_units::<E>() * E::PER_UNIT;
+        for row in first..first + rows {
+            let from = l.x.cast::<E::T>().add(row * l.x_stride);
+            let mut block = 0;
+            while block * per_block < l.weight.shape.inputs {
+                let n = per_block.min(l.weight.shape.inputs - block * per_block);
+                E::pack_x::<S>(
+                    from.add(block * per_block),
+                    n,
+                    x.add((block * l.rows + row) * X_STRIDE),
+                );
+                block += 1;
+            }
+        }
+    }
+}
+
+/// Rows [first, first + rows) times panels [panel, panel + count).
+struct Item<'a, E: Elem> {
+    l: &'a Linear<'a>,
+    x: *const u32,
+    first: usize,
+    rows: usize,
+    panel: usize,
+    count: usize,
+    /// [rows, count * PANEL]
+    sums: *mut f32,
+    elem: PhantomData<E>,
+}
+
+impl<E: Elem> Kernel for Item<'_, E> {
+    #[inline(always)]
+    unsafe fn run<S: Simd>(self) {
+        // Few rows: W is read once, in memory order. Many: a block of x is used for every panel before the next.
+        if self.rows <= S::TILE_ROWS {
+            for p in 0..self.count {
+                for block in 0..self.blocks() {
+                    self.block::<S>(p, block, true);
+                }
+            }
+        } else {
+            for block in 0..self.blocks() {
+                for p in 0..self.count {
+                    self.block::<S>(p, block, false);
+                }
+            }
+        }
+        self.finish::<S>();
+    }
+}
+
+impl<E: Elem> Item<'_, E> {
+    fn blocks(&self) -> usize {
+        self.l.weight.shape.units().div_ceil(block_units::<E>())
+    }
+
+    fn width(&self) -> usize {
+        self.count * PANEL
+    }
+
+    #[inline(always)]
+    unsafe fn block<S: Simd>(&self, p: usize, block: usize, stream: bool) {
+        let units = self.l.weight.shape.units();
+        let from = block * block_units::<E>();
+        let operands = Operands {
+            x: self.x.add((block * self.l.rows + self.first) * X_STRIDE),
+            w: self
+                .l
+                .weight
+                .words
+                .as_ptr()
+                .add(((self.panel + p) * units + from) * PANEL),
+            w_stride: PANEL,
+            units: block_units::<E>().min(units - from),
+            out: self.sums.add(p * PANEL),
+            out_stride: self.width(),
+            add: block > 0,
+            stream,
+        };
+        product::<S, E, X_STRIDE>(self.rows, PANEL / S::LANES, operands);
+    }
+
+    #[inline(always)]
+    unsafe fn finish<S: Simd>(&self) {
+        let l = self.l;
+        let column = self.panel * PANEL;
+        let columns = self.width().min(l.weight.shape.outputs - column);
+        let bias = l.bias.cast::<E::T>();
+        for row in 0..self.rows {
+            let to =
+                l.y.cast::<E::T>()
+                    .add((self.first + row) * l.weight.shape.outputs + column);
+            let mut c = 0;
+            while c < columns {
+                let mut v = S::load(self.sums.add(row * self.width() + c));
+                if !bias.is_null() {
+                    v = S::add(v, load_part::<S, E>(bias.add(column + c), columns - c));
+                }
+                store_part::<S, E>(to.add(c), v, columns - c);
+                c += S::LANES;
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+#[path = "linear_tests.rs"]
+mod tests;
