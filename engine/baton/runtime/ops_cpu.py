@@ -6,7 +6,7 @@ Shapes and layout are checked here and nowhere below: the kernels take addresses
 rows, so a prompt's chunks, single tokens and batches agree exactly. `linear` still takes a plain tensor, which torch
 multiplies.
 
-Importing this module raises ImportError when the native module is absent.
+Importing this module raises ImportError when the native module is absent or older than this file.
 """
 
 from __future__ import annotations
@@ -15,7 +15,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from baton import _native
+from baton._native import PackedWeight as _NativeWeight
+from baton._native import rms_norm as _rms_norm
+from baton._native import rope as _rope
+from baton._native import silu_mul as _silu_mul
 
 _BF16 = torch.bfloat16
 
@@ -37,7 +40,7 @@ class PackedWeight:
             raise ValueError(f"{found}: a contiguous float32 or bfloat16 matrix on the CPU is needed")
         self.shape = weight.shape
         self.dtype = weight.dtype
-        self._native = _native.PackedWeight(weight.dtype == _BF16, *weight.shape, weight.data_ptr())
+        self._native = _NativeWeight(weight.dtype == _BF16, *weight.shape, weight.data_ptr())
 
     def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x [T, inputs] times the transpose, plus bias [outputs]: a new [T, outputs] in the weight's type."""
@@ -73,7 +76,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     n = x.shape[-1]
     _check("weight", weight, x.dtype, (n,))
     out = torch.empty(x.shape, dtype=x.dtype)
-    _native.rms_norm(x.dtype == _BF16, _vectors("x", x), 0, weight.data_ptr(), eps, out.data_ptr())
+    _rms_norm(x.dtype == _BF16, _vectors("x", x), 0, weight.data_ptr(), eps, out.data_ptr())
     return out
 
 
@@ -83,7 +86,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     _check("x", x, x.dtype, x.shape)
     _check("residual", residual, x.dtype, x.shape)
     at = x.data_ptr()
-    _native.rms_norm(x.dtype == _BF16, _vectors("x", x), residual.data_ptr(), weight.data_ptr(), eps, at)
+    _rms_norm(x.dtype == _BF16, _vectors("x", x), residual.data_ptr(), weight.data_ptr(), eps, at)
     return x, residual
 
 
@@ -95,7 +98,7 @@ def rope(q: Tensor, k: Tensor, positions: Tensor, cos: Tensor, sin: Tensor) -> t
     _check("sin", sin, torch.float32, table)
     if k.dtype != q.dtype or k.shape[0] != q.shape[0] or k.shape[-1] != q.shape[-1]:
         raise ValueError(f"q is {q.dtype} {list(q.shape)} but k is {k.dtype} {list(k.shape)}")
-    _native.rope(
+    _rope(
         q.dtype == _BF16,
         _vectors("q", q),
         _vectors("k", k),
@@ -113,7 +116,7 @@ def silu_mul(gate_up: Tensor) -> Tensor:
         raise ValueError(f"gate_up is {list(gate_up.shape)} with strides {gate_up.stride()}, not [T, 2N] in rows")
     out = torch.empty(rows, both // 2, dtype=gate_up.dtype)
     args = (gate_up.data_ptr(), gate_up.stride(0), rows, both // 2, out.data_ptr())
-    _native.silu_mul(gate_up.dtype == _BF16, *args)
+    _silu_mul(gate_up.dtype == _BF16, *args)
     return out
 
 
