@@ -26,6 +26,7 @@ use tokio::time::{Instant, timeout};
 use crate::App;
 use crate::body::{Ours, Parts, Scan};
 use crate::error::RouteError;
+use crate::late::{sse_headers, with_keepalive};
 use crate::leg::{Failure, Leg, Opened, Retry, Told};
 use crate::metrics::Metrics;
 use crate::record::Record;
@@ -119,8 +120,18 @@ struct Avoid {
     worker: Vec<WorkerId>,
 }
 
-/// Answer a generation request.
-pub async fn generate(app: &Arc<App>, mut request: Inbound) -> Response {
+/// Answer a generation request. Dropping the future drops everything the request holds.
+pub async fn generate(app: Arc<App>, request: Inbound) -> Response {
+    let every = Duration::from_secs(app.config.limits.sse_keepalive_secs);
+    if request.scan.stream && !every.is_zero() {
+        with_keepalive(Box::pin(attempts(app, request)), every).await
+    } else {
+        attempts(app, request).await
+    }
+}
+
+async fn attempts(app: Arc<App>, mut request: Inbound) -> Response {
+    let app = &app;
     let mut avoid = Avoid::default();
     let mut had_second_opinion = false;
     loop {
@@ -393,9 +404,7 @@ fn end_to_end(headers: &HeaderMap) -> HeaderMap {
 fn answer(app: &App, request: Inbound, opened: Opened, prefill: Option<PrefillLeg>) -> Response {
     let (status, mut headers) = (opened.status, end_to_end(&opened.headers));
     if opened.is_sse {
-        headers.insert("x-accel-buffering", HeaderValue::from_static("no"));
-        let cache = headers.entry(header::CACHE_CONTROL);
-        cache.or_insert(HeaderValue::from_static("no-cache"));
+        sse_headers(&mut headers);
     }
     let limit = app.config.request_timeout();
     let many = request.scan.batch.is_some();

@@ -1,7 +1,8 @@
 //! A leg: one request to one worker, from the send until there is something to give to the client, and the classes of
 //! what can go wrong.
 //!
-//! A leg *opens* when its answer can be committed to: for a stream at its first event, for the rest when it is complete
+//! A leg *opens* when its answer can be committed to: for a stream at its first event (comments are none; late.rs keeps
+//! the client's connection alive), for the rest when it is complete
 //! (or too long to hold). Before that every failure can still be retried elsewhere without the client noticing.
 
 use std::time::Duration;
@@ -231,6 +232,12 @@ pub fn error_event(piece: &[u8]) -> Option<&[u8]> {
     data.split(|b| *b == b'\n').next()
 }
 
+/// Whether there is nothing but comments in it: the worker says that it lives, not that it has begun.
+fn is_comment(piece: &[u8]) -> bool {
+    let mut lines = piece.split(|b| *b == b'\n');
+    lines.all(|line| line.is_empty() || line == b"\r" || line.starts_with(b":"))
+}
+
 pub fn is_sse(headers: &HeaderMap) -> bool {
     let kind = headers.get(header::CONTENT_TYPE);
     kind.is_some_and(|kind| kind.as_bytes().starts_with(b"text/event-stream"))
@@ -314,9 +321,16 @@ impl Leg {
             ));
         }
         if is_sse(&head.headers) {
-            let Some(first) = self.next_piece(&mut answer).await? else {
-                let told = upstream_error(&self.guard, "ended the stream before it began".into());
-                return Err(Failure::error(&self.guard, "reset", Retry::Allowed, told));
+            let first = loop {
+                match self.next_piece(&mut answer).await? {
+                    Some(piece) if is_comment(&piece) => {}
+                    Some(piece) => break piece,
+                    None => {
+                        let cause = "ended the stream before it began".into();
+                        let told = upstream_error(&self.guard, cause);
+                        return Err(Failure::error(&self.guard, "reset", Retry::Allowed, told));
+                    }
+                }
             };
             if error_event(&first).is_some() {
                 return Err(self.error_in_stream(head.headers, first, answer).await);
@@ -410,5 +424,7 @@ mod tests {
         assert!(error_event(b"event: error\ndata: {\"error\": {}}\n\n").is_some());
         assert!(error_event(b"data: {\"choices\":[\"error\"]}\n\n").is_none());
         assert!(error_event(b": keep-alive\n\n").is_none());
+        assert!(is_comment(b": keep-alive\n\n: x\r\n\r\n"));
+        assert!(!is_comment(b": x\n\ndata: {}\n\n"));
     }
 }

@@ -1,7 +1,8 @@
 //! baton-router: HTTP router in front of prefill and decode nodes.
 //!
 //! The life of a request: `http` (routes, key, request id) → `http::generate` (body, `body::Scan`, `admission`) →
-//! `dispatch` (`registry` chooses P and D, `leg`s go out over `upstream`, retries) → `relay` (the answer's body).
+//! `dispatch` (`registry` chooses P and D, `leg`s go out over `upstream`, retries) → `relay` (the answer's body); `late`
+//! keeps a stream's client company while dispatch works.
 //! `health` keeps the registry true, `record` turns each request into one log line and its metrics.
 //!
 //! What this crate does not do: decide. Policies, breakers, backoff and health verdicts are `router-core`'s.
@@ -14,6 +15,7 @@ mod dispatch;
 mod error;
 mod health;
 mod http;
+mod late;
 mod leg;
 mod metrics;
 mod record;

@@ -144,6 +144,10 @@ pub struct Limits {
     /// A worker silent for this long fails the request [s]
     #[arg(long, default_value_t = 1800, value_name = "SECS")]
     pub request_timeout_secs: u64,
+    /// A stream that has not begun after this long gets a comment, again and again, so that proxies keep it; 0: never
+    /// [s]
+    #[arg(long, default_value_t = 15, value_name = "SECS")]
+    pub sse_keepalive_secs: u64,
     /// Most generation requests running at once; -1: no limit
     #[arg(long, default_value_t = -1, value_name = "N", allow_negative_numbers = true)]
     pub max_concurrent_requests: i64,

@@ -57,7 +57,7 @@ async fn serve(app: Arc<App>, api: Api, request: Request) -> Response {
                 record,
                 permit,
             };
-            dispatch::generate(&app, inbound).await
+            dispatch::generate(app, inbound).await
         }
         Err(err) => {
             record.end(err.status(), err.code());

@@ -411,3 +411,75 @@ async fn a_finished_stream_is_ok_whatever_prefill_does_later() {
     })
     .await;
 }
+
+#[tokio::test]
+async fn comments_of_a_waiting_decode_leg_do_not_end_the_retries() {
+    timed(async {
+        let (p1, p2) = (
+            Mock::start(&[Act::Gated(500, "prefill_failed")]).await,
+            Mock::start(&[]).await,
+        );
+        let d = Mock::start(&[
+            Act::Stream(vec![": keep-alive\n\n"], End::Hang),
+            Act::Answer,
+        ])
+        .await;
+        let router = Router::pd(&[&p1, &p2], &[&d], &["--sse-keepalive-secs", "1"]).await;
+        let mut client = Client::connect(router.running.addr).await;
+        let mut answering = client.chat(true).await;
+        // the router's own comment: the client has its 200, and prefill fails after that
+        assert!(answering.piece().await.unwrap().starts_with(b":"));
+        p1.release();
+        let reply = answering.read().await;
+        assert_eq!(reply.status, 200);
+        assert_eq!(reply.events().last().unwrap(), "[DONE]");
+        assert!(!reply.text().contains("error"), "{}", reply.text());
+        assert_eq!((p1.count(), p2.count(), d.count()), (1, 1, 2));
+        router.no_load().await;
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn an_error_after_the_first_comment_is_an_error_event() {
+    timed(async {
+        let (p, d) = (
+            Mock::start(&[Act::Hang]).await,
+            Mock::start(&[Act::Gated(400, "invalid_value")]).await,
+        );
+        let router = Router::pd(&[&p], &[&d], &["--sse-keepalive-secs", "1"]).await;
+        let mut client = Client::connect(router.running.addr).await;
+        let mut answering = client.chat(true).await;
+        assert!(answering.piece().await.unwrap().starts_with(b":"));
+        d.release();
+        let text = answering.read().await.text();
+        assert!(text.starts_with("data: {\"error\""), "{text}");
+        assert!(
+            text.contains("invalid_value") && text.ends_with("\n\ndata: [DONE]\n\n"),
+            "{text}"
+        );
+        router.no_load().await;
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn a_client_that_leaves_while_it_waits_cancels_both_legs() {
+    timed(async {
+        let (p, d) = (
+            Mock::start(&[Act::Hang]).await,
+            Mock::start(&[Act::Hang]).await,
+        );
+        let router = Router::pd(&[&p], &[&d], &["--sse-keepalive-secs", "1"]).await;
+        let mut client = Client::connect(router.running.addr).await;
+        let mut answering = client.chat(true).await;
+        assert!(answering.piece().await.unwrap().starts_with(b":"));
+        drop((answering, client));
+        eventually("both are cancelled", || async {
+            p.cancelled() == 1 && d.cancelled() == 1
+        })
+        .await;
+        router.no_load().await;
+    })
+    .await;
+}

@@ -53,6 +53,8 @@ pub enum Act {
     Answer,
     Json(Value),
     Status(u16, &'static str),
+    /// The same after `Mock::release`.
+    Gated(u16, &'static str),
     /// Close the connection without a word.
     Drop,
     /// Accept and stay silent.
@@ -286,9 +288,12 @@ async fn serve(
         }
         Act::Status(status, code) => {
             unfinished.is_finished = true;
-            let body =
-                json!({"error": {"message": "told to", "type": "t", "param": null, "code": code}});
-            Ok(json_response(status, &body))
+            Ok(error_response(status, code))
+        }
+        Act::Gated(status, code) => {
+            inner.gate.notified().await;
+            unfinished.is_finished = true;
+            Ok(error_response(status, code))
         }
         Act::Drop => {
             unfinished.is_finished = true;
@@ -297,6 +302,11 @@ async fn serve(
         Act::Hang => std::future::pending().await,
         Act::Stream(pieces, end) => sse(pieces, end, unfinished),
     }
+}
+
+fn error_response(status: u16, code: &str) -> Response<MockBody> {
+    let error = json!({"message": "told to", "type": "t", "param": null, "code": code});
+    json_response(status, &json!({"error": error}))
 }
 
 fn json_response(status: u16, body: &Value) -> Response<MockBody> {
