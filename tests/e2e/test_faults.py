@@ -114,13 +114,13 @@ def test_killed_prefill_node(cluster: Cluster) -> None:
 
 def test_killed_prefill_node_does_not_matter_to_running_answers(cluster: Cluster) -> None:
     """D owns a full copy once it has committed: a stream that runs ends as if nothing had happened."""
-    undisturbed = cluster.complete("one long answer", max_tokens=500)
+    undisturbed = cluster.complete("one long answer", max_tokens=300)
     restarts = cluster.node("prefill")["restarts"]
 
     async def work() -> Stream:
         started = asyncio.Event()
         async with aiohttp.ClientSession(cluster.url, timeout=aiohttp.ClientTimeout(total=90)) as session:
-            task = asyncio.ensure_future(stream(session, "one long answer", 500, started))
+            task = asyncio.ensure_future(stream(session, "one long answer", 300, started))
             await asyncio.wait_for(started.wait(), 60)
             cluster.kill("prefill")
             return await task

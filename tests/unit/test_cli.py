@@ -61,6 +61,7 @@ def test_workers_replace_the_pair() -> None:
         (["--workers", "1", "--prefill", "1", "--decode", "1"], "give workers, or both"),
         (["--prefill", "-1"], "none may be negative"),
         (["--disaggregation-mode", "prefill"], "unrecognized arguments"),
+        (["--page-size", "3"], "--page-size 3: use a power of two"),
         (["--pre", "2"], "unrecognized arguments"),
     ],
 )

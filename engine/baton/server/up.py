@@ -30,7 +30,8 @@ from typing import Any
 
 import aiohttp
 
-from baton.config import EngineConfig, add_flags, flag_name, markdown, opt
+from baton.config import EngineConfig, add_flags, build, flag_name, markdown, opt
+from baton.errors import ConfigError
 from baton.server.supervise import Backoff, Child, ChildFailed, describe_exit
 
 PER_NODE = {"host", "port", "disaggregation_mode", "disaggregation_bootstrap_port", "transfer_port"}
@@ -101,11 +102,20 @@ def parse(argv: Sequence[str]) -> Plan:
         "decode": default if up.decode is None else up.decode,
         "worker": up.workers,
     }
-    if complaint := _complaint(counts):
-        parser.error(complaint)
     if up.transport is not None:
         engine["disaggregation_transfer_backend"] = up.transport
+    if complaint := _complaint(counts) or _engine_complaint(engine):
+        parser.error(complaint)
     return Plan(up, counts, engine)
+
+
+def _engine_complaint(engine: dict[str, Any]) -> str | None:
+    """What every engine would say, before any of them is started."""
+    try:
+        build(dict(engine))
+    except ConfigError as err:
+        return err.message
+    return None
 
 
 def _complaint(counts: dict[str, int]) -> str | None:
