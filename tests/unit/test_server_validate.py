@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.config import build
-from baton.errors import EngineError
+from baton.errors import BadRequest, EngineError, UnsupportedParameter
 from baton.server import model_dir
 from baton.server.placement import seed_of_room
 from baton.server.tokenizer import Tokenizer
-from baton.server.validate import Accepted, Validator
+from baton.server.validate import Accepted, Validator, with_deadline_headers
 from tests.support import tiny_model
 
 CONTEXT = 128
@@ -99,6 +99,8 @@ SHARED_REFUSALS: list[tuple[dict[str, Any], str, str]] = [
     ({"rid": "a\nb"}, "invalid_value", "rid"),
     ({"rid": ["a", "b"]}, "unsupported_parameter", "rid"),
     ({"priority": 1.5}, "invalid_value", "priority"),
+    ({"ttft_deadline_ms": 0}, "invalid_value", "ttft_deadline_ms"),
+    ({"deadline_ms": "soon"}, "invalid_value", "deadline_ms"),
     ({"cache_salt": 1}, "invalid_value", "cache_salt"),
     ({"response_format": {"type": "json_object"}}, "unsupported_parameter", "response_format"),
     ({"regex": "a+"}, "unsupported_parameter", "regex"),
@@ -271,6 +273,27 @@ def test_defaults_of_the_three_forms(make: Make) -> None:
     assert params.stop_token_ids == (1,), "the model's end-of-sequence id"
 
 
+def test_priority_is_kept_as_given_and_refused_only_where_told_to(make: Make) -> None:
+    assert chat(make()).priority is None
+    assert chat(make(), priority=0).priority == 0
+    with pytest.raises(UnsupportedParameter, match="--enable-priority-scheduling"):
+        chat(make(abort_on_priority_when_disabled=True), priority=0)
+    both = {"abort_on_priority_when_disabled": True, "enable_priority_scheduling": True}
+    assert chat(make(**both), priority=3).priority == 3
+
+
+def test_deadlines_come_from_fields_and_headers_and_the_smaller_counts(make: Make) -> None:
+    accepted = chat(make(), ttft_deadline_ms=1500, deadline_ms=9000)
+    assert (accepted.ttft_deadline_secs, accepted.deadline_secs) == (1.5, 9.0)
+    headers = {"x-deadline-remaining-ms": "4000", "x-slo-ttft-ms": "2000", "x-llm-d-slo-ttft-ms": "700"}
+    merged = with_deadline_headers(accepted, headers)
+    assert (merged.ttft_deadline_secs, merged.deadline_secs) == (0.7, 4.0)
+    assert with_deadline_headers(chat(make()), {}) == chat(make())
+    for bad in ("-1", "0", "1.5", "soon", "9" * 40):
+        with pytest.raises(BadRequest, match="x-slo-ttft-ms"):
+            with_deadline_headers(accepted, {"x-slo-ttft-ms": bad})
+
+
 def test_generation_config_gives_openai_defaults_only(make: Make, path: Path) -> None:
     file = path / "generation_config.json"
     file.write_text('{"temperature": 0.5, "top_k": 20, "eos_token_id": [1, 2]}')
@@ -353,7 +376,7 @@ def test_a_small_pool_lowers_the_context(make: Make) -> None:
     prompt, answer = (item := chat(v).items[0]).prompt, item.params.max_new_tokens
     assert len(prompt) + answer == 40
     v.context_length = 20
-    with pytest.raises(EngineError, match=r"has 3 tokens and max_tokens asks for 18 more, this engine accepts 20"):
+    with pytest.raises(EngineError, match=r"length is 20 tokens here, but the prompt has 3 and max_tokens asks for 18"):
         completion(v, max_tokens=18)
 
 

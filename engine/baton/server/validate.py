@@ -409,7 +409,9 @@ class Validator:
         if left < 1 or (asked is not None and asked > left):
             wish = "" if asked is None else f" and max_tokens asks for {asked} more"
             raise PromptTooLong(
-                f"prompt has {prompt_tokens} tokens{wish}, this engine accepts {self.context_length} in all; "
+                # OpenAI's words first: litellm's fallbacks (seen in 1.106) know the error by them, not by its code.
+                f"this model's maximum context length is {self.context_length} tokens here, but the prompt has "
+                f"{prompt_tokens}{wish}; "
                 "shorten it, or start the engine with a larger --context-length or --max-total-tokens",
                 param=param,
             )
