@@ -82,13 +82,21 @@ class EngineConfig:
     schedule_policy: str = opt(
         "auto",
         "order of the waiting queue; auto: srpt-aging on a prefill node, fcfs elsewhere",
-        choices=("auto", "fcfs", "lpm", "dfs-weight", "lof", "random", "short-first", "srpt-aging", "hrrn"),
+        choices=("auto", "fcfs", "lpm", "dfs-weight", "lof", "random", "short-first", "srpt-aging", "hrrn", "edf"),
     )
     lpm_degrade_threshold: int = opt(4096, "lpm turns to fcfs above this many waiting requests; 0: never")
     lpm_aging_tokens_per_s: float = opt(0.0, "lpm: waiting counts as this many cached tokens per second [tokens/s]")
     short_first_aging_tokens_per_s: float = opt(500.0, "short-first: waiting shortens a request by this [tokens/s]")
     srpt_aging: float = opt(0.05, "srpt-aging: waiting shortens a prompt by this share of the prefill rate")
-    max_partial_prefills: int = opt(4, "srpt-aging: most prompts under way at once (they hold pages while suspended)")
+    default_deadline_ms: int = opt(60000, "edf: first-token deadline of requests that state none [ms]")
+    deadline_miss_action: str = opt(
+        "demote",
+        "edf: a request that cannot meet its deadline sorts last, or keeps its place",
+        choices=("demote", "keep"),
+    )
+    max_partial_prefills: int = opt(
+        4, "srpt-aging, edf: most prompts under way at once (they hold pages while suspended)"
+    )
     enable_priority_scheduling: bool = opt(False, "order by the request field priority first, preempt for it")
     schedule_low_priority_values_first: bool = opt(False, "smaller priority values are more important")
     abort_on_priority_when_disabled: bool = opt(False, "refuse requests with a priority while the feature is off")
@@ -169,7 +177,7 @@ def _violations(c: EngineConfig) -> list[str]:
     )
     for name in ("max_running_requests", "max_queued_requests", "max_prefill_tokens", "stream_interval", "kv_pool_mib"):
         rule(getattr(c, name) >= 1, f"{flag_name(name)} {getattr(c, name)}: must be at least 1")
-    for name in ("max_partial_prefills", "max_preemptions_per_request"):
+    for name in ("max_partial_prefills", "max_preemptions_per_request", "default_deadline_ms"):
         rule(getattr(c, name) >= 1, f"{flag_name(name)} {getattr(c, name)}: must be at least 1")
     for name in ("lpm_aging_tokens_per_s", "short_first_aging_tokens_per_s", "srpt_aging", "priority_aging_rate"):
         rule(0 <= getattr(c, name) < 1e12, f"{flag_name(name)} {getattr(c, name)}: must not be negative")

@@ -66,6 +66,8 @@ class Validated:
     """Set on P and D nodes for a disaggregated request; None: this node does both phases."""
     deadline: float | None = None
     """Absolute, same clock as arrival: after it the request ends with `timeout`."""
+    ttft_deadline: float | None = None
+    """Absolute: when the client wants the first token (policy edf, metric deadline_missed)."""
 
 
 class FinishReason(enum.IntEnum):

@@ -59,6 +59,28 @@ def test_each_policy_orders_by_its_definition() -> None:
     assert sorted(order("random", queue, at)) == [1, 2, 3]
 
 
+def test_edf_serves_the_earliest_deadline_and_demotes_what_is_lost() -> None:
+    def due(handle: int, length: int, deadline: float | None, arrival: float = 0.0) -> Seq:
+        plain = seq(handle, length, arrival=arrival)
+        return Seq(dataclasses.replace(plain.req, ttft_deadline=deadline), plain.tokens, 4)
+
+    queue = [due(1, 100, None), due(2, 100, 5.0), due(3, 100, 3.0), due(4, 4000, 6.0)]
+    assert order("edf", queue, view(now=1.0), default_deadline_secs=60.0) == [3, 2, 4, 1]
+    assert order("edf", queue, view(now=2.95), default_deadline_secs=60.0) == [2, 1, 3, 4], "3 and 4 are lost"
+    assert order("edf", queue, view(now=2.95), demote_hopeless=False) == [3, 2, 4, 1]
+
+
+def test_missed_first_token_deadlines_are_counted_once() -> None:
+    node = Node(Limits(100, 4, 4, 100, 16, policy="edf"), depth=1)
+    for handle, deadline in ((0, 1.0), (1, 9.0), (2, None)):
+        node.sched.add(dataclasses.replace(request(handle, [1] * 5, 3, ignore_eos=True), ttft_deadline=deadline))
+    plan = node.sched.plan(now=0.5)
+    assert plan is not None
+    node.sched.commit(plan, node.device.execute(plan), now=2.0)
+    node.run()
+    assert node.sched.ttft_deadlines_missed == 1
+
+
 def test_ageing_bounds_how_long_a_long_request_is_overtaken() -> None:
     long_one = seq(1, 5000, arrival=0.0)
     for policy, params in (

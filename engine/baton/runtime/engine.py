@@ -143,7 +143,7 @@ class Engine:
         if isinstance(done, BaseException):
             raise RuntimeError(f"step {flight.plan.step} failed on the device") from done
         result, seconds = done
-        self.sched.commit(flight.plan, result)
+        self.sched.commit(flight.plan, result, time.monotonic())
         self.sched.observe(flight.plan, seconds)
         self.counters["engine_steps_total"] += 1
         self.counters["engine_step_seconds_total"] += seconds
@@ -203,6 +203,8 @@ class Loaded:
                 lpm_aging_tokens_per_s=c.lpm_aging_tokens_per_s,
                 short_first_aging_tokens_per_s=c.short_first_aging_tokens_per_s,
                 srpt_aging=c.srpt_aging,
+                default_deadline_secs=c.default_deadline_ms / 1000,
+                demote_hopeless=c.deadline_miss_action == "demote",
             ),
             priority=PriorityRule(
                 enabled=c.enable_priority_scheduling,

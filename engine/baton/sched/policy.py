@@ -12,6 +12,7 @@ the same inputs give the same order. Retracted sequences keep their arrival, hen
 | random | a hash of (step, request) | comparison | p99 |
 | short-first | estimated tokens - ageing | mean TTFT with bimodal lengths | long requests, bounded by ageing |
 | srpt-aging | tokens left to prefill - ageing, per chunk | mean TTFT of prefill nodes | long prompts, bounded |
+| edf | first-token deadline, hopeless ones last | most requests inside their deadline | requests without a deadline |
 | hrrn | - (waited work / own work) | a compromise without a parameter | nobody much, nobody gains much |
 
 Sources: SGLang 0.5.7's semantics for fcfs, lpm, dfs-weight, lof and random, without its 128-request cliff; Schrage's
@@ -64,6 +65,8 @@ class PolicyParams:
     lpm_aging_tokens_per_s: float = 0.0
     short_first_aging_tokens_per_s: float = 500.0
     srpt_aging: float = 0.05
+    default_deadline_secs: float = 60.0
+    demote_hopeless: bool = True
 
 
 Keys = Callable[[Sequence[Seq], View], Sequence[float]]
@@ -149,6 +152,28 @@ def _srpt_aging(params: PolicyParams) -> Keys:
     return keys
 
 
+def _edf(params: PolicyParams) -> Keys:
+    """Earliest first-token deadline first; requests that cannot make theirs any more sort behind all that can.
+
+    Without the demotion an overloaded engine works on lost causes only (they are always the most urgent).
+    """
+
+    def keys(queue: Sequence[Seq], view: View) -> Sequence[float]:
+        found = []
+        for seq in queue:
+            deadline = seq.req.ttft_deadline
+            key = seq.req.arrival + params.default_deadline_secs if deadline is None else deadline
+            if params.demote_hopeless and view.now + _work(seq, view) / view.prefill_rate > key:
+                key += HOPELESS
+            found.append(key)
+        return found
+
+    return keys
+
+
+HOPELESS = 1e9
+"""Added to the deadline of a request that cannot meet it [s]: larger than any deadline."""
+
 POLICIES: dict[str, Callable[[PolicyParams], Policy]] = {
     "fcfs": lambda _: Policy("fcfs", _fcfs, is_static=True),
     "lpm": lambda params: Policy("lpm", _lpm(params)),
@@ -157,6 +182,7 @@ POLICIES: dict[str, Callable[[PolicyParams], Policy]] = {
     "random": lambda _: Policy("random", _random),
     "short-first": lambda params: Policy("short-first", _short_first(params)),
     "srpt-aging": lambda params: Policy("srpt-aging", _srpt_aging(params), redecides_chunks=True),
+    "edf": lambda params: Policy("edf", _edf(params), redecides_chunks=True),
     "hrrn": lambda _: Policy("hrrn", _hrrn),
 }
 

@@ -109,6 +109,7 @@ class Scheduler:
         self._new_pages: array[int] = array("i")
         self.retractions = 0
         self.preemptions = 0
+        self.ttft_deadlines_missed = 0
         self.prefill_was_last = False
 
     # ------------------------------------------------------------------ ingress
@@ -577,8 +578,9 @@ class Scheduler:
         if tokens and seconds > 0 and not plan.num_decode:
             self._prefill_rate += RATE_SMOOTHING * (tokens / seconds - self._prefill_rate)
 
-    def commit(self, plan: StepPlan, result: StepResult) -> None:
-        """Apply the outcome of a step. Steps are committed in the order in which they were planned."""
+    def commit(self, plan: StepPlan, result: StepResult, now: float = 0.0) -> None:
+        """Apply the outcome of a step, at `now` (as in `plan`). Steps are committed in the order of planning."""
+        self._now = max(self._now, now)
         assert plan.step == self._committed_step + 1, "steps are committed in order"
         self._committed_step = plan.step
         self._computed_tokens += plan.num_tokens - plan.num_decode
@@ -604,6 +606,8 @@ class Scheduler:
         self._release_grants()
 
     def _take_token(self, seq: Seq, token: int, logprobs: TokenLogprobs | None) -> None:
+        if len(seq.tokens) == seq.prompt_len and seq.req.ttft_deadline is not None:
+            self.ttft_deadlines_missed += self._now > seq.req.ttft_deadline
         seq.tokens.append(token)
         finish = self._finish_reason(seq, token)
         lease = self.is_lease(seq.req) and finish is not None

@@ -26,7 +26,7 @@ from baton.server.metrics import Metrics
 from baton.server.openai import sse
 from baton.server.ranks import Ranks
 from baton.server.tokenizer import Tokenizer
-from baton.server.validate import Accepted
+from baton.server.validate import Accepted, with_deadline_headers
 from baton.server.wire import REQUEST_ID, json_response, read_object
 
 log = logging.getLogger("baton.front")
@@ -112,7 +112,8 @@ class Answering:
         self._idle.clear()
         try:
             self._admit()
-            accepted = await validate(await read_object(request))
+            accepted = with_deadline_headers(await validate(await read_object(request)), request.headers)
+            limit = min(limit, accepted.deadline_secs or limit)
             if accepted.ignored:
                 self._metrics.ignored.inc(len(accepted.ignored))
             request_id = request[REQUEST_ID]

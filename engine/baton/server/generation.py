@@ -204,6 +204,7 @@ class Generation:
                     rendezvous=item.rendezvous,
                     age_secs=time.monotonic() - self.arrived,
                     timeout_secs=self._timeout_secs,
+                    ttft_deadline_secs=self.accepted.ttft_deadline_secs,
                 )
                 track.rank = rank
                 track.handle = self.ranks.submit(rank, message, track)

@@ -27,6 +27,8 @@ class Submit(msgspec.Struct, tag="submit"):
     rendezvous: Rendezvous | None = None
     age_secs: float = 0.0
     timeout_secs: float | None = None
+    ttft_deadline_secs: float | None = None
+    """Like timeout_secs from the request's arrival in the front."""
 
 
 class Abort(msgspec.Struct, tag="abort"):

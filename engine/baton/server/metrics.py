@@ -85,6 +85,7 @@ RANK = (
     Spec("prompt_tokens_computed", "counter", "prompt tokens that went through the model"),
     Spec("generated_tokens", "counter", "tokens sampled"),
     Spec("retractions", "counter", "running requests sent back to the waiting queue for memory"),
+    Spec("deadline_missed", "counter", "first tokens that came after the request's ttft_deadline_ms"),
     Spec("preemptions", "counter", "running requests sent back to the waiting queue for one of higher priority"),
     Spec("kv_rooms", "gauge", "live KV transfers by state", ("state",)),
     Spec("kv_leases", "gauge", "P: finished prompts whose pages wait for D"),

@@ -218,6 +218,7 @@ class RankProcess:
             arrival=arrival,
             rendezvous=message.rendezvous,
             deadline=None if message.timeout_secs is None else arrival + message.timeout_secs,
+            ttft_deadline=None if message.ttft_deadline_secs is None else arrival + message.ttft_deadline_secs,
         )
         try:
             self.engine.submit(req)
@@ -254,6 +255,7 @@ class RankProcess:
         gauges = self.engine.gauges()
         counters = dict(self.engine.counters)
         counters["retractions_total"] = self.engine.sched.retractions
+        counters["deadline_missed_total"] = self.engine.sched.ttft_deadlines_missed
         counters["preemptions_total"] = self.engine.sched.preemptions
         if self._node is not None:
             flatten_transfer_stats(json.loads(self._node.stats_json()), gauges, counters)

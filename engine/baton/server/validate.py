@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -38,6 +38,10 @@ COMPLETION_MAX_TOKENS = 16
 """OpenAI's default for /v1/completions."""
 GENERATE_MAX_TOKENS = 128
 """SGLang's default for /generate."""
+MAX_DEADLINE_MS = 86_400_000
+"""One day: beyond it a deadline says nothing."""
+DEADLINE_HEADER = "x-deadline-remaining-ms"
+TTFT_HEADERS = ("x-slo-ttft-ms", "x-llm-d-slo-ttft-ms")
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +85,10 @@ class Accepted:
     """echo with max_tokens 0: nothing to generate, the answer is the prompt."""
     return_token_ids: bool = False
     priority: int | None = None
+    ttft_deadline_secs: float | None = None
+    """Wanted time to the first token, from arrival."""
+    deadline_secs: float | None = None
+    """The client's own limit for the whole answer, from arrival."""
     namespace: bytes = b""
     is_batch: bool = False
     """/generate answers a list when it was asked with one."""
@@ -311,6 +319,8 @@ class Validator:
             include_usage=options.boolean("include_usage", False),
             continuous_usage=options.boolean("continuous_usage_stats", False),
             priority=self._priority(f),
+            ttft_deadline_secs=_secs(f.integer("ttft_deadline_ms", None, 1, MAX_DEADLINE_MS)),
+            deadline_secs=_secs(f.integer("deadline_ms", None, 1, MAX_DEADLINE_MS)),
             namespace="\0".join(k or "" for k in keys).encode() if any(keys) else b"",
             return_token_ids=f.boolean("return_token_ids", False),
         )
@@ -397,6 +407,8 @@ class Validator:
             logprobs=logprobs,
             return_token_ids=common.return_token_ids,
             priority=common.priority,
+            ttft_deadline_secs=common.ttft_deadline_secs,
+            deadline_secs=common.deadline_secs,
             namespace=common.namespace,
             ignored=tuple(unknown),
         )
@@ -432,8 +444,37 @@ class _Common:
     include_usage: bool
     continuous_usage: bool
     priority: int | None
+    ttft_deadline_secs: float | None
+    deadline_secs: float | None
     namespace: bytes
     return_token_ids: bool
+
+
+def _secs(milliseconds: int | None) -> float | None:
+    return None if milliseconds is None else milliseconds / 1000
+
+
+def with_deadline_headers(accepted: Accepted, headers: Mapping[str, str]) -> Accepted:
+    """Deadlines that proxies state as headers: remaining time of the whole request, wanted time to first token [ms].
+
+    The smaller of field and header counts. Raises BadRequest for a header that is not a number of milliseconds.
+    """
+    ttft = [accepted.ttft_deadline_secs, *(_header_secs(headers, name) for name in TTFT_HEADERS)]
+    total = [accepted.deadline_secs, _header_secs(headers, DEADLINE_HEADER)]
+    return replace(accepted, ttft_deadline_secs=_least(ttft), deadline_secs=_least(total))
+
+
+def _header_secs(headers: Mapping[str, str], name: str) -> float | None:
+    text = headers.get(name)
+    if text is None:
+        return None
+    if not text.isascii() or not text.isdigit() or not 1 <= int(text) <= MAX_DEADLINE_MS:
+        raise BadRequest(f"header {name} is {text[:32]!r}, must be 1 to {MAX_DEADLINE_MS} milliseconds", param=name)
+    return int(text) / 1000
+
+
+def _least(values: Iterable[float | None]) -> float | None:
+    return min((v for v in values if v is not None), default=None)
 
 
 def _prompt_list(f: Fields, name: str) -> list[Any]:

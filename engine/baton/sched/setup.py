@@ -1,0 +1,50 @@
+"""From flags to the scheduler's budgets: the one place, for the server and for the simulator."""
+
+from __future__ import annotations
+
+from baton.config import EngineConfig
+from baton.sched.policy import PolicyParams, PriorityRule
+from baton.sched.scheduler import Limits
+
+
+def resolve_policy(config: EngineConfig) -> str:
+    """The queue order that --schedule-policy stands for on this node."""
+    if config.schedule_policy != "auto":
+        return config.schedule_policy
+    return "srpt-aging" if config.disaggregation_mode == "prefill" else "fcfs"
+
+
+def limits(config: EngineConfig, num_pages: int) -> Limits:
+    """The budgets of one rank whose KV pool has `num_pages`."""
+    c = config
+    return Limits(
+        num_pages=num_pages,
+        page_size=c.page_size,
+        max_running_requests=c.max_running_requests,
+        max_queued_requests=c.max_queued_requests,
+        step_tokens=min(c.chunked_prefill_size, c.max_prefill_tokens),
+        prefill_max_requests=c.prefill_max_requests,
+        reserved_decode_tokens=c.num_reserved_decode_tokens,
+        role=c.disaggregation_mode,
+        policy=resolve_policy(c),
+        policy_params=PolicyParams(
+            lpm_degrade_threshold=c.lpm_degrade_threshold,
+            lpm_aging_tokens_per_s=c.lpm_aging_tokens_per_s,
+            short_first_aging_tokens_per_s=c.short_first_aging_tokens_per_s,
+            srpt_aging=c.srpt_aging,
+        ),
+        priority=PriorityRule(
+            enabled=c.enable_priority_scheduling,
+            low_values_first=c.schedule_low_priority_values_first,
+            aging_rate=c.priority_aging_rate,
+            preemption_threshold=c.priority_scheduling_preemption_threshold,
+        ),
+        max_partial_prefills=c.max_partial_prefills,
+        preemption_publishes=c.preemption_mode == "cache",
+        max_preemptions_per_request=c.max_preemptions_per_request,
+        preemption_min_remaining_tokens=c.preemption_min_remaining_tokens,
+        max_queued_tokens=c.max_queued_tokens,
+        conservativeness=c.schedule_conservativeness,
+        radix_cache=not c.disable_radix_cache,
+        prefill_first=c.prefill_first,
+    )
