@@ -288,7 +288,8 @@ def test_deadlines_come_from_fields_and_headers_and_the_smaller_counts(make: Mak
     headers = {"x-deadline-remaining-ms": "4000", "x-slo-ttft-ms": "2000", "x-llm-d-slo-ttft-ms": "700"}
     merged = with_deadline_headers(accepted, headers)
     assert (merged.ttft_deadline_secs, merged.deadline_secs) == (0.7, 4.0)
-    assert with_deadline_headers(chat(make()), {}) == chat(make())
+    plain = chat(make())
+    assert with_deadline_headers(plain, {}) == plain
     for bad in ("-1", "0", "1.5", "soon", "9" * 40):
         with pytest.raises(BadRequest, match="x-slo-ttft-ms"):
             with_deadline_headers(accepted, {"x-slo-ttft-ms": bad})
