@@ -14,6 +14,7 @@ test: setup ## every test that needs no GPU and no patience
 	cargo test --locked --workspace --quiet
 	$(py)pytest -m "not slow and not gpu" $(ARGS)
 test-all: setup ## the slow ones too
+	@tests/peers/setup.sh
 	cargo test --locked --workspace --quiet
 	$(py)pytest -m "not gpu" $(ARGS)
 bench: setup ## measure: ratios of two arms, interleaved

@@ -1,0 +1,21 @@
+"""Our nodes behind other routers, and other clients in front of ours.
+
+    tests/peers/setup.sh                       # their packages, each in its own environment under .venv-peers
+    .venv/bin/pytest tests/peers -rs           # a few minutes; a peer that could not be installed skips with its reason
+
+`make test-all` runs both. What is compared is always the same: the answer of one engine that does both phases, asked
+directly. That engine (regular mode) and a prefill and a decode node (P/D mode) stand behind sglang-router 0.3.2 and smg
+1.13.0; openai-python and litellm ask our router in front of such a pair.
+
+What these versions change on the way (measured), and the tests allow for:
+
+* Both: `/generate` takes a batch as `input_ids` only (`text` must be one string); a completion's `prompt` may not be
+  token ids (422 and 400). Mistakes they find themselves are answered by them: sglang-router with 422 and plain text,
+  smg with 400 and OpenAI's form but codes of its own.
+* Both, P/D: one bootstrap room per prompt whatever `n` is (answer i then meets in room + i). A worker's 4xx keeps
+  status and message and loses code and `param`; D's to a stream comes as `data: {'error': …}`, which is no JSON.
+  smg quotes P's whole body in its message when P answers first.
+* sglang-router, regular: its circuit breaker counts 4xx; ten mistakes of one client shut everybody out for a minute.
+  P/D with `--dp-aware`: serves nothing (the rank gets into the URL it connects to).
+* smg adds `"model": "unknown"` to a `/generate` without model; another model's name reaches no worker (404, P/D 503).
+"""

@@ -1,0 +1,53 @@
+"""What the peers stand in front of, and the engine they are measured by."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.cluster import Cluster
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """All of this folder starts processes for minutes."""
+    here = Path(__file__).parent
+    for item in items:
+        if here in item.path.parents:
+            item.add_marker(pytest.mark.slow)
+            item.add_marker(pytest.mark.timeout(300))
+
+
+@pytest.fixture(scope="package")
+def pair() -> Iterator[Cluster]:
+    """One prefill and one decode node (and our router, idle unless asked)."""
+    with Cluster.up() as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="package")
+def wide() -> Iterator[Cluster]:
+    """The same with two DP ranks in each node."""
+    with Cluster.up("--dp-size", "2") as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="package")
+def solo() -> Iterator[Cluster]:
+    """One engine that does both phases."""
+    with Cluster.up("--workers", "1") as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="package")
+def wide_solo() -> Iterator[Cluster]:
+    """The same with two DP ranks."""
+    with Cluster.up("--workers", "1", "--dp-size", "2") as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="package")
+def reference(solo: Cluster) -> str:
+    """Where to ask that engine directly: what it answers is right."""
+    return str(solo.node("worker")["url"])

@@ -1,0 +1,124 @@
+"""openai-python and litellm in front of our router, a prefill and a decode node."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.peers.cases import CHAT, COMPLETION, QUESTION
+from tests.peers.environment import run_script
+from tests.peers.wire import answer, texts
+from tests.support.cluster import Cluster, metric
+
+GREEDY = {"model": "demo", "temperature": 0, "max_tokens": 16}
+BATCH = ["A lease ends", "Pages"]
+
+
+@pytest.fixture(scope="module")
+def baton(reference: str) -> str:
+    """What the engine says to the question that all clients ask."""
+    return texts(CHAT, answer(reference, CHAT, {**GREEDY, "messages": QUESTION}))[0]
+
+
+@pytest.fixture(scope="module")
+def batch(reference: str) -> list[str]:
+    return texts(COMPLETION, answer(reference, COMPLETION, {**GREEDY, "prompt": BATCH}))
+
+
+def pulled(pair: Cluster) -> float:
+    """Bytes of KV pages that D has fetched from P."""
+    return metric(pair.node("decode")["url"], "baton_kv_pull_bytes_total")
+
+
+def each(reference: str, path: str, bodies: list[dict[str, Any]]) -> list[str]:
+    """The engine's answers, one after the other."""
+    return [texts(path, answer(reference, path, {**GREEDY, **body}))[0] for body in bodies]
+
+
+@pytest.mark.parametrize("major", ["2", "3"], scope="class")
+class TestOpenai:
+    @pytest.fixture(scope="class")
+    @classmethod
+    def said(cls, major: str, pair: Cluster) -> dict[str, Any]:
+        before = pulled(pair)
+        said: dict[str, Any] = run_script(f"openai-{major}", "ask_openai.py", pair.url)
+        assert said["version"].startswith(f"{major}.")
+        assert pulled(pair) > before, "no KV page travelled: these answers came from one node"
+        return said
+
+    def test_chat(self, said: dict[str, Any], baton: str) -> None:
+        forms = ("chat", "stream", "parts", "logprobs", "max_completion_tokens")
+        assert {form: said[form] for form in forms} == dict.fromkeys(forms, baton)
+        assert said["n"] == [baton, baton]
+        assert (said["finish"], said["stream_finish"]) == ("length", ["length"])
+        assert said["usage"][1:] == [16, said["usage"][0] + 16]
+        assert said["stream_usage"] == 16
+        assert said["extra_body"] == 300, "ignore_eos did not arrive"
+
+    def test_stream_helper(self, said: dict[str, Any], reference: str) -> None:
+        assert said["helper"] == each(reference, CHAT, [{"messages": QUESTION, "max_tokens": 400}])[0]
+        assert said["helper_events"] == ["chunk", "content.delta", "content.done"]
+
+    def test_completions(self, said: dict[str, Any], reference: str, batch: list[str]) -> None:
+        assert said["batch"] == batch
+        assert said["completion_stream"] == batch[0]
+        assert said["ids"] == each(reference, COMPLETION, [{"prompt": [5, 6, 7]}])[0]
+
+    def test_many_at_once(self, said: dict[str, Any], reference: str) -> None:
+        bodies = [{"prompt": f"Runner {i} says"} for i in range(16)]
+        assert said["at_once"] == each(reference, COMPLETION, bodies)
+
+    def test_facts(self, said: dict[str, Any]) -> None:
+        assert said["models"] == ["demo"]
+        assert said["request_id"] == ["from-openai", True]
+
+    def test_mistakes_keep_status_code_and_parameter(self, said: dict[str, Any]) -> None:
+        kind, seen = "invalid_request_error", [True, True]  # a request id, a message
+        long = ["BadRequestError", 400, "context_length_exceeded", "prompt", kind, *seen]
+        assert said["mistakes"] == {
+            "negative": ["BadRequestError", 400, "invalid_value", "max_tokens", kind, *seen],
+            "long": long,
+            "long, streamed": long,
+            "model": ["NotFoundError", 404, "model_not_found", "model", kind, *seen],
+            "responses": ["NotFoundError", 404, "not_found", None, kind, *seen],
+            "embeddings": ["NotFoundError", 404, "not_found", None, kind, *seen],
+        }
+
+    def test_nothing_is_held_afterwards(self, said: dict[str, Any], pair: Cluster) -> None:
+        """One of the streams was left after its first event."""
+        pair.assert_nothing_is_held()
+
+
+class TestLitellm:
+    @pytest.fixture(scope="class")
+    @classmethod
+    def said(cls, pair: Cluster) -> dict[str, Any]:
+        said: dict[str, Any] = run_script("litellm", "ask_litellm.py", pair.url)
+        return said
+
+    @pytest.mark.parametrize("provider", ["hosted_vllm", "openai"])
+    def test_chat(self, said: dict[str, Any], baton: str, provider: str) -> None:
+        chat = said[provider]
+        assert (chat["chat"], chat["stream"], chat["n"]) == (baton, baton, [baton, baton])
+        assert (chat["finish"], chat["stream_finish"]) == ("length", ["length"])
+        assert chat["usage"][1:] == [16, chat["usage"][0] + 16]
+        assert (chat["stream_usage"], chat["logprobs"]) == ([16], 16)
+
+    def test_completions(self, said: dict[str, Any], batch: list[str]) -> None:
+        assert (said["batch"], said["completion_stream"]) == (batch, batch[0])
+
+    def test_many_at_once(self, said: dict[str, Any], reference: str) -> None:
+        bodies = [{"messages": [{"role": "user", "content": f"Runner {i} asks?"}]} for i in range(16)]
+        assert said["at_once"] == each(reference, CHAT, bodies)
+
+    def test_mistakes_become_its_own_errors(self, said: dict[str, Any]) -> None:
+        """`ContextWindowExceededError` is what its fallbacks to another model wait for."""
+        assert said["mistakes"] == {
+            "negative": ["BadRequestError", 400],
+            "long": ["ContextWindowExceededError", 400],
+            "model": ["NotFoundError", 404],
+        }
+
+    def test_nothing_is_held_afterwards(self, said: dict[str, Any], pair: Cluster) -> None:
+        pair.assert_nothing_is_held()
