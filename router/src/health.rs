@@ -2,8 +2,8 @@
 //!
 //! 1. starting: probe after 0.1 s, then with growing pauses up to --worker-startup-check-interval;
 //! 2. good probe: GET /get_server_info (older and newer name tried), check the role, `Ready`;
-//! 3. ready: probe every --health-check-interval-secs, and at once when a request met a refused connection. Refused
-//!    again: `Unhealthy` now, since nothing listens there; other failures count up to --health-failure-threshold;
+//! 3. ready: probe every --health-check-interval-secs, and at once when a request met a refused or broken connection.
+//!    Refused: `Unhealthy` now, since nothing listens there; other failures count up to --health-failure-threshold;
 //! 4. unhealthy: probe every second (or the interval, if shorter) until --health-success-threshold good ones, back to 2.
 
 use std::sync::Arc;

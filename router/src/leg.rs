@@ -294,7 +294,7 @@ impl Leg {
 
     fn failed(&mut self, failure: Failure) -> Failure {
         self.guard.settle(failure.outcome());
-        if failure.reason == "connect" {
+        if matches!(failure.reason, "connect" | "reset") {
             self.guard.candidate.worker.suspect.notify_one();
         }
         failure

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use http::StatusCode;
-use router_core::Why;
+use router_core::{Role, Why};
 use tokio::time::Instant;
 
 use crate::clock::ms_since;
@@ -56,6 +56,13 @@ impl Record {
             let ttft = self.metrics.ttft.with_label_values(&[self.route]);
             ttft.observe(self.started.elapsed().as_secs_f64());
         }
+    }
+
+    /// A worker failed after its answer had begun.
+    pub fn upstream_error(&self, role: Role, reason: &'static str) {
+        let labels = [role.label(), reason];
+        let errors = &self.metrics.upstream_errors;
+        errors.with_label_values(&labels).inc();
     }
 
     /// How it ended; the first call counts.

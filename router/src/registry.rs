@@ -81,7 +81,7 @@ pub struct Worker {
     pub id: u64,
     pub spec: WorkerSpec,
     pub pool: Arc<Pool>,
-    /// Told when a request met a refused connection: probe now.
+    /// Told when a request met a refused or broken connection: probe now.
     pub suspect: Notify,
     state: RwLock<(State, Arc<Description>)>,
     /// Requests in flight by rank. Kept while the worker is out: what still runs on it counts when it returns.

@@ -111,14 +111,17 @@ impl Relay {
             worker: self.guard.candidate.name.clone(),
             cause,
         };
-        self.fail(err);
+        self.fail(err, "reset");
     }
 
-    fn fail(&mut self, err: RouteError) {
+    fn fail(&mut self, err: RouteError, reason: &'static str) {
         self.rest = None;
         let ending = self.tail.as_ref().map_or(Ending::Open, Tail::ending);
         if ending == Ending::Open {
             self.guard.settle(Outcome::Failure);
+            let worker = &self.guard.candidate.worker;
+            worker.suspect.notify_one();
+            self.record.upstream_error(worker.role(), reason);
             self.record.end(self.status, err.code());
             tracing::warn!(rid = %self.record.rid, %err, "answer broke off");
             self.prefill = None;
@@ -187,7 +190,7 @@ impl Body for Relay {
                         return Poll::Pending;
                     }
                     let err = silent_error(&this.guard, this.limit);
-                    this.fail(err.clone());
+                    this.fail(err.clone(), "silent");
                     if this.tail.is_none() {
                         return Poll::Ready(Some(Err(Cut(err))));
                     }

@@ -295,6 +295,8 @@ async fn decode_breaking_in_the_stream_is_one_error_event() {
         let reply = router.chat_stream().await;
         assert_eq!(reply.error_event(), "upstream_error");
         assert_eq!(d.count(), 1);
+        let broken = "baton_router_upstream_errors_total{reason=\"reset\",role=\"decode\"}";
+        assert_eq!(router.metric(broken).await, 1.0);
         router.no_load().await;
     })
     .await;
