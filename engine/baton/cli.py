@@ -45,6 +45,12 @@ def _bench(argv: Sequence[str]) -> int:
     return main(argv)
 
 
+def _simulate(argv: Sequence[str]) -> int:
+    from baton.sim.main import main
+
+    return main(argv)
+
+
 @dataclass(frozen=True, slots=True)
 class Command:
     help: str
@@ -56,6 +62,7 @@ COMMANDS = {
     "router": Command("run the router", _router),
     "engine": Command("run one engine: a prefill node, a decode node, or both in one", _engine),
     "bench": Command("send the same load to several servers and compare them", _bench),
+    "simulate": Command("replay a trace through the scheduler in virtual time and compare queue orders", _simulate),
     "model": Command("make the demo model", _model),
 }
 

@@ -1,0 +1,9 @@
+"""`baton simulate`: the production scheduler over a recorded trace, on a virtual clock. Standard library only.
+
+trace.py   trace files → requests with arrival times, token ids made from block ids
+model.py   how long a step takes: a roofline with five numbers
+node.py    one engine rank: the loop of runtime.engine with a model instead of a device
+report.py  what requests saw, as a table and as JSON
+chart.py   a self-contained SVG of TTFT distributions
+main.py    flags, progress, Ctrl-C
+"""

@@ -1,0 +1,296 @@
+"""`baton simulate`: what would each queue order have done to a recorded day? Flags in, table out.
+
+1. Flags: of the simulation (SimConfig), of the step-time model (StepModel), and all engine flags that the planner reads.
+2. Arrivals: as recorded, or rescaled by --speedup or to a target --load.
+3. One policy after the other over the same arrivals; progress on stderr; Ctrl-C prints what there is and exits 130.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from baton import config as engine_config
+from baton.config import EngineConfig, add_flags, opt
+from baton.errors import ConfigError
+from baton.sched.policy import POLICIES
+from baton.sched.scheduler import Limits
+from baton.sched.setup import limits
+from baton.sim import trace as traces
+from baton.sim.chart import cdf_svg
+from baton.sim.model import PRESETS, StepModel
+from baton.sim.node import Setting, SimNode
+from baton.sim.report import Summary, as_json, summarise, table, ttfts
+from baton.sim.trace import TraceRequest
+
+PROG = "baton simulate"
+INTERRUPTED = 130
+PROGRESS_SECS = 2.0
+
+NOT_SIMULATED = frozenset({
+    "model_path", "tokenizer_path", "served_model_name", "load_format", "dtype", "context_length", "chat_template",
+    "host", "port", "api_key", "disaggregation_mode", "disaggregation_bootstrap_port",
+    "disaggregation_transfer_backend", "transfer_port", "cluster_key", "kv_lease_secs", "kv_transfer_timeout_secs",
+    "num_reserved_decode_tokens", "tp_size", "dp_size", "device", "attention_backend", "cpu_threads", "kv_pool_mib",
+    "schedule_policy", "random_seed", "log_level", "abort_on_priority_when_disabled", "stream_interval",
+    "drain_timeout_secs",
+})  # fmt: skip
+"""Engine flags without a meaning here: refused, not swallowed. Every other one is taken from EngineConfig."""
+
+DEFAULTS: dict[str, Any] = {
+    "max_total_tokens": 1_000_000,
+    "chunked_prefill_size": 8192,
+    "max_running_requests": 256,
+    "max_queued_requests": 1_000_000,
+}
+"""A node of the size that the step-time models speak of; the engine's own defaults are for a laptop."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimConfig:
+    trace: str = opt("", "trace file (.jsonl or .jsonl.gz), or the name of one that comes with Baton")
+    role: str = opt(
+        "prefill", "prefill: prompts only, leased until D has pulled; null: both phases", choices=("prefill", "null")
+    )
+    schedule_policy: str = opt("fcfs,lpm,srpt-aging", "queue orders to compare, with commas between; all: every one")
+    model: str = opt("reference", "device that is simulated; single numbers can be replaced", choices=tuple(PRESETS))
+    limit: int | None = opt(None, "use only the first so many requests of the trace")
+    speedup: float | None = opt(None, "let requests arrive this many times faster than recorded")
+    load: float | None = opt(None, "rescale arrivals so that the device is busy for about this share of the time")
+    length_scale: int = opt(1, "let one simulated token stand for so many (a divisor of 512): coarser and faster")
+    jitter: float = opt(0.0, "steps take up to this share more or less than the model says, at random")
+    seed: int = opt(0, "seed of --jitter")
+    json: str | None = opt(None, "write settings and results to this file")
+    plot: str | None = opt(None, "write the distribution of TTFT per policy to this .svg file")
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Checked flags."""
+
+    sim: SimConfig
+    model: StepModel
+    engine: EngineConfig
+    policies: tuple[str, ...]
+
+    def limits(self, policy: str) -> Limits:
+        """The planner's budgets, in simulated tokens."""
+        values = dataclasses.asdict(self.engine) | {"schedule_policy": policy}
+        if self.sim.length_scale > 1:
+            values |= {name: _shrunk(values[name], name, self) for name in _token_fields() if values[name]}
+        config = EngineConfig(**values)
+        return limits(config, config.max_total_tokens // config.page_size)
+
+
+def _token_fields() -> list[str]:
+    """Engine flags counted in tokens, which a coarser token changes; a page stays a page."""
+    units = ("[tokens]", "[tokens/s]")
+    fields = (f for f in dataclasses.fields(EngineConfig) if f.name not in NOT_SIMULATED | {"page_size"})
+    return [f.name for f in fields if f.metadata["help"].endswith(units)]
+
+
+def _shrunk(value: float, name: str, run: Run) -> float:
+    """`value` real tokens in simulated ones; whole pages where the engine wants whole pages."""
+    scale, page = run.sim.length_scale, run.engine.page_size
+    if isinstance(value, float):
+        return value / scale
+    small = traces.scaled(value, scale)
+    return max(small - small % page, page) if name == "chunked_prefill_size" else small
+
+
+def parse(argv: Sequence[str]) -> Run:
+    """Flags → checked settings; prints every mistake and exits with 2. Reads no file."""
+    parser = argparse.ArgumentParser(
+        prog=PROG, description="Replay a trace through the engine's own scheduler in virtual time.", allow_abbrev=False
+    )
+    add_flags(parser.add_argument_group("the simulation"), SimConfig)
+    add_flags(parser.add_argument_group("the step-time model (defaults: --model reference)"), StepModel)
+    add_flags(parser.add_argument_group("the engine"), EngineConfig, skip=NOT_SIMULATED)
+    changed = ", ".join(f"{engine_config.flag_name(name)} {value}" for name, value in DEFAULTS.items())
+    parser.epilog = f"Engine flags whose default differs here: {changed}."
+    values = vars(parser.parse_args(argv))
+    sim = SimConfig(**_of(SimConfig, values))
+    model = dataclasses.replace(PRESETS[sim.model], **_of(StepModel, values))
+    policies = tuple(POLICIES) if sim.schedule_policy == "all" else tuple(sim.schedule_policy.split(","))
+    bad = [*_violations(sim, model, policies)]
+    engine_values = DEFAULTS | _of(EngineConfig, values) | {"disaggregation_mode": sim.role, "schedule_policy": "auto"}
+    engine = EngineConfig()
+    try:
+        engine = engine_config.build(engine_values)
+        if not engine.max_total_tokens:
+            bad.append("--max-total-tokens 0: there is no model here to size the pool from; give a number of tokens")
+    except ConfigError as err:
+        bad.append(err.message)
+    if bad:
+        print("\n".join(f"{PROG}: {line}" for text in bad for line in text.splitlines()), file=sys.stderr)
+        raise SystemExit(2)
+    return Run(sim, model, engine, policies)
+
+
+def _of(cls: Any, values: dict[str, Any]) -> dict[str, Any]:
+    """The part of parsed flags that belongs to `cls`; schedule_policy is the simulation's."""
+    names = {f.name for f in dataclasses.fields(cls)} - (NOT_SIMULATED if cls is EngineConfig else set())
+    return {name: value for name, value in values.items() if name in names}
+
+
+def _violations(sim: SimConfig, model: StepModel, policies: Sequence[str]) -> list[str]:
+    bad = []
+    if not sim.trace:
+        bad.append("--trace is missing; give a file or the name of a trace that comes with Baton")
+    for name in policies:
+        if name not in POLICIES:
+            bad.append(f"--schedule-policy {name}: there is no such order; there are {', '.join(POLICIES)}")
+    if len(set(policies)) < len(policies):
+        bad.append(f"--schedule-policy {sim.schedule_policy}: names an order twice")
+    if sim.speedup is not None and sim.load is not None:
+        bad.append("--speedup and --load both rescale arrivals; give one")
+    for flag, number in (("--speedup", sim.speedup), ("--load", sim.load)):
+        if number is not None and not 0 < number < math.inf:
+            bad.append(f"{flag} {number}: must be above 0")
+    if sim.limit is not None and sim.limit < 1:
+        bad.append(f"--limit {sim.limit}: must be at least 1")
+    if sim.length_scale < 1 or traces.BLOCK_TOKENS % sim.length_scale:
+        bad.append(f"--length-scale {sim.length_scale}: use a divisor of {traces.BLOCK_TOKENS}")
+    if not 0 <= sim.jitter < 1:
+        bad.append(f"--jitter {sim.jitter}: use 0 up to below 1")
+    if sim.plot is not None and not sim.plot.endswith(".svg"):
+        bad.append(f"--plot {sim.plot}: only .svg can be written")
+    for f in dataclasses.fields(model):
+        if not 0 <= getattr(model, f.name) < math.inf:
+            bad.append(f"{engine_config.flag_name(f.name)} {getattr(model, f.name)}: must not be negative")
+    if not (model.step_ms or (model.token_us and model.weights_ms)):
+        bad.append("--step-ms 0: a step must take time, or the clock would stand still")
+    return bad
+
+
+def setting(run: Run, trace: Sequence[TraceRequest]) -> Setting:
+    """Arrivals rescaled as asked. Raises ConfigError when --load cannot be met."""
+    times = traces.arrivals(trace)
+    factor = 1.0
+    if run.sim.speedup is not None:
+        factor = 1 / run.sim.speedup
+    elif run.sim.load is not None:
+        if times[-1] <= 0:
+            raise ConfigError("--load: all requests of the trace arrive at once; there is nothing to rescale")
+        factor = offered_seconds(run, trace) / times[-1] / run.sim.load
+    return Setting(
+        trace=trace,
+        arrivals=[at * factor for at in times],
+        model=run.model,
+        scale=run.sim.length_scale,
+        depth=1 if run.engine.disable_overlap_schedule else 2,
+        timeout_secs=run.engine.request_timeout_secs,
+        jitter=run.sim.jitter,
+        seed=run.sim.seed,
+    )
+
+
+def offered_seconds(run: Run, trace: Sequence[TraceRequest]) -> float:
+    """Device time that the trace asks for: what --load divides by the time in which it arrives.
+
+    Prompts: full steps, and the hits of an LRU cache of the pool's size in order of arrival. Answers: decoded in
+    batches as large as slots and pool allow.
+    """
+    model, engine = run.model, run.engine
+    capacity = 0 if engine.disable_radix_cache else engine.max_total_tokens
+    step_tokens = min(engine.chunked_prefill_size, engine.max_prefill_tokens)
+    total = 0.0
+    for request, cached in zip(trace, traces.cached_in_arrival_order(trace, capacity), strict=True):
+        new = request.input_length - cached
+        total += model.prefill_seconds(new, cached) + new / step_tokens * model.step_ms * 1e-3
+    if run.sim.role == "prefill":
+        return total
+    contexts = [request.input_length + request.output_length / 2 for request in trace]
+    batch = max(min(engine.max_running_requests, engine.max_total_tokens / (sum(contexts) / len(contexts))), 1.0)
+    per_step = (model.step_ms + max(model.weights_ms, model.token_us * 1e-3 * batch)) * 1e-3
+    for request, context in zip(trace, contexts, strict=True):
+        total += request.output_length * (per_step / batch + context * model.kv_read_ns * 1e-9)
+    return total
+
+
+class Progress:
+    """A line on stderr every two seconds: how far, and how long it may still take."""
+
+    def __init__(self, policy: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self.policy = policy
+        self._clock = clock
+        self._started = clock()
+        self._next = self._started + PROGRESS_SECS
+
+    @property
+    def elapsed(self) -> float:
+        return self._clock() - self._started
+
+    def __call__(self, node: SimNode) -> None:
+        if self._clock() < self._next:
+            return
+        self._next = self._clock() + PROGRESS_SECS
+        total = len(node.records)
+        eta = f"{self.elapsed * (total - node.done) / node.done:.0f} s left" if node.done else "no end in sight yet"
+        counts = node.sched.counts()
+        where = f"{node.done}/{total} requests, {counts['waiting']} waiting, at {node.now:.0f} s"
+        print(f"{self.policy}: {where}, about {eta}", file=sys.stderr, flush=True)
+
+
+def simulate(run: Run, what: Setting) -> tuple[list[Summary], dict[str, list[float]], bool]:
+    """One policy after the other. Returns (summaries, TTFTs by label, was it interrupted)."""
+    summaries: list[Summary] = []
+    curves: dict[str, list[float]] = {}
+    interrupted = False
+    for policy in run.policies:
+        node = SimNode(what, run.limits(policy))
+        progress = Progress(policy)
+        try:
+            node.run(progress)
+        except KeyboardInterrupt:
+            interrupted = True
+        summaries.append(summarise(policy, node, progress.elapsed, is_partial=interrupted))
+        curves[summaries[-1].label] = ttfts(node.records)
+        if interrupted:
+            break
+    return summaries, curves, interrupted
+
+
+def main(argv: Sequence[str]) -> int:
+    run = parse(argv)
+    try:
+        trace = traces.read(traces.locate(run.sim.trace), run.sim.limit)
+        what = setting(run, trace)
+        offered = offered_seconds(run, trace)
+        span = what.arrivals[-1]
+        about = f"{len(trace)} requests in {span:.0f} s"
+        about += f", load {offered / span:.2f}" if span > 0 else ""
+        print(f"{run.sim.trace}: {about}, role {run.sim.role}, model {run.sim.model}", file=sys.stderr)
+        summaries, curves, interrupted = simulate(run, what)
+        print(table(summaries))
+        if run.sim.json is not None:
+            document = {
+                "simulation": dataclasses.asdict(run.sim),
+                "model": dataclasses.asdict(run.model),
+                "engine": {
+                    name: value for name, value in dataclasses.asdict(run.engine).items() if name not in NOT_SIMULATED
+                },
+                "offered_load": offered / span if span > 0 else None,
+                "policies": [as_json(summary) for summary in summaries],
+            }
+            Path(run.sim.json).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+        if run.sim.plot is not None:
+            title = f"TTFT, {Path(run.sim.trace).name}, {about}"
+            Path(run.sim.plot).write_text(cdf_svg(title, "TTFT [s]", curves), encoding="utf-8")
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except ConfigError as err:
+        print(f"{PROG}: {err.message}", file=sys.stderr)
+        return 2
+    except OSError as err:
+        print(f"{PROG}: {err.filename}: {err.strerror}", file=sys.stderr)
+        return 1
+    return INTERRUPTED if interrupted else 0

@@ -1,0 +1,221 @@
+"""One engine rank on a virtual clock: the loop of `runtime.engine`, with a step-time model instead of a device.
+
+A turn, as in production: take in what has arrived, release leases, expire deadlines, plan, launch; then, with `depth`
+steps in flight or nothing to plan, let the clock run to the end of the oldest step and commit it. Without a step in
+flight the clock jumps to the next arrival, release or deadline. Planning takes no virtual time.
+
+Invariants: the clock never goes back; every request of the trace ends in exactly one outcome; at the end no page is
+held.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+from array import array
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from baton.errors import EngineError
+from baton.request import FinishReason, Rendezvous, SamplingParams, Validated
+from baton.sched.events import Emitted, PrefillDone
+from baton.sched.mix import uniform
+from baton.sched.plan import StepPlan, StepResult
+from baton.sched.scheduler import Limits, Scheduler
+from baton.sim.model import StepModel
+from baton.sim.trace import TraceRequest, answer_token, prompt_tokens, scaled
+
+
+class Outcome(Enum):
+    PENDING = "pending"
+    COMPLETED = "completed"
+    REFUSED = "refused"
+    TIMED_OUT = "timed out"
+
+
+@dataclass(slots=True)
+class Record:
+    """What one request of the trace lived through; times in seconds on the virtual clock."""
+
+    arrival: float
+    prompt_tokens: int
+    scale: int
+    outcome: Outcome = Outcome.PENDING
+    started: float | None = None
+    """When the step with its first chunk was launched."""
+    first_token: float | None = None
+    finished: float | None = None
+    answer_tokens: int = 0
+    cached_tokens: int = 0
+
+    @property
+    def wait(self) -> float | None:
+        return None if self.started is None else self.started - self.arrival
+
+    @property
+    def ttft(self) -> float | None:
+        return None if self.first_token is None else self.first_token - self.arrival
+
+    @property
+    def tpot(self) -> float | None:
+        if self.finished is None or self.first_token is None or self.answer_tokens <= self.scale:
+            return None
+        return (self.finished - self.first_token) / (self.answer_tokens - self.scale)
+
+
+@dataclass(frozen=True, slots=True)
+class Flight:
+    plan: StepPlan
+    seconds: float
+    ends: float
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What all compared policies have in common."""
+
+    trace: Sequence[TraceRequest]
+    arrivals: Sequence[float]
+    """Seconds, one per request, not decreasing."""
+    model: StepModel
+    scale: int = 1
+    """Real tokens per simulated token; the limits are in simulated ones already."""
+    depth: int = 2
+    """Steps in flight: 2 with overlap scheduling, 1 without."""
+    timeout_secs: float = 1800.0
+    jitter: float = 0.0
+    """Steps take up to this fraction more or less than the model says."""
+    seed: int = 0
+
+
+class Stuck(RuntimeError):
+    """The scheduler has requests and does nothing: a bug in the scheduler. The message has its state."""
+
+
+class SimNode:
+    """Build one per policy; `run` may be interrupted, `records` are valid at any time."""
+
+    def __init__(self, setting: Setting, limits: Limits) -> None:
+        self.setting = setting
+        self.sched = Scheduler(limits)
+        self.records = [
+            Record(arrival, request.input_length, setting.scale)
+            for arrival, request in zip(setting.arrivals, setting.trace, strict=True)
+        ]
+        self.now = setting.arrivals[0] if setting.arrivals else 0.0
+        self.steps = 0
+        self.busy_seconds = 0.0
+        self.done = 0
+        self._prefill_role = limits.role == "prefill"
+        self._next = 0
+        self._flight: deque[Flight] = deque()
+        self._releases: list[tuple[float, int]] = []
+        self._decisions = hashlib.sha256()
+
+    @property
+    def decisions(self) -> str:
+        """A digest of every plan made so far: equal digests mean equal decisions."""
+        return self._decisions.hexdigest()[:16]
+
+    def run(self, progress: Callable[[SimNode], None] = lambda _: None) -> None:
+        """Until every request has ended. Raises Stuck, or LedgerError if the page books do not balance."""
+        while self._turn():
+            progress(self)
+        self.sched.ledger().check_idle(self.sched.limits.num_pages)
+
+    def _turn(self) -> bool:
+        self._take_in()
+        while self._releases and self._releases[0][0] <= self.now:
+            self.sched.release(heapq.heappop(self._releases)[1])
+        self.sched.expire(self.now)
+        plan = self.sched.plan(self.now)
+        self._absorb()
+        if plan is not None:
+            self._launch(plan)
+        if self._flight and (plan is None or len(self._flight) >= self.setting.depth):
+            self._collect()
+            return True
+        return plan is not None or self._jump()
+
+    def _take_in(self) -> None:
+        while self._next < len(self.records) and self.setting.arrivals[self._next] <= self.now:
+            handle, self._next = self._next, self._next + 1
+            try:
+                self.sched.add(self._request(handle))
+            except EngineError:
+                self.records[handle].outcome = Outcome.REFUSED
+                self.done += 1
+
+    def _request(self, handle: int) -> Validated:
+        request, arrival = self.setting.trace[handle], self.setting.arrivals[handle]
+        answer = scaled(request.output_length, self.setting.scale)
+        return Validated(
+            handle,
+            str(handle),
+            prompt_tokens(request, self.setting.scale),
+            SamplingParams(max_new_tokens=answer, ignore_eos=True),
+            priority=request.priority,
+            arrival=arrival,
+            rendezvous=Rendezvous("", 0, handle) if self._prefill_role else None,
+            deadline=arrival + self.setting.timeout_secs,
+        )
+
+    def _launch(self, plan: StepPlan) -> None:
+        seconds = self.setting.model.step_seconds(plan, self.setting.scale)
+        if self.setting.jitter:
+            seconds *= 1 + self.setting.jitter * (2 * uniform(self.setting.seed, plan.step) - 1)
+        begins = max(self.now, self._flight[-1].ends if self._flight else self.now)
+        self._flight.append(Flight(plan, seconds, begins + seconds))
+        self.steps += 1
+        self.busy_seconds += seconds
+        decided = array("q", (plan.step, plan.num_decode))
+        for row in plan.rows:
+            decided.extend((row.handle, row.start, row.n))
+            record = self.records[row.handle]
+            if record.started is None:
+                record.started = begins
+        self._decisions.update(decided.tobytes())
+
+    def _collect(self) -> None:
+        flight = self._flight.popleft()
+        self.now = max(self.now, flight.ends)
+        tokens = [answer_token(row.handle) for row in flight.plan.rows if row.sample]
+        self.sched.commit(flight.plan, StepResult(tokens))
+        self.sched.observe(flight.plan, flight.seconds)
+        self._absorb()
+
+    def _absorb(self) -> None:
+        for event in self.sched.drain_events():
+            if isinstance(event, Emitted):
+                self._hear(event)
+            elif isinstance(event, PrefillDone):
+                real = self.setting.trace[event.req.handle].input_length
+                released = self.now + self.setting.model.transfer_seconds(real)
+                heapq.heappush(self._releases, (released, event.req.handle))
+
+    def _hear(self, event: Emitted) -> None:
+        record = self.records[event.handle]
+        if event.tokens and record.first_token is None:
+            record.first_token = self.now
+            record.cached_tokens = min(event.cached_tokens * self.setting.scale, record.prompt_tokens - 1)
+        record.answer_tokens += len(event.tokens) * self.setting.scale
+        if event.finish is not None:
+            record.finished = self.now
+            record.outcome = Outcome.TIMED_OUT if event.finish is FinishReason.ERROR else Outcome.COMPLETED
+            self.done += 1
+
+    def _jump(self) -> bool:
+        """Move the clock to the next thing that happens by itself; False when nothing is left to happen."""
+        coming = [self.setting.arrivals[self._next]] if self._next < len(self.records) else []
+        coming += [self._releases[0][0]] if self._releases else []
+        deadline = self.sched.next_deadline()
+        if deadline is not None and not self.sched.is_idle:
+            coming.append(deadline)
+        if not coming:
+            if not self.sched.is_idle:
+                raise Stuck(f"at {self.now:.3f} s nothing is planned and nothing will happen: {self.sched.counts()}")
+            return False
+        self.now = max(self.now, min(coming))
+        return True

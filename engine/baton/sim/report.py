@@ -1,0 +1,153 @@
+"""What the requests of a simulation saw: numbers per policy, as a table for people and as JSON for programs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+from baton.sim.node import Outcome, Record, SimNode
+
+
+def percentile(ordered: Sequence[float], q: float) -> float:
+    """Linear between the nearest ranks of a sorted, non-empty sequence."""
+    at = (len(ordered) - 1) * q
+    low = int(at)
+    return ordered[low] + (ordered[min(low + 1, len(ordered) - 1)] - ordered[low]) * (at - low)
+
+
+@dataclass(frozen=True, slots=True)
+class Stat:
+    mean: float
+    p50: float
+    p95: float
+    p99: float
+    max: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Stat | None:
+        if not values:
+            return None
+        ordered = sorted(values)
+        p50, p95, p99 = (percentile(ordered, q) for q in (0.5, 0.95, 0.99))
+        return cls(sum(ordered) / len(ordered), p50, p95, p99, ordered[-1])
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """One policy's outcome. Seconds on the virtual clock, but for `wall_seconds`; counts of requests and steps."""
+
+    policy: str
+    requests: int
+    completed: int
+    refused: int
+    timed_out: int
+    ttft: Stat | None
+    wait: Stat | None
+    """From arrival to the launch of the step with the first chunk."""
+    tpot: Stat | None
+    hit_rate: float
+    """Share of prompt tokens found in the cache when the request started."""
+    utilisation: float
+    """Share of the simulated time in which the device computed."""
+    retractions: int
+    preemptions: int
+    steps: int
+    simulated_seconds: float
+    decisions: str
+    """Digest of all plans: equal digests mean equal decisions."""
+    wall_seconds: float
+    is_partial: bool = False
+
+    @property
+    def label(self) -> str:
+        return self.policy + (" (stopped)" if self.is_partial else "")
+
+
+def summarise(policy: str, node: SimNode, wall_seconds: float, *, is_partial: bool = False) -> Summary:
+    records = node.records
+    begun = [r for r in records if r.first_token is not None]
+    prompts = sum(r.prompt_tokens for r in begun)
+    span = node.now - (records[0].arrival if records else 0.0)
+    return Summary(
+        policy=policy,
+        requests=len(records),
+        completed=_count(records, Outcome.COMPLETED),
+        refused=_count(records, Outcome.REFUSED),
+        timed_out=_count(records, Outcome.TIMED_OUT),
+        ttft=Stat.of(ttfts(records)),
+        wait=Stat.of([r.wait for r in records if r.wait is not None]),
+        tpot=Stat.of([r.tpot for r in records if r.tpot is not None]),
+        hit_rate=sum(r.cached_tokens for r in begun) / prompts if prompts else 0.0,
+        utilisation=node.busy_seconds / span if span > 0 else 0.0,
+        retractions=node.sched.retractions,
+        preemptions=node.sched.preemptions,
+        steps=node.steps,
+        simulated_seconds=span,
+        decisions=node.decisions,
+        wall_seconds=wall_seconds,
+        is_partial=is_partial,
+    )
+
+
+def ttfts(records: Sequence[Record]) -> list[float]:
+    return [r.ttft for r in records if r.ttft is not None]
+
+
+def _count(records: Sequence[Record], outcome: Outcome) -> int:
+    return sum(r.outcome is outcome for r in records)
+
+
+def as_json(summary: Summary) -> dict[str, object]:
+    return asdict(summary)
+
+
+HEADER = (
+    "policy", "requests", "completed", "TTFT s", "p50", "p95", "p99", "vs first", "TPOT ms", "p50", "p95", "p99",
+    "wait s", "p50", "p95", "p99", "max", "hits", "busy", "steps", "sim s", "wall s",
+)  # fmt: skip
+
+
+def table(summaries: Sequence[Summary]) -> str:
+    """One row per policy; a p50 … belongs to the name before it. `vs first`: mean TTFT over the first row's."""
+    first = summaries[0].ttft.mean if summaries and summaries[0].ttft else 0.0
+    rows = [HEADER, *(_cells(summary, first) for summary in summaries)]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(HEADER))]
+    lines = []
+    for row in rows:
+        cells = [row[0].ljust(widths[0])] + [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
+        lines.append("  ".join(cells).rstrip())
+    lines += [_endings(s) for s in summaries if s.refused or s.timed_out or s.retractions or s.preemptions]
+    return "\n".join(lines)
+
+
+def _cells(s: Summary, first_mean: float) -> tuple[str, ...]:
+    ratio = f"{s.ttft.mean / first_mean:.2f}" if s.ttft and first_mean else "-"
+    return (
+        s.label,
+        str(s.requests),
+        str(s.completed),
+        *_quantiles(s.ttft, 1.0),
+        ratio,
+        *_quantiles(s.tpot, 1e3),
+        *_quantiles(s.wait, 1.0),
+        f"{s.wait.max:.2f}" if s.wait else "-",
+        f"{s.hit_rate:.3f}",
+        f"{s.utilisation:.2f}",
+        str(s.steps),
+        f"{s.simulated_seconds:.0f}",
+        f"{s.wall_seconds:.1f}",
+    )
+
+
+def _quantiles(stat: Stat | None, unit: float) -> tuple[str, str, str, str]:
+    if stat is None:
+        return "-", "-", "-", "-"
+    mean, p50, p95, p99 = (f"{value * unit:.2f}" for value in (stat.mean, stat.p50, stat.p95, stat.p99))
+    return mean, p50, p95, p99
+
+
+def _endings(s: Summary) -> str:
+    counts = {
+        "refused": s.refused, "timed out": s.timed_out, "retractions": s.retractions, "preemptions": s.preemptions
+    }  # fmt: skip
+    return f"{s.policy}: " + ", ".join(f"{count} {what}" for what, count in counts.items() if count)

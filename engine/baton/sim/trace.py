@@ -1,0 +1,177 @@
+"""Trace files → requests: arrival times, lengths, and prompts whose prefixes are equal exactly where the trace says so.
+
+ 1. `read` parses and checks JSON Lines (gzip'd or not): timestamp [ms], input_length, output_length [tokens], hash_ids
+    (one id per 512-token block of the prompt; optional), priority (optional). A bad line is an error with its number.
+ 2. `arrivals` turns time stamps into seconds: stamps of coarse clocks are spread evenly over the gap to the next one.
+ 3. `prompt_tokens` makes token ids when a request arrives: each token of a block is the block's number, so equal ids
+    behind equal prefixes are equal tokens, different ids differ in every page, and a partial block is a prefix of the
+    whole one. Answers use numbers of their own (`answer_token`): a trace does not tell what was answered, so nothing
+    matches them.
+
+Format: Mooncake's (arXiv 2407.00079).
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import math
+import zlib
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from baton.errors import ConfigError
+
+BLOCK_TOKENS = 512
+"""Prompt tokens per id in hash_ids."""
+FIRST_ANSWER_TOKEN = 1 << 30
+"""Blocks are numbered from 0, answers from here: they never meet."""
+SHIPPED = Path(__file__).parent / "traces"
+
+
+@dataclass(frozen=True, slots=True)
+class TraceRequest:
+    timestamp_ms: float
+    input_length: int
+    output_length: int
+    blocks: tuple[int, ...]
+    """Numbers from 0 on, one per distinct hash id of the file, BLOCK_TOKENS tokens each."""
+    priority: int | None = None
+
+
+class _BadLine(ValueError):
+    pass
+
+
+def locate(name: str) -> Path:
+    """A file, or one of the traces that come with Baton, by its short name. Raises ConfigError."""
+    path = Path(name)
+    if path.is_file():
+        return path
+    shipped = {p.name.split(".")[0]: p for p in sorted(SHIPPED.glob("*.jsonl.gz"))}
+    if name not in shipped:
+        raise ConfigError(f"--trace {name}: no such file; give a .jsonl or .jsonl.gz file, or {' or '.join(shipped)}")
+    return shipped[name]
+
+
+def read(path: Path, limit: int | None = None) -> list[TraceRequest]:
+    """The first `limit` requests of a trace. Raises ConfigError, with the line number, for what is not one."""
+    number = 0  # the last line read, for messages
+    ids: dict[Any, int] = {}
+    requests: list[TraceRequest] = []
+    try:
+        with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as lines:
+            for line in lines:
+                if limit is not None and len(requests) >= limit:
+                    break
+                number += 1
+                if line.strip():
+                    requests.append(_parse(line, ids, requests[-1].timestamp_ms if requests else 0.0))
+    except (OSError, EOFError, UnicodeDecodeError, zlib.error) as err:
+        raise ConfigError(f"{path}: cannot be read after line {number}: {err}") from err
+    except _BadLine as err:
+        raise ConfigError(f"{path}, line {number}: {err}") from err
+    if not requests:
+        raise ConfigError(f"{path}: has no requests")
+    return requests
+
+
+def _parse(line: str, ids: dict[Any, int], previous_ms: float) -> TraceRequest:
+    try:
+        row = json.loads(line)
+    except ValueError as err:
+        raise _BadLine(f"not JSON: {err}") from err
+    if not isinstance(row, dict):
+        raise _BadLine(f"a request is a JSON object, this is {type(row).__name__}")
+    at = row.get("timestamp")
+    if isinstance(at, bool) or not isinstance(at, int | float) or not 0 <= at < math.inf:
+        raise _BadLine(f"timestamp is {at!r}; give milliseconds from the start, 0 or more")
+    if at < previous_ms:
+        raise _BadLine(f"timestamp {at} is before the previous line's {previous_ms}; sort the file")
+    prompt, answer = _length(row, "input_length"), _length(row, "output_length")
+    priority = row.get("priority")
+    if priority is not None and type(priority) is not int:
+        raise _BadLine(f"priority is {priority!r}; give an integer or leave it out")
+    return TraceRequest(float(at), prompt, answer, _blocks(row.get("hash_ids"), prompt, ids), priority)
+
+
+def _length(row: dict[str, Any], name: str) -> int:
+    value = row.get(name)
+    if type(value) is not int or not 1 <= value < FIRST_ANSWER_TOKEN:
+        raise _BadLine(f"{name} is {value!r}; give a whole number of tokens, 1 or more")
+    return value
+
+
+def _blocks(hash_ids: Any, prompt: int, ids: dict[Any, int]) -> tuple[int, ...]:
+    count = -(-prompt // BLOCK_TOKENS)
+    if hash_ids is None:  # no prefix information: this prompt is like no other
+        return tuple(ids.setdefault((len(ids),), len(ids)) for _ in range(count))
+    if not isinstance(hash_ids, list) or any(type(item) is not int for item in hash_ids):
+        raise _BadLine("hash_ids is not a list of integers")
+    if len(hash_ids) != count:
+        raise _BadLine(
+            f"{len(hash_ids)} hash_ids for {prompt} prompt tokens; {count} blocks of {BLOCK_TOKENS} expected"
+        )
+    return tuple(ids.setdefault(item, len(ids)) for item in hash_ids)
+
+
+def arrivals(trace: Sequence[TraceRequest]) -> list[float]:
+    """Arrival in seconds from the first request; k equal stamps are spread evenly over the gap to the next stamp."""
+    times = [0.0] * len(trace)
+    start, gap = 0, 0.0
+    while start < len(trace):
+        at = trace[start].timestamp_ms
+        end = start
+        while end < len(trace) and trace[end].timestamp_ms == at:
+            end += 1
+        if end < len(trace):
+            gap = trace[end].timestamp_ms - at  # the last group has no next stamp: it takes the gap before
+        for i in range(start, end):
+            times[i] = (at - trace[0].timestamp_ms + gap * (i - start) / (end - start)) / 1e3
+        start = end
+    return times
+
+
+def scaled(tokens: int, scale: int) -> int:
+    """Simulated tokens that stand for `tokens` real ones, at least one."""
+    return max(-(-tokens // scale), 1)
+
+
+def prompt_tokens(request: TraceRequest, scale: int) -> array[int]:
+    """The prompt's token ids; one of them stands for `scale` real tokens (a divisor of BLOCK_TOKENS)."""
+    per_block = BLOCK_TOKENS // scale
+    tokens = array("i")
+    for block in request.blocks:
+        tokens.extend(array("i", (block,)) * per_block)
+    del tokens[scaled(request.input_length, scale) :]
+    return tokens
+
+
+def answer_token(handle: int) -> int:
+    """The token that the answer of request `handle` consists of."""
+    return FIRST_ANSWER_TOKEN + handle
+
+
+def cached_in_arrival_order(trace: Iterable[TraceRequest], capacity_tokens: int) -> list[int]:
+    """Prompt tokens per request that an LRU cache of this size holds when requests run one after the other.
+
+    A yardstick for --load, not a bound: a scheduler that reorders may do better or worse.
+    """
+    capacity = capacity_tokens // BLOCK_TOKENS
+    cache: OrderedDict[int, None] = OrderedDict()  # a block id stands for its whole prefix
+    cached: list[int] = []
+    for request in trace:
+        hits = 0
+        while hits < len(request.blocks) and request.blocks[hits] in cache:
+            hits += 1
+        cached.append(min(hits * BLOCK_TOKENS, request.input_length - 1))
+        for block in reversed(request.blocks):  # leaves first: a prefix is used no later than what follows it
+            cache[block] = None
+            cache.move_to_end(block)
+        while len(cache) > capacity:
+            cache.popitem(last=False)
+    return cached
