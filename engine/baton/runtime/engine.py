@@ -31,9 +31,9 @@ from baton.request import Validated
 from baton.runtime.attention import make_backend
 from baton.runtime.kv_pool import KvTensors, make_pool, pool_pages
 from baton.runtime.runner import Runner
+from baton.sched import setup
 from baton.sched.events import Emitted
 from baton.sched.plan import StepPlan, StepResult
-from baton.sched.policy import PolicyParams, PriorityRule
 from baton.sched.scheduler import Limits, Scheduler
 
 log = logging.getLogger("baton.engine")
@@ -187,50 +187,10 @@ class Loaded:
     info: dict[str, object]
 
     def limits(self) -> Limits:
-        c = self.config
-        return Limits(
-            num_pages=self.kv.num_pages,
-            page_size=c.page_size,
-            max_running_requests=c.max_running_requests,
-            max_queued_requests=c.max_queued_requests,
-            step_tokens=min(c.chunked_prefill_size, c.max_prefill_tokens),
-            prefill_max_requests=c.prefill_max_requests,
-            reserved_decode_tokens=c.num_reserved_decode_tokens,
-            role=c.disaggregation_mode,
-            policy=resolve_policy(c),
-            policy_params=PolicyParams(
-                lpm_degrade_threshold=c.lpm_degrade_threshold,
-                lpm_aging_tokens_per_s=c.lpm_aging_tokens_per_s,
-                short_first_aging_tokens_per_s=c.short_first_aging_tokens_per_s,
-                srpt_aging=c.srpt_aging,
-                default_deadline_secs=c.default_deadline_ms / 1000,
-                demote_hopeless=c.deadline_miss_action == "demote",
-            ),
-            priority=PriorityRule(
-                enabled=c.enable_priority_scheduling,
-                low_values_first=c.schedule_low_priority_values_first,
-                aging_rate=c.priority_aging_rate,
-                preemption_threshold=c.priority_scheduling_preemption_threshold,
-            ),
-            max_partial_prefills=c.max_partial_prefills,
-            preemption_publishes=c.preemption_mode == "cache",
-            max_preemptions_per_request=c.max_preemptions_per_request,
-            preemption_min_remaining_tokens=c.preemption_min_remaining_tokens,
-            max_queued_tokens=c.max_queued_tokens,
-            conservativeness=c.schedule_conservativeness,
-            radix_cache=not c.disable_radix_cache,
-            prefill_first=c.prefill_first,
-        )
+        return setup.limits(self.config, self.kv.num_pages)
 
     def engine(self, relay: Relay | None = None) -> Engine:
         return Engine(Scheduler(self.limits()), self.runner, relay, overlap=not self.config.disable_overlap_schedule)
-
-
-def resolve_policy(config: EngineConfig) -> str:
-    """The queue order that --schedule-policy stands for on this node."""
-    if config.schedule_policy != "auto":
-        return config.schedule_policy
-    return "srpt-aging" if config.disaggregation_mode == "prefill" else "fcfs"
 
 
 def compute_threads(config: EngineConfig) -> int:

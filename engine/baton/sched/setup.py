@@ -32,6 +32,8 @@ def limits(config: EngineConfig, num_pages: int) -> Limits:
             lpm_aging_tokens_per_s=c.lpm_aging_tokens_per_s,
             short_first_aging_tokens_per_s=c.short_first_aging_tokens_per_s,
             srpt_aging=c.srpt_aging,
+            default_deadline_secs=c.default_deadline_ms / 1000,
+            demote_hopeless=c.deadline_miss_action == "demote",
         ),
         priority=PriorityRule(
             enabled=c.enable_priority_scheduling,
