@@ -35,18 +35,28 @@ pub fn start(app: &Arc<App>, worker: &Arc<Worker>) {
     app.registry.set_health_task(worker, task.abort_handle());
 }
 
+/// What the task remembers between probes.
+struct Watch {
+    /// `None` until the first good probe.
+    counter: Option<HealthCounter>,
+    registered: Instant,
+    is_reported_late: bool,
+    pause: Duration,
+}
+
 /// Weak references: the task must keep neither the router nor a removed worker alive.
 async fn watch(app: std::sync::Weak<App>, worker: std::sync::Weak<Worker>) {
-    let mut pause = FIRST_PAUSE;
-    let mut counter: Option<HealthCounter> = None;
-    let registered = Instant::now();
-    let mut reported_late = false;
+    let mut seen = Watch {
+        counter: None,
+        registered: Instant::now(),
+        is_reported_late: false,
+        pause: FIRST_PAUSE,
+    };
     loop {
         let (Some(app), Some(worker)) = (app.upgrade(), worker.upgrade()) else {
             return;
         };
-        let config = &app.config.health;
-        if config.disable_health_check {
+        if app.config.health.disable_health_check {
             // Whatever is registered counts as healthy; what it tells about itself is still asked for, until it tells.
             let description = describe(&app, &worker).await;
             let is_described = description.is_some();
@@ -54,71 +64,74 @@ async fn watch(app: std::sync::Weak<App>, worker: std::sync::Weak<Worker>) {
             if is_described {
                 return;
             }
-            let longest = Duration::from_secs(app.config.workers.worker_startup_check_interval);
-            pause = pause.mul_f64(1.5).min(longest);
-            drop(app);
-            tokio::time::sleep(pause).await;
-            continue;
+            seen.pause = seen.longer_pause(&app);
+        } else {
+            let probe = probe(&app, &worker).await;
+            seen.pause = seen.take(&app, &worker, probe).await;
         }
-        let interval = Duration::from_secs(config.health_check_interval_secs);
-        let probe = probe(&app, &worker).await;
-        let result = match &probe {
-            Probe::Good => "good",
-            Probe::Refused(_) => "refused",
-            Probe::Bad(_) => "bad",
-        };
-        let labels = [worker.role().label(), result];
-        app.metrics.probes.with_label_values(&labels).inc();
-        pause = match (&mut counter, probe) {
-            (None, Probe::Good) => {
-                counter = Some(HealthCounter::new(app.config.health(), true));
-                admit(&app, &worker).await;
-                interval
-            }
-            (None, Probe::Refused(reason) | Probe::Bad(reason)) => {
-                let limit = Duration::from_secs(app.config.workers.worker_startup_timeout_secs);
-                if registered.elapsed() >= limit && !reported_late {
-                    reported_late = true;
-                    let waited_s = limit.as_secs();
-                    tracing::error!(url = %worker.url(), waited_s, reason, "worker did not start in time; still trying");
-                }
-                let longest = Duration::from_secs(app.config.workers.worker_startup_check_interval);
-                pause.mul_f64(1.5).min(longest)
-            }
-            (Some(seen), probe) => {
-                let change = match &probe {
-                    Probe::Good => seen.record(true),
-                    Probe::Bad(_) => seen.record(false),
-                    Probe::Refused(_) => refused(seen),
-                };
-                match (change, probe) {
-                    (Some(HealthChange::BecameHealthy), _) => admit(&app, &worker).await,
-                    (
-                        Some(HealthChange::BecameUnhealthy),
-                        Probe::Bad(reason) | Probe::Refused(reason),
-                    ) => {
-                        app.registry
-                            .set_state(&worker, State::Unhealthy { reason }, None);
-                    }
-                    // It may have been restarted with other flags.
-                    (None, Probe::Good) if matches!(worker.state(), State::Rejected { .. }) => {
-                        admit(&app, &worker).await;
-                    }
-                    _ => {}
-                }
-                if seen.is_healthy() {
-                    interval
-                } else {
-                    interval.min(RECOVERY_PAUSE)
-                }
-            }
-        };
         drop(app);
         // Sleeping on the worker's own Notify keeps it alive for one pause at most; a removal aborts this task anyway.
         tokio::select! {
-            () = tokio::time::sleep(pause) => {}
+            () = tokio::time::sleep(seen.pause) => {}
             () = worker.suspect.notified() => {}
         }
+    }
+}
+
+impl Watch {
+    /// Act on a probe; returns the pause before the next.
+    async fn take(&mut self, app: &App, worker: &Arc<Worker>, probe: Probe) -> Duration {
+        let Some(counter) = &mut self.counter else {
+            return self.starting(app, worker, probe).await;
+        };
+        let change = match &probe {
+            Probe::Good => counter.record(true),
+            Probe::Bad(_) => counter.record(false),
+            Probe::Refused(_) => refused(counter),
+        };
+        match (change, probe) {
+            (Some(HealthChange::BecameHealthy), _) => admit(app, worker).await,
+            (Some(HealthChange::BecameUnhealthy), Probe::Bad(reason) | Probe::Refused(reason)) => {
+                let state = State::Unhealthy { reason };
+                app.registry.set_state(worker, state, None);
+            }
+            // It may have been restarted with other flags.
+            (None, Probe::Good) if matches!(worker.state(), State::Rejected { .. }) => {
+                admit(app, worker).await;
+            }
+            _ => {}
+        }
+        let interval = Duration::from_secs(app.config.health.health_check_interval_secs);
+        if counter.is_healthy() {
+            interval
+        } else {
+            interval.min(RECOVERY_PAUSE)
+        }
+    }
+
+    /// Before the first good probe.
+    async fn starting(&mut self, app: &App, worker: &Arc<Worker>, probe: Probe) -> Duration {
+        match probe {
+            Probe::Good => {
+                self.counter = Some(HealthCounter::new(app.config.health(), true));
+                admit(app, worker).await;
+                Duration::from_secs(app.config.health.health_check_interval_secs)
+            }
+            Probe::Refused(reason) | Probe::Bad(reason) => {
+                let limit = Duration::from_secs(app.config.workers.worker_startup_timeout_secs);
+                if self.registered.elapsed() >= limit && !self.is_reported_late {
+                    self.is_reported_late = true;
+                    let waited_s = limit.as_secs();
+                    tracing::error!(url = %worker.url(), waited_s, reason, "worker did not start in time; still trying");
+                }
+                self.longer_pause(app)
+            }
+        }
+    }
+
+    fn longer_pause(&self, app: &App) -> Duration {
+        let longest = Duration::from_secs(app.config.workers.worker_startup_check_interval);
+        self.pause.mul_f64(1.5).min(longest)
     }
 }
 
@@ -135,12 +148,20 @@ fn refused(seen: &mut HealthCounter) -> Option<HealthChange> {
 async fn probe(app: &App, worker: &Worker) -> Probe {
     let path = &app.config.health.health_check_endpoint;
     let limit = Duration::from_secs(app.config.health.health_check_timeout_secs);
-    match timeout(limit, get(app, worker, path)).await {
+    let probe = match timeout(limit, get(app, worker, path)).await {
         Err(_) => Probe::Bad(format!("{path} gave no answer for {limit:?}")),
-        Ok(Err(GetError::Send(SendError::Connect(cause)))) => Probe::Refused(cause),
+        Ok(Err(GetError::Send(SendError::Refused(cause)))) => Probe::Refused(cause),
         Ok(Err(err)) => Probe::Bad(format!("{path}: {err}")),
         Ok(Ok(_)) => Probe::Good,
-    }
+    };
+    let result = match &probe {
+        Probe::Good => "good",
+        Probe::Refused(_) => "refused",
+        Probe::Bad(_) => "bad",
+    };
+    let labels = [worker.role().label(), result];
+    app.metrics.probes.with_label_values(&labels).inc();
+    probe
 }
 
 #[derive(Debug, thiserror::Error)]

@@ -119,7 +119,7 @@ impl Failure {
 
     fn send(leg: &LoadGuard, err: &SendError) -> Self {
         let reason = match err {
-            SendError::Connect(_) => "connect",
+            SendError::Refused(_) | SendError::Connect(_) => "connect",
             SendError::Broken(_) => "reset",
         };
         let told = upstream_error(leg, err.to_string());

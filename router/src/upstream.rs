@@ -43,7 +43,10 @@ const CONNECT_TIMEOUT: Duration = Duration::from_secs(3);
 /// Why there is no answer.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum SendError {
-    /// Nothing reached the worker.
+    /// Nothing listens there: the worker is dead, for certain.
+    #[error("cannot connect: {0}")]
+    Refused(String),
+    /// Nothing reached the worker; the reason may be on this side (no descriptors left, no route).
     #[error("cannot connect: {0}")]
     Connect(String),
     /// The connection broke before the head of the answer was complete.
@@ -132,6 +135,9 @@ impl Pool {
             Err(_) => {
                 let ms = CONNECT_TIMEOUT.as_millis();
                 return Err(SendError::Connect(format!("no reply for {ms} ms")));
+            }
+            Ok(Err(err)) if err.kind() == std::io::ErrorKind::ConnectionRefused => {
+                return Err(SendError::Refused(err.to_string()));
             }
             Ok(Err(err)) => return Err(SendError::Connect(err.to_string())),
             Ok(Ok(stream)) => stream,
