@@ -58,7 +58,7 @@ def mistakes() -> dict[str, Any]:
         "long": {"messages": [{"role": "user", "content": "word " * 5000}]},
         "model": {"model": "hosted_vllm/gpt-5"},
     }
-    found = {}
+    found: dict[str, Any] = {}
     for name, change in asked.items():
         try:
             litellm.completion(**{"model": "hosted_vllm/demo", "messages": QUESTION, **HERE, **change})

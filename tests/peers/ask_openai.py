@@ -80,7 +80,7 @@ def mistakes(client: openai.OpenAI) -> dict[str, Any]:
         "responses": lambda: client.responses.create(model="demo", input="hello"),
         "embeddings": lambda: client.embeddings.create(model="demo", input="hello", encoding_format="float"),
     }
-    found = {}
+    found: dict[str, Any] = {}
     for name, ask in asked.items():
         try:
             ask()

@@ -41,7 +41,7 @@ def free_port() -> int:
 def gateway(name: str, module: str, flags: list[str], workers: int, log: Path) -> Iterator[str]:
     """A peer's router, from ready with that many healthy workers until SIGTERM; gives its URL."""
     port = free_port()
-    command = [python_of(name), "-m", module, "--host", "127.0.0.1", "--port", str(port)]
+    command = [str(python_of(name)), "-m", module, "--host", "127.0.0.1", "--port", str(port)]
     command += ["--prometheus-port", str(free_port()), "--log-level", "warn", *flags]
     with log.open("wb") as out:
         process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
@@ -76,7 +76,7 @@ def pair_flags(cluster: Cluster) -> list[str]:
 
 def run_script(name: str, script: str, *args: str) -> Any:
     """Run a script of this folder in that environment; what it printed, as JSON."""
-    command = [python_of(name), str(Path(__file__).with_name(script)), *args]
+    command = [str(python_of(name)), str(Path(__file__).with_name(script)), *args]
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "OPENAI", "LITELLM"))}
     environment = {**clean, "LITELLM_LOCAL_MODEL_COST_MAP": "True"}  # litellm fetches its price list otherwise
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False, env=environment)

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from tests.peers.cases import CHAT, COMPLETION, QUESTION
+from tests.peers.cases import CHAT, COMPLETION, QUESTION, pulled
 from tests.peers.environment import run_script
 from tests.peers.wire import answer, texts
-from tests.support.cluster import Cluster, metric
+from tests.support.cluster import Cluster
 
 GREEDY = {"model": "demo", "temperature": 0, "max_tokens": 16}
 BATCH = ["A lease ends", "Pages"]
@@ -24,11 +24,6 @@ def baton(reference: str) -> str:
 @pytest.fixture(scope="module")
 def batch(reference: str) -> list[str]:
     return texts(COMPLETION, answer(reference, COMPLETION, {**GREEDY, "prompt": BATCH}))
-
-
-def pulled(pair: Cluster) -> float:
-    """Bytes of KV pages that D has fetched from P."""
-    return metric(pair.node("decode")["url"], "baton_kv_pull_bytes_total")
 
 
 def each(reference: str, path: str, bodies: list[dict[str, Any]]) -> list[str]:
