@@ -95,7 +95,7 @@ fn a_flipped_bit_is_a_checksum_failure_and_retryable() {
 #[test]
 fn after_the_end_no_page_is_written() {
     for transport in TRANSPORTS {
-        let slow = fault(r#"{"on": "PAGE", "do": {"delay_ms": 2}, "repeat": true}"#);
+        let slow = fault(r#"{"on": "PAGE", "do": {"delay_ms": 20}, "repeat": true}"#);
         // The side that is slow is the one that moves the bytes: D by shm, P by tcp.
         let (p, d) = if transport == "shm" {
             (json!({}), slow)
@@ -104,7 +104,7 @@ fn after_the_end_no_page_is_written() {
         };
         let pair = Pair::with(&on(transport, p), &on(transport, d));
         let (src, dst) = (span(0, 1000), span(0, 1000));
-        for room in 1..=5 {
+        for room in 1..=3 {
             pair.open(room);
             pair.grant(room, &dst);
             pair.p.prefill(room, &src, 100);
@@ -117,8 +117,13 @@ fn after_the_end_no_page_is_written() {
                         && pair.d.state(room).as_deref() == Some("PULLING")
                 });
             }
+            let start = Instant::now();
             pair.d.node.abort(room, "CLIENT_GONE").unwrap();
             assert_eq!(pair.d.end_code(room), "ABORTED");
+            assert!(
+                start.elapsed() < Duration::from_secs(8),
+                "the pull was not stopped: its pages take 20 s by shm"
+            );
             // From here on the pages belong to somebody else.
             pair.d.write(&dst, 4242 + room);
             assert_eq!(pair.p.end_code(room), "CLIENT_GONE");
@@ -397,11 +402,7 @@ fn registering_with_nobody_fails_in_time_and_says_why() {
         .node
         .register("127.0.0.1", 1, Duration::from_millis(300))
         .unwrap_err();
-    assert!(
-        start.elapsed() < Duration::from_secs(3),
-        "{:?}",
-        start.elapsed()
-    );
+    assert!(start.elapsed() < PATIENCE);
     assert!(err.to_string().contains("refused"), "{err}");
 }
 

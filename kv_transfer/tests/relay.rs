@@ -299,7 +299,21 @@ fn a_room_number_belongs_to_one_request() {
         ("COMMITTED".into(), "DONE".into()),
         "the first is unharmed"
     );
-    pair.relay(1); // over: the number may be used again
+    // Over: the number may be used again, by an offer or by a later attempt's OPEN.
+    pair.p.node.offer(1, 0, HASH, DEADLINE_MS).unwrap();
+    pair.p.node.abort(1, "CLIENT_GONE").unwrap();
+    assert_eq!(pair.p.end_code(1), "CLIENT_GONE");
+    pair.open(1);
+    assert_eq!(pair.d.end_code(1), "CLIENT_GONE", "attempt 0 is over");
+    pair.d
+        .node
+        .open(1, 1, "127.0.0.1", pair.server.port(), 0, HASH, DEADLINE_MS)
+        .unwrap();
+    until("attempt 1 is parked", || {
+        pair.p.detail("opens_waiting") == 1
+    });
+    pair.d.node.abort(1, "CLIENT_GONE").unwrap();
+    assert_eq!(pair.d.end_code(1), "ABORTED");
     pair.assert_idle();
 }
 

@@ -105,42 +105,66 @@ impl Parked {
 #[derive(Debug)]
 pub struct Tombstones {
     limit: usize,
-    codes: HashMap<u64, (Code, u64)>,
+    rooms: HashMap<u64, Tombstone>,
     order: VecDeque<(u64, u64)>, // (serial, room)
     serial: u64,
 }
+
+#[derive(Debug)]
+struct Tombstone {
+    code: Code,
+    attempt: u32,
+    serial: u64,
+}
+
+/// Attempt of a room that is given up before any attempt of it was known: all of them are over.
+pub const EVERY_ATTEMPT: u32 = u32::MAX;
 
 impl Tombstones {
     pub fn new(limit: usize) -> Self {
         Self {
             limit,
-            codes: HashMap::new(),
+            rooms: HashMap::new(),
             order: VecDeque::new(),
             serial: 0,
         }
     }
 
-    pub fn bury(&mut self, room: u64, code: Code) {
+    pub fn bury(&mut self, room: u64, attempt: u32, code: Code) {
         self.serial += 1;
-        self.codes.insert(room, (code, self.serial));
-        self.order.push_back((self.serial, room));
+        let serial = self.serial;
+        self.rooms.insert(
+            room,
+            Tombstone {
+                code,
+                attempt,
+                serial,
+            },
+        );
+        self.order.push_back((serial, room));
         while self.order.len() > self.limit {
             let Some((serial, room)) = self.order.pop_front() else {
                 return;
             };
-            if self.codes.get(&room).is_some_and(|&(_, s)| s == serial) {
-                self.codes.remove(&room);
+            if self
+                .rooms
+                .get(&room)
+                .is_some_and(|stone| stone.serial == serial)
+            {
+                self.rooms.remove(&room);
             }
         }
     }
 
-    pub fn get(&self, room: u64) -> Option<Code> {
-        self.codes.get(&room).map(|&(code, _)| code)
+    /// How this attempt of the room ended; a later one may still come.
+    pub fn get(&self, room: u64, attempt: u32) -> Option<Code> {
+        let stone = self.rooms.get(&room)?;
+        (attempt <= stone.attempt).then_some(stone.code)
     }
 
     /// The number is used again on purpose.
     pub fn revive(&mut self, room: u64) {
-        self.codes.remove(&room);
+        self.rooms.remove(&room);
     }
 }
 
@@ -181,14 +205,15 @@ mod tests {
     #[test]
     fn tombstones_are_bounded_and_a_revived_room_keeps_its_newer_stone() {
         let mut stones = Tombstones::new(2);
-        stones.bury(1, Code::ClientGone);
+        stones.bury(1, 0, Code::ClientGone);
         stones.revive(1);
-        assert_eq!(stones.get(1), None);
-        stones.bury(1, Code::LeaseExpired);
-        stones.bury(2, Code::ClientGone); // pushes out the first entry of room 1, not its second
-        assert_eq!(stones.get(1), Some(Code::LeaseExpired));
-        stones.bury(3, Code::ClientGone);
-        assert_eq!(stones.get(1), None);
-        assert_eq!(stones.get(3), Some(Code::ClientGone));
+        assert_eq!(stones.get(1, 0), None);
+        stones.bury(1, 3, Code::LeaseExpired);
+        stones.bury(2, 0, Code::ClientGone); // pushes out the first entry of room 1, not its second
+        assert_eq!(stones.get(1, 3), Some(Code::LeaseExpired));
+        assert_eq!(stones.get(1, 4), None, "a later attempt");
+        stones.bury(3, EVERY_ATTEMPT, Code::ClientGone);
+        assert_eq!(stones.get(1, 0), None);
+        assert_eq!(stones.get(3, 9), Some(Code::ClientGone));
     }
 }

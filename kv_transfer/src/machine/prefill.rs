@@ -338,7 +338,14 @@ impl Room {
     fn hashed(&mut self, sums: &[(u32, Sealed)]) -> Vec<Action> {
         let mut ready: Vec<(u32, Sealed)> = Vec::with_capacity(sums.len());
         for &(index, sealed) in sums {
-            if let Some(slot @ Slot::Hashing { .. }) = self.pages.get_mut(index as usize) {
+            // Compared with what was asked: the answer may belong to an earlier room of this number.
+            let asked = Slot::Hashing {
+                page: sealed.page,
+                generation: sealed.generation,
+            };
+            if let Some(slot) = self.pages.get_mut(index as usize)
+                && *slot == asked
+            {
                 *slot = Slot::Ready(sealed);
                 ready.push((index, sealed));
             }
@@ -628,6 +635,34 @@ mod tests {
     }
 
     #[test]
+    fn checksums_of_another_room_of_the_same_number_are_not_taken() {
+        let mut room = room();
+        room.step(open(0), 0).expect("legal");
+        room.step(
+            Event::Publish {
+                first: 0,
+                pages: vec![(10, 2)],
+            },
+            0,
+        )
+        .expect("legal");
+        for foreign in [
+            sealed(11),
+            Sealed {
+                generation: 4,
+                ..sealed(10)
+            },
+        ] {
+            assert_eq!(room.step(Event::Hashed(vec![(0, foreign)]), 0), Ok(vec![]));
+        }
+        assert_eq!(
+            room.step(Event::Hashed(vec![(0, sealed(10))]), 0)
+                .map(|a| a.len()),
+            Ok(1)
+        );
+    }
+
+    #[test]
     fn a_second_reader_a_wrong_prompt_and_a_wrong_attempt_are_rejected_and_change_nothing() {
         let mut room = with_pages(room(), 1);
         let code = |actions: Vec<Action>| match &actions[..] {
@@ -694,6 +729,51 @@ mod tests {
             ]
         );
         assert_eq!(room.phase, Phase::Expired);
+    }
+
+    #[test]
+    fn only_the_reader_of_this_attempt_can_end_the_room_from_outside() {
+        let mut room = with_pages(room(), 1);
+        room.step(open(0), 0).expect("legal");
+        room.step(finish(1), 0).expect("legal");
+        let before = room.clone();
+        for event in [
+            Event::Done {
+                peer: 99,
+                attempt: 1,
+            },
+            Event::Done {
+                peer: D,
+                attempt: 0,
+            },
+            Event::PeerAbort {
+                peer: 99,
+                attempt: 1,
+                code: Code::ClientGone,
+            },
+            Event::PeerAbort {
+                peer: D,
+                attempt: 2,
+                code: Code::ClientGone,
+            },
+            Event::PeerGone {
+                peer: 99,
+                code: Code::PeerDead,
+            },
+        ] {
+            assert_eq!(room.step(event, 0), Ok(vec![]));
+        }
+        assert_eq!(room, before);
+        assert_eq!(
+            room.step(
+                Event::Done {
+                    peer: D,
+                    attempt: 1
+                },
+                0
+            ),
+            Ok(vec![Action::Released(None)])
+        );
     }
 
     #[test]

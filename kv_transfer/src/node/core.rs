@@ -33,6 +33,8 @@ use crate::transport::tcp::{DataLink, DataPlane};
 
 /// Messages read from sockets and not yet handled; more stay in the sockets.
 const HEARD: usize = 1024;
+/// Control connections; a fleet has fewer ranks.
+const MAX_CONNS: usize = 4096;
 /// Connections in the middle of HELLO.
 const HANDSHAKES: usize = 64;
 /// OPENs waiting for their request, and ended rooms remembered.
@@ -323,6 +325,10 @@ impl Core {
                     tracing::warn!(%err, "a data stream could not be handed to the data thread")
                 }
             }
+            return;
+        }
+        if self.conns.len() >= MAX_CONNS {
+            tracing::warn!("{MAX_CONNS} peers are connected: another one is turned away");
             return;
         }
         let Ok(addr) = stream.peer_addr() else { return }; // gone already

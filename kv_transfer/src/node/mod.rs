@@ -300,7 +300,7 @@ impl TransferNode {
             timeout,
             reply,
         })?;
-        let margin = Duration::from_secs(2); // the task itself ends at `timeout`
+        let margin = Duration::from_secs(10); // the task itself ends at `timeout`
         let answer = answer
             .recv_timeout(timeout + margin)
             .map_err(|_| NodeError::Register("the transfer runtime did not answer".into()))?;
@@ -456,7 +456,7 @@ impl TransferNode {
 
     /// Close every connection and thread. Rooms still alive get no event any more. Idempotent; blocks until the threads are gone.
     pub fn close(&self) {
-        let _ = self.commands.try_send(Command::Close); // a full or closed channel: the thread ends as below or has ended
+        let _ = self.commands.blocking_send(Command::Close); // an error: the thread has ended
         if let Some(thread) = self.thread.lock().take() {
             let _ = thread.join(); // its panic was caught and reported
         }

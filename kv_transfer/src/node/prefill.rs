@@ -7,7 +7,7 @@ use super::core::{Core, Timer};
 use crate::code::Code;
 use crate::ledger::Side;
 use crate::machine::Peer;
-use crate::machine::parked::{ParkError, ParkedOpen};
+use crate::machine::parked::{EVERY_ATTEMPT, ParkError, ParkedOpen};
 use crate::machine::prefill::{Action, Event, Finish, Phase, Room};
 use crate::protocol::{Msg, Sealed};
 use crate::transport::copier::Job;
@@ -103,8 +103,8 @@ impl Core {
                 "the prefill node refused the request",
             );
         }
-        if self.tombstones.get(room).is_none() {
-            self.tombstones.bury(room, code);
+        if self.tombstones.get(room, 0).is_none() {
+            self.tombstones.bury(room, EVERY_ATTEMPT, code);
         }
     }
 
@@ -171,7 +171,7 @@ impl Core {
                 },
             );
         }
-        if let Some(code) = self.tombstones.get(room) {
+        if let Some(code) = self.tombstones.get(room, attempt) {
             return self.reject(
                 peer,
                 room,
@@ -436,7 +436,9 @@ impl Core {
         };
         self.timers.set(&Timer::Prefill(room), None);
         self.untie(entry.room.reader(), Side::Prefill, room);
-        self.tombstones.bury(room, entry.room.code_after_the_end());
+        let code_for_late = entry.room.code_after_the_end();
+        self.tombstones
+            .bury(room, entry.room.attempt, code_for_late);
         match code {
             None => self.shared.stats.lock().released_done += 1,
             Some(code) => self.count_failure(code),

@@ -35,6 +35,9 @@ const READ_BYTES: usize = 2 << 20;
 /// A stream with an unanswered READ that brings no byte for this long is broken.
 const STALL: Duration = Duration::from_secs(5);
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(1);
+const KEEPALIVE: Duration = Duration::from_secs(15);
+/// Peers served at once; more are turned away.
+const MAX_SERVED: usize = 4096;
 /// Socket buffers we ask for, where the system allows them; otherwise the kernel's own tuning is better than its cap.
 const SOCKET_BUFFER: usize = 4 << 20;
 /// Bytes moved per visit of a stream, so that several streams share the thread.
@@ -148,6 +151,9 @@ async fn run(context: Context, mut inbox: mpsc::UnboundedReceiver<Command>) {
     loop {
         tokio::select! {
             command = inbox.recv() => match command {
+                Some(Command::Serve(..)) if tasks.len() >= MAX_SERVED => {
+                    tracing::warn!("{MAX_SERVED} data streams are open: another one is refused");
+                }
                 Some(Command::Serve(stream, opened)) => { tasks.spawn(serve(context.clone(), stream, *opened)); }
                 Some(Command::Connect(addr, inc, inbox)) => { tasks.spawn(client(context.clone(), addr, inc, inbox)); }
                 None => return, // the node is closing: dropping the tasks ends all streams
@@ -162,6 +168,11 @@ async fn run(context: Context, mut inbox: mpsc::UnboundedReceiver<Command>) {
 /// TCP_NODELAY, and large buffers if the system grants them.
 pub fn tune(stream: &TcpStream) {
     let _ = stream.set_nodelay(true); // slower, not wrong, without it
+    // A data stream has no heartbeats: this is how the answering side forgets a host that vanished.
+    let _ = sockopt::set_socket_keepalive(stream, true)
+        .and_then(|()| sockopt::set_tcp_keepidle(stream, KEEPALIVE))
+        .and_then(|()| sockopt::set_tcp_keepintvl(stream, KEEPALIVE / 3))
+        .and_then(|()| sockopt::set_tcp_keepcnt(stream, 3));
     let cap = |name: &str| {
         std::fs::read_to_string(format!("/proc/sys/net/core/{name}"))
             .ok()?
@@ -268,11 +279,15 @@ async fn write_pages(stream: &TcpStream, pool: &KvPool, ids: &[u32]) -> io::Resu
     while sent < total {
         let n = stream
             .async_io(Interest::WRITABLE, || {
-                let iovecs = iovecs(ids.len(), page_bytes, sent, |i| pool.page_ptr(ids[i]));
+                let mut iovecs = iovecs(ids.len(), page_bytes, sent, |i| pool.page_ptr(ids[i]));
+                // SAFETY: an all-zero msghdr is a valid one without address, vectors and control data.
+                let mut message: libc::msghdr = unsafe { std::mem::zeroed() };
+                message.msg_iov = iovecs.as_mut_ptr();
+                message.msg_iovlen = iovecs.len() as _;
                 // SAFETY: the ids are below num_pages, so every range lies in our mapping, which `pool` keeps alive; the kernel only
                 // reads. The scheduler may write the pages meanwhile: the second look at the generations, or the checksum, finds out.
                 check_len(unsafe {
-                    libc::writev(stream.as_raw_fd(), iovecs.as_ptr(), iovecs.len() as i32)
+                    libc::sendmsg(stream.as_raw_fd(), &message, libc::MSG_NOSIGNAL)
                 })
             })
             .await?;
