@@ -48,6 +48,7 @@ class DeviceThread:
 
     def __init__(self) -> None:
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._compute_threads = torch.get_num_threads()
         self._thread = threading.Thread(target=self._run, name="device", daemon=True)
         self._thread.start()
 
@@ -61,6 +62,8 @@ class DeviceThread:
         self._thread.join()
 
     def _run(self) -> None:
+        # OpenMP keeps the number per thread: without this, MKL takes all cores here, and its barriers spin.
+        torch.set_num_threads(self._compute_threads)
         while (item := self._jobs.get()) is not None:
             job, done = item
             started = time.monotonic()
