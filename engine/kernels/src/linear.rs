@@ -278,7 +278,7 @@ impl<E: Elem> Kernel for Item<'_, E> {
     #[inline(always)]
     unsafe fn run<S: Simd>(self) {
         // Few rows: W is read once, in memory order. Many: a block of x is used for every panel before the next.
-        if self.rows <= S::TILE_ROWS {
+        if self.rows <= S::TALL_ROWS {
             for p in 0..self.count {
                 for block in 0..self.blocks() {
                     self.block::<S>(p, block, true);

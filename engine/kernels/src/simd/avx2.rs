@@ -14,6 +14,8 @@ impl Simd for Avx2 {
     // 6 x 2 accumulators, 2 of w, 1 broadcast: 15 of 16 registers.
     const TILE_ROWS: usize = 6;
     const TILE_VECS: usize = 2;
+    const TALL_ROWS: usize = 6;
+    const TALL_VECS: usize = 2;
 
     #[target_feature(enable = "avx2,fma")]
     unsafe fn enter<K: Kernel>(kernel: K) {

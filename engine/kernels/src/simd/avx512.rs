@@ -103,6 +103,8 @@ macro_rules! level {
             // 6 x 4 accumulators, 4 of w, 1 broadcast: 29 of 32 registers.
             const TILE_ROWS: usize = 6;
             const TILE_VECS: usize = 4;
+            const TALL_ROWS: usize = 12;
+            const TALL_VECS: usize = 2;
 
             #[target_feature(enable = $features)]
             unsafe fn enter<K: Kernel>(kernel: K) {

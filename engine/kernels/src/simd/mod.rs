@@ -40,6 +40,9 @@ pub trait Simd: Copy + Send + Sync + 'static {
     /// Accumulator registers a tile may use: rows x vectors.
     const TILE_ROWS: usize;
     const TILE_VECS: usize;
+    /// The same for many rows: more rows, fewer vectors.
+    const TALL_ROWS: usize;
+    const TALL_VECS: usize;
 
     /// Run `kernel` inside a function compiled for this level.
     unsafe fn enter<K: Kernel>(kernel: K);

@@ -35,6 +35,8 @@ impl Simd for Scalar {
     const LANES: usize = N;
     const TILE_ROWS: usize = 3;
     const TILE_VECS: usize = 2;
+    const TALL_ROWS: usize = 3;
+    const TALL_VECS: usize = 2;
 
     unsafe fn enter<K: Kernel>(kernel: K) {
         kernel.run::<Self>();
