@@ -74,8 +74,9 @@ def test_engine_flags_in_the_docs_exist() -> None:
     """Every --flag that the pages name is an engine flag, a flag of `baton up`, or in the router's source."""
     known = {config.flag_name(name) for name in config.EngineConfig.__dataclass_fields__}
     up = (ROOT / "engine" / "baton" / "server" / "up.py").read_text(encoding="utf-8")
+    sim = "".join((ROOT / "engine/baton/sim" / name).read_text(encoding="utf-8") for name in ("main.py", "model.py"))
     router = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "router" / "src" / "config").glob("*.rs"))
-    fields = set(re.findall(r"^    (?:pub )?(\w+):", up, re.MULTILINE)) | set(re.findall(r"pub (\w+):", router))
+    fields = set(re.findall(r"^    (?:pub )?(\w+):", up + sim, re.MULTILINE)) | set(re.findall(r"pub (\w+):", router))
     known |= {"--" + name.replace("_", "-") for name in fields} | {"--help", "--out", "--steps", "--threads", "--seed"}
     for page in PAGES:
         if page.name == "flags.md":

@@ -1,6 +1,6 @@
 """`baton simulate`: what would each queue order have done to a recorded day? Flags in, table out.
 
-1. Flags: of the simulation (SimConfig), of the step-time model (StepModel), and all engine flags that the planner reads.
+1. Flags: SimConfig (the simulation), StepModel (the device), and every engine flag that the planner reads.
 2. Arrivals: as recorded, or rescaled by --speedup or to a target --load.
 3. One policy after the other over the same arrivals; progress on stderr; Ctrl-C prints what there is and exits 130.
 """
@@ -65,7 +65,7 @@ class SimConfig:
     limit: int | None = opt(None, "use only the first so many requests of the trace")
     speedup: float | None = opt(None, "let requests arrive this many times faster than recorded")
     load: float | None = opt(None, "rescale arrivals so that the device is busy for about this share of the time")
-    length_scale: int = opt(1, "let one simulated token stand for so many (a divisor of 512): coarser and faster")
+    length_scale: int = opt(1, "let one simulated token stand for this many (a divisor of 512): coarser and faster")
     jitter: float = opt(0.0, "steps take up to this share more or less than the model says, at random")
     seed: int = opt(0, "seed of --jitter")
     json: str | None = opt(None, "write settings and results to this file")
@@ -252,7 +252,8 @@ def simulate(run: Run, what: Setting) -> tuple[list[Summary], dict[str, list[flo
             node.run(progress)
         except KeyboardInterrupt:
             interrupted = True
-        summaries.append(summarise(policy, node, progress.elapsed, is_partial=interrupted))
+        in_time = run.engine.default_deadline_ms / 1e3
+        summaries.append(summarise(policy, node, in_time, progress.elapsed, is_partial=interrupted))
         curves[summaries[-1].label] = ttfts(node.records)
         if interrupted:
             break
@@ -269,6 +270,8 @@ def main(argv: Sequence[str]) -> int:
         about = f"{len(trace)} requests in {span:.0f} s"
         about += f", load {offered / span:.2f}" if span > 0 else ""
         print(f"{run.sim.trace}: {about}, role {run.sim.role}, model {run.sim.model}", file=sys.stderr)
+        if run.sim.length_scale > 1 and run.sim.role == "null":
+            print("note: --length-scale flatters TPOT where prompts and answers share steps", file=sys.stderr)
         summaries, curves, interrupted = simulate(run, what)
         print(table(summaries))
         if run.sim.json is not None:

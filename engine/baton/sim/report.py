@@ -45,6 +45,8 @@ class Summary:
     wait: Stat | None
     """From arrival to the launch of the step with the first chunk."""
     tpot: Stat | None
+    in_time: float
+    """Share of all requests whose TTFT was at most --default-deadline-ms."""
     hit_rate: float
     """Share of prompt tokens found in the cache when the request started."""
     utilisation: float
@@ -63,7 +65,9 @@ class Summary:
         return self.policy + (" (stopped)" if self.is_partial else "")
 
 
-def summarise(policy: str, node: SimNode, wall_seconds: float, *, is_partial: bool = False) -> Summary:
+def summarise(
+    policy: str, node: SimNode, deadline_secs: float, wall_seconds: float, *, is_partial: bool = False
+) -> Summary:
     records = node.records
     begun = [r for r in records if r.first_token is not None]
     prompts = sum(r.prompt_tokens for r in begun)
@@ -77,6 +81,7 @@ def summarise(policy: str, node: SimNode, wall_seconds: float, *, is_partial: bo
         ttft=Stat.of(ttfts(records)),
         wait=Stat.of([r.wait for r in records if r.wait is not None]),
         tpot=Stat.of([r.tpot for r in records if r.tpot is not None]),
+        in_time=sum(ttft <= deadline_secs for ttft in ttfts(records)) / max(len(records), 1),
         hit_rate=sum(r.cached_tokens for r in begun) / prompts if prompts else 0.0,
         utilisation=node.busy_seconds / span if span > 0 else 0.0,
         retractions=node.sched.retractions,
@@ -102,8 +107,8 @@ def as_json(summary: Summary) -> dict[str, object]:
 
 
 HEADER = (
-    "policy", "requests", "completed", "TTFT s", "p50", "p95", "p99", "vs first", "TPOT ms", "p50", "p95", "p99",
-    "wait s", "p50", "p95", "p99", "max", "hits", "busy", "steps", "sim s", "wall s",
+    "policy", "requests", "completed", "TTFT s", "p50", "p95", "p99", "vs first", "in time",
+    "TPOT ms", "p50", "p95", "p99", "wait s", "p50", "p95", "p99", "max", "hits", "busy", "steps", "sim s", "wall s",
 )  # fmt: skip
 
 
@@ -128,6 +133,7 @@ def _cells(s: Summary, first_mean: float) -> tuple[str, ...]:
         str(s.completed),
         *_quantiles(s.ttft, 1.0),
         ratio,
+        f"{s.in_time:.3f}",
         *_quantiles(s.tpot, 1e3),
         *_quantiles(s.wait, 1.0),
         f"{s.wait.max:.2f}" if s.wait else "-",

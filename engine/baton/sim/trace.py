@@ -30,6 +30,8 @@ BLOCK_TOKENS = 512
 """Prompt tokens per id in hash_ids."""
 FIRST_ANSWER_TOKEN = 1 << 30
 """Blocks are numbered from 0, answers from here: they never meet."""
+_START, _UNLIKE_ANY = -1, -2
+"""Stand for "the block before" of a first block, and of blocks that nothing is equal to."""
 SHIPPED = Path(__file__).parent / "traces"
 
 
@@ -39,7 +41,7 @@ class TraceRequest:
     input_length: int
     output_length: int
     blocks: tuple[int, ...]
-    """Numbers from 0 on, one per distinct hash id of the file, BLOCK_TOKENS tokens each."""
+    """Numbers from 0 on, BLOCK_TOKENS tokens each: one per distinct hash id behind a distinct prefix."""
     priority: int | None = None
 
 
@@ -61,7 +63,7 @@ def locate(name: str) -> Path:
 def read(path: Path, limit: int | None = None) -> list[TraceRequest]:
     """The first `limit` requests of a trace. Raises ConfigError, with the line number, for what is not one."""
     number = 0  # the last line read, for messages
-    ids: dict[Any, int] = {}
+    ids: dict[tuple[int, int], int] = {}
     requests: list[TraceRequest] = []
     try:
         with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as lines:
@@ -80,7 +82,7 @@ def read(path: Path, limit: int | None = None) -> list[TraceRequest]:
     return requests
 
 
-def _parse(line: str, ids: dict[Any, int], previous_ms: float) -> TraceRequest:
+def _parse(line: str, ids: dict[tuple[int, int], int], previous_ms: float) -> TraceRequest:
     try:
         row = json.loads(line)
     except ValueError as err:
@@ -106,17 +108,23 @@ def _length(row: dict[str, Any], name: str) -> int:
     return value
 
 
-def _blocks(hash_ids: Any, prompt: int, ids: dict[Any, int]) -> tuple[int, ...]:
+def _blocks(hash_ids: Any, prompt: int, ids: dict[tuple[int, int], int]) -> tuple[int, ...]:
+    """`ids`: (number of the block before, hash id) → number."""
     count = -(-prompt // BLOCK_TOKENS)
     if hash_ids is None:  # no prefix information: this prompt is like no other
-        return tuple(ids.setdefault((len(ids),), len(ids)) for _ in range(count))
+        first = len(ids)
+        ids.update({(_UNLIKE_ANY, first + i): first + i for i in range(count)})
+        return tuple(range(first, first + count))
     if not isinstance(hash_ids, list) or any(type(item) is not int for item in hash_ids):
         raise _BadLine("hash_ids is not a list of integers")
     if len(hash_ids) != count:
         raise _BadLine(
             f"{len(hash_ids)} hash_ids for {prompt} prompt tokens; {count} blocks of {BLOCK_TOKENS} expected"
         )
-    return tuple(ids.setdefault(item, len(ids)) for item in hash_ids)
+    numbers: list[int] = []
+    for item in hash_ids:
+        numbers.append(ids.setdefault((numbers[-1] if numbers else _START, item), len(ids)))
+    return tuple(numbers)
 
 
 def arrivals(trace: Sequence[TraceRequest]) -> list[float]:
@@ -162,7 +170,7 @@ def cached_in_arrival_order(trace: Iterable[TraceRequest], capacity_tokens: int)
     A yardstick for --load, not a bound: a scheduler that reorders may do better or worse.
     """
     capacity = capacity_tokens // BLOCK_TOKENS
-    cache: OrderedDict[int, None] = OrderedDict()  # a block id stands for its whole prefix
+    cache: OrderedDict[int, None] = OrderedDict()  # a block's number stands for its whole prefix
     cached: list[int] = []
     for request in trace:
         hits = 0
