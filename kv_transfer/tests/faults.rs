@@ -95,7 +95,7 @@ fn a_flipped_bit_is_a_checksum_failure_and_retryable() {
 #[test]
 fn after_the_end_no_page_is_written() {
     for transport in TRANSPORTS {
-        let slow = fault(r#"{"on": "PAGE", "do": {"delay_ms": 20}, "repeat": true}"#);
+        let slow = fault(r#"{"on": "PAGE", "do": {"delay_ms": 50}, "repeat": true}"#);
         // The side that is slow is the one that moves the bytes: D by shm, P by tcp.
         let (p, d) = if transport == "shm" {
             (json!({}), slow)
@@ -107,7 +107,7 @@ fn after_the_end_no_page_is_written() {
         for room in 1..=3 {
             pair.open(room);
             pair.grant(room, &dst);
-            pair.p.prefill(room, &src, 100);
+            pair.p.prefill(room, &src, 1000);
             if transport == "shm" {
                 pair.d.wait_state(room, "PULLING");
             } else {
@@ -122,7 +122,7 @@ fn after_the_end_no_page_is_written() {
             assert_eq!(pair.d.end_code(room), "ABORTED");
             assert!(
                 start.elapsed() < Duration::from_secs(8),
-                "the pull was not stopped: its pages take 20 s by shm"
+                "the pull was not stopped: its pages take 12 s by shm"
             );
             // From here on the pages belong to somebody else.
             pair.d.write(&dst, 4242 + room);

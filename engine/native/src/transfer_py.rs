@@ -68,7 +68,8 @@ impl PyKvPool {
         self.pool.page_bytes()
     }
 
-    /// Writable memoryview of `nbytes` bytes; it (and everything made from it) keeps the pool alive.
+    /// Writable memoryview of `nbytes` bytes, for torch.frombuffer or numpy.frombuffer (its format is ctypes' `<B`, which memoryview itself
+    /// does not index). It, and everything made from it, keeps the pool alive.
     fn buffer<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyAny>> {
         let py = slf.py();
         let pool = &slf.get().pool;
