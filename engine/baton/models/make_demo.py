@@ -283,7 +283,7 @@ def main(argv: Sequence[str]) -> int:
         prog="baton model make-demo", description="Train the demo model on the docs and demo_qa.txt; write it to --out."
     )
     parser.add_argument("--out", type=Path, default=DEMO_DIR, help="directory to write (default: the built-in one)")
-    parser.add_argument("--steps", type=int, default=1700, help="optimizer steps (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=1500, help="optimizer steps (default: %(default)s)")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="seed of weights and samples (default: %(default)s)")
     parser.add_argument("--rate", type=float, default=2e-3, help="peak learning rate (default: %(default)s)")
