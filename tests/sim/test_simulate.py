@@ -400,6 +400,14 @@ def test_ctrl_c_prints_what_there_is() -> None:
     assert "Traceback" not in err
 
 
+def test_simulator_loads_nothing_beyond_the_standard_library() -> None:
+    script = "import sys, baton.sim.main; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    loaded = {name.partition(".")[0] for name in done.stdout.split()}
+    assert not loaded & {"torch", "numpy", "zmq", "aiohttp", "msgspec", "asyncio"}
+    assert "baton" in loaded
+
+
 def test_statistics_interpolate_between_ranks() -> None:
     stat = Stat.of([4.0, 1.0, 3.0, 2.0])
     assert stat == Stat(mean=2.5, p50=2.5, p95=pytest.approx(3.85), p99=pytest.approx(3.97), max=4.0)

@@ -294,6 +294,6 @@ def main(argv: Sequence[str]) -> int:
         print(f"{PROG}: {err.message}", file=sys.stderr)
         return 2
     except OSError as err:
-        print(f"{PROG}: {err.filename}: {err.strerror}", file=sys.stderr)
+        print(f"{PROG}: {err.filename or 'output'}: {err.strerror}", file=sys.stderr)
         return 1
     return INTERRUPTED if interrupted else 0
