@@ -1,8 +1,8 @@
 """A pretend device for the scheduler: it remembers what was written to every KV slot and notices every wrong read.
 
-The "model" is a hash: the KV of position i is hash(tokens[0..i]), the next token is a function of it. A row may
-only run if all earlier slots of its sequence hold exactly the KV of its own prefix, so a page given away too early,
-reused too late or published wrongly fails at once; and the tokens a request gets must equal `reference()` of its prompt alone.
+The "model" is a hash: the KV of position i is hash(tokens[0..i]), the next token is a function of it. A row may only
+run if all earlier slots of its sequence hold exactly the KV of its own prefix, so a page given away too early, reused
+too late or published wrongly fails at once; and the tokens a request gets must equal `reference()` of its prompt alone.
 """
 
 from __future__ import annotations

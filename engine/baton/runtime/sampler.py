@@ -48,9 +48,7 @@ class SampleRow:
         self.prompt_tokens = prompt_tokens
         self.position = prompt_tokens
         self.is_greedy = params.temperature < GREEDY_BELOW or params.top_k == 1
-        self._penalises = bool(
-            params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1.0
-        )
+        self._penalises = bool(params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1.0)
         self._index: dict[int, int] = {}
         self._ids = array("q")
         """Distinct tokens of prompt and output, in order of appearance, while the row has penalties."""
