@@ -2,9 +2,9 @@
 
     python tests/perf/bench_kernels.py [--threads 1] [--seconds 0.4] [attention|linear|small …]
 
-Each line: best and median time of ours, and the ratio torch / ours (above 1: ours is faster) as median over rounds with the
-10th and 90th percentile. A round runs every arm once, in turn, so that a neighbour's load falls on all. Results of the
-arms are compared before they are timed.
+Each line: best and median time of ours, and the ratio torch / ours (above 1: ours is faster) as median over rounds with
+the 10th and 90th percentile. A round runs every arm once, in turn, so that a neighbour's load falls on all. Results of
+the arms are compared before they are timed.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -120,7 +121,7 @@ def linear(seconds: float) -> None:
                 label = f"linear {inputs} -> {outputs} {dtype} M={rows}".replace("torch.", "")
                 flops = 2.0 * rows * inputs * outputs
                 read = float(weight.nbytes)
-                arms = (lambda x=x: packed.multiply(x), lambda x=x: functional.linear(x, weight))
+                arms = (partial(packed.multiply, x), partial(functional.linear, x, weight))
                 compare(label, *arms, seconds, read if rows <= 8 else flops, "GB/s" if rows <= 8 else "GFLOP/s")
 
 

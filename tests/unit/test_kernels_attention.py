@@ -25,7 +25,13 @@ LAYERS = 2
 def make_spec(heads: int, kv_heads: int, dim: int, windows: tuple[int, int] = (0, 0), dtype: str = "float32") -> Any:
     kv = KVSpec(LAYERS, kv_heads, dim, dtype)
     return SimpleNamespace(
-        num_layers=LAYERS, num_heads=heads, num_kv_heads=kv_heads, head_dim=dim, q_size=heads * dim, windows=windows, kv=kv
+        num_layers=LAYERS,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=dim,
+        q_size=heads * dim,
+        windows=windows,
+        kv=kv,
     )
 
 

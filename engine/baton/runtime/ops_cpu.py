@@ -1,4 +1,4 @@
-"""The functions of `baton.runtime.ops` by the native CPU kernels: same names, same signatures, CPU tensors in f32 or bf16.
+"""The functions of `baton.runtime.ops` by the native CPU kernels: same names and signatures, f32 or bf16 on the CPU.
 
 Shapes and layout are checked here and nowhere below: the kernels take addresses. Each call computes without the GIL.
 
@@ -33,7 +33,7 @@ class PackedWeight:
     __slots__ = ("_native", "dtype", "shape")
 
     def __init__(self, weight: Tensor) -> None:
-        """weight: contiguous [outputs, inputs], float32 or bfloat16, on the CPU. Raises ValueError for anything else."""
+        """weight: contiguous [outputs, inputs], float32 or bfloat16, on the CPU. Raises ValueError otherwise."""
         known = weight.dtype in (torch.float32, _BF16)
         if not known or weight.dim() != 2 or not weight.is_contiguous() or not weight.is_cpu:
             found = f"{weight.dtype} {list(weight.shape)} on {weight.device}"
@@ -128,7 +128,9 @@ def _vectors(name: str, x: Tensor) -> tuple[int, int, int, int, int, int]:
             return x.data_ptr(), shape[0], shape[1], strides[0], strides[1], shape[2]
         if len(shape) == 2:
             return x.data_ptr(), shape[0], 1, strides[0], 0, shape[1]
-    raise ValueError(f"{name} is {list(shape)} with strides {strides}: 2 or 3 dimensions, the last contiguous, are needed")
+    raise ValueError(
+        f"{name} is {list(shape)} with strides {strides}: 2 or 3 dimensions, the last contiguous, are needed"
+    )
 
 
 def _check(name: str, x: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:

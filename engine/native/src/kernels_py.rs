@@ -250,11 +250,11 @@ fn rope(
         sin: sin as *const f32,
     };
     let both = Shared([turn(q), turn(k)]);
-    // SAFETY: as above.
     py.detach(|| {
-        both.get()
-            .iter()
-            .for_each(|x| unsafe { elementwise::rope(x) })
+        for x in both.get() {
+            // SAFETY: as above.
+            unsafe { elementwise::rope(x) }
+        }
     });
     Ok(())
 }

@@ -1,12 +1,12 @@
 """Attention by the native CPU kernels: the default backend.
 
-1. `CpuAttention(spec, kv)` describes each layer of the pool to the kernels once; 2. `plan(batch)` checks the step's index
-tensors and hands over their addresses; 3. `forward` per layer writes K and V into the pages and attends, in two native
-calls that release the GIL; 4. the next `plan` replaces the step.
+1. `CpuAttention(spec, kv)` describes each layer of the pool to the kernels once; 2. `plan(batch)` checks the step's
+index tensors and hands over their addresses; 3. `forward` per layer writes K and V into the pages and attends, in two
+native calls that release the GIL; 4. the next `plan` replaces the step.
 
 Exact, bit for bit (see engine/kernels/src/lib.rs): a token's output does not depend on the other rows of the batch, on
-how its prompt was cut into chunks, on prefill or decode, nor on the number of threads. It may differ in rounding between
-CPUs of different instruction levels (`baton._native.cpu_isa()`).
+how its prompt was cut into chunks, on prefill or decode, nor on the number of threads. It may differ in rounding
+between CPUs of different instruction levels (`baton._native.cpu_isa()`).
 
 Shapes and layout are checked here and nowhere below: the kernels take addresses.
 """
@@ -93,7 +93,9 @@ class CpuAttention:
 
 def _address(name: str, x: Tensor, dtype: torch.dtype, length: int) -> int:
     if x.dtype != dtype or x.shape != (length,) or not x.is_contiguous() or not x.is_cpu:
-        raise ValueError(f"{name} is {x.dtype} {list(x.shape)} on {x.device}, not a contiguous {dtype} [{length}] on cpu")
+        raise ValueError(
+            f"{name} is {x.dtype} {list(x.shape)} on {x.device}, not a contiguous {dtype} [{length}] on cpu"
+        )
     return x.data_ptr()
 
 
@@ -103,5 +105,6 @@ def _check_pool(spec: ModelSpec, data: Tensor) -> None:
     if not 0 < spec.head_dim <= MAX_HEAD_DIM or spec.head_dim % 2 or spec.num_heads % spec.num_kv_heads:
         shape = f"{spec.num_heads} query and {spec.num_kv_heads} KV heads of {spec.head_dim}"
         raise ConfigError(
-            f"--attention-backend cpu: {shape}; it takes even head sizes up to {MAX_HEAD_DIM} and whole groups: use torch"
+            f"--attention-backend cpu: {shape}; it takes even head sizes up to {MAX_HEAD_DIM} and whole groups: "
+            "use torch"
         )
