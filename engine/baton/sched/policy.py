@@ -99,7 +99,8 @@ def _fcfs(queue: Sequence[Seq], _view: View) -> Sequence[float]:
 
 
 def _lof(queue: Sequence[Seq], _view: View) -> Sequence[float]:
-    return [-seq.max_new_tokens for seq in queue]
+    # The client's limit: a prefill node itself produces one token for everybody.
+    return [-seq.req.params.max_new_tokens for seq in queue]
 
 
 def _random(queue: Sequence[Seq], view: View) -> Sequence[float]:

@@ -278,7 +278,7 @@ class Scheduler:
                 self.cache.unlock(match.node)
                 return
             self._opening.discard(seq)
-            seq.node = match.node
+            seq.node, seq.published = match.node, len(match.pages)
             seq.pages.extend(match.pages)
             seq.to(SeqState.TRANSFER)
             self._transfer[seq.handle] = seq
@@ -505,7 +505,7 @@ class Scheduler:
         seq.to(SeqState.RUNNING)
         self._running[seq.handle] = seq
         seq.slot = self._slots.pop()
-        seq.node = match.node
+        seq.node, seq.published = match.node, len(match.pages)
         seq.pages = array("i", match.pages)
         seq.computed = match.num_tokens
         if seq.cached_tokens < 0:
@@ -529,7 +529,7 @@ class Scheduler:
         self.cache.lock(match.node)
         if seq.node is not None:
             self.cache.unlock(seq.node)
-        seq.node = match.node
+        seq.node, seq.published = match.node, len(match.pages)
         seq.pages.extend(match.pages[len(seq.pages) :])
         seq.computed = match.num_tokens
 
@@ -687,6 +687,7 @@ class Scheduler:
         if seq.node is not None:
             self.cache.unlock(seq.node)
             seq.node = None
+            seq.published = 0
         seq.pages = array("i")
         if seq.slot >= 0:
             self._slots.append(seq.slot)
@@ -703,16 +704,18 @@ class Scheduler:
         self._insert(seq, min(seq.computed, len(seq.tokens)) // self.limits.page_size)
 
     def _insert(self, seq: Seq, pages: int) -> None:
-        if pages == 0 or not self.limits.radix_cache:
+        first = seq.published
+        if pages <= first or not self.limits.radix_cache:
             return
         size = pages * self.limits.page_size
-        done = self.cache.insert(seq.tokens[:size].tobytes(), seq.pages[:pages], seq.req.namespace)
+        done = self.cache.insert(seq.tokens[:size].tobytes(), seq.pages[first:pages], seq.req.namespace, first)
         self.cache.lock(done.node)
         if seq.node is not None:
             self.cache.unlock(seq.node)
         seq.node = done.node
+        seq.published = pages
         # Where the tree had the same tokens already, its pages stay and ours remain private.
-        seq.private.difference_update(seq.pages[len(done.existing_pages) : pages])
+        seq.private.difference_update(seq.pages[first + len(done.existing_pages) : pages])
 
     def _available(self) -> int:
         return self.allocator.free_count + self.cache.evictable_pages

@@ -70,6 +70,8 @@ class Seq:
     """1 while a step in flight samples this sequence's next token."""
     inflight_steps: int = 0
     """Steps in flight that hold a row of this sequence."""
+    published: int = 0
+    """Pages of this sequence's prefix that the tree holds and `node` locks."""
     sent_pages: int = 0
     """How much of `pages` the runner knows."""
     announced_pages: int = 0
