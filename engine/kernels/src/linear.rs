@@ -76,15 +76,23 @@ impl PackedWeight {
     /// # Safety
     /// `weight` covers the shape.
     pub unsafe fn pack(shape: WeightShape, weight: *const u8) -> PackedWeight {
-        struct Ends(*const u8, *mut u32);
-        // SAFETY: items read shared input and write disjoint panels.
-        unsafe impl Sync for Ends {}
         let words = Words::new(shape.panels() * PANEL * shape.units());
-        let ends = Ends(weight, words.as_ptr());
+        let ends = Ends {
+            weight,
+            packed: words.as_ptr(),
+        };
         pool::for_each(shape.panels(), &|panel| {
-            let Ends(weight, packed) = &ends;
-            // SAFETY: passed on; the words have room for every panel.
-            unsafe { pack_panel(shape, panel, *weight, *packed) };
+            // SAFETY: passed on; the words have room for every panel; `current()` runs here.
+            unsafe {
+                dispatch(
+                    isa::current(),
+                    PackPanel {
+                        shape,
+                        panel,
+                        ends: &ends,
+                    },
+                )
+            };
         });
         PackedWeight { shape, words }
     }
@@ -121,21 +129,56 @@ impl PackedWeight {
     }
 }
 
-unsafe fn pack_panel(shape: WeightShape, panel: usize, weight: *const u8, packed: *mut u32) {
-    let units = shape.units();
-    let row_bytes = shape.inputs * shape.dtype.bytes();
-    let whole = row_bytes / 4;
-    let to = packed.add(panel * PANEL * units);
-    for lane in 0..PANEL {
-        let n = panel * PANEL + lane;
-        let row = weight.wrapping_add(n * row_bytes);
-        for u in 0..units {
-            let unit = match () {
-                () if n >= shape.outputs => 0,
-                () if u < whole => row.cast::<u32>().add(u).read_unaligned(),
-                () => u32::from(row.cast::<u16>().add(2 * u).read_unaligned()),
-            };
-            to.add(u * PANEL + lane).write(unit);
+struct Ends {
+    weight: *const u8,
+    packed: *mut u32,
+}
+
+// SAFETY: items read shared input and write disjoint panels.
+unsafe impl Sync for Ends {}
+
+struct PackPanel<'a> {
+    shape: WeightShape,
+    panel: usize,
+    ends: &'a Ends,
+}
+
+impl Kernel for PackPanel<'_> {
+    #[inline(always)]
+    unsafe fn run<S: Simd>(self) {
+        const ZEROS: [u32; 16] = [0; 16];
+        let PackPanel { shape, panel, ends } = self;
+        let (units, row_bytes) = (shape.units(), shape.inputs * shape.dtype.bytes());
+        let to = ends.packed.add(panel * PANEL * units);
+        let row = |lane: usize| {
+            ends.weight
+                .wrapping_add((panel * PANEL + lane) * row_bytes)
+                .cast::<u32>()
+        };
+        let present = PANEL.min(shape.outputs - panel * PANEL);
+        let whole = row_bytes / 4;
+        for u in (0..whole).step_by(S::LANES) {
+            let cols = S::LANES.min(whole - u);
+            for first in (0..PANEL).step_by(S::LANES) {
+                let mut rows = [ZEROS.as_ptr(); 16];
+                for (r, slot) in rows.iter_mut().enumerate().take(S::LANES) {
+                    if first + r < present {
+                        *slot = row(first + r).wrapping_add(u);
+                    }
+                }
+                S::transpose(rows.as_ptr(), 0, cols, to.add(u * PANEL + first), PANEL);
+            }
+        }
+        if whole < units {
+            // An odd number of bf16: the last unit's second half is 0.
+            for lane in 0..PANEL {
+                let unit = if lane < present {
+                    row(lane).add(whole).cast::<u16>().read_unaligned().into()
+                } else {
+                    0
+                };
+                to.add(whole * PANEL + lane).write(unit);
+            }
         }
     }
 }
