@@ -83,7 +83,7 @@ async def _chat(client: Client) -> str:
 
 
 async def _completion(client: Client) -> str:
-    answer = await client.post("/v1/completions", {"prompt": "Baton is", "max_tokens": 16})
+    answer = await client.post("/v1/completions", {"prompt": "Baton serves large language", "max_tokens": 16})
     expect(bool(answer["choices"][0]["text"]), "the answer is empty")
     return _short(answer["choices"][0]["text"])
 
