@@ -46,6 +46,31 @@ fn a_page_that_got_a_new_owner_is_stale_and_never_committed() {
 }
 
 #[test]
+fn a_page_that_gets_a_new_owner_during_its_copy_is_stale() {
+    for transport in TRANSPORTS {
+        let late = fault(r#"{"on": "COPIED", "do": {"delay_ms": 1000}, "repeat": true}"#);
+        let (p, d) = if transport == "shm" {
+            (json!({}), late)
+        } else {
+            (late, json!({}))
+        };
+        let pair = Pair::with(&on(transport, p), &on(transport, d));
+        let dst = span(500, 1);
+        pair.open(1);
+        pair.grant(1, &dst);
+        pair.p.prefill(1, &span(0, 1), 1);
+        until("the page is copied", || pair.d.holds(&dst, 1, 0));
+        pair.p.pool.begin_write(&[0]); // its bytes are still the right ones: only the generation tells
+        assert_eq!(
+            (pair.d.end_code(1), pair.p.end_code(1)),
+            ("STALE_PAGE".into(), "STALE_PAGE".into()),
+            "{transport}"
+        );
+        pair.assert_idle();
+    }
+}
+
+#[test]
 fn a_page_rewritten_under_an_even_generation_is_caught_by_its_checksum() {
     for transport in TRANSPORTS {
         let pair = Pair::new(transport);

@@ -1,6 +1,6 @@
 //! Python face of the `kv_transfer` crate: converts arguments, releases the GIL, calls the crate.
 
-use std::sync::Arc;
+use std::sync::{Arc, Once};
 use std::time::Duration;
 
 use kv_transfer::pool::{KvPool, PoolError};
@@ -125,6 +125,20 @@ fn node_error(err: NodeError) -> PyErr {
     }
 }
 
+/// The transfer threads' log goes to stderr, like the engine's own; BATON_TRANSFER_LOG filters it (default: info).
+fn log_to_stderr() {
+    static START: Once = Once::new();
+    START.call_once(|| {
+        let filter = tracing_subscriber::EnvFilter::try_from_env("BATON_TRANSFER_LOG")
+            .unwrap_or_else(|_| tracing_subscriber::EnvFilter::new("info"));
+        let log = tracing_subscriber::fmt()
+            .with_env_filter(filter)
+            .with_writer(std::io::stderr)
+            .with_ansi(false);
+        let _ = log.try_init(); // the router's own log is set up already
+    });
+}
+
 /// The event as the tuple the contract names.
 fn event_tuple<'py>(py: Python<'py>, event: NodeEvent) -> PyResult<Bound<'py, PyTuple>> {
     match event {
@@ -174,6 +188,7 @@ pub struct PyTransferNode {
 impl PyTransferNode {
     #[new]
     fn new(py: Python<'_>, pool: &Bound<'_, PyKvPool>, config_json: &str) -> PyResult<Self> {
+        log_to_stderr();
         let pool = pool.get().pool.clone();
         let node = py
             .detach(|| TransferNode::start(pool, config_json))

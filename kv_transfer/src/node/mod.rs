@@ -171,6 +171,9 @@ pub struct TransferNode {
 impl TransferNode {
     pub fn start(pool: Arc<KvPool>, config_json: &str) -> Result<Self, NodeError> {
         let mut config = NodeConfig::parse(config_json, &pool).map_err(NodeError::Config)?;
+        if config.fault.is_some() {
+            tracing::warn!("fault injection is on: this node breaks things on purpose");
+        }
         let start = |what: &str, source| NodeError::Start {
             what: what.into(),
             source,
@@ -248,7 +251,7 @@ impl TransferNode {
             .name("kv-control".into())
             .spawn({
                 let shared = shared.clone();
-                move || control_thread(&shared, &runtime, core, listeners, inbox)
+                move || control_thread(&shared, runtime, core, listeners, inbox)
             })
             .map_err(|err| start("thread", err))?;
         Ok(Self {
@@ -484,7 +487,7 @@ fn check_size(what: &'static str, bytes: usize, limit: usize) -> Result<(), Node
 
 fn control_thread(
     shared: &Shared,
-    runtime: &tokio::runtime::Runtime,
+    runtime: tokio::runtime::Runtime,
     core: core::Core,
     listeners: core::Listeners,
     inbox: mpsc::Receiver<Command>,
@@ -510,6 +513,8 @@ fn control_thread(
             });
         }
     }
+    // A name lookup that hangs must not hold the close up.
+    runtime.shutdown_timeout(Duration::from_millis(200));
 }
 
 /// A random (version 4) uuid.

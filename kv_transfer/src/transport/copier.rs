@@ -223,6 +223,9 @@ impl Worker {
                 // SAFETY: the same page, still ours alone.
                 sum = unsafe { flip_and_rehash(self.pool.page_ptr(page.dst), page_bytes) };
             }
+            if let Some(ms) = self.faults.copied_delay_ms() {
+                std::thread::sleep(std::time::Duration::from_millis(ms)); // time for a test's new owner
+            }
             check_generation(page.src, from.generation_after(page.src.page))?;
             check_sum(page.src, sum)?;
             *bytes += page_bytes as u64;

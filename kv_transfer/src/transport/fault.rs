@@ -1,7 +1,8 @@
 //! Faults on purpose, for tests: `{"rules": [{"on": "PROGRESS", "nth": 1, "do": "drop"}]}` in the node's configuration.
 //!
 //! `on` is a message name (of messages this node sends, control connection only), `*` for any of them, or `PAGE`: for pages this node pulls
-//! (a delay: of each page by shm, and of each answer to a READ on the sending node).
+//! (a delay: of each page by shm, and of each answer to a READ on the sending node), or `COPIED`: the moment between the copy
+//! and the second look at the generation.
 //! `nth` counts from 1; the rule fires for the nth match and, with `"repeat": true`, for every later one.
 
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -81,10 +82,16 @@ impl Faults {
 
     /// A slow link.
     pub fn page_delay_ms(&self) -> Option<u64> {
-        match self.find(
-            |on| on == "PAGE",
-            |fault| matches!(fault, Fault::DelayMs(_)),
-        )? {
+        self.delay_ms("PAGE")
+    }
+
+    /// Time between the copy and the second look at the generation.
+    pub fn copied_delay_ms(&self) -> Option<u64> {
+        self.delay_ms("COPIED")
+    }
+
+    fn delay_ms(&self, point: &str) -> Option<u64> {
+        match self.find(|on| on == point, |fault| matches!(fault, Fault::DelayMs(_)))? {
             Fault::DelayMs(ms) => Some(ms),
             _ => None,
         }

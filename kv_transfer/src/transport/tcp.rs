@@ -207,7 +207,7 @@ async fn serve(context: Context, stream: std::net::TcpStream, opened: Opened) {
                     if let Some(ms) = context.faults.page_delay_ms() {
                         tokio::time::sleep(Duration::from_millis(ms)).await; // a test's slow link
                     }
-                    answer(&context.pool, &stream, &mut sealer, ticket, &ids, &gens).await?;
+                    answer(&context, &stream, &mut sealer, ticket, &ids, &gens).await?;
                 }
                 other => {
                     return Err::<(), _>(LinkError::new(
@@ -233,13 +233,14 @@ fn first_stale(pool: &KvPool, ids: &[u32], gens: &[u64]) -> Option<u32> {
 }
 
 async fn answer(
-    pool: &KvPool,
+    context: &Context,
     stream: &TcpStream,
     sealer: &mut Sealer,
     ticket: u64,
     ids: &[u32],
     gens: &[u64],
 ) -> Result<(), LinkError> {
+    let pool = &context.pool;
     let io = |err: io::Error| LinkError::new(Code::PeerDead, err.to_string());
     if let Some(page) = first_stale(pool, ids, gens) {
         return write_all(stream, &sealer.seal(&Msg::Stale { ticket, page }))
@@ -253,6 +254,9 @@ async fn answer(
     });
     write_all(stream, &head).await.map_err(io)?;
     write_pages(stream, pool, ids).await.map_err(io)?;
+    if let Some(ms) = context.faults.copied_delay_ms() {
+        tokio::time::sleep(Duration::from_millis(ms)).await; // time for a test's new owner
+    }
     std::sync::atomic::fence(std::sync::atomic::Ordering::SeqCst); // the bytes were read before this second look
     let stale = first_stale(pool, ids, gens);
     write_all(stream, &sealer.seal(&Msg::DataEnd { ticket, stale }))
