@@ -59,7 +59,9 @@ unsafe fn transpose16(
     } else {
         let mut spare = [[0_u32; 16]; 16];
         for (i, row) in spare.iter_mut().enumerate() {
-            std::ptr::copy_nonoverlapping((*rows.add(i)).add(offset), row.as_mut_ptr(), cols);
+            // As bytes: a row of bf16 may start at an odd one.
+            let from = (*rows.add(i)).cast::<u8>().wrapping_add(4 * offset);
+            std::ptr::copy_nonoverlapping(from, row.as_mut_ptr().cast(), 4 * cols);
         }
         for i in 0..4 {
             for quarter in 0..4 {
