@@ -26,11 +26,11 @@ class LayerWeights:
     """One layer, in compute dtype, contiguous. Matrices are [out, in]; see `models.weights` for the stacked ones."""
 
     input_norm: Tensor
-    qkv: Tensor
-    o: Tensor
+    qkv: ops.Matrix
+    o: ops.Matrix
     post_norm: Tensor
-    gate_up: Tensor
-    down: Tensor
+    gate_up: ops.Matrix
+    down: ops.Matrix
     qkv_bias: Tensor | None = None
     q_norm: Tensor | None = None
     k_norm: Tensor | None = None
@@ -41,12 +41,12 @@ class LayerWeights:
 
 @dataclass(slots=True)
 class DecoderWeights:
-    embed: Tensor
+    embed: ops.Matrix
     """[vocab, hidden]"""
     layers: list[LayerWeights]
     norm: Tensor
-    lm_head: Tensor
-    """[vocab, hidden]; the very tensor `embed` when tied."""
+    lm_head: ops.Matrix
+    """[vocab, hidden]; the very object `embed` when tied."""
 
 
 class Decoder:
@@ -56,6 +56,20 @@ class Decoder:
         self.spec = spec
         self.weights = weights
         self._rope = RopeTables(spec.rope, spec.head_dim, spec.max_context)
+
+    def pack(self) -> None:
+        """Re-order the matrices for the CPU kernels, one after the other: peak memory is the model and its largest one.
+
+        The embedding is packed only as the output head it is tied to; else it is looked up, never multiplied.
+        """
+        w = self.weights
+        for layer in w.layers:
+            layer.qkv, layer.o = ops.pack(layer.qkv), ops.pack(layer.o)
+            layer.gate_up, layer.down = ops.pack(layer.gate_up), ops.pack(layer.down)
+        tied = w.lm_head is w.embed
+        w.lm_head = ops.pack(w.lm_head)
+        if tied:
+            w.embed = w.lm_head
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, attn: AttentionBackend) -> Tensor:
@@ -67,7 +81,7 @@ class Decoder:
         attn.plan(batch)
         self._rope.ensure(batch.max_kv_len)
         eps, last = self.spec.rms_eps, len(self.weights.layers) - 1
-        x = self.weights.embed[batch.token_ids]
+        x = ops.embed(self.weights.embed, batch.token_ids)
         residual: Tensor | None = None
         for i, w in enumerate(self.weights.layers):
             if residual is None:

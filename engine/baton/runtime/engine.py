@@ -28,6 +28,7 @@ from baton.disagg.relay import Relay
 from baton.errors import ConfigError, EngineError
 from baton.models.load import load_model
 from baton.request import Validated
+from baton.runtime import ops
 from baton.runtime.attention import make_backend
 from baton.runtime.kv_pool import KvTensors, make_pool, pool_pages
 from baton.runtime.runner import Runner
@@ -205,8 +206,9 @@ def load(config: EngineConfig, model_dir: str) -> Loaded:
     """Load the model and allocate the pool. Raises ConfigError for what this engine cannot run."""
     started = time.monotonic()
     threads = compute_threads(config)
-    torch.set_num_threads(threads)
+    ops.set_threads(threads)
     model = load_model(model_dir, config.dtype, config.load_format, config.random_seed)
+    model.pack()
     spec = model.spec
     context = config.context_length or spec.max_context
     if context > spec.max_context:

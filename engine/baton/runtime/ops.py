@@ -11,12 +11,19 @@ from __future__ import annotations
 
 import logging
 from types import ModuleType
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+if TYPE_CHECKING:
+    from baton.runtime.ops_cpu import PackedWeight
+
 log = logging.getLogger("baton.ops")
+
+Matrix: TypeAlias = "Tensor | PackedWeight"
+"""A weight [N, K] as `linear` and `embed` take it: a tensor, or what `pack` made of one."""
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 """The compute types, by the names flags and specs use."""
@@ -44,11 +51,32 @@ def _native_for(x: Tensor) -> ModuleType | None:
     return _native if _native is not None and x.is_cpu and x.dtype in _NATIVE_DTYPES else None
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def set_threads(n: int) -> None:
+    """Compute threads of this process, in torch and in the native kernels."""
+    torch.set_num_threads(n)
+    if _native is not None:
+        _native.set_threads(n)
+
+
+def pack(weight: Tensor) -> Matrix:
+    """The weight re-ordered for the native kernels: as large, independent of it. Without them `weight`.
+
+    A packed product gives a row the same bits alone and in any batch.
+    """
+    native = _native_for(weight)
+    return native.PackedWeight(weight) if native else weight
+
+
+def linear(x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:
     """x [T, K] times weight [N, K] transposed, plus bias [N]: [T, N] in x's dtype."""
-    if native := _native_for(x):
-        return native.linear(x, weight, bias)
+    if not isinstance(weight, Tensor):
+        return weight.multiply(x, bias)
     return functional.linear(x, weight, bias)
+
+
+def embed(weight: Matrix, ids: Tensor) -> Tensor:
+    """Rows ids (int64 [T]) of weight [N, K]: a new [T, K]."""
+    return weight[ids] if isinstance(weight, Tensor) else weight.rows(ids)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

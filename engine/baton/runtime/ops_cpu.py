@@ -2,9 +2,8 @@
 
 Shapes and layout are checked here and nowhere below: the kernels take addresses. Each call computes without the GIL.
 
-`PackedWeight` is a matrix re-ordered once at load for `linear`; with it a product has the same bits for any number of
-rows, so a prompt's chunks, single tokens and batches agree exactly. `linear` still takes a plain tensor, which torch
-multiplies.
+`PackedWeight` is a matrix re-ordered once at load; its product has the same bits for any number of rows, so a prompt's
+chunks, single tokens and batches agree exactly.
 
 Importing this module raises ImportError when the native module is absent or older than this file.
 """
@@ -13,11 +12,11 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from baton._native import PackedWeight as _NativeWeight
 from baton._native import rms_norm as _rms_norm
 from baton._native import rope as _rope
+from baton._native import set_threads as _set_threads
 from baton._native import silu_mul as _silu_mul
 
 _BF16 = torch.bfloat16
@@ -65,10 +64,9 @@ class PackedWeight:
         return out
 
 
-def linear(x: Tensor, weight: Tensor | PackedWeight, bias: Tensor | None = None) -> Tensor:
-    if isinstance(weight, PackedWeight):
-        return weight.multiply(x, bias)
-    return functional.linear(x, weight, bias)
+def set_threads(n: int) -> None:
+    """Threads of every kernel of this process, the caller's included; they park when there is nothing to do."""
+    _set_threads(n)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
