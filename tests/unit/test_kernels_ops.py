@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch import Tensor
@@ -130,3 +134,11 @@ def test_wrong_tensors_are_refused_with_both_sides_named() -> None:
         ops_cpu.rms_norm(x, w[:4], 1e-6)
     with pytest.raises(ValueError, match="position 3 is outside the rope table of 3 rows"):
         ops_cpu.rope(x[:, None], x[:, None].clone(), torch.tensor([0, 3]), torch.ones(3, 4), torch.ones(3, 4))
+
+
+def test_an_unknown_instruction_level_ends_the_start_with_a_sentence() -> None:
+    env = {**os.environ, "BATON_CPU_ISA": "sse9", "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", "import baton.runtime.ops"]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode != 0
+    assert "ConfigError: BATON_CPU_ISA=sse9: use scalar, avx2" in done.stderr

@@ -5,7 +5,8 @@ Shapes and layout are checked here and nowhere below: the kernels take addresses
 `PackedWeight` is a matrix re-ordered once at load; its product has the same bits for any number of rows, so a prompt's
 chunks, single tokens and batches agree exactly.
 
-Importing this module raises ImportError when the native module is absent or older than this file.
+Importing this module raises ImportError when the native module is absent or older than this file, and ConfigError when
+BATON_CPU_ISA names no instruction level.
 """
 
 from __future__ import annotations
@@ -14,12 +15,25 @@ import torch
 from torch import Tensor
 
 from baton._native import PackedWeight as _NativeWeight
+from baton._native import cpu_isa as _cpu_isa
 from baton._native import rms_norm as _rms_norm
 from baton._native import rope as _rope
 from baton._native import set_threads as _set_threads
 from baton._native import silu_mul as _silu_mul
+from baton.errors import ConfigError
 
 _BF16 = torch.bfloat16
+
+
+def _known_isa() -> str:
+    try:
+        return _cpu_isa()
+    except ValueError as err:
+        raise ConfigError(str(err)) from err
+
+
+ISA = _known_isa()
+"""The instruction level in use: scalar, avx2, avx512 or avx512_bf16."""
 
 
 class PackedWeight:
@@ -52,7 +66,7 @@ class PackedWeight:
             _check("bias", bias, self.dtype, (outputs,))
             bias_at = bias.data_ptr()
         rows = x.shape[0]
-        y = torch.empty(rows, outputs, dtype=self.dtype)
+        y = x.new_empty((rows, outputs))
         self._native.multiply(x.data_ptr(), x.stride(0), rows, bias_at, y.data_ptr())
         return y
 
@@ -73,7 +87,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Leading dimensions: one or two, with any strides."""
     n = x.shape[-1]
     _check("weight", weight, x.dtype, (n,))
-    out = torch.empty(x.shape, dtype=x.dtype)
+    out = x.new_empty(x.shape)
     _rms_norm(x.dtype == _BF16, _vectors("x", x), 0, weight.data_ptr(), eps, out.data_ptr())
     return out
 
@@ -112,7 +126,7 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     rows, both = gate_up.shape
     if gate_up.stride(1) != 1 or both % 2:
         raise ValueError(f"gate_up is {list(gate_up.shape)} with strides {gate_up.stride()}, not [T, 2N] in rows")
-    out = torch.empty(rows, both // 2, dtype=gate_up.dtype)
+    out = gate_up.new_empty((rows, both // 2))
     args = (gate_up.data_ptr(), gate_up.stride(0), rows, both // 2, out.data_ptr())
     _silu_mul(gate_up.dtype == _BF16, *args)
     return out
@@ -132,6 +146,6 @@ def _vectors(name: str, x: Tensor) -> tuple[int, int, int, int, int, int]:
 
 
 def _check(name: str, x: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    if x.dtype != dtype or x.shape != shape or not x.is_contiguous() or not x.is_cpu:
+    if x.dtype is not dtype or x.shape != shape or not x.is_contiguous() or not x.is_cpu:
         found = f"{x.dtype} {list(x.shape)} with strides {x.stride()} on {x.device}"
         raise ValueError(f"{name} is {found}, not a contiguous {dtype} {list(shape)} on cpu")
