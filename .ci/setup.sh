@@ -73,7 +73,7 @@ native_key() {
 }
 
 python=$(find_python)
-command -v cargo >/dev/null || die "cargo not found: install a stable Rust toolchain, 1.88 or newer (rustup)"
+command -v cargo >/dev/null || die "cargo not found: install a stable Rust toolchain, 1.89 or newer (rustup)"
 command -v cc >/dev/null || die "no C compiler found: sudo apt-get install build-essential"
 version=$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')
 "$python" -c 'import ensurepip, venv' 2>/dev/null ||
