@@ -203,7 +203,8 @@ class Cluster:
 
         def answered() -> bool:
             try:
-                return bool(self.complete("ready?", max_tokens=1))
+                self.complete("ready?", max_tokens=1)  # its one token may well have no text
+                return True
             except openai.APIError:
                 return False
 
