@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
+import baton.models
 from baton.request import SamplingParams
 from tests.parity.conftest import Reference
 from tests.parity.test_engine import prompts_of
-from tests.support.checkpoints import VARIANTS, reference_greedy
+from tests.support.checkpoints import VARIANTS, reference_greedy, reference_model
 from tests.support.engine_run import answer, greedy, make_engine
 
 pair_module = pytest.importorskip(
@@ -18,6 +20,7 @@ pair_module = pytest.importorskip(
 )
 Pair = pair_module.Pair
 
+DEMO = Path(baton.models.__file__).parent / "demo"
 STEPS = 16
 LENGTHS = [1, 2, 3, 4, 5, 7, 8, 9, 63, 64, 65, 70, 130]
 """Page boundaries (4) and chunk boundaries (64), one less and one more, and several chunks."""
@@ -72,6 +75,23 @@ def test_sampling_and_logprobs_cross_the_relay_unchanged(reference: Callable[[st
     pair = Pair(ref.path, "tcp")
     try:
         assert pair.answer(prompts, params) == answer(engine, prompts, params)
+    finally:
+        pair.close()
+        engine.close()
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_the_demo_model_answers_alike_in_transformers_in_one_process_and_across_the_relay(transport: str) -> None:
+    model = reference_model(DEMO)
+    rng = random.Random(8)
+    prompts = [[rng.randrange(3000) for _ in range(n)] for n in (1, 15, 16, 17, 64, 65, 150)]
+    want = [reference_greedy(model, p, STEPS) for p in prompts]
+    engine = make_engine(DEMO, page_size=16)
+    pair = Pair(DEMO, transport, page_size=16)
+    try:
+        assert answer(engine, prompts, greedy(STEPS)) == want
+        assert pair.answer(prompts, greedy(STEPS)) == want
+        assert pair.answer(prompts[::-1], greedy(STEPS)) == want[::-1], "second round, with prefix hits"
     finally:
         pair.close()
         engine.close()
