@@ -20,7 +20,7 @@ IN_FLIGHT = 12
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
     """Small chunks, so that prefill takes a while and a kill finds requests in every stage."""
-    with Cluster.up("--chunked-prefill-size", "16") as cluster:
+    with Cluster.up("--chunked-prefill-size", "16", "--kv-lease-secs", "5") as cluster:
         yield cluster
 
 
