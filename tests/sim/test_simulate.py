@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -389,7 +390,10 @@ def test_command_says_what_is_wrong_with_a_trace(tmp_path: Path, capsys: pytest.
 
 def test_ctrl_c_prints_what_there_is() -> None:
     argv = [sys.executable, "-m", "baton.cli", "simulate", "--trace", SHIPPED, "--role", "null"]
-    with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    # A shell that runs the suite in the background ignores SIGINT for its children; a terminal does not.
+    listens = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(argv, **pipes, preexec_fn=listens) as process:
         assert process.stderr is not None
         process.stderr.readline()  # the trace
         assert "fcfs: " in process.stderr.readline(), "the first line of progress"
