@@ -6,6 +6,7 @@ A format is fed deltas in order: `event(delta)` for a stream, `take(delta)` and 
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from typing import Any
 
 import msgspec
@@ -47,7 +48,7 @@ class Answer:
             self.logprobs.extend(delta.logprobs)
 
 
-class _Format:
+class _Format(ABC):
     """What chat and completion responses share."""
 
     id_prefix = ""
@@ -80,8 +81,9 @@ class _Format:
         track.seen = True
         return self._events(delta, first)
 
+    @abstractmethod
     def _events(self, delta: Delta, first: bool) -> bytes:
-        raise NotImplementedError
+        """Stream events of one delta; `first`: nothing of this choice was sent yet."""
 
     def _chunk(self, choice: dict[str, Any]) -> bytes:
         chunk = {
@@ -123,8 +125,9 @@ class _Format:
             "usage": usage(self.generation),
         }
 
+    @abstractmethod
     def _choice(self, track: Track, answer: Answer) -> dict[str, Any]:
-        raise NotImplementedError
+        """One entry of `choices` in the whole answer."""
 
 
 class ChatFormat(_Format):
