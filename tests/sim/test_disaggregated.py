@@ -7,7 +7,7 @@ import random
 import pytest
 
 from baton.errors import KvTransferFailed
-from baton.sched.scheduler import Limits
+from baton.sched.limits import Limits
 from tests.support.sched_sim import VOCAB, Node, random_prompt, reference, request
 
 
@@ -80,7 +80,7 @@ def test_prefill_here_decode_there_equals_one_node(seed: int) -> None:
     shared = [[rng.randrange(VOCAB) for _ in range(rng.randint(2, 16))] for _ in range(3)]
     want: dict[int, list[int]] = {}
     aborted: set[int] = set()
-    longest = min(20, p.sched.capacity_tokens - 1, d.sched.capacity_tokens - 1)
+    longest = min(20, p.limits.capacity_tokens - 1, d.limits.capacity_tokens - 1)
 
     def turn() -> None:
         p.step()
@@ -94,7 +94,7 @@ def test_prefill_here_decode_there_equals_one_node(seed: int) -> None:
             each.sched.add(req)
             for _ in range(rng.randint(0, 3)):
                 turn()
-        room_left = d.sched.capacity_tokens - len(prompt)
+        room_left = d.limits.capacity_tokens - len(prompt)
         want[handle] = reference(req.prompt, min(req.params.max_new_tokens, room_left), req.params.ignore_eos)
         if rng.random() < 0.15:
             victim = rng.randrange(handle + 1)

@@ -9,9 +9,9 @@ from array import array
 import pytest
 
 from baton.sched.dfs_weight import dfs_weight_keys
+from baton.sched.limits import Limits
 from baton.sched.policy import POLICIES, PolicyParams, PriorityRule, View, ordered
 from baton.sched.queue import WaitingQueue
-from baton.sched.scheduler import Limits
 from baton.sched.seq import Seq
 from tests.support.sched_sim import VOCAB, Node, random_prompt, reference, request
 
@@ -294,10 +294,10 @@ def test_random_load_under_every_policy_and_priority_gives_reference_tokens(seed
     shared = [[rng.randrange(VOCAB) for _ in range(rng.randint(2, 16))] for _ in range(3)]
     want = {}
     for handle in range(40):
-        prompt = random_prompt(rng, shared, min(24, node.sched.capacity_tokens - 1))
+        prompt = random_prompt(rng, shared, min(24, node.limits.capacity_tokens - 1))
         req = request(handle, prompt, rng.randint(1, 30), ignore_eos=rng.random() < 0.7)
         node.sched.add(dataclasses.replace(req, priority=rng.choice([None, 0, 5, 9])))
-        room = node.sched.capacity_tokens - len(prompt)
+        room = node.limits.capacity_tokens - len(prompt)
         want[handle] = reference(req.prompt, min(req.params.max_new_tokens, room), req.params.ignore_eos)
         for _ in range(rng.randint(0, 5)):
             node.step()

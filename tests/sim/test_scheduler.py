@@ -8,7 +8,8 @@ import pytest
 
 from baton.errors import PromptTooLong, QueueFull
 from baton.request import FinishReason
-from baton.sched.scheduler import Limits, Scheduler
+from baton.sched.limits import Limits
+from baton.sched.scheduler import Scheduler
 from tests.support.sched_sim import VOCAB, Node, random_prompt, reference, request
 
 
@@ -33,7 +34,7 @@ def test_random_load_gives_reference_tokens_and_leaks_nothing(seed: int) -> None
     rng = random.Random(seed)
     node = Node(limits(rng), depth=rng.choice([1, 2]))
     shared = [[rng.randrange(VOCAB) for _ in range(rng.randint(2, 16))] for _ in range(3)]
-    capacity = node.sched.capacity_tokens
+    capacity = node.limits.capacity_tokens
     want: dict[int, list[int]] = {}
     aborted: set[int] = set()
     for handle in range(40):

@@ -18,8 +18,8 @@ import pytest
 from baton import cli
 from baton.config import EngineConfig, markdown
 from baton.errors import ConfigError
+from baton.sched.limits import Limits
 from baton.sched.policy import POLICIES
-from baton.sched.scheduler import Limits
 from baton.sched.setup import limits
 from baton.sim import main as command
 from baton.sim import trace as traces

@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 
 from baton.request import FinishReason, Rendezvous, SamplingParams, Validated
 from baton.sched.events import AbortTransfer, Emitted, GrantPages, OpenTransfer, PagesFinal, PrefillDone
+from baton.sched.limits import Limits
 from baton.sched.plan import UNKNOWN_TOKEN, StepPlan, StepResult
-from baton.sched.scheduler import Limits, Scheduler
+from baton.sched.scheduler import Scheduler
 
 VOCAB = 5
 EOS = 0

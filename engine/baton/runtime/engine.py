@@ -34,8 +34,9 @@ from baton.runtime.kv_pool import KvTensors, make_pool, pool_pages
 from baton.runtime.runner import Runner
 from baton.sched import setup
 from baton.sched.events import Emitted
+from baton.sched.limits import Limits
 from baton.sched.plan import StepPlan, StepResult
-from baton.sched.scheduler import Limits, Scheduler
+from baton.sched.scheduler import Scheduler
 
 log = logging.getLogger("baton.engine")
 
@@ -176,7 +177,7 @@ class Engine:
         values = ledger.gauges()
         values.update({f'requests{{state="{state}"}}': float(count) for state, count in counts.items()})
         values["kv_usage_ratio"] = (total - ledger.free - ledger.cached) / total
-        values["new_token_ratio"] = self.sched.ratio.value
+        values["new_token_ratio"] = self.sched.new_token_ratio
         return values
 
 

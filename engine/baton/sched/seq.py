@@ -57,6 +57,8 @@ class Seq:
     """Prompt and every generated token that is known."""
     max_new_tokens: int
     """The request's limit, cut so that prompt + answer fit the KV pool."""
+    is_lease: bool = False
+    """The request ends here with a lease on its pages: a prompt prefilled for a D node."""
     state: SeqState = SeqState.WAITING
     slot: int = -1
     pages: array[int] = field(default_factory=lambda: array("i"))

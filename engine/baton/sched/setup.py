@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from baton.config import EngineConfig
+from baton.sched.limits import Limits
 from baton.sched.policy import PolicyParams, PriorityRule
-from baton.sched.scheduler import Limits
 
 
 def resolve_policy(config: EngineConfig) -> str:

@@ -21,8 +21,8 @@ from typing import Any
 from baton import config as engine_config
 from baton.config import EngineConfig, add_flags, opt
 from baton.errors import ConfigError
+from baton.sched.limits import Limits
 from baton.sched.policy import POLICIES
-from baton.sched.scheduler import Limits
 from baton.sched.setup import limits
 from baton.sim import trace as traces
 from baton.sim.chart import cdf_svg

@@ -21,9 +21,10 @@ from enum import Enum
 from baton.errors import EngineError
 from baton.request import FinishReason, Rendezvous, SamplingParams, Validated
 from baton.sched.events import Emitted, PrefillDone
+from baton.sched.limits import Limits
 from baton.sched.mix import uniform
 from baton.sched.plan import StepPlan, StepResult
-from baton.sched.scheduler import Limits, Scheduler
+from baton.sched.scheduler import Scheduler
 from baton.sim.model import StepModel
 from baton.sim.trace import TraceRequest, answer_token, prompt_tokens, scaled
 

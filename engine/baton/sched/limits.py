@@ -1,0 +1,39 @@
+"""The budgets of one scheduler (names, defaults and help: baton.config; the mapping: sched.setup)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from baton.sched.policy import PolicyParams, PriorityRule
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    num_pages: int
+    page_size: int
+    max_running_requests: int
+    max_queued_requests: int
+    step_tokens: int
+    """Token budget of one step: min(chunked_prefill_size, max_prefill_tokens)."""
+    prefill_max_requests: int | None = None
+    reserved_decode_tokens: int = 512
+    role: str = "null"
+    policy: str = "fcfs"
+    conservativeness: float = 1.0
+    radix_cache: bool = True
+    prefill_first: bool = False
+    max_queued_tokens: int | None = None
+    """Most prompt tokens waiting in all."""
+    policy_params: PolicyParams = field(default_factory=PolicyParams)
+    priority: PriorityRule = field(default_factory=PriorityRule)
+    max_partial_prefills: int = 4
+    """Prompts that may be under way at once when the policy re-decides per chunk: they hold pages while suspended."""
+    preemption_publishes: bool = True
+    """A preempted request leaves its KV in the cache (mode `cache`) instead of dropping it (mode `recompute`)."""
+    max_preemptions_per_request: int = 8
+    preemption_min_remaining_tokens: int = 8
+    """A request this close to its end is not preempted."""
+
+    @property
+    def capacity_tokens(self) -> int:
+        return self.num_pages * self.page_size

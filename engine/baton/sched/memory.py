@@ -1,0 +1,145 @@
+"""Pages of sequences: who holds which, what the tree keeps, and how many more are going to be needed.
+
+A sequence's pages, in the order of its tokens:
+
+    [ shared with the tree, locked through seq.node | private ........ ]
+    0                                    seq.published          len(seq.pages)
+
+(private pages below `published` exist too: where the tree already had the same tokens, both copies live on.)
+
+Invariants: free + cached + locked + private = capacity; `new_pages` lists what got a new owner since `start_plan`.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable
+
+from baton.cache.pages import PageAllocator
+from baton.cache.radix import Match, RadixCache
+from baton.sched.estimate import NewTokenRatio
+from baton.sched.limits import Limits
+from baton.sched.seq import Seq
+
+
+def ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+class Memory:
+    def __init__(self, limits: Limits) -> None:
+        self.page_size = limits.page_size
+        self.allocator = PageAllocator(limits.num_pages)
+        self.cache = RadixCache(limits.page_size, self.allocator, enabled=limits.radix_cache)
+        self.ratio = NewTokenRatio(limits.conservativeness)
+        self.new_pages: array[int] = array("i")
+
+    def start_plan(self) -> None:
+        self.new_pages = array("i")
+
+    # ------------------------------------------------------------------ how much there is, and will be needed
+
+    @property
+    def available(self) -> int:
+        """Pages that an allocation can get: free or evictable."""
+        return self.allocator.free_count + self.cache.evictable_pages
+
+    def pages(self, tokens: int) -> int:
+        """Pages that so many tokens fill, the last one perhaps in part."""
+        return ceil_div(tokens, self.page_size)
+
+    def cached_pages(self, seq: Seq) -> int:
+        """Pages of a waiting sequence that the tree holds now."""
+        return self.cache.peek(seq.tokens.tobytes(), seq.req.namespace, len(seq.tokens) - 1) // self.page_size
+
+    def answer_pages(self, seq: Seq) -> int:
+        """Pages that the rest of the answer is expected to take."""
+        return 0 if seq.is_lease else self.pages(self.ratio.estimate(seq.max_new_tokens - seq.generated))
+
+    def growth(self, seq: Seq) -> int:
+        """Pages that a sequence with pages is expected to still take."""
+        answer = 0 if seq.is_lease else self.ratio.estimate(seq.max_new_tokens - seq.generated)
+        return max(self.pages(len(seq.tokens) + answer) - len(seq.pages), 0)
+
+    # ------------------------------------------------------------------ taking
+
+    def allocate(self, n: int) -> array[int] | None:
+        """n pages with a new owner, evicting cached ones if need be; None when there are not so many."""
+        short = n - self.allocator.free_count
+        if short > 0:
+            self.cache.evict(short)
+        pages = self.allocator.alloc(n)
+        if pages is not None:
+            self.new_pages.extend(pages)
+        return pages
+
+    def match(self, seq: Seq, max_tokens: int) -> Match:
+        """The cached prefix of a sequence, locked: the caller hands it to `share` or unlocks its node."""
+        match = self.cache.match(seq.tokens.tobytes(), seq.req.namespace, max_tokens)
+        self.cache.lock(match.node)
+        return match
+
+    def share(self, seq: Seq, match: Match) -> None:
+        """Let a sequence use a locked prefix in place of, and beyond, the pages it has."""
+        if seq.node is not None:
+            self.cache.unlock(seq.node)
+        seq.node, seq.published = match.node, len(match.pages)
+        seq.pages.extend(match.pages[len(seq.pages) :])
+
+    def extend(self, seq: Seq, tokens: int) -> bool:
+        """Make room for the sequence's first `tokens` tokens. False: there is none, nothing changed."""
+        need = self.pages(tokens) - len(seq.pages)
+        if need <= 0:
+            return True
+        pages = self.allocate(need)
+        if pages is None:
+            return False
+        self.own(seq, pages)
+        return True
+
+    def own(self, seq: Seq, pages: array[int]) -> None:
+        seq.pages.extend(pages)
+        seq.private.update(pages)
+
+    def adopt_prefix(self, seq: Seq) -> None:
+        """Between two chunks of a prompt: take over pages that another sequence computed meanwhile."""
+        if seq.computed % self.page_size or len(seq.pages) * self.page_size != seq.computed:
+            return
+        match = self.match(seq, len(seq.tokens) - 1)
+        if match.num_tokens <= seq.computed:
+            self.cache.unlock(match.node)
+            return
+        self.share(seq, match)
+        seq.computed = match.num_tokens
+
+    # ------------------------------------------------------------------ giving
+
+    def publish(self, seq: Seq) -> None:
+        """Offer every whole page of known tokens whose computation is scheduled to the tree."""
+        first = seq.published
+        last = min(seq.computed, len(seq.tokens)) // self.page_size
+        if last <= first or not self.cache.enabled:
+            return
+        tokens = seq.tokens[: last * self.page_size].tobytes()
+        done = self.cache.insert(tokens, seq.pages[first:last], seq.req.namespace, first)
+        self.cache.lock(done.node)
+        if seq.node is not None:
+            self.cache.unlock(seq.node)
+        seq.node = done.node
+        seq.published = last
+        # Where the tree had the same tokens already, its pages stay and ours remain private.
+        seq.private.difference_update(seq.pages[first + len(done.existing_pages) : last])
+
+    def let_go(self, seq: Seq) -> None:
+        """Free what a sequence holds; what it published stays cached."""
+        if seq.private:
+            self.allocator.free(array("i", sorted(seq.private)))
+            seq.private.clear()
+        if seq.node is not None:
+            self.cache.unlock(seq.node)
+            seq.node = None
+            seq.published = 0
+        seq.pages = array("i")
+
+    def total_growth(self, seqs: Iterable[Seq]) -> int:
+        return sum(map(self.growth, seqs))

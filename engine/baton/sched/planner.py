@@ -1,0 +1,267 @@
+"""What the next forward pass computes: one token for every decoding sequence, then prompt chunks in policy order.
+
+Works on sched.state.State and advances `computed` there, so that the next plan can be made while this step still runs
+(overlap scheduling). Rules:
+
+* Between two tokens of a running sequence at most one step goes by without it.
+* A prompt page joins the radix tree when its computation is *scheduled*: a later row, even one of the same step, may
+  use it, because steps run in order and every layer writes its KV before it reads. Pages leave the engine only after
+  commit.
+* Admission is by estimate, the truth comes at allocation; a request that is alone is always admitted.
+
+Sources: token budget after vLLM v1, admission estimate after SGLang 0.5.7, both as specified in docs/architecture.md.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator
+
+from baton.sched.plan import UNKNOWN_TOKEN, Admitted, Row, StepPlan, Stop
+from baton.sched.policy import ordered
+from baton.sched.preempt import priority_victims, retraction_victim
+from baton.sched.seq import Seq, SeqState
+from baton.sched.state import State
+
+
+def wants_row(seq: Seq) -> bool:
+    """Is there anything left to compute? A sequence whose last token is in flight waits for it."""
+    return seq.extend_tokens > 0 and seq.generated < seq.max_new_tokens
+
+
+class Planner:
+    def __init__(self, state: State) -> None:
+        self._state = state
+        self._limits = state.limits
+        self._memory = state.memory
+        self._prefill_was_last = False
+
+    def plan(self, now: float) -> StepPlan | None:
+        """Choose the next forward pass; None when there is nothing to compute."""
+        state = self._state
+        state.now = now
+        self._admit_transfers()
+        state.release_grants()
+        self._memory.start_plan()
+        if self._limits.priority.enabled:
+            self._preempt_for_priority()
+        retractions = state.retractions
+        rows: list[Row] = []
+        admitted: list[Admitted] = []
+        skip_decode = self._limits.prefill_first and not self._prefill_was_last and self._has_prefill()
+        if not skip_decode:
+            self._plan_decode(rows, admitted)
+        num_decode = len(rows)
+        stopped_by = Stop.PREEMPTED
+        if state.retractions == retractions:
+            budget = max(self._limits.step_tokens - num_decode, self._limits.page_size)
+            stopped_by = self._plan_prefill(rows, admitted, budget)
+        if skip_decode and not rows:
+            self._plan_decode(rows, admitted)
+            num_decode = len(rows)
+        if not rows:
+            if state.retractions > retractions:
+                return self.plan(now)  # the pages just freed may let another sequence run; each round retracts one
+            if not state.running:
+                self._memory.ratio.on_idle()
+            return None
+        self._prefill_was_last = num_decode == 0
+        if num_decode:
+            self._memory.ratio.on_decode_step()
+        state.planned_step += 1
+        return StepPlan(
+            state.planned_step,
+            tuple(rows),
+            num_decode,
+            tuple(admitted),
+            self._memory.new_pages,
+            stopped_by,
+            state.retractions - retractions,
+        )
+
+    def _has_prefill(self) -> bool:
+        return bool(self._state.waiting) or any(not seq.is_decoding for seq in self._state.running.values())
+
+    # ------------------------------------------------------------------ arrivals on D
+
+    def _admit_transfers(self) -> None:
+        """D: reserve pages for prompts on their way, leaving room for running answers."""
+        state, memory, limits = self._state, self._memory, self._limits
+        for seq in state.opening.in_order() if state.opening else ():
+            if not state.slots:
+                return
+            match = memory.match(seq, seq.prompt_len)
+            need = memory.pages(seq.prompt_len) - len(match.pages)
+            growth = min(limits.reserved_decode_tokens, memory.ratio.estimate(seq.max_new_tokens))
+            busy = state.running or state.transfer or state.waiting
+            margin = memory.pages(growth) + self._reserved_growth() if busy else 0
+            pages = memory.allocate(need) if need + margin <= memory.available else None
+            if pages is None:
+                memory.cache.unlock(match.node)
+                return
+            state.opening.discard(seq)
+            seq.to(SeqState.TRANSFER)
+            state.transfer[seq.handle] = seq
+            seq.slot = state.slots.pop()
+            memory.share(seq, match)
+            memory.own(seq, pages)
+            state.grant(seq, len(match.pages), pages)
+
+    # ------------------------------------------------------------------ decode
+
+    def _plan_decode(self, rows: list[Row], admitted: list[Admitted]) -> None:
+        """One token for every decoding sequence. Pages first, rows after: one with pages may still fall victim."""
+        ready = []
+        for seq in [s for s in self._state.running.values() if s.is_decoding and wants_row(s)]:
+            if seq.state is SeqState.RUNNING and self._grow(seq, seq.total_len):
+                ready.append(seq)
+        rows.extend(self._row(seq, 1, admitted) for seq in ready if seq.state is SeqState.RUNNING)
+
+    def _grow(self, seq: Seq, tokens: int) -> bool:
+        """Make room for `tokens` tokens of a decoding sequence, retracting others if need be. False: not this step."""
+        while not self._memory.extend(seq, tokens):
+            if not self._retract_for(seq):
+                return False
+        return True
+
+    def _retract_for(self, keep: Seq) -> bool:
+        """Send one running sequence back to the queue. False: `keep` gets no page by it."""
+        victim = retraction_victim(self._state.running.values(), keep)
+        if victim is not None:
+            self._state.retract(victim)
+        return victim is not None and victim is not keep
+
+    def _preempt_for_priority(self) -> None:
+        """Make room for the first waiting request by suspending running ones of clearly lower priority.
+
+        Triggered by slots and by pages.
+        """
+        state = self._state
+        head = next((s for s in state.waiting.in_order() if not s.inflight_steps), None) if state.waiting else None
+        if head is None:
+            return
+        short = self._pages_for(head, self._memory.cached_pages(head)) - self._memory.available
+        if state.slots and short <= 0:
+            return
+        for seq in priority_victims(head, short, state.running.values(), self._limits, self._memory.growth):
+            state.preempt(seq)
+
+    # ------------------------------------------------------------------ prefill
+
+    def _plan_prefill(self, rows: list[Row], admitted: list[Admitted], budget: int) -> Stop:
+        limit = self._limits.prefill_max_requests
+        started = 0
+        blocked: Stop | None = None
+        for seq in self._prefill_candidates():
+            if budget <= 0:
+                return Stop.TOKEN_BUDGET
+            if limit is not None and started >= limit:
+                return Stop.MAX_REQUESTS
+            is_new = seq.state is SeqState.WAITING
+            if is_new:
+                # One that cannot be admitted blocks those behind it; prompts under way go on.
+                blocked = blocked or self._admit(seq)
+                if blocked is not None:
+                    continue
+            else:
+                self._memory.adopt_prefix(seq)
+            n = self._chunk(seq, budget)
+            if n == 0:
+                return Stop.TOKEN_BUDGET
+            if not self._memory.extend(seq, seq.computed + n):
+                if is_new:
+                    self._state.suspend(seq, publish=False)
+                elif not rows and self._state.planned_step == self._state.committed_step:
+                    # Nothing else runs that could free pages: let the youngest prompt give way.
+                    self._retract_for(seq)
+                return Stop.NO_PAGES
+            rows.append(self._row(seq, n, admitted))
+            self._memory.publish(seq)
+            budget -= n
+            started += 1
+        return blocked or Stop.QUEUE_EMPTY
+
+    def _prefill_candidates(self) -> Iterator[Seq]:
+        """Prompts under way, then the waiting queue in policy order; or both in policy order if it re-decides."""
+        state = self._state
+        unfinished = [s for s in state.running.values() if not s.is_decoding and wants_row(s)]
+        # A retracted sequence with a row in flight waits for that step's commit.
+        if not state.policy.redecides_chunks:
+            yield from unfinished
+            if state.slots and state.waiting:
+                yield from (s for s in state.waiting.in_order() if not s.inflight_steps)
+            return
+        queue = unfinished + [s for s in state.waiting if not s.inflight_steps]
+        under_way = len(unfinished)
+        for seq in ordered(queue, state.policy, self._limits.priority, state.view()):
+            if seq.state is SeqState.WAITING:
+                if under_way >= self._limits.max_partial_prefills or not state.slots:
+                    continue
+                under_way += 1
+            yield seq
+
+    def _chunk(self, seq: Seq, budget: int) -> int:
+        """Tokens of this prompt to compute now: all, or whole pages so that chunks end at page boundaries."""
+        left = seq.extend_tokens
+        if left <= budget:
+            return left
+        end = seq.computed + budget
+        aligned = end - end % self._limits.page_size
+        return max(aligned - seq.computed, 0)
+
+    def _admit(self, seq: Seq) -> Stop | None:
+        """Give a waiting sequence a slot and its cached prefix, if it is expected to fit."""
+        state, memory = self._state, self._memory
+        if not state.slots:
+            return Stop.NO_SLOT
+        match = memory.match(seq, len(seq.tokens) - 1)
+        if self._pages_for(seq, len(match.pages)) > memory.available:
+            memory.cache.unlock(match.node)
+            return Stop.NO_PAGES
+        state.dequeue(seq)
+        state.run(seq)
+        seq.slot = state.slots.pop()
+        memory.share(seq, match)
+        seq.computed = match.num_tokens
+        if seq.cached_tokens < 0:
+            seq.cached_tokens = match.num_tokens
+        return None
+
+    def _pages_for(self, seq: Seq, cached_pages: int) -> int:
+        """Pages that should be available before a waiting sequence is admitted."""
+        work = self._memory.pages(len(seq.tokens)) - cached_pages
+        state = self._state
+        if not state.running and not state.transfer and not state.leased:
+            return work  # alone: it must run, and it fits (see Scheduler.add)
+        return work + self._memory.answer_pages(seq) + self._reserved_growth()
+
+    def _reserved_growth(self) -> int:
+        state = self._state
+        return self._memory.total_growth(state.running.values()) + self._memory.total_growth(state.transfer.values())
+
+    # ------------------------------------------------------------------ rows
+
+    def _row(self, seq: Seq, n: int, admitted: list[Admitted]) -> Row:
+        start = seq.computed
+        if seq.sent_pages == 0:
+            admitted.append(Admitted(seq.handle, seq.slot, seq.req.params, seq.prompt_len, array("i", seq.tokens)))
+        tokens = seq.tokens[start : start + n]
+        if len(tokens) < n:
+            tokens.append(UNKNOWN_TOKEN)
+        row = Row(
+            seq.handle,
+            seq.slot,
+            start,
+            n,
+            start + n == seq.total_len,
+            tokens,
+            seq.sent_pages,
+            seq.pages[seq.sent_pages :],
+        )
+        seq.sent_pages = len(seq.pages)
+        seq.computed = start + n
+        seq.inflight_steps += 1
+        if row.sample:
+            # The token before this one is known or in flight; from now on the newest unknown one is this row's.
+            seq.inflight += 1
+        return row

@@ -1,0 +1,208 @@
+"""Every request of one rank: which table it is in, and the moves between tables.
+
+Facade (ingress, results) and planner share this state; each move leaves slots, pages and tables consistent.
+
+* A waiting sequence holds nothing. A retracted one publishes prompt and answer to the tree before it lets go.
+* D's granted pages are written by the transfer runtime beside the compute, so they are handed over only when no
+  step in flight can still write to them (`grant` waits for the commits of all steps planned before it).
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import deque
+
+from baton.cache.ledger import PageLedger
+from baton.errors import EngineError
+from baton.request import FinishReason
+from baton.sched.events import AbortTransfer, Emitted, Event, GrantPages, OpenTransfer
+from baton.sched.limits import Limits
+from baton.sched.memory import Memory
+from baton.sched.policy import POLICIES, View
+from baton.sched.queue import WaitingQueue
+from baton.sched.seq import Seq, SeqState
+
+INITIAL_PREFILL_RATE = 2000.0
+"""Assumed until steps have been observed [tokens/s]; only ageing terms depend on it."""
+
+
+class State:
+    def __init__(self, limits: Limits) -> None:
+        self.limits = limits
+        self.memory = Memory(limits)
+        self.policy = POLICIES[limits.policy](limits.policy_params)
+        self.now = 0.0
+        self.prefill_rate = INITIAL_PREFILL_RATE
+        self.computed_tokens = 0
+        """Prompt tokens computed since the start."""
+        self.queued_tokens = 0
+        self.planned_step = 0
+        self.committed_step = 0
+        self.seqs: dict[int, Seq] = {}
+        """Every live request by handle; each is in exactly one of the tables below."""
+        self.rooms: dict[int, Seq] = {}
+        self.waiting = WaitingQueue(self.policy, limits.priority, self.view)
+        self.opening = WaitingQueue(POLICIES["fcfs"](limits.policy_params), limits.priority, self.view)
+        self.transfer: dict[int, Seq] = {}
+        self.running: dict[int, Seq] = {}
+        self.leased: dict[int, Seq] = {}
+        self.closing: dict[int, Seq] = {}
+        self.slots = list(range(limits.max_running_requests - 1, -1, -1))
+        self.outbox: list[Event] = []
+        self._grants: deque[tuple[int, Seq, GrantPages]] = deque()
+        self.retractions = 0
+        self.preemptions = 0
+
+    def view(self) -> View:
+        return View(
+            self.now,
+            self.planned_step,
+            self.memory.cache,
+            self.prefill_rate,
+            self.computed_tokens,
+            self.memory.ratio.estimate,
+        )
+
+    # ------------------------------------------------------------------ waiting
+
+    def enqueue(self, seq: Seq) -> None:
+        self.waiting.add(seq)
+        self.queued_tokens += seq.prompt_len
+
+    def dequeue(self, seq: Seq) -> None:
+        if seq in self.waiting:
+            self.waiting.discard(seq)
+            self.queued_tokens -= seq.prompt_len
+
+    def open(self, seq: Seq) -> None:
+        """D: shake hands with P at once; pages come later, so that a full D delays no P."""
+        seq.state = SeqState.OPENING
+        self.opening.add(seq)
+        self.outbox.append(OpenTransfer(seq.req))
+
+    # ------------------------------------------------------------------ running
+
+    def run(self, seq: Seq) -> None:
+        """WAITING or TRANSFER → RUNNING."""
+        seq.to(SeqState.RUNNING)
+        self.running[seq.handle] = seq
+
+    def suspend(self, seq: Seq, *, publish: bool) -> None:
+        """Send a running sequence back to the queue: it keeps its tokens and its arrival, and holds nothing."""
+        if publish:
+            self.memory.publish(seq)
+        self._let_go(seq)
+        del self.running[seq.handle]
+        seq.to(SeqState.WAITING)
+        seq.computed = seq.committed = seq.sent_pages = 0
+        self.enqueue(seq)
+
+    def retract(self, seq: Seq) -> None:
+        """Suspend a sequence for want of memory, and learn from it."""
+        self.retractions += 1
+        seq.retractions += 1
+        self.suspend(seq, publish=True)
+        self.memory.ratio.on_retraction((s.generated, s.max_new_tokens) for s in self.running.values())
+
+    def preempt(self, seq: Seq) -> None:
+        """Suspend a sequence for one of higher priority."""
+        self.preemptions += 1
+        seq.preemptions += 1
+        self.suspend(seq, publish=self.limits.preemption_publishes)
+
+    def lease(self, seq: Seq) -> None:
+        """P: the prompt is computed; its pages stay for D, its slot does not."""
+        del self.running[seq.handle]
+        seq.to(SeqState.LEASED)
+        self.leased[seq.handle] = seq
+        self._free_slot(seq)
+
+    # ------------------------------------------------------------------ transfer
+
+    def grant(self, seq: Seq, start_page: int, pages: array[int]) -> None:
+        """D: hand pages to the transfer runtime once the steps planned so far have committed."""
+        self._grants.append((self.planned_step, seq, GrantPages(seq.req, start_page, pages)))
+
+    def release_grants(self) -> None:
+        while self._grants and self._grants[0][0] <= self.committed_step:
+            _, seq, grant = self._grants.popleft()
+            if seq.state is SeqState.TRANSFER:
+                self.outbox.append(grant)
+
+    # ------------------------------------------------------------------ endings
+
+    def end(self, seq: Seq, code: str) -> None:
+        """Take a sequence out of whatever state it is in. `code` != "": tell the transfer peer."""
+        has_room = seq.req.rendezvous is not None and seq.req.rendezvous.room in self.rooms
+        if has_room and code:
+            self.outbox.append(AbortTransfer(seq.req, code))
+        if seq.state in (SeqState.OPENING, SeqState.TRANSFER):
+            self.opening.discard(seq)
+            self.transfer.pop(seq.handle, None)
+            self._free_slot(seq)
+            seq.to(SeqState.ABORTING)
+            self.closing[seq.handle] = seq
+            return
+        self.forget(seq)
+
+    def end_with_error(self, seq: Seq, error: EngineError, code: str) -> None:
+        """`end`, and tell the client why."""
+        seq.finish = FinishReason.ERROR
+        self.outbox.append(
+            Emitted(seq.handle, (), FinishReason.ERROR, max(seq.cached_tokens, 0), error=(error.code, error.message))
+        )
+        self.end(seq, code)
+
+    def forget(self, seq: Seq) -> None:
+        """Publish what is worth keeping, free the rest and drop the sequence."""
+        if seq.state is SeqState.RUNNING:
+            self.memory.publish(seq)
+        self._let_go(seq)
+        self.dequeue(seq)
+        self.opening.discard(seq)
+        for table in (self.transfer, self.running, self.leased, self.closing, self.seqs):
+            table.pop(seq.handle, None)
+        meet = seq.req.rendezvous
+        if meet is not None and self.rooms.get(meet.room) is seq:
+            del self.rooms[meet.room]
+        seq.to(SeqState.FINISHED)
+
+    def _let_go(self, seq: Seq) -> None:
+        self.memory.let_go(seq)
+        self._free_slot(seq)
+
+    def _free_slot(self, seq: Seq) -> None:
+        if seq.slot >= 0:
+            self.slots.append(seq.slot)
+            seq.slot = -1
+
+    # ------------------------------------------------------------------ reports
+
+    def counts(self) -> dict[str, int]:
+        """Requests by state."""
+        return {
+            "waiting": len(self.waiting),
+            "opening": len(self.opening),
+            "transfer": len(self.transfer),
+            "running": len(self.running),
+            "leased": len(self.leased),
+            "aborting": len(self.closing),
+        }
+
+    def ledger(self) -> PageLedger:
+        """Where every page is. Raises if the books do not balance."""
+        moving = 0
+        held = self.memory.cache.locked_pages
+        for seq in self.seqs.values():
+            if seq.state in (SeqState.TRANSFER, SeqState.LEASED, SeqState.ABORTING):
+                moving += len(seq.private)
+            else:
+                held += len(seq.private)
+        ledger = PageLedger(
+            free=self.memory.allocator.free_count,
+            cached=self.memory.cache.evictable_pages,
+            held=held,
+            in_transfer=moving,
+        )
+        ledger.check(self.limits.num_pages)
+        return ledger
