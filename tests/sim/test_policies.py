@@ -8,6 +8,8 @@ from array import array
 
 import pytest
 
+from baton.cache.radix import Node as TreeNode
+from baton.cache.radix import Probe
 from baton.sched.dfs_weight import dfs_weight_keys
 from baton.sched.limits import Limits
 from baton.sched.policy import POLICIES, PolicyParams, PriorityRule, View, ordered
@@ -21,12 +23,15 @@ class FixedIndex:
 
     def __init__(self, cached: dict[int, int]) -> None:
         self.cached = cached
+        self.version = 0
 
-    def peek(self, tokens: bytes, namespace: bytes, max_tokens: int) -> int:
-        return min(self.cached.get(tokens[0], 0), max_tokens)
+    def probe(self, tokens: bytes, namespace: bytes, max_tokens: int, last: Probe | None) -> Probe:
+        found = self.cached.get(tokens[0], 0)
+        node = TreeNode(None, tokens[:1] if found else b"", array("i"), 0, tokens[0])
+        return Probe(node, 0, min(found, max_tokens), False, 0)
 
-    def peek_path(self, tokens: bytes, namespace: bytes, max_tokens: int) -> list[int]:
-        return [tokens[0]] if tokens[0] in self.cached else []
+    def path_of(self, probe: Probe) -> list[int]:
+        return [probe.node.serial] if probe.node.key else []
 
 
 def view(now: float = 0.0, step: int = 0, cached: dict[int, int] | None = None, computed: int = 0) -> View:
@@ -54,6 +59,9 @@ def test_each_policy_orders_by_its_definition() -> None:
     assert order("lpm", queue, at) == [1, 3, 2]
     assert order("lof", queue, at) == [2, 3, 1]
     assert order("short-first", queue, at, short_first_aging_tokens_per_s=0) == [1, 3, 2], "4+4, 10+8, 10+32"
+    weighted = {"short_first_aging_tokens_per_s": 0, "short_first_output_weight": 0}
+    assert order("short-first", queue, at, **weighted) == [1, 2, 3], "4, 10, 10; then arrival"
+    assert order("short-first", queue, at, **(weighted | {"short_first_output_weight": 1})) == [1, 3, 2]
     assert order("srpt-aging", queue, at, srpt_aging=0) == [1, 2, 3], "4, 10, 10 tokens left; then arrival"
     assert order("hrrn", queue, at) == [1, 2, 3], "1000/4, 1000/10, 100/10"
     assert sorted(order("random", queue, at)) == [1, 2, 3]
@@ -199,6 +207,19 @@ def test_static_ageing_keys_order_like_priority_plus_rate_times_wait(seed: int) 
     now = 50 + rng.random() * 100
     aged = sorted(queue, key=lambda s: -(s.req.priority + rule.aging_rate * (now - s.req.arrival)))  # type: ignore[operator]
     assert order("fcfs", queue, view(now), rule) == [s.handle for s in aged]
+
+
+def test_ageing_stops_at_its_maximum_and_a_missing_priority_can_be_given_a_value() -> None:
+    def ask(handle: int, priority: int | None, arrival: float) -> Seq:
+        plain = seq(handle, 5, arrival=arrival)
+        return Seq(dataclasses.replace(plain.req, priority=priority), plain.tokens, 4)
+
+    queue = [ask(1, 0, 0.0), ask(2, 4, 90.0), ask(3, None, 95.0)]
+    without = PriorityRule(enabled=True, aging_rate=0.1)
+    assert order("fcfs", queue, view(now=100.0), without) == [1, 2, 3], "0 + 10, 4 + 1"
+    capped = dataclasses.replace(without, aging_max=3.0)
+    assert order("fcfs", queue, view(now=100.0), capped) == [2, 1, 3], "0 + 3, 4 + 1"
+    assert order("fcfs", queue, view(now=100.0), dataclasses.replace(capped, default=7)) == [3, 2, 1]
 
 
 def preempting(**over: object) -> Node:

@@ -18,7 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from baton.cache.ledger import PageLedger
 from baton.cache.pages import PageAllocator
-from baton.cache.radix import Inserted, RadixCache
+from baton.cache.radix import Inserted, Probe, RadixCache
 
 
 def encode(tokens: list[int]) -> bytes:
@@ -58,6 +58,7 @@ class RadixMachine(RuleBasedStateMachine):
         self.used: dict[tuple[bytes, tuple[int, ...]], int] = {}
         self.clock = 0
         self.held: list[Held] = []
+        self.probes: list[tuple[bytes, list[int], Probe]] = []
         self.private: list[int] = []
 
     def prefixes(self, namespace: bytes, tokens: list[int]) -> list[tuple[bytes, tuple[int, ...]]]:
@@ -103,6 +104,11 @@ class RadixMachine(RuleBasedStateMachine):
         if keep:
             self.cache.lock(match.node)
             self.held.append(Held(match.node, namespace, tuple(tokens[: match.num_tokens])))
+
+    @rule(shape=shapes, namespace=namespaces)
+    def probe(self, shape: tuple[list[int], int], namespace: bytes) -> None:
+        tokens = self.sequence(shape)
+        self.probes = [*self.probes[-7:], (namespace, tokens, self.cache.probe(encode(tokens), namespace, len(tokens)))]
 
     @rule(shape=shapes, namespace=namespaces, extend=st.booleans(), keep=st.booleans())
     def publish(self, shape: tuple[list[int], int], namespace: bytes, extend: bool, keep: bool) -> None:
@@ -201,6 +207,19 @@ class RadixMachine(RuleBasedStateMachine):
         assert self.cache.evictable_pages == len(self.model) - locked
         PageLedger.take(self.allocator, self.cache, private=len(self.private), in_transfer=0).check(self.CAPACITY)
         assert len(set(self.model.values())) == len(self.model), "one page in two places"
+
+    @invariant()
+    def a_probe_asked_again_answers_like_a_new_one(self) -> None:
+        if not hasattr(self, "cache"):
+            return
+        for i, (namespace, tokens, last) in enumerate(self.probes):
+            again = self.cache.probe(encode(tokens), namespace, len(tokens), last)
+            fresh = self.cache.probe(encode(tokens), namespace, len(tokens))
+            assert again.num_tokens == len(self.cached_prefixes(namespace, tokens)) * self.page_size
+            assert again == fresh
+            assert self.cache.path_of(again) == self.cache.path_of(fresh)
+            if i % 2:  # the others keep asking with their first, ever older answer
+                self.probes[i] = (namespace, tokens, again)
 
     @invariant()
     def every_cached_page_holds_the_tokens_that_made_it(self) -> None:

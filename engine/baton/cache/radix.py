@@ -59,6 +59,20 @@ class Match:
 
 
 @dataclass(frozen=True, slots=True)
+class Probe:
+    """Where a prefix ended in the tree, so that asking again costs two look-ups instead of comparing the prompt."""
+
+    node: Node
+    node_bytes: int
+    """Length of the node's key then: a split shortens it."""
+    num_tokens: int
+    is_inside: bool
+    """The prefix ends inside the node's edge."""
+    limit: int
+    """Pages that it could have had."""
+
+
+@dataclass(frozen=True, slots=True)
 class Inserted:
     """What `insert` did with the caller's pages [from_page, …)."""
 
@@ -81,6 +95,8 @@ class RadixCache:
         self.enabled = enabled
         self.evictable_pages = 0
         self.locked_pages = 0
+        self.version = 0
+        """Grows whenever nodes come, go or are cut: while it is equal, `probe` and `path_of` answer the same."""
         self._page_bytes = page_size * TOKEN_BYTES
         self._allocator = allocator
         self._roots: dict[bytes, Node] = {}
@@ -109,13 +125,33 @@ class RadixCache:
         limit = min(len(tokens), max_tokens * TOKEN_BYTES) // self._page_bytes
         return self._walk(tokens, namespace, limit)[1] * self.page_size
 
-    def peek_path(self, tokens: bytes, namespace: bytes, max_tokens: int) -> list[int]:
-        """Serial numbers of the nodes along what `match` would find, from the root's child on; changes nothing.
+    def probe(self, tokens: bytes, namespace: bytes, max_tokens: int, last: Probe | None = None) -> Probe:
+        """As `peek`; `last` is the answer of an earlier call for these tokens or a part of them, None the first time.
+
+        Cost: two dictionary look-ups if the tree has not changed around the place where `last` ended.
+        """
+        limit = min(len(tokens), max_tokens * TOKEN_BYTES) // self._page_bytes
+        if last is not None and last.limit == limit and self._still_holds(last, tokens, namespace):
+            return last
+        node, matched, inside = self._walk(tokens, namespace, limit)
+        return Probe(node, len(node.key), matched * self.page_size, inside > 0, limit)
+
+    def _still_holds(self, last: Probe, tokens: bytes, namespace: bytes) -> bool:
+        node = last.node
+        if node.is_evicted or len(node.key) != last.node_bytes:
+            return False  # a cut moves the end of the match, or gives its edge to another node
+        if node.parent is None and self._roots.get(namespace, self._nowhere) is not node:
+            return False
+        at = last.num_tokens * TOKEN_BYTES
+        at_end = last.is_inside or at == last.limit * self._page_bytes
+        return at_end or tokens[at : at + self._page_bytes] not in node.children
+
+    def path_of(self, probe: Probe) -> list[int]:
+        """Serial numbers of the nodes along a probe of the present version, from the root's child on.
 
         The last node may be matched in part only (`match` would split it).
         """
-        limit = min(len(tokens), max_tokens * TOKEN_BYTES) // self._page_bytes
-        node, _, _ = self._walk(tokens, namespace, limit)
+        node = probe.node
         path: list[int] = []
         while node.parent is not None:
             path.append(node.serial)
@@ -177,14 +213,6 @@ class RadixCache:
                 self._offer(at)
             at = at.parent
 
-    def pages_locked_once(self, node: Node) -> int:
-        """Pages on the path to a locked `node` that nobody else has locked: what its `unlock` makes evictable."""
-        count = 0
-        while node.parent is not None and node.locks == 1:
-            count += len(node.pages)
-            node = node.parent
-        return count
-
     def evict(self, n_pages: int) -> int:
         """Free up to `n_pages` unlocked pages: least recently used leaf first, from its tail. O(log nodes) per leaf.
 
@@ -239,6 +267,7 @@ class RadixCache:
         assert parent is not None, "a root has no edge to cut"
         cut = at_page * self._page_bytes
         self._serial += 1
+        self.version += 1
         upper = Node(parent, node.key[:cut], node.pages[:at_page], node.stamp, self._serial)
         upper.locks = node.locks
         parent.children[upper.key[: self._page_bytes]] = upper
@@ -250,6 +279,7 @@ class RadixCache:
 
     def _attach(self, parent: Node, key: bytes, pages: array[int]) -> Node:
         self._serial += 1
+        self.version += 1
         leaf = Node(parent, key, pages, self._clock + 1, self._serial)
         parent.children[key[: self._page_bytes]] = leaf
         self.evictable_pages += len(pages)
@@ -261,6 +291,7 @@ class RadixCache:
         assert parent is not None, "a root is not a leaf"
         del parent.children[leaf.key[: self._page_bytes]]
         leaf.is_evicted = True
+        self.version += 1
         self.evictable_pages -= len(leaf.pages)
         self._allocator.free(leaf.pages)
         if parent.parent is not None:

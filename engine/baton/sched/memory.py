@@ -19,6 +19,7 @@ from baton.cache.pages import PageAllocator
 from baton.cache.radix import Match, RadixCache
 from baton.sched.estimate import NewTokenRatio
 from baton.sched.limits import Limits
+from baton.sched.policy import cached_tokens
 from baton.sched.seq import Seq
 
 
@@ -50,7 +51,7 @@ class Memory:
 
     def cached_pages(self, seq: Seq) -> int:
         """Pages of a waiting sequence that the tree holds now."""
-        return self.cache.peek(seq.tokens.tobytes(), seq.req.namespace, len(seq.tokens) - 1) // self.page_size
+        return cached_tokens(seq, self.cache) // self.page_size
 
     def answer_pages(self, seq: Seq) -> int:
         """Pages that the rest of the answer is expected to take."""
@@ -60,15 +61,6 @@ class Memory:
         """Pages that a sequence with pages is expected to still take."""
         answer = 0 if seq.is_lease else self.ratio.estimate(seq.max_new_tokens - seq.generated)
         return max(self.pages(len(seq.tokens) + answer) - len(seq.pages), 0)
-
-    def freed_by(self, seq: Seq) -> tuple[int, int]:
-        """(pages that become available, tokens to compute again) if this running sequence let go of everything.
-
-        Available are its private pages, the tree's pages that only it locks, and what was reserved for its growth.
-        """
-        alone = self.cache.pages_locked_once(seq.node) if seq.node is not None else 0
-        stay = seq.published - alone
-        return len(seq.private) + alone + self.growth(seq), max(seq.computed - stay * self.page_size, 0)
 
     # ------------------------------------------------------------------ taking
 
@@ -84,7 +76,7 @@ class Memory:
 
     def match(self, seq: Seq, max_tokens: int) -> Match:
         """The cached prefix of a sequence, locked: the caller hands it to `share` or unlocks its node."""
-        match = self.cache.match(seq.tokens.tobytes(), seq.req.namespace, max_tokens)
+        match = self.cache.match(seq.key, seq.req.namespace, max_tokens)
         self.cache.lock(match.node)
         return match
 
@@ -129,8 +121,7 @@ class Memory:
         last = min(seq.computed, len(seq.tokens)) // self.page_size
         if last <= first or not self.cache.enabled:
             return
-        tokens = seq.tokens[: last * self.page_size].tobytes()
-        done = self.cache.insert(tokens, seq.pages[first:last], seq.req.namespace, first)
+        done = self.cache.insert(seq.key, seq.pages[first:last], seq.req.namespace, first)
         self.cache.lock(done.node)
         if seq.node is not None:
             self.cache.unlock(seq.node)

@@ -18,7 +18,6 @@ from array import array
 from collections.abc import Iterator
 
 from baton.sched.plan import UNKNOWN_TOKEN, Admitted, Row, StepPlan, Stop
-from baton.sched.policy import ordered
 from baton.sched.preempt import priority_victims, retraction_victim
 from baton.sched.seq import Seq, SeqState
 from baton.sched.state import State
@@ -35,6 +34,8 @@ class Planner:
         self._limits = state.limits
         self._memory = state.memory
         self._prefill_was_last = False
+        self._is_blocked = False
+        """A waiting sequence did not fit: this plan tries no further one."""
 
     def plan(self, now: float) -> StepPlan | None:
         """Choose the next forward pass; None when there is nothing to compute."""
@@ -126,7 +127,7 @@ class Planner:
 
     def _retract_for(self, keep: Seq) -> bool:
         """Send one running sequence back to the queue. False: `keep` gets no page by it."""
-        victim = retraction_victim(self._state.running.values(), keep, self._limits.priority)
+        victim = retraction_victim(self._state.running.values(), keep)
         if victim is not None:
             self._state.retract(victim)
         return victim is not None and victim is not keep
@@ -143,7 +144,7 @@ class Planner:
         short = self._pages_for(head, self._memory.cached_pages(head)) - self._memory.available
         if state.slots and short <= 0:
             return
-        for seq in priority_victims(head, short, state.running.values(), self._limits, self._memory.freed_by):
+        for seq in priority_victims(head, short, state.running.values(), self._limits, self._memory.growth):
             state.preempt(seq)
 
     # ------------------------------------------------------------------ prefill
@@ -152,6 +153,7 @@ class Planner:
         limit = self._limits.prefill_max_requests
         started = 0
         blocked: Stop | None = None
+        self._is_blocked = False
         for seq in self._prefill_candidates():
             if budget <= 0:
                 return Stop.TOKEN_BUDGET
@@ -160,8 +162,9 @@ class Planner:
             is_new = seq.state is SeqState.WAITING
             if is_new:
                 # One that cannot be admitted blocks those behind it; prompts under way go on.
-                blocked = blocked or self._admit(seq)
+                blocked = self._admit(seq)
                 if blocked is not None:
+                    self._is_blocked = True
                     continue
             else:
                 self._memory.adopt_prefix(seq)
@@ -188,16 +191,23 @@ class Planner:
         # A retracted sequence with a row in flight waits for that step's commit.
         if not state.policy.redecides_chunks:
             yield from unfinished
-            if state.slots and state.waiting:
-                yield from (s for s in state.waiting.in_order() if not s.inflight_steps)
+            for seq in state.waiting.in_order() if state.slots and state.waiting else ():
+                if self._is_blocked:
+                    return
+                if not seq.inflight_steps:
+                    yield seq
             return
-        queue = unfinished + [s for s in state.waiting if not s.inflight_steps]
-        under_way = len(unfinished)
-        for seq in ordered(queue, state.policy, self._limits.priority, state.view()):
-            if seq.state is SeqState.WAITING:
-                if under_way >= self._limits.max_partial_prefills or not state.slots:
-                    continue
-                under_way += 1
+        ahead, room = len(unfinished), self._limits.max_partial_prefills - len(unfinished)
+        for seq in state.waiting.in_order(unfinished):
+            may_admit = room > 0 and state.slots and not self._is_blocked
+            if not ahead and not may_admit:
+                return
+            if seq.state is not SeqState.WAITING:
+                ahead -= 1
+            elif not may_admit or seq.inflight_steps:
+                continue
+            else:
+                room -= 1
             yield seq
 
     def _chunk(self, seq: Seq, budget: int) -> int:

@@ -15,17 +15,23 @@ the same inputs give the same order. Retracted sequences keep their arrival, hen
 | edf | first-token deadline, hopeless ones last | most requests inside their deadline | requests without a deadline |
 | hrrn | - (waited work / own work) | a compromise without a parameter | nobody much, nobody gains much |
 
+A policy also says what its numbers depend on beside the sequences (`inputs`): while that is equal, nobody computes or
+sorts anything again (queue.py).
+
 Sources: SGLang 0.5.7's semantics for fcfs, lpm, dfs-weight, lof and random, without its 128-request cliff; Schrage's
-SRPT with ageing 0.05 as it did best on recorded traces (docs/simulate.md).
+SRPT with ageing 0.05 as it did best on recorded traces (docs/scheduling/orders.md).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
+from baton.cache.radix import Probe
 from baton.sched.dfs_weight import dfs_weight_keys
+from baton.sched.estimate import CLIP_NEW_TOKENS
 from baton.sched.mix import uniform
 from baton.sched.seq import Seq
 
@@ -33,12 +39,17 @@ from baton.sched.seq import Seq
 class PrefixIndex(Protocol):
     """The part of the radix cache that an order may look at: it must not change what is evicted next."""
 
-    def peek(self, tokens: bytes, namespace: bytes, max_tokens: int) -> int:
-        """Tokens of the longest cached prefix of `tokens` (little-endian int32)."""
+    @property
+    def version(self) -> int:
+        """Changes whenever a probe's answer may change."""
         ...
 
-    def peek_path(self, tokens: bytes, namespace: bytes, max_tokens: int) -> Sequence[int]:
-        """Serial numbers of the tree nodes along that prefix, from the root on; the last may be matched in part."""
+    def probe(self, tokens: bytes, namespace: bytes, max_tokens: int, last: Probe | None) -> Probe:
+        """The longest cached prefix of `tokens` (little-endian int32); `last` makes it cheap when it still holds."""
+        ...
+
+    def path_of(self, probe: Probe) -> Sequence[int]:
+        """Serial numbers of the tree nodes along a probe, from the root on; the last may be matched in part."""
         ...
 
 
@@ -55,6 +66,8 @@ class View:
     """Prompt tokens the engine has computed since it started."""
     estimate: Callable[[int], int]
     """Tokens a request with so many allowed tokens is expected to generate."""
+    pool_tokens: int = 0
+    """What the KV pool holds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,128 +77,228 @@ class PolicyParams:
     lpm_degrade_threshold: int = 4096
     lpm_aging_tokens_per_s: float = 0.0
     short_first_aging_tokens_per_s: float = 500.0
+    short_first_output_weight: float | None = None
+    """None: as large a share of the allowed tokens as the engine measures."""
     srpt_aging: float = 0.05
     default_deadline_secs: float = 60.0
     demote_hopeless: bool = True
 
 
-Keys = Callable[[Sequence[Seq], View], Sequence[float]]
-
-
-@dataclass(frozen=True, slots=True)
 class Policy:
-    name: str
-    keys: Keys
-    is_static: bool = False
-    """A sequence's number never changes while it waits, so the queue can be kept sorted."""
-    redecides_chunks: bool = False
+    """`keys` is the order, the rest says when it changes. An instance belongs to one queue: it may have a memory."""
+
+    name: ClassVar[str]
+    redecides_chunks: ClassVar[bool] = False
     """Prompts in progress compete with waiting ones at every chunk boundary, instead of going first."""
+    each_alone: bool = True
+    """A sequence's number does not depend on who else waits."""
+
+    def __init__(self, params: PolicyParams) -> None:
+        self.params = params
+
+    @property
+    def active(self) -> str:
+        """The order in force now: another one's name while a policy stands back for it."""
+        return self.name
+
+    def inputs(self, count: int, view: View) -> Hashable:
+        """Called before `keys` with the queue's length: as long as the answer is equal, so are the keys."""
+        return ()
+
+    def keys(self, queue: Sequence[Seq], view: View) -> Sequence[float]:
+        raise NotImplementedError
+
+
+class Held:
+    """A measured number as orders use it: it follows the measurement in steps of 5 %, so that noise sorts nothing."""
+
+    def __init__(self) -> None:
+        self._value = 0.0
+
+    def __call__(self, measured: float) -> float:
+        if not abs(measured - self._value) <= 0.05 * abs(self._value):
+            self._value = measured
+        return self._value
 
 
 def cached_tokens(seq: Seq, index: PrefixIndex) -> int:
     """Prompt tokens of a sequence that need no computing."""
     if seq.pages:
         return seq.computed
-    return index.peek(seq.tokens.tobytes(), seq.req.namespace, len(seq.tokens) - 1)
+    seq.probe = index.probe(seq.key, seq.req.namespace, len(seq.tokens) - 1, seq.probe)
+    return seq.probe.num_tokens
 
 
-def _work(seq: Seq, view: View) -> int:
+def work(seq: Seq, view: View) -> int:
     """Tokens to compute before the next one can be sampled."""
     return seq.total_len - cached_tokens(seq, view.index)
 
 
-def _fcfs(queue: Sequence[Seq], _view: View) -> Sequence[float]:
-    return [seq.req.arrival for seq in queue]
+class Fcfs(Policy):
+    name = "fcfs"
+
+    def keys(self, queue: Sequence[Seq], view: View) -> Sequence[float]:
+        return [seq.req.arrival for seq in queue]
 
 
-def _lof(queue: Sequence[Seq], _view: View) -> Sequence[float]:
-    # The client's limit: a prefill node itself produces one token for everybody.
-    return [-seq.req.params.max_new_tokens for seq in queue]
+class Lof(Policy):
+    """By the client's limit: a prefill node itself produces one token for everybody."""
+
+    name = "lof"
+
+    def keys(self, queue: Sequence[Seq], view: View) -> Sequence[float]:
+        return [-seq.req.params.max_new_tokens for seq in queue]
 
 
-def _random(queue: Sequence[Seq], view: View) -> Sequence[float]:
-    return [uniform(view.step, seq.handle) for seq in queue]
+class Random(Policy):
+    name = "random"
+
+    def inputs(self, count: int, view: View) -> Hashable:
+        return view.step
+
+    def keys(self, queue: Sequence[Seq], view: View) -> Sequence[float]:
+        return [uniform(view.step, seq.handle) for seq in queue]
 
 
-def _dfs_weight(queue: Sequence[Seq], view: View) -> Sequence[float]:
-    paths = [view.index.peek_path(s.tokens.tobytes(), s.req.namespace, len(s.tokens) - 1) for s in queue]
-    return dfs_weight_keys(paths)
-
-
-def _hrrn(queue: Sequence[Seq], view: View) -> Sequence[float]:
-    return [-(view.computed_tokens - seq.born_tokens) / max(_work(seq, view), 1) for seq in queue]
-
-
-def _lpm(params: PolicyParams) -> Keys:
+class Lpm(Policy):
     """Above the threshold first come first served, until the queue has shrunk to 3/4 of it (no flapping)."""
-    degraded = False
 
-    def keys(queue: Sequence[Seq], view: View) -> Sequence[float]:
-        nonlocal degraded
-        limit = params.lpm_degrade_threshold
-        if limit:
-            degraded = len(queue) > (limit * 0.75 if degraded else limit)
-        if degraded:
-            return _fcfs(queue, view)
-        aging = params.lpm_aging_tokens_per_s
+    name = "lpm"
+
+    def __init__(self, params: PolicyParams) -> None:
+        super().__init__(params)
+        self.is_degraded = False
+        self.degraded_total = 0
+
+    @property
+    def active(self) -> str:
+        return Fcfs.name if self.is_degraded else self.name
+
+    def inputs(self, count: int, view: View) -> Hashable:
+        limit = self.params.lpm_degrade_threshold
+        was_degraded = self.is_degraded
+        self.is_degraded = bool(limit) and count > (limit * 0.75 if was_degraded else limit)
+        self.degraded_total += self.is_degraded and not was_degraded
+        return None if self.is_degraded else view.index.version
+
+    def keys(self, queue: Sequence[Seq], view: View) -> Sequence[float]:
+        if self.is_degraded:
+            return [seq.req.arrival for seq in queue]
+        aging = self.params.lpm_aging_tokens_per_s
         # cached + aging * (now - arrival), less the term that is equal for all: the order needs no clock.
         return [aging * seq.req.arrival - cached_tokens(seq, view.index) for seq in queue]
 
-    return keys
+
+class DfsWeight(Policy):
+    name = "dfs-weight"
+    each_alone = False
+
+    def inputs(self, count: int, view: View) -> Hashable:
+        return view.index.version
+
+    def keys(self, queue: Sequence[Seq], view: View) -> Sequence[float]:
+        index = view.index
+        paths = []
+        for seq in queue:
+            seq.probe = index.probe(seq.key, seq.req.namespace, len(seq.tokens) - 1, seq.probe)
+            paths.append(index.path_of(seq.probe))
+        return dfs_weight_keys(paths)
 
 
-def _short_first(params: PolicyParams) -> Keys:
-    def keys(queue: Sequence[Seq], view: View) -> Sequence[float]:
-        aging = params.short_first_aging_tokens_per_s
+class Hrrn(Policy):
+    name = "hrrn"
+
+    def inputs(self, count: int, view: View) -> Hashable:
+        return view.index.version, view.computed_tokens
+
+    def keys(self, queue: Sequence[Seq], view: View) -> Sequence[float]:
+        return [-(view.computed_tokens - seq.born_tokens) / max(work(seq, view), 1) for seq in queue]
+
+
+class ShortFirst(Policy):
+    name = "short-first"
+
+    def __init__(self, params: PolicyParams) -> None:
+        super().__init__(params)
+        self._ratio = Held()
+        self._weight = params.short_first_output_weight
+
+    def inputs(self, count: int, view: View) -> Hashable:
+        if self.params.short_first_output_weight is None:
+            self._weight = self._ratio(view.estimate(CLIP_NEW_TOKENS) / CLIP_NEW_TOKENS)
+        return view.index.version, self._weight
+
+    def keys(self, queue: Sequence[Seq], view: View) -> Sequence[float]:
+        aging, weight = self.params.short_first_aging_tokens_per_s, self._weight or 0.0
         return [
-            _work(seq, view) + view.estimate(seq.max_new_tokens - seq.generated) + aging * seq.req.arrival
+            work(seq, view)
+            + weight * min(seq.max_new_tokens - seq.generated, CLIP_NEW_TOKENS)
+            + aging * seq.req.arrival
             for seq in queue
         ]
 
-    return keys
 
+class SrptAging(Policy):
+    name = "srpt-aging"
+    redecides_chunks = True
 
-def _srpt_aging(params: PolicyParams) -> Keys:
-    def keys(queue: Sequence[Seq], view: View) -> Sequence[float]:
-        aging = params.srpt_aging * view.prefill_rate
-        return [_work(seq, view) + aging * seq.req.arrival for seq in queue]
+    def __init__(self, params: PolicyParams) -> None:
+        super().__init__(params)
+        self._held = Held()
+        self._rate = 0.0
 
-    return keys
+    def inputs(self, count: int, view: View) -> Hashable:
+        self._rate = self._held(view.prefill_rate)
+        return view.index.version, self._rate
 
-
-def _edf(params: PolicyParams) -> Keys:
-    """Earliest first-token deadline first; requests that cannot make theirs any more sort behind all that can.
-
-    Without the demotion an overloaded engine works on lost causes only (they are always the most urgent).
-    """
-
-    def keys(queue: Sequence[Seq], view: View) -> Sequence[float]:
-        found = []
-        for seq in queue:
-            deadline = seq.req.ttft_deadline
-            key = seq.req.arrival + params.default_deadline_secs if deadline is None else deadline
-            if params.demote_hopeless and view.now + _work(seq, view) / view.prefill_rate > key:
-                key += HOPELESS
-            found.append(key)
-        return found
-
-    return keys
+    def keys(self, queue: Sequence[Seq], view: View) -> Sequence[float]:
+        aging = self.params.srpt_aging * self._rate
+        return [work(seq, view) + aging * seq.req.arrival for seq in queue]
 
 
 HOPELESS = 1e9
 """Added to the deadline of a request that cannot meet it [s]: larger than any deadline."""
 
-POLICIES: dict[str, Callable[[PolicyParams], Policy]] = {
-    "fcfs": lambda _: Policy("fcfs", _fcfs, is_static=True),
-    "lpm": lambda params: Policy("lpm", _lpm(params)),
-    "dfs-weight": lambda _: Policy("dfs-weight", _dfs_weight),
-    "lof": lambda _: Policy("lof", _lof, is_static=True),
-    "random": lambda _: Policy("random", _random),
-    "short-first": lambda params: Policy("short-first", _short_first(params)),
-    "srpt-aging": lambda params: Policy("srpt-aging", _srpt_aging(params), redecides_chunks=True),
-    "edf": lambda params: Policy("edf", _edf(params), redecides_chunks=True),
-    "hrrn": lambda _: Policy("hrrn", _hrrn),
-}
+
+class Edf(Policy):
+    """Earliest first-token deadline first; requests that cannot make theirs any more sort behind all that can.
+
+    Without the demotion an overloaded engine works on lost causes only (they are always the most urgent).
+    """
+
+    name = "edf"
+    redecides_chunks = True
+
+    def __init__(self, params: PolicyParams) -> None:
+        super().__init__(params)
+        self._held = Held()
+        self._rate = 1.0
+        self._next_lost = math.inf
+        """When the first of those that can still make it can no longer."""
+        self._lost = 0
+
+    def inputs(self, count: int, view: View) -> Hashable:
+        if not self.params.demote_hopeless:
+            return ()
+        self._rate = self._held(view.prefill_rate)
+        if view.now > self._next_lost:
+            self._lost += 1
+            self._next_lost = math.inf
+        return view.index.version, self._rate, self._lost
+
+    def keys(self, queue: Sequence[Seq], view: View) -> Sequence[float]:
+        found = []
+        for seq in queue:
+            deadline = seq.req.ttft_deadline
+            key = seq.req.arrival + self.params.default_deadline_secs if deadline is None else deadline
+            if self.params.demote_hopeless:
+                latest_start = key - work(seq, view) / self._rate
+                if view.now > latest_start:
+                    key += HOPELESS
+                else:
+                    self._next_lost = min(self._next_lost, latest_start)
+            found.append(key)
+        return found
 
 
 LOWEST_PRIORITY = -(2**31)
@@ -195,23 +308,50 @@ LOWEST_PRIORITY = -(2**31)
 class PriorityRule:
     """How a request's priority enters the order. `sign` is applied once: after it, larger is better in both directions.
 
-    With ageing a request gains `aging_rate` units per second of waiting. P + R * (now - t0) orders like the constant
-    P - R * t0, so keys never change while a request waits. Preemption compares the unaged priority.
+    With ageing a request gains `aging_rate` units per second of waiting, up to `aging_max`. Until then
+    P + R * (now - t0) orders like the constant P - R * t0, so keys never change while a request waits (queue.py keeps
+    those that have reached the maximum, whose key is constant too, in a second list). Preemption compares the unaged
+    priority.
     """
 
     enabled: bool = False
     low_values_first: bool = False
     aging_rate: float = 0.0
+    aging_max: float = math.inf
     preemption_threshold: int = 10
+    default: int | None = None
+    """Priority of requests that state none; None: below every stated one."""
 
     def base(self, seq: Seq) -> int:
-        """Priority with larger meaning better; a request without one ranks below every given value."""
-        if seq.req.priority is None:
+        """Priority with larger meaning better: what preemption and queue limits compare."""
+        stated = self.default if seq.req.priority is None else seq.req.priority
+        if stated is None:
             return LOWEST_PRIORITY
-        return -seq.req.priority if self.low_values_first else seq.req.priority
+        return -stated if self.low_values_first else stated
 
-    def key(self, seq: Seq) -> float:
-        return -(self.base(seq) - self.aging_rate * seq.req.arrival) if self.enabled else 0.0
+    def unaged(self, seq: Seq) -> float:
+        """What the order starts from: the base, or what --priority-adjustment-function made of it."""
+        return self.base(seq) if seq.adjusted_priority is None else seq.adjusted_priority
+
+    def ageing_key(self, seq: Seq) -> float:
+        """Smaller is earlier, among requests that still age; true at all times."""
+        return -(self.unaged(seq) - self.aging_rate * seq.req.arrival) if self.enabled else 0.0
+
+    def capped_key(self, seq: Seq) -> float:
+        """Smaller is earlier, among requests that have gained all they can."""
+        return -(self.unaged(seq) + self.aging_max)
+
+    def capped_from(self, seq: Seq) -> float:
+        """When a request stops to age."""
+        if not self.enabled or not self.aging_rate:
+            return math.inf
+        return seq.req.arrival + self.aging_max / self.aging_rate
+
+    def key(self, seq: Seq, now: float) -> float:
+        """The definition, for any two requests at one time."""
+        if not self.enabled:
+            return 0.0
+        return -(self.unaged(seq) + min(self.aging_rate * (now - seq.req.arrival), self.aging_max))
 
 
 Rank = tuple[float, float, float, int]
@@ -220,10 +360,16 @@ Rank = tuple[float, float, float, int]
 def ranks(queue: Sequence[Seq], policy: Policy, priority: PriorityRule, view: View) -> list[Rank]:
     """The whole sort key of every sequence: (priority, policy, arrival, handle), all different."""
     keys = policy.keys(queue, view)
-    return [(priority.key(seq), key, seq.req.arrival, seq.handle) for seq, key in zip(queue, keys, strict=True)]
+    aged = [priority.key(seq, view.now) for seq in queue]
+    return [(p, key, seq.req.arrival, seq.handle) for p, key, seq in zip(aged, keys, queue, strict=True)]
 
 
 def ordered(queue: Sequence[Seq], policy: Policy, priority: PriorityRule, view: View) -> list[Seq]:
-    """The queue in the order in which the planner should look at it."""
+    """The queue in the order in which the planner should look at it, computed afresh."""
+    policy.inputs(len(queue), view)
     entries = sorted(zip(ranks(queue, policy, priority, view), queue, strict=True), key=lambda entry: entry[0])
     return [seq for _, seq in entries]
+
+
+_SIMPLE: tuple[type[Policy], ...] = (Fcfs, Lpm, DfsWeight, Lof, Random, ShortFirst, SrptAging, Edf, Hrrn)
+POLICIES: dict[str, Callable[[PolicyParams], Policy]] = {policy.name: policy for policy in _SIMPLE}

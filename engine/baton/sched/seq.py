@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 from baton.request import FinishReason, Validated
 
 if TYPE_CHECKING:
-    from baton.cache.radix import Node
+    from baton.cache.radix import Node, Probe
 
 
 class SeqState(enum.Enum):
@@ -85,6 +85,11 @@ class Seq:
     retractions: int = 0
     preemptions: int = 0
     finish: FinishReason | None = None
+    adjusted_priority: float | None = None
+    """Replaces the priority in the queue order, larger is better (--priority-adjustment-function)."""
+    probe: Probe | None = None
+    """What the radix tree had of this sequence when an order last asked."""
+    _key: bytes = b""
 
     @property
     def handle(self) -> int:
@@ -93,6 +98,13 @@ class Seq:
     @property
     def prompt_len(self) -> int:
         return len(self.req.prompt)
+
+    @property
+    def key(self) -> bytes:
+        """`tokens` as the radix tree spells them (little-endian int32); made once per length."""
+        if len(self._key) != len(self.tokens) * self.tokens.itemsize:
+            self._key = self.tokens.tobytes()
+        return self._key
 
     @property
     def generated(self) -> int:

@@ -61,6 +61,7 @@ class State:
             self.prefill_rate,
             self.computed_tokens,
             self.memory.ratio.estimate,
+            self.limits.capacity_tokens,
         )
 
     # ------------------------------------------------------------------ waiting

@@ -1,0 +1,206 @@
+"""The waiting queue keeps its order up to date by insertion; the definition sorts everything afresh: they agree."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from array import array
+
+import pytest
+
+from baton.cache.pages import PageAllocator
+from baton.cache.radix import RadixCache
+from baton.sched.policy import POLICIES, Policy, PolicyParams, PriorityRule, View, ordered
+from baton.sched.queue import WaitingQueue
+from baton.sched.seq import Seq
+from tests.support.sched_sim import request
+
+PARAMS = PolicyParams(lpm_degrade_threshold=0, lpm_aging_tokens_per_s=0.5, short_first_aging_tokens_per_s=2.0)
+
+
+class World:
+    """A queue, its members as a plain list, a real radix tree and everything else that a view shows."""
+
+    def __init__(self, policy: str, rule: PriorityRule, seed: int) -> None:
+        self.rng = random.Random(seed)
+        self.allocator = PageAllocator(60)
+        self.cache = RadixCache(2, self.allocator)
+        self.now, self.step, self.rate, self.computed, self.ratio = 0.0, 0, 1000.0, 0, 0.5
+        self.name, self.rule = policy, rule
+        self.queue = WaitingQueue(POLICIES[policy](PARAMS), rule, self.view)
+        self.members: list[Seq] = []
+        self.made = 0
+
+    def view(self) -> View:
+        return View(self.now, self.step, self.cache, self.rate, self.computed, lambda n: int(n * self.ratio), 120)
+
+    def prompt(self) -> list[int]:
+        return [self.rng.randrange(2) for _ in range(self.rng.randint(1, 14))]
+
+    def new(self) -> Seq:
+        rng, self.made = self.rng, self.made + 1
+        req = dataclasses.replace(
+            request(self.made, self.prompt(), rng.randint(1, 9)),
+            # Halves and quarters: sums are exact, so that equal ranks are equal however they are computed.
+            arrival=self.now - rng.randrange(8) / 4,
+            priority=rng.choice([None, 0, 1, 5]),
+            namespace=rng.choice([b"", b"t"]),
+            ttft_deadline=rng.choice([None, self.now + rng.randrange(16) / 4]),
+        )
+        return Seq(req, array("i", req.prompt), req.params.max_new_tokens, born_tokens=self.computed)
+
+    def publish(self) -> None:
+        tokens = array("i", self.prompt())
+        pages = self.allocator.alloc(len(tokens) // 2)
+        if pages is not None:
+            done = self.cache.insert(tokens.tobytes(), pages, self.rng.choice([b"", b"t"]))
+            self.allocator.free(done.not_taken)
+
+    def change(self) -> None:
+        """One thing of all that happen to a queue."""
+        rng = self.rng
+        what = rng.randrange(9)
+        if what <= 2 or not self.members:
+            self.members.append(self.new())
+            self.queue.add(self.members[-1])
+        elif what == 3:
+            gone = self.members.pop(rng.randrange(len(self.members)))
+            self.queue.discard(gone)
+            self.queue.discard(gone)
+        elif what == 4:
+            self.publish()
+        elif what == 5:
+            self.cache.evict(rng.randint(1, 3))
+        elif what == 6:
+            self.now += rng.randrange(9) / 4
+        elif what == 7:
+            self.step += 1
+            self.computed += rng.choice([0, 8])
+            self.rate = rng.choice([1.0, 4.0, 1000.0])
+            self.ratio = rng.choice([0.25, 0.5, 1.0])
+        else:
+            seq = rng.choice(self.members)
+            if rng.random() < 0.5:
+                seq.adjusted_priority = rng.choice([None, -2.0, 0.5, 3.0])
+                self.queue.reprioritise(seq)
+            else:  # it ran for a while and came back with more tokens
+                self.queue.discard(seq)
+                self.members.remove(seq)
+                seq.tokens.append(1)
+                self.members.append(seq)
+                self.queue.add(seq)
+
+    def defined(self, under_way: list[Seq]) -> list[int]:
+        policy: Policy = POLICIES[self.name](PARAMS)
+        return [s.handle for s in ordered(self.members + under_way, policy, self.rule, self.view())]
+
+
+RULES = (
+    PriorityRule(),
+    PriorityRule(enabled=True, low_values_first=True, default=2),
+    PriorityRule(enabled=True, aging_rate=0.5),
+    PriorityRule(enabled=True, aging_rate=0.5, aging_max=1.5),
+    PriorityRule(enabled=True, aging_rate=2.0, aging_max=0.0),
+)
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+@pytest.mark.parametrize("rule", range(len(RULES)))
+def test_the_kept_order_equals_a_sort_from_scratch(policy: str, rule: int) -> None:
+    for seed in range(6):
+        world = World(policy, RULES[rule], seed)
+        for _ in range(120):
+            world.change()
+            running = [world.new() for _ in range(world.rng.choice([0, 0, 2]))] if world.queue.policy.each_alone else []
+            assert [s.handle for s in world.queue.in_order(running)] == world.defined(running), f"seed {seed}"
+            assert len(world.queue) == len(world.members)
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "lpm", "srpt-aging"])
+def test_who_leaves_during_a_look_is_not_given_and_nobody_is_given_twice(policy: str) -> None:
+    for seed in range(40):
+        world = World(policy, RULES[3], seed)
+        for _ in range(60):
+            world.change()
+        expected = world.defined([])
+        given: list[int] = []
+        for seq in world.queue.in_order():
+            given.append(seq.handle)
+            world.members.remove(seq)
+            world.queue.discard(seq)
+            if world.rng.random() < 0.3 and world.members:
+                other = world.rng.choice(world.members)
+                world.members.remove(other)
+                world.queue.discard(other)
+                if other.handle not in given:
+                    expected.remove(other.handle)
+            if world.rng.random() < 0.3:
+                world.publish()
+            if world.rng.random() < 0.2:  # it did not fit after all
+                world.queue.add(seq)
+                world.members.append(seq)
+        assert given == expected, f"seed {seed}"
+        assert [s.handle for s in world.queue.in_order()] == world.defined([])
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "lof", "lpm", "dfs-weight", "short-first", "srpt-aging", "edf", "hrrn"])
+def test_a_blocked_queue_computes_no_key_again(policy: str) -> None:
+    """While requests only decode, the clock and the step number go on; edf looks again when a deadline is lost."""
+    world = World(policy, PriorityRule(), 3)
+    for _ in range(50):
+        world.change()
+    calls = 0
+    keys = world.queue.policy.keys
+
+    def counted(queue: list[Seq], view: View) -> object:
+        nonlocal calls
+        calls += 1
+        return keys(queue, view)
+
+    world.queue.policy.keys = counted  # type: ignore[method-assign, assignment]
+    list(world.queue.in_order())
+    calls = 0
+    for _ in range(20):
+        world.now += 1e-6
+        world.step += 1
+        world.rate *= 1.002  # noise
+        list(world.queue.in_order())
+    assert calls == 0
+    gone = world.members.pop()
+    world.queue.discard(gone)
+    list(world.queue.in_order())
+    assert calls == (policy == "dfs-weight"), "leaving changes only weights of the walk"
+
+
+def test_edf_demotes_at_the_moment_a_deadline_is_lost() -> None:
+    world = World("edf", PriorityRule(), 1)
+    world.rate = 4.0
+    for handle, deadline in ((1, 5.0), (2, 6.0)):
+        req = dataclasses.replace(request(handle, [1] * 8, 1), ttft_deadline=deadline, arrival=0.0)
+        world.queue.add(Seq(req, array("i", req.prompt), 1))
+    seen = []
+    for now in (0.0, 3.0, 3.25, 4.0, 4.25):
+        world.now = now
+        seen.append([s.handle for s in world.queue.in_order()])
+    assert seen == [[1, 2], [1, 2], [2, 1], [2, 1], [1, 2]], "2 s of work each; both lost: by deadline again"
+
+
+def test_a_page_published_elsewhere_compares_no_prompt_again() -> None:
+    world = World("lpm", PriorityRule(), 2)
+    for _ in range(80):
+        world.change()
+    list(world.queue.in_order())
+    walks = 0
+    walk = world.cache._walk
+
+    def counted(tokens: bytes, namespace: bytes, limit: int) -> object:
+        nonlocal walks
+        walks += 1
+        return walk(tokens, namespace, limit)
+
+    pages = world.allocator.alloc(2)
+    assert pages is not None
+    world.cache.insert(array("i", [7, 7, 7, 7]).tobytes(), pages, b"")
+    world.cache._walk = counted  # type: ignore[method-assign, assignment]
+    assert [s.handle for s in world.queue.in_order()] == world.defined([])
+    assert walks == 0
