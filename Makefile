@@ -17,11 +17,10 @@ test-all: setup ## the slow ones too
 	@tests/peers/setup.sh
 	cargo test --locked --workspace --quiet
 	$(py)pytest -m "not gpu" $(ARGS)
-bench: setup ## ratios of two interleaved arms: engine against transformers, page pulls against memcpy, planner against its floor
+bench: setup ## ratios of two interleaved arms: engine against transformers, page pulls against memcpy and a socket
 	$(py)python -W ignore -m tests.perf.bench_engine
 	cargo bench --locked --quiet -p baton-kv-transfer --bench transfer
 	$(py)python -m tests.perf.bench_kernels
-	$(py)python -W ignore -m tests.perf.bench_sched
 lint: setup ## formatters, linters, types
 	cargo fmt --all --check
 	cargo clippy --locked --workspace --all-targets --quiet -- -D warnings

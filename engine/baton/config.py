@@ -86,6 +86,9 @@ class EngineConfig:
     )
     lpm_degrade_threshold: int = opt(4096, "lpm turns to fcfs above this many waiting requests; 0: never")
     lpm_aging_tokens_per_s: float = opt(0.0, "lpm: waiting counts as this many cached tokens per second [tokens/s]")
+    short_first_output_weight: str = opt(
+        "auto", "short-first: share of max_tokens that counts as work; auto: as the engine measures; 0: prompts only"
+    )
     short_first_aging_tokens_per_s: float = opt(500.0, "short-first: waiting shortens a request by this [tokens/s]")
     srpt_aging: float = opt(0.05, "srpt-aging: waiting shortens a prompt by this share of the prefill rate")
     default_deadline_ms: int = opt(60000, "edf: first-token deadline of requests that state none [ms]")
@@ -103,7 +106,9 @@ class EngineConfig:
     priority_scheduling_preemption_threshold: int = opt(
         10, "a waiting request preempts running ones whose priority is lower by more than this"
     )
+    default_priority: int | None = opt(None, "priority of requests that state none (default: below every stated one)")
     priority_aging_rate: float = opt(0.0, "priority gained per second of waiting (order only, never preemption)")
+    priority_aging_max: float | None = opt(None, "most priority that waiting can gain (default: no limit)")
     preemption_mode: str = opt(
         "cache",
         "a preempted request's KV: cache keeps it evictable, recompute drops it",
@@ -157,6 +162,13 @@ def add_flags(
             )
 
 
+def _is_share(text: str) -> bool:
+    try:
+        return 0 <= float(text) <= 1
+    except ValueError:
+        return False
+
+
 def _violations(c: EngineConfig) -> list[str]:
     """Every rule between fields and ranges; each message names the flag, the value and what to do."""
     bad: list[str] = []
@@ -181,6 +193,22 @@ def _violations(c: EngineConfig) -> list[str]:
         rule(getattr(c, name) >= 1, f"{flag_name(name)} {getattr(c, name)}: must be at least 1")
     for name in ("lpm_aging_tokens_per_s", "short_first_aging_tokens_per_s", "srpt_aging", "priority_aging_rate"):
         rule(0 <= getattr(c, name) < 1e12, f"{flag_name(name)} {getattr(c, name)}: must not be negative")
+    rule(
+        c.short_first_output_weight == "auto" or _is_share(c.short_first_output_weight),
+        f"--short-first-output-weight {c.short_first_output_weight}: use auto, or a number from 0 to 1",
+    )
+    rule(
+        c.priority_aging_max is None or 0 <= c.priority_aging_max < 1e12,
+        f"--priority-aging-max {c.priority_aging_max}: must not be negative; leave it out for no limit",
+    )
+    rule(
+        c.priority_aging_max is None or c.priority_aging_rate > 0,
+        f"--priority-aging-max {c.priority_aging_max}: needs a --priority-aging-rate above 0",
+    )
+    rule(
+        c.default_priority is None or abs(c.default_priority) < 2**31,
+        f"--default-priority {c.default_priority}: use an integer between -2147483647 and 2147483647",
+    )
     for name in (
         "lpm_degrade_threshold",
         "priority_scheduling_preemption_threshold",

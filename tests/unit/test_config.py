@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import pytest
 
 from baton import config
 from baton.errors import ConfigError
+from baton.sched import setup
 
 
 def test_no_flags_give_the_defaults_of_the_fields() -> None:
@@ -46,6 +48,32 @@ def test_mistakes_end_the_program_with_2(argv: list[str], capsys: pytest.Capture
         config.parse(argv)
     assert caught.value.code == 2
     assert argv[0] in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("values", "remedy"),
+    [
+        ({"short_first_output_weight": "much"}, "--short-first-output-weight much: use auto, or a number from 0 to 1"),
+        ({"short_first_output_weight": "1.5"}, "--short-first-output-weight 1.5: use auto, or a number from 0 to 1"),
+        ({"priority_aging_max": -1.0, "priority_aging_rate": 1.0}, "--priority-aging-max -1.0: must not be negative"),
+        ({"priority_aging_max": 5.0}, "--priority-aging-max 5.0: needs a --priority-aging-rate above 0"),
+        ({"default_priority": 2**31}, "--default-priority 2147483648: use an integer between"),
+    ],
+)
+def test_rules_of_queue_orders(values: dict[str, object], remedy: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        config.build(values)
+    assert remedy in caught.value.message
+
+
+def test_queue_order_flags_reach_the_scheduler() -> None:
+    argv = ["--short-first-output-weight", "0.25", "--priority-aging-rate", "0.5", "--priority-aging-max", "3"]
+    made = setup.limits(config.parse([*argv, "--default-priority", "-2", "--enable-priority-scheduling"]), 64)
+    assert made.policy_params.short_first_output_weight == 0.25
+    assert (made.priority.aging_rate, made.priority.aging_max, made.priority.default) == (0.5, 3.0, -2)
+    plain = setup.limits(config.build({}), 64)
+    assert plain.policy_params.short_first_output_weight is None
+    assert (plain.priority.aging_max, plain.priority.default) == (math.inf, None)
 
 
 def test_abbreviations_are_no_flags() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from baton.config import EngineConfig
 from baton.sched.limits import Limits
 from baton.sched.policy import PolicyParams, PriorityRule
@@ -31,6 +33,9 @@ def limits(config: EngineConfig, num_pages: int) -> Limits:
             lpm_degrade_threshold=c.lpm_degrade_threshold,
             lpm_aging_tokens_per_s=c.lpm_aging_tokens_per_s,
             short_first_aging_tokens_per_s=c.short_first_aging_tokens_per_s,
+            short_first_output_weight=(
+                None if c.short_first_output_weight == "auto" else float(c.short_first_output_weight)
+            ),
             srpt_aging=c.srpt_aging,
             default_deadline_secs=c.default_deadline_ms / 1000,
             demote_hopeless=c.deadline_miss_action == "demote",
@@ -39,6 +44,8 @@ def limits(config: EngineConfig, num_pages: int) -> Limits:
             enabled=c.enable_priority_scheduling,
             low_values_first=c.schedule_low_priority_values_first,
             aging_rate=c.priority_aging_rate,
+            aging_max=math.inf if c.priority_aging_max is None else c.priority_aging_max,
+            default=c.default_priority,
             preemption_threshold=c.priority_scheduling_preemption_threshold,
         ),
         max_partial_prefills=c.max_partial_prefills,
