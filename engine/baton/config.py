@@ -118,6 +118,11 @@ class EngineConfig:
     preemption_min_remaining_tokens: int = opt(8, "a request with fewer tokens to go is not preempted [tokens]")
     schedule_conservativeness: float = opt(1.0, "scales the estimate of how much running requests will still generate")
     disable_radix_cache: bool = opt(False, "do not reuse KV of equal prompt prefixes")
+    radix_eviction_policy: str = opt(
+        "lru",
+        "which cached prefix goes first when pages run out (docs/scheduling/cache.md)",
+        choices=("lru", "lfu", "fifo", "mru", "filo", "priority"),
+    )
     disable_overlap_schedule: bool = opt(False, "plan step n+1 only after step n has finished")
     prefill_first: bool = opt(False, "SGLang's order: prompts before decode rows, for comparison")
     stream_interval: int = opt(1, "tokens per streamed event [tokens]")
@@ -228,6 +233,11 @@ def _violations(c: EngineConfig) -> list[str]:
     rule(
         not (c.max_total_tokens and c.max_total_tokens < 2 * c.page_size),
         f"--max-total-tokens {c.max_total_tokens}: give at least two pages",
+    )
+    rule(
+        not (c.disable_radix_cache and c.radix_eviction_policy != "lru"),
+        f"--radix-eviction-policy {c.radix_eviction_policy}: nothing is cached with --disable-radix-cache; "
+        "drop one of the two",
     )
     return bad
 

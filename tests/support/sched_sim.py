@@ -109,6 +109,7 @@ class Node:
         self.flight: list[StepPlan] = []
         self.outputs: dict[int, list[int]] = {}
         self.finished: dict[int, FinishReason] = {}
+        self.cached: dict[int, int] = {}
         self.errors: dict[int, tuple[str, str]] = {}
         self.final_pages: dict[int, dict[int, tuple[int, list[int]]]] = {}
         self.done: dict[int, PrefillDone] = {}
@@ -123,6 +124,7 @@ class Node:
             if isinstance(event, Emitted):
                 assert event.handle not in self.finished, "output after the end"
                 self.outputs.setdefault(event.handle, []).extend(event.tokens)
+                self.cached[event.handle] = event.cached_tokens
                 if event.finish is not None:
                     self.finished[event.handle] = event.finish
                 if event.error is not None:

@@ -42,7 +42,16 @@ def test_all_mistakes_are_reported_together() -> None:
     assert "--port 70000: ports are 0 to 65535" in caught.value.message
 
 
-@pytest.mark.parametrize("argv", [["--no-such-flag"], ["--port", "x"], ["--dtype", "int4"], ["--page-size", "3"]])
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--no-such-flag"],
+        ["--port", "x"],
+        ["--dtype", "int4"],
+        ["--page-size", "3"],
+        ["--radix-eviction-policy", "slru"],
+    ],
+)
 def test_mistakes_end_the_program_with_2(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         config.parse(argv)
@@ -74,6 +83,12 @@ def test_queue_order_flags_reach_the_scheduler() -> None:
     plain = setup.limits(config.build({}), 64)
     assert plain.policy_params.short_first_output_weight is None
     assert (plain.priority.aging_max, plain.priority.default) == (math.inf, None)
+
+
+def test_an_eviction_policy_without_a_cache_is_refused() -> None:
+    with pytest.raises(ConfigError, match="--radix-eviction-policy lfu: nothing is cached with --disable-radix-cache"):
+        config.build({"radix_eviction_policy": "lfu", "disable_radix_cache": True})
+    assert config.parse(["--radix-eviction-policy", "priority"]).radix_eviction_policy == "priority"
 
 
 def test_abbreviations_are_no_flags() -> None:

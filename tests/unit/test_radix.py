@@ -6,6 +6,7 @@ prompts of a few pages) make sharing, splitting and duplicates the normal case.
 
 from __future__ import annotations
 
+import random
 import struct
 import timeit
 from array import array
@@ -16,9 +17,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from baton.cache.eviction import EVICTION_POLICIES
 from baton.cache.ledger import PageLedger
 from baton.cache.pages import PageAllocator
-from baton.cache.radix import Inserted, Probe, RadixCache
+from baton.cache.radix import DEAD_ENTRIES, LOWEST_PRIORITY, Inserted, Probe, RadixCache
 
 
 def encode(tokens: list[int]) -> bytes:
@@ -44,18 +46,25 @@ class Held:
 
 
 class RadixMachine(RuleBasedStateMachine):
-    """Random publish, match, lock, evict and flush on a pool small enough to be full most of the time."""
+    """Random publish, match, reuse, lock, evict and flush on a pool small enough to be full most of the time.
+
+    The victim of each policy is found by brute force: page by page, over all leaf pages of the model.
+    """
 
     CAPACITY = 12
 
-    @initialize(page_size=st.sampled_from([1, 2, 4]))
-    def start(self, page_size: int) -> None:
+    @initialize(page_size=st.sampled_from([1, 2, 4]), policy=st.sampled_from(list(EVICTION_POLICIES)))
+    def start(self, page_size: int, policy: str) -> None:
         self.page_size = page_size
+        self.policy = policy
         self.allocator = PageAllocator(self.CAPACITY)
-        self.cache = RadixCache(page_size, self.allocator)
+        self.cache = RadixCache(page_size, self.allocator, eviction=policy)
         self.model: dict[tuple[bytes, tuple[int, ...]], int] = {}
         self.content: dict[int, tuple[bytes, tuple[int, ...]]] = {}
         self.used: dict[tuple[bytes, tuple[int, ...]], int] = {}
+        self.created: dict[tuple[bytes, tuple[int, ...]], int] = {}
+        self.reuses: dict[tuple[bytes, tuple[int, ...]], int] = {}
+        self.priority: dict[tuple[bytes, tuple[int, ...]], int] = {}
         self.clock = 0
         self.held: list[Held] = []
         self.probes: list[tuple[bytes, list[int], Probe]] = []
@@ -79,10 +88,28 @@ class RadixMachine(RuleBasedStateMachine):
         for key in keys:
             self.used[key] = self.clock
 
+    def mark_important(self, keys: list[tuple[bytes, tuple[int, ...]]], priority: int) -> None:
+        for key in keys:
+            self.priority[key] = max(self.priority[key], priority)
+
+    def rank(self, key: tuple[bytes, tuple[int, ...]]) -> tuple[int, ...]:
+        """Smallest goes first; pages of one path that tie go last one first."""
+        last = -len(key[1])
+        if self.policy == "lru":
+            return self.used[key], last
+        if self.policy == "mru":
+            return -self.used[key], last
+        if self.policy == "fifo":
+            return self.created[key], last
+        if self.policy == "filo":
+            return -self.created[key], last
+        first = self.reuses[key] if self.policy == "lfu" else self.priority[key]
+        return first, self.used[key], last
+
     def locked(self) -> set[tuple[bytes, tuple[int, ...]]]:
         return {key for held in self.held for key in self.prefixes(held.namespace, list(held.prefix))}
 
-    shapes = st.tuples(st.lists(st.integers(0, 2), max_size=4), st.integers(0, 3))
+    shapes = st.tuples(st.lists(st.integers(0, 2), min_size=1, max_size=4), st.integers(0, 3))
     namespaces = st.sampled_from([b"", b"", b"tenant"])
 
     def sequence(self, shape: tuple[list[int], int]) -> list[int]:
@@ -92,8 +119,27 @@ class RadixMachine(RuleBasedStateMachine):
         pages, tail = shape
         return [token for kind in pages for token in kinds[kind]] + [0] * min(tail, size - 1)
 
-    @rule(shape=shapes, namespace=namespaces, limit=st.sampled_from([0, 1, 3, 9, 20]), keep=st.booleans())
-    def match(self, shape: tuple[list[int], int], namespace: bytes, limit: int, keep: bool) -> None:
+    priorities = st.sampled_from([LOWEST_PRIORITY, 0, 1, 2])
+
+    @rule(
+        shape=shapes,
+        namespace=namespaces,
+        limit=st.sampled_from([0, 1, 3, 9, 20]),
+        keep=st.booleans(),
+        reuse=st.booleans(),
+        beyond=st.integers(0, 4),
+        priority=priorities,
+    )
+    def match(
+        self,
+        shape: tuple[list[int], int],
+        namespace: bytes,
+        limit: int,
+        keep: bool,
+        reuse: bool,
+        beyond: int,
+        priority: int,
+    ) -> None:
         tokens = self.sequence(shape)
         expected = self.cached_prefixes(namespace, tokens[:limit])
         assert self.cache.peek(encode(tokens), namespace, limit) == len(expected) * self.page_size
@@ -101,6 +147,13 @@ class RadixMachine(RuleBasedStateMachine):
         assert match.num_tokens == len(expected) * self.page_size
         assert list(match.pages) == [self.model[key] for key in expected]
         self.mark_used(expected)
+        if reuse:
+            held = self.cache.match(encode(tokens), namespace, min(beyond * self.page_size, match.num_tokens))
+            self.mark_used(expected[:beyond])
+            self.cache.reuse(match.node, priority, held.node if beyond else None)
+            self.mark_important(expected, priority)
+            for key in expected[beyond:]:
+                self.reuses[key] += 1
         if keep:
             self.cache.lock(match.node)
             self.held.append(Held(match.node, namespace, tuple(tokens[: match.num_tokens])))
@@ -110,8 +163,8 @@ class RadixMachine(RuleBasedStateMachine):
         tokens = self.sequence(shape)
         self.probes = [*self.probes[-7:], (namespace, tokens, self.cache.probe(encode(tokens), namespace, len(tokens)))]
 
-    @rule(shape=shapes, namespace=namespaces, extend=st.booleans(), keep=st.booleans())
-    def publish(self, shape: tuple[list[int], int], namespace: bytes, extend: bool, keep: bool) -> None:
+    @rule(shape=shapes, namespace=namespaces, extend=st.booleans(), keep=st.booleans(), priority=priorities)
+    def publish(self, shape: tuple[list[int], int], namespace: bytes, extend: bool, keep: bool, priority: int) -> None:
         """A request matches, computes the rest (or, `extend` off, all of it again) and publishes its full pages."""
         tokens = self.sequence(shape)
         keys = self.prefixes(namespace, tokens)
@@ -122,13 +175,15 @@ class RadixMachine(RuleBasedStateMachine):
         pages = self.allocator.alloc(len(keys) - start)
         if pages is None:
             return
-        inserted = self.cache.insert(encode(tokens), pages, namespace, from_page=start)
+        inserted = self.cache.insert(encode(tokens), pages, namespace, from_page=start, priority=priority)
         assert list(inserted.existing_pages) == [self.model[key] for key in known[start:]]
         assert list(inserted.not_taken) == list(pages[: len(known) - start])
         self.allocator.free(inserted.not_taken)
         for key, page in list(zip(keys[start:], pages, strict=True))[len(known) - start :]:
             self.model[key] = page
             self.content[page] = (namespace, key[1][-self.page_size :])
+            self.created[key], self.reuses[key], self.priority[key] = self.clock, 0, priority
+        self.mark_important(keys, priority)
         self.mark_used(keys)
         assert list(self.cache.match(encode(tokens), namespace, len(tokens)).pages) == [self.model[k] for k in keys]
         self.mark_used(keys)
@@ -167,7 +222,7 @@ class RadixMachine(RuleBasedStateMachine):
 
     @rule(n=st.sampled_from([0, 1, 1, 1, 2, 3, 14]))
     def evict(self, n: int) -> None:
-        """Exactly the pages go that the model picks: least recently used unlocked leaf page, one at a time."""
+        """Exactly the pages go that the model picks: the policy's first unlocked leaf page, one at a time."""
         gone = []
         locked = self.locked()
         for _ in range(n):
@@ -175,7 +230,7 @@ class RadixMachine(RuleBasedStateMachine):
             leaves = [key for key in self.model if key not in inner and key not in locked]
             if not leaves:
                 break
-            victim = min(leaves, key=lambda key: (self.used[key], -len(key[1])))
+            victim = min(leaves, key=self.rank)
             gone.append(self.model.pop(victim))
         assert self.cache.evict(n) == len(gone)
         for page in gone:
@@ -229,6 +284,12 @@ class RadixMachine(RuleBasedStateMachine):
             assert self.content[page] == (namespace, prefix[-self.page_size :])
             assert self.cache.peek(encode(list(prefix)), namespace, len(prefix)) == len(prefix)
 
+    @invariant()
+    def the_eviction_queue_is_bounded(self) -> None:
+        if not hasattr(self, "cache"):
+            return
+        assert len(self.cache._heap) <= 2 * self.CAPACITY + DEAD_ENTRIES
+
     def teardown(self) -> None:
         if not hasattr(self, "cache"):
             return
@@ -243,6 +304,53 @@ class RadixMachine(RuleBasedStateMachine):
 
 RadixMachine.TestCase.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
 TestRadix = RadixMachine.TestCase
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("policy", list(EVICTION_POLICIES))
+def test_a_full_pool_evicts_what_the_policy_says(policy: str, seed: int) -> None:
+    """The same machine driven by a seeded mix that keeps the pool full of leaves: thousands of real choices."""
+    rng = random.Random(f"{policy} {seed}")
+    machine = RadixMachine()
+    machine.start(page_size=rng.choice([1, 2, 4]), policy=policy)
+    real_choices = 0
+    for _ in range(1500):
+        shape = ([rng.randrange(3) for _ in range(rng.randint(1, 4))], rng.randrange(4))
+        namespace = rng.choice([b"", b"", b"tenant"])
+        action = rng.random()
+        if action < 0.3:
+            machine.publish(shape, namespace, rng.random() < 0.7, rng.random() < 0.15, rng.randrange(3))
+        elif action < 0.6:
+            limit, beyond, priority = rng.randrange(20), rng.randrange(3), rng.randrange(3)
+            machine.match(shape, namespace, limit, rng.random() < 0.15, rng.random() < 0.7, beyond, priority)
+        elif action < 0.85:
+            real_choices += len(machine.cache._heap) > 1
+            machine.evict(rng.choice([1, 1, 2, 3]))
+        elif machine.held:
+            held = machine.held.pop(rng.randrange(len(machine.held)))
+            machine.cache.unlock(held.node)  # type: ignore[arg-type]
+        machine.pages_are_conserved()
+        machine.every_cached_page_holds_the_tokens_that_made_it()
+        machine.the_eviction_queue_is_bounded()
+    machine.teardown()
+    assert real_choices > 150, "the mix no longer fills the pool"
+
+
+def test_a_prefix_used_all_the_time_does_not_grow_the_eviction_queue() -> None:
+    allocator = PageAllocator(8)
+    cache = RadixCache(1, allocator, eviction="mru")
+    for head in range(4):
+        fill(cache, allocator, [head, 9])
+    for i in range(10_000):
+        cache.match(encode([i % 4, 9]), b"", 2)
+    assert len(cache._heap) <= 2 * 4 + DEAD_ENTRIES
+    assert cache.evict(2) == 2
+    assert cache.peek(encode([3, 9]), b"", 2) == 0
+
+
+def test_an_unknown_eviction_policy_is_refused() -> None:
+    with pytest.raises(ValueError, match="'slru': there is none of this name; there are lru, lfu, fifo"):
+        RadixCache(1, PageAllocator(1), eviction="slru")
 
 
 def test_match_ends_inside_an_edge_at_a_page_boundary() -> None:

@@ -1,6 +1,7 @@
 """KV page bookkeeping: which page is free, which holds which tokens, who still needs it. Pure: standard library only.
 
 pages.py   PageAllocator: page ids 0..n-1, all or nothing
-radix.py   RadixCache: token prefix → pages, lock counts, LRU eviction
+radix.py   RadixCache: token prefix → pages, lock counts, eviction
+eviction.py  which unlocked leaf goes first
 ledger.py  PageLedger: free + cached + held + in_transfer == capacity
 """

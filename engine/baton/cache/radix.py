@@ -4,7 +4,9 @@ Life of a cached page:
  1. A request computes (or receives) pages and `insert`s them: the tree owns them from then on. Publishing a page while
     the step that fills it is computed is fine: in every layer KV is written before this or a later step reads it.
  2. `match` finds the longest cached prefix of another request; `lock` keeps its path from eviction while it is used.
- 3. `unlock` makes the path evictable again; `evict` frees the least recently used leaves' tails through the allocator.
+ 3. `reuse` remembers, for the eviction policy, that a request did start with them.
+ 4. `unlock` makes the path evictable again; `evict` frees tails of leaves through the allocator, in the order of the
+    eviction policy (eviction.py; least recently used first by default).
 
 Keys are page-aligned `bytes` of little-endian int32 token ids: edges compare as bytes (memcmp), a mismatch is found by
 bisection. 4096 tokens match in under 10 us where a loop over Python ints takes 140 us.
@@ -13,9 +15,9 @@ bisection. 4096 tokens match in under 10 us where a loop over Python ints takes 
                           └────[p7 p8]──▶ leaf
 
 Invariants: sibling edges differ in their first page; a locked node's ancestors are locked; evictable_pages +
-locked_pages = pages in the tree; every evictable leaf has exactly one heap entry whose stamp is at most its own (so the
-heap's size is bounded by the tree's, and the smallest up-to-date entry is the least recently used leaf).
-Deliberately unknown here: requests, tensors, time (the LRU stamp is a counter).
+locked_pages = pages in the tree; every evictable leaf has exactly one live heap entry (`queued`) whose key is at most
+its own (so the smallest up-to-date entry is the next victim), and dead entries are never more than live ones + a few.
+Deliberately unknown here: requests, tensors, time (stamps are counts of a clock that ticks with each use).
 """
 
 from __future__ import annotations
@@ -24,9 +26,14 @@ import heapq
 from array import array
 from dataclasses import dataclass
 
+from baton.cache.eviction import Key, eviction_policy
 from baton.cache.pages import PageAllocator
 
 TOKEN_BYTES = 4
+LOWEST_PRIORITY = -(2**31)
+"""Of pages whose requests stated none."""
+DEAD_ENTRIES = 64
+"""Superseded heap entries that are tolerated beside one per live entry."""
 
 
 class Node:
@@ -35,7 +42,20 @@ class Node:
     A handle for lock/unlock; its fields belong to the tree.
     """
 
-    __slots__ = ("children", "in_heap", "is_evicted", "key", "locks", "pages", "parent", "serial", "stamp")
+    __slots__ = (
+        "children",
+        "created",
+        "is_evicted",
+        "key",
+        "locks",
+        "pages",
+        "parent",
+        "priority",
+        "queued",
+        "reuses",
+        "serial",
+        "stamp",
+    )
 
     def __init__(self, parent: Node | None, key: bytes, pages: array[int], stamp: int, serial: int) -> None:
         self.parent = parent
@@ -43,9 +63,12 @@ class Node:
         self.pages = pages
         self.stamp = stamp
         self.serial = serial
+        self.created = stamp
+        self.reuses = 0
+        self.priority = LOWEST_PRIORITY
         self.children: dict[bytes, Node] = {}
         self.locks = 0
-        self.in_heap = False
+        self.queued: Key | None = None
         self.is_evicted = False
 
 
@@ -86,9 +109,13 @@ class Inserted:
 
 
 class RadixCache:
-    """See the module. `page_size` in tokens; `enabled=False` keeps the interface and caches nothing."""
+    """See the module. `page_size` in tokens; `enabled=False` keeps the interface and caches nothing.
 
-    def __init__(self, page_size: int, allocator: PageAllocator, enabled: bool = True) -> None:
+    Raises:
+        ValueError: page_size < 1, or no eviction policy of this name.
+    """
+
+    def __init__(self, page_size: int, allocator: PageAllocator, enabled: bool = True, eviction: str = "lru") -> None:
         if page_size < 1:
             raise ValueError(f"page size {page_size}: a page holds at least one token")
         self.page_size = page_size
@@ -104,7 +131,10 @@ class RadixCache:
         """Stands for "nothing matched": a root of no namespace, so that misses create no state."""
         self._clock = 0
         self._serial = 0
-        self._heap: list[tuple[int, int, Node]] = []
+        self._policy = eviction_policy(eviction)
+        self._heap: list[tuple[Key, int, Node]] = []
+        self._queued = 0
+        """Live heap entries."""
 
     def match(self, tokens: bytes, namespace: bytes, max_tokens: int) -> Match:
         """Find the longest cached prefix of at most `max_tokens`, in whole pages, and mark it recently used.
@@ -159,11 +189,19 @@ class RadixCache:
         path.reverse()
         return path
 
-    def insert(self, tokens: bytes, pages: array[int], namespace: bytes, from_page: int = 0) -> Inserted:
+    def insert(
+        self,
+        tokens: bytes,
+        pages: array[int],
+        namespace: bytes,
+        from_page: int = 0,
+        priority: int = LOWEST_PRIORITY,
+    ) -> Inserted:
         """Publish `pages` as the KV of `tokens` from page index `from_page` on; the tree takes those it lacks.
 
         Args:
             tokens: ids from the start of the sequence, enough to fill all these pages; more is ignored.
+            priority: of the request that computed them, larger is more important; the whole path gets at least it.
         Raises:
             ValueError: tokens are too few, or the tree no longer holds the pages before `from_page` (the caller must
                 have that prefix locked). Nothing has changed then.
@@ -186,7 +224,19 @@ class RadixCache:
             key = tokens[matched * self._page_bytes : total * self._page_bytes]
             node = self._attach(node, key, pages[matched - from_page :])
         self._touch(node)
+        self._raise_priority(node, priority)
         return Inserted(node, existing, not_taken)
+
+    def reuse(self, node: Node, priority: int = LOWEST_PRIORITY, beyond: Node | None = None) -> None:
+        """A request of this priority starts with the pages up to `node` (of a match), those up to `beyond` excepted.
+
+        Matching alone does not count: the planner may look many times before it admits. O(depth).
+        """
+        self._raise_priority(node, priority)
+        at = node
+        while at.parent is not None and at is not beyond:
+            at.reuses += 1
+            at = at.parent
 
     def lock(self, node: Node) -> None:
         """Keep `node` and its ancestors from eviction until as many `unlock`s. O(depth)."""
@@ -214,18 +264,21 @@ class RadixCache:
             at = at.parent
 
     def evict(self, n_pages: int) -> int:
-        """Free up to `n_pages` unlocked pages: least recently used leaf first, from its tail. O(log nodes) per leaf.
+        """Free up to `n_pages` unlocked pages from the tails of leaves, in the policy's order. O(log nodes) per leaf.
 
         Returns:
             How many pages went back to the allocator: n_pages, or all that were evictable.
         """
         freed = 0
         while freed < n_pages and self._heap:
-            stamp, _, node = heapq.heappop(self._heap)
-            node.in_heap = False
+            key, _, node = heapq.heappop(self._heap)
+            if node.queued != key:
+                continue  # superseded
+            node.queued = None
+            self._queued -= 1
             if node.locks or node.children:
                 continue  # offered again when it becomes an evictable leaf
-            if node.stamp != stamp:
+            if self._policy.key(node) != key:
                 self._offer(node)  # used since it was queued
                 continue
             wanted = n_pages - freed
@@ -236,7 +289,9 @@ class RadixCache:
 
     def flush(self) -> int:
         """Free every unlocked page; locked paths stay. Returns how many were freed."""
-        return self.evict(self.evictable_pages)
+        freed = self.evict(self.evictable_pages)
+        self._drop_dead_entries()
+        return freed
 
     def _walk(self, tokens: bytes, namespace: bytes, limit: int) -> tuple[Node, int, int]:
         """Follow `tokens` for at most `limit` pages.
@@ -270,6 +325,7 @@ class RadixCache:
         self.version += 1
         upper = Node(parent, node.key[:cut], node.pages[:at_page], node.stamp, self._serial)
         upper.locks = node.locks
+        upper.created, upper.reuses, upper.priority = node.created, node.reuses, node.priority
         parent.children[upper.key[: self._page_bytes]] = upper
         node.key = node.key[cut:]
         node.pages = node.pages[at_page:]
@@ -301,16 +357,37 @@ class RadixCache:
         return len(leaf.pages)
 
     def _offer(self, node: Node) -> None:
-        """Queue `node` for eviction if it is an unlocked leaf and not queued yet."""
-        if not (node.in_heap or node.locks or node.children):
-            node.in_heap = True
-            heapq.heappush(self._heap, (node.stamp, node.serial, node))
+        """Queue `node` for eviction if it is an unlocked leaf and not queued yet, or too far behind."""
+        if node.locks or node.children:
+            return
+        if node.queued is None:
+            self._queued += 1
+        elif not self._policy.falls_with_use or node.queued == self._policy.key(node):
+            return
+        key = node.queued = self._policy.key(node)
+        heapq.heappush(self._heap, (key, node.serial, node))
+        if len(self._heap) > 2 * self._queued + DEAD_ENTRIES:
+            self._drop_dead_entries()
+
+    def _drop_dead_entries(self) -> None:
+        self._heap = [entry for entry in self._heap if entry[2].queued == entry[0]]
+        heapq.heapify(self._heap)
 
     def _touch(self, node: Node) -> None:
         """Mark the path to `node` as used now; a parent's stamp is thereby never older than its children's."""
         self._clock += 1
+        leaf = node
         while node.parent is not None:
             node.stamp = self._clock
+            node = node.parent
+        if self._policy.falls_with_use and leaf.queued is not None:
+            self._offer(leaf)
+
+    @staticmethod
+    def _raise_priority(node: Node, priority: int) -> None:
+        """Ancestors are at least as important as what hangs below them, so the walk ends at the first that is."""
+        while node.parent is not None and node.priority < priority:
+            node.priority = priority
             node = node.parent
 
     @staticmethod

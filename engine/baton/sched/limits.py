@@ -21,6 +21,8 @@ class Limits:
     policy: str = "fcfs"
     conservativeness: float = 1.0
     radix_cache: bool = True
+    eviction: str = "lru"
+    """Which cached pages go first (cache.eviction)."""
     prefill_first: bool = False
     max_queued_tokens: int | None = None
     """Most prompt tokens waiting in all."""

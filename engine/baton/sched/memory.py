@@ -31,7 +31,8 @@ class Memory:
     def __init__(self, limits: Limits) -> None:
         self.page_size = limits.page_size
         self.allocator = PageAllocator(limits.num_pages)
-        self.cache = RadixCache(limits.page_size, self.allocator, enabled=limits.radix_cache)
+        self.cache = RadixCache(limits.page_size, self.allocator, enabled=limits.radix_cache, eviction=limits.eviction)
+        self._priority = limits.priority
         self.ratio = NewTokenRatio(limits.conservativeness)
         self.new_pages: array[int] = array("i")
 
@@ -82,6 +83,8 @@ class Memory:
 
     def share(self, seq: Seq, match: Match) -> None:
         """Let a sequence use a locked prefix in place of, and beyond, the pages it has."""
+        if not (seq.retractions or seq.preemptions):  # a request that finds its own pages again is no reuse
+            self.cache.reuse(match.node, self._priority.base(seq), beyond=seq.node)
         if seq.node is not None:
             self.cache.unlock(seq.node)
         seq.node, seq.published = match.node, len(match.pages)
@@ -121,7 +124,8 @@ class Memory:
         last = min(seq.computed, len(seq.tokens)) // self.page_size
         if last <= first or not self.cache.enabled:
             return
-        done = self.cache.insert(seq.key, seq.pages[first:last], seq.req.namespace, first)
+        priority = self._priority.base(seq)
+        done = self.cache.insert(seq.key, seq.pages[first:last], seq.req.namespace, first, priority)
         self.cache.lock(done.node)
         if seq.node is not None:
             self.cache.unlock(seq.node)

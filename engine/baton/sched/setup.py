@@ -55,5 +55,6 @@ def limits(config: EngineConfig, num_pages: int) -> Limits:
         max_queued_tokens=c.max_queued_tokens,
         conservativeness=c.schedule_conservativeness,
         radix_cache=not c.disable_radix_cache,
+        eviction=c.radix_eviction_policy,
         prefill_first=c.prefill_first,
     )

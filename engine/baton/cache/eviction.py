@@ -1,0 +1,71 @@
+"""Which unlocked leaf of the radix tree goes first: a policy turns what a node remembers into a key, smallest first.
+
+| policy | evicted first | good for | who suffers |
+|---|---|---|---|
+| lru | longest unused | most traffic: used lately, used again soon | a popular prefix in a lull between bursts |
+| lfu | fewest reuses, then longest unused | few hot prefixes among many one-off prompts | new ones, until reused |
+| fifo | published first | a bound on the age of what is cached | long-lived system prompts |
+| mru | used last | cyclic scans over more prompts than fit | conversations: the turn that just ended |
+| filo | published last | a fixed set of prompts, warmed up first | everything that comes after the warm-up |
+| priority | lowest priority, then longest unused | prefixes of important requests | unimportant ones |
+
+What a node remembers belongs to its pages, not to the node: a node that is split leaves the same memory to both halves,
+so that the choice does not depend on how the tree happens to be cut. Keys of two leaves never tie: `stamp` differs
+between leaves, and nodes with equal `created` lie on one path.
+
+Names and meaning match SGLang 0.5.7, with three differences: a split does not make the upper half "new" (there it is
+created at that moment); reuses are counted here (there only the hierarchical cache counts them, so that lfu is lru);
+and eviction takes a leaf's last pages only, as many as are needed, instead of whole leaves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+
+class Memory(Protocol):
+    """What a node of the tree remembers of its pages. Counters of the tree's own clock, no times."""
+
+    stamp: int
+    """Last use."""
+    created: int
+    """Publication."""
+    reuses: int
+    """Requests that started with these pages instead of computing them."""
+    priority: int
+    """Highest priority among the requests that published or reused them; larger is more important."""
+
+
+Key = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class EvictionPolicy:
+    name: str
+    key: Callable[[Memory], Key]
+    falls_with_use: bool = False
+    """Using a node makes its key smaller. All other keys only grow, so that a queued key may be checked lazily."""
+
+
+EVICTION_POLICIES: dict[str, EvictionPolicy] = {
+    policy.name: policy
+    for policy in (
+        EvictionPolicy("lru", lambda node: (node.stamp, 0)),
+        EvictionPolicy("lfu", lambda node: (node.reuses, node.stamp)),
+        EvictionPolicy("fifo", lambda node: (node.created, 0)),
+        EvictionPolicy("mru", lambda node: (-node.stamp, 0), falls_with_use=True),
+        EvictionPolicy("filo", lambda node: (-node.created, 0)),
+        EvictionPolicy("priority", lambda node: (node.priority, node.stamp)),
+    )
+}
+
+
+def eviction_policy(name: str) -> EvictionPolicy:
+    """Raises ValueError for a name that is none of them."""
+    if name not in EVICTION_POLICIES:
+        raise ValueError(
+            f"eviction policy {name!r}: there is none of this name; there are {', '.join(EVICTION_POLICIES)}"
+        )
+    return EVICTION_POLICIES[name]
