@@ -17,10 +17,11 @@ test-all: setup ## the slow ones too
 	@tests/peers/setup.sh
 	cargo test --locked --workspace --quiet
 	$(py)pytest -m "not gpu" $(ARGS)
-bench: setup ## ratios of two interleaved arms: engine against transformers, page pulls against memcpy and a socket
+bench: setup ## ratios of two interleaved arms: engine against transformers, page pulls against memcpy, planner against its floor
 	$(py)python -W ignore -m tests.perf.bench_engine
 	cargo bench --locked --quiet -p baton-kv-transfer --bench transfer
 	$(py)python -m tests.perf.bench_kernels
+	$(py)python -W ignore -m tests.perf.bench_sched
 lint: setup ## formatters, linters, types
 	cargo fmt --all --check
 	cargo clippy --locked --workspace --all-targets --quiet -- -D warnings

@@ -263,6 +263,14 @@ class RadixCache:
                 self._offer(at)
             at = at.parent
 
+    def pages_locked_once(self, node: Node) -> int:
+        """Pages on the path to a locked `node` that nobody else has locked: what its `unlock` makes evictable."""
+        count = 0
+        while node.parent is not None and node.locks == 1:
+            count += len(node.pages)
+            node = node.parent
+        return count
+
     def evict(self, n_pages: int) -> int:
         """Free up to `n_pages` unlocked pages from the tails of leaves, in the policy's order. O(log nodes) per leaf.
 

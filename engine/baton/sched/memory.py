@@ -63,6 +63,15 @@ class Memory:
         answer = 0 if seq.is_lease else self.ratio.estimate(seq.max_new_tokens - seq.generated)
         return max(self.pages(len(seq.tokens) + answer) - len(seq.pages), 0)
 
+    def freed_by(self, seq: Seq) -> tuple[int, int]:
+        """(pages that become available, tokens to compute again) if this running sequence let go of everything.
+
+        Available are its private pages, the tree's pages that only it locks, and what was reserved for its growth.
+        """
+        alone = self.cache.pages_locked_once(seq.node) if seq.node is not None else 0
+        stay = seq.published - alone
+        return len(seq.private) + alone + self.growth(seq), max(seq.computed - stay * self.page_size, 0)
+
     # ------------------------------------------------------------------ taking
 
     def allocate(self, n: int) -> array[int] | None:

@@ -127,7 +127,7 @@ class Planner:
 
     def _retract_for(self, keep: Seq) -> bool:
         """Send one running sequence back to the queue. False: `keep` gets no page by it."""
-        victim = retraction_victim(self._state.running.values(), keep)
+        victim = retraction_victim(self._state.running.values(), keep, self._limits.priority)
         if victim is not None:
             self._state.retract(victim)
         return victim is not None and victim is not keep
@@ -144,7 +144,7 @@ class Planner:
         short = self._pages_for(head, self._memory.cached_pages(head)) - self._memory.available
         if state.slots and short <= 0:
             return
-        for seq in priority_victims(head, short, state.running.values(), self._limits, self._memory.growth):
+        for seq in priority_victims(head, short, state.running.values(), self._limits, self._memory.freed_by):
             state.preempt(seq)
 
     # ------------------------------------------------------------------ prefill

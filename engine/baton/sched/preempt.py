@@ -1,28 +1,36 @@
 """Who has to give way: choices only; the planner carries them out.
 
 Retraction is for memory that the estimate did not foresee, preemption for a waiting request of clearly higher priority.
-Both take what is cheapest to compute again, and neither can go on for ever: the oldest running sequence is never
-retracted for another, and only a strictly higher base priority preempts.
+Both take what is cheapest to compute again, and neither can go on for ever: the oldest running sequence (of the most
+important ones) is never retracted for another, only a strictly higher base priority preempts, and a sequence that was
+preempted `max_preemptions_per_request` times is immune.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
 
+from baton.sched.cover import cheapest_cover
 from baton.sched.limits import Limits
+from baton.sched.policy import PriorityRule
 from baton.sched.seq import Seq
 
 
-def retraction_victim(running: Collection[Seq], keep: Seq) -> Seq | None:
-    """The running sequence to send back so that `keep` can grow: `keep` itself when it is the last but the oldest.
+def retraction_victim(running: Collection[Seq], keep: Seq, rule: PriorityRule) -> Seq | None:
+    """The running sequence to send back so that `keep` can grow: `keep` itself when it is the last but the first.
 
-    None: only the oldest is left, which stays.
+    Less important ones go before more important ones, then the cheapest to compute again, then the newest.
+    None: only the first in (importance, age) is left, which stays.
     """
-    oldest = min(running, key=lambda s: (s.req.arrival, s.handle))
-    victims = [s for s in running if s is not oldest and s is not keep and s.pages]
+
+    def base(seq: Seq) -> int:
+        return rule.base(seq) if rule.enabled else 0
+
+    first = min(running, key=lambda s: (-base(s), s.req.arrival, s.handle))
+    victims = [s for s in running if s is not first and s is not keep and s.pages]
     if not victims:
-        return None if keep is oldest else keep
-    return min(victims, key=lambda s: (s.computed, -s.req.arrival, -s.handle))
+        return None if keep is first else keep
+    return min(victims, key=lambda s: (base(s), s.computed, -s.req.arrival, -s.handle))
 
 
 def may_preempt(seq: Seq, limits: Limits) -> bool:
@@ -35,22 +43,28 @@ def may_preempt(seq: Seq, limits: Limits) -> bool:
 
 
 def priority_victims(
-    head: Seq, short: int, running: Collection[Seq], limits: Limits, growth: Callable[[Seq], int]
+    head: Seq, short: int, running: Collection[Seq], limits: Limits, freed: Callable[[Seq], tuple[int, int]]
 ) -> list[Seq]:
     """Running sequences to suspend so that `head` gets a slot and `short` more pages; none if that cannot be had.
 
-    All or nothing; the cheapest to recompute among the least important go first. Only base priorities count, so that
-    an aged request never evicts and no two can evict each other in turn.
+    All or nothing, and of all sets that are enough the one with the fewest tokens to compute again (`cheapest_cover`);
+    among equals the least important, then the newest. Only base priorities count, so that an aged request never evicts
+    and no two can evict each other in turn.
+
+    Args:
+        freed: (pages that become available, tokens to compute again) when this sequence alone is suspended. What two
+            victims share with nobody else is not counted for either: the set frees at least what it promises.
     """
     rule = limits.priority
     below = rule.base(head) - rule.preemption_threshold
-    victims: list[Seq] = []
-    for seq in sorted(
+    candidates = sorted(
         (s for s in running if rule.base(s) < below and may_preempt(s, limits)),
-        key=lambda s: (rule.base(s), s.computed, -s.req.arrival, -s.handle),
-    ):
-        if victims and short <= 0:
-            break
-        victims.append(seq)
-        short -= len(seq.pages) + growth(seq)
-    return [] if short > 0 else victims
+        key=lambda s: (rule.base(s), -s.req.arrival, -s.handle),
+    )
+    gains, costs = [], []
+    for seq in candidates:
+        pages, tokens = freed(seq)
+        gains.append(pages)
+        costs.append(tokens)
+    chosen = cheapest_cover(costs, gains, short)
+    return [] if chosen is None else [candidates[i] for i in chosen]

@@ -1,0 +1,138 @@
+"""Who gives way, and that nobody is harmed by it: victims against brute force, then storms on the pretend device."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from itertools import combinations
+
+import pytest
+
+from baton.request import Validated
+from baton.sched.limits import Limits
+from baton.sched.policy import PriorityRule
+from baton.sched.preempt import may_preempt, priority_victims, retraction_victim
+from baton.sched.seq import Seq
+from tests.support.sched_sim import VOCAB, Node, random_prompt, reference, request
+
+PRIORITY = PriorityRule(enabled=True, preemption_threshold=3)
+
+
+def asked(handle: int, prompt: list[int], max_new: int, priority: int | None) -> Validated:
+    return dataclasses.replace(request(handle, prompt, max_new, ignore_eos=True), priority=priority)
+
+
+def busy_node(rng: random.Random) -> Node:
+    """A node with several running requests of mixed priority that share some prefixes."""
+    page = rng.choice([1, 2, 4])
+    node = Node(Limits(400, page, 8, 100, 8 * page, priority=PRIORITY, max_preemptions_per_request=2), depth=1)
+    shared = [[rng.randrange(VOCAB) for _ in range(rng.randint(2, 16))] for _ in range(2)]
+    for handle in range(8):
+        prompt = random_prompt(rng, shared, 24)
+        node.sched.add(asked(handle, prompt, rng.randint(4, 40), rng.choice([None, 0, 2, 5])))
+        for _ in range(rng.randint(0, 3)):
+            node.step()
+    return node
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_the_victims_are_the_cheapest_set_of_eligible_rows_that_is_enough(seed: int) -> None:
+    rng = random.Random(seed)
+    node = busy_node(rng)
+    state = node.sched._state
+    running = list(state.running.values())
+    head = Seq(asked(99, [1, 2], 4, rng.choice([3, 6, 9])), request(99, [1, 2], 4).prompt, 4)
+    freed = {s.handle: state.memory.freed_by(s) for s in running}
+    short = rng.randint(-2, 60)
+    chosen = priority_victims(head, short, running, node.limits, state.memory.freed_by)
+
+    below = PRIORITY.base(head) - PRIORITY.preemption_threshold
+    eligible = [s for s in running if PRIORITY.base(s) < below and may_preempt(s, node.limits)]
+    assert set(chosen) <= set(eligible)
+    enough = [
+        sum(freed[s.handle][1] for s in some)
+        for k in range(1, len(eligible) + 1)
+        for some in combinations(eligible, k)
+        if sum(freed[s.handle][0] for s in some) >= short
+    ]
+    if not enough:
+        assert chosen == []
+        return
+    assert sum(freed[s.handle][0] for s in chosen) >= short, "all or nothing"
+    assert sum(freed[s.handle][1] for s in chosen) == min(enough)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_suspending_frees_what_was_promised(seed: int) -> None:
+    rng = random.Random(seed)
+    node = busy_node(rng)
+    state = node.sched._state
+    while state.running:
+        seq = rng.choice(list(state.running.values()))
+        promised = state.memory.freed_by(seq)[0] - state.memory.growth(seq)
+        before = state.memory.available
+        state.preempt(seq)
+        assert state.memory.available - before == promised
+        node.sched.ledger()
+
+
+def test_a_cheap_row_goes_before_a_less_important_dear_one() -> None:
+    node = Node(Limits(400, 4, 3, 100, 64, priority=PRIORITY), depth=1)
+    node.sched.add(asked(0, [1] * 100, 40, 0))
+    node.sched.add(asked(1, [2] * 8, 40, 2))
+    node.sched.add(asked(2, [3] * 4, 40, 8))
+    for _ in range(4):
+        node.step()
+    node.sched.add(asked(3, [4] * 4, 4, 10))
+    node.step()
+    assert set(node.sched._state.running) == {0, 2, 3}, "1 costs 8 tokens, 0 costs 100"
+
+
+def test_retraction_spares_the_more_important_and_the_oldest_of_them() -> None:
+    def seq(handle: int, priority: int | None) -> Seq:
+        req = asked(handle, [1] * (50 - handle), 9, priority)
+        made = Seq(req, req.prompt, 9, computed=50 - handle)
+        made.pages.extend(range(3))
+        return made
+
+    rows = [seq(0, 1), seq(1, 5), seq(2, 5), seq(3, None)]
+    order = []
+    while (victim := retraction_victim(rows, rows[-1] if len(rows) == 1 else rows[0], PRIORITY)) is not None:
+        order.append(victim.handle)
+        rows.remove(victim)
+    assert order == [3, 2, 0]
+    plain = PriorityRule()
+    rows = [seq(0, 1), seq(1, 5), seq(2, 5)]
+    assert retraction_victim(rows, rows[0], plain) is rows[2], "priority off: the cheapest"
+    assert retraction_victim(rows[:1], rows[0], plain) is None
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_priority_storms_are_bounded_and_exact(seed: int) -> None:
+    """Nobody is preempted more often than allowed, and whoever preempts is more important than all it sent away."""
+    rng = random.Random(500 + seed)
+    page = rng.choice([1, 2])
+    most = rng.choice([1, 3])
+    node = Node(
+        Limits(
+            rng.randint(20, 60), page, rng.choice([1, 2, 4]), 1000, 8 * page, priority=PRIORITY,
+            max_preemptions_per_request=most, preemption_publishes=rng.random() < 0.5,
+            conservativeness=rng.choice([0.1, 1.0]),
+        ),
+        depth=rng.choice([1, 2]),
+    )  # fmt: skip
+    want, seqs = {}, []
+    for handle in range(40):
+        prompt = random_prompt(rng, [], min(16, node.limits.capacity_tokens - 1))
+        req = asked(handle, prompt, rng.randint(1, 20), rng.choice([None, 0, 4, 8, 20]))
+        node.sched.add(req)
+        seqs.append(node.sched._state.seqs[handle])
+        room = node.limits.capacity_tokens - len(prompt)
+        want[handle] = reference(req.prompt, min(req.params.max_new_tokens, room), True)
+        for _ in range(rng.randint(0, 3)):
+            node.step()
+    node.run()
+    assert node.outputs == want
+    assert all(s.preemptions <= most for s in seqs)
+    assert node.sched.preemptions == sum(s.preemptions for s in seqs)
+    node.sched.ledger().check_idle(node.limits.num_pages)
