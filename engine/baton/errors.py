@@ -66,6 +66,10 @@ class DuplicateRoom(EngineError):
     code, status, type = "duplicate_room", 409, "invalid_request_error"
 
 
+class WrongState(EngineError):
+    code, status, type = "wrong_state", 409, "invalid_request_error"
+
+
 class PayloadTooLarge(EngineError):
     code, status, type = "payload_too_large", 413, "invalid_request_error"
 

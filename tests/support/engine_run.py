@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from baton.config import build
@@ -22,9 +22,20 @@ def make_engine(path: Path | str, **flags: object) -> Engine:
 
 
 def answer(
-    engine: Engine, prompts: Sequence[Sequence[int]], params: SamplingParams, *, stagger: int = 0
+    engine: Engine,
+    prompts: Sequence[Sequence[int]],
+    params: SamplingParams,
+    *,
+    stagger: int = 0,
+    disturb: Callable[[list[int]], None] | None = None,
 ) -> list[list[int]]:
-    """Tokens for every prompt, run together; `stagger`: engine turns between two submissions."""
+    """Tokens for every prompt, run together.
+
+    Args:
+        stagger: engine turns between two submissions.
+        disturb: called before every turn with the handles that are open; it may leave requests suspended only for as
+            long as it is called again.
+    """
     handles = [next(_handles) for _ in prompts]
     got: dict[int, list[int]] = {h: [] for h in handles}
     open_handles = set(handles)
@@ -34,6 +45,8 @@ def answer(
         while todo and (stagger == 0 or turn >= stagger * (len(prompts) - len(todo))):
             handle, prompt = todo.pop(0)
             engine.submit(Validated(handle, f"r{handle}", array("i", prompt), params, arrival=time.monotonic()))
+        if disturb is not None:
+            disturb(sorted(open_handles))
         outputs, busy = engine.advance(time.monotonic())
         turn += 1
         for out in outputs:
@@ -41,7 +54,7 @@ def answer(
             if out.finish is not None:
                 assert out.finish is not FinishReason.ERROR, out.error
                 open_handles.discard(out.handle)
-        assert busy or todo or not open_handles, "the engine stopped with requests open"
+        assert busy or todo or disturb or not open_handles, "the engine stopped with requests open"
     while engine.advance(time.monotonic())[1]:
         pass
     engine.gauges()

@@ -9,6 +9,7 @@ what a request brings in its `cache_salt`:
   error        [code, message]: instead of an answer; error_after: tokens before it
   silent       true: never answer (until Abort)
   leased       seconds for which the books show a lease, from the first look at them
+  unsuspendable message: refuse to suspend (a request whose KV is in transfer)
   fail_start   message: send Fatal instead of Ready and exit with 1
 Control op `ledger` answers with what was seen: submits, aborts, running.
 """
@@ -54,6 +55,7 @@ class FakeRank:
     running: dict[int, asyncio.Task[None]] = field(default_factory=dict)
     submits: list[dict[str, Any]] = field(default_factory=list)
     aborts: list[int] = field(default_factory=list)
+    suspended: dict[int, asyncio.Event] = field(default_factory=dict)
     leased_until: float = 0.0
 
     async def send(self, message: Any) -> None:
@@ -83,6 +85,8 @@ class FakeRank:
         error_after = script.get("error_after", 0) if "error" in script else None
         sent = 0
         while True:
+            if resumed := self.suspended.get(job.handle):
+                await resumed.wait()
             if error_after is not None and sent >= error_after:
                 await self.row(job, [], FinishReason.ERROR, tuple(script["error"]))
                 return
@@ -128,7 +132,22 @@ class FakeRank:
             if self.leased_until == 0.0 and "leased" in self.script:
                 self.leased_until = time.monotonic() + self.script["leased"]
                 result["requests"]["leased"] = 1
+            result["suspended"] = len(self.suspended)
+        if message.op in ("suspend", "resume"):
+            await self.send(self.change(message))
+            return
         await self.send(Reply(message.id, message.op != "flush_cache" or not self.running, result))
+
+    def change(self, message: Control) -> Reply:
+        if message.op == "suspend" and "unsuspendable" in self.script:
+            return Reply(message.id, False, {"message": self.script["unsuspendable"]})
+        found = [h for h in message.args["handles"] if h in self.running]
+        for handle in found:
+            if message.op == "suspend":
+                self.suspended.setdefault(handle, asyncio.Event())
+            elif resumed := self.suspended.pop(handle, None):
+                resumed.set()
+        return Reply(message.id, True, {"found": len(found)})
 
     def start(self, job: Submit) -> None:
         prompt = array("i")

@@ -7,7 +7,7 @@ import json
 import select
 import time
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -64,16 +64,23 @@ class Pair:
         self.bootstrap: Any = BootstrapServer("127.0.0.1", 0, None)
         self.p = Half(path, "prefill", transport, **flags)
         self.d = Half(path, "decode", transport, **flags)
+        self._disturb: Callable[[Half], None] | None = None
         self.p.node.register("127.0.0.1", self.bootstrap.port, 5000)
 
-    def answer(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[list[int]]:
-        """What the D half answers to each prompt, all at once."""
+    def answer(
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams,
+        disturb: Callable[[Half, list[int]], None] | None = None,
+    ) -> list[list[int]]:
+        """What the D half answers to each prompt, all at once; `disturb`: called with each half before its turns."""
         rooms = [next(_rooms) for _ in prompts]
         for room, prompt in zip(rooms, prompts, strict=True):
             meet = Rendezvous("127.0.0.1", self.bootstrap.port, room)
             req = Validated(room, f"r{room}", array("i", prompt), params, arrival=time.monotonic(), rendezvous=meet)
             self.p.engine.submit(req)
             self.d.engine.submit(req)
+        self._disturb = None if disturb is None else lambda half: disturb(half, rooms)
         self.until(lambda: self.d.finished.issuperset(rooms))
         self.until(lambda: self.p.engine.sched.is_idle and self.d.engine.sched.is_idle)
         for half in (self.p, self.d):
@@ -84,8 +91,12 @@ class Pair:
         deadline = time.monotonic() + PATIENCE_SECS
         while not done():
             assert time.monotonic() < deadline, (self.p.engine.sched.counts(), self.d.engine.sched.counts())
-            busy = [half.turn() for half in (self.p, self.d)]
-            if not any(busy):
+            busy = []
+            for half in (self.p, self.d):
+                if self._disturb is not None:
+                    self._disturb(half)
+                busy.append(half.turn())
+            if not any(busy) and self._disturb is None:
                 select.select([self.p.node.event_fd, self.d.node.event_fd], [], [], 0.5)
 
     def pulled(self) -> dict[str, Any]:

@@ -61,8 +61,8 @@ class Planner:
             self._plan_decode(rows, admitted)
             num_decode = len(rows)
         if not rows:
-            if state.retractions > retractions:
-                return self.plan(now)  # the pages just freed may let another sequence run; each round retracts one
+            if state.retractions > retractions or self._reclaim(stopped_by):
+                return self.plan(now)  # the pages just freed may let another sequence run; each round frees one's
             if not state.running:
                 self._memory.ratio.on_idle()
             return None
@@ -79,6 +79,14 @@ class Planner:
             stopped_by,
             state.retractions - retractions,
         )
+
+    def _reclaim(self, stopped_by: Stop) -> bool:
+        """P: prompts wait for pages and nothing runs: have a parked one let go.
+
+        Leases are not waited for: D may keep them until P has finished the very prompt that waits here.
+        """
+        state = self._state
+        return stopped_by is Stop.NO_PAGES and state.planned_step == state.committed_step and state.unpark()
 
     def _has_prefill(self) -> bool:
         return bool(self._state.waiting) or any(not seq.is_decoding for seq in self._state.running.values())
@@ -173,7 +181,7 @@ class Planner:
                 return Stop.TOKEN_BUDGET
             if not self._memory.extend(seq, seq.computed + n):
                 if is_new:
-                    self._state.suspend(seq, publish=False)
+                    self._state.unadmit(seq)
                 elif not rows and self._state.planned_step == self._state.committed_step:
                     # Nothing else runs that could free pages: let the youngest prompt give way.
                     self._retract_for(seq)
@@ -225,12 +233,15 @@ class Planner:
         if not state.slots:
             return Stop.NO_SLOT
         match = memory.match(seq, len(seq.tokens) - 1)
-        if self._pages_for(seq, len(match.pages)) > memory.available:
+        if self._pages_for(seq, max(len(match.pages), len(seq.pages))) > memory.available:
             memory.cache.unlock(match.node)
             return Stop.NO_PAGES
         state.dequeue(seq)
         state.run(seq)
         seq.slot = state.slots.pop()
+        if seq.pages:  # parked: it goes on where it was
+            memory.cache.unlock(match.node)
+            return None
         memory.share(seq, match)
         seq.computed = match.num_tokens
         if seq.cached_tokens < 0:

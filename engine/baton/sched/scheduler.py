@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import heapq
 from array import array
+from collections.abc import Sequence
 
 from baton.cache.ledger import PageLedger
-from baton.errors import DuplicateRoom, EngineError, PromptTooLong, QueueFull, RequestTimeout
+from baton.errors import DuplicateRoom, EngineError, PromptTooLong, QueueFull, RequestTimeout, WrongState
 from baton.request import FinishReason, Validated
 from baton.sched.events import Emitted, Event, PagesFinal, PrefillDone
 from baton.sched.limits import Limits
@@ -101,6 +102,39 @@ class Scheduler:
         if seq is not None:
             seq.finish = FinishReason.ABORT
             self._state.end(seq, code)
+
+    # ------------------------------------------------------------------ suspend and resume
+
+    def suspend(self, handles: Sequence[int]) -> int:
+        """Keep these requests from running until `resume`, all or none; they keep arrival, tokens and deadline.
+
+        Returns:
+            How many of them are alive and suspended now, whether by this call or before; unknown ones are ignored.
+        Raises:
+            WrongState: one of them has its KV in transfer.
+        A token that is being computed still comes.
+        """
+        seqs = [seq for handle in handles if (seq := self._state.seqs.get(handle)) is not None]
+        for seq in seqs:
+            if seq.state not in (SeqState.WAITING, SeqState.RUNNING, SeqState.SUSPENDED):
+                raise WrongState(
+                    f"request {seq.req.rid} is {seq.state.value}: only waiting and running requests can be suspended; "
+                    "ask again once it decodes, or ask the other node of the pair"
+                )
+        for seq in seqs:
+            if seq.state is not SeqState.SUSPENDED:
+                self._state.suspend(seq)
+        return len(seqs)
+
+    def resume(self, handles: Sequence[int]) -> int:
+        """Let these requests run again; returns how many are alive. One that is not suspended stays as it is."""
+        seqs = [seq for handle in handles if (seq := self._state.seqs.get(handle)) is not None]
+        for seq in seqs:
+            if seq.state is SeqState.SUSPENDED:
+                self._state.resume(seq)
+        return len(seqs)
+
+    # ------------------------------------------------------------------ deadlines and failures
 
     def expire(self, now: float) -> None:
         """End every request whose deadline has passed with a `timeout` error."""
@@ -208,10 +242,11 @@ class Scheduler:
             seq.inflight_steps -= 1
             if row.sample:
                 seq.inflight -= 1
-            if seq.state is SeqState.RUNNING and row.start + row.n > seq.committed:
+            holds = seq.state is SeqState.RUNNING or seq.handle in state.parked
+            if holds and row.start + row.n > seq.committed:
                 seq.committed = row.start + row.n
                 self._announce(seq)
-            if token is not None and seq.state in (SeqState.RUNNING, SeqState.WAITING):
+            if token is not None and seq.state in (SeqState.RUNNING, SeqState.WAITING, SeqState.SUSPENDED):
                 self._take_token(seq, token, logprobs)
         state.release_grants()
 
@@ -279,6 +314,11 @@ class Scheduler:
     def preemptions(self) -> int:
         """Running requests sent back to the queue for one of higher priority, since the start."""
         return self._state.preemptions
+
+    @property
+    def suspensions(self) -> int:
+        """Requests suspended by an operator, since the start."""
+        return self._state.suspensions
 
     @property
     def new_token_ratio(self) -> float:

@@ -6,6 +6,7 @@ Life of a sequence, by node role (`pages` in brackets = what it holds):
     prefill  WAITING ─▶ RUNNING ─▶ LEASED [same pages, for D to pull] ─▶ FINISHED
     decode   OPENING ─▶ TRANSFER [tree lock + private pages being filled] ─▶ RUNNING ─▶ FINISHED
     retract  RUNNING ─▶ WAITING (pages published to the tree, nothing held)
+    suspend  WAITING | RUNNING ─▶ SUSPENDED ─▶ WAITING (by an operator; a prompt already announced to D keeps its pages)
     abort    OPENING | TRANSFER ─▶ ABORTING (until the transfer runtime has let go of the pages) ─▶ FINISHED
 
 Invariants: `pages` only grows while RUNNING; `private` ⊆ pages; pages not in `private` belong to the radix tree and are
@@ -30,16 +31,18 @@ class SeqState(enum.Enum):
     OPENING = "opening"
     TRANSFER = "transfer"
     RUNNING = "running"
+    SUSPENDED = "suspended"
     LEASED = "leased"
     ABORTING = "aborting"
     FINISHED = "finished"
 
 
 LEGAL: dict[SeqState, frozenset[SeqState]] = {
-    SeqState.WAITING: frozenset({SeqState.RUNNING, SeqState.FINISHED}),
+    SeqState.WAITING: frozenset({SeqState.RUNNING, SeqState.SUSPENDED, SeqState.LEASED, SeqState.FINISHED}),
     SeqState.OPENING: frozenset({SeqState.TRANSFER, SeqState.ABORTING, SeqState.FINISHED}),
     SeqState.TRANSFER: frozenset({SeqState.RUNNING, SeqState.ABORTING, SeqState.FINISHED}),
-    SeqState.RUNNING: frozenset({SeqState.WAITING, SeqState.LEASED, SeqState.FINISHED}),
+    SeqState.RUNNING: frozenset({SeqState.WAITING, SeqState.SUSPENDED, SeqState.LEASED, SeqState.FINISHED}),
+    SeqState.SUSPENDED: frozenset({SeqState.WAITING, SeqState.LEASED, SeqState.FINISHED}),
     SeqState.LEASED: frozenset({SeqState.FINISHED}),
     SeqState.ABORTING: frozenset({SeqState.FINISHED}),
     SeqState.FINISHED: frozenset(),

@@ -3,6 +3,8 @@
 Facade (ingress, results) and planner share this state; each move leaves slots, pages and tables consistent.
 
 * A waiting sequence holds nothing. A retracted one publishes prompt and answer to the tree before it lets go.
+* A suspended one holds nothing either and is not planned until it is resumed. Exception, on P: a prompt whose pages
+  were announced to D keeps them through a suspension (`parked`), because D may be reading them.
 * D's granted pages are written by the transfer runtime beside the compute, so they are handed over only when no
   step in flight can still write to them (`grant` waits for the commits of all steps planned before it).
 """
@@ -45,13 +47,17 @@ class State:
         self.opening = WaitingQueue(POLICIES["fcfs"](limits.policy_params), limits.priority, self.view)
         self.transfer: dict[int, Seq] = {}
         self.running: dict[int, Seq] = {}
+        self.suspended: dict[int, Seq] = {}
         self.leased: dict[int, Seq] = {}
         self.closing: dict[int, Seq] = {}
+        self.parked: dict[int, Seq] = {}
+        """P: sequences, suspended or waiting again, that hold pages for D. A view, not a table."""
         self.slots = list(range(limits.max_running_requests - 1, -1, -1))
         self.outbox: list[Event] = []
         self._grants: deque[tuple[int, Seq, GrantPages]] = deque()
         self.retractions = 0
         self.preemptions = 0
+        self.suspensions = 0
 
     def view(self) -> View:
         return View(
@@ -86,34 +92,92 @@ class State:
     def run(self, seq: Seq) -> None:
         """WAITING or TRANSFER → RUNNING."""
         seq.to(SeqState.RUNNING)
+        self.parked.pop(seq.handle, None)
         self.running[seq.handle] = seq
 
-    def suspend(self, seq: Seq, *, publish: bool) -> None:
+    def send_back(self, seq: Seq, *, publish: bool) -> None:
         """Send a running sequence back to the queue: it keeps its tokens and its arrival, and holds nothing."""
+        self._vacate(seq, publish=publish)
+        seq.to(SeqState.WAITING)
+        self.enqueue(seq)
+
+    def _vacate(self, seq: Seq, *, publish: bool) -> None:
+        """Take a sequence off the device: its slot and its pages are free for others."""
         if publish:
             self.memory.publish(seq)
         self._let_go(seq)
-        del self.running[seq.handle]
-        seq.to(SeqState.WAITING)
+        self.running.pop(seq.handle, None)
         seq.computed = seq.committed = seq.sent_pages = 0
-        self.enqueue(seq)
+
+    def _park(self, seq: Seq) -> None:
+        """P: give up the slot and keep the pages: some were announced to D, or soon will be."""
+        del self.running[seq.handle]
+        self._free_slot(seq)
+        seq.sent_pages = 0
+        self.parked[seq.handle] = seq
+
+    def unadmit(self, seq: Seq) -> None:
+        """Undo an admission that no row came of."""
+        if seq.announced_pages:
+            self._park(seq)
+            seq.to(SeqState.WAITING)
+            self.enqueue(seq)
+        else:
+            self.send_back(seq, publish=False)
+
+    def unpark(self) -> bool:
+        """P: let go of one parked sequence's pages, the newest's. D has read most of them long ago; should it come for
+        one that has been reused meanwhile, its transfer fails and no wrong token comes of it. False: nothing is parked.
+        """
+        if not self.parked:
+            return False
+        _, seq = self.parked.popitem()
+        self._vacate(seq, publish=True)
+        return True
 
     def retract(self, seq: Seq) -> None:
         """Suspend a sequence for want of memory, and learn from it."""
         self.retractions += 1
         seq.retractions += 1
-        self.suspend(seq, publish=True)
+        self.send_back(seq, publish=True)
         self.memory.ratio.on_retraction((s.generated, s.max_new_tokens) for s in self.running.values())
 
     def preempt(self, seq: Seq) -> None:
         """Suspend a sequence for one of higher priority."""
         self.preemptions += 1
         seq.preemptions += 1
-        self.suspend(seq, publish=self.limits.preemption_publishes)
+        self.send_back(seq, publish=self.limits.preemption_publishes)
+
+    # ------------------------------------------------------------------ suspended by an operator
+
+    def suspend(self, seq: Seq) -> None:
+        """WAITING or RUNNING → SUSPENDED: out of the queue and off the device until `resume`."""
+        self.suspensions += 1
+        if seq.state is SeqState.WAITING:
+            self.dequeue(seq)
+        elif seq.is_lease and seq.pages:
+            self._park(seq)
+        else:
+            self._vacate(seq, publish=self.limits.preemption_publishes)
+        seq.to(SeqState.SUSPENDED)
+        self.suspended[seq.handle] = seq
+
+    def resume(self, seq: Seq) -> None:
+        """SUSPENDED → WAITING, at the place of its arrival, whatever the queue's limits."""
+        del self.suspended[seq.handle]
+        seq.to(SeqState.WAITING)
+        self.enqueue(seq)
+
+    # ------------------------------------------------------------------ leased
 
     def lease(self, seq: Seq) -> None:
-        """P: the prompt is computed; its pages stay for D, its slot does not."""
-        del self.running[seq.handle]
+        """P: the prompt is computed; its pages stay for D, its slot does not.
+
+        Suspended or waiting again: its last step was in flight when it was suspended.
+        """
+        self.dequeue(seq)
+        for table in (self.running, self.suspended, self.parked):
+            table.pop(seq.handle, None)
         seq.to(SeqState.LEASED)
         self.leased[seq.handle] = seq
         self._free_slot(seq)
@@ -156,12 +220,14 @@ class State:
 
     def forget(self, seq: Seq) -> None:
         """Publish what is worth keeping, free the rest and drop the sequence."""
-        if seq.state is SeqState.RUNNING:
+        if seq.state is SeqState.RUNNING or seq.handle in self.parked:
             self.memory.publish(seq)
         self._let_go(seq)
         self.dequeue(seq)
         self.opening.discard(seq)
-        for table in (self.transfer, self.running, self.leased, self.closing, self.seqs):
+        for table in (
+            self.transfer, self.running, self.suspended, self.parked, self.leased, self.closing, self.seqs,
+        ):  # fmt: skip
             table.pop(seq.handle, None)
         meet = seq.req.rendezvous
         if meet is not None and self.rooms.get(meet.room) is seq:
@@ -186,6 +252,7 @@ class State:
             "opening": len(self.opening),
             "transfer": len(self.transfer),
             "running": len(self.running),
+            "suspended": len(self.suspended),
             "leased": len(self.leased),
             "aborting": len(self.closing),
         }

@@ -98,6 +98,10 @@ class Answering:
             generation.cancel()
         return len(found)
 
+    def live(self, rid: str) -> list[Generation]:
+        """The requests with this rid that are being worked on."""
+        return list(self._live.get(rid, ()))
+
     async def answer(
         self, request: web.Request, endpoint: str, validate: Validate, format: type[Format]
     ) -> web.StreamResponse:

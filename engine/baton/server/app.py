@@ -33,6 +33,7 @@ from baton.errors import (
     NotFound,
     NotReady,
     PayloadTooLarge,
+    WrongState,
 )
 from baton.request import SamplingParams
 from baton.server.answering import Answering
@@ -294,6 +295,47 @@ class Front:
             raise BadRequest("give rid, or abort_all: true", param="rid")
         return json_response({"success": True, "aborted": self.answering.cancel(None if everything else rid)})
 
+    async def suspend_request(self, request: web.Request) -> web.Response:
+        """All items of the request, or none: what one rank suspended is resumed when another one cannot."""
+        rid, items = self._items_of(request)
+        replies = await self._ask_items("suspend", items)
+        refused = [r["message"] for ok, r in replies.values() if not ok]
+        if refused:
+            await self._ask_items("resume", {dp_rank: items[dp_rank] for dp_rank, (ok, _) in replies.items() if ok})
+            raise WrongState(refused[0])
+        return self._changed(rid, "suspended", replies)
+
+    async def resume_request(self, request: web.Request) -> web.Response:
+        rid, items = self._items_of(request)
+        return self._changed(rid, "resumed", await self._ask_items("resume", items))
+
+    def _items_of(self, request: web.Request) -> tuple[str, dict[int, list[int]]]:
+        """The request's rid, and the handles of its unfinished items by rank."""
+        rid = request.match_info["rid"]
+        items: dict[int, list[int]] = {}
+        for generation in self.answering.live(rid):
+            for track in generation.tracks:
+                if track.rank is not None and not track.done:
+                    items.setdefault(track.rank.dp_rank, []).append(track.handle)
+        if not items:
+            raise _no_such_request(rid)
+        return rid, items
+
+    async def _ask_items(self, op: str, items: dict[int, list[int]]) -> dict[int, tuple[bool, dict[str, Any]]]:
+        async def ask(dp_rank: int, handles: list[int]) -> tuple[bool, dict[str, Any]]:
+            reply = await self.ranks.control(self.ranks.ranks[dp_rank], op, CONTROL_SECS, handles=handles)
+            return reply.ok, reply.result
+
+        replies = await asyncio.gather(*(ask(dp_rank, handles) for dp_rank, handles in items.items()))
+        return dict(zip(items, replies, strict=True))
+
+    @staticmethod
+    def _changed(rid: str, state: str, replies: dict[int, tuple[bool, dict[str, Any]]]) -> web.Response:
+        found = sum(int(r["found"]) for _, r in replies.values())
+        if not found:  # it ended while the question was on its way
+            raise _no_such_request(rid)
+        return json_response({"rid": rid, "state": state, "items": found})
+
     # ---- the application ---------------------------------------------------------------------------------------
 
     def application(self) -> web.Application:
@@ -323,6 +365,8 @@ class Front:
         get("/flush_cache", self.flush_cache)
         post("/flush_cache", self.flush_cache)
         post("/abort_request", self.abort_request)
+        post("/v1/requests/{rid:.+}/suspend", self.suspend_request)
+        post("/v1/requests/{rid:.+}/resume", self.resume_request)
         get("/metrics", self.metrics_text)
         get("/debug/ledger", self.ledger)
         get("/debug/rooms", self.rooms)
@@ -364,6 +408,13 @@ class Front:
         scheme, _, given = request.headers.get("authorization", "").partition(" ")
         if scheme.lower() != "bearer" or not hmac.compare_digest(given.strip().encode(), key.encode()):
             raise InvalidApiKey("send the engine's --api-key as 'Authorization: Bearer KEY'")
+
+
+def _no_such_request(rid: str) -> NotFound:
+    return NotFound(
+        f"no request {rid[:200]!r} is being answered here; give the rid (or the x-request-id header) it was sent with",
+        param="rid",
+    )
 
 
 async def _common_headers(request: web.BaseRequest, response: web.StreamResponse) -> None:

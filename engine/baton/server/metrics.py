@@ -76,7 +76,12 @@ FRONT = (
 )
 
 RANK = (
-    Spec("requests", "gauge", "requests by state: waiting, opening, transfer, running, leased, aborting", ("state",)),
+    Spec(
+        "requests",
+        "gauge",
+        "requests by state: waiting, opening, transfer, running, suspended, leased, aborting",
+        ("state",),
+    ),
     Spec("kv_pages", "gauge", "KV pages by state: free, cached (evictable), held, in_transfer", ("state",)),
     Spec("kv_usage_ratio", "gauge", "pages neither free nor evictable / all pages, 0 to 1"),
     Spec("new_token_ratio", "gauge", "estimate of the answer's share of its limit, used for admission"),
@@ -87,6 +92,7 @@ RANK = (
     Spec("retractions", "counter", "running requests sent back to the waiting queue for memory"),
     Spec("deadline_missed", "counter", "first tokens that came after the request's ttft_deadline_ms"),
     Spec("preemptions", "counter", "running requests sent back to the waiting queue for one of higher priority"),
+    Spec("suspensions", "counter", "requests suspended by POST /v1/requests/{rid}/suspend"),
     Spec("kv_rooms", "gauge", "live KV transfers by state", ("state",)),
     Spec("kv_leases", "gauge", "P: finished prompts whose pages wait for D"),
     Spec("kv_peers", "gauge", "connected nodes of the other role"),

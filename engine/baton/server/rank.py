@@ -26,7 +26,7 @@ import zmq
 
 from baton.config import EngineConfig
 from baton.disagg.relay import DecodeRelay, PrefillRelay, Relay
-from baton.errors import ConfigError, EngineError
+from baton.errors import ConfigError, EngineError, WrongState
 from baton.request import FinishReason, Validated
 from baton.runtime import engine as runtime
 from baton.sched.events import Emitted
@@ -243,6 +243,12 @@ class RankProcess:
             if self._node is not None:
                 self._node.drain()
             return Reply(message.id, True, dict(self.engine.sched.counts()))
+        if message.op in ("suspend", "resume"):
+            change = self.engine.sched.suspend if message.op == "suspend" else self.engine.sched.resume
+            try:
+                return Reply(message.id, True, {"found": change(message.args["handles"])})
+            except WrongState as err:
+                return Reply(message.id, False, {"message": err.message})
         return Reply(message.id, False, {"message": f"unknown control operation {message.op!r}"})
 
     # ------------------------------------------------------------------ reports
@@ -257,6 +263,7 @@ class RankProcess:
         counters["retractions_total"] = self.engine.sched.retractions
         counters["deadline_missed_total"] = self.engine.sched.ttft_deadlines_missed
         counters["preemptions_total"] = self.engine.sched.preemptions
+        counters["suspensions_total"] = self.engine.sched.suspensions
         if self._node is not None:
             flatten_transfer_stats(json.loads(self._node.stats_json()), gauges, counters)
         self._send(Stats(self.dp_rank, gauges, counters))

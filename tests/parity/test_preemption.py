@@ -1,0 +1,78 @@
+"""Whoever is sent away in the middle of an answer gets the same tokens: on the real engine, alone and as a pair."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+
+from baton.errors import WrongState
+from baton.request import SamplingParams
+from baton.runtime.engine import Engine
+from tests.parity.conftest import Reference
+from tests.parity.test_engine import prompts_of
+from tests.support.checkpoints import reference_greedy
+from tests.support.engine_run import answer, greedy, make_engine
+
+STEPS = 20
+LENGTHS = [1, 4, 15, 16, 17, 33, 64, 70]
+SEEDED = SamplingParams(max_new_tokens=STEPS, temperature=0.9, top_p=0.9, seed=11, ignore_eos=True)
+
+
+def storm(engine: Engine, rng: random.Random) -> Callable[[list[int]], None]:
+    """Suspends a request in every second turn, whatever its state, and resumes others."""
+
+    def disturb(handles: list[int]) -> None:
+        if rng.random() < 0.5:
+            handle = rng.choice(handles)
+            try:
+                engine.sched.suspend([handle])
+            except WrongState:
+                assert engine.sched.counts()["suspended"] >= 0
+        engine.sched.resume(rng.sample(handles, rng.randint(0, len(handles))))
+        engine.sched.ledger()
+
+    return disturb
+
+
+@pytest.mark.parametrize("page_size", [1, 16, 64])
+@pytest.mark.parametrize("overlap", [True, False])
+def test_suspended_at_random_steps_the_tokens_are_transformers(
+    reference: Callable[[str], Reference], page_size: int, overlap: bool
+) -> None:
+    ref = reference("llama")
+    prompts = prompts_of(random.Random(3), LENGTHS)
+    engine = make_engine(
+        ref.path, page_size=page_size, chunked_prefill_size=64, disable_overlap_schedule=not overlap
+    )  # fmt: skip
+    want = [reference_greedy(ref.model, p, STEPS) for p in prompts]
+    assert answer(engine, prompts, greedy(STEPS), disturb=storm(engine, random.Random(page_size))) == want
+    assert engine.sched.suspensions > 10
+    plain = answer(engine, prompts, SEEDED)
+    assert answer(engine, prompts, SEEDED, disturb=storm(engine, random.Random(page_size))) == plain
+    engine.sched.ledger().check_idle(engine.sched.limits.num_pages)
+    engine.close()
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_suspended_on_either_node_of_a_pair_the_tokens_are_transformers(
+    reference: Callable[[str], Reference], page_size: int
+) -> None:
+    pair_module = pytest.importorskip(
+        "tests.support.pair", reason="needs the native module: make setup", exc_type=ImportError
+    )
+    ref = reference("llama")
+    prompts = prompts_of(random.Random(4), LENGTHS)
+    rng = random.Random(page_size)
+    pair = pair_module.Pair(ref.path, "shm", page_size=page_size, chunked_prefill_size=16)
+
+    def disturb(half: object, handles: list[int]) -> None:
+        storm(half.engine, rng)(handles)  # type: ignore[attr-defined]
+
+    try:
+        assert pair.answer(prompts, greedy(STEPS), disturb) == [reference_greedy(ref.model, p, STEPS) for p in prompts]
+        assert pair.p.engine.sched.suspensions > 0
+        assert pair.d.engine.sched.suspensions > 0
+    finally:
+        pair.close()
