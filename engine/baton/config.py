@@ -116,6 +116,9 @@ class EngineConfig:
     )
     max_preemptions_per_request: int = opt(8, "after this many preemptions a request is immune")
     preemption_min_remaining_tokens: int = opt(8, "a request with fewer tokens to go is not preempted [tokens]")
+    starvation_threshold_ms: int = opt(
+        10000, "a request waiting for longer, overtaken by later ones, counts as starving in the metrics [ms]"
+    )
     schedule_conservativeness: float = opt(1.0, "scales the estimate of how much running requests will still generate")
     disable_radix_cache: bool = opt(False, "do not reuse KV of equal prompt prefixes")
     radix_eviction_policy: str = opt(
@@ -196,6 +199,10 @@ def _violations(c: EngineConfig) -> list[str]:
         rule(getattr(c, name) >= 1, f"{flag_name(name)} {getattr(c, name)}: must be at least 1")
     for name in ("max_partial_prefills", "max_preemptions_per_request", "default_deadline_ms"):
         rule(getattr(c, name) >= 1, f"{flag_name(name)} {getattr(c, name)}: must be at least 1")
+    rule(
+        1 <= c.starvation_threshold_ms <= 86_400_000,
+        f"--starvation-threshold-ms {c.starvation_threshold_ms}: give 1 to 86400000 (a day)",
+    )
     for name in ("lpm_aging_tokens_per_s", "short_first_aging_tokens_per_s", "srpt_aging", "priority_aging_rate"):
         rule(0 <= getattr(c, name) < 1e12, f"{flag_name(name)} {getattr(c, name)}: must not be negative")
     rule(

@@ -86,7 +86,7 @@ def test_missed_first_token_deadlines_are_counted_once() -> None:
     assert plan is not None
     node.sched.commit(plan, node.device.execute(plan), now=2.0)
     node.run()
-    assert node.sched.ttft_deadlines_missed == 1
+    assert node.sched.stats.deadlines_missed["ttft"] == 1
 
 
 def test_ageing_bounds_how_long_a_long_request_is_overtaken() -> None:

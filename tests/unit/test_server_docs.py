@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from baton import config
+from baton.sched import histogram
+from baton.sched.stats import HISTOGRAMS, SchedStats
 from baton.server import metrics, up
+from baton.server.messages import HistogramColumns, Stats, encoder, to_front_decoder
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -47,7 +51,37 @@ def test_what_ranks_report_passes_through_with_the_rank_as_label() -> None:
 
 
 def test_bucket_families() -> None:
-    assert metrics.STAGE_BUCKETS[0] == 0.001
-    assert 600 <= metrics.STAGE_BUCKETS[-1] < 1000
-    assert metrics.ITL_BUCKETS[0] == 0.0005
-    assert 2 <= metrics.ITL_BUCKETS[-1] < 3.3
+    assert histogram.STAGE_BUCKETS[0] == 0.001
+    assert 600 <= histogram.STAGE_BUCKETS[-1] < 1000
+    assert histogram.GAP_BUCKETS[0] == 0.0005
+    assert 2 <= histogram.GAP_BUCKETS[-1] < 3.3
+    for bounds in (histogram.STAGE_BUCKETS, histogram.REQUEST_BUCKETS, histogram.SLACK_BUCKETS):
+        assert list(bounds) == sorted(set(bounds))
+
+
+def test_histograms_of_ranks_are_rendered_with_the_bounds_of_their_name() -> None:
+    kept = histogram.Histogram(HISTOGRAMS["decode_stall_seconds"])
+    for value in (0.0005, 0.0006, 0.0006, 99.0):
+        kept.observe(value)
+    sent = Stats(1, {}, {}, {"decode_stall_seconds": HistogramColumns(kept.counts, kept.sum)})
+    heard = to_front_decoder.decode(encoder.encode(sent))
+    made = metrics.Metrics()
+    made.report(heard.dp_rank, heard.gauges, heard.counters, heard.histograms)
+    families = {f.name: f for f in text_string_to_metric_families(made.text().decode())}
+    samples = families["baton_decode_stall_seconds"].samples
+    buckets = {s.labels["le"]: s.value for s in samples if s.name.endswith("_bucket")}
+    assert {s.labels["dp_rank"] for s in samples} == {"1"}
+    assert (buckets["0.0005"], buckets["0.0008"], buckets["+Inf"]) == (1, 3, 4)
+    assert {s.name: s.value for s in samples if "le" not in s.labels} == {
+        "baton_decode_stall_seconds_count": 4.0,
+        "baton_decode_stall_seconds_sum": pytest.approx(99.0017),
+    }
+
+
+def test_every_name_a_scheduler_reports_has_a_row_in_the_tables() -> None:
+    known = {spec.name: spec for spec in metrics.RANK}
+    kept = SchedStats(10.0, lambda seq: "default")
+    kept.starved["default"] = kept.starving["default"] = kept.suspensions["default", "", "memory"] = 1
+    names = {name.partition("{")[0].removesuffix("_total") for name in {**kept.gauges(), **kept.counters()}}
+    assert names - set(known) == set()
+    assert {spec.name for spec in known.values() if spec.kind == "histogram"} == set(HISTOGRAMS)

@@ -36,6 +36,9 @@ class Limits:
     preemption_min_remaining_tokens: int = 8
     """A request this close to its end is not preempted."""
 
+    starvation_secs: float = 10.0
+    """Waiting for longer, overtaken by later requests, is starving (metrics only)."""
+
     @property
     def capacity_tokens(self) -> int:
         return self.num_pages * self.page_size

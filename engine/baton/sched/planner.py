@@ -41,6 +41,7 @@ class Planner:
         """Choose the next forward pass; None when there is nothing to compute."""
         state = self._state
         state.now = now
+        state.stats.on_plan(now)
         self._admit_transfers()
         state.release_grants()
         self._memory.start_plan()
@@ -110,6 +111,7 @@ class Planner:
                 return
             state.opening.discard(seq)
             seq.to(SeqState.TRANSFER)
+            state.stats.on_admitted(seq, state.now)
             state.transfer[seq.handle] = seq
             seq.slot = state.slots.pop()
             memory.share(seq, match)
@@ -137,7 +139,7 @@ class Planner:
         """Send one running sequence back to the queue. False: `keep` gets no page by it."""
         victim = retraction_victim(self._state.running.values(), keep, self._limits.priority)
         if victim is not None:
-            self._state.retract(victim)
+            self._state.retract(victim, keep)
         return victim is not None and victim is not keep
 
     def _preempt_for_priority(self) -> None:
@@ -153,7 +155,7 @@ class Planner:
         if state.slots and short <= 0:
             return
         for seq in priority_victims(head, short, state.running.values(), self._limits, self._memory.freed_by):
-            state.preempt(seq)
+            state.preempt(seq, head)
 
     # ------------------------------------------------------------------ prefill
 
@@ -177,15 +179,17 @@ class Planner:
             else:
                 self._memory.adopt_prefix(seq)
             n = self._chunk(seq, budget)
-            if n == 0:
-                return Stop.TOKEN_BUDGET
-            if not self._memory.extend(seq, seq.computed + n):
+            if n and not self._memory.extend(seq, seq.computed + n):
                 if is_new:
                     self._state.unadmit(seq)
                 elif not rows and self._state.planned_step == self._state.committed_step:
                     # Nothing else runs that could free pages: let the youngest prompt give way.
                     self._retract_for(seq)
                 return Stop.NO_PAGES
+            if is_new:
+                self._state.stats.on_admitted(seq, self._state.now)
+            if n == 0:
+                return Stop.TOKEN_BUDGET
             rows.append(self._row(seq, n, admitted))
             self._memory.publish(seq)
             budget -= n

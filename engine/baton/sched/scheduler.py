@@ -24,6 +24,7 @@ from baton.sched.plan import StepPlan, StepResult, TokenLogprobs
 from baton.sched.planner import Planner
 from baton.sched.seq import Seq, SeqState
 from baton.sched.state import State
+from baton.sched.stats import SchedStats
 
 RATE_SMOOTHING = 0.1
 
@@ -34,7 +35,6 @@ class Scheduler:
         self._state = State(limits)
         self._planner = Planner(self._state)
         self._deadlines: list[tuple[float, int]] = []
-        self.ttft_deadlines_missed = 0
 
     # ------------------------------------------------------------------ ingress
 
@@ -146,6 +146,7 @@ class Scheduler:
                     f"request {seq.req.rid} passed its deadline while {seq.state.value}; "
                     "retry, or raise --request-timeout-secs"
                 )
+                self._state.stats.on_timeout()
                 self._state.end_with_error(seq, error, "DEADLINE")
 
     def next_deadline(self) -> float | None:
@@ -248,12 +249,13 @@ class Scheduler:
                 self._announce(seq)
             if token is not None and seq.state in (SeqState.RUNNING, SeqState.WAITING, SeqState.SUSPENDED):
                 self._take_token(seq, token, logprobs)
+        state.stats.on_step(plan, state.now)
         state.release_grants()
 
     def _take_token(self, seq: Seq, token: int, logprobs: TokenLogprobs | None) -> None:
         state = self._state
         if len(seq.tokens) == seq.prompt_len and seq.req.ttft_deadline is not None:
-            self.ttft_deadlines_missed += state.now > seq.req.ttft_deadline
+            state.stats.on_first_token(seq.req, state.now)
         seq.tokens.append(token)
         finish = self._finish_reason(seq, token)
         state.outbox.append(Emitted(seq.handle, (token,), finish, max(seq.cached_tokens, 0), logprobs))
@@ -300,6 +302,11 @@ class Scheduler:
     def flush_cache(self) -> int:
         """Drop every cached page that nobody uses; returns how many."""
         return self._state.memory.cache.flush()
+
+    @property
+    def stats(self) -> SchedStats:
+        """What it tells operators."""
+        return self._state.stats
 
     @property
     def is_idle(self) -> bool:

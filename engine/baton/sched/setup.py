@@ -53,6 +53,7 @@ def limits(config: EngineConfig, num_pages: int) -> Limits:
         max_preemptions_per_request=c.max_preemptions_per_request,
         preemption_min_remaining_tokens=c.preemption_min_remaining_tokens,
         max_queued_tokens=c.max_queued_tokens,
+        starvation_secs=c.starvation_threshold_ms / 1000,
         conservativeness=c.schedule_conservativeness,
         radix_cache=not c.disable_radix_cache,
         eviction=c.radix_eviction_policy,

@@ -17,12 +17,14 @@ from collections import deque
 from baton.cache.ledger import PageLedger
 from baton.errors import EngineError
 from baton.request import FinishReason
+from baton.sched.bands import class_of
 from baton.sched.events import AbortTransfer, Emitted, Event, GrantPages, OpenTransfer
 from baton.sched.limits import Limits
 from baton.sched.memory import Memory
 from baton.sched.policy import POLICIES, View
 from baton.sched.queue import WaitingQueue
 from baton.sched.seq import Seq, SeqState
+from baton.sched.stats import SchedStats
 
 INITIAL_PREFILL_RATE = 2000.0
 """Assumed until steps have been observed [tokens/s]; only ageing terms depend on it."""
@@ -55,6 +57,7 @@ class State:
         self.slots = list(range(limits.max_running_requests - 1, -1, -1))
         self.outbox: list[Event] = []
         self._grants: deque[tuple[int, Seq, GrantPages]] = deque()
+        self.stats = SchedStats(limits.starvation_secs, lambda seq: class_of(seq, limits.priority))
         self.retractions = 0
         self.preemptions = 0
         self.suspensions = 0
@@ -75,6 +78,7 @@ class State:
     def enqueue(self, seq: Seq) -> None:
         self.waiting.add(seq)
         self.queued_tokens += seq.prompt_len
+        self.stats.on_queued(seq, self.now)
 
     def dequeue(self, seq: Seq) -> None:
         if seq in self.waiting:
@@ -85,6 +89,7 @@ class State:
         """D: shake hands with P at once; pages come later, so that a full D delays no P."""
         seq.state = SeqState.OPENING
         self.opening.add(seq)
+        self.stats.on_queued(seq, self.now)
         self.outbox.append(OpenTransfer(seq.req))
 
     # ------------------------------------------------------------------ running
@@ -135,15 +140,17 @@ class State:
         self._vacate(seq, publish=True)
         return True
 
-    def retract(self, seq: Seq) -> None:
-        """Suspend a sequence for want of memory, and learn from it."""
+    def retract(self, seq: Seq, by: Seq) -> None:
+        """Send a sequence back because `by` (perhaps itself) wants memory, and learn from it."""
+        self.stats.on_suspended(seq, "memory", by)
         self.retractions += 1
         seq.retractions += 1
         self.send_back(seq, publish=True)
         self.memory.ratio.on_retraction((s.generated, s.max_new_tokens) for s in self.running.values())
 
-    def preempt(self, seq: Seq) -> None:
-        """Suspend a sequence for one of higher priority."""
+    def preempt(self, seq: Seq, by: Seq | None = None) -> None:
+        """Send a sequence back, for `by` if it is one of higher priority that lacks a slot or pages."""
+        self.stats.on_suspended(seq, "priority" if self.slots else "slots", by)
         self.preemptions += 1
         seq.preemptions += 1
         self.send_back(seq, publish=self.limits.preemption_publishes)
@@ -153,6 +160,7 @@ class State:
     def suspend(self, seq: Seq) -> None:
         """WAITING or RUNNING → SUSPENDED: out of the queue and off the device until `resume`."""
         self.suspensions += 1
+        self.stats.on_suspended(seq, "admin")
         if seq.state is SeqState.WAITING:
             self.dequeue(seq)
         elif seq.is_lease and seq.pages:
@@ -176,6 +184,7 @@ class State:
         Suspended or waiting again: its last step was in flight when it was suspended.
         """
         self.dequeue(seq)
+        self.stats.on_withdrawn(seq)
         for table in (self.running, self.suspended, self.parked):
             table.pop(seq.handle, None)
         seq.to(SeqState.LEASED)
@@ -205,6 +214,7 @@ class State:
             self.opening.discard(seq)
             self.transfer.pop(seq.handle, None)
             self._free_slot(seq)
+            self.stats.on_ended(seq)
             seq.to(SeqState.ABORTING)
             self.closing[seq.handle] = seq
             return
@@ -232,6 +242,7 @@ class State:
         meet = seq.req.rendezvous
         if meet is not None and self.rooms.get(meet.room) is seq:
             del self.rooms[meet.room]
+        self.stats.on_ended(seq)
         seq.to(SeqState.FINISHED)
 
     def _let_go(self, seq: Seq) -> None:

@@ -88,7 +88,7 @@ class Front:
         self.answering = Answering(
             ranks, tokenizer, self.metrics, facts.name, config.request_timeout_secs, self._refuse_if_not_accepting
         )
-        ranks.on_stats = lambda rank: self.metrics.report(rank.dp_rank, rank.gauges, rank.counters)
+        ranks.on_stats = lambda rank: self.metrics.report(rank.dp_rank, rank.gauges, rank.counters, rank.histograms)
 
     # ---- state -------------------------------------------------------------------------------------------------
 

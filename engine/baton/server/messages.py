@@ -90,8 +90,15 @@ class Ready(msgspec.Struct, tag="ready"):
     info: dict[str, Any]
 
 
+class HistogramColumns(msgspec.Struct, array_like=True):
+    """A histogram's state: observations per bucket (the last one unbounded), not cumulated, and their sum."""
+
+    counts: list[int]
+    sum: float
+
+
 class Stats(msgspec.Struct, tag="stats"):
-    """Gauges and counters of one rank, every second and whenever it turns idle.
+    """Gauges, counters and histograms of one rank, every second and whenever it turns idle.
 
     `gauges` / `counters` are keyed by the metric's name with labels already rendered, e.g. 'kv_pages{state="free"}';
     the front adds the prefix `baton_` and the dp_rank label.
@@ -100,6 +107,8 @@ class Stats(msgspec.Struct, tag="stats"):
     dp_rank: int
     gauges: dict[str, float]
     counters: dict[str, float]
+    histograms: dict[str, HistogramColumns] = {}
+    """Keyed like the others; the buckets' bounds are those of the metric's name in server.metrics.RANK."""
 
 
 class Fatal(msgspec.Struct, tag="fatal"):

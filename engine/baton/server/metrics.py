@@ -1,12 +1,14 @@
 """All metrics of an engine: one table with help texts, the objects the front writes, and the text of GET /metrics.
 
-The front owns `FRONT`. The ranks report `RANK` gauges and counters by message once a second; they pass through with the
+The front owns `FRONT`. The ranks report `RANK` by message once a second; they pass through with the
 prefix `baton_` and a `dp_rank` label. `COMPAT` repeats three of them under the names that autoscalers read.
 `python -m baton.server.metrics` prints the table as markdown; docs/metrics.md holds it and a test compares them.
 """
 
 from __future__ import annotations
 
+import itertools
+import math
 import platform
 import re
 from collections.abc import Iterator, Sequence
@@ -22,22 +24,15 @@ from prometheus_client import (
     disable_created_metrics,
     generate_latest,
 )
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
+
+from baton.sched.histogram import GAP_BUCKETS, STAGE_BUCKETS, TOKEN_BUCKETS
+from baton.sched.stats import HISTOGRAMS
+from baton.server.messages import HistogramColumns
 
 PREFIX = "baton_"
-
-
-def exponential(first: float, factor: float, last: float) -> tuple[float, ...]:
-    out = [first]
-    while out[-1] < last:
-        out.append(float(f"{out[-1] * factor:.4g}"))
-    return tuple(out)
-
-
-STAGE_BUCKETS = exponential(0.001, 1.6, 600.0)
-ITL_BUCKETS = exponential(0.0005, 1.6, 2.0)
-TOKEN_BUCKETS = exponential(1.0, 2.0, 2.0**18)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +46,10 @@ class Spec:
     buckets: tuple[float, ...] = ()
 
 
+def _rank_histogram(name: str, help: str, labels: tuple[str, ...] = ()) -> Spec:
+    return Spec(name, "histogram", help, labels, HISTOGRAMS[name])
+
+
 FRONT = (
     Spec(
         "http_requests",
@@ -60,7 +59,7 @@ FRONT = (
     ),
     Spec("requests_in_flight", "gauge", "requests this process is working on", ("endpoint",)),
     Spec("ttft_seconds", "histogram", "arrival of the request to its first token", ("endpoint",), STAGE_BUCKETS),
-    Spec("itl_seconds", "histogram", "mean gap between tokens of one delivery", (), ITL_BUCKETS),
+    Spec("itl_seconds", "histogram", "mean gap between tokens of one delivery", (), GAP_BUCKETS),
     Spec("e2e_seconds", "histogram", "arrival of the request to the end of its answer", ("endpoint",), STAGE_BUCKETS),
     Spec("prompt_tokens", "counter", "prompt tokens of answered requests"),
     Spec("cached_prompt_tokens", "counter", "of these, tokens that prefill did not compute for the request"),
@@ -90,9 +89,28 @@ RANK = (
     Spec("prompt_tokens_computed", "counter", "prompt tokens that went through the model"),
     Spec("generated_tokens", "counter", "tokens sampled"),
     Spec("retractions", "counter", "running requests sent back to the waiting queue for memory"),
-    Spec("deadline_missed", "counter", "first tokens that came after the request's ttft_deadline_ms"),
+    Spec(
+        "deadline_missed",
+        "counter",
+        "first tokens past ttft_deadline_ms (ttft), requests timed out (total)",
+        ("kind",),
+    ),
     Spec("preemptions", "counter", "running requests sent back to the waiting queue for one of higher priority"),
     Spec("suspensions", "counter", "requests suspended by POST /v1/requests/{rid}/suspend"),
+    Spec("starving_requests", "gauge", "requests that wait too long while later ones are admitted", ("class",)),
+    Spec("priority_starvation", "counter", "requests that were starving at any time", ("class",)),
+    Spec(
+        "priority_preemption",
+        "counter",
+        "running requests sent back to the queue, by their class and the class they made room for",
+        ("class", "by", "reason"),
+    ),
+    Spec("request_retraction_reasons", "counter", "the same: memory, priority, slots, admin", ("reason",)),
+    Spec("recomputed_tokens", "counter", "tokens computed again because their request was sent back"),
+    _rank_histogram("priority_waiting_time_seconds", "arrival of a request to its first admission", ("class",)),
+    _rank_histogram("request_overtaken", "later requests that were admitted before this one"),
+    _rank_histogram("decode_stall_seconds", "gaps between tokens of a running request in which other work was done"),
+    _rank_histogram("deadline_slack_seconds", "time left to ttft_deadline_ms at the first token, negative if late"),
     Spec("kv_rooms", "gauge", "live KV transfers by state", ("state",)),
     Spec("kv_leases", "gauge", "P: finished prompts whose pages wait for D"),
     Spec("kv_peers", "gauge", "connected nodes of the other role"),
@@ -121,12 +139,12 @@ class _RankCollector(Collector):
     """Renders what the ranks reported last. Names outside RANK pass too, with a help text that says so."""
 
     def __init__(self) -> None:
-        self.reports: dict[int, tuple[dict[str, float], dict[str, float]]] = {}
+        self.reports: dict[int, tuple[dict[str, float], dict[str, float], dict[str, HistogramColumns]]] = {}
 
     def collect(self) -> Iterator[Metric]:
         specs = {s.name: s for s in RANK}
         families: dict[str, Metric] = {}
-        for dp_rank, (gauges, counters) in sorted(self.reports.items()):
+        for dp_rank, (gauges, counters, histograms) in sorted(self.reports.items()):
             for table, family in ((gauges, GaugeMetricFamily), (counters, CounterMetricFamily)):
                 for key, value in table.items():
                     name, _, rest = key.partition("{")
@@ -136,10 +154,18 @@ class _RankCollector(Collector):
                         text = specs[name].help if name in specs else "reported by the rank"
                         families[name] = family(PREFIX + name, text, labels=["dp_rank", *labels])
                     families[name].add_metric([str(dp_rank), *labels.values()], value)  # type: ignore[attr-defined]
+            for key, columns in histograms.items():
+                name, _, rest = key.partition("{")
+                labels = dict(_LABEL.findall(rest))
+                if name not in families:
+                    families[name] = HistogramMetricFamily(PREFIX + name, specs[name].help, labels=["dp_rank", *labels])
+                families[name].add_metric(  # type: ignore[attr-defined]
+                    [str(dp_rank), *labels.values()], _cumulated(specs[name].buckets, columns.counts), columns.sum
+                )
         yield from families.values()
         for spec in COMPAT:
             compat = GaugeMetricFamily(spec.name, spec.help, labels=["dp_rank"])
-            for dp_rank, (gauges, _) in sorted(self.reports.items()):
+            for dp_rank, (gauges, _, _) in sorted(self.reports.items()):
                 found = [gauges[key] for key in _COMPAT_SOURCES[spec.name] if key in gauges]
                 if found:
                     compat.add_metric([str(dp_rank)], sum(found))
@@ -147,6 +173,11 @@ class _RankCollector(Collector):
 
     def describe(self) -> Sequence[Metric]:
         return ()
+
+
+def _cumulated(bounds: Sequence[float], counts: Sequence[int]) -> list[tuple[str, float]]:
+    """Prometheus' form: for each upper bound all observations up to it."""
+    return list(zip(map(floatToGoString, (*bounds, math.inf)), itertools.accumulate(counts), strict=True))
 
 
 class Metrics:
@@ -184,9 +215,15 @@ class Metrics:
             return Histogram(name, spec.help, spec.labels, buckets=spec.buckets, registry=self.registry)
         return Gauge(name + ("_info" if spec.kind == "info" else ""), spec.help, spec.labels, registry=self.registry)
 
-    def report(self, dp_rank: int, gauges: dict[str, float], counters: dict[str, float]) -> None:
+    def report(
+        self,
+        dp_rank: int,
+        gauges: dict[str, float],
+        counters: dict[str, float],
+        histograms: dict[str, HistogramColumns] | None = None,
+    ) -> None:
         """What a rank said last; empty tables when it died."""
-        self._ranks.reports[dp_rank] = (gauges, counters)
+        self._ranks.reports[dp_rank] = (gauges, counters, histograms or {})
 
     def text(self) -> bytes:
         return generate_latest(self.registry)

@@ -35,6 +35,7 @@ from baton.server.messages import (
     Abort,
     Control,
     Fatal,
+    HistogramColumns,
     Logprobs,
     Ready,
     Reply,
@@ -261,12 +262,15 @@ class RankProcess:
         gauges = self.engine.gauges()
         counters = dict(self.engine.counters)
         counters["retractions_total"] = self.engine.sched.retractions
-        counters["deadline_missed_total"] = self.engine.sched.ttft_deadlines_missed
         counters["preemptions_total"] = self.engine.sched.preemptions
         counters["suspensions_total"] = self.engine.sched.suspensions
         if self._node is not None:
             flatten_transfer_stats(json.loads(self._node.stats_json()), gauges, counters)
-        self._send(Stats(self.dp_rank, gauges, counters))
+        stats = self.engine.sched.stats
+        gauges.update(stats.gauges())
+        counters.update(stats.counters())
+        histograms = {name: HistogramColumns(h.counts, h.sum) for name, h in stats.histograms().items()}
+        self._send(Stats(self.dp_rank, gauges, counters, histograms))
 
 
 def flatten_transfer_stats(stats: dict[str, Any], gauges: dict[str, float], counters: dict[str, float]) -> None:

@@ -27,6 +27,7 @@ from baton.server.messages import (
     Abort,
     Control,
     Fatal,
+    HistogramColumns,
     Logprobs,
     Ready,
     Reply,
@@ -67,6 +68,7 @@ class Rank:
     info: dict[str, Any] = field(default_factory=dict)
     gauges: dict[str, float] = field(default_factory=dict)
     counters: dict[str, float] = field(default_factory=dict)
+    histograms: dict[str, HistogramColumns] = field(default_factory=dict)
     sinks: dict[int, Sink] = field(default_factory=dict)
     tokens_in_flight: int = 0
     """Prompt tokens + answer limit of what it works on: the load that balancing compares."""
@@ -205,7 +207,7 @@ class Ranks:
             self._tokens(message)
         elif isinstance(message, Stats):
             rank = self.ranks[message.dp_rank]
-            rank.gauges, rank.counters = message.gauges, message.counters
+            rank.gauges, rank.counters, rank.histograms = message.gauges, message.counters, message.histograms
             self.on_stats(rank)
         elif isinstance(message, Reply):
             _, future = self._controls.get(message.id, (None, None))
@@ -251,7 +253,7 @@ class Ranks:
         if rank.dead is not None:
             return
         rank.dead, rank.ready = why, False
-        rank.gauges, rank.counters = {}, {}
+        rank.gauges, rank.counters, rank.histograms = {}, {}, {}
         self.on_stats(rank)
         log.error("rank %d is gone: %s; %d requests fail", dp_rank, why, len(rank.sinks))
         for handle, sink in list(rank.sinks.items()):

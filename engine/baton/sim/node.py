@@ -183,7 +183,7 @@ class SimNode:
         flight = self._flight.popleft()
         self.now = max(self.now, flight.ends)
         tokens = [answer_token(row.handle) for row in flight.plan.rows if row.sample]
-        self.sched.commit(flight.plan, StepResult(tokens))
+        self.sched.commit(flight.plan, StepResult(tokens), self.now)
         self.sched.observe(flight.plan, flight.seconds)
         self._absorb()
 

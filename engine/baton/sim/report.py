@@ -53,6 +53,8 @@ class Summary:
     """Share of the simulated time in which the device computed."""
     retractions: int
     preemptions: int
+    starved: int
+    """Requests that waited for longer than --starvation-threshold-ms while later ones were admitted."""
     steps: int
     simulated_seconds: float
     decisions: str
@@ -86,6 +88,7 @@ def summarise(
         utilisation=node.busy_seconds / span if span > 0 else 0.0,
         retractions=node.sched.retractions,
         preemptions=node.sched.preemptions,
+        starved=node.sched.stats.starved.total(),
         steps=node.steps,
         simulated_seconds=span,
         decisions=node.decisions,
@@ -121,7 +124,7 @@ def table(summaries: Sequence[Summary]) -> str:
     for row in rows:
         cells = [row[0].ljust(widths[0])] + [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
         lines.append("  ".join(cells).rstrip())
-    lines += [_endings(s) for s in summaries if s.refused or s.timed_out or s.retractions or s.preemptions]
+    lines += [_endings(s) for s in summaries if s.refused or s.timed_out or s.retractions or s.preemptions or s.starved]
     return "\n".join(lines)
 
 
@@ -154,6 +157,7 @@ def _quantiles(stat: Stat | None, unit: float) -> tuple[str, str, str, str]:
 
 def _endings(s: Summary) -> str:
     counts = {
-        "refused": s.refused, "timed out": s.timed_out, "retractions": s.retractions, "preemptions": s.preemptions
+        "refused": s.refused, "timed out": s.timed_out, "retractions": s.retractions, "preemptions": s.preemptions,
+        "starved": s.starved,
     }  # fmt: skip
     return f"{s.policy}: " + ", ".join(f"{count} {what}" for what, count in counts.items() if count)

@@ -1,0 +1,29 @@
+"""Bands of priority: a few names for all integers, so that metrics and load reports stay small.
+
+A band reaches from its lower edge up to the next one; its name is that edge. Values are normalised (larger is better,
+sched.policy.PriorityRule.base); a request without a priority is "default" and ranks below every given value.
+"""
+
+from __future__ import annotations
+
+import bisect
+
+from baton.sched.policy import LOWEST_PRIORITY, PriorityRule
+from baton.sched.seq import Seq
+
+EDGES = (-1024, -256, -64, -16, -4, 0, 1, 4, 16, 64, 256, 1024)
+"""Powers of four: sharp where priorities are usually given, a band each for what is far off."""
+DEFAULT = "default"
+
+
+def band(value: float) -> str:
+    """The band's name, e.g. "4" for 4 to 15; "low" below all edges; "default" for a missing priority."""
+    if value <= LOWEST_PRIORITY:
+        return DEFAULT
+    at = bisect.bisect_right(EDGES, value)
+    return str(EDGES[at - 1]) if at else "low"
+
+
+def class_of(seq: Seq, rule: PriorityRule) -> str:
+    """The request's label in metrics: its band where priorities count, else the one class that there is."""
+    return band(rule.base(seq)) if rule.enabled else DEFAULT
