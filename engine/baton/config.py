@@ -74,8 +74,11 @@ class EngineConfig:
     max_total_tokens: int = opt(0, "KV pool size per DP rank; 0: sized from kv-pool-mib [tokens]")
     kv_pool_mib: int = opt(128, "memory of the KV pool per DP rank when max-total-tokens is 0 [MiB]")
     max_running_requests: int = opt(64, "most requests decoding at once per DP rank")
-    max_queued_requests: int = opt(4096, "most requests waiting per DP rank; more are answered 503")
+    max_queued_requests: int = opt(4096, "most requests waiting per DP rank; more are answered 503 with Retry-After")
     max_queued_tokens: int | None = opt(None, "most prompt tokens waiting per DP rank; more are answered 503 [tokens]")
+    queue_timeout_secs: float = opt(
+        0.0, "a request that has waited this long without having started is answered 503; 0: never [s]"
+    )
     chunked_prefill_size: int = opt(512, "token budget of one step: decode rows first, then prompt chunks [tokens]")
     max_prefill_tokens: int = opt(16384, "most prompt tokens in one step, whatever the chunk size [tokens]")
     prefill_max_requests: int | None = opt(None, "most prompts that one step may work on")
@@ -94,8 +97,8 @@ class EngineConfig:
     default_deadline_ms: int = opt(60000, "edf: first-token deadline of requests that state none [ms]")
     deadline_miss_action: str = opt(
         "demote",
-        "edf: a request that cannot meet its deadline sorts last, or keeps its place",
-        choices=("demote", "keep"),
+        "a request that cannot meet its ttft_deadline_ms: edf sorts it last, or keeps its place; or it ends with 504",
+        choices=("demote", "keep", "abort"),
     )
     max_partial_prefills: int = opt(
         4, "srpt-aging, edf: most prompts under way at once (they hold pages while suspended)"
@@ -227,6 +230,10 @@ def _violations(c: EngineConfig) -> list[str]:
         "preemption_min_remaining_tokens",
     ):
         rule(getattr(c, name) >= 0, f"{flag_name(name)} {getattr(c, name)}: must not be negative")
+    rule(
+        0 <= c.queue_timeout_secs < 1e9,
+        f"--queue-timeout-secs {c.queue_timeout_secs}: must not be negative; 0 switches it off",
+    )
     rule(
         c.max_queued_tokens is None or c.max_queued_tokens >= 1,
         f"--max-queued-tokens {c.max_queued_tokens}: must be at least 1",

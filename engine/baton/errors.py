@@ -78,6 +78,10 @@ class QueueFull(EngineError):
     code, status, type = "queue_full", 503, "overloaded_error"
 
 
+class QueueTimeout(EngineError):
+    code, status, type = "queue_timeout", 503, "overloaded_error"
+
+
 class Draining(EngineError):
     code, status, type = "draining", 503, "overloaded_error"
 
@@ -92,6 +96,12 @@ class EngineDead(EngineError):
 
 class RequestTimeout(EngineError):
     code, status = "timeout", 504
+
+
+class DeadlineMissed(EngineError):
+    """The first token did not come in the time that the client gave (--deadline-miss-action abort)."""
+
+    code, status = "deadline", 504
 
 
 class Aborted(EngineError):

@@ -66,6 +66,7 @@ def test_mistakes_end_the_program_with_2(argv: list[str], capsys: pytest.Capture
         ({"short_first_output_weight": "1.5"}, "--short-first-output-weight 1.5: use auto, or a number from 0 to 1"),
         ({"priority_aging_max": -1.0, "priority_aging_rate": 1.0}, "--priority-aging-max -1.0: must not be negative"),
         ({"priority_aging_max": 5.0}, "--priority-aging-max 5.0: needs a --priority-aging-rate above 0"),
+        ({"queue_timeout_secs": -1.0}, "--queue-timeout-secs -1.0: must not be negative; 0 switches it off"),
         ({"default_priority": 2**31}, "--default-priority 2147483648: use an integer between"),
     ],
 )

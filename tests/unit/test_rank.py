@@ -18,7 +18,7 @@ def one(handle: int, token: int, finish: FinishReason | None = None) -> Emitted:
 def test_token_batch_round_trips_as_columns() -> None:
     outputs = [
         Emitted(7, (5,), None, 3, TokenLogprobs(-0.5, (5, 6), (-0.5, -1.0))),
-        Emitted(9, (), FinishReason.ERROR, 0, error=("timeout", "too late")),
+        Emitted(9, (), FinishReason.ERROR, 0, error=("timeout", "too late"), retry_after_secs=4),
     ]
     batch = to_front_decoder.decode(encoder.encode(token_batch(outputs)))
     assert batch.handles == [7, 9]
@@ -28,6 +28,7 @@ def test_token_batch_round_trips_as_columns() -> None:
     assert array("i", batch.cached_tokens).tolist() == [3, 0]
     assert batch.logprobs[0].top_ids == [[5, 6]]
     assert batch.errors == {1: ("timeout", "too late")}
+    assert batch.retry_after == {1: 4}
 
 
 def test_stream_interval_groups_tokens_but_delays_neither_first_nor_last() -> None:

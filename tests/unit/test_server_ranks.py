@@ -142,14 +142,16 @@ def test_rows_reach_their_sinks_and_a_finish_ends_them(tmp_path: Path) -> None:
 def test_error_rows_become_typed_errors(tmp_path: Path) -> None:
     async def scene(stage: Stage) -> None:
         await stage.ready()
-        sinks = [Recorder() for _ in range(4)]
+        sinks = [Recorder() for _ in range(6)]
         handles = [stage.submit(s, 0) for s in sinks]
-        finishes = [4, 4, 3, 4]
-        errors = {0: ("queue_full", "full"), 1: ("no_such_code", "x")}
-        await stage.say(batch([(h, [], f) for h, f in zip(handles, finishes, strict=True)], errors=errors))
+        finishes = [4, 4, 3, 4, 4, 4]
+        errors = {0: ("queue_full", "full"), 1: ("no_such_code", "x"), 4: ("queue_timeout", "x"), 5: ("deadline", "x")}
+        rows = [(h, [], f) for h, f in zip(handles, finishes, strict=True)]
+        await stage.say(batch(rows, errors=errors, retry_after={4: 17, 5: 3}))
         await until(lambda: all(s.errors for s in sinks))
-        assert [s.errors[0].code for s in sinks] == ["queue_full", "internal_error", "aborted", "internal_error"]
-        assert sinks[0].errors[0].retry_after_secs == 1
+        codes = ["queue_full", "internal_error", "aborted", "internal_error", "queue_timeout", "deadline"]
+        assert [s.errors[0].code for s in sinks] == codes
+        assert [s.errors[0].retry_after_secs for s in sinks] == [1, None, None, None, 17, None]
 
     play(tmp_path, scene)
 

@@ -20,6 +20,8 @@ class Emitted:
     logprobs: TokenLogprobs | None = None
     error: tuple[str, str] | None = None
     """(error code, message) when finish is ERROR."""
+    retry_after_secs: int | None = None
+    """With an error of overload: when to come back."""
 
 
 @dataclass(frozen=True, slots=True)

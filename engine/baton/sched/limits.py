@@ -26,6 +26,10 @@ class Limits:
     prefill_first: bool = False
     max_queued_tokens: int | None = None
     """Most prompt tokens waiting in all."""
+    queue_timeout_secs: float = 0.0
+    """Longest wait of a request that has not started [s]; 0: no limit."""
+    aborts_missed_deadlines: bool = False
+    """A request without its first token at its ttft_deadline ends with an error."""
     policy_params: PolicyParams = field(default_factory=PolicyParams)
     priority: PriorityRule = field(default_factory=PriorityRule)
     max_partial_prefills: int = 4

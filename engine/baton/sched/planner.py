@@ -18,6 +18,7 @@ from array import array
 from collections.abc import Iterator
 
 from baton.sched.plan import UNKNOWN_TOKEN, Admitted, Row, StepPlan, Stop
+from baton.sched.policy import work
 from baton.sched.preempt import priority_victims, retraction_victim
 from baton.sched.seq import Seq, SeqState
 from baton.sched.state import State
@@ -109,7 +110,7 @@ class Planner:
             if pages is None:
                 memory.cache.unlock(match.node)
                 return
-            state.opening.discard(seq)
+            state.dequeue(seq)
             seq.to(SeqState.TRANSFER)
             state.stats.on_admitted(seq, state.now)
             state.transfer[seq.handle] = seq
@@ -170,6 +171,9 @@ class Planner:
             if limit is not None and started >= limit:
                 return Stop.MAX_REQUESTS
             is_new = seq.state is SeqState.WAITING
+            if is_new and self._is_too_late(seq):
+                self._state.miss_deadline(seq)
+                continue
             if is_new:
                 # One that cannot be admitted blocks those behind it; prompts under way go on.
                 blocked = self._admit(seq)
@@ -221,6 +225,16 @@ class Planner:
             else:
                 room -= 1
             yield seq
+
+    def _is_too_late(self, seq: Seq) -> bool:
+        """Under --deadline-miss-action abort: no first token can come in time any more, so nothing is begun."""
+        deadline = seq.req.ttft_deadline
+        if deadline is None or seq.has_started or not self._limits.aborts_missed_deadlines:
+            return False
+        view = self._state.view()
+        if not view.computed_tokens:
+            return False  # the rate is not measured yet
+        return view.now + work(seq, view) / view.prefill_rate > deadline
 
     def _chunk(self, seq: Seq, budget: int) -> int:
         """Tokens of this prompt to compute now: all, or whole pages so that chunks end at page boundaries."""
@@ -286,6 +300,7 @@ class Planner:
         seq.sent_pages = len(seq.pages)
         seq.computed = start + n
         seq.inflight_steps += 1
+        seq.has_started = True
         if row.sample:
             # The token before this one is known or in flight; from now on the newest unknown one is this row's.
             seq.inflight += 1

@@ -30,6 +30,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
 from baton.cache.radix import Probe
+from baton.request import Validated
 from baton.sched.dfs_weight import dfs_weight_keys
 from baton.sched.estimate import CLIP_NEW_TOKENS
 from baton.sched.mix import uniform
@@ -324,7 +325,10 @@ class PriorityRule:
 
     def base(self, seq: Seq) -> int:
         """Priority with larger meaning better: what preemption and queue limits compare."""
-        stated = self.default if seq.req.priority is None else seq.req.priority
+        return self.base_of(seq.req)
+
+    def base_of(self, req: Validated) -> int:
+        stated = self.default if req.priority is None else req.priority
         if stated is None:
             return LOWEST_PRIORITY
         return -stated if self.low_values_first else stated

@@ -11,13 +11,21 @@ free + cached + locked + private pages = capacity (`ledger()`).
 
 from __future__ import annotations
 
-import heapq
 from array import array
 from collections.abc import Sequence
 
 from baton.cache.ledger import PageLedger
-from baton.errors import DuplicateRoom, EngineError, PromptTooLong, QueueFull, RequestTimeout, WrongState
+from baton.errors import (
+    DuplicateRoom,
+    EngineError,
+    PromptTooLong,
+    QueueFull,
+    QueueTimeout,
+    RequestTimeout,
+    WrongState,
+)
 from baton.request import FinishReason, Validated
+from baton.sched.deadlines import Deadlines, Kind
 from baton.sched.events import Emitted, Event, PagesFinal, PrefillDone
 from baton.sched.limits import Limits
 from baton.sched.plan import StepPlan, StepResult, TokenLogprobs
@@ -34,7 +42,7 @@ class Scheduler:
         self.limits = limits
         self._state = State(limits)
         self._planner = Planner(self._state)
-        self._deadlines: list[tuple[float, int]] = []
+        self._deadlines = Deadlines(with_first_token=limits.aborts_missed_deadlines)
 
     # ------------------------------------------------------------------ ingress
 
@@ -42,8 +50,8 @@ class Scheduler:
         """Queue a request.
 
         Raises:
-            PromptTooLong: it could never run here. QueueFull: max_queued_requests are waiting. DuplicateRoom: its
-            bootstrap room is in use.
+            PromptTooLong: it could never run here. DuplicateRoom: its bootstrap room is in use. QueueFull: the limits
+            of the queue are reached; with priorities, less important requests may end with it instead.
         """
         state, limits = self._state, self.limits
         prompt_len = len(req.prompt)
@@ -52,49 +60,34 @@ class Scheduler:
                 f"prompt has {prompt_len} tokens, the KV pool of this engine holds {limits.capacity_tokens}; shorten "
                 "it or start the engine with a larger --max-total-tokens"
             )
-        self._check_queue(prompt_len)
         meet = req.rendezvous
         if meet is not None and meet.room in state.rooms:
             raise DuplicateRoom(
                 f"bootstrap room {meet.room} is in use by another request; draw a new one", param="bootstrap_room"
             )
+        self._make_room(req)
         is_lease = limits.role == "prefill" and meet is not None
         limit = 1 if is_lease else min(req.params.max_new_tokens, limits.capacity_tokens - prompt_len)
         seq = Seq(req, array("i", req.prompt), limit, is_lease=is_lease, born_tokens=state.computed_tokens)
         state.seqs[req.handle] = seq
         if meet is not None:
             state.rooms[meet.room] = seq
-        self._watch_deadline(req)
+        self._deadlines.watch(req, state.seqs, len(state.seqs))
         if meet is not None and limits.role == "decode":
             state.open(seq)
         else:
             state.enqueue(seq)
 
-    def _check_queue(self, prompt_len: int) -> None:
-        state, limits = self._state, self.limits
-        queued = len(state.waiting) + len(state.opening)
-        if queued >= limits.max_queued_requests:
-            raise QueueFull(
-                f"{queued} requests are waiting, the limit is {limits.max_queued_requests}; retry later or raise "
-                "--max-queued-requests",
-                retry_after_secs=1,
+    def _make_room(self, req: Validated) -> None:
+        state = self._state
+        now = max(state.now, req.arrival)
+        for seq in state.door.make_room(req, now, state.prefill_rate):
+            retry = state.door.retry_after(now, state.prefill_rate)
+            error = QueueFull(
+                f"request {seq.req.rid} left the full queue for one of higher priority; retry after {retry} s",
+                retry_after_secs=retry,
             )
-        limit_tokens = limits.max_queued_tokens
-        if limit_tokens is not None and state.queued_tokens + prompt_len > limit_tokens:
-            raise QueueFull(
-                f"{state.queued_tokens} prompt tokens are waiting and this request brings {prompt_len}, the limit is "
-                f"{limit_tokens}; retry later or raise --max-queued-tokens",
-                retry_after_secs=1,
-            )
-
-    def _watch_deadline(self, req: Validated) -> None:
-        if req.deadline is None:
-            return
-        heapq.heappush(self._deadlines, (req.deadline, req.handle))
-        seqs = self._state.seqs
-        if len(self._deadlines) > 1024 + 2 * len(seqs):
-            self._deadlines = [entry for entry in self._deadlines if entry[1] in seqs]
-            heapq.heapify(self._deadlines)
+            state.end_with_error(seq, error, "NO_CAPACITY")
 
     def abort(self, handle: int, code: str = "CLIENT_GONE") -> None:
         """Stop a request and free what it holds; unknown or finished handles are ignored. No Emitted follows."""
@@ -137,20 +130,34 @@ class Scheduler:
     # ------------------------------------------------------------------ deadlines and failures
 
     def expire(self, now: float) -> None:
-        """End every request whose deadline has passed with a `timeout` error."""
-        while self._deadlines and self._deadlines[0][0] <= now:
-            _, handle = heapq.heappop(self._deadlines)
+        """End every request that has run out of time, or has waited for longer than --queue-timeout-secs."""
+        state = self._state
+        for handle, kind in self._deadlines.passed(now):
             seq = self._alive(handle)
-            if seq is not None:
-                error = RequestTimeout(
+            if seq is None:
+                continue
+            if kind is Kind.WHOLE:
+                error: EngineError = RequestTimeout(
                     f"request {seq.req.rid} passed its deadline while {seq.state.value}; "
                     "retry, or raise --request-timeout-secs"
                 )
-                self._state.stats.on_timeout()
-                self._state.end_with_error(seq, error, "DEADLINE")
+                state.stats.on_timeout()
+                state.end_with_error(seq, error, "DEADLINE")
+            elif len(seq.tokens) == seq.prompt_len:
+                state.miss_deadline(seq)
+        for seq in state.door.overdue(now):
+            retry = state.door.retry_after(now, state.prefill_rate)
+            waited = self.limits.queue_timeout_secs
+            error = QueueTimeout(
+                f"request {seq.req.rid} waited {waited:g} s and had not started, the limit of --queue-timeout-secs; "
+                f"retry after {retry} s",
+                retry_after_secs=retry,
+            )
+            state.end_with_error(seq, error, "NO_CAPACITY")
 
     def next_deadline(self) -> float | None:
-        return self._deadlines[0][0] if self._deadlines else None
+        coming = [at for at in (self._deadlines.next(), self._state.door.next_due()) if at is not None]
+        return min(coming, default=None)
 
     def fail(self, handle: int, error: EngineError, code: str = "DEADLINE") -> None:
         """End a request with an error; `code` is the reason given to the transfer peer."""
@@ -174,6 +181,7 @@ class Scheduler:
         del state.transfer[seq.handle]
         del state.rooms[room]
         state.run(seq)
+        seq.has_started = True
         seq.cached_tokens = cached_tokens
         seq.computed = seq.committed = seq.prompt_len
         state.memory.publish(seq)
@@ -321,6 +329,16 @@ class Scheduler:
     def preemptions(self) -> int:
         """Running requests sent back to the queue for one of higher priority, since the start."""
         return self._state.preemptions
+
+    def turned_away(self) -> dict[str, float]:
+        """Counters: waiting requests that ended without having started, by reason."""
+        door = self._state.door
+        return {
+            'queue_turned_away_total{reason="refused"}': door.refused,
+            'queue_turned_away_total{reason="evicted"}': door.evicted,
+            'queue_turned_away_total{reason="timeout"}': door.timed_out,
+            'queue_turned_away_total{reason="deadline"}': self._state.deadline_aborts,
+        }
 
     @property
     def suspensions(self) -> int:

@@ -85,6 +85,8 @@ class Seq:
     """Prompt tokens found in the cache when the request first ran; -1: has not run."""
     born_tokens: int = 0
     """Prompt tokens the engine had computed when this request arrived."""
+    has_started: bool = False
+    """A step has computed some of it, its KV has arrived, or an operator suspended it: it is never turned away."""
     retractions: int = 0
     preemptions: int = 0
     finish: FinishReason | None = None

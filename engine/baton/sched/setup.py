@@ -38,7 +38,7 @@ def limits(config: EngineConfig, num_pages: int) -> Limits:
             ),
             srpt_aging=c.srpt_aging,
             default_deadline_secs=c.default_deadline_ms / 1000,
-            demote_hopeless=c.deadline_miss_action == "demote",
+            demote_hopeless=c.deadline_miss_action != "keep",
         ),
         priority=PriorityRule(
             enabled=c.enable_priority_scheduling,
@@ -54,6 +54,8 @@ def limits(config: EngineConfig, num_pages: int) -> Limits:
         preemption_min_remaining_tokens=c.preemption_min_remaining_tokens,
         max_queued_tokens=c.max_queued_tokens,
         starvation_secs=c.starvation_threshold_ms / 1000,
+        queue_timeout_secs=c.queue_timeout_secs,
+        aborts_missed_deadlines=c.deadline_miss_action == "abort",
         conservativeness=c.schedule_conservativeness,
         radix_cache=not c.disable_radix_cache,
         eviction=c.radix_eviction_policy,

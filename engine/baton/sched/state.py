@@ -15,9 +15,10 @@ from array import array
 from collections import deque
 
 from baton.cache.ledger import PageLedger
-from baton.errors import EngineError
+from baton.errors import DeadlineMissed, EngineError
 from baton.request import FinishReason
 from baton.sched.bands import class_of
+from baton.sched.door import Door
 from baton.sched.events import AbortTransfer, Emitted, Event, GrantPages, OpenTransfer
 from baton.sched.limits import Limits
 from baton.sched.memory import Memory
@@ -39,7 +40,7 @@ class State:
         self.prefill_rate = INITIAL_PREFILL_RATE
         self.computed_tokens = 0
         """Prompt tokens computed since the start."""
-        self.queued_tokens = 0
+        self.door = Door(limits)
         self.planned_step = 0
         self.committed_step = 0
         self.seqs: dict[int, Seq] = {}
@@ -61,6 +62,7 @@ class State:
         self.retractions = 0
         self.preemptions = 0
         self.suspensions = 0
+        self.deadline_aborts = 0
 
     def view(self) -> View:
         return View(
@@ -77,19 +79,21 @@ class State:
 
     def enqueue(self, seq: Seq) -> None:
         self.waiting.add(seq)
-        self.queued_tokens += seq.prompt_len
+        self.door.enter(seq, seq.prompt_len, self.now)
         self.stats.on_queued(seq, self.now)
 
     def dequeue(self, seq: Seq) -> None:
-        if seq in self.waiting:
-            self.waiting.discard(seq)
-            self.queued_tokens -= seq.prompt_len
+        """Out of the waiting or the opening queue; one that is in neither is ignored."""
+        self.waiting.discard(seq)
+        self.opening.discard(seq)
+        self.door.leave(seq, self.now)
 
     def open(self, seq: Seq) -> None:
         """D: shake hands with P at once; pages come later, so that a full D delays no P."""
         seq.state = SeqState.OPENING
         self.opening.add(seq)
         self.stats.on_queued(seq, self.now)
+        self.door.enter(seq, 0, self.now)
         self.outbox.append(OpenTransfer(seq.req))
 
     # ------------------------------------------------------------------ running
@@ -161,6 +165,7 @@ class State:
         """WAITING or RUNNING → SUSPENDED: out of the queue and off the device until `resume`."""
         self.suspensions += 1
         self.stats.on_suspended(seq, "admin")
+        seq.has_started = True
         if seq.state is SeqState.WAITING:
             self.dequeue(seq)
         elif seq.is_lease and seq.pages:
@@ -211,7 +216,7 @@ class State:
         if has_room and code:
             self.outbox.append(AbortTransfer(seq.req, code))
         if seq.state in (SeqState.OPENING, SeqState.TRANSFER):
-            self.opening.discard(seq)
+            self.dequeue(seq)
             self.transfer.pop(seq.handle, None)
             self._free_slot(seq)
             self.stats.on_ended(seq)
@@ -224,9 +229,25 @@ class State:
         """`end`, and tell the client why."""
         seq.finish = FinishReason.ERROR
         self.outbox.append(
-            Emitted(seq.handle, (), FinishReason.ERROR, max(seq.cached_tokens, 0), error=(error.code, error.message))
+            Emitted(
+                seq.handle,
+                (),
+                FinishReason.ERROR,
+                max(seq.cached_tokens, 0),
+                error=(error.code, error.message),
+                retry_after_secs=error.retry_after_secs,
+            )
         )
         self.end(seq, code)
+
+    def miss_deadline(self, seq: Seq) -> None:
+        """End a request whose first token did not come, or cannot come, in the time that its client gave."""
+        self.deadline_aborts += 1
+        late = DeadlineMissed(
+            f"request {seq.req.rid} was {seq.state.value} and its first token cannot come within its "
+            "ttft_deadline_ms any more; retry with a longer one, or start the engine with --deadline-miss-action demote"
+        )
+        self.end_with_error(seq, late, "DEADLINE")
 
     def forget(self, seq: Seq) -> None:
         """Publish what is worth keeping, free the rest and drop the sequence."""
@@ -234,7 +255,6 @@ class State:
             self.memory.publish(seq)
         self._let_go(seq)
         self.dequeue(seq)
-        self.opening.discard(seq)
         for table in (
             self.transfer, self.running, self.suspended, self.parked, self.leased, self.closing, self.seqs,
         ):  # fmt: skip

@@ -75,6 +75,8 @@ class TokenBatch(msgspec.Struct, tag="tokens"):
     """Row index → logprobs, only for rows that asked."""
     errors: dict[int, tuple[str, str]] = {}
     """Row index → (error code of baton.errors, message), for rows with finish = ERROR."""
+    retry_after: dict[int, int] = {}
+    """Row index → seconds, for errors of overload that say when to come back."""
 
 
 class Reply(msgspec.Struct, tag="reply"):

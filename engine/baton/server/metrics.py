@@ -95,6 +95,13 @@ RANK = (
         "first tokens past ttft_deadline_ms (ttft), requests timed out (total)",
         ("kind",),
     ),
+    Spec(
+        "queue_turned_away",
+        "counter",
+        "waiting requests that ended with an error: refused (queue full), evicted (for a higher priority), timeout, "
+        "deadline",
+        ("reason",),
+    ),
     Spec("preemptions", "counter", "running requests sent back to the waiting queue for one of higher priority"),
     Spec("suspensions", "counter", "requests suspended by POST /v1/requests/{rid}/suspend"),
     Spec("starving_requests", "gauge", "requests that wait too long while later ones are admitted", ("class",)),

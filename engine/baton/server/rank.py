@@ -224,7 +224,9 @@ class RankProcess:
         try:
             self.engine.submit(req)
         except EngineError as err:
-            self._send(token_batch([Emitted(req.handle, (), FinishReason.ERROR, 0, error=(err.code, err.message))]))
+            given = (err.code, err.message)
+            refused = Emitted(req.handle, (), FinishReason.ERROR, 0, error=given, retry_after_secs=err.retry_after_secs)
+            self._send(token_batch([refused]))
 
     def _control(self, message: Control) -> Reply:
         if message.op == "flush_cache":
@@ -264,6 +266,7 @@ class RankProcess:
         counters["retractions_total"] = self.engine.sched.retractions
         counters["preemptions_total"] = self.engine.sched.preemptions
         counters["suspensions_total"] = self.engine.sched.suspensions
+        counters.update(self.engine.sched.turned_away())
         if self._node is not None:
             flatten_transfer_stats(json.loads(self._node.stats_json()), gauges, counters)
         stats = self.engine.sched.stats
@@ -326,6 +329,7 @@ def token_batch(outputs: list[Emitted]) -> TokenBatch:
         cached_tokens=array("i", [out.cached_tokens for out in outputs]).tobytes(),
         logprobs=logprobs,
         errors=errors,
+        retry_after={row: out.retry_after_secs for row, out in enumerate(outputs) if out.retry_after_secs is not None},
     )
 
 

@@ -239,7 +239,7 @@ class Ranks:
                 self._forget(handle)
             try:
                 if finish in (FinishReason.ERROR, FinishReason.ABORT):
-                    sink.on_error(_error(finish, batch.errors.get(row)))
+                    sink.on_error(_error(finish, batch.errors.get(row), batch.retry_after.get(row, 1)))
                 else:
                     sink.on_tokens(mine, cached[row], batch.logprobs.get(row), finish)
             except Exception:  # one request's trouble must not cost the other rows of the batch
@@ -277,11 +277,11 @@ class Ranks:
             socket.close(linger=0)
 
 
-def _error(finish: FinishReason, given: tuple[str, str] | None) -> EngineError:
+def _error(finish: FinishReason, given: tuple[str, str] | None, retry_after_secs: int) -> EngineError:
     """The rank's code and message as the exception that carries them to the client."""
     default = ("aborted", "the request was aborted")
     if finish is FinishReason.ERROR:
         default = ("internal_error", "the rank gave no reason")
     code, text = given or default
     cls = by_code(code)
-    return cls(text, retry_after_secs=1 if cls.status in (429, 503) else None)
+    return cls(text, retry_after_secs=retry_after_secs if cls.status in (429, 503) else None)

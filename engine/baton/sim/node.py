@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from baton.errors import EngineError
+from baton.errors import EngineError, QueueFull
 from baton.request import FinishReason, Rendezvous, SamplingParams, Validated
 from baton.sched.events import Emitted, PrefillDone
 from baton.sched.limits import Limits
@@ -204,7 +204,7 @@ class SimNode:
         record.answer_tokens += len(event.tokens) * self.setting.scale
         if event.finish is not None:
             record.finished = self.now
-            record.outcome = Outcome.TIMED_OUT if event.finish is FinishReason.ERROR else Outcome.COMPLETED
+            record.outcome = _outcome(event)
             self.done += 1
 
     def _jump(self) -> bool:
@@ -220,3 +220,10 @@ class SimNode:
             return False
         self.now = max(self.now, min(coming))
         return True
+
+
+def _outcome(event: Emitted) -> Outcome:
+    """Of a request's last event; one that lost its place to a higher priority was refused, only later."""
+    if event.finish is not FinishReason.ERROR or event.error is None:
+        return Outcome.COMPLETED
+    return Outcome.REFUSED if event.error[0] == QueueFull.code else Outcome.TIMED_OUT

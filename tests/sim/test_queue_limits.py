@@ -1,0 +1,278 @@
+"""The door of the queue: who is turned away when it is full, after which wait, and when they should come back."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from array import array
+
+import pytest
+
+from baton.errors import DuplicateRoom, QueueFull
+from baton.request import FinishReason, Validated
+from baton.sched.door import Door, MovingRate
+from baton.sched.limits import Limits
+from baton.sched.policy import PriorityRule
+from baton.sched.seq import Seq
+from tests.support.sched_sim import Node, request
+
+RULE = PriorityRule(enabled=True, preemption_threshold=5)
+
+
+def limits(**over: object) -> Limits:
+    values: dict[str, object] = {
+        "num_pages": 100, "page_size": 2, "max_running_requests": 1, "max_queued_requests": 3, "step_tokens": 16,
+        "priority": RULE,
+    }  # fmt: skip
+    return Limits(**(values | over))  # type: ignore[arg-type]
+
+
+def ask(handle: int, priority: int | None = None, length: int = 5, **over: object) -> Validated:
+    req = request(handle, [handle % 5] * length, 40, ignore_eos=True)
+    return dataclasses.replace(req, priority=priority, **over)  # type: ignore[arg-type]
+
+
+def full_node(*priorities: int | None, **over: object) -> Node:
+    """Request 0 runs in the only slot; the others wait."""
+    node = Node(limits(**over), depth=1)
+    node.sched.add(ask(0, 9))
+    node.step()
+    for handle, priority in enumerate(priorities, 1):
+        node.sched.add(ask(handle, priority))
+    return node
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_victims_are_the_least_important_newest_first_and_only_if_strictly_worse(seed: int) -> None:
+    rng = random.Random(seed)
+    lim = limits(max_queued_requests=rng.randint(1, 12), max_queued_tokens=rng.choice([None, 40, 60]), priority=RULE)
+    door = Door(lim)
+    inside: dict[int, Seq] = {}
+    for handle in range(300):
+        now = handle / 4
+        req = dataclasses.replace(
+            request(handle, [1] * rng.randint(1, 25), 1), arrival=now, priority=rng.choice([None, 0, 1, 2])
+        )
+
+        def excess(gone: list[Seq], req: Validated = req) -> bool:
+            tokens = sum(s.prompt_len for s in inside.values() if s not in gone)
+            too_many = len(inside) - len(gone) + 1 > lim.max_queued_requests
+            most = lim.max_queued_tokens or 10**9
+            return too_many or (tokens > 0 and tokens + len(req.prompt) > most)
+
+        worse = [s for s in inside.values() if not s.has_started and RULE.base(s) < RULE.base_of(req)]
+        worse.sort(key=lambda s: (RULE.base(s), -s.req.arrival))
+        expected: list[Seq] = []
+        while excess(expected) and len(expected) < len(worse):
+            expected.append(worse[len(expected)])
+        if excess(expected):
+            with pytest.raises(QueueFull):
+                door.make_room(req, now, 100.0)
+            assert len(door) == len(inside)
+        else:
+            assert door.make_room(req, now, 100.0) == expected
+            for gone in expected:
+                door.leave(gone, now)
+                del inside[gone.handle]
+            inside[handle] = Seq(req, req.prompt, 1, has_started=rng.random() < 0.2)
+            door.enter(inside[handle], len(req.prompt), now)
+        if inside and rng.random() < 0.3:
+            gone = inside.pop(rng.choice(list(inside)))
+            door.leave(gone, now)
+            door.leave(gone, now)
+        assert door.queued_tokens == sum(s.prompt_len for s in inside.values())
+
+
+def test_a_full_queue_gives_the_newest_of_the_least_important_up() -> None:
+    node = full_node(1, 0, 0)
+    node.sched.add(ask(4, 2))
+    node.absorb()
+    code, message = node.errors[3]
+    assert code == "queue_full"
+    assert "left the full queue for one of higher priority; retry after" in message
+    assert node.sched.turned_away()['queue_turned_away_total{reason="evicted"}'] == 1
+    with pytest.raises(QueueFull, match="3 requests are waiting, the limit is 3") as caught:
+        node.sched.add(ask(5, 0))
+    assert caught.value.retry_after_secs is not None
+    node.run()
+    assert sorted(node.finished) == [0, 1, 2, 3, 4]
+    assert [h for h, why in node.finished.items() if why is FinishReason.ERROR] == [3]
+
+
+def test_without_priorities_the_newcomer_is_refused() -> None:
+    node = full_node(1, 0, 0, priority=PriorityRule())
+    with pytest.raises(QueueFull):
+        node.sched.add(ask(4, 9))
+
+
+def test_too_few_victims_are_none_and_a_long_prompt_may_wait_alone() -> None:
+    node = full_node(0, 0, 3, max_queued_tokens=15)
+    with pytest.raises(QueueFull):
+        node.sched.add(ask(4, 3, length=11))
+    node.absorb()
+    assert not node.errors, "without 1 and 2 there would be room for 10 tokens"
+    node.sched.add(ask(5, 4, length=40))
+    node.absorb()
+    assert sorted(node.errors) == [1, 2, 3]
+    with pytest.raises(QueueFull, match="40 prompt tokens are waiting and this request brings 1, the limit is 15"):
+        node.sched.add(ask(6, 4, length=1))
+
+
+def test_another_reason_to_refuse_costs_nobody_the_place() -> None:
+    node = Node(limits(role="decode", max_queued_requests=1), depth=1)
+    node.sched.add(dataclasses.replace(request(1, [1] * 5, 4, room=7), priority=0))
+    with pytest.raises(DuplicateRoom):
+        node.sched.add(dataclasses.replace(request(2, [1] * 5, 4, room=7), priority=9))
+    node.absorb()
+    assert not node.errors
+
+
+def test_a_preempted_request_keeps_its_place_in_a_full_queue() -> None:
+    node = full_node(max_queued_requests=1)
+    node.sched.add(ask(1, 20))
+    node.step()
+    assert node.sched.preemptions == 1
+    with pytest.raises(QueueFull):
+        node.sched.add(ask(2, 15))
+    node.run()
+    assert node.finished[0] is FinishReason.LENGTH
+
+
+@pytest.mark.parametrize("role", ["null", "decode"])
+def test_who_has_not_started_in_time_leaves_with_queue_timeout(role: str) -> None:
+    room = 7 if role == "decode" else None
+    node = Node(limits(role=role, queue_timeout_secs=10.0), depth=1)
+    node.sched.add(ask(0, arrival=0.0))
+    node.sched.plan(0.0)
+    waiting = dataclasses.replace(request(1, [1] * 5, 4, room=room), arrival=2.0)
+    node.sched.add(waiting)
+    node.sched.plan(2.5)
+    assert node.sched.next_deadline() in (10.0, 12.0)
+    node.sched.expire(11.9)
+    node.absorb()
+    assert not node.errors, "request 0 runs"
+    assert node.sched.next_deadline() == 12.0
+    node.sched.expire(12.0)
+    node.absorb()
+    assert node.errors[1][0] == "queue_timeout"
+    assert "waited 10 s and had not started" in node.errors[1][1]
+    assert node.sched.next_deadline() is None
+    assert node.sched.counts()["waiting" if role == "null" else "opening"] == 0
+    assert [a.code for a in node.aborts] == (["NO_CAPACITY"] if room else [])
+
+
+def test_retracted_requests_wait_as_long_as_they_must() -> None:
+    node = full_node(max_queued_requests=3, queue_timeout_secs=1.0)
+    node.sched.add(ask(1, 20, arrival=0.5))
+    node.step()
+    node.sched.expire(100.0)
+    node.absorb()
+    assert not node.errors, "0 was preempted, 1 runs"
+    assert node.sched.counts()["waiting"] == 1
+
+
+def test_a_suspended_request_is_never_turned_away() -> None:
+    node = full_node(0, 0, queue_timeout_secs=1.0, max_queued_requests=2)
+    node.sched.suspend([1])
+    node.sched.expire(50.0)
+    node.absorb()
+    assert sorted(node.errors) == [2]
+    node.sched.resume([1])
+    node.sched.expire(99.0)
+    node.sched.add(ask(3, 5))
+    with pytest.raises(QueueFull):
+        node.sched.add(ask(4, 5))
+    node.absorb()
+    assert sorted(node.errors) == [2]
+
+
+def test_no_timeout_by_default() -> None:
+    node = full_node(0)
+    assert node.sched.next_deadline() is None
+    node.sched.expire(1e9)
+    node.absorb()
+    assert not node.errors
+
+
+def test_retry_after_is_the_time_until_the_queue_has_moved_far_enough() -> None:
+    door = Door(limits(max_queued_requests=100, max_queued_tokens=None))
+    seqs = []
+    for handle in range(40):
+        req = ask(handle, length=20)
+        seqs.append(Seq(req, req.prompt, 1))
+        door.enter(seqs[-1], 20, 0.0)
+    assert door.retry_after(0.0, prefill_rate=10.0) == 2, "nothing has moved: 20 tokens at 10/s"
+    for i, seq in enumerate(seqs[:30]):
+        door.leave(seq, 4.0 * (i + 1))
+    assert 3 < door.retry_after(120.0, 10.0) <= 5, "one in 4 s"
+    assert 18 < door.retry_after(120.0, 10.0, requests=5) < 22
+    assert 37 < door.retry_after(120.0, 10.0, tokens=200) < 43
+    assert door.retry_after(120.0, 10.0, requests=1000) == 60, "bounded"
+    assert Door(limits()).retry_after(0.0, 1e6) == 1, "bounded"
+
+
+def test_moving_rate_forgets_the_past() -> None:
+    rate = MovingRate(horizon_secs=10.0)
+    assert rate.per_second(5.0) == (0.0, 0.0)
+    rate.start(0.0)
+    for second in range(1, 101):
+        for _ in range(8):
+            rate.left(100, float(second))
+    requests, tokens = rate.per_second(100.0)
+    assert requests == pytest.approx(8.0, rel=0.06)
+    assert tokens == pytest.approx(800.0, rel=0.06)
+    for second in range(101, 201):
+        rate.left(100, float(second))
+    assert rate.per_second(200.0)[0] == pytest.approx(1.0, rel=0.06)
+
+
+def test_deadline_abort_ends_what_has_no_first_token_in_time() -> None:
+    node = Node(limits(max_running_requests=2, aborts_missed_deadlines=True), depth=1)
+    node.sched.add(ask(0, ttft_deadline=5.0))
+    node.step()
+    node.sched.add(ask(1, length=100, ttft_deadline=6.0))
+    node.sched.add(ask(2, ttft_deadline=90.0))
+    assert node.sched.next_deadline() == 5.0
+    node.sched.expire(5.5)
+    node.absorb()
+    assert not node.errors, "request 0 has its first token"
+    node.sched.expire(6.0)
+    node.absorb()
+    assert node.errors[1][0] == "deadline"
+    node.run()
+    assert node.finished[2] is FinishReason.LENGTH
+    assert node.sched.turned_away()['queue_turned_away_total{reason="deadline"}'] == 1
+
+
+@pytest.mark.parametrize(("aborts", "ended"), [(True, [1]), (False, [])])
+def test_what_cannot_make_its_deadline_is_not_begun(aborts: bool, ended: list[int]) -> None:
+    node = Node(limits(max_running_requests=4, step_tokens=4, aborts_missed_deadlines=aborts), depth=1)
+    node.sched.add(ask(0))
+    plan = node.sched.plan(0.0)
+    assert plan is not None
+    node.sched.commit(plan, node.device.execute(plan))
+    for _ in range(200):  # 4 tokens in 2 s
+        node.sched.observe(plan, 2.0)
+    node.sched.add(ask(1, length=60, arrival=1.0, ttft_deadline=20.0))
+    node.sched.plan(1.0)
+    node.absorb()
+    assert sorted(node.errors) == ended, "60 tokens take 30 s"
+
+
+def test_a_deadline_passes_in_the_opening_queue_too() -> None:
+    node = Node(limits(role="decode", aborts_missed_deadlines=True), depth=1)
+    node.sched.add(dataclasses.replace(request(0, [1] * 5, 4, room=3), ttft_deadline=2.0))
+    node.sched.expire(2.0)
+    node.absorb()
+    assert node.errors[0][0] == "deadline"
+    assert [a.code for a in node.aborts] == ["DEADLINE"]
+
+
+def test_the_door_keeps_no_books_of_those_who_left() -> None:
+    door = Door(limits(max_queued_requests=10, queue_timeout_secs=1e6))
+    for handle in range(20_000):
+        req = dataclasses.replace(request(0, [1], 1), handle=handle, priority=0, prompt=array("i", [1]))
+        seq = Seq(req, req.prompt, 1)
+        door.enter(seq, 1, 0.0)
+        door.leave(seq, 0.0)
+    assert max(len(door._least), len(door._due)) <= 1025
