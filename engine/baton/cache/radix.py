@@ -4,7 +4,8 @@ Life of a cached page:
  1. A request computes (or receives) pages and `insert`s them: the tree owns them from then on. Publishing a page while
     the step that fills it is computed is fine: in every layer KV is written before this or a later step reads it.
  2. `match` finds the longest cached prefix of another request; `lock` keeps its path from eviction while it is used.
- 3. `reuse` remembers, for the eviction policy, that a request did start with them.
+ 3. `reuse` remembers, for the eviction policy, that a request did start with them. `settle` tells which pages have
+    been computed since: the others are only scheduled.
  4. `unlock` makes the path evictable again; `evict` frees tails of leaves through the allocator, in the order of the
     eviction policy (eviction.py; least recently used first by default).
 
@@ -129,7 +130,10 @@ class RadixCache:
         self._roots: dict[bytes, Node] = {}
         self._nowhere = Node(None, b"", array("i"), 0, 0)
         """Stands for "nothing matched": a root of no namespace, so that misses create no state."""
-        self._clock = 0
+        self.clock = 0
+        """Ticks with every use; what was published later has a larger `created`."""
+        self.settled = 0
+        """Pages created up to this moment have been computed."""
         self._serial = 0
         self._policy = eviction_policy(eviction)
         self._heap: list[tuple[Key, int, Node]] = []
@@ -227,16 +231,27 @@ class RadixCache:
         self._raise_priority(node, priority)
         return Inserted(node, existing, not_taken)
 
-    def reuse(self, node: Node, priority: int = LOWEST_PRIORITY, beyond: Node | None = None) -> None:
+    def reuse(self, node: Node, priority: int = LOWEST_PRIORITY, beyond: Node | None = None) -> int:
         """A request of this priority starts with the pages up to `node` (of a match), those up to `beyond` excepted.
 
         Matching alone does not count: the planner may look many times before it admits. O(depth).
+
+        Returns:
+            How many of these pages are not settled: scheduled by a step that has not committed.
         """
         self._raise_priority(node, priority)
+        fresh = 0
         at = node
         while at.parent is not None and at is not beyond:
             at.reuses += 1
+            if at.created > self.settled:
+                fresh += len(at.pages)
             at = at.parent
+        return fresh
+
+    def settle(self, clock: int) -> None:
+        """What was published up to this moment of `clock` has been computed now."""
+        self.settled = max(self.settled, clock)
 
     def lock(self, node: Node) -> None:
         """Keep `node` and its ancestors from eviction until as many `unlock`s. O(depth)."""
@@ -344,7 +359,7 @@ class RadixCache:
     def _attach(self, parent: Node, key: bytes, pages: array[int]) -> Node:
         self._serial += 1
         self.version += 1
-        leaf = Node(parent, key, pages, self._clock + 1, self._serial)
+        leaf = Node(parent, key, pages, self.clock + 1, self._serial)
         parent.children[key[: self._page_bytes]] = leaf
         self.evictable_pages += len(pages)
         self._offer(leaf)
@@ -383,10 +398,10 @@ class RadixCache:
 
     def _touch(self, node: Node) -> None:
         """Mark the path to `node` as used now; a parent's stamp is thereby never older than its children's."""
-        self._clock += 1
+        self.clock += 1
         leaf = node
         while node.parent is not None:
-            node.stamp = self._clock
+            node.stamp = self.clock
             node = node.parent
         if self._policy.falls_with_use and leaf.queued is not None:
             self._offer(leaf)

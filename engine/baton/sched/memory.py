@@ -7,6 +7,8 @@ A sequence's pages, in the order of its tokens:
 
 (private pages below `published` exist too: where the tree already had the same tokens, both copies live on.)
 
+Prompt tokens that need no computing are counted where a sequence gets them (`share`), by source.
+
 Invariants: free + cached + locked + private = capacity; `new_pages` lists what got a new owner since `start_plan`.
 """
 
@@ -20,7 +22,17 @@ from baton.cache.radix import Match, RadixCache
 from baton.sched.estimate import NewTokenRatio
 from baton.sched.limits import Limits
 from baton.sched.policy import cached_tokens
-from baton.sched.seq import Seq
+from baton.sched.seq import Seq, SeqState
+
+HIT_SOURCES = ("device", "in_flight", "decode_tree", "rematch")
+"""Where the pages came from that a sequence did not compute:
+
+device       this node's tree, computed earlier (admission, or between two chunks of a prompt)
+in_flight    this node's tree, scheduled by a step that had not committed yet: prompts that arrive together
+decode_tree  D: its own tree, so that P does not send them
+rematch      found again by a request that had let go of its pages (retraction, preemption, suspension): no saving over
+             a run without them, and counted in no request's cached_tokens
+"""
 
 
 def ceil_div(a: int, b: int) -> int:
@@ -35,6 +47,7 @@ class Memory:
         self._priority = limits.priority
         self.ratio = NewTokenRatio(limits.conservativeness)
         self.new_pages: array[int] = array("i")
+        self.hit_tokens = dict.fromkeys(HIT_SOURCES, 0)
 
     def start_plan(self) -> None:
         self.new_pages = array("i")
@@ -92,12 +105,24 @@ class Memory:
 
     def share(self, seq: Seq, match: Match) -> None:
         """Let a sequence use a locked prefix in place of, and beyond, the pages it has."""
-        if not (seq.retractions or seq.preemptions):  # a request that finds its own pages again is no reuse
-            self.cache.reuse(match.node, self._priority.base(seq), beyond=seq.node)
+        self._count_hit(seq, match)
         if seq.node is not None:
             self.cache.unlock(seq.node)
         seq.node, seq.published = match.node, len(match.pages)
         seq.pages.extend(match.pages[len(seq.pages) :])
+
+    def _count_hit(self, seq: Seq, match: Match) -> None:
+        tokens = (len(match.pages) - len(seq.pages)) * self.page_size
+        if seq.has_let_go:
+            self.hit_tokens["rematch"] += tokens
+            return
+        fresh = self.cache.reuse(match.node, self._priority.base(seq), beyond=seq.node) * self.page_size
+        if seq.state is SeqState.TRANSFER:
+            self.hit_tokens["decode_tree"] += tokens
+            return
+        self.hit_tokens["in_flight"] += fresh
+        self.hit_tokens["device"] += tokens - fresh
+        seq.cached_tokens = max(seq.cached_tokens, 0) + tokens
 
     def extend(self, seq: Seq, tokens: int) -> bool:
         """Make room for the sequence's first `tokens` tokens. False: there is none, nothing changed."""
@@ -145,6 +170,7 @@ class Memory:
 
     def let_go(self, seq: Seq) -> None:
         """Free what a sequence holds; what it published stays cached."""
+        seq.has_let_go = True
         if seq.private:
             self.allocator.free(array("i", sorted(seq.private)))
             seq.private.clear()

@@ -43,6 +43,7 @@ class Planner:
         state = self._state
         state.now = now
         state.stats.on_plan(now)
+        state.settle()
         self._admit_transfers()
         state.release_grants()
         self._memory.start_plan()
@@ -71,9 +72,8 @@ class Planner:
         self._prefill_was_last = num_decode == 0
         if num_decode:
             self._memory.ratio.on_decode_step()
-        state.planned_step += 1
         return StepPlan(
-            state.planned_step,
+            state.step_planned(),
             tuple(rows),
             num_decode,
             tuple(admitted),
@@ -262,8 +262,6 @@ class Planner:
             return None
         memory.share(seq, match)
         seq.computed = match.num_tokens
-        if seq.cached_tokens < 0:
-            seq.cached_tokens = match.num_tokens
         return None
 
     def _pages_for(self, seq: Seq, cached_pages: int) -> int:

@@ -235,7 +235,7 @@ class Scheduler:
         state = self._state
         state.now = max(state.now, now)
         assert plan.step == state.committed_step + 1, "steps are committed in order"
-        state.committed_step = plan.step
+        state.step_committed(plan.step)
         state.computed_tokens += plan.num_tokens - plan.num_decode
         sampled = 0
         for row in plan.rows:
@@ -259,6 +259,7 @@ class Scheduler:
                 self._take_token(seq, token, logprobs)
         state.stats.on_step(plan, state.now)
         state.release_grants()
+        state.settle()
 
     def _take_token(self, seq: Seq, token: int, logprobs: TokenLogprobs | None) -> None:
         state = self._state
@@ -344,6 +345,11 @@ class Scheduler:
     def suspensions(self) -> int:
         """Requests suspended by an operator, since the start."""
         return self._state.suspensions
+
+    @property
+    def hit_tokens(self) -> dict[str, int]:
+        """Tokens that sequences found in the cache, since the start, by source (sched.memory.HIT_SOURCES)."""
+        return self._state.memory.hit_tokens
 
     @property
     def new_token_ratio(self) -> float:

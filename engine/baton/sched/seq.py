@@ -82,7 +82,9 @@ class Seq:
     announced_pages: int = 0
     """P: prompt pages already offered to D."""
     cached_tokens: int = -1
-    """Prompt tokens found in the cache when the request first ran; -1: has not run."""
+    """Prompt tokens that this request got from the cache instead of computing them; -1: has not run."""
+    has_let_go: bool = False
+    """It had pages and gave them up: what it finds in the cache now may be its own work."""
     born_tokens: int = 0
     """Prompt tokens the engine had computed when this request arrived."""
     has_started: bool = False

@@ -59,6 +59,8 @@ class State:
         self.outbox: list[Event] = []
         self._grants: deque[tuple[int, Seq, GrantPages]] = deque()
         self.stats = SchedStats(limits.starvation_secs, lambda seq: class_of(seq, limits.priority))
+        self._clocks: deque[int] = deque()
+        """The tree's clock at the end of each plan in flight."""
         self.retractions = 0
         self.preemptions = 0
         self.suspensions = 0
@@ -74,6 +76,24 @@ class State:
             self.memory.ratio.estimate,
             self.limits.capacity_tokens,
         )
+
+    # ------------------------------------------------------------------ steps
+
+    def step_planned(self) -> int:
+        """Number the step that was planned just now."""
+        self.planned_step += 1
+        self._clocks.append(self.memory.cache.clock)
+        return self.planned_step
+
+    def step_committed(self, step: int) -> None:
+        """What had been published when this step was planned has been computed."""
+        self.committed_step = step
+        self.memory.cache.settle(self._clocks.popleft())
+
+    def settle(self) -> None:
+        """With no step in flight, everything published has been computed (or has arrived)."""
+        if self.planned_step == self.committed_step:
+            self.memory.cache.settle(self.memory.cache.clock)
 
     # ------------------------------------------------------------------ waiting
 

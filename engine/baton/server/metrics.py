@@ -87,6 +87,12 @@ RANK = (
     Spec("engine_steps", "counter", "forward passes"),
     Spec("engine_step_seconds", "counter", "time from launch to commit of forward passes"),
     Spec("prompt_tokens_computed", "counter", "prompt tokens that went through the model"),
+    Spec(
+        "cached_prompt_tokens_by_source",
+        "counter",
+        "tokens found in the cache: device, in_flight, decode_tree, rematch (docs/scheduling/cache.md)",
+        ("source",),
+    ),
     Spec("generated_tokens", "counter", "tokens sampled"),
     Spec("retractions", "counter", "running requests sent back to the waiting queue for memory"),
     Spec(

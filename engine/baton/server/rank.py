@@ -265,6 +265,8 @@ class RankProcess:
         counters = dict(self.engine.counters)
         counters["retractions_total"] = self.engine.sched.retractions
         counters["preemptions_total"] = self.engine.sched.preemptions
+        for source, tokens in self.engine.sched.hit_tokens.items():
+            counters[f'cached_prompt_tokens_by_source_total{{source="{source}"}}'] = tokens
         counters["suspensions_total"] = self.engine.sched.suspensions
         counters.update(self.engine.sched.turned_away())
         if self._node is not None:
