@@ -165,3 +165,16 @@ def test_same_inputs_same_plans() -> None:
         return plans
 
     assert trace() == trace()
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "srpt-aging", "edf"])
+def test_short_prompts_fill_the_budget_however_few_may_stay_unfinished(policy: str) -> None:
+    node = Node(Limits(400, 4, 32, 100, 64, policy=policy, max_partial_prefills=2, role="prefill"), depth=1)
+    for handle in range(24):
+        node.sched.add(request(handle, [handle % VOCAB] * (handle % 3) + [4] * 8, 1, room=handle))
+    plan = node.sched.plan()
+    assert plan is not None
+    assert plan.num_tokens > 60
+    node.flight.append(plan)
+    node.run()
+    assert node.steps < 4

@@ -29,6 +29,11 @@ def wants_row(seq: Seq) -> bool:
     return seq.extend_tokens > 0 and seq.generated < seq.max_new_tokens
 
 
+def is_partial(seq: Seq) -> bool:
+    """Is part of the prompt still to be computed by a later step?"""
+    return not seq.is_decoding and wants_row(seq)
+
+
 class Planner:
     def __init__(self, state: State) -> None:
         self._state = state
@@ -203,7 +208,7 @@ class Planner:
     def _prefill_candidates(self) -> Iterator[Seq]:
         """Prompts under way, then the waiting queue in policy order; or both in policy order if it re-decides."""
         state = self._state
-        unfinished = [s for s in state.running.values() if not s.is_decoding and wants_row(s)]
+        unfinished = [s for s in state.running.values() if is_partial(s)]
         # A retracted sequence with a row in flight waits for that step's commit.
         if not state.policy.redecides_chunks:
             yield from unfinished
@@ -214,17 +219,26 @@ class Planner:
                     yield seq
             return
         ahead, room = len(unfinished), self._limits.max_partial_prefills - len(unfinished)
+        passed: list[Seq] = []
         for seq in state.waiting.in_order(unfinished):
-            may_admit = room > 0 and state.slots and not self._is_blocked
-            if not ahead and not may_admit:
-                return
-            if seq.state is not SeqState.WAITING:
-                ahead -= 1
-            elif not may_admit or seq.inflight_steps:
+            is_new = seq.state is SeqState.WAITING
+            may_admit = state.slots and not self._is_blocked
+            if not ahead and (room <= 0 or not may_admit):
+                break
+            if is_new and (seq.inflight_steps or not may_admit):
                 continue
-            else:
-                room -= 1
+            if is_new and room <= 0:
+                passed.append(seq)
+                continue
+            ahead -= not is_new
             yield seq
+            # Only a prompt that this step leaves unfinished takes room.
+            room += (not is_new) - (seq.state is SeqState.RUNNING and is_partial(seq))
+        for seq in passed:
+            if room <= 0 or not state.slots or self._is_blocked:
+                return
+            yield seq
+            room -= is_partial(seq)
 
     def _is_too_late(self, seq: Seq) -> bool:
         """Under --deadline-miss-action abort: no first token can come in time any more, so nothing is begun."""
