@@ -6,53 +6,9 @@ import random
 
 import pytest
 
-from baton.errors import KvTransferFailed
 from baton.sched.limits import Limits
+from tests.support.sched_pair import Relay
 from tests.support.sched_sim import VOCAB, Node, random_prompt, reference, request
-
-
-class Relay:
-    """Copies granted pages from P's memory to D's one by one; a room may break at any point before its commit."""
-
-    def __init__(self, p: Node, d: Node, rng: random.Random, break_rate: float) -> None:
-        self.p, self.d, self.rng, self.break_rate = p, d, rng, break_rate
-        self.copied: dict[int, int] = {}
-        self.broken: set[int] = set()
-        self.over: set[int] = set()
-
-    def tick(self) -> None:
-        for room in self.over & self.p.done.keys():
-            self.p.sched.release(room)  # D was gone before P had finished: the lease expires
-        for abort in self.d.aborts:
-            assert abort.req.rendezvous
-            self.close(abort.req.rendezvous.room)
-        self.d.aborts.clear()
-        for room, grant in list(self.d.grants.items()):
-            if self.rng.random() < self.break_rate:
-                self.broken.add(room)
-                self.d.sched.transfer_failed(room, KvTransferFailed("the wire was cut"))
-                self.close(room, tell_d=False)
-                continue
-            ready = self.p.final_pages.get(room, {})
-            at = self.copied.get(room, 0)
-            while at < len(grant.pages) and grant.start_page + at in ready and self.rng.random() < 0.7:
-                page, content = ready[grant.start_page + at]
-                assert self.p.device.memory[page][: len(content)] == content, "P changed a page it had announced"
-                self.d.device.memory[grant.pages[at]] = list(content)
-                at += 1
-            self.copied[room] = at
-            done = self.p.done.get(room)
-            if at == len(grant.pages) and done is not None:
-                assert done.total_pages == grant.start_page + len(grant.pages)
-                self.d.sched.transfer_committed(room, done.token, done.cached_tokens, None)
-                self.close(room, tell_d=False)
-
-    def close(self, room: int, tell_d: bool = True) -> None:
-        self.over.add(room)
-        self.d.grants.pop(room, None)
-        self.p.sched.release(room)
-        if tell_d:
-            self.d.sched.transfer_closed(room)
 
 
 @pytest.mark.parametrize("seed", range(60))

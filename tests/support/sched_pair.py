@@ -1,0 +1,81 @@
+"""Two production schedulers, a prefill and a decode node, with a pretend transfer between their pretend devices."""
+
+from __future__ import annotations
+
+import math
+import random
+
+from baton.errors import KvTransferFailed
+from tests.support.sched_sim import Node
+
+
+class Relay:
+    """Copies granted pages from P's memory to D's one by one; a room may break at any point before its commit.
+
+    Whoever gives up first (a client, a deadline, the wire) the other side hears of it, as through kv_transfer. P gives
+    up a lease after `lease_ticks`: two full nodes may hold pages for each other's next prompt, which nothing else ends.
+    """
+
+    def __init__(self, p: Node, d: Node, rng: random.Random, break_rate: float, lease_ticks: float = math.inf) -> None:
+        self.p, self.d, self.rng, self.break_rate, self.lease_ticks = p, d, rng, break_rate, lease_ticks
+        self.ticks = 0
+        self.leased_at: dict[int, int] = {}
+        self.expired = 0
+        self.copied: dict[int, int] = {}
+        self.broken: set[int] = set()
+        self.over: set[int] = set()
+
+    def tick(self) -> None:
+        self.ticks += 1
+        for room in self.p.done.keys() - self.over:
+            if self.ticks - self.leased_at.setdefault(room, self.ticks) > self.lease_ticks:
+                self.expired += 1
+                self._break(room, "the lease expired")
+        for room in self.over & self.p.done.keys():
+            self.p.sched.release(room)  # D was gone before P had finished: the lease expires
+        for abort in self.p.aborts:
+            assert abort.req.rendezvous
+            if abort.req.rendezvous.room not in self.over:
+                self._break(abort.req.rendezvous.room, "the prefill node gave up")
+        self.p.aborts.clear()
+        for abort in self.d.aborts:
+            assert abort.req.rendezvous
+            self.close(abort.req.rendezvous.room)
+        self.d.aborts.clear()
+        for room in self.over & self.d.opened.keys():
+            if self.d.sched.counts()["opening"] and room not in self.d.grants:
+                self._break(room, "the prefill node gave up before the decode node asked")
+            del self.d.opened[room]
+        for room in list(self.d.grants):
+            if self.rng.random() < self.break_rate:
+                self._break(room, "the wire was cut")
+            else:
+                self._copy(room)
+
+    def _break(self, room: int, why: str) -> None:
+        self.broken.add(room)
+        self.d.sched.transfer_failed(room, KvTransferFailed(why))
+        self.close(room, tell_d=False)
+
+    def _copy(self, room: int) -> None:
+        grant = self.d.grants[room]
+        ready = self.p.final_pages.get(room, {})
+        at = self.copied.get(room, 0)
+        while at < len(grant.pages) and grant.start_page + at in ready and self.rng.random() < 0.7:
+            page, content = ready[grant.start_page + at]
+            assert self.p.device.memory[page][: len(content)] == content, "P changed a page it had announced"
+            self.d.device.memory[grant.pages[at]] = list(content)
+            at += 1
+        self.copied[room] = at
+        done = self.p.done.get(room)
+        if at == len(grant.pages) and done is not None:
+            assert done.total_pages == grant.start_page + len(grant.pages)
+            self.d.sched.transfer_committed(room, done.token, done.cached_tokens, None)
+            self.close(room, tell_d=False)
+
+    def close(self, room: int, tell_d: bool = True) -> None:
+        self.over.add(room)
+        self.d.grants.pop(room, None)
+        self.p.sched.release(room)
+        if tell_d:
+            self.d.sched.transfer_closed(room)

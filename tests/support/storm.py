@@ -1,0 +1,267 @@
+"""Random weather for the scheduler: load, aborts in every state, deadlines, flushes and cut wires, on a small pool.
+
+`Weather` is a seed with the settings that matter; `ride` drives one node, or a prefill and a decode node, through it.
+Every plan is checked by tests.support.watched, every token by the pretend device, every ending here. The same weather
+gives the same plans, so its repr is all that a failure has to print.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import random
+from collections import Counter
+from dataclasses import dataclass, field
+
+from baton.errors import PromptTooLong
+from baton.request import FinishReason, Validated
+from baton.sched.limits import Limits
+from baton.sched.policy import POLICIES, PolicyParams, PriorityRule
+from tests.support.sched_pair import Relay
+from tests.support.sched_sim import VOCAB, Node, random_prompt, reference, request
+from tests.support.watched import WatchedScheduler
+
+LONGEST_PROMPT, LONGEST_ANSWER = 40, 30
+CROWD = 12
+"""Most requests alive at once."""
+TURN_SECS = 0.01
+LEASE_TICKS = 300
+
+
+@dataclass(frozen=True)
+class Weather:
+    seed: int
+    policy: str
+    role: str
+    """null, or pair: a prefill and a decode node."""
+    page: int
+    depth: int
+    priority: bool
+
+    def limits(self, rng: random.Random, role: str) -> Limits:
+        # 100 %: the whole crowd fits. 1 %: hardly one request does, the longest are refused.
+        share = rng.choice([0.01, 0.05, 0.1, 0.2, 0.4, 0.7, 1.0])
+        full = CROWD * -(-(LONGEST_PROMPT + LONGEST_ANSWER) // self.page)
+        return Limits(
+            num_pages=max(round(full * share), 2),
+            page_size=self.page,
+            max_running_requests=rng.choice([1, 2, 4, 8, CROWD]),
+            max_queued_requests=10_000,
+            step_tokens=self.page * rng.choice([1, 2, 3, 8, 40]),
+            prefill_max_requests=rng.choice([None, None, 1, 3]),
+            reserved_decode_tokens=rng.choice([0, 8, 512]),
+            role=role,
+            policy=self.policy,
+            conservativeness=rng.choice([0.05, 0.3, 1.0]),
+            radix_cache=rng.random() < 0.8,
+            prefill_first=rng.random() < 0.15,
+            policy_params=PolicyParams(
+                lpm_aging_tokens_per_s=rng.choice([0.0, 97.31]),
+                short_first_aging_tokens_per_s=rng.choice([0.0, 503.77]),
+                srpt_aging=rng.choice([0.0, 0.05]),
+                default_deadline_secs=rng.choice([0.2, 60.0]),
+                demote_hopeless=rng.random() < 0.7,
+            ),
+            priority=PriorityRule(
+                enabled=self.priority,
+                low_values_first=rng.random() < 0.3,
+                aging_rate=rng.choice([0.0, math.pi]),  # no ties but exact ones
+                preemption_threshold=rng.choice([0, 3]),
+            ),
+            max_partial_prefills=rng.choice([1, 4]),
+            preemption_publishes=rng.random() < 0.5,
+            max_preemptions_per_request=rng.choice([1, 8]),
+            preemption_min_remaining_tokens=rng.choice([0, 8]),
+        )
+
+
+def weathers(first_seed: int) -> list[Weather]:
+    """Every policy x role x page size x overlap x priority, each with its own seed."""
+    combinations = [
+        (policy, role, page, depth, priority)
+        for policy in POLICIES
+        for role in ("null", "pair")
+        for page in (1, 4, 16)
+        for depth in (1, 2)
+        for priority in (False, True)
+    ]
+    return [Weather(first_seed + i, *values) for i, values in enumerate(combinations)]
+
+
+@dataclass
+class Log:
+    """What a ride went through."""
+
+    steps: int = 0
+    digest: str = ""
+    checked: Counter[str] = field(default_factory=Counter)
+    endings: Counter[str] = field(default_factory=Counter)
+
+
+class Ride:
+    def __init__(self, weather: Weather) -> None:
+        self.weather = weather
+        self.rng = random.Random(weather.seed)
+        roles = ("prefill", "decode") if weather.role == "pair" else ("null",)
+        self.nodes = [self._node(weather.limits(self.rng, role)) for role in roles]
+        self.front = self.nodes[-1]
+        """The node that the client hears: the decode node of a pair."""
+        wire = self.rng.choice([0.0, 0.0, 0.01])
+        self.relay = (
+            Relay(self.nodes[0], self.nodes[1], self.rng, wire, LEASE_TICKS) if weather.role == "pair" else None
+        )
+        self.heads = [[self.rng.randrange(VOCAB) for _ in range(self.rng.randint(2, 30))] for _ in range(3)]
+        self.abort_rate = self.rng.choice([0.0, 0.02, 0.1])
+        self.turns = 0
+        self.want: dict[int, list[int]] = {}
+        self.gone: set[int] = set()
+        """Aborted by the client: it hears no more."""
+        self.refused: set[int] = set()
+        self.may_fail: set[int] = set()
+        """Half of the pair was told to stop, or there is a deadline: an error is a proper end."""
+        self.log = Log()
+
+    def _node(self, limits: Limits) -> Node:
+        node = Node(limits, self.weather.depth)
+        node.sched = WatchedScheduler(limits)
+        return node
+
+    # ------------------------------------------------------------------ the loop
+
+    def run(self, turns: int) -> Log:
+        for _ in range(turns):
+            if len(self.alive()) < CROWD and self.rng.random() < 0.5:
+                for _ in range(self.rng.choice([1, 1, 1, 4])):
+                    self.submit()
+            self.turn()
+            if self.rng.random() < self.abort_rate:
+                self.abort()
+            if self.rng.random() < 0.01:
+                self.rng.choice(self.nodes).sched.flush_cache()
+        for _ in range(5000):
+            if not self.alive() and all(self._rests(node) for node in self.nodes):
+                break
+            self.turn()
+        self.finish()
+        return self.log
+
+    def alive(self) -> set[int]:
+        return self.want.keys() - self.front.finished.keys() - self.gone - self.refused
+
+    @staticmethod
+    def _rests(node: Node) -> bool:
+        return node.sched.is_idle and not node.flight
+
+    def turn(self) -> None:
+        self.turns += 1
+        for node in self.nodes:
+            assert isinstance(node.sched, WatchedScheduler)
+            node.sched.clock = self.turns * TURN_SECS
+            node.sched.expire(node.sched.clock)
+            node.absorb()
+            node.step()
+        if self.relay is not None:
+            self.relay.tick()
+
+    def submit(self) -> None:
+        rng, handle = self.rng, len(self.want)
+        prompt = random_prompt(rng, self.heads, LONGEST_PROMPT)
+        plain = request(
+            handle, prompt, rng.randint(1, LONGEST_ANSWER), ignore_eos=rng.random() < 0.7,
+            room=1000 + handle if self.relay is not None else None,
+        )  # fmt: skip
+        now = self.turns * TURN_SECS
+        req = dataclasses.replace(
+            plain,
+            arrival=now,
+            priority=rng.choice([None, 0, 2, 5, 9]),
+            namespace=rng.choice([b"", b"", b"other"]),
+            deadline=now + rng.uniform(0.05, 2.0) if rng.random() < 0.1 else None,
+            ttft_deadline=now + rng.uniform(0.01, 0.5) if rng.random() < 0.5 else None,
+        )
+        room = self.front.limits.capacity_tokens - len(prompt)
+        self.want[handle] = reference(req.prompt, min(req.params.max_new_tokens, room), req.params.ignore_eos)
+        if req.deadline is not None:
+            self.may_fail.add(handle)
+        self._send(req)
+
+    def _send(self, req: Validated) -> None:
+        """To all nodes, in any order; one refusal ends the request everywhere, as the router would."""
+        nodes = self.rng.sample(self.nodes, len(self.nodes))
+        for node in nodes:
+            fits = len(req.prompt) + 1 <= node.limits.capacity_tokens
+            try:
+                node.sched.add(req)
+            except PromptTooLong:
+                assert not fits
+                for other in nodes:
+                    other.absorb()
+                    other.sched.abort(req.handle)
+                if req.handle not in self.front.finished:
+                    self.refused.add(req.handle)
+                return
+            assert fits, "an impossible request was let in"
+            if self.rng.random() < 0.3:
+                self.turn()
+
+    def abort(self) -> None:
+        """Any request of the last ones: waiting, running, in flight, leased, in transfer, or long finished."""
+        if not self.want:
+            return
+        handle = self.rng.randrange(max(len(self.want) - 2 * CROWD, 0), len(self.want))
+        for node in self.nodes:
+            node.absorb()
+        halves = self.nodes if self.rng.random() < 0.7 else [self.rng.choice(self.nodes)]
+        for node in halves:
+            seq = node.sched._state.seqs.get(handle)
+            if seq is not None:
+                in_flight = " in flight" if seq.inflight_steps else ""
+                self.log.checked[f"abort {node.limits.role} {seq.state.value}{in_flight}"] += 1
+        if self.front in halves:
+            if handle not in self.front.finished:
+                self.gone.add(handle)
+        else:
+            self.may_fail.add(handle)
+        for node in halves:
+            node.sched.abort(handle)
+            node.sched.ledger()
+
+    # ------------------------------------------------------------------ the end
+
+    def finish(self) -> None:
+        """Everybody was answered once, rightly, and nothing is held."""
+        if self.relay is not None:
+            self.log.checked["lease expired"] = self.relay.expired
+        front = self.front
+        assert not self.alive(), f"never answered: {sorted(self.alive())}, {[n.sched.counts() for n in self.nodes]}"
+        for handle, tokens in self.want.items():
+            got = front.outputs.get(handle, [])
+            end = front.finished.get(handle)
+            if handle in self.refused or handle in self.gone:
+                assert end is None
+                assert got == tokens[: len(got)], f"request {handle}: {got} is no beginning of {tokens}"
+            elif end is FinishReason.ERROR:
+                room_broke = self.relay is not None and 1000 + handle in self.relay.broken
+                assert handle in self.may_fail or room_broke, front.errors[handle]
+                assert got == tokens[: len(got)]
+            else:
+                assert got == tokens, f"request {handle}: {got} instead of {tokens}"
+            self.log.endings[end.name if end is not None else "REFUSED" if handle in self.refused else "GONE"] += 1
+        for node in self.nodes:
+            sched = node.sched
+            assert isinstance(sched, WatchedScheduler)
+            assert sched.is_idle, sched.counts()
+            sched.ledger().check_idle(node.limits.num_pages)
+            sched.flush_cache()
+            assert sched.ledger().free == node.limits.num_pages
+            self.log.steps += node.steps
+            self.log.checked += sched.checked
+            self.log.digest += sched.digest
+
+
+def ride(weather: Weather, turns: int) -> Log:
+    """Raises AssertionError naming the weather when a promise is broken."""
+    try:
+        return Ride(weather).run(turns)
+    except Exception as err:
+        raise AssertionError(f"{weather}, {turns} turns: {type(err).__name__}: {err}") from err

@@ -1,0 +1,341 @@
+"""A scheduler that checks itself around every plan: the promises of docs/architecture.md, computed a second time.
+
+Nothing here reuses the planner's arithmetic: orders, needs, holders and gaps are derived anew from the tables, naively.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections import Counter
+from dataclasses import dataclass
+
+import pytest
+
+from baton.sched.limits import Limits
+from baton.sched.mix import uniform
+from baton.sched.plan import StepPlan, StepResult
+from baton.sched.policy import HOPELESS, LOWEST_PRIORITY, Edf, ShortFirst, SrptAging
+from baton.sched.scheduler import Scheduler
+from baton.sched.seq import Seq, SeqState
+
+CACHE_AWARE = frozenset({"lpm", "short-first", "srpt-aging", "edf", "hrrn"})
+"""Orders that change when the tree does."""
+
+
+@dataclass
+class Fact:
+    """One waiting request as the orders see it."""
+
+    seq: Seq
+    cached: int
+    total: int
+    rest: int
+    waited: float
+    overtaken_work: int
+    drawn: float
+
+
+@dataclass
+class Before:
+    """What stood in the tables when a plan was asked for."""
+
+    facts: list[Fact]
+    ratio: float
+    retractions: int
+    preemptions: dict[int, int]
+    waiting: set[int]
+    decoding: set[int]
+    evictions: int
+
+
+class WatchedScheduler(Scheduler):
+    """`clock` is what plan and commit see as `now`."""
+
+    def __init__(self, limits: Limits) -> None:
+        super().__init__(limits)
+        self.clock = 0.0
+        self.checked: Counter[str] = Counter()
+        """How often each kind of check had something to look at."""
+        self._plans = hashlib.sha256()
+        self._gaps: Counter[int] = Counter()
+        self._evictions = 0
+        cache = self._state.memory.cache
+        evict = cache.evict
+
+        def counting(pages: int) -> int:
+            self._evictions += 1
+            return evict(pages)
+
+        cache.evict = counting  # type: ignore[method-assign]
+
+    @property
+    def digest(self) -> str:
+        """Equal digests mean equal plans, row for row."""
+        return self._plans.hexdigest()
+
+    def plan(self, now: float = 0.0) -> StepPlan | None:
+        before = self._before()
+        plan = super().plan(self.clock)
+        self.ledger()
+        self._check_holders()
+        self._check_gaps(before, plan)
+        self._check_preemptions(before)
+        if plan is None:
+            self.checked["idle"] += 1
+        else:
+            self._plans.update(repr(plan).encode())
+            self._check_shape(plan)
+            self._check_order(before, plan)
+        self._check_work_conserved(before, plan)
+        return plan
+
+    def commit(self, plan: StepPlan, result: StepResult, now: float = 0.0) -> None:
+        super().commit(plan, result, self.clock)
+        self.ledger()
+        self._check_holders()
+
+    # ------------------------------------------------------------------ around a plan
+
+    def _before(self) -> Before:
+        state = self._state
+        running = list(state.running.values())
+        return Before(
+            facts=self._facts(),
+            ratio=self.new_token_ratio,
+            retractions=self.retractions,
+            preemptions={seq.handle: seq.preemptions for seq in running},
+            waiting={seq.handle for seq in state.waiting},
+            decoding={seq.handle for seq in running if _decodes(seq)},
+            evictions=self._evictions,
+        )
+
+    def _facts(self) -> list[Fact]:
+        """What the orders read of the waiting requests."""
+        state = self._state
+        return [
+            Fact(
+                seq,
+                cached=state.memory.cache.peek(seq.tokens.tobytes(), seq.req.namespace, len(seq.tokens) - 1),
+                total=len(seq.tokens) + seq.inflight,
+                rest=min(seq.max_new_tokens - (len(seq.tokens) - seq.prompt_len) - seq.inflight, 4096),
+                waited=self.clock - seq.req.arrival,
+                overtaken_work=state.computed_tokens - seq.born_tokens,
+                drawn=uniform(state.planned_step, seq.handle),
+            )
+            for seq in state.waiting
+        ]
+
+    def _brute_order(self, facts: list[Fact]) -> list[Seq] | None:
+        """The waiting queue as its policy is defined; None for orders that have no short definition."""
+        try:
+            # Rounded, because "now" cancels out of the planner's keys but not of these.
+            found = [
+                (-round(self._priority(f), 6), round(self._key(f), 6), f.seq.req.arrival, f.seq.handle) for f in facts
+            ]
+        except KeyError:
+            return None
+        order = {f.seq.handle: f.seq for f in facts}
+        return [order[handle] for _, _, _, handle in sorted(found)]
+
+    def _key(self, f: Fact) -> float:
+        limits, params = self.limits, self.limits.policy_params
+        policy, work = self._state.policy, f.total - f.cached
+        arrival = f.seq.req.arrival
+        match limits.policy:
+            case "fcfs":
+                return arrival
+            case "lof":
+                return -f.seq.req.params.max_new_tokens
+            case "lpm":
+                return -f.cached - params.lpm_aging_tokens_per_s * f.waited
+            case "short-first":
+                assert isinstance(policy, ShortFirst)
+                return work + policy._weight * f.rest - params.short_first_aging_tokens_per_s * f.waited  # type: ignore
+            case "srpt-aging":
+                assert isinstance(policy, SrptAging)
+                return work - params.srpt_aging * policy._rate * f.waited
+            case "hrrn":
+                return -f.overtaken_work / max(work, 1)
+            case "random":
+                return f.drawn
+            case "edf":
+                assert isinstance(policy, Edf)
+                due = f.seq.req.ttft_deadline
+                due = arrival + params.default_deadline_secs if due is None else due
+                is_lost = params.demote_hopeless and self.clock + work / policy._rate > due
+                return due + HOPELESS * is_lost
+        raise KeyError(limits.policy)
+
+    def _priority(self, f: Fact) -> float:
+        rule, given = self.limits.priority, f.seq.req.priority
+        if not rule.enabled:
+            return 0.0
+        base = LOWEST_PRIORITY if given is None else (-given if rule.low_values_first else given)
+        return base + min(rule.aging_rate * f.waited, rule.aging_max)
+
+    # ------------------------------------------------------------------ the checks
+
+    def _check_shape(self, plan: StepPlan) -> None:
+        limits = self.limits
+        assert plan.num_tokens <= max(limits.step_tokens, plan.num_decode + limits.page_size), "over the budget"
+        assert len({row.handle for row in plan.rows}) == len(plan.rows), "two rows of one sequence"
+        assert len({row.slot for row in plan.rows}) == len(plan.rows), "two sequences in one slot"
+        assert all(row.n >= 1 for row in plan.rows)
+        assert all(row.n == 1 and row.sample for row in plan.rows[: plan.num_decode])
+        if limits.prefill_max_requests is not None:
+            assert len(plan.rows) - plan.num_decode <= limits.prefill_max_requests
+        assert len(plan.new_pages) == len(set(plan.new_pages)) or plan.retracted, "a page was given out twice"
+
+    def _check_holders(self) -> None:
+        """Who holds what, counted from the holders' side."""
+        state = self._state
+        private = array("i")
+        locks: Counter[object] = Counter()
+        pages: dict[object, int] = {}
+        slots = list(state.slots)
+        for seq in state.seqs.values():
+            private.extend(seq.private)
+            assert seq.private <= set(seq.pages)
+            if seq.slot >= 0:
+                slots.append(seq.slot)
+            if seq.state in (SeqState.WAITING, SeqState.OPENING):
+                assert not seq.pages
+                assert seq.slot < 0
+                assert seq.node is None
+            node = seq.node
+            while node is not None and node.parent is not None:
+                locks[node] += 1
+                pages[node] = len(node.pages)
+                node = node.parent
+        assert len(set(private)) == len(private), "a page in two private tables"
+        assert sorted(slots) == list(range(self.limits.max_running_requests)), "a slot was lost or doubled"
+        assert sum(pages.values()) == state.memory.cache.locked_pages
+        for node, count in locks.items():
+            assert node.locks == count, "locks differ from holders"  # type: ignore[attr-defined]
+
+    def _check_gaps(self, before: Before, plan: StepPlan | None) -> None:
+        """At most one step goes by without a row of a decoding sequence, unless it lost its place or found no page."""
+        running = self._state.running
+        rows = {row.handle for row in plan.rows} if plan is not None else set()
+        for handle in list(self._gaps):
+            if handle not in running:
+                del self._gaps[handle]
+        for handle in before.decoding & running.keys():
+            seq = running[handle]
+            if handle in rows or not _decodes(seq):
+                self._gaps[handle] = 0
+                self.checked["gap"] += 1
+                continue
+            if self._state.memory.available == 0:
+                self.checked["no page to grow"] += 1
+                continue
+            assert plan is not None, f"request {handle} could decode and nothing was planned"
+            self._gaps[handle] += 1
+            assert self._gaps[handle] <= 1, f"request {handle} waited two steps for its next token"
+
+    def _check_preemptions(self, before: Before) -> None:
+        """Only a clearly more important waiting request preempts; nobody suffers it more often than allowed."""
+        state, rule = self._state, self.limits.priority
+        for handle, count in before.preemptions.items():
+            seq = state.seqs.get(handle)
+            if seq is None or seq.preemptions == count:
+                continue
+            self.checked["preemption"] += 1
+            assert seq.preemptions == count + 1
+            assert seq.preemptions <= self.limits.max_preemptions_per_request
+            by = [s for s in (state.seqs[h] for h in before.waiting) if rule.base(s) > rule.base(seq)]
+            assert max(map(rule.base, by), default=LOWEST_PRIORITY) - rule.base(seq) > rule.preemption_threshold
+
+    def _check_order(self, before: Before, plan: StepPlan) -> None:
+        """Admitted requests are the first of the queue, in the order of the policy's definition."""
+        if self.retractions != before.retractions or self._preempted(before):
+            return
+        came = [row.handle for row in plan.rows[plan.num_decode :] if row.handle in before.waiting]
+        under_way = len(plan.rows) - plan.num_decode > len(came)
+        if self.limits.policy in CACHE_AWARE and (under_way or self._evictions != before.evictions):
+            return
+        order = self._brute_order(before.facts) if came else None
+        if order is not None:
+            queue = [seq.handle for seq in order if not seq.inflight_steps or seq.handle in came]
+            self.checked["order"] += 1
+            if isinstance(self._state.policy, ShortFirst):
+                assert self._state.policy._weight == pytest.approx(before.ratio, rel=0.06)
+            assert came == queue[: len(came)], f"{self.limits.policy}: {came} were admitted of {queue}"
+
+    def _preempted(self, before: Before) -> bool:
+        now = {seq.handle: seq.preemptions for seq in self._state.seqs.values()}
+        return any(now.get(handle, count) != count for handle, count in before.preemptions.items())
+
+    def _check_work_conserved(self, before: Before, plan: StepPlan | None) -> None:
+        """Budget is left over only when nobody could use it."""
+        state, memory, limits = self._state, self._state.memory, self.limits
+        page = limits.page_size
+        if self.retractions != before.retractions or self._preempted(before):
+            return
+        used = plan.num_tokens if plan is not None else 0
+        prompts = len(plan.rows) - plan.num_decode if plan is not None else 0
+        if limits.step_tokens - used < page or prompts == limits.prefill_max_requests:
+            return
+        rows = {row.handle for row in plan.rows} if plan is not None else set()
+        partial = 0
+        for seq in state.running.values():
+            left = len(seq.tokens) + seq.inflight - seq.computed
+            is_prompt = left > 0 and not _decodes(seq) and _wants(seq)
+            partial += is_prompt
+            if is_prompt and seq.handle not in rows:
+                self.checked["unfinished prompt passed over"] += 1
+                need = -(-(seq.computed + min(left, limits.step_tokens - used)) // page) - len(seq.pages)
+                assert memory.available < need, f"request {seq.handle} had pages and budget for its next chunk"
+        if not state.slots or (state.policy.redecides_chunks and partial >= limits.max_partial_prefills):
+            return
+        if limits.prefill_first and plan is not None and plan.num_decode:
+            return  # prompts were looked at before the decode rows took their tokens
+        if limits.policy in CACHE_AWARE and (prompts or self._evictions != before.evictions):
+            return  # the tree has changed since the order was made
+        order = [
+            s for s in self._brute_order(before.facts) or () if s.state is SeqState.WAITING and not s.inflight_steps
+        ]
+        if not order:
+            return
+        self.checked["admission refused"] += 1
+        head = order[0]
+        assert self._need(head, before.ratio) > self._available_to(head), (
+            f"request {head.handle} was admissible, {limits.step_tokens - used} tokens of budget were left"
+        )
+
+    def _need(self, seq: Seq, ratio: float) -> int:
+        """Pages that must be available before `seq` is let in: its prompt, its answer, and the growth of the others."""
+        state, page = self._state, self.limits.page_size
+
+        def rest(one: Seq) -> int:
+            left = one.max_new_tokens - (len(one.tokens) - one.prompt_len) - one.inflight
+            return 0 if one.is_lease else int(min(left, 4096) * ratio)
+
+        cached = state.memory.cache.peek(seq.tokens.tobytes(), seq.req.namespace, len(seq.tokens) - 1)
+        need = -(-len(seq.tokens) // page) - cached // page
+        others = [*state.running.values(), *state.transfer.values()]
+        if not others and not state.leased:
+            return need
+        growth = sum(max(-(-(len(s.tokens) + rest(s)) // page) - len(s.pages), 0) for s in others)
+        return need + -(-rest(seq) // page) + growth
+
+    def _available_to(self, seq: Seq) -> int:
+        """Free and evictable pages, less those of its own prefix, which it would lock."""
+        cache = self._state.memory.cache
+        node = cache.match(seq.tokens.tobytes(), seq.req.namespace, len(seq.tokens) - 1).node
+        own = 0
+        while node.parent is not None:
+            own += len(node.pages) if node.locks == 0 else 0
+            node = node.parent
+        return self._state.memory.available - own
+
+
+def _wants(seq: Seq) -> bool:
+    return len(seq.tokens) - seq.prompt_len + seq.inflight < seq.max_new_tokens
+
+
+def _decodes(seq: Seq) -> bool:
+    """Needs exactly its newest token computed to draw the next, and may draw another."""
+    known = len(seq.tokens) + seq.inflight
+    return seq.state is SeqState.RUNNING and known > seq.prompt_len and known - seq.computed == 1 and _wants(seq)
