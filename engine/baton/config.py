@@ -82,6 +82,22 @@ class EngineConfig:
     chunked_prefill_size: int = opt(512, "token budget of one step: decode rows first, then prompt chunks [tokens]")
     max_prefill_tokens: int = opt(16384, "most prompt tokens in one step, whatever the chunk size [tokens]")
     prefill_max_requests: int | None = opt(None, "most prompts that one step may work on")
+    enable_dynamic_chunking: bool = opt(
+        False, "size chunks by predicted time, so that steps deep in a long prompt take no longer than its first one"
+    )
+    step_target_ms: float = opt(
+        0.0,
+        "size chunks so that a step takes about this long, decode rows included; at least one page, at most "
+        "chunked-prefill-size; 0: no target, or with enable-dynamic-chunking the time of a full first chunk [ms]",
+    )
+    watermark: float = opt(
+        0.01, "share of the KV pool that must stay available after a request was admitted beside others, 0 to 0.5"
+    )
+    clip_max_new_tokens: int = opt(
+        4096,
+        "an answer is never expected to be longer than this, unless ignore_eos fixes its length [tokens]",
+        env="SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION",
+    )
     schedule_policy: str = opt(
         "auto",
         "order of the waiting queue; auto: srpt-aging on a prefill node, fcfs elsewhere",
@@ -130,7 +146,17 @@ class EngineConfig:
         choices=("lru", "lfu", "fifo", "mru", "filo", "priority"),
     )
     disable_overlap_schedule: bool = opt(False, "plan step n+1 only after step n has finished")
-    prefill_first: bool = opt(False, "SGLang's order: prompts before decode rows, for comparison")
+    prefill_first: bool = opt(
+        False, "SGLang's order, for comparison: while prompts wait, steps alternate between prompts and decode rows"
+    )
+    enable_mixed_chunk: bool = opt(
+        False, "decode rows join the steps that prefill: always so, except with prefill-first, where this turns it on"
+    )
+    max_decode_gap_ms: float = opt(
+        0.0,
+        "with prefill-first: several prefill steps may follow each other while decode rows wait no longer than this; "
+        "0: one step [ms]",
+    )
     stream_interval: int = opt(1, "tokens per streamed event [tokens]")
     request_timeout_secs: float = opt(1800.0, "a request ends with 'timeout' after this long [s]")
     drain_timeout_secs: float = opt(60.0, "on SIGTERM wait this long for running requests [s]")
@@ -238,6 +264,15 @@ def _violations(c: EngineConfig) -> list[str]:
         c.max_queued_tokens is None or c.max_queued_tokens >= 1,
         f"--max-queued-tokens {c.max_queued_tokens}: must be at least 1",
     )
+    for name in ("step_target_ms", "max_decode_gap_ms"):
+        rule(0 <= getattr(c, name) <= 60_000, f"{flag_name(name)} {getattr(c, name)}: give 0 to 60000 ms")
+    rule(0 <= c.watermark <= 0.5, f"--watermark {c.watermark}: give a share of the pool from 0 to 0.5")
+    rule(c.clip_max_new_tokens >= 1, f"--clip-max-new-tokens {c.clip_max_new_tokens}: must be at least 1")
+    rule(
+        not c.max_decode_gap_ms or (c.prefill_first and not c.enable_mixed_chunk),
+        f"--max-decode-gap-ms {c.max_decode_gap_ms}: decode rows wait only with --prefill-first and without "
+        "--enable-mixed-chunk; otherwise they join every step: leave it out",
+    )
     for name in ("kv_lease_secs", "kv_transfer_timeout_secs", "request_timeout_secs", "schedule_conservativeness"):
         rule(getattr(c, name) > 0, f"{flag_name(name)} {getattr(c, name)}: must be above 0")
     for name in ("port", "disaggregation_bootstrap_port", "transfer_port"):
@@ -258,10 +293,18 @@ def _violations(c: EngineConfig) -> list[str]:
 
 def build(values: dict[str, Any]) -> EngineConfig:
     """Make a checked config from field values. Raises ConfigError that lists every violation."""
+    hints = typing.get_type_hints(EngineConfig)
     for f in dataclasses.fields(EngineConfig):
         env = f.metadata["env"]
         if env and f.name not in values and os.environ.get(env):
-            values[f.name] = os.environ[env]
+            kind = _base_type(hints[f.name])
+            try:
+                values[f.name] = kind(os.environ[env])
+            except ValueError:
+                raise ConfigError(
+                    f"environment {env}={os.environ[env]!r}: {flag_name(f.name)} takes "
+                    f"{'an integer' if kind is int else 'a number'}"
+                ) from None
     config = EngineConfig(**values)
     if bad := _violations(config):
         raise ConfigError("\n".join(bad))

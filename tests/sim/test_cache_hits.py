@@ -70,9 +70,9 @@ def test_with_overlap_the_step_before_may_still_be_in_flight() -> None:
 def test_pages_that_another_prompt_computed_between_two_chunks_count() -> None:
     """The long prompt gets a chunk, the short one overtakes it and computes the rest of what they share."""
     node = make(policy="srpt-aging", policy_params=PolicyParams(srpt_aging=0.0), step_tokens=8)
-    node.sched.add(request(0, HEAD + [0] * 20, 1, ignore_eos=True))
+    node.sched.add(request(0, HEAD + [0] * 20, 1, ignore_eos=True, is_length_known=False))
     node.step()
-    node.sched.add(request(1, [*HEAD, 1], 1, ignore_eos=True))
+    node.sched.add(request(1, [*HEAD, 1], 1, ignore_eos=True, is_length_known=False))
     node.run()
     assert hits(node) == {"device": 16}
     assert node.cached == {1: 8, 0: 8}
@@ -82,7 +82,7 @@ def test_pages_that_another_prompt_computed_between_two_chunks_count() -> None:
 def test_what_a_retracted_request_finds_again_is_no_hit() -> None:
     node = make(num_pages=10, page_size=1, step_tokens=16, conservativeness=0.01)
     for handle in range(3):
-        node.sched.add(request(handle, [handle + 1, 3], 6, ignore_eos=True))
+        node.sched.add(request(handle, [handle + 1, 3], 6, ignore_eos=True, is_length_known=False))
     node.run()
     assert node.sched.retractions > 0
     assert set(hits(node)) == {"rematch"}

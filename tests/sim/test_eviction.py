@@ -80,7 +80,7 @@ def test_finding_ones_own_pages_after_a_retraction_is_no_reuse() -> None:
     """Retracted again and again, a request must not make its prompt look popular."""
     node = Node(Limits(8, 1, 4, 100, 8, eviction="lfu", conservativeness=0.01), depth=1)
     for handle in range(3):
-        node.sched.add(request(handle, [handle + 1, 3], 5, ignore_eos=True))
+        node.sched.add(request(handle, [handle + 1, 3], 5, ignore_eos=True, is_length_known=False))
     node.run()
     assert node.sched.retractions > 0
     tree = node.sched._state.memory.cache

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 
 import pytest
@@ -70,7 +71,7 @@ def test_memory_pressure_retracts_and_still_answers_exactly() -> None:
     node = Node(Limits(24, 1, 4, 100, 8, conservativeness=0.05), depth=2)
     want = {}
     for handle in range(6):
-        req = request(handle, [handle % VOCAB] * 4, 18, ignore_eos=True)
+        req = request(handle, [handle % VOCAB] * 4, 18, ignore_eos=True, is_length_known=False)
         node.sched.add(req)
         want[handle] = reference(req.prompt, 18, True)
     node.run()
@@ -138,7 +139,6 @@ def test_answers_are_cut_to_what_the_pool_can_hold() -> None:
 
 
 def test_deadline_ends_waiting_and_running_requests_with_timeout() -> None:
-    import dataclasses
 
     node = Node(Limits(64, 4, 1, 10, 16), depth=2)
     node.sched.add(dataclasses.replace(request(0, [1, 2], 50, ignore_eos=True), deadline=5.0))

@@ -62,4 +62,4 @@ def answer(
 
 
 def greedy(tokens: int) -> SamplingParams:
-    return SamplingParams(max_new_tokens=tokens, temperature=0.0, ignore_eos=True)
+    return SamplingParams(max_new_tokens=tokens, temperature=0.0)

@@ -43,9 +43,17 @@ def reference(prompt: array[int], max_new: int, ignore_eos: bool) -> list[int]:
 
 
 def request(
-    handle: int, prompt: list[int], max_new: int, *, ignore_eos: bool = False, room: int | None = None
+    handle: int,
+    prompt: list[int],
+    max_new: int,
+    *,
+    ignore_eos: bool = False,
+    is_length_known: bool = True,
+    room: int | None = None,
 ) -> Validated:
-    params = SamplingParams(max_new_tokens=max_new, stop_token_ids=() if ignore_eos else (EOS,), ignore_eos=ignore_eos)
+    """`ignore_eos` fixes the answer's length; with `is_length_known` False the scheduler is not told and estimates."""
+    stop = () if ignore_eos else (EOS,)
+    params = SamplingParams(max_new_tokens=max_new, stop_token_ids=stop, ignore_eos=ignore_eos and is_length_known)
     meet = None if room is None else Rendezvous("p", 1, room)
     return Validated(handle, f"r{handle}", array("i", prompt), params, arrival=float(handle), rendezvous=meet)
 

@@ -273,6 +273,8 @@ class WatchedScheduler(Scheduler):
         page = limits.page_size
         if self.retractions != before.retractions or self._preempted(before):
             return
+        if limits.prefill_first and plan is not None and plan.num_decode:
+            return  # its steps hold either prompts or decode rows
         used = plan.num_tokens if plan is not None else 0
         prompts = len(plan.rows) - plan.num_decode if plan is not None else 0
         if limits.step_tokens - used < page or prompts == limits.prefill_max_requests:
@@ -289,8 +291,6 @@ class WatchedScheduler(Scheduler):
                 assert memory.available < need, f"request {seq.handle} had pages and budget for its next chunk"
         if not state.slots or (state.policy.redecides_chunks and partial >= limits.max_partial_prefills):
             return
-        if limits.prefill_first and plan is not None and plan.num_decode:
-            return  # prompts were looked at before the decode rows took their tokens
         if limits.policy in CACHE_AWARE and (prompts or self._evictions != before.evictions):
             return  # the tree has changed since the order was made
         order = [
@@ -310,7 +310,9 @@ class WatchedScheduler(Scheduler):
 
         def rest(one: Seq) -> int:
             left = one.max_new_tokens - (len(one.tokens) - one.prompt_len) - one.inflight
-            return 0 if one.is_lease else int(min(left, 4096) * ratio)
+            if one.is_lease:
+                return 0
+            return left if one.req.params.ignore_eos else int(min(left, 4096) * ratio)
 
         cached = state.memory.cache.peek(seq.tokens.tobytes(), seq.req.namespace, len(seq.tokens) - 1)
         need = -(-len(seq.tokens) // page) - cached // page

@@ -1,23 +1,31 @@
-"""How much of their allowance running requests will really use: SGLang's new_token_ratio, as a small state machine.
+"""How much memory running requests will still take.
 
-The ratio starts at 0.7 x conservativeness, decays linearly to 14 % of that over 600 decode steps without trouble, jumps
-up when memory ran out, and starts afresh when the engine turns idle (constants of SGLang 0.5.7).
+`NewTokenRatio` says how much of its allowance an answer will really use: SGLang's new_token_ratio as a small state
+machine. It starts at 0.7 x conservativeness, decays linearly to 14 % of that over 600 decode steps without trouble,
+jumps up when memory ran out, and starts afresh when the engine turns idle (constants of SGLang 0.5.7).
+
+`peak_growth` is for answers whose length is known (ignore_eos): it walks through their endings, so that a request may
+count on pages which another one will have given back by then (SGLang does so for ignore_eos without a radix cache).
 """
 
 from __future__ import annotations
 
+import itertools
+from collections import Counter, deque
 from collections.abc import Iterable
+from dataclasses import dataclass
 
-CLIP_NEW_TOKENS = 4096
-"""An answer is never estimated longer than this [tokens]: a huge max_tokens must not block admission."""
 RETRACT_LOOKAHEAD = 20
 """After a retraction assume at least this many more tokens per survivor [tokens]."""
 
 
 class NewTokenRatio:
-    def __init__(self, conservativeness: float) -> None:
+    """Args: `clip`: an answer is never expected to be longer, so that a huge max_tokens does not block [tokens]."""
+
+    def __init__(self, conservativeness: float, clip: int = 4096) -> None:
         self.initial = min(1.0, 0.7 * conservativeness)
         self.floor = self.initial * 0.14
+        self.clip = clip
         self._decay = (self.initial - self.floor) / 600
         self.value = self.initial
 
@@ -35,4 +43,41 @@ class NewTokenRatio:
 
     def estimate(self, remaining: int) -> int:
         """Tokens a request with `remaining` allowed tokens is expected to still generate."""
-        return int(min(remaining, CLIP_NEW_TOKENS) * self.value)
+        return int(min(remaining, self.clip) * self.value)
+
+
+@dataclass(frozen=True, slots=True)
+class KnownAnswer:
+    tokens: int
+    """Tokens whose KV has, or is about to get, a place."""
+    to_come: int
+    held_alone: int
+    """Pages it holds now that its end gives back."""
+
+
+def peak_growth(answers: Iterable[KnownAnswer], page_size: int) -> int:
+    """Most pages that these requests will need at once beyond those they hold, each getting one token per step.
+
+    What a request gives back counts from the second step after its last one: with overlap its end is noticed so late.
+    The need only falls there, hence its peak is at an ending or one step later.
+    Cost: O(n log n + distinct endings * min(n, page_size)).
+    """
+    ending = sorted(answers, key=lambda a: a.to_come)
+    room: Counter[int] = Counter(-a.tokens % page_size for a in ending)  # free places in the last page → requests
+    peak = kept = given_back = 0
+    late: deque[tuple[int, int]] = deque()  # (ending step, pages) not to be counted on yet
+    for steps, group in itertools.groupby(ending, key=lambda a: a.to_come):
+        ended = list(group)
+        for step in (steps, steps + 1):
+            while late and late[0][0] + 1 < step:
+                given_back += late.popleft()[1]
+            grown = sum(n * -(-max(step - free, 0) // page_size) for free, n in room.items())
+            peak = max(peak, grown + kept - given_back)
+            for a in ended:
+                free = -a.tokens % page_size
+                room[free] -= 1
+                own = -(-max(steps - free, 0) // page_size)
+                late.append((steps, a.held_alone + own))
+                kept += own
+            ended = []
+    return peak

@@ -24,6 +24,16 @@ class Limits:
     eviction: str = "lru"
     """Which cached pages go first (cache.eviction)."""
     prefill_first: bool = False
+    mixed_chunk: bool = False
+    """Under prefill_first, too, decode rows join the steps that prefill."""
+    max_decode_gap_secs: float = 0.0
+    """Under prefill_first: predicted time that decode rows may wait; 0: one prefill step."""
+    dynamic_chunking: bool = False
+    step_target_secs: float = 0.0
+    """Predicted time of a step that prompt chunks may fill; 0: no target of its own (see `dynamic_chunking`)."""
+    watermark: float = 0.0
+    """Share of the pool kept available when admitting beside others."""
+    clip_new_tokens: int = 4096
     max_queued_tokens: int | None = None
     """Most prompt tokens waiting in all."""
     queue_timeout_secs: float = 0.0

@@ -15,11 +15,11 @@ Invariants: free + cached + locked + private = capacity; `new_pages` lists what 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from baton.cache.pages import PageAllocator
 from baton.cache.radix import Match, RadixCache
-from baton.sched.estimate import NewTokenRatio
+from baton.sched.estimate import KnownAnswer, NewTokenRatio, peak_growth
 from baton.sched.limits import Limits
 from baton.sched.policy import cached_tokens
 from baton.sched.seq import Seq, SeqState
@@ -45,7 +45,9 @@ class Memory:
         self.allocator = PageAllocator(limits.num_pages)
         self.cache = RadixCache(limits.page_size, self.allocator, enabled=limits.radix_cache, eviction=limits.eviction)
         self._priority = limits.priority
-        self.ratio = NewTokenRatio(limits.conservativeness)
+        self.ratio = NewTokenRatio(limits.conservativeness, limits.clip_new_tokens)
+        self.watermark = int(limits.watermark * limits.num_pages)
+        """Pages that stay available when a request is admitted beside others."""
         self.new_pages: array[int] = array("i")
         self.hit_tokens = dict.fromkeys(HIT_SOURCES, 0)
 
@@ -67,23 +69,51 @@ class Memory:
         """Pages of a waiting sequence that the tree holds now."""
         return cached_tokens(seq, self.cache) // self.page_size
 
-    def answer_pages(self, seq: Seq) -> int:
-        """Pages that the rest of the answer is expected to take."""
-        return 0 if seq.is_lease else self.pages(self.ratio.estimate(seq.max_new_tokens - seq.generated))
+    def answer_tokens(self, seq: Seq) -> int:
+        """Tokens that the rest of the answer is expected to have; exactly those that ignore_eos makes it have."""
+        left = seq.max_new_tokens - seq.generated
+        if seq.is_lease:
+            return 0
+        return left if seq.req.params.ignore_eos else self.ratio.estimate(left)
 
     def growth(self, seq: Seq) -> int:
-        """Pages that a sequence with pages is expected to still take."""
-        answer = 0 if seq.is_lease else self.ratio.estimate(seq.max_new_tokens - seq.generated)
-        return max(self.pages(len(seq.tokens) + answer) - len(seq.pages), 0)
+        """Pages that a sequence is expected to still take."""
+        return max(self.pages(len(seq.tokens) + self.answer_tokens(seq)) - len(seq.pages), 0)
+
+    def total_growth(self, seqs: Iterable[Seq]) -> int:
+        return sum(map(self.growth, seqs))
+
+    def peak_growth(self, seqs: Sequence[Seq]) -> int:
+        """Like `total_growth`, less what decoding answers of known length give back before others need it.
+
+        When a prompt under way will end is not known: it counts in full and gives nothing back.
+        """
+        known: list[Seq] = []
+        others: list[Seq] = []
+        for seq in seqs:
+            is_known = seq.is_decoding and seq.req.params.ignore_eos and not seq.is_lease
+            (known if is_known else others).append(seq)
+        answers = (
+            KnownAnswer(seq.total_len, seq.max_new_tokens - seq.generated, self._held_alone(seq)) for seq in known
+        )
+        fixed = sum(self.pages(seq.total_len) - len(seq.pages) for seq in known)
+        return max(fixed + peak_growth(answers, self.page_size), 0) + self.total_growth(others)
 
     def freed_by(self, seq: Seq) -> tuple[int, int]:
         """(pages that become available, tokens to compute again) if this running sequence let go of everything.
 
         Available are its private pages, the tree's pages that only it locks, and what was reserved for its growth.
         """
-        alone = self.cache.pages_locked_once(seq.node) if seq.node is not None else 0
+        alone = self._locked_alone(seq)
         stay = seq.published - alone
         return len(seq.private) + alone + self.growth(seq), max(seq.computed - stay * self.page_size, 0)
+
+    def _locked_alone(self, seq: Seq) -> int:
+        return self.cache.pages_locked_once(seq.node) if seq.node is not None else 0
+
+    def _held_alone(self, seq: Seq) -> int:
+        """Pages that become available when this sequence ends."""
+        return len(seq.private) + self._locked_alone(seq)
 
     # ------------------------------------------------------------------ taking
 
@@ -179,6 +209,3 @@ class Memory:
             seq.node = None
             seq.published = 0
         seq.pages = array("i")
-
-    def total_growth(self, seqs: Iterable[Seq]) -> int:
-        return sum(map(self.growth, seqs))

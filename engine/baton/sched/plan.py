@@ -31,6 +31,7 @@ class Stop(enum.Enum):
     NO_SLOT = "no_slot"
     MAX_REQUESTS = "max_requests"
     PREEMPTED = "preempted"
+    DECODE_ONLY = "decode_only"
 
 
 @dataclass(frozen=True, slots=True)

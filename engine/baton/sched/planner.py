@@ -22,6 +22,7 @@ from baton.sched.policy import work
 from baton.sched.preempt import priority_victims, retraction_victim
 from baton.sched.seq import Seq, SeqState
 from baton.sched.state import State
+from baton.sched.step_time import StepTime
 
 
 def wants_row(seq: Seq) -> bool:
@@ -39,9 +40,13 @@ class Planner:
         self._state = state
         self._limits = state.limits
         self._memory = state.memory
-        self._prefill_was_last = False
         self._is_blocked = False
         """A waiting sequence did not fit: this plan tries no further one."""
+        self.times = StepTime()
+        self._prefill_run_secs = 0.0
+        """Predicted time of the steps without decode rows since the last step with some; 0: that was the last one."""
+        self._reserved: int | None = None
+        """Pages that running requests are expected to still take; None: not counted in this plan yet."""
 
     def plan(self, now: float) -> StepPlan | None:
         """Choose the next forward pass; None when there is nothing to compute."""
@@ -52,19 +57,21 @@ class Planner:
         self._admit_transfers()
         state.release_grants()
         self._memory.start_plan()
+        self._reserved = None
         if self._limits.priority.enabled:
             self._preempt_for_priority()
         retractions = state.retractions
         rows: list[Row] = []
         admitted: list[Admitted] = []
-        skip_decode = self._limits.prefill_first and not self._prefill_was_last and self._has_prefill()
+        skip_decode = self._skips_decode()
         if not skip_decode:
             self._plan_decode(rows, admitted)
         num_decode = len(rows)
         stopped_by = Stop.PREEMPTED
-        if state.retractions == retractions:
-            budget = max(self._limits.step_tokens - num_decode, self._limits.page_size)
-            stopped_by = self._plan_prefill(rows, admitted, budget)
+        if num_decode and self._limits.prefill_first and not self._limits.mixed_chunk:
+            stopped_by = Stop.DECODE_ONLY
+        elif state.retractions == retractions:
+            stopped_by = self._plan_prefill(rows, admitted, num_decode)
         if skip_decode and not rows:
             self._plan_decode(rows, admitted)
             num_decode = len(rows)
@@ -74,9 +81,11 @@ class Planner:
             if not state.running:
                 self._memory.ratio.on_idle()
             return None
-        self._prefill_was_last = num_decode == 0
         if num_decode:
             self._memory.ratio.on_decode_step()
+            self._prefill_run_secs = 0.0
+        else:
+            self._prefill_run_secs += sum(self.times.chunk_seconds(row.start, row.n) for row in rows)
         return StepPlan(
             state.step_planned(),
             tuple(rows),
@@ -95,7 +104,15 @@ class Planner:
         state = self._state
         return stopped_by is Stop.NO_PAGES and state.planned_step == state.committed_step and state.unpark()
 
-    def _has_prefill(self) -> bool:
+    def _skips_decode(self) -> bool:
+        """Under prefill_first: does this step leave decode rows out, because prompts wait and the gap allows it?"""
+        limits = self._limits
+        if not limits.prefill_first or limits.mixed_chunk:
+            return False
+        if self._prefill_run_secs:
+            next_secs = self.times.chunk_seconds(0, limits.step_tokens)
+            if self._prefill_run_secs + next_secs > limits.max_decode_gap_secs:
+                return False
         return bool(self._state.waiting) or any(not seq.is_decoding for seq in self._state.running.values())
 
     # ------------------------------------------------------------------ arrivals on D
@@ -103,14 +120,22 @@ class Planner:
     def _admit_transfers(self) -> None:
         """D: reserve pages for prompts on their way, leaving room for running answers."""
         state, memory, limits = self._state, self._memory, self._limits
-        for seq in state.opening.in_order() if state.opening else ():
+        if not state.opening:
+            return
+        self._reserved = None
+        first_sent_back = min(map(self._place, state.sent_back()), default=None)
+        for seq in state.opening.in_order():
             if not state.slots:
+                return
+            # One that ran here and was sent back comes first, as long as somebody runs whose end will make room for it:
+            # transfers alone may be waiting for a P that is full of prompts for the very requests held up here.
+            if state.running and first_sent_back and first_sent_back < self._place(seq):
                 return
             match = memory.match(seq, seq.prompt_len)
             need = memory.pages(seq.prompt_len) - len(match.pages)
-            growth = min(limits.reserved_decode_tokens, memory.ratio.estimate(seq.max_new_tokens))
+            growth = min(limits.reserved_decode_tokens, memory.answer_tokens(seq))
             busy = state.running or state.transfer or state.waiting
-            margin = memory.pages(growth) + self._reserved_growth() if busy else 0
+            margin = memory.pages(growth) + self._reserved_growth() + memory.watermark if busy else 0
             pages = memory.allocate(need) if need + margin <= memory.available else None
             if pages is None:
                 memory.cache.unlock(match.node)
@@ -122,7 +147,11 @@ class Planner:
             seq.slot = state.slots.pop()
             memory.share(seq, match)
             memory.own(seq, pages)
+            self._reserved = None
             state.grant(seq, len(match.pages), pages)
+
+    def _place(self, seq: Seq) -> tuple[float, float, int]:
+        return self._limits.priority.key(seq, self._state.now), seq.req.arrival, seq.handle
 
     # ------------------------------------------------------------------ decode
 
@@ -136,6 +165,7 @@ class Planner:
 
     def _grow(self, seq: Seq, tokens: int) -> bool:
         """Make room for `tokens` tokens of a decoding sequence, retracting others if need be. False: not this step."""
+        self._reserved = None
         while not self._memory.extend(seq, tokens):
             if not self._retract_for(seq):
                 return False
@@ -146,6 +176,7 @@ class Planner:
         victim = retraction_victim(self._state.running.values(), keep, self._limits.priority)
         if victim is not None:
             self._state.retract(victim, keep)
+            self._reserved = None
         return victim is not None and victim is not keep
 
     def _preempt_for_priority(self) -> None:
@@ -162,11 +193,14 @@ class Planner:
             return
         for seq in priority_victims(head, short, state.running.values(), self._limits, self._memory.freed_by):
             state.preempt(seq, head)
+            self._reserved = None
 
     # ------------------------------------------------------------------ prefill
 
-    def _plan_prefill(self, rows: list[Row], admitted: list[Admitted], budget: int) -> Stop:
+    def _plan_prefill(self, rows: list[Row], admitted: list[Admitted], num_decode: int) -> Stop:
         limit = self._limits.prefill_max_requests
+        budget = max(self._limits.step_tokens - num_decode, self._limits.page_size)
+        seconds = self._prompt_seconds(num_decode)
         started = 0
         blocked: Stop | None = None
         self._is_blocked = False
@@ -187,8 +221,13 @@ class Planner:
                     continue
             else:
                 self._memory.adopt_prefix(seq)
-            n = self._chunk(seq, budget)
-            if n and not self._memory.extend(seq, seq.computed + n):
+            n = self._chunk(seq, budget, seconds, is_first=not started)
+            if n == 0:
+                if is_new:
+                    self._state.unadmit(seq)
+                return Stop.TOKEN_BUDGET
+            held = len(seq.pages)
+            if not self._memory.extend(seq, seq.computed + n):
                 if is_new:
                     self._state.unadmit(seq)
                 elif not rows and self._state.planned_step == self._state.committed_step:
@@ -197,8 +236,10 @@ class Planner:
                 return Stop.NO_PAGES
             if is_new:
                 self._state.stats.on_admitted(seq, self._state.now)
-            if n == 0:
-                return Stop.TOKEN_BUDGET
+            if self._reserved is not None:
+                self._reserved -= len(seq.pages) - held
+            if seconds is not None:
+                seconds -= self.times.chunk_seconds(seq.computed, n)
             rows.append(self._row(seq, n, admitted))
             self._memory.publish(seq)
             budget -= n
@@ -250,9 +291,22 @@ class Planner:
             return False  # the rate is not measured yet
         return view.now + work(seq, view) / view.prefill_rate > deadline
 
-    def _chunk(self, seq: Seq, budget: int) -> int:
-        """Tokens of this prompt to compute now: all, or whole pages so that chunks end at page boundaries."""
+    def _prompt_seconds(self, num_decode: int) -> float | None:
+        """Time that prompt chunks may add to this step; None: they are sized by tokens alone."""
+        limits = self._limits
+        if limits.step_target_secs:
+            return max(limits.step_target_secs - self.times.decode_seconds(num_decode), 0.0)
+        return self.times.chunk_seconds(0, limits.step_tokens) if limits.dynamic_chunking else None
+
+    def _chunk(self, seq: Seq, budget: int, seconds: float | None, *, is_first: bool) -> int:
+        """Tokens of this prompt to compute now: all, or whole pages so that chunks end at page boundaries.
+
+        By time alone it may be nothing, but the first prompt of a step gets a page: every prompt moves on.
+        """
         left = seq.extend_tokens
+        if seconds is not None:
+            timed = self.times.chunk_tokens(seq.computed, seconds)
+            budget = min(budget, max(timed, self._limits.page_size) if is_first else timed)
         if left <= budget:
             return left
         end = seq.computed + budget
@@ -276,19 +330,27 @@ class Planner:
             return None
         memory.share(seq, match)
         seq.computed = match.num_tokens
+        if self._reserved is not None:
+            self._reserved += memory.growth(seq)
         return None
 
     def _pages_for(self, seq: Seq, cached_pages: int) -> int:
         """Pages that should be available before a waiting sequence is admitted."""
-        work = self._memory.pages(len(seq.tokens)) - cached_pages
-        state = self._state
+        memory, state = self._memory, self._state
+        work = memory.pages(len(seq.tokens)) - cached_pages
         if not state.running and not state.transfer and not state.leased:
             return work  # alone: it must run, and it fits (see Scheduler.add)
-        return work + self._memory.answer_pages(seq) + self._reserved_growth()
+        need = work + memory.pages(memory.answer_tokens(seq)) + memory.watermark
+        growth = self._reserved_growth()
+        if need + growth > memory.available >= need:
+            growth = min(growth, memory.peak_growth([*state.running.values(), *state.transfer.values()]))
+        return need + growth
 
     def _reserved_growth(self) -> int:
-        state = self._state
-        return self._memory.total_growth(state.running.values()) + self._memory.total_growth(state.transfer.values())
+        if self._reserved is None:
+            state, memory = self._state, self._memory
+            self._reserved = memory.total_growth(state.running.values()) + memory.total_growth(state.transfer.values())
+        return self._reserved
 
     # ------------------------------------------------------------------ rows
 

@@ -32,7 +32,6 @@ from typing import ClassVar, Protocol
 from baton.cache.radix import Probe
 from baton.request import Validated
 from baton.sched.dfs_weight import dfs_weight_keys
-from baton.sched.estimate import CLIP_NEW_TOKENS
 from baton.sched.mix import uniform
 from baton.sched.seq import Seq
 
@@ -69,6 +68,8 @@ class View:
     """Tokens a request with so many allowed tokens is expected to generate."""
     pool_tokens: int = 0
     """What the KV pool holds."""
+    clip_new_tokens: int = 4096
+    """An answer is never expected to be longer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,14 +227,14 @@ class ShortFirst(Policy):
 
     def inputs(self, count: int, view: View) -> Hashable:
         if self.params.short_first_output_weight is None:
-            self._weight = self._ratio(view.estimate(CLIP_NEW_TOKENS) / CLIP_NEW_TOKENS)
+            self._weight = self._ratio(view.estimate(view.clip_new_tokens) / view.clip_new_tokens)
         return view.index.version, self._weight
 
     def keys(self, queue: Sequence[Seq], view: View) -> Sequence[float]:
         aging, weight = self.params.short_first_aging_tokens_per_s, self._weight or 0.0
         return [
             work(seq, view)
-            + weight * min(seq.max_new_tokens - seq.generated, CLIP_NEW_TOKENS)
+            + weight * min(seq.max_new_tokens - seq.generated, view.clip_new_tokens)
             + aging * seq.req.arrival
             for seq in queue
         ]

@@ -226,6 +226,7 @@ class Scheduler:
 
     def observe(self, plan: StepPlan, seconds: float) -> None:
         """How long a step took on the device: what ageing and deadlines are measured with."""
+        self._planner.times.observe(plan, seconds)
         tokens = plan.num_tokens - plan.num_decode
         if tokens and seconds > 0 and not plan.num_decode:
             self._state.prefill_rate += RATE_SMOOTHING * (tokens / seconds - self._state.prefill_rate)

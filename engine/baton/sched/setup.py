@@ -60,4 +60,10 @@ def limits(config: EngineConfig, num_pages: int) -> Limits:
         radix_cache=not c.disable_radix_cache,
         eviction=c.radix_eviction_policy,
         prefill_first=c.prefill_first,
+        mixed_chunk=c.enable_mixed_chunk,
+        max_decode_gap_secs=c.max_decode_gap_ms / 1000,
+        dynamic_chunking=c.enable_dynamic_chunking,
+        step_target_secs=c.step_target_ms / 1000,
+        watermark=c.watermark,
+        clip_new_tokens=c.clip_max_new_tokens,
     )

@@ -26,9 +26,7 @@ from baton.sched.policy import POLICIES, View
 from baton.sched.queue import WaitingQueue
 from baton.sched.seq import Seq, SeqState
 from baton.sched.stats import SchedStats
-
-INITIAL_PREFILL_RATE = 2000.0
-"""Assumed until steps have been observed [tokens/s]; only ageing terms depend on it."""
+from baton.sched.step_time import INITIAL_PREFILL_RATE
 
 
 class State:
@@ -75,6 +73,7 @@ class State:
             self.computed_tokens,
             self.memory.ratio.estimate,
             self.limits.capacity_tokens,
+            self.limits.clip_new_tokens,
         )
 
     # ------------------------------------------------------------------ steps
@@ -221,6 +220,10 @@ class State:
     def grant(self, seq: Seq, start_page: int, pages: array[int]) -> None:
         """D: hand pages to the transfer runtime once the steps planned so far have committed."""
         self._grants.append((self.planned_step, seq, GrantPages(seq.req, start_page, pages)))
+
+    def sent_back(self) -> list[Seq]:
+        """Waiting sequences that have generated already: retracted or preempted ones."""
+        return [seq for seq in self.waiting if seq.generated] if self.waiting else []
 
     def release_grants(self) -> None:
         while self._grants and self._grants[0][0] <= self.committed_step:
