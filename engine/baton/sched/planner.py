@@ -222,12 +222,8 @@ class Planner:
             else:
                 self._memory.adopt_prefix(seq)
             n = self._chunk(seq, budget, seconds, is_first=not started)
-            if n == 0:
-                if is_new:
-                    self._state.unadmit(seq)
-                return Stop.TOKEN_BUDGET
             held = len(seq.pages)
-            if not self._memory.extend(seq, seq.computed + n):
+            if n and not self._memory.extend(seq, seq.computed + n):
                 if is_new:
                     self._state.unadmit(seq)
                 elif not rows and self._state.planned_step == self._state.committed_step:
@@ -236,6 +232,8 @@ class Planner:
                 return Stop.NO_PAGES
             if is_new:
                 self._state.stats.on_admitted(seq, self._state.now)
+            if n == 0:
+                return Stop.TOKEN_BUDGET
             if self._reserved is not None:
                 self._reserved -= len(seq.pages) - held
             if seconds is not None:
