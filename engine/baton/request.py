@@ -68,6 +68,10 @@ class Validated:
     """Absolute, same clock as arrival: after it the request ends with `timeout`."""
     ttft_deadline: float | None = None
     """Absolute: when the client wants the first token (policy edf, metric deadline_missed)."""
+    priority_class: str = ""
+    """One of --priority-classes; "" counts as the middle one."""
+    tenant: str = ""
+    """For whom this is computed (sched.tenants); "" counts as "default"."""
 
 
 class FinishReason(enum.IntEnum):

@@ -25,5 +25,5 @@ def band(value: float) -> str:
 
 
 def class_of(seq: Seq, rule: PriorityRule) -> str:
-    """The request's label in metrics: its band where priorities count, else the one class that there is."""
+    """The request's label in metrics without --priority-classes: its band where priorities count, else one for all."""
     return band(rule.base(seq)) if rule.enabled else DEFAULT

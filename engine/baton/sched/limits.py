@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from baton.sched.fairness import FairnessRules
 from baton.sched.policy import PolicyParams, PriorityRule
 
 
@@ -49,6 +50,7 @@ class Limits:
     max_preemptions_per_request: int = 8
     preemption_min_remaining_tokens: int = 8
     """A request this close to its end is not preempted."""
+    fairness: FairnessRules = field(default_factory=FairnessRules)
 
     starvation_secs: float = 10.0
     """Waiting for longer, overtaken by later requests, is starving (metrics only)."""

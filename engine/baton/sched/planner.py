@@ -14,25 +14,17 @@ Sources: token budget after vLLM v1, admission estimate after SGLang 0.5.7, both
 
 from __future__ import annotations
 
+import sys
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
+from baton.sched.fairness import Fairness
 from baton.sched.plan import UNKNOWN_TOKEN, Admitted, Row, StepPlan, Stop
 from baton.sched.policy import work
 from baton.sched.preempt import priority_victims, retraction_victim
-from baton.sched.seq import Seq, SeqState
+from baton.sched.seq import Seq, SeqState, is_partial, wants_row
 from baton.sched.state import State
 from baton.sched.step_time import StepTime
-
-
-def wants_row(seq: Seq) -> bool:
-    """Is there anything left to compute? A sequence whose last token is in flight waits for it."""
-    return seq.extend_tokens > 0 and seq.generated < seq.max_new_tokens
-
-
-def is_partial(seq: Seq) -> bool:
-    """Is part of the prompt still to be computed by a later step?"""
-    return not seq.is_decoding and wants_row(seq)
 
 
 class Planner:
@@ -123,8 +115,8 @@ class Planner:
         if not state.opening:
             return
         self._reserved = None
-        first_sent_back = min(map(self._place, state.sent_back()), default=None)
-        for seq in state.opening.in_order():
+        first_sent_back = min(map(self._place, self._sent_back()), default=None)
+        for seq in self._openings():
             if not state.slots:
                 return
             # One that ran here and was sent back comes first, as long as somebody runs whose end will make room for it:
@@ -149,6 +141,19 @@ class Planner:
             memory.own(seq, pages)
             self._reserved = None
             state.grant(seq, len(match.pages), pages)
+            if state.fair is not None:
+                state.fair.charge_prompt(seq, seq.prompt_len - match.num_tokens, match.num_tokens)
+
+    def _openings(self) -> Iterable[Seq]:
+        """Prompts on their way, in the order in which they get pages."""
+        state = self._state
+        order = state.opening.in_order()
+        return order if state.fair is None else state.fair.merge((), order, state.holders())
+
+    def _sent_back(self) -> Iterable[Seq]:
+        """Requests that ran here and wait for room again, less those that their tenant's limits hold back."""
+        state = self._state
+        return state.sent_back() if state.fair is None else state.fair.startable(state.sent_back(), state.holders())
 
     def _place(self, seq: Seq) -> tuple[float, float, int]:
         return self._limits.priority.key(seq, self._state.now), seq.req.arrival, seq.handle
@@ -185,7 +190,7 @@ class Planner:
         Triggered by slots and by pages.
         """
         state = self._state
-        head = next((s for s in state.waiting.in_order() if not s.inflight_steps), None) if state.waiting else None
+        head = self._head() if state.waiting else None
         if head is None:
             return
         short = self._pages_for(head, self._memory.cached_pages(head)) - self._memory.available
@@ -194,6 +199,12 @@ class Planner:
         for seq in priority_victims(head, short, state.running.values(), self._limits, self._memory.freed_by):
             state.preempt(seq, head)
             self._reserved = None
+
+    def _head(self) -> Seq | None:
+        """The waiting sequence whose turn is next."""
+        waiting = (s for s in self._state.waiting.in_order() if not s.inflight_steps)
+        fair = self._state.fair
+        return next(waiting, None) if fair is None else fair.head(waiting, self._state.holders())
 
     # ------------------------------------------------------------------ prefill
 
@@ -213,6 +224,7 @@ class Planner:
             if is_new and self._is_too_late(seq):
                 self._state.miss_deadline(seq)
                 continue
+            is_first = is_new and seq.cached_tokens < 0
             if is_new:
                 # One that cannot be admitted blocks those behind it; prompts under way go on.
                 blocked = self._admit(seq)
@@ -238,6 +250,8 @@ class Planner:
                 self._reserved -= len(seq.pages) - held
             if seconds is not None:
                 seconds -= self.times.chunk_seconds(seq.computed, n)
+            if self._state.fair is not None:
+                self._state.fair.charge_prompt(seq, n, seq.computed if is_first else 0)
             rows.append(self._row(seq, n, admitted))
             self._memory.publish(seq)
             budget -= n
@@ -248,6 +262,9 @@ class Planner:
         """Prompts under way, then the waiting queue in policy order; or both in policy order if it re-decides."""
         state = self._state
         unfinished = [s for s in state.running.values() if is_partial(s)]
+        if state.fair is not None:
+            yield from self._fair_candidates(state.fair, unfinished)
+            return
         # A retracted sequence with a row in flight waits for that step's commit.
         if not state.policy.redecides_chunks:
             yield from unfinished
@@ -295,6 +312,26 @@ class Planner:
         if limits.step_target_secs:
             return max(limits.step_target_secs - self.times.decode_seconds(num_decode), 0.0)
         return self.times.chunk_seconds(0, limits.step_tokens) if limits.dynamic_chunking else None
+
+    def _fair_candidates(self, fair: Fairness, unfinished: list[Seq]) -> Iterator[Seq]:
+        """The same with classes and tenants: the policy orders the requests of each."""
+        state = self._state
+        together = state.policy.redecides_chunks
+        had_slot = bool(state.slots)
+
+        def order() -> Iterator[Seq]:
+            for seq in state.waiting.in_order(unfinished if together else ()):
+                if seq.state is not SeqState.WAITING or not seq.inflight_steps:
+                    yield seq
+
+        return fair.merge(
+            unfinished,
+            order(),
+            state.holders(),
+            together=together,
+            has_slot=lambda: bool(state.slots) if together else had_slot,
+            most=self._limits.max_partial_prefills if together else sys.maxsize,
+        )
 
     def _chunk(self, seq: Seq, budget: int, seconds: float | None, *, is_first: bool) -> int:
         """Tokens of this prompt to compute now: all, or whole pages so that chunks end at page boundaries.

@@ -15,6 +15,7 @@ import bisect
 import heapq
 import math
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Protocol
 
 from baton.sched.policy import Policy, PriorityRule, View
 from baton.sched.seq import Seq
@@ -23,13 +24,23 @@ Entry = tuple[float, float, float, int, Seq]
 """(priority, policy, arrival, handle, sequence): handles differ, so comparing never reaches the sequence."""
 
 
+class Watcher(Protocol):
+    """Hears of everything that begins or ceases to wait."""
+
+    def entered(self, seq: Seq) -> None: ...
+    def left(self, seq: Seq) -> None: ...
+
+
 class WaitingQueue:
     """`view` is called when an order is needed; it must not change the queue."""
 
-    def __init__(self, policy: Policy, priority: PriorityRule, view: Callable[[], View]) -> None:
+    def __init__(
+        self, policy: Policy, priority: PriorityRule, view: Callable[[], View], watcher: Watcher | None = None
+    ) -> None:
         self.policy = policy
         self.priority = priority
         self._view = view
+        self._watcher = watcher
         self._seqs: dict[int, Seq] = {}
         self._entries: dict[int, Entry] = {}
         """Of the sequences that are in a sorted list; the others joined after the order went out of date."""
@@ -56,6 +67,8 @@ class WaitingQueue:
             view = self._view()
             if self._inputs(view) == self._valid_for:
                 self._insert(seq, self.policy.keys([seq], view)[0], view.now, joins=True)
+        if self._watcher is not None:
+            self._watcher.entered(seq)
 
     def discard(self, seq: Seq) -> None:
         """Take a sequence out; one that is not waiting is ignored."""
@@ -64,6 +77,8 @@ class WaitingQueue:
         self._remove(seq)
         if not self.policy.each_alone:
             self._valid_for = None
+        if self._watcher is not None:
+            self._watcher.left(seq)
 
     def reprioritise(self, seq: Seq) -> None:
         """To be called after a change of the sequence's adjusted priority."""

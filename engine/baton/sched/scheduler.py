@@ -27,6 +27,7 @@ from baton.errors import (
 from baton.request import FinishReason, Validated
 from baton.sched.deadlines import Deadlines, Kind
 from baton.sched.events import Emitted, Event, PagesFinal, PrefillDone
+from baton.sched.fairness import Fairness
 from baton.sched.limits import Limits
 from baton.sched.plan import StepPlan, StepResult, TokenLogprobs
 from baton.sched.planner import Planner
@@ -60,6 +61,8 @@ class Scheduler:
                 f"prompt has {prompt_len} tokens, the KV pool of this engine holds {limits.capacity_tokens}; shorten "
                 "it or start the engine with a larger --max-total-tokens"
             )
+        if state.fair is not None:
+            state.fair.check(req, state.door.retry_after(max(state.now, req.arrival), state.prefill_rate))
         meet = req.rendezvous
         if meet is not None and meet.room in state.rooms:
             raise DuplicateRoom(
@@ -267,6 +270,8 @@ class Scheduler:
         if len(seq.tokens) == seq.prompt_len and seq.req.ttft_deadline is not None:
             state.stats.on_first_token(seq.req, state.now)
         seq.tokens.append(token)
+        if state.fair is not None:
+            state.fair.charge_generated(seq)
         finish = self._finish_reason(seq, token)
         state.outbox.append(Emitted(seq.handle, (token,), finish, max(seq.cached_tokens, 0), logprobs))
         if finish is None:
@@ -355,6 +360,11 @@ class Scheduler:
     @property
     def new_token_ratio(self) -> float:
         return self._state.memory.ratio.value
+
+    @property
+    def fair(self) -> Fairness | None:
+        """The accounts of classes and tenants; None where there is nothing to share out."""
+        return self._state.fair
 
     def counts(self) -> dict[str, int]:
         """Requests by state."""

@@ -136,3 +136,13 @@ class Seq:
         if state not in LEGAL[self.state]:
             raise IllegalTransition(f"request {self.req.rid}: {self.state.value} -> {state.value}")
         self.state = state
+
+
+def wants_row(seq: Seq) -> bool:
+    """Is there anything left to compute? A sequence whose last token is in flight waits for it."""
+    return seq.extend_tokens > 0 and seq.generated < seq.max_new_tokens
+
+
+def is_partial(seq: Seq) -> bool:
+    """Is part of the prompt still to be computed by a later step?"""
+    return not seq.is_decoding and wants_row(seq)

@@ -11,8 +11,11 @@ Facade (ingress, results) and planner share this state; each move leaves slots, 
 
 from __future__ import annotations
 
+import functools
+import itertools
 from array import array
 from collections import deque
+from collections.abc import Callable, Iterator
 
 from baton.cache.ledger import PageLedger
 from baton.errors import DeadlineMissed, EngineError
@@ -20,6 +23,7 @@ from baton.request import FinishReason
 from baton.sched.bands import class_of
 from baton.sched.door import Door
 from baton.sched.events import AbortTransfer, Emitted, Event, GrantPages, OpenTransfer
+from baton.sched.fairness import Fairness
 from baton.sched.limits import Limits
 from baton.sched.memory import Memory
 from baton.sched.policy import POLICIES, View
@@ -44,8 +48,14 @@ class State:
         self.seqs: dict[int, Seq] = {}
         """Every live request by handle; each is in exactly one of the tables below."""
         self.rooms: dict[int, Seq] = {}
-        self.waiting = WaitingQueue(self.policy, limits.priority, self.view)
-        self.opening = WaitingQueue(POLICIES["fcfs"](limits.policy_params), limits.priority, self.view)
+        self.fair: Fairness | None = None
+        """None: one class, one tenant, nothing to share out."""
+        label: Callable[[Seq], str] = functools.partial(class_of, rule=limits.priority)
+        if limits.fairness.enabled:
+            self.fair = Fairness(limits.fairness, limits.step_tokens, self.memory.answer_tokens)
+            label = self.fair.label if limits.fairness.classes.classes else label
+        self.waiting = WaitingQueue(self.policy, limits.priority, self.view, self.fair)
+        self.opening = WaitingQueue(POLICIES["fcfs"](limits.policy_params), limits.priority, self.view, self.fair)
         self.transfer: dict[int, Seq] = {}
         self.running: dict[int, Seq] = {}
         self.suspended: dict[int, Seq] = {}
@@ -56,7 +66,7 @@ class State:
         self.slots = list(range(limits.max_running_requests - 1, -1, -1))
         self.outbox: list[Event] = []
         self._grants: deque[tuple[int, Seq, GrantPages]] = deque()
-        self.stats = SchedStats(limits.starvation_secs, lambda seq: class_of(seq, limits.priority))
+        self.stats = SchedStats(limits.starvation_secs, label)
         self._clocks: deque[int] = deque()
         """The tree's clock at the end of each plan in flight."""
         self.retractions = 0
@@ -298,6 +308,10 @@ class State:
             seq.slot = -1
 
     # ------------------------------------------------------------------ reports
+
+    def holders(self) -> Iterator[Seq]:
+        """Every sequence that holds pages and has not ended."""
+        return itertools.chain(self.running.values(), self.transfer.values(), self.leased.values())
 
     def counts(self) -> dict[str, int]:
         """Requests by state."""

@@ -1,0 +1,157 @@
+"""Priority classes: which class a request belongs to, and deficit round robin in tokens between them.
+
+Each class owns a weight. While two classes want to compute, the tokens they get stand in the ratio of their weights;
+a class alone gets everything (work conserving). The accounts:
+
+1. the turn goes round; a class whose turn comes is given its share, `quantum * weight / largest weight` tokens;
+2. it keeps the turn while its credit is above 0; every token planned for it is taken off, the last chunk may overdraw;
+3. tokens of running answers are taken off too, without asking whose turn it is: a running answer is never held up;
+4. a class with nothing to compute loses what credit it has left (idle time earns nothing); its debt is paid off round
+   by round like everybody's. When nobody waits, all accounts are settled: there was nothing to share.
+
+Bounds, with M the largest single charge (a chunk, at most the step's budget) and q the quantum: over any time in which
+classes i and j both want to compute prompts, |served_i / w_i - served_j / w_j| <= 2 q / w_max + M (1/w_i + 1/w_j),
+which is at most (M + q) (1/w_i + 1/w_j); and a class that comes back waits for at most the sum over the others of
+(share_j + M) tokens, since each of them has one turn. Answers add to M what the class's running requests may still
+generate.
+
+Source: Shreedhar and Varghese, "Efficient fair queueing using deficit round robin" (SIGCOMM 1995), with debt instead of
+saved credit: a prompt's next chunk is cut by the planner, so its size is not known before it is served.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+MAX_CLASSES = 16
+MAX_WEIGHT = 1000
+_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,31}")
+_TIERS = {"priority": "first", "scale": "first", "default": "middle", "auto": "middle", "flex": "last"}
+"""OpenAI's service_tier → place among the classes."""
+SERVICE_TIERS = tuple(_TIERS)
+
+
+@dataclass(frozen=True, slots=True)
+class PriorityClass:
+    name: str
+    weight: int = 1
+    bound: int | None = None
+    """Requests that name no class come here from this priority on (as the client counts it)."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClassRules:
+    """The classes, most important first. Empty: everything is one class."""
+
+    classes: tuple[PriorityClass, ...] = ()
+    low_values_first: bool = False
+    """Smaller priority values are more important: a bound is then the largest value of its class."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(c.name for c in self.classes)
+
+    def of_tier(self, tier: str) -> str:
+        """The class of an OpenAI service_tier; KeyError for an unknown one."""
+        places = {"first": 0, "middle": (len(self.classes) - 1) // 2, "last": -1}
+        return self.classes[places[_TIERS[tier]]].name
+
+    def of_priority(self, priority: int | None) -> str:
+        """The class of a request that names none: by its priority where the classes have bounds, else the middle."""
+        if priority is None or self.classes[0].bound is None:
+            return self.of_tier("default")
+        sign = -1 if self.low_values_first else 1
+        for c in self.classes:
+            if c.bound is not None and sign * priority >= sign * c.bound:
+                return c.name
+        return self.classes[-1].name
+
+    def no_better(self, name: str, ceiling: str) -> str:
+        """`name`, or `ceiling` where that is the less important class."""
+        return max(name, ceiling, key=self.names.index)
+
+
+def parse_classes(text: str, *, low_values_first: bool = False) -> tuple[ClassRules, list[str]]:
+    """`name:weight` or `name:weight:bound`, comma separated, most important first → rules and every mistake."""
+    classes: list[PriorityClass] = []
+    bad: list[str] = []
+    for part in text.split(","):
+        name, *numbers = (piece.strip() for piece in part.split(":"))
+        if not _NAME.fullmatch(name):
+            bad.append(f"{part.strip()!r}: a class begins with its name, a letter and up to 31 letters, digits, - or _")
+        elif not 1 <= len(numbers) <= 2 or not all(re.fullmatch(r"-?\d{1,10}", number) for number in numbers):
+            bad.append(f"{part.strip()!r}: write name:weight or name:weight:min_priority, in whole numbers")
+        elif not 1 <= int(numbers[0]) <= MAX_WEIGHT:
+            bad.append(f"{part.strip()!r}: the weight must be 1 to {MAX_WEIGHT}")
+        else:
+            classes.append(PriorityClass(name, int(numbers[0]), int(numbers[1]) if len(numbers) == 2 else None))
+    names = [c.name for c in classes]
+    bad += [f"{name!r}: is named twice" for name in dict.fromkeys(n for n in names if names.count(n) > 1)]
+    if len(classes) > MAX_CLASSES:
+        bad.append(f"{len(classes)} classes: at most {MAX_CLASSES} are possible")
+    bounds = [c.bound for c in classes if c.bound is not None]
+    if bounds and len(bounds) < len(classes):
+        bad.append("give min_priority to every class or to none")
+    elif bounds != sorted(bounds, reverse=not low_values_first) or len(set(bounds)) < len(bounds):
+        direction = "grow" if low_values_first else "shrink"
+        bad.append(f"min_priority must {direction} from one class to the next, most important class first")
+    return ClassRules(tuple(classes), low_values_first), bad
+
+
+class DeficitRoundRobin:
+    """The accounts of the classes. `ready` is always a set of class numbers with something to compute.
+
+    Amounts are whole multiples of 1 / largest weight tokens, so that nothing is rounded.
+    """
+
+    def __init__(self, weights: Sequence[int], quantum: int) -> None:
+        self.unit = max(weights)
+        """The amount that stands for one token."""
+        self.shares = [quantum * weight for weight in weights]
+        self.credit = [0] * len(weights)
+        self._at = len(weights) - 1
+
+    def turn(self, ready: Collection[int]) -> int:
+        """The class to serve next. Passes the turn on while the one that has it is out of credit or not ready."""
+        if self._at in ready and self.credit[self._at] > 0:
+            return self._at
+        self._skip_rounds(ready)
+        while True:
+            self._at = (self._at + 1) % len(self.shares)
+            self.credit[self._at] += self.shares[self._at]
+            if self._at not in ready:
+                self.credit[self._at] = min(self.credit[self._at], 0)
+            elif self.credit[self._at] > 0:
+                return self._at
+
+    def _skip_rounds(self, ready: Collection[int]) -> None:
+        """Rounds in which nobody of `ready` would get out of debt, all at once."""
+        rounds = min(-self.credit[c] // self.shares[c] for c in ready)
+        if rounds > 0:
+            for c, share in enumerate(self.shares):
+                self.credit[c] += rounds * share
+                if c not in ready:
+                    self.credit[c] = min(self.credit[c], 0)
+
+    def least_served(self, ready: Collection[int]) -> int:
+        """Like `turn`, but the turn stays where it is: for work that goes on while somebody's turn is blocked."""
+        return max(ready, key=lambda c: (self.credit[c] / self.shares[c], -c))
+
+    def charge(self, c: int, tokens: int) -> None:
+        self.credit[c] -= tokens * self.unit
+
+    def leave(self, c: int) -> None:
+        """The class has nothing more to compute: what credit it has left is void."""
+        self.credit[c] = min(self.credit[c], 0)
+
+    def settle(self) -> None:
+        """Nobody waits: no debts, no credit."""
+        self.credit = [0] * len(self.shares)
+
+    def saved(self) -> tuple[int, list[int]]:
+        return self._at, list(self.credit)
+
+    def restore(self, saved: tuple[int, list[int]]) -> None:
+        self._at, self.credit = saved[0], list(saved[1])
