@@ -161,6 +161,12 @@ class EngineConfig:
     request_timeout_secs: float = opt(1800.0, "a request ends with 'timeout' after this long [s]")
     drain_timeout_secs: float = opt(60.0, "on SIGTERM wait this long for running requests [s]")
     random_seed: int = opt(0, "seed of dummy weights")
+    decision_log: str | None = opt(
+        None, "append each scheduling decision to this file as a JSON line (docs/scheduling/metrics.md)"
+    )
+    scheduler_trace: str | None = opt(
+        None, "write every input of the scheduler, prompts included, for baton simulate --replay"
+    )
     log_level: str = opt("info", "least severe log line shown", choices=("debug", "info", "warning", "error"))
 
 
@@ -231,6 +237,10 @@ def _violations(c: EngineConfig) -> list[str]:
     rule(
         1 <= c.starvation_threshold_ms <= 86_400_000,
         f"--starvation-threshold-ms {c.starvation_threshold_ms}: give 1 to 86400000 (a day)",
+    )
+    rule(
+        c.decision_log is None or c.decision_log != c.scheduler_trace,
+        f"--scheduler-trace {c.scheduler_trace}: is also --decision-log; give two files",
     )
     for name in ("lpm_aging_tokens_per_s", "short_first_aging_tokens_per_s", "srpt_aging", "priority_aging_rate"):
         rule(0 <= getattr(c, name) < 1e12, f"{flag_name(name)} {getattr(c, name)}: must not be negative")

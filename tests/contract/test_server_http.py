@@ -298,6 +298,15 @@ def test_flush_cache(http: httpx.Client) -> None:
     assert [r["dp_rank"] for r in http.post("/flush_cache").json()["ranks"]] == [0, 1]
 
 
+def test_scheduler_steps_are_asked_of_every_rank(http: httpx.Client) -> None:
+    answer = http.get("/v1/scheduler/steps", params={"n": 3}).json()
+    assert [(r["dp_rank"], r["steps"]) for r in answer["ranks"]] == [(0, [{"asked": 3}]), (1, [{"asked": 3}])]
+    assert http.get("/v1/scheduler/steps").json()["ranks"][0]["steps"] == [{"asked": 256}]
+    for n in ("0", "257", "x", "-1"):
+        error = http.get("/v1/scheduler/steps", params={"n": n})
+        assert (error.status_code, error.json()["error"]["param"]) == (400, "n")
+
+
 def test_dp_ranks_are_obeyed_and_balanced(http: httpx.Client, engine: FakeEngine) -> None:
     for rank in (1, 1, 0):
         http.post("/v1/completions", json={"prompt": "a", "max_tokens": 1, "rid": "pinned", "data_parallel_rank": rank})

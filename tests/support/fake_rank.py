@@ -136,6 +136,8 @@ class FakeRank:
         if message.op in ("suspend", "resume"):
             await self.send(self.change(message))
             return
+        if message.op == "steps":
+            result = {"steps": [{"asked": message.args["n"]}]}
         await self.send(Reply(message.id, message.op != "flush_cache" or not self.running, result))
 
     def change(self, message: Control) -> Reply:

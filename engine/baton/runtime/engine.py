@@ -32,7 +32,7 @@ from baton.runtime import ops
 from baton.runtime.attention import make_backend
 from baton.runtime.kv_pool import KvTensors, make_pool, pool_pages
 from baton.runtime.runner import Runner
-from baton.sched import setup
+from baton.sched import replay, setup
 from baton.sched.events import Emitted
 from baton.sched.limits import Limits
 from baton.sched.plan import StepPlan, StepResult
@@ -194,8 +194,14 @@ class Loaded:
     def limits(self) -> Limits:
         return setup.limits(self.config, self.kv.num_pages)
 
-    def engine(self, relay: Relay | None = None) -> Engine:
-        return Engine(Scheduler(self.limits()), self.runner, relay, overlap=not self.config.disable_overlap_schedule)
+    def engine(self, relay: Relay | None = None, trace: Callable[[str], None] | None = None) -> Engine:
+        """`trace` gets every input of the scheduler as a line (sched.replay)."""
+        if trace is None:
+            scheduler = Scheduler(self.limits())
+        else:
+            trace(replay.header(self.config, self.kv.num_pages))
+            scheduler = replay.RecordingScheduler(self.limits(), trace)
+        return Engine(scheduler, self.runner, relay, overlap=not self.config.disable_overlap_schedule)
 
 
 def compute_threads(config: EngineConfig) -> int:

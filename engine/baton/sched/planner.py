@@ -32,6 +32,10 @@ class Planner:
         self._state = state
         self._limits = state.limits
         self._memory = state.memory
+        self.stopped_by = Stop.QUEUE_EMPTY
+        """Why the last plan took no further prompt tokens."""
+        self.seconds_budget: float | None = None
+        """What the prompts of the last plan were allowed to take."""
         self._is_blocked = False
         """A waiting sequence did not fit: this plan tries no further one."""
         self.times = StepTime()
@@ -59,6 +63,7 @@ class Planner:
         if not skip_decode:
             self._plan_decode(rows, admitted)
         num_decode = len(rows)
+        self.seconds_budget = None
         stopped_by = Stop.PREEMPTED
         if num_decode and self._limits.prefill_first and not self._limits.mixed_chunk:
             stopped_by = Stop.DECODE_ONLY
@@ -67,6 +72,7 @@ class Planner:
         if skip_decode and not rows:
             self._plan_decode(rows, admitted)
             num_decode = len(rows)
+        self.stopped_by = stopped_by
         if not rows:
             if state.retractions > retractions or self._reclaim(stopped_by):
                 return self.plan(now)  # the pages just freed may let another sequence run; each round frees one's
@@ -87,6 +93,11 @@ class Planner:
             stopped_by,
             state.retractions - retractions,
         )
+
+    @property
+    def reserved_pages(self) -> int | None:
+        """Expected growth of running requests, if the last plan had to ask."""
+        return self._reserved
 
     def _reclaim(self, stopped_by: Stop) -> bool:
         """P: prompts wait for pages and nothing runs: have a parked one let go.
@@ -211,7 +222,7 @@ class Planner:
     def _plan_prefill(self, rows: list[Row], admitted: list[Admitted], num_decode: int) -> Stop:
         limit = self._limits.prefill_max_requests
         budget = max(self._limits.step_tokens - num_decode, self._limits.page_size)
-        seconds = self._prompt_seconds(num_decode)
+        self.seconds_budget = seconds = self._prompt_seconds(num_decode)
         started = 0
         blocked: Stop | None = None
         self._is_blocked = False
@@ -256,6 +267,8 @@ class Planner:
             self._memory.publish(seq)
             budget -= n
             started += 1
+        if blocked is None and self._state.waiting and not self._state.slots:
+            return Stop.NO_SLOT
         return blocked or Stop.QUEUE_EMPTY
 
     def _prefill_candidates(self) -> Iterator[Seq]:

@@ -26,10 +26,11 @@ from baton.errors import (
 )
 from baton.request import FinishReason, Validated
 from baton.sched.deadlines import Deadlines, Kind
+from baton.sched.decisions import Decision, Decisions
 from baton.sched.events import Emitted, Event, PagesFinal, PrefillDone
 from baton.sched.fairness import Fairness
 from baton.sched.limits import Limits
-from baton.sched.plan import StepPlan, StepResult, TokenLogprobs
+from baton.sched.plan import ForwardMode, StepPlan, StepResult, TokenLogprobs
 from baton.sched.planner import Planner
 from baton.sched.seq import Seq, SeqState
 from baton.sched.state import State
@@ -44,6 +45,8 @@ class Scheduler:
         self._state = State(limits)
         self._planner = Planner(self._state)
         self._deadlines = Deadlines(with_first_token=limits.aborts_missed_deadlines)
+        self.decisions = Decisions()
+        """What the last plans were and why."""
 
     # ------------------------------------------------------------------ ingress
 
@@ -223,7 +226,44 @@ class Scheduler:
         Args:
             now: seconds, the clock of Validated.arrival; only policies that weigh waiting time read it.
         """
-        return self._planner.plan(now)
+        plan = self._planner.plan(now)
+        self._note(plan, now)
+        return plan
+
+    def _note(self, plan: StepPlan | None, now: float) -> None:
+        """Keep a record of what was just decided."""
+        state, planner, limits = self._state, self._planner, self.limits
+        sent_back = tuple(state.stats.sent_back)
+        if plan is not None:
+            self.decisions.count(plan)
+        elif not sent_back:
+            waits = state.waiting or state.opening
+            if not waits or state.planned_step > state.committed_step or not self.decisions.is_news(planner.stopped_by):
+                return
+        state.stats.sent_back.clear()
+        decode_rows = plan.num_decode if plan else 0
+        self.decisions.note(
+            Decision(
+                step=state.planned_step,
+                now=now,
+                mode=(plan.mode if plan else ForwardMode.IDLE).value,
+                stopped_by=planner.stopped_by.value,
+                policy=state.policy.active,
+                decode_rows=decode_rows,
+                prefill_tokens=plan.num_tokens - decode_rows if plan else 0,
+                prefill_requests=len(plan.rows) - decode_rows if plan else 0,
+                token_budget=limits.step_tokens,
+                seconds_budget=planner.seconds_budget,
+                request_budget=limits.prefill_max_requests,
+                pages_available=state.memory.available,
+                pages_reserved=planner.reserved_pages,
+                slots_free=len(state.slots),
+                new_token_ratio=state.memory.ratio.value,
+                queued=dict(state.stats.queued),
+                admitted=tuple(adm.handle for adm in plan.admitted) if plan else (),
+                sent_back=sent_back,
+            )
+        )
 
     # ------------------------------------------------------------------ results
 

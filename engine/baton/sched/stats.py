@@ -75,6 +75,8 @@ class SchedStats:
         self.starved: Counter[str] = Counter()
         self.suspensions: Counter[tuple[str, str, str]] = Counter()
         """(class, class it gave way to, reason) → requests sent back to the queue."""
+        self.sent_back: list[tuple[int, str]] = []
+        """(handle, reason) since the last record of a decision, which clears it."""
         self.recomputed_tokens = 0
         self.deadlines_missed = {"ttft": 0, "total": 0}
         self.waiting_time: dict[str, Histogram] = {}
@@ -172,6 +174,7 @@ class SchedStats:
         if life.waits:
             self.on_withdrawn(seq)
             return
+        self.sent_back.append((seq.handle, reason))
         other = None if by is None else self._lives.get(by.handle)
         self.suspensions[life.cls, other.cls if other else "", reason] += 1
         life.lost_tokens = seq.computed

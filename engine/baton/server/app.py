@@ -36,6 +36,7 @@ from baton.errors import (
     WrongState,
 )
 from baton.request import SamplingParams
+from baton.sched import decisions
 from baton.server.answering import Answering
 from baton.server.fields import Fields
 from baton.server.generation import Generation
@@ -277,6 +278,13 @@ class Front:
         replies = await self._ask_all("ledger", **args)
         return json_response({"ranks": [{"dp_rank": r["dp_rank"], "rooms": r.get("rooms", [])} for _, r in replies]})
 
+    async def steps(self, request: web.Request) -> web.Response:
+        """The scheduler's last decisions per rank; ?n= at most so many, newest last."""
+        raw = request.query.get("n", str(decisions.RING))
+        if not (raw.isascii() and raw.isdigit() and 1 <= int(raw[:9]) <= decisions.RING):
+            raise BadRequest(f"n is {raw[:50]!r}; give 1 to {decisions.RING}", param="n")
+        return json_response({"ranks": [r for _, r in await self._ask_all("steps", n=int(raw))]})
+
     async def _ask_all(self, op: str, **args: Any) -> list[tuple[bool, dict[str, Any]]]:
         if not any(r.ready for r in self.ranks.ranks):
             raise NotReady("no rank is ready", retry_after_secs=2)
@@ -370,6 +378,7 @@ class Front:
         get("/metrics", self.metrics_text)
         get("/debug/ledger", self.ledger)
         get("/debug/rooms", self.rooms)
+        get("/v1/scheduler/steps", self.steps)
         return app
 
     @web.middleware

@@ -38,7 +38,7 @@ class Abort(msgspec.Struct, tag="abort"):
 
 
 class Control(msgspec.Struct, tag="control"):
-    """`op`: flush_cache | info | ledger | drain | suspend | resume (args: handles).
+    """`op`: flush_cache | info | ledger | steps | drain | suspend | resume (args: handles).
 
     The rank answers with one Reply carrying the same `id`.
     """

@@ -110,6 +110,13 @@ RANK = (
     ),
     Spec("preemptions", "counter", "running requests sent back to the waiting queue for one of higher priority"),
     Spec("suspensions", "counter", "requests suspended by POST /v1/requests/{rid}/suspend"),
+    Spec(
+        "steps",
+        "counter",
+        "steps planned, by mode (extend, decode, mixed) and by why they took no further prompt tokens",
+        ("mode", "stopped_by"),
+    ),
+    Spec("log_lines_dropped", "counter", "lines of --decision-log and --scheduler-trace that were lost", ("log",)),
     Spec("starving_requests", "gauge", "requests that wait too long while later ones are admitted", ("class",)),
     Spec("priority_starvation", "counter", "requests that were starving at any time", ("class",)),
     Spec(

@@ -19,18 +19,20 @@ import socket
 import sys
 import time
 from array import array
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
 import zmq
 
-from baton.config import EngineConfig
+from baton.config import EngineConfig, flag_name
 from baton.disagg.relay import DecodeRelay, PrefillRelay, Relay
 from baton.errors import ConfigError, EngineError, WrongState
 from baton.request import FinishReason, Validated
 from baton.runtime import engine as runtime
 from baton.sched.events import Emitted
 from baton.server import model_dir
+from baton.server.log_file import LOG_BYTES, TRACE_BYTES, LogFile, path_of_rank
 from baton.server.messages import (
     Abort,
     Control,
@@ -121,7 +123,11 @@ class RankProcess:
         relay = None
         if config.disaggregation_mode != "null":
             relay = self._attach_transfer(loaded, job)
-        self.engine = loaded.engine(relay)
+        self._decision_log = self._log_file("decision_log", lambda made: json.dumps(made._asdict()), LOG_BYTES)
+        self._trace = self._log_file("scheduler_trace", str, TRACE_BYTES, must_be_whole=True)
+        self.engine = loaded.engine(relay, self._trace.put if self._trace else None)
+        if self._decision_log:
+            self.engine.sched.decisions.sink = self._decision_log.put
         self._poller = zmq.Poller()
         self._poller.register(pull, zmq.POLLIN)
         self._poller.register(woken, zmq.POLLIN)
@@ -129,6 +135,15 @@ class RankProcess:
             self._poller.register(self._node.event_fd, zmq.POLLIN)
         self._next_stats = 0.0
         self._stream = StreamBuffer(config.stream_interval)
+
+    def _log_file(
+        self, field: str, render: Callable[[Any], str], limit: int, *, must_be_whole: bool = False
+    ) -> LogFile | None:
+        path = getattr(self.config, field)
+        if path is None:
+            return None
+        mine = path_of_rank(path, self.dp_rank, self.config.dp_size)
+        return LogFile(flag_name(field), mine, render, limit, must_be_whole=must_be_whole)
 
     def _on_sigterm(self, _signum: int, _frame: FrameType | None) -> None:
         self._stop = True
@@ -175,6 +190,9 @@ class RankProcess:
         log.info("rank %d stops", self.dp_rank)
         if self._node is not None:
             self._node.close()
+        for file in (self._decision_log, self._trace):
+            if file is not None:
+                file.close()
 
     def _wait_ms(self) -> int | None:
         """How long to sleep without messages: until the next deadline or report; for ever when nothing is alive."""
@@ -242,6 +260,8 @@ class RankProcess:
                 result["rooms"] = json.loads(self._node.rooms_json(message.args.get("room")))
                 result["transfer"] = json.loads(self._node.stats_json())
             return Reply(message.id, True, result)
+        if message.op == "steps":
+            return Reply(message.id, True, {"steps": self.engine.sched.decisions.recent(message.args["n"])})
         if message.op == "drain":
             if self._node is not None:
                 self._node.drain()
@@ -274,6 +294,10 @@ class RankProcess:
         stats = self.engine.sched.stats
         gauges.update(stats.gauges())
         counters.update(stats.counters())
+        counters.update(self.engine.sched.decisions.counters())
+        for name, file in (("decisions", self._decision_log), ("trace", self._trace)):
+            if file is not None:
+                counters[f'log_lines_dropped_total{{log="{name}"}}'] = file.dropped
         histograms = {name: HistogramColumns(h.counts, h.sum) for name, h in stats.histograms().items()}
         self._send(Stats(self.dp_rank, gauges, counters, histograms))
 

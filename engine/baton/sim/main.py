@@ -3,12 +3,15 @@
 1. Flags: SimConfig (the simulation), StepModel (the device), and every engine flag that the planner reads.
 2. Arrivals: as recorded, or rescaled by --speedup or to a target --load.
 3. One policy after the other over the same arrivals; progress on stderr; Ctrl-C prints what there is and exits 130.
+
+With --replay nothing is simulated: recorded decisions are repeated and compared (sched.replay).
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import gzip
 import json
 import math
 import sys
@@ -22,7 +25,9 @@ from baton import config as engine_config
 from baton.config import EngineConfig, add_flags, opt
 from baton.errors import ConfigError
 from baton.sched.limits import Limits
+from baton.sched.plan import StepPlan
 from baton.sched.policy import POLICIES
+from baton.sched.replay import ReplayError, digest, replay
 from baton.sched.setup import limits
 from baton.sim import trace as traces
 from baton.sim.chart import cdf_svg
@@ -41,7 +46,7 @@ NOT_SIMULATED = frozenset({
     "disaggregation_transfer_backend", "transfer_port", "cluster_key", "kv_lease_secs", "kv_transfer_timeout_secs",
     "num_reserved_decode_tokens", "tp_size", "dp_size", "device", "attention_backend", "cpu_threads", "kv_pool_mib",
     "schedule_policy", "random_seed", "log_level", "abort_on_priority_when_disabled", "stream_interval",
-    "drain_timeout_secs",
+    "drain_timeout_secs", "decision_log", "scheduler_trace",
 })  # fmt: skip
 """Engine flags without a meaning here: refused, not swallowed. Every other one is taken from EngineConfig."""
 
@@ -68,6 +73,9 @@ class SimConfig:
     length_scale: int = opt(1, "let one simulated token stand for this many (a divisor of 512): coarser and faster")
     jitter: float = opt(0.0, "steps take up to this share more or less than the model says, at random")
     seed: int = opt(0, "seed of --jitter")
+    replay: str | None = opt(
+        None, "instead of --trace: repeat the decisions in this file of an engine's --scheduler-trace and compare"
+    )
     json: str | None = opt(None, "write settings and results to this file")
     plot: str | None = opt(None, "write the distribution of TTFT per policy to this .svg file")
 
@@ -121,6 +129,9 @@ def parse(argv: Sequence[str]) -> Run:
     model = dataclasses.replace(PRESETS[sim.model], **_of(StepModel, values))
     policies = tuple(POLICIES) if sim.schedule_policy == "all" else tuple(sim.schedule_policy.split(","))
     bad = [*_violations(sim, model, policies)]
+    if sim.replay is not None and (others := sorted(set(values) - {"replay", "json"})):
+        names = ", ".join(map(engine_config.flag_name, others))
+        bad.append(f"--replay {sim.replay}: the recorded flags count; leave out {names}")
     engine_values = DEFAULTS | _of(EngineConfig, values) | {"disaggregation_mode": sim.role, "schedule_policy": "auto"}
     engine = EngineConfig()
     try:
@@ -143,7 +154,7 @@ def _of(cls: Any, values: dict[str, Any]) -> dict[str, Any]:
 
 def _violations(sim: SimConfig, model: StepModel, policies: Sequence[str]) -> list[str]:
     bad = []
-    if not sim.trace:
+    if not sim.trace and sim.replay is None:
         bad.append("--trace is missing; give a file or the name of a trace that comes with Baton")
     for name in policies:
         if name not in POLICIES:
@@ -260,9 +271,36 @@ def simulate(run: Run, what: Setting) -> tuple[list[Summary], dict[str, list[flo
     return summaries, curves, interrupted
 
 
+def replay_main(sim: SimConfig) -> int:
+    """Do this program's decisions equal the recorded ones? Exit code 1 if not; --json writes every decision."""
+    assert sim.replay is not None
+    path = Path(sim.replay)
+    made: list[dict[str, Any]] = []
+    with gzip.open(path, "rt") if path.suffix == ".gz" else path.open(encoding="utf-8") as lines:
+        done = replay(lines, lambda sched, _plan: made.extend(sched.decisions.recent(1)))
+    print(f"{done.inputs} inputs, {done.requests} requests, {done.plans} plans")
+    if sim.json is not None:
+        Path(sim.json).write_text("".join(json.dumps(decision) + "\n" for decision in made), encoding="utf-8")
+    if done.difference is None:
+        print("every plan equals the recorded one")
+        return 0
+    differs = done.difference
+    print(f"line {differs.line}, at {differs.now:.6f} s: recorded plan {differs.expected}, here {_brief(differs.got)}")
+    return 1
+
+
+def _brief(plan: StepPlan | None) -> str:
+    if plan is None:
+        return "nothing"
+    rows = ", ".join(f"request {row.handle} [{row.start}, {row.start + row.n})" for row in plan.rows)
+    return f"{digest(plan)}: step {plan.step}, stopped by {plan.stopped_by.value}: {rows}"
+
+
 def main(argv: Sequence[str]) -> int:
     run = parse(argv)
     try:
+        if run.sim.replay is not None:
+            return replay_main(run.sim)
         trace = traces.read(traces.locate(run.sim.trace), run.sim.limit)
         what = setting(run, trace)
         offered = offered_seconds(run, trace)
@@ -292,6 +330,9 @@ def main(argv: Sequence[str]) -> int:
         return INTERRUPTED
     except ConfigError as err:
         print(f"{PROG}: {err.message}", file=sys.stderr)
+        return 2
+    except ReplayError as err:
+        print(f"{PROG}: --replay {run.sim.replay}: {err}", file=sys.stderr)
         return 2
     except OSError as err:
         print(f"{PROG}: {err.filename or 'output'}: {err.strerror}", file=sys.stderr)
