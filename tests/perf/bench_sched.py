@@ -89,7 +89,7 @@ def tokens_of(rng: random.Random, length: int) -> array[int]:
 
 def request(handle: int, prompt: array[int], max_new: int, room: int | None = None) -> Validated:
     meet = None if room is None else Rendezvous("p", 1, room)
-    params = SamplingParams(max_new_tokens=max_new, ignore_eos=True)
+    params = SamplingParams(max_new_tokens=max_new)
     return Validated(handle, f"r{handle}", prompt, params, arrival=float(handle), rendezvous=meet)
 
 

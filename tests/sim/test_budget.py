@@ -237,3 +237,15 @@ def test_max_decode_gap_without_prefill_first_is_refused() -> None:
     for field, value in (("watermark", 0.6), ("step_target_ms", -1.0), ("clip_max_new_tokens", 0)):
         with pytest.raises(ConfigError, match=rf"--{field.replace('_', '-')} {value}"):
             build({field: value})
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_total_growth_is_the_sum_of_growth(seed: int) -> None:
+    rng = random.Random(seed)
+    node = Node(Limits(400, rng.choice([1, 4]), 8, 1000, 16, clip_new_tokens=rng.choice([3, 4096])), depth=2)
+    for handle in range(20):
+        prompt = [rng.randrange(VOCAB) for _ in range(rng.randint(1, 40))]
+        node.sched.add(request(handle, prompt, rng.randint(1, 60), ignore_eos=rng.random() < 0.5))
+        node.step()
+        memory, running = node.sched._state.memory, node.sched._state.running.values()
+        assert memory.total_growth(running) == sum(map(memory.growth, running))

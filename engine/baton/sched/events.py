@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from baton.request import FinishReason, Validated
 from baton.sched.plan import TokenLogprobs
 
 
-@dataclass(frozen=True, slots=True)
-class Emitted:
+class Emitted(NamedTuple):
     """New output of a request: zero or one token, and its end if this is it."""
 
     handle: int

@@ -22,9 +22,13 @@ from baton.sched.fairness import Fairness
 from baton.sched.plan import UNKNOWN_TOKEN, Admitted, Row, StepPlan, Stop
 from baton.sched.policy import work
 from baton.sched.preempt import priority_victims, retraction_victim
-from baton.sched.seq import Seq, SeqState, is_partial, wants_row
+from baton.sched.seq import Seq, SeqState, is_partial
 from baton.sched.state import State
 from baton.sched.step_time import StepTime
+
+UNKNOWN = array("i", (UNKNOWN_TOKEN,))
+NO_PAGES = array("i")
+"""Shared by all rows that decode: rows are read only."""
 
 
 class Planner:
@@ -172,12 +176,45 @@ class Planner:
     # ------------------------------------------------------------------ decode
 
     def _plan_decode(self, rows: list[Row], admitted: list[Admitted]) -> None:
-        """One token for every decoding sequence. Pages first, rows after: one with pages may still fall victim."""
+        """One token for every decoding sequence. Pages first, rows after: one with pages may still fall victim.
+
+        The hot loop of the planner: 256 rows in 0.3 ms, hence no property and no call per row.
+        """
+        page_size = self._limits.page_size
         ready = []
-        for seq in [s for s in self._state.running.values() if s.is_decoding and wants_row(s)]:
-            if seq.state is SeqState.RUNNING and self._grow(seq, seq.total_len):
+        short = []
+        for seq in self._state.running.values():
+            total = len(seq.tokens) + seq.inflight
+            answer = total - seq.prompt_len
+            if total - seq.computed == 1 and 0 < answer < seq.max_new_tokens:
                 ready.append(seq)
-        rows.extend(self._row(seq, 1, admitted) for seq in ready if seq.state is SeqState.RUNNING)
+                if total > len(seq.pages) * page_size:
+                    short.append(seq)
+        starved = {seq.handle for seq in short if seq.state is SeqState.RUNNING and not self._grow(seq, seq.total_len)}
+        for seq in ready:
+            if seq.state is not SeqState.RUNNING or seq.handle in starved:
+                continue
+            if seq.sent_pages == 0:
+                rows.append(self._row(seq, 1, admitted))
+                continue
+            start = seq.computed
+            sent, held = seq.sent_pages, len(seq.pages)
+            rows.append(
+                Row(
+                    seq.handle,
+                    seq.slot,
+                    start,
+                    1,
+                    True,
+                    UNKNOWN if seq.inflight else seq.tokens[start:],
+                    sent,
+                    NO_PAGES if sent == held else seq.pages[sent:],
+                )
+            )
+            seq.sent_pages = held
+            seq.computed = start + 1
+            seq.inflight += 1
+            seq.inflight_steps += 1
 
     def _grow(self, seq: Seq, tokens: int) -> bool:
         """Make room for `tokens` tokens of a decoding sequence, retracting others if need be. False: not this step."""

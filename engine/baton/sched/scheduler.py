@@ -39,6 +39,9 @@ from baton.sched.stats import SchedStats
 RATE_SMOOTHING = 0.1
 
 
+TAKES_TOKENS = (SeqState.RUNNING, SeqState.WAITING, SeqState.SUSPENDED)
+
+
 class Scheduler:
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
@@ -281,38 +284,40 @@ class Scheduler:
         assert plan.step == state.committed_step + 1, "steps are committed in order"
         state.step_committed(plan.step)
         state.computed_tokens += plan.num_tokens - plan.num_decode
-        sampled = 0
-        for row in plan.rows:
-            token = None
-            logprobs = None
-            if row.sample:
-                token = result.tokens[sampled]
-                logprobs = result.logprobs.get(sampled)
-                sampled += 1
-            seq = state.seqs.get(row.handle)
+        sampled = -1
+        seqs, parked, tokens, logprobs = state.seqs, state.parked, result.tokens, result.logprobs
+        for handle, _, start, n, sample, _, _, _ in plan.rows:
+            sampled += sample
+            seq = seqs.get(handle)
             if seq is None:
                 continue
             seq.inflight_steps -= 1
-            if row.sample:
+            if start + n > seq.committed and (seq.state is SeqState.RUNNING or handle in parked):
+                seq.committed = start + n
+                if seq.is_lease:
+                    self._announce(seq)
+            if sample:
                 seq.inflight -= 1
-            holds = seq.state is SeqState.RUNNING or seq.handle in state.parked
-            if holds and row.start + row.n > seq.committed:
-                seq.committed = row.start + row.n
-                self._announce(seq)
-            if token is not None and seq.state in (SeqState.RUNNING, SeqState.WAITING, SeqState.SUSPENDED):
-                self._take_token(seq, token, logprobs)
+                if seq.state in TAKES_TOKENS:
+                    self._take_token(seq, tokens[sampled], logprobs.get(sampled))
         state.stats.on_step(plan, state.now)
         state.release_grants()
         state.settle()
 
     def _take_token(self, seq: Seq, token: int, logprobs: TokenLogprobs | None) -> None:
         state = self._state
-        if len(seq.tokens) == seq.prompt_len and seq.req.ttft_deadline is not None:
+        generated = len(seq.tokens) - seq.prompt_len + 1
+        if generated == 1 and seq.req.ttft_deadline is not None:
             state.stats.on_first_token(seq.req, state.now)
         seq.tokens.append(token)
         if state.fair is not None:
             state.fair.charge_generated(seq)
-        finish = self._finish_reason(seq, token)
+        params = seq.req.params
+        finish: FinishReason | None = None
+        if token in params.stop_token_ids and generated >= params.min_new_tokens:
+            finish = FinishReason.STOP
+        elif generated >= seq.max_new_tokens:
+            finish = FinishReason.LENGTH
         state.outbox.append(Emitted(seq.handle, (token,), finish, max(seq.cached_tokens, 0), logprobs))
         if finish is None:
             return
@@ -322,18 +327,8 @@ class Scheduler:
             seq.finish = finish
             state.end(seq, "")
 
-    def _finish_reason(self, seq: Seq, token: int) -> FinishReason | None:
-        params = seq.req.params
-        if token in params.stop_token_ids and len(seq.tokens) - seq.prompt_len >= params.min_new_tokens:
-            return FinishReason.STOP
-        if len(seq.tokens) - seq.prompt_len >= seq.max_new_tokens:
-            return FinishReason.LENGTH
-        return None
-
     def _announce(self, seq: Seq) -> None:
         """P: prompt pages that the committed steps made final, the last partial one with the end of the prompt."""
-        if not seq.is_lease:
-            return
         done = min(seq.committed, seq.prompt_len)
         whole = self._state.memory.pages(done) if done == seq.prompt_len else done // self.limits.page_size
         if whole > seq.announced_pages:

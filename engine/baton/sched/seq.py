@@ -60,6 +60,8 @@ class Seq:
     """Prompt and every generated token that is known."""
     max_new_tokens: int
     """The request's limit, cut so that prompt + answer fit the KV pool."""
+    handle: int = field(init=False)
+    prompt_len: int = field(init=False)
     is_lease: bool = False
     """The request ends here with a lease on its pages: a prompt prefilled for a D node."""
     state: SeqState = SeqState.WAITING
@@ -98,13 +100,9 @@ class Seq:
     """What the radix tree had of this sequence when an order last asked."""
     _key: bytes = b""
 
-    @property
-    def handle(self) -> int:
-        return self.req.handle
-
-    @property
-    def prompt_len(self) -> int:
-        return len(self.req.prompt)
+    def __post_init__(self) -> None:
+        self.handle = self.req.handle
+        self.prompt_len = len(self.req.prompt)
 
     @property
     def key(self) -> bytes:
@@ -126,11 +124,12 @@ class Seq:
     @property
     def extend_tokens(self) -> int:
         """Tokens to compute before the next sample; 1 for a decoding sequence."""
-        return self.total_len - self.computed
+        return len(self.tokens) + self.inflight - self.computed
 
     @property
     def is_decoding(self) -> bool:
-        return self.extend_tokens == 1 and self.total_len > self.prompt_len
+        total = len(self.tokens) + self.inflight
+        return total - self.computed == 1 and total > self.prompt_len
 
     def to(self, state: SeqState) -> None:
         if state not in LEGAL[self.state]:
