@@ -6,7 +6,6 @@ A failure prints its Weather, which reproduces it: `ride(Weather(...), turns)`.
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
 
 import pytest
 
@@ -32,28 +31,25 @@ def test_the_same_weather_gives_the_same_plans_and_another_seed_others(weather: 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("policy", sorted(POLICIES))
-def test_a_hundred_thousand_random_steps(policy: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Over all policies; memory from 1 to 100 % of what the crowd needs."""
-    share = LONG_STEPS / len(POLICIES)
+def test_a_hundred_thousand_random_steps(capsys: pytest.CaptureFixture[str]) -> None:
+    """Memory from 1 to 100 % of what the crowd needs; aborts hit every state."""
     total = Log()
-    states: Counter[str] = Counter()
-    round_ = 0
-    while total.steps < share:
-        for weather in [w for w in weathers(10_000 * (round_ + 1)) if w.policy == policy]:
-            log = ride(weather, 400)
-            total.steps += log.steps
-            total.checked += log.checked
-            total.endings += log.endings
-            states += Counter({key: n for key, n in log.checked.items() if key.startswith("abort")})
-        round_ += 1
-        with capsys.disabled():
-            print(f"\n{policy}: {total.steps} of {share:.0f} steps, {dict(total.endings)}", flush=True)
+    first_seed = 10_000
+    while total.steps < LONG_STEPS:
+        for policy in POLICIES:
+            for weather in [w for w in weathers(first_seed) if w.policy == policy]:
+                log = ride(weather, 400)
+                total.steps += log.steps
+                total.checked += log.checked
+                total.endings += log.endings
+            with capsys.disabled():
+                print(f"\n{total.steps} of {LONG_STEPS} steps, {policy}: {dict(total.endings)}", end="", flush=True)
+        first_seed += 10_000
     assert {"STOP", "LENGTH", "ERROR", "GONE", "REFUSED"} <= total.endings.keys()
-    assert {"gap", "admission refused", "preemption", "no page to grow"} <= total.checked.keys()
-    assert total.checked["order"] > 100 or policy == "dfs-weight", "it has a test of its own"
-    aborted = {key.removesuffix(" in flight") for key in states}
-    assert aborted >= {
+    for kind in ("gap", "order", "admission refused", "preemption", "no page to grow"):
+        assert total.checked[kind] > 100, kind
+    assert {key.removesuffix(" in flight") for key in total.checked if key.startswith("abort")} >= {
         "abort null waiting", "abort null running", "abort prefill waiting", "abort prefill leased",
-        "abort decode opening", "abort decode transfer", "abort decode running",
+        "abort prefill running", "abort decode opening", "abort decode transfer", "abort decode running",
+        "abort decode waiting",
     }  # fmt: skip
