@@ -97,7 +97,11 @@ class Pair:
                     self._disturb(half)
                 busy.append(half.turn())
             if not any(busy) and self._disturb is None:
-                select.select([self.p.node.event_fd, self.d.node.event_fd], [], [], 0.5)
+                self.wait()
+
+    def wait(self) -> None:
+        """Until one of the transfer runtimes has news."""
+        select.select([self.p.node.event_fd, self.d.node.event_fd], [], [], 0.5)
 
     def pulled(self) -> dict[str, Any]:
         return dict(json.loads(self.d.node.stats_json())["counters"])
