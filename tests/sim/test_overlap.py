@@ -1,0 +1,173 @@
+"""Overlap: step n+1 is planned and launched before the results of step n are known, and nobody can tell.
+
+The first half scripts what arrives one step late; the second runs the production engine loop with its device thread on
+a pretend device that takes a random amount of work per step.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import random
+
+import pytest
+
+from baton.request import FinishReason, Validated
+from baton.runtime.engine import Engine
+from baton.sched.limits import Limits
+from baton.sched.plan import StepPlan, StepResult
+from baton.sched.policy import PriorityRule
+from baton.sched.scheduler import Scheduler
+from tests.support.sched_sim import EOS, VOCAB, Device, Node, random_prompt, reference, request
+
+
+def ending_with_eos(length: int) -> list[int]:
+    """A prompt whose answer is `length` tokens long, the last of them EOS."""
+    for seed in range(10_000):
+        prompt = random.Random(seed).choices(range(VOCAB), k=4)
+        answer = reference(request(0, prompt, 50).prompt, 50, False)
+        if len(answer) == length and answer[-1] == EOS:
+            return prompt
+    raise AssertionError("no such prompt")
+
+
+def node(**over: object) -> Node:
+    values: dict[str, object] = {
+        "num_pages": 60, "page_size": 2, "max_running_requests": 2, "max_queued_requests": 100, "step_tokens": 16
+    }  # fmt: skip
+    return Node(Limits(**(values | over)), depth=2)  # type: ignore[arg-type]
+
+
+def rows_in_flight(at: Node) -> list[int]:
+    return [row.handle for plan in at.flight for row in plan.rows]
+
+
+def test_eos_is_noticed_a_step_late_and_the_extra_token_is_dropped() -> None:
+    at = node()
+    prompt = ending_with_eos(5)
+    at.sched.add(request(0, prompt, 50))
+    while 0 not in at.finished:
+        at.step()
+    assert rows_in_flight(at) == [0], "one row too many is on its way"
+    at.run()
+    assert at.outputs[0] == reference(request(0, prompt, 50).prompt, 50, False)
+    assert at.finished[0] is FinishReason.STOP
+    at.sched.ledger().check_idle(60)
+
+
+def test_the_last_allowed_token_is_known_ahead_so_no_row_is_wasted() -> None:
+    at = node()
+    at.sched.add(request(0, [1, 2, 3], 5, ignore_eos=True))
+    while 0 not in at.finished:
+        at.step()
+    assert rows_in_flight(at) == []
+    assert at.steps == 5
+
+
+def test_a_stop_string_is_an_abort_that_comes_a_step_late() -> None:
+    """The front finds the stop string in token 3 and aborts; token 4 is being computed and is never heard of."""
+    at = node()
+    at.sched.add(request(0, [1, 2, 3], 40, ignore_eos=True))
+    while len(at.outputs.get(0, [])) < 3:
+        at.step()
+    assert rows_in_flight(at) == [0]
+    at.sched.abort(0)
+    at.run()
+    assert at.outputs[0] == reference(request(0, [1, 2, 3], 40).prompt, 3, True)
+    at.sched.ledger().check_idle(60)
+
+
+def test_pages_of_an_aborted_row_in_flight_may_be_reused_by_the_next_step() -> None:
+    at = node(num_pages=12, radix_cache=False, conservativeness=0.05)
+    at.sched.add(request(0, [1] * 8, 10, ignore_eos=True))
+    for _ in range(4):
+        at.step()
+    assert rows_in_flight(at) == [0]
+    held = {page for seq in at.sched._state.seqs.values() for page in seq.pages}
+    at.sched.abort(0)
+    at.sched.add(request(1, [2] * 20, 3, ignore_eos=True))
+    at.step()
+    assert held & set(at.flight[-1].new_pages), "the next request waits for no commit"
+    at.run()
+    assert at.outputs[1] == reference(request(1, [2] * 20, 3).prompt, 3, True)
+
+
+def test_a_row_preempted_in_flight_keeps_the_token_it_was_computing() -> None:
+    at = node(max_running_requests=1, priority=PriorityRule(enabled=True, preemption_threshold=0))
+    at.sched.add(dataclasses.replace(request(0, [1, 2, 3], 30, ignore_eos=True), priority=0))
+    for _ in range(5):
+        at.step()
+    known = len(at.outputs[0])
+    assert rows_in_flight(at) == [0]
+    at.sched.add(dataclasses.replace(request(1, [3, 2, 1], 3, ignore_eos=True), priority=9))
+    at.step()
+    assert at.sched.preemptions == 1
+    assert len(at.outputs[0]) == known + 1, "the step in flight was committed after the preemption"
+    at.run()
+    assert at.outputs == {
+        h: reference(request(h, p, n).prompt, n, True) for h, p, n in [(0, [1, 2, 3], 30), (1, [3, 2, 1], 3)]
+    }
+
+
+class RandomDevice:
+    """The pretend device behind the production runner's face; every step burns a random amount of CPU first."""
+
+    def __init__(self, limits: Limits, seed: int) -> None:
+        self.device = Device(limits)
+        self.rng = random.Random(seed)
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        blob = b"x" * 4096
+        for _ in range(self.rng.choice([0, 0, 3, 30, 300])):
+            blob = hashlib.sha256(blob).digest() * 128
+        return self.device.execute(plan)
+
+
+def answers(seed: int, overlap: bool) -> tuple[dict[int, list[int]], dict[int, FinishReason], set[int]]:
+    """Outputs and ends of a scripted crowd; aborts are bound to what was heard, so that they mean the same anywhere."""
+    rng = random.Random(seed)
+    limits = Limits(
+        rng.randint(14, 60), 2, rng.choice([1, 2, 4]), 1000, 2 * rng.randint(1, 6),
+        conservativeness=rng.choice([0.05, 1.0]),
+        priority=PriorityRule(enabled=rng.random() < 0.5, preemption_threshold=0),
+    )  # fmt: skip
+    engine = Engine(Scheduler(limits), RandomDevice(limits, seed), None, overlap=overlap)  # type: ignore[arg-type]
+    heads = [[rng.randrange(VOCAB) for _ in range(9)] for _ in range(2)]
+    crowd: list[Validated] = []
+    for handle in range(25):
+        prompt = random_prompt(rng, heads, min(20, limits.capacity_tokens - 1))
+        req = request(handle, prompt, rng.randint(1, 12), ignore_eos=rng.random() < 0.5)
+        crowd.append(dataclasses.replace(req, priority=rng.choice([0, 5])))
+    abort_after = {handle: rng.randint(1, 4) for handle in range(25) if rng.random() < 0.2}
+    got: dict[int, list[int]] = {req.handle: [] for req in crowd}
+    ends: dict[int, FinishReason] = {}
+    todo = list(crowd)
+    try:
+        busy = True
+        while busy or todo:
+            for _ in range(rng.choice([0, 0, 1, 3])):
+                if todo:
+                    engine.submit(todo.pop(0))
+            outputs, busy = engine.advance(0.0)
+            for out in outputs:
+                if out.handle in ends:
+                    raise AssertionError("output after the end")
+                got[out.handle].extend(out.tokens)
+                if out.finish is not None:
+                    ends[out.handle] = out.finish
+                elif len(got[out.handle]) >= abort_after.get(out.handle, 1000):
+                    engine.abort(out.handle)
+                    ends[out.handle] = FinishReason.ABORT
+        engine.gauges()
+        assert engine.sched.is_idle
+    finally:
+        engine.close()
+    return got, ends, set(abort_after)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_the_engine_loop_gives_the_same_answers_with_and_without_overlap(seed: int) -> None:
+    with_overlap, without = answers(seed, True), answers(seed, False)
+    assert with_overlap == without
+    got, ends, _ = with_overlap
+    assert ends.keys() == got.keys()
