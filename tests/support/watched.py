@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
@@ -277,6 +278,8 @@ class WatchedScheduler(Scheduler):
             return  # its steps hold either prompts or decode rows
         used = plan.num_tokens if plan is not None else 0
         prompts = len(plan.rows) - plan.num_decode if plan is not None else 0
+        if limits.prefill_first and plan is not None and plan.num_decode:
+            return  # this step is for decode rows alone
         if limits.step_tokens - used < page or prompts == limits.prefill_max_requests:
             return
         rows = {row.handle for row in plan.rows} if plan is not None else set()
@@ -300,27 +303,56 @@ class WatchedScheduler(Scheduler):
             return
         self.checked["admission refused"] += 1
         head = order[0]
-        assert self._need(head, before.ratio) > self._available_to(head), (
-            f"request {head.handle} was admissible, {limits.step_tokens - used} tokens of budget were left"
+        need, available = self._need(head, before.ratio), self._available_to(head)
+        assert need > available, (
+            f"request {head.handle} needed {need} of {available} pages and was not admitted, "
+            f"{limits.step_tokens - used} tokens of budget were left: {plan and plan.stopped_by}"
         )
 
     def _need(self, seq: Seq, ratio: float) -> int:
         """Pages that must be available before `seq` is let in: its prompt, its answer, and the growth of the others."""
-        state, page = self._state, self.limits.page_size
+        state, limits, page = self._state, self.limits, self.limits.page_size
 
         def rest(one: Seq) -> int:
             left = one.max_new_tokens - (len(one.tokens) - one.prompt_len) - one.inflight
             if one.is_lease:
                 return 0
-            return left if one.req.params.ignore_eos else int(min(left, 4096) * ratio)
+            return left if one.req.params.ignore_eos else int(min(left, limits.clip_new_tokens) * ratio)
 
         cached = state.memory.cache.peek(seq.tokens.tobytes(), seq.req.namespace, len(seq.tokens) - 1)
         need = -(-len(seq.tokens) // page) - cached // page
         others = [*state.running.values(), *state.transfer.values()]
         if not others and not state.leased:
             return need
-        growth = sum(max(-(-(len(s.tokens) + rest(s)) // page) - len(s.pages), 0) for s in others)
-        return need + -(-rest(seq) // page) + growth
+        need += -(-rest(seq) // page) + int(limits.watermark * limits.num_pages)
+        grown = {s.handle: max(-(-(len(s.tokens) + s.inflight + rest(s)) // page) - len(s.pages), 0) for s in others}
+        known = [s for s in others if s.is_decoding and s.req.params.ignore_eos and not s.is_lease]
+        unknown = sum(grown.values()) - sum(grown[s.handle] for s in known)
+        return need + min(sum(grown.values()), unknown + max(self._peak(known, rest), 0))
+
+    def _peak(self, known: list[Seq], rest: Callable[[Seq], int]) -> int:
+        """Most pages that answers of known length need at once, token by token; ends are noticed two steps later."""
+        page = self.limits.page_size
+        most = 0
+        for step in range(1, max(map(rest, known), default=0) + 2):
+            now = 0
+            for seq in known:
+                total = len(seq.tokens) + seq.inflight
+                if step >= rest(seq) + 2:
+                    now -= len(seq.pages) - self._shared(seq)
+                else:
+                    now += -(-(total + min(step, rest(seq))) // page) - len(seq.pages)
+            most = max(most, now)
+        return most
+
+    @staticmethod
+    def _shared(seq: Seq) -> int:
+        """Pages of a sequence that others lock too, or that lie in the tree twice."""
+        alone, node = len(seq.private), seq.node
+        while node is not None and node.parent is not None:
+            alone += len(node.pages) if node.locks == 1 else 0
+            node = node.parent
+        return len(seq.pages) - alone
 
     def _available_to(self, seq: Seq) -> int:
         """Free and evictable pages, less those of its own prefix, which it would lock."""
