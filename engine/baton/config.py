@@ -105,6 +105,17 @@ class EngineConfig:
     )
     lpm_degrade_threshold: int = opt(4096, "lpm turns to fcfs above this many waiting requests; 0: never")
     lpm_aging_tokens_per_s: float = opt(0.0, "lpm: waiting counts as this many cached tokens per second [tokens/s]")
+    in_batch_prefix_caching_check_threshold: int = opt(
+        -1,
+        "lpm: a request with at most this many cached tokens goes last if an earlier waiting one begins alike (SGLang "
+        "has 32); -1: off, requests of one step share their pages anyway [tokens]",
+        env="IN_BATCH_PREFIX_CACHING_CHECK_THRESHOLD",
+    )
+    in_batch_prefix_caching_deprioritize_threshold: int = opt(
+        32,
+        "lpm: how many first tokens have to be equal for that [tokens]",
+        env="IN_BATCH_PREFIX_CACHING_DEPRIORITIZE_THRESHOLD",
+    )
     short_first_output_weight: str = opt(
         "auto", "short-first: share of max_tokens that counts as work; auto: as the engine measures; 0: prompts only"
     )
@@ -277,6 +288,15 @@ def _violations(c: EngineConfig) -> list[str]:
     for name in ("step_target_ms", "max_decode_gap_ms"):
         rule(0 <= getattr(c, name) <= 60_000, f"{flag_name(name)} {getattr(c, name)}: give 0 to 60000 ms")
     rule(0 <= c.watermark <= 0.5, f"--watermark {c.watermark}: give a share of the pool from 0 to 0.5")
+    rule(
+        c.in_batch_prefix_caching_check_threshold >= -1,
+        f"--in-batch-prefix-caching-check-threshold {c.in_batch_prefix_caching_check_threshold}: give -1 (off) or more",
+    )
+    rule(
+        c.in_batch_prefix_caching_deprioritize_threshold >= 1,
+        f"--in-batch-prefix-caching-deprioritize-threshold {c.in_batch_prefix_caching_deprioritize_threshold}: "
+        "must be at least 1",
+    )
     rule(c.clip_max_new_tokens >= 1, f"--clip-max-new-tokens {c.clip_max_new_tokens}: must be at least 1")
     rule(
         not c.max_decode_gap_ms or (c.prefill_first and not c.enable_mixed_chunk),

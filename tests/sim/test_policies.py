@@ -10,6 +10,8 @@ import pytest
 
 from baton.cache.radix import Node as TreeNode
 from baton.cache.radix import Probe
+from baton.config import build
+from baton.sched import setup
 from baton.sched.dfs_weight import dfs_weight_keys
 from baton.sched.limits import Limits
 from baton.sched.policy import POLICIES, PolicyParams, PriorityRule, View, ordered
@@ -343,3 +345,27 @@ def test_srpt_lets_a_short_prompt_pass_a_long_one_between_its_chunks() -> None:
         done[policy] = steps
         assert node.outputs[0] == reference(request(0, [1] * 200, 1).prompt, 1, True)
     assert done["srpt-aging"] <= 2 < 12 <= done["fcfs"]
+
+
+def test_lpm_with_in_batch_thresholds_puts_followers_of_a_cold_prefix_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    def first_rows(params: PolicyParams) -> list[int]:
+        node = Node(Limits(64, 4, 8, 100, 1000, policy="lpm", policy_params=params), depth=1)
+        node.sched.add(request(9, [4] * 9, 1, ignore_eos=True))
+        node.run()  # [4] * 8 is cached
+        for handle, prompt in enumerate(([1] * 8 + [2], [1] * 8 + [3], [2] * 9, [4] * 8 + [1], [4] * 8 + [2], [1] * 3)):
+            node.sched.add(request(handle, prompt, 1, ignore_eos=True))
+        plan = node.sched.plan()
+        assert plan is not None
+        return [row.handle for row in plan.rows]
+
+    assert first_rows(PolicyParams()) == [3, 4, 0, 1, 2, 5]
+    set_as_there = PolicyParams(in_batch_check_threshold=4, in_batch_deprioritize_threshold=8)
+    assert first_rows(set_as_there) == [3, 4, 0, 2, 5, 1]
+    longer = PolicyParams(in_batch_check_threshold=4, in_batch_deprioritize_threshold=9)
+    assert first_rows(longer) == [3, 4, 0, 1, 2, 5], "only 8 tokens are alike"
+    warm_too = PolicyParams(in_batch_check_threshold=8, in_batch_deprioritize_threshold=8)
+    assert first_rows(warm_too) == [3, 0, 2, 5, 1, 4]
+    monkeypatch.setenv("IN_BATCH_PREFIX_CACHING_CHECK_THRESHOLD", "32")
+    monkeypatch.setenv("IN_BATCH_PREFIX_CACHING_DEPRIORITIZE_THRESHOLD", "16")
+    got = setup.limits(build({}), 100).policy_params
+    assert (got.in_batch_check_threshold, got.in_batch_deprioritize_threshold) == (32, 16)

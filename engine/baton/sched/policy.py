@@ -25,7 +25,7 @@ SRPT with ageing 0.05 as it did best on recorded traces (docs/scheduling/orders.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
@@ -78,6 +78,9 @@ class PolicyParams:
 
     lpm_degrade_threshold: int = 4096
     lpm_aging_tokens_per_s: float = 0.0
+    in_batch_check_threshold: int = -1
+    """lpm: look for a leader in the queue if at most so many tokens are cached; -1: never."""
+    in_batch_deprioritize_threshold: int = 32
     short_first_aging_tokens_per_s: float = 500.0
     short_first_output_weight: float | None = None
     """None: as large a share of the allowed tokens as the engine measures."""
@@ -163,12 +166,18 @@ class Random(Policy):
 
 
 class Lpm(Policy):
-    """Above the threshold first come first served, until the queue has shrunk to 3/4 of it (no flapping)."""
+    """Above the threshold first come first served, until the queue has shrunk to 3/4 of it (no flapping).
+
+    With the in-batch thresholds set, a request with a cold prefix that an earlier waiting one begins with as well goes
+    last, so that the earlier one can compute it for both (SGLang 0.5.7). Requests of one step share their pages here
+    without that, hence it is off by default.
+    """
 
     name = "lpm"
 
     def __init__(self, params: PolicyParams) -> None:
         super().__init__(params)
+        self.each_alone = params.in_batch_check_threshold < 0
         self.is_degraded = False
         self.degraded_total = 0
 
@@ -188,7 +197,24 @@ class Lpm(Policy):
             return [seq.req.arrival for seq in queue]
         aging = self.params.lpm_aging_tokens_per_s
         # cached + aging * (now - arrival), less the term that is equal for all: the order needs no clock.
-        return [aging * seq.req.arrival - cached_tokens(seq, view.index) for seq in queue]
+        found = [aging * seq.req.arrival - cached_tokens(seq, view.index) for seq in queue]
+        if self.params.in_batch_check_threshold >= 0:
+            for at in self._followers(queue, view):
+                found[at] = math.inf
+        return found
+
+    def _followers(self, queue: Sequence[Seq], view: View) -> Iterator[int]:
+        """Places of those whose first tokens an earlier one, by arrival, has to compute anyway."""
+        length = self.params.in_batch_deprioritize_threshold
+        leaders: set[tuple[bytes, bytes]] = set()
+        for at in sorted(range(len(queue)), key=lambda at: (queue[at].req.arrival, queue[at].handle)):
+            seq = queue[at]
+            if len(seq.tokens) < length or cached_tokens(seq, view.index) > self.params.in_batch_check_threshold:
+                continue
+            head = (seq.req.namespace, seq.key[: length * seq.tokens.itemsize])
+            if head in leaders:
+                yield at
+            leaders.add(head)
 
 
 class DfsWeight(Policy):

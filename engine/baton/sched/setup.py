@@ -32,6 +32,8 @@ def limits(config: EngineConfig, num_pages: int) -> Limits:
         policy_params=PolicyParams(
             lpm_degrade_threshold=c.lpm_degrade_threshold,
             lpm_aging_tokens_per_s=c.lpm_aging_tokens_per_s,
+            in_batch_check_threshold=c.in_batch_prefix_caching_check_threshold,
+            in_batch_deprioritize_threshold=c.in_batch_prefix_caching_deprioritize_threshold,
             short_first_aging_tokens_per_s=c.short_first_aging_tokens_per_s,
             short_first_output_weight=(
                 None if c.short_first_output_weight == "auto" else float(c.short_first_output_weight)
