@@ -13,6 +13,7 @@ use std::borrow::Cow;
 use std::ops::Range;
 
 use bytes::Bytes;
+use router_core::Blocks;
 use serde::Deserialize;
 use serde::de::{Deserializer, IgnoredAny, MapAccess, Visitor};
 use serde_json::value::RawValue;
@@ -105,6 +106,12 @@ impl Scan {
             .clone()
             .and_then(|span| std::str::from_utf8(&body[span]).ok())
             .unwrap_or_default()
+    }
+
+    /// The prompt's block hashes. Cost: one pass over it.
+    pub fn blocks(&self, body: &[u8]) -> Blocks {
+        let prompt = self.prompt.clone().map_or(&[][..], |span| &body[span]);
+        Blocks::of_text(prompt, token_count(prompt))
     }
 
     /// The client's bytes without its own fields of the groups in `replaced`, then `fields` (`"name":value,…`, no
@@ -350,6 +357,17 @@ fn n_of_sampling_params(value: &RawValue) -> Result<usize, RouteError> {
     }
 }
 
+/// How many tokens, if the prompt is a list of them or a list of such lists: numbers are what commas separate.
+fn token_count(prompt: &[u8]) -> Option<u32> {
+    let is_inside = |b: &u8| !matches!(b, b'[' | b' ' | b'\n' | b'\r' | b'\t');
+    let first = prompt.strip_prefix(b"[")?.iter().find(|b| is_inside(b))?;
+    if !first.is_ascii_digit() {
+        return None;
+    }
+    let commas = prompt.iter().filter(|b| **b == b',').count();
+    u32::try_from(commas + 1).ok()
+}
+
 /// How many prompts: `Some` for a list of strings or of token lists, `None` for one string or one token list.
 fn batch_len(prompt: &RawValue) -> Option<usize> {
     let inside = prompt.get().strip_prefix('[')?.trim_start();
@@ -422,6 +440,25 @@ mod tests {
                 }
             }
         }
+    }
+
+    #[test]
+    fn tokens_are_counted_where_the_prompt_is_tokens() {
+        for (prompt, tokens) in [
+            ("[1,22 , 333]", Some(3)),
+            ("[ [1,2],\n[3] ]", Some(3)),
+            ("\"1,2\"", None),
+            ("[\"1,2\",\"3\"]", None),
+            ("[]", None),
+        ] {
+            let body = format!("{{\"prompt\":{prompt}}}");
+            let scan = Scan::of(body.as_bytes(), Api::Completions).unwrap();
+            let blocks = scan.blocks(body.as_bytes());
+            assert_eq!(blocks.prompt().tokens, tokens, "{prompt}");
+            assert_eq!(blocks.prompt().units, prompt.len());
+        }
+        let scan = Scan::of(b"{}", Api::Chat).unwrap();
+        assert_eq!(scan.blocks(b"{}").prompt().units, 0);
     }
 
     #[test]

@@ -18,7 +18,7 @@ use std::time::Duration;
 use axum::response::{IntoResponse, Response};
 use bytes::Bytes;
 use http::{HeaderMap, HeaderValue, StatusCode, header};
-use router_core::{RequestView, Role, WorkerId, draw_room};
+use router_core::{Blocks, Role, draw_room};
 use tokio::sync::OwnedSemaphorePermit;
 use tokio::task::JoinHandle;
 use tokio::time::{Instant, timeout};
@@ -30,7 +30,7 @@ use crate::late::{sse_headers, with_keepalive};
 use crate::leg::{Failure, Leg, Opened, Retry, Told};
 use crate::metrics::Metrics;
 use crate::record::Record;
-use crate::registry::{Candidate, Chosen};
+use crate::registry::{Avoid, Candidate, Chosen, Wanted};
 use crate::relay::Relay;
 use crate::upstream::Head;
 
@@ -45,10 +45,28 @@ pub struct Inbound {
     pub body: Bytes,
     pub scan: Scan,
     pub routing_key: Option<String>,
+    /// The prompt's hashes, if a policy reads them.
+    pub blocks: Option<Arc<Blocks>>,
+    /// Whether a policy reads the prompt's text.
+    pub needs_text: bool,
     /// When the body was complete.
     pub ready_at: Instant,
     pub record: Record,
     pub permit: Option<OwnedSemaphorePermit>,
+}
+
+impl Inbound {
+    fn wanted(&self) -> Wanted<'_> {
+        Wanted {
+            text: match self.needs_text {
+                true => self.scan.routing_text(&self.body),
+                false => "",
+            },
+            blocks: self.blocks.clone(),
+            routing_key: self.routing_key.as_deref(),
+            streams: self.scan.stream,
+        }
+    }
 }
 
 /// The prefill leg's task. Dropping it aborts the leg.
@@ -113,13 +131,6 @@ impl From<Failure> for Stop {
     }
 }
 
-/// What an attempt needs to know of those before.
-#[derive(Default)]
-struct Avoid {
-    prefill: Vec<WorkerId>,
-    worker: Vec<WorkerId>,
-}
-
 /// Answer a generation request. Dropping the future drops everything the request holds.
 pub async fn generate(app: Arc<App>, request: Inbound) -> Response {
     let every = Duration::from_secs(app.config.limits.sse_keepalive_secs);
@@ -178,7 +189,8 @@ async fn attempts(app: Arc<App>, mut request: Inbound) -> Response {
 type Committed = (Opened, Option<PrefillLeg>);
 
 async fn single(app: &Arc<App>, request: &mut Inbound, avoid: &Avoid) -> Result<Committed, Stop> {
-    let chosen = choose(app, request, Role::Regular, &avoid.worker)?;
+    let registry = &app.registry;
+    let chosen = registry.choose(Role::Regular, &request.wanted(), &avoid.worker)?;
     let candidate = &chosen.guard.candidate;
     request.record.worker = Some((candidate.name.clone(), chosen.why));
     let body = match candidate.rank {
@@ -194,8 +206,7 @@ async fn single(app: &Arc<App>, request: &mut Inbound, avoid: &Avoid) -> Result<
 }
 
 async fn pair(app: &Arc<App>, request: &mut Inbound, avoid: &Avoid) -> Result<Committed, Stop> {
-    let prefill = choose(app, request, Role::Prefill, &avoid.prefill)?;
-    let decode = choose(app, request, Role::Decode, &avoid.worker)?;
+    let (prefill, decode) = app.registry.choose_pair(&request.wanted(), avoid)?;
     request.record.prefill = Some((prefill.guard.candidate.name.clone(), prefill.why));
     request.record.worker = Some((decode.guard.candidate.name.clone(), decode.why));
     let fields = PairFields::draw(&prefill.guard.candidate, &decode.guard.candidate, request);
@@ -254,33 +265,13 @@ async fn pair(app: &Arc<App>, request: &mut Inbound, avoid: &Avoid) -> Result<Co
     }
 }
 
-fn choose(
-    app: &App,
-    request: &Inbound,
-    role: Role,
-    avoid: &[WorkerId],
-) -> Result<Chosen, RouteError> {
-    let policy = app.registry.policy(role);
-    let view = RequestView {
-        text: if policy.needs_text() {
-            request.scan.routing_text(&request.body)
-        } else {
-            ""
-        },
-        routing_key: request.routing_key.as_deref(),
-    };
-    let chosen = app.registry.choose(role, &view, avoid)?;
-    let labels = [role.label(), policy.name(), chosen.why.label()];
-    app.metrics.decisions.with_label_values(&labels).inc();
-    Ok(chosen)
-}
-
 fn leg(app: &App, request: &Inbound, chosen: Chosen, body: Parts) -> Leg {
     Leg {
         guard: chosen.guard,
         head: request.head.clone(),
         body,
         limit: app.config.request_timeout(),
+        counts: request.scan.batch.is_none(),
     }
 }
 

@@ -18,6 +18,7 @@ use crate::body::Parts;
 use crate::error::RouteError;
 use crate::registry::LoadGuard;
 use crate::upstream::{Answer, Head, SendError, with_source};
+use crate::usage::usage_in;
 
 /// A complete answer is held back up to this size, so that a break in it can be retried [bytes].
 const MAX_HELD: usize = 4 << 20;
@@ -30,6 +31,8 @@ pub struct Leg {
     pub body: Parts,
     /// Longest silence of the worker.
     pub limit: Duration,
+    /// One answer to one prompt: what the worker counts is about them.
+    pub counts: bool,
 }
 
 /// An answer worth giving to the client.
@@ -42,6 +45,8 @@ pub struct Opened {
     pub pieces: Vec<Bytes>,
     /// What is still to come; `None` when the answer is complete.
     pub rest: Option<Answer>,
+    /// See [`Leg::counts`].
+    pub counts: bool,
 }
 
 /// Whether another attempt may do better.
@@ -249,10 +254,15 @@ impl Leg {
         match self.try_open().await {
             Ok((status, headers, pieces, rest)) => {
                 self.guard.settle(Outcome::Success);
+                let is_sse = is_sse(&headers);
+                if is_sse {
+                    self.guard.first_token();
+                }
                 Ok(Opened {
+                    counts: self.counts && self.guard.wants_usage(),
                     guard: self.guard,
                     status,
-                    is_sse: is_sse(&headers),
+                    is_sse,
                     headers,
                     pieces,
                     rest,
@@ -267,6 +277,14 @@ impl Leg {
     pub async fn drain(mut self, keep: bool) -> Result<Vec<Bytes>, Failure> {
         let drained = async {
             let (_, headers, pieces, rest) = self.try_open().await?;
+            if self.counts
+                && self.guard.wants_usage()
+                && let Some(usage) = usage_in(pieces.iter())
+            {
+                self.guard.usage(usage);
+            }
+            // A prefill worker's answer begins when the prompt is computed.
+            self.guard.first_token();
             let (is_sse, mut kept) = (is_sse(&headers), if keep { pieces } else { Vec::new() });
             let mut held: usize = kept.iter().map(Bytes::len).sum();
             if let Some(mut rest) = rest {

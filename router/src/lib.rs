@@ -25,6 +25,7 @@ mod serve;
 mod sse;
 mod tcp;
 mod upstream;
+mod usage;
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -52,9 +53,10 @@ impl App {
         config: RouterConfig,
         cut: watch::Receiver<bool>,
     ) -> prometheus::Result<Self> {
+        let metrics = Arc::new(metrics::Metrics::new()?);
         Ok(Self {
-            registry: registry::Registry::new(&config, cut),
-            metrics: Arc::new(metrics::Metrics::new()?),
+            registry: registry::Registry::new(&config, metrics.clone(), cut),
+            metrics,
             admission: admission::Admission::new(&config.limits),
             retry: config.retry(),
             draining: AtomicBool::new(false),

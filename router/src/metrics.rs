@@ -52,7 +52,19 @@ specs! {
     QUEUED = Gauge "baton_router_queued_requests" []
         "Requests waiting for one of --max-concurrent-requests";
     DECISIONS = Counter "baton_router_policy_decisions_total" ["role", "policy", "why"]
-        "Workers chosen, by reason";
+        "Workers chosen, by reason (docs/routing.md)";
+    FORECAST = Histogram "baton_router_forecast_ttft_seconds" ["role"]
+        "First token as cost predicted it when it sent the request: queue and prefill";
+    OBSERVED = Histogram "baton_router_observed_ttft_seconds" ["role"]
+        "The same requests' first token as it was seen, from their dispatch";
+    FORECAST_ERROR = Histogram "baton_router_forecast_error_seconds" ["role", "sign"]
+        "Difference of the two; sign is early (it came before the prediction) or late";
+    COUNTED_TOKENS = Counter "baton_router_counted_prompt_tokens_total" ["role"]
+        "Prompt tokens of requests whose worker reported what it counted";
+    EXPECTED_CACHED = Counter "baton_router_expected_cached_tokens_total" ["role"]
+        "Of these, tokens that cost expected in the worker's cache";
+    REPORTED_CACHED = Counter "baton_router_reported_cached_tokens_total" ["role"]
+        "Of these, tokens that the worker found in its cache";
     RETRIES = Counter "baton_router_retries_total" ["reason"]
         "Attempts after the first, by what failed before";
     UPSTREAM_ERRORS = Counter "baton_router_upstream_errors_total" ["role", "reason"]
@@ -67,12 +79,24 @@ specs! {
         "Circuit breaker: 0 closed, 1 half open, 2 open";
     PROBES = Counter "baton_router_health_probes_total" ["role", "result"]
         "Health probes sent";
+    BACKLOG = Gauge "baton_router_backlog_seconds" ["role", "worker"]
+        "Predicted time of the prompts sent to a worker and not begun to be answered (cost)";
+    UTILISATION = Gauge "baton_router_utilisation_ratio" ["role"]
+        "Predicted prefill work sent in the last 30 s over what the workers can do (cost); 1 is all of it";
+    PREFILL_SPEED = Gauge "baton_router_prefill_seconds_per_kilotoken" ["role", "worker"]
+        "Learned prefill time of a prompt of 1000 tokens (cost)";
+    CONFIDENCE = Gauge "baton_router_index_confidence_ratio" ["role", "worker"]
+        "Share of the prefixes expected in a worker's cache that it found there, mean of late (cost)";
+    INDEX_BLOCKS = Gauge "baton_router_index_blocks" ["role", "worker"]
+        "Blocks of 256 bytes of prompts remembered for a worker (cost)";
     TREE_CHARS = Gauge "baton_router_tree_chars" ["role", "worker"]
-        "Characters of prompts remembered for a worker by cache_aware";
+        "Characters of prompts remembered for a worker (cache_aware)";
     TREE_BYTES = Gauge "baton_router_tree_bytes" ["role"]
-        "Estimated memory of the prefix tree";
-    TREE_EVICTED = Gauge "baton_router_tree_evicted_chars" ["role"]
-        "Characters dropped from the prefix tree since the start";
+        "Estimated memory of the prefix index (cost, cache_aware)";
+    TREE_EVICTED = Gauge "baton_router_tree_evicted" ["role"]
+        "Characters (cache_aware), blocks (cost) or keys (manual) dropped for a limit since the start";
+    ROUTING_KEYS = Gauge "baton_router_routing_keys" ["role"]
+        "Routing keys remembered (manual)";
     BUILD = Gauge "baton_router_build_info" ["version"]
         "Always 1";
 }
@@ -89,6 +113,12 @@ pub struct Metrics {
     pub queue: Histogram,
     pub queued: Gauge,
     pub decisions: IntCounterVec,
+    forecast: HistogramVec,
+    observed: HistogramVec,
+    forecast_error: HistogramVec,
+    counted_tokens: IntCounterVec,
+    expected_cached: IntCounterVec,
+    reported_cached: IntCounterVec,
     pub retries: IntCounterVec,
     pub upstream_errors: IntCounterVec,
     pub leg_aborts: IntCounterVec,
@@ -96,9 +126,15 @@ pub struct Metrics {
     workers: GaugeVec,
     worker_load: GaugeVec,
     circuit: GaugeVec,
+    backlog: GaugeVec,
+    utilisation: GaugeVec,
+    prefill_speed: GaugeVec,
+    confidence: GaugeVec,
+    index_blocks: GaugeVec,
     tree_chars: GaugeVec,
     tree_bytes: GaugeVec,
     tree_evicted: GaugeVec,
+    routing_keys: GaugeVec,
 }
 
 fn opts(spec: &Spec) -> Opts {
@@ -139,6 +175,12 @@ impl Metrics {
             queue: histograms(&exposed, &QUEUE)?.with_label_values(no_labels),
             queued: gauges(&exposed, &QUEUED)?.with_label_values(no_labels),
             decisions: counters(&exposed, &DECISIONS)?,
+            forecast: histograms(&exposed, &FORECAST)?,
+            observed: histograms(&exposed, &OBSERVED)?,
+            forecast_error: histograms(&exposed, &FORECAST_ERROR)?,
+            counted_tokens: counters(&exposed, &COUNTED_TOKENS)?,
+            expected_cached: counters(&exposed, &EXPECTED_CACHED)?,
+            reported_cached: counters(&exposed, &REPORTED_CACHED)?,
             retries: counters(&exposed, &RETRIES)?,
             upstream_errors: counters(&exposed, &UPSTREAM_ERRORS)?,
             leg_aborts: counters(&exposed, &LEG_ABORTS)?,
@@ -146,12 +188,47 @@ impl Metrics {
             workers: gauges(&exposed, &WORKERS)?,
             worker_load: gauges(&exposed, &WORKER_LOAD)?,
             circuit: gauges(&exposed, &CIRCUIT)?,
+            backlog: gauges(&exposed, &BACKLOG)?,
+            utilisation: gauges(&exposed, &UTILISATION)?,
+            prefill_speed: gauges(&exposed, &PREFILL_SPEED)?,
+            confidence: gauges(&exposed, &CONFIDENCE)?,
+            index_blocks: gauges(&exposed, &INDEX_BLOCKS)?,
             tree_chars: gauges(&exposed, &TREE_CHARS)?,
             tree_bytes: gauges(&exposed, &TREE_BYTES)?,
             tree_evicted: gauges(&exposed, &TREE_EVICTED)?,
+            routing_keys: gauges(&exposed, &ROUTING_KEYS)?,
             exposed,
             scrape: parking_lot::Mutex::default(),
         })
+    }
+
+    /// A first token that had been predicted was seen.
+    pub fn first_token(&self, role: &str, predicted_ms: u64, took_ms: u64) {
+        let seconds = |ms: u64| ms as f64 / 1e3;
+        let role_only = [role];
+        let observe = |family: &HistogramVec, ms| {
+            family.with_label_values(&role_only).observe(seconds(ms));
+        };
+        observe(&self.forecast, predicted_ms);
+        observe(&self.observed, took_ms);
+        let sign = if took_ms < predicted_ms {
+            "early"
+        } else {
+            "late"
+        };
+        let error = self.forecast_error.with_label_values(&[role, sign]);
+        error.observe(seconds(took_ms.abs_diff(predicted_ms)));
+    }
+
+    /// A worker reported what it counted of a prompt whose cached tokens had been predicted.
+    pub fn counted(&self, role: &str, prompt_tokens: u32, expected: u32, reported: u32) {
+        for (family, tokens) in [
+            (&self.counted_tokens, prompt_tokens),
+            (&self.expected_cached, expected),
+            (&self.reported_cached, reported),
+        ] {
+            family.with_label_values(&[role]).inc_by(u64::from(tokens));
+        }
     }
 
     /// Text exposition format.
@@ -169,6 +246,10 @@ impl Metrics {
             &self.workers,
             &self.worker_load,
             &self.circuit,
+            &self.backlog,
+            &self.prefill_speed,
+            &self.confidence,
+            &self.index_blocks,
             &self.tree_chars,
         ] {
             family.reset();
@@ -195,18 +276,32 @@ impl Metrics {
             .collect();
         for (role, stats) in registry.policy_stats() {
             let role = role.label();
-            self.tree_bytes
-                .with_label_values(&[role])
-                .set(stats.tree_bytes as f64);
-            self.tree_evicted
-                .with_label_values(&[role])
-                .set(stats.evicted_chars_total as f64);
-            for tenant in stats.tenants {
-                if let Some(candidate) = names.get(&tenant.worker) {
-                    self.tree_chars
-                        .with_label_values(&[role, candidate.name.as_str()])
-                        .set(tenant.chars as f64);
+            for (family, value) in [
+                (&self.tree_bytes, stats.index_bytes as f64),
+                (&self.tree_evicted, stats.evicted_total as f64),
+                (&self.routing_keys, stats.keys as f64),
+                (&self.utilisation, stats.utilisation),
+            ] {
+                family.with_label_values(&[role]).set(value);
+            }
+            let show = |family: &GaugeVec, worker, value| {
+                if let Some(candidate) = names.get(&worker) {
+                    let labels = [role, candidate.name.as_str()];
+                    family.with_label_values(&labels).set(value);
                 }
+            };
+            for (worker, chars) in stats.chars {
+                show(&self.tree_chars, worker, chars as f64);
+            }
+            for rank in stats.ranks {
+                show(&self.backlog, rank.worker, rank.backlog_ms / 1e3);
+                show(
+                    &self.prefill_speed,
+                    rank.worker,
+                    rank.ms_per_kilotoken / 1e3,
+                );
+                show(&self.confidence, rank.worker, rank.confidence);
+                show(&self.index_blocks, rank.worker, rank.index_blocks as f64);
             }
         }
     }
@@ -248,12 +343,13 @@ mod tests {
                 "{}",
                 spec.name
             );
-            assert_eq!(
-                spec.kind == Kind::Histogram,
-                spec.name.ends_with("_seconds"),
-                "{}",
-                spec.name
-            );
+            // A gauge may be seconds too, a counter may not: it counts.
+            let is_seconds = spec.name.ends_with("_seconds");
+            match spec.kind {
+                Kind::Histogram => assert!(is_seconds, "{}", spec.name),
+                Kind::Counter => assert!(!is_seconds, "{}", spec.name),
+                Kind::Gauge => {}
+            }
         }
     }
 

@@ -12,13 +12,15 @@
 //! Invariants: a candidate's load is the number of living [`LoadGuard`]s; ids are never used twice; decisions of one role
 //! are made one after the other, each seeing the loads of those before.
 
+use std::hash::{DefaultHasher, Hash, Hasher};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
 use parking_lot::{Mutex, RwLock};
 use router_core::{
-    BreakerConfig, BreakerState, CircuitBreaker, Event, Outcome, Policy, PolicyStats, RequestView,
-    Role, Why, WorkerId, WorkerView, build,
+    Blocks, BreakerConfig, BreakerState, Choice, CircuitBreaker, Event, Forecast, Outcome, Policy,
+    PolicyStats, QueueOrder, RequestView, Role, Ticket, Usage, Why, WorkerFacts, WorkerId,
+    WorkerView, build, choose_pair,
 };
 use tokio::sync::{Notify, watch};
 use tokio::task::AbortHandle;
@@ -26,6 +28,7 @@ use tokio::task::AbortHandle;
 use crate::clock::now_ms;
 use crate::config::{Bootstrap, RouterConfig, WorkerSpec, WorkerUrl};
 use crate::error::RouteError;
+use crate::metrics::Metrics;
 use crate::upstream::Pool;
 
 /// Most workers registered at once: the registry is open to the network.
@@ -72,6 +75,9 @@ pub struct Description {
     pub disaggregation_mode: Option<String>,
     pub disaggregation_bootstrap_port: Option<u16>,
     pub page_size: Option<u64>,
+    /// KV slots of one rank.
+    pub max_total_num_tokens: Option<u64>,
+    pub schedule_policy: Option<String>,
     pub served_model_name: Option<String>,
     pub version: Option<String>,
 }
@@ -133,6 +139,28 @@ impl Worker {
         loads[index].clone()
     }
 
+    /// What policies are told of it. `auto` is srpt-aging on a prefill node (docs/flags.md).
+    fn facts(&self) -> WorkerFacts {
+        let told = self.description();
+        let order = match (told.schedule_policy.as_deref(), self.role()) {
+            (Some("srpt-aging" | "short-first"), _) | (Some("auto"), Role::Prefill) => {
+                QueueOrder::ShortestFirst
+            }
+            _ => QueueOrder::Arrival,
+        };
+        WorkerFacts {
+            capacity_tokens: told.max_total_num_tokens.filter(|tokens| *tokens > 0),
+            order,
+        }
+    }
+
+    /// Workers with the same number are on one machine, as far as their addresses tell.
+    fn host_number(&self) -> u32 {
+        let mut hasher = DefaultHasher::new();
+        self.spec.url.host.hash(&mut hasher);
+        hasher.finish() as u32
+    }
+
     pub fn dp_size(&self) -> u32 {
         self.description()
             .dp_size
@@ -157,6 +185,7 @@ pub struct Candidate {
     pub worker: Arc<Worker>,
     /// `Some` when DP-aware.
     pub rank: Option<u32>,
+    host: u32,
     load: Arc<AtomicUsize>,
     breaker: Option<Mutex<CircuitBreaker>>,
 }
@@ -187,6 +216,19 @@ pub struct LoadGuard {
     pub candidate: Arc<Candidate>,
     policy: Arc<dyn Policy>,
     outcome: Outcome,
+    sent: Sent,
+    metrics: Arc<Metrics>,
+}
+
+/// What the policy will want to hear about again.
+struct Sent {
+    ticket: Ticket,
+    /// The prompt's hashes, if the policy reads them.
+    blocks: Option<Arc<Blocks>>,
+    forecast: Option<Forecast>,
+    at_ms: u64,
+    /// Nothing more is learned from first tokens: it was seen, or cannot be.
+    is_first_token_known: bool,
 }
 
 impl LoadGuard {
@@ -194,21 +236,89 @@ impl LoadGuard {
     pub fn settle(&mut self, outcome: Outcome) {
         self.outcome = outcome;
     }
+
+    /// Its prefill is over.
+    pub fn first_token(&mut self) {
+        if std::mem::replace(&mut self.sent.is_first_token_known, true) {
+            return;
+        }
+        let now_ms = now_ms();
+        self.policy.observe(&Event::FirstToken {
+            ticket: self.sent.ticket,
+            worker: self.candidate.id,
+            now_ms,
+        });
+        if let Some(forecast) = self.sent.forecast {
+            let role = self.candidate.worker.role().label();
+            let took_ms = now_ms.saturating_sub(self.sent.at_ms);
+            self.metrics
+                .first_token(role, u64::from(forecast.ttft_ms), took_ms);
+        }
+    }
+
+    /// Whether anybody wants to know what the worker counts: looking for it costs microseconds.
+    pub fn wants_usage(&self) -> bool {
+        self.sent.blocks.is_some()
+    }
+
+    /// What the worker counted.
+    pub fn usage(&mut self, usage: Usage) {
+        self.policy.observe(&Event::Usage {
+            ticket: self.sent.ticket,
+            worker: self.candidate.id,
+            usage,
+        });
+        if let (Some(forecast), Some(cached)) = (self.sent.forecast, usage.cached_tokens) {
+            let role = self.candidate.worker.role().label();
+            self.metrics
+                .counted(role, usage.prompt_tokens, forecast.cached_tokens, cached);
+        }
+    }
 }
 
 impl Drop for LoadGuard {
     fn drop(&mut self) {
         let candidate = &self.candidate;
         candidate.load.fetch_sub(1, Ordering::Relaxed);
+        let now_ms = now_ms();
         if let Some(breaker) = &candidate.breaker
-            && let Some(state) = breaker.lock().on_result(self.outcome, now_ms())
+            && let Some(state) = breaker.lock().on_result(self.outcome, now_ms)
         {
             tracing::warn!(worker = %candidate.name, circuit = state.label(), "circuit breaker changed");
         }
+        let blocks = self.sent.blocks.as_ref();
         self.policy.observe(&Event::Finished {
+            ticket: self.sent.ticket,
             worker: candidate.id,
-            ok: self.outcome == Outcome::Success,
+            is_kept: self.outcome == Outcome::Success,
+            hashes: blocks.map_or(&[], |blocks| blocks.prompt().hashes),
+            now_ms,
         });
+    }
+}
+
+/// A request as the registry takes it.
+#[derive(Clone, Default)]
+pub struct Wanted<'a> {
+    pub text: &'a str,
+    pub blocks: Option<Arc<Blocks>>,
+    pub routing_key: Option<&'a str>,
+    /// The answer streams: a regular worker's first token will be seen.
+    pub streams: bool,
+}
+
+impl Wanted<'_> {
+    fn view(&self, now_ms: u64) -> RequestView<'_> {
+        RequestView {
+            text: self.text,
+            prompt: self
+                .blocks
+                .as_deref()
+                .map(Blocks::prompt)
+                .unwrap_or_default(),
+            routing_key: self.routing_key,
+            now_ms,
+        }
     }
 }
 
@@ -216,6 +326,31 @@ impl Drop for LoadGuard {
 pub struct Chosen {
     pub guard: LoadGuard,
     pub why: Why,
+}
+
+/// Workers that failed a request before: taken again only when there is no other.
+#[derive(Default)]
+pub struct Avoid {
+    pub prefill: Vec<WorkerId>,
+    /// Decode or regular workers.
+    pub worker: Vec<WorkerId>,
+}
+
+/// Candidates whose breaker allows a request now, without those to avoid unless there are no others.
+fn views(candidates: &[Arc<Candidate>], avoid: &[WorkerId], now_ms: u64) -> Vec<WorkerView> {
+    let allowed = || {
+        let allowed = candidates.iter().filter(|c| c.is_allowed(now_ms));
+        allowed.map(|c| WorkerView {
+            id: c.id,
+            load: c.load(),
+            host: c.host,
+        })
+    };
+    let others: Vec<WorkerView> = allowed().filter(|v| !avoid.contains(&v.id)).collect();
+    if others.is_empty() && !avoid.is_empty() {
+        return allowed().collect();
+    }
+    others
 }
 
 struct RoleTable {
@@ -230,6 +365,8 @@ pub struct Registry {
     tables: [RoleTable; 3],
     next_worker: AtomicU64,
     next_candidate: AtomicU64,
+    next_ticket: AtomicU64,
+    metrics: Arc<Metrics>,
     dp_aware: bool,
     breaker: Option<BreakerConfig>,
     cut: watch::Receiver<bool>,
@@ -246,11 +383,14 @@ fn index(role: Role) -> usize {
 }
 
 impl Registry {
-    pub fn new(config: &RouterConfig, cut: watch::Receiver<bool>) -> Self {
+    pub fn new(config: &RouterConfig, metrics: Arc<Metrics>, cut: watch::Receiver<bool>) -> Self {
+        let params = config.policy_params();
         Self {
+            metrics,
+            next_ticket: AtomicU64::new(1),
             workers: RwLock::default(),
             tables: ROLES.map(|role| RoleTable {
-                policy: Arc::from(build(config.policy_for(role), &config.cache_aware())),
+                policy: Arc::from(build(config.policy_for(role), role, &params)),
                 turn: Mutex::default(),
                 candidates: RwLock::default(),
             }),
@@ -324,7 +464,10 @@ impl Registry {
     }
 
     pub fn policy_stats(&self) -> Vec<(Role, PolicyStats)> {
-        ROLES.map(|role| (role, self.policy(role).stats())).to_vec()
+        let now_ms = now_ms();
+        ROLES
+            .map(|role| (role, self.policy(role).stats(now_ms)))
+            .to_vec()
     }
 
     /// (known, ready) workers of a role.
@@ -387,6 +530,7 @@ impl Registry {
                     },
                     worker: worker.clone(),
                     rank,
+                    host: worker.host_number(),
                     load: worker.load_of(rank),
                     breaker: self
                         .breaker
@@ -411,10 +555,10 @@ impl Registry {
             }
             stays
         });
+        let facts = worker.facts();
         for candidate in &new {
-            table.policy.observe(&Event::WorkerAdded {
-                worker: candidate.id,
-            });
+            let worker = candidate.id;
+            table.policy.observe(&Event::WorkerAdded { worker, facts });
         }
         list.extend(new);
         // By address, so that round robin's order does not depend on who became ready first.
@@ -422,9 +566,11 @@ impl Registry {
         *shared = Arc::new(list);
     }
 
-    /// Bring the policies' memory under its limits; returns the characters dropped.
+    /// Bring the policies' memory under its limits; returns the characters or keys dropped.
     pub fn evict(&self) -> usize {
-        self.tables.iter().map(|table| table.policy.evict()).sum()
+        let now_ms = now_ms();
+        let tables = self.tables.iter();
+        tables.map(|table| table.policy.evict(now_ms)).sum()
     }
 
     /// Policies forget all prompts: the workers' caches were flushed.
@@ -432,11 +578,20 @@ impl Registry {
         for table in &self.tables {
             let _turn = table.turn.lock();
             for candidate in table.candidates.read().iter() {
-                let worker = candidate.id;
+                let (worker, facts) = (candidate.id, candidate.worker.facts());
                 table.policy.observe(&Event::WorkerGone { worker });
-                table.policy.observe(&Event::WorkerAdded { worker });
+                table.policy.observe(&Event::WorkerAdded { worker, facts });
             }
         }
+    }
+
+    /// Whether a policy of these roles reads text, and block hashes: what nobody reads is not made.
+    pub fn needs(&self, roles: &[Role]) -> (bool, bool) {
+        let policies = || roles.iter().map(|role| self.policy(*role));
+        (
+            policies().any(|policy| policy.needs_text()),
+            policies().any(|policy| policy.needs_blocks()),
+        )
     }
 
     /// Let the role's policy choose among ready candidates whose breaker allows it. Workers in `avoid` (they just failed
@@ -444,53 +599,100 @@ impl Registry {
     pub fn choose(
         &self,
         role: Role,
-        request: &RequestView<'_>,
+        wanted: &Wanted<'_>,
         avoid: &[WorkerId],
     ) -> Result<Chosen, RouteError> {
-        let chosen = self.try_choose(role, request, avoid);
+        let chosen = {
+            let table = &self.tables[index(role)];
+            let _turn = table.turn.lock();
+            let now_ms = now_ms();
+            let view = wanted.view(now_ms);
+            let list = table.candidates.read().clone();
+            let views = views(&list, avoid, now_ms);
+            let choice = table.policy.choose(&view, &views, &mut rand::rng());
+            choice.and_then(|choice| self.take(table, &list, choice, wanted, &view))
+        };
         // Counted without the role's turn: remove() takes the worker list first and the turn second.
-        chosen.ok_or_else(|| {
-            let (known, ready) = self.count(role);
-            RouteError::NoWorker { role, known, ready }
-        })
+        chosen.ok_or_else(|| self.nobody(role))
     }
 
-    fn try_choose(
+    /// A prefill and a decode worker; together where the policies can.
+    pub fn choose_pair(
         &self,
-        role: Role,
-        request: &RequestView<'_>,
-        avoid: &[WorkerId],
-    ) -> Option<Chosen> {
-        let table = &self.tables[index(role)];
-        let _turn = table.turn.lock();
-        let candidates = table.candidates.read().clone();
-        let now_ms = now_ms();
-        let allowed = || {
-            let allowed = candidates.iter().filter(|c| c.is_allowed(now_ms));
-            allowed.map(|c| WorkerView {
-                id: c.id,
-                load: c.load(),
+        wanted: &Wanted<'_>,
+        avoid: &Avoid,
+    ) -> Result<(Chosen, Chosen), RouteError> {
+        let [_, prefill, decode] = &self.tables;
+        let pair = {
+            let (_p_turn, _d_turn) = (prefill.turn.lock(), decode.turn.lock());
+            let now_ms = now_ms();
+            let view = wanted.view(now_ms);
+            let (p_list, d_list) = (
+                prefill.candidates.read().clone(),
+                decode.candidates.read().clone(),
+            );
+            let p_views = views(&p_list, &avoid.prefill, now_ms);
+            let d_views = views(&d_list, &avoid.worker, now_ms);
+            let (p_policy, d_policy) = (&*prefill.policy, &*decode.policy);
+            let rng = &mut rand::rng();
+            let pair = choose_pair(p_policy, d_policy, &view, &p_views, &d_views, rng);
+            let taken = pair.and_then(|(p, d)| {
+                let p = self.take(prefill, &p_list, p, wanted, &view)?;
+                Some((p, self.take(decode, &d_list, d, wanted, &view)?))
+            });
+            taken.ok_or(match p_views.is_empty() {
+                true => Role::Prefill,
+                false => Role::Decode,
             })
         };
-        let mut views: Vec<WorkerView> = allowed().filter(|v| !avoid.contains(&v.id)).collect();
-        if views.is_empty() && !avoid.is_empty() {
-            views = allowed().collect();
-        }
-        let choice = table.policy.choose(request, &views, &mut rand::rng())?;
-        let candidate = candidates.iter().find(|c| c.id == choice.worker)?.clone();
+        pair.map_err(|role| self.nobody(role))
+    }
+
+    fn nobody(&self, role: Role) -> RouteError {
+        let (known, ready) = self.count(role);
+        RouteError::NoWorker { role, known, ready }
+    }
+
+    /// The chosen candidate with its place taken; everybody who learns is told.
+    fn take(
+        &self,
+        table: &RoleTable,
+        candidates: &[Arc<Candidate>],
+        choice: Choice,
+        wanted: &Wanted<'_>,
+        view: &RequestView<'_>,
+    ) -> Option<Chosen> {
+        let found = candidates.iter().find(|c| c.id == choice.worker);
+        let candidate = found?.clone();
+        let role = candidate.worker.role();
+        let ticket = Ticket(self.next_ticket.fetch_add(1, Ordering::Relaxed));
+        let tells_first_token = wanted.streams || role == Role::Prefill;
         table.policy.observe(&Event::Routed {
+            ticket,
             worker: candidate.id,
-            text: request.text,
+            request: view,
+            tells_first_token,
         });
         candidate.load.fetch_add(1, Ordering::Relaxed);
         if let Some(breaker) = &candidate.breaker {
-            breaker.lock().on_sent(now_ms);
+            breaker.lock().on_sent(view.now_ms);
         }
+        let labels = [role.label(), table.policy.name(), choice.why.label()];
+        self.metrics.decisions.with_label_values(&labels).inc();
+        let reads_blocks = table.policy.needs_blocks();
         Some(Chosen {
             guard: LoadGuard {
                 candidate,
                 policy: table.policy.clone(),
                 outcome: Outcome::Unknown,
+                sent: Sent {
+                    ticket,
+                    blocks: wanted.blocks.clone().filter(|_| reads_blocks),
+                    forecast: choice.why.forecast(),
+                    at_ms: view.now_ms,
+                    is_first_token_known: !tells_first_token,
+                },
+                metrics: self.metrics.clone(),
             },
             why: choice.why,
         })

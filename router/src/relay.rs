@@ -24,6 +24,7 @@ use crate::record::Record;
 use crate::registry::LoadGuard;
 use crate::sse::{Ending, Tail, epilogue};
 use crate::upstream::{Answer, with_source};
+use crate::usage::usage_in;
 
 /// The answer broke and cannot be mended by an event: the connection to the client is cut, so that it sees the break.
 #[derive(Debug, thiserror::Error)]
@@ -41,6 +42,10 @@ pub struct Relay {
     /// Armed while the worker is silent; re-armed lazily, so that a piece costs no timer operation.
     silence: Option<Pin<Box<Sleep>>>,
     guard: LoadGuard,
+    /// Whether the policy wants to know what the worker counted.
+    counts: bool,
+    /// Of a JSON answer: its last piece.
+    last: Option<Bytes>,
     prefill: Option<PrefillLeg>,
     record: Record,
     _permit: Option<OwnedSemaphorePermit>,
@@ -64,6 +69,8 @@ impl Relay {
             last_piece: Instant::now(),
             silence: None,
             guard: opened.guard,
+            counts: opened.counts,
+            last: None,
             prefill,
             record,
             _permit: permit,
@@ -80,7 +87,12 @@ impl Relay {
     fn take(&mut self, piece: Bytes) {
         match &mut self.tail {
             Some(tail) => tail.pass(piece, &mut self.out),
-            None => self.out.push_back(piece),
+            None => {
+                if self.counts {
+                    self.last = Some(piece.clone());
+                }
+                self.out.push_back(piece);
+            }
         }
     }
 
@@ -97,7 +109,21 @@ impl Relay {
         }
     }
 
+    /// Once, when the answer is complete.
+    fn count(&mut self) {
+        if std::mem::take(&mut self.counts) {
+            let told = match &self.tail {
+                Some(tail) => tail.usage(),
+                None => usage_in(self.last.iter()),
+            };
+            if let Some(usage) = told {
+                self.guard.usage(usage);
+            }
+        }
+    }
+
     fn finish(&mut self, outcome: &'static str) {
+        self.count();
         self.record.end(self.status, outcome);
         if let Some(prefill) = self.prefill.take() {
             prefill.linger();

@@ -7,8 +7,10 @@
 use std::collections::VecDeque;
 
 use bytes::Bytes;
+use router_core::Usage;
 
 use crate::error::RouteError;
+use crate::usage::usage_in;
 
 /// Pieces remembered: the one with finish_reason, a usage event and [DONE] may come apart.
 const REMEMBERED: usize = 4;
@@ -93,6 +95,11 @@ impl Tail {
             return Ending::Finished;
         }
         Ending::Open
+    }
+
+    /// What the worker counted, if it said so at the end.
+    pub fn usage(&self) -> Option<Usage> {
+        usage_in(self.recent.iter())
     }
 
     /// Whether the worker itself ended the stream with an error event.

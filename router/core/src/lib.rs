@@ -5,16 +5,19 @@
 //! 1. The shell (crate `baton-router`) keeps the registry of workers and counts requests in flight.
 //! 2. For a request it builds a [`RequestView`] and the [`WorkerView`]s of the workers that may take it.
 //! 3. [`Policy::choose`] returns a [`Choice`]: a worker and the reason. It changes nothing.
-//! 4. The shell dispatches and reports what happened through [`Policy::observe`].
+//!    For a prefill and a decode worker together it is [`choose_pair`].
+//! 4. The shell dispatches and reports what happened through [`Policy::observe`]: sent, first token, usage, end.
 //! 5. Every eviction interval the shell calls [`Policy::evict`]; nothing here owns a thread or a timer.
 //!
 //! What this crate does not know: tokio, HTTP, URLs, the clock. Time comes in as `now_ms`, randomness as `rng`, so the
 //! same code runs in the server, in unit tests and in the simulator, and the same seed gives the same decisions.
 
 pub mod breaker;
+pub mod fleet;
 pub mod health;
 pub mod policy;
 pub mod prefix_tree;
+pub mod prompt;
 pub mod retry;
 pub mod room;
 pub mod types;
@@ -22,8 +25,13 @@ pub mod types;
 pub use breaker::{BreakerConfig, BreakerState, CircuitBreaker, Outcome};
 pub use health::{HealthChange, HealthConfig, HealthCounter};
 pub use policy::{
-    CacheAwareParams, Miss, Policy, PolicyKind, PolicyStats, TenantStats, UnknownName, build,
+    AssignmentMode, CacheAwareParams, CostParams, ManualParams, Miss, Policy, PolicyKind,
+    PolicyParams, PolicyStats, RankStats, UnknownName, build, choose_pair,
 };
+pub use prompt::{Blocks, Prompt};
 pub use retry::{RetryConfig, is_retryable_status};
 pub use room::draw_room;
-pub use types::{Choice, Event, RequestView, Role, Why, WorkerId, WorkerView};
+pub use types::{
+    Choice, Event, Forecast, QueueOrder, RequestView, Role, Ticket, Usage, Why, WorkerFacts,
+    WorkerId, WorkerView,
+};

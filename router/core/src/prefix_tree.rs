@@ -1,13 +1,16 @@
-//! Radix tree of routing texts: which worker was sent which prefixes, so probably still has them in its radix cache.
+//! Radix tree of prompts: which worker was sent which prefixes, so probably still has them in its radix cache.
 //!
-//! The life of a text:
+//! The life of a path, which is a text or a chain of block hashes ([`Segment`]):
 //!
-//! 1. A worker was sent the text: it becomes holder of the whole path from the root ([`PrefixTree::insert`]), splitting a
-//!    node where texts part. If it holds the text already, only the stamps move, under the read lock ([`PrefixTree::touch`]).
-//! 2. A request looks for the longest prefix held by a candidate ([`PrefixTree::longest_match`]). That changes nothing.
-//! 3. A worker above `max_chars` forgets characters: least recently sent first, from the end of a text towards its start.
-//!    This happens at each insert, so memory is bounded at every moment, not from pass to pass.
-//! 4. A worker is gone: it forgets everything ([`PrefixTree::retire`]). A node without holders is freed, and a node whose
+//! 1. A worker was sent it: it becomes holder of the whole path from the root ([`PrefixTree::insert`]), splitting a
+//!    node where paths part. If it holds the path already, only the stamps move, under a read lock ([`PrefixTree::touch`]).
+//! 2. A request looks for the longest prefix held by a candidate ([`PrefixTree::longest_match`]), or for what each
+//!    candidate holds ([`PrefixTree::held_by`]). That changes nothing.
+//! 3. A worker above its limit of units forgets: least recently sent first, from the end of a path towards its start.
+//!    A tree above `max_bytes` does so for whoever was sent something longest ago. This happens at each insert, so memory
+//!    is bounded at every moment, not from pass to pass.
+//! 4. The request failed: what it alone had claimed is taken back ([`PrefixTree::retract`]).
+//! 5. A worker is gone: it forgets everything ([`PrefixTree::retire`]). A node without holders is freed, and a node whose
 //!    only child has the same holders and stamps is joined with it, so inner nodes do not pile up.
 //!
 //! ```text
@@ -23,17 +26,20 @@
 //!
 //! * holders(child) ⊆ holders(parent), and a holder's stamp never grows towards the leaves;
 //! * for each worker the nodes it holds form a tree, whose leaves are exactly its `leaves` queue;
-//! * `chars` of a worker = sum of `chars` over its nodes ≤ `max_chars` after each call;
-//! * texts are cut between characters only; no node but the root is without text or without holders.
+//! * `units` of a worker = sum of `units` over its nodes ≤ its limit after each call, and `bytes()` ≤ `max_bytes`;
+//! * no node but the root is without a label or without holders.
 //!
-//! Nothing recurses, so the depth of the tree is no concern; children are found by first character, not by scanning.
-//! Time is a logical counter. Cost: insert and match O(bytes of text + nodes on the path × log), eviction O(log) a node.
+//! Nothing recurses, so the depth of the tree is no concern; children are found by their first unit, not by scanning.
+//! Time is a logical counter. Cost: insert and match O(length of the path + nodes on it × log), eviction O(log) a node.
+
+mod segment;
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use crate::policy::{PolicyStats, TenantStats};
 use crate::types::{WorkerId, WorkerView};
+
+pub use segment::Segment;
 
 /// Index into the arena. 32 bits: 2^32 nodes would need half a terabyte.
 type NodeId = u32;
@@ -42,24 +48,24 @@ const ROOT: NodeId = 0;
 /// A `queued` value no stamp has.
 const NOT_QUEUED: u64 = 0;
 
-#[derive(Debug, Default)]
-struct Node {
-    /// The characters between the parent and here. Empty for the root and for free slots only.
-    text: Box<str>,
-    /// Characters (not bytes) in `text`.
-    chars: usize,
+#[derive(Debug)]
+struct Node<S: Segment + ?Sized> {
+    /// What lies between the parent and here. Empty for the root and for free slots only.
+    label: Box<S>,
+    /// Units in `label`.
+    units: usize,
     parent: NodeId,
-    /// By first character of their text.
-    children: BTreeMap<char, NodeId>,
+    /// By the first unit of their label.
+    children: BTreeMap<S::First, NodeId>,
     /// Sorted by worker. The root lists nobody.
     holders: Vec<Holder>,
 }
 
-/// A worker that was sent every text up to the end of a node.
+/// A worker that was sent every path up to the end of a node.
 #[derive(Debug)]
 struct Holder {
     worker: WorkerId,
-    /// When it last was sent a text that passes through the whole node.
+    /// When it last was sent a path that passes through the whole node.
     stamp: AtomicU64,
     /// Under which key the node waits in the worker's `leaves`; [`NOT_QUEUED`] unless `below` is 0. It may be older than
     /// `stamp` (which moves under the read lock); eviction notices and queues the node again.
@@ -76,8 +82,10 @@ impl Holder {
 
 #[derive(Debug, Default)]
 struct Tenant {
-    chars: usize,
-    /// The ends of its texts, oldest first. Keys are distinct: the nodes with one stamp lie on one path from the root,
+    units: usize,
+    /// Most units it may hold.
+    limit: usize,
+    /// The ends of its paths, oldest first. Keys are distinct: the nodes with one stamp lie on one path from the root,
     /// and only the lowest of them can be an end.
     leaves: BTreeMap<u64, NodeId>,
     is_leaving: bool,
@@ -85,23 +93,44 @@ struct Tenant {
 
 /// See the module.
 #[derive(Debug)]
-pub struct PrefixTree {
+pub struct PrefixTree<S: Segment + ?Sized> {
     /// Arena; slots in `free` are reused.
-    nodes: Vec<Node>,
+    nodes: Vec<Node<S>>,
     free: Vec<NodeId>,
     tenants: BTreeMap<WorkerId, Tenant>,
-    max_chars: usize,
+    max_bytes: usize,
     /// The last stamp given out.
     stamp: AtomicU64,
-    text_bytes: usize,
-    holders: usize,
-    evicted_chars_total: u64,
+    label_bytes: usize,
+    /// Allocated places for holders, in use or not.
+    holder_slots: usize,
+    /// Nodes with children.
+    inner: usize,
+    evicted_units_total: u64,
 }
+
+/// Sizes, for metrics.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct TreeStats {
+    /// Units each worker holds, ordered by id; a prefix shared by two workers counts for both.
+    pub tenants: Vec<(WorkerId, usize)>,
+    pub nodes: usize,
+    /// Labels; shared prefixes count once.
+    pub label_bytes: usize,
+    /// Estimated memory of all of it.
+    pub bytes: usize,
+    /// Units dropped for a limit since the start.
+    pub evicted_units_total: u64,
+}
+
+/// Names one insert.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Stamp(u64);
 
 /// The longest prefix some candidate holds.
 #[derive(Debug, Clone, Copy)]
 pub struct PrefixMatch<'t> {
-    pub chars: usize,
+    pub units: usize,
     holders: &'t [Holder],
 }
 
@@ -112,24 +141,28 @@ impl PrefixMatch<'_> {
     }
 }
 
-impl PrefixTree {
-    /// An empty tree in which each worker keeps at most `max_chars` characters.
-    pub fn new(max_chars: usize) -> Self {
+impl<S: Segment + ?Sized> PrefixTree<S>
+where
+    Box<S>: Default,
+{
+    /// An empty tree of at most `max_bytes` bytes.
+    pub fn new(max_bytes: usize) -> Self {
         Self {
-            nodes: vec![Node::default()],
+            nodes: vec![Node::new(Box::default(), ROOT)],
             free: Vec::new(),
             tenants: BTreeMap::new(),
-            max_chars,
+            max_bytes,
             stamp: AtomicU64::new(0),
-            text_bytes: 0,
-            holders: 0,
-            evicted_chars_total: 0,
+            label_bytes: 0,
+            holder_slots: 0,
+            inner: 0,
+            evicted_units_total: 0,
         }
     }
 
-    /// From now on `worker` may hold texts.
-    pub fn add(&mut self, worker: WorkerId) {
-        self.tenants.entry(worker).or_default();
+    /// From now on `worker` may hold up to `limit` units. One that does already gets the new limit at its next insert.
+    pub fn add(&mut self, worker: WorkerId, limit: usize) {
+        self.tenants.entry(worker).or_default().limit = limit;
     }
 
     /// Forget at most `max_nodes` nodes of a worker that is gone; returns whether there is more to forget. From the first
@@ -152,54 +185,87 @@ impl PrefixTree {
         false
     }
 
-    /// Characters `worker` holds; 0 for a stranger.
-    pub fn chars_of(&self, worker: WorkerId) -> usize {
-        self.tenants.get(&worker).map_or(0, |tenant| tenant.chars)
+    /// Units `worker` holds; 0 for a stranger.
+    pub fn units_of(&self, worker: WorkerId) -> usize {
+        self.tenants.get(&worker).map_or(0, |tenant| tenant.units)
     }
 
-    /// The longest prefix of `text` that at least one of `ready` holds.
-    pub fn longest_match(&self, text: &str, ready: &[WorkerView]) -> PrefixMatch<'_> {
-        let mut path: Vec<PrefixMatch<'_>> = Vec::new();
-        let (mut at, mut rest, mut chars) = (self.node(ROOT), text, 0);
-        while let Some(child) = at.child_for(rest) {
-            let node = self.node(child);
-            let common = common_prefix_bytes(&node.text, rest);
-            let is_whole = common == node.text.len();
-            chars += if is_whole {
-                node.chars
+    /// The nodes along `path`, each with the units matched up to its end, or to where the path leaves it.
+    fn walk<'t>(&'t self, path: &'t S) -> impl Iterator<Item = PrefixMatch<'t>> {
+        let (mut next, mut rest, mut units) = (self.node(ROOT).child_for(path), path, 0);
+        std::iter::from_fn(move || {
+            let node = self.node(next?);
+            let common = node.label.common(rest);
+            let (matched, behind) = rest.split_at(common);
+            if common == node.label.len() {
+                units += node.units;
+                (next, rest) = (node.child_for(behind), behind);
             } else {
-                rest[..common].chars().count()
-            };
-            path.push(PrefixMatch {
-                chars,
-                holders: &node.holders,
-            });
-            if !is_whole {
-                break;
+                units += matched.units();
+                next = None;
             }
-            (at, rest) = (node, &rest[common..]);
-        }
+            let holders = &node.holders;
+            Some(PrefixMatch { units, holders })
+        })
+    }
+
+    /// The longest prefix of `path` that at least one of `ready` holds.
+    pub fn longest_match<'t>(&'t self, path: &'t S, ready: &[WorkerView]) -> PrefixMatch<'t> {
+        let mut path: Vec<PrefixMatch<'_>> = self.walk(path).collect();
         // Holders only get fewer along the path.
         let held =
             path.partition_point(|step| ready.iter().any(|worker| step.is_held_by(worker.id)));
         path.truncate(held);
         path.pop().unwrap_or(PrefixMatch {
-            chars: 0,
+            units: 0,
             holders: &[],
         })
     }
 
-    /// If `worker` holds exactly this text as the end of a node, renew it and return true; else an insert is needed.
-    pub fn touch(&self, worker: WorkerId, text: &str) -> bool {
-        let (mut id, mut rest) = (ROOT, text);
+    /// How many units of `path` each of `workers` holds, into `held`; `workers` are sorted. Returns how many somebody
+    /// holds, candidate or not. Allocates nothing.
+    pub fn held_by(&self, path: &S, workers: &[WorkerId], held: &mut [usize]) -> usize {
+        debug_assert!(workers.is_sorted() && workers.len() == held.len());
+        held.fill(0);
+        let mut deepest = 0;
+        let mut note = |step: PrefixMatch<'_>| {
+            let mut at = 0;
+            for holder in step.holders {
+                at += workers[at..].partition_point(|worker| *worker < holder.worker);
+                match workers.get(at) {
+                    Some(worker) if *worker == holder.worker => held[at] = step.units,
+                    Some(_) => {}
+                    None => break,
+                }
+            }
+        };
+        let mut last: Option<PrefixMatch<'_>> = None;
+        for step in self.walk(path) {
+            deepest = step.units;
+            // Holders only get fewer along the path: as many are the same ones, and only the last step of them counts.
+            match last.replace(step) {
+                Some(before) if before.holders.len() != step.holders.len() => note(before),
+                _ => {}
+            }
+        }
+        if let Some(step) = last {
+            note(step);
+        }
+        deepest
+    }
+
+    /// If `worker` holds exactly this path as the end of a node, renew it and return true; else an insert is needed.
+    pub fn touch(&self, worker: WorkerId, path: &S) -> bool {
+        let (mut id, mut rest) = (ROOT, path);
         while !rest.is_empty() {
             let Some(child) = self.node(id).child_for(rest) else {
                 return false;
             };
-            let Some(behind) = rest.strip_prefix(&*self.node(child).text) else {
+            let label = &self.node(child).label;
+            if label.common(rest) < label.len() {
                 return false;
-            };
-            (id, rest) = (child, behind);
+            }
+            (id, rest) = (child, rest.split_at(label.len()).1);
         }
         if id != ROOT && position(&self.node(id).holders, worker).is_err() {
             return false;
@@ -215,24 +281,22 @@ impl PrefixTree {
         true
     }
 
-    /// `worker` was sent `text`. Ignored for a worker that was not added or is leaving. Afterwards the worker is within
-    /// `max_chars`; a text longer than that is kept up to there.
-    pub fn insert(&mut self, worker: WorkerId, text: &str) {
-        if self
-            .tenants
-            .get(&worker)
-            .is_none_or(|tenant| tenant.is_leaving)
-        {
-            return;
-        }
+    /// `worker` was sent `path`. Ignored for a worker that was not added or is leaving. Afterwards the worker and the tree
+    /// are within their limits; a path longer than that is kept up to there. Returns the stamp, for [`Self::retract`].
+    pub fn insert(&mut self, worker: WorkerId, path: &S) -> Stamp {
         let stamp = self.next_stamp();
-        let (mut at, mut rest) = (ROOT, text);
+        let tenant = self.tenants.get(&worker);
+        if tenant.is_none_or(|tenant| tenant.is_leaving) {
+            return Stamp(stamp);
+        }
+        self.make_room();
+        let (mut at, mut rest) = (ROOT, path);
         while !rest.is_empty() {
             let child = match self.node(at).child_for(rest) {
                 None => self.add_child(at, rest),
                 Some(child) => {
-                    let common = common_prefix_bytes(&self.node(child).text, rest);
-                    if common < self.node(child).text.len() {
+                    let common = self.node(child).label.common(rest);
+                    if common < self.node(child).label.len() {
                         self.split(child, common)
                     } else {
                         child
@@ -240,53 +304,91 @@ impl PrefixTree {
                 }
             };
             self.hold(child, worker, stamp);
-            rest = &rest[self.node(child).text.len()..];
+            rest = rest.split_at(self.node(child).label.len()).1;
             at = child;
         }
         if at != ROOT && self.holder_mut(at, worker).below == 0 {
             self.queue(at, worker);
         }
         self.shrink(worker);
+        while self.bytes() > self.max_bytes && self.forget_oldest() {}
+        Stamp(stamp)
     }
 
-    /// Bring every worker under `max_chars`; returns the characters dropped. Inserts do so already, hence 0 unless an
-    /// insert was cut short.
+    /// Take back what the insert that returned `stamp` claimed beyond the first `keep` units, unless something sent since
+    /// passes through it.
+    pub fn retract(&mut self, worker: WorkerId, path: &S, stamp: Stamp, keep: usize) {
+        let (mut id, mut rest, mut units) = (ROOT, path, 0);
+        while let Some(child) = self.node(id).child_for(rest) {
+            let node = self.node(child);
+            let is_whole = node.label.common(rest) == node.label.len();
+            if !is_whole || position(&node.holders, worker).is_err() {
+                break;
+            }
+            (id, rest, units) = (child, rest.split_at(node.label.len()).1, units + node.units);
+        }
+        while id != ROOT && units > keep {
+            let node = self.node(id);
+            let Ok(at) = position(&node.holders, worker) else {
+                break; // joined away: others go on from there
+            };
+            if node.holders[at].below > 0 || node.holders[at].stamp() != stamp.0 {
+                break;
+            }
+            let (parent, above) = (node.parent, units - node.units);
+            if above < keep {
+                let cut = node.label.position_of_unit(keep - above);
+                self.split(id, cut);
+                self.release(id, worker);
+                break;
+            }
+            self.release(id, worker);
+            (id, units) = (parent, above);
+        }
+    }
+
+    /// Bring every worker under its limit; returns the units dropped. Inserts do so already, hence 0 unless an insert was
+    /// cut short or a limit has become smaller.
     pub fn evict(&mut self) -> usize {
         let workers: Vec<WorkerId> = self.tenants.keys().copied().collect();
         workers.into_iter().map(|worker| self.shrink(worker)).sum()
     }
 
-    /// Sizes, for metrics.
-    pub fn stats(&self) -> PolicyStats {
-        /// A link in `children` and one in `leaves`, both in B-trees that are about 2/3 full.
-        const LINK_BYTES: usize = 40;
-        let nodes = self.nodes.len() - self.free.len() - 1;
-        PolicyStats {
-            tenants: self
-                .tenants
-                .iter()
-                .map(|(&worker, tenant)| TenantStats {
-                    worker,
-                    chars: tenant.chars,
-                })
+    pub fn stats(&self) -> TreeStats {
+        let tenants = self.tenants.iter();
+        TreeStats {
+            tenants: tenants
+                .map(|(&worker, tenant)| (worker, tenant.units))
                 .collect(),
-            nodes,
-            text_bytes: self.text_bytes,
-            tree_bytes: self.text_bytes
-                + self.nodes.capacity() * size_of::<Node>()
-                + self.holders * size_of::<Holder>()
-                + nodes * LINK_BYTES,
-            evicted_chars_total: self.evicted_chars_total,
+            nodes: self.nodes.len() - self.free.len() - 1,
+            label_bytes: self.label_bytes,
+            bytes: self.bytes(),
+            evicted_units_total: self.evicted_units_total,
         }
+    }
+
+    /// Estimated memory: labels, arena, holders, and links between nodes.
+    pub fn bytes(&self) -> usize {
+        /// One link in `children` and one in `leaves`, both in B-trees that are about 2/3 full.
+        const LINK_BYTES: usize = 48;
+        /// The first leaf of a B-tree of children.
+        const INNER_BYTES: usize = 160;
+        self.label_bytes
+            + self.nodes.capacity() * size_of::<Node<S>>()
+            + self.free.capacity() * size_of::<NodeId>()
+            + self.holder_slots * size_of::<Holder>()
+            + (self.nodes.len() - self.free.len()) * LINK_BYTES
+            + self.inner * INNER_BYTES
     }
 
     // --- forgetting
 
-    /// Drop what `worker` holds above `max_chars`, oldest first; returns the characters dropped.
+    /// Drop what `worker` holds above its limit, oldest first; returns the units dropped.
     fn shrink(&mut self, worker: WorkerId) -> usize {
         let mut dropped = 0;
         loop {
-            let excess = self.chars_of(worker).saturating_sub(self.max_chars);
+            let limit = self.tenants.get(&worker).map_or(0, |tenant| tenant.limit);
+            let excess = self.units_of(worker).saturating_sub(limit);
             if excess == 0 {
                 break;
             }
@@ -297,16 +399,50 @@ impl PrefixTree {
                 self.queue(leaf, worker); // touched since it was queued
                 continue;
             }
-            let chars = self.node(leaf).chars;
-            if excess < chars {
-                let kept = byte_of_char(&self.node(leaf).text, chars - excess);
+            let units = self.node(leaf).units;
+            if excess < units {
+                let kept = self.node(leaf).label.position_of_unit(units - excess);
                 self.split(leaf, kept); // `leaf` is now the end only
             }
-            dropped += self.node(leaf).chars;
+            dropped += self.node(leaf).units;
             self.release(leaf, worker);
         }
-        self.evicted_chars_total += dropped as u64;
+        self.evicted_units_total += dropped as u64;
         dropped
+    }
+
+    /// The end of a path that was sent longest ago, by whoever holds it, is forgotten; false when nobody holds anything.
+    fn forget_oldest(&mut self) -> bool {
+        let leaves = |(&worker, tenant): (&WorkerId, &Tenant)| {
+            let (&key, &leaf) = tenant.leaves.first_key_value()?;
+            Some((key, leaf, worker))
+        };
+        let Some((key, leaf, worker)) = self.tenants.iter().filter_map(leaves).min() else {
+            return false;
+        };
+        if self.holder_mut(leaf, worker).stamp() != key {
+            self.queue(leaf, worker); // touched since it was queued
+        } else {
+            self.evicted_units_total += self.node(leaf).units as u64;
+            self.release(leaf, worker);
+        }
+        true
+    }
+
+    /// An insert adds up to three nodes (a split, a child, a cut end). If the arena may not grow for them, forget.
+    fn make_room(&mut self) {
+        const NEW_NODES: usize = 3;
+        let step = self.arena_step();
+        while self.free.len() < NEW_NODES
+            && self.nodes.len() + NEW_NODES > self.nodes.capacity()
+            && self.bytes() + step * size_of::<Node<S>>() > self.max_bytes
+            && self.forget_oldest()
+        {}
+    }
+
+    /// How many slots the arena grows by: an eighth, so that little is allocated in vain.
+    fn arena_step(&self) -> usize {
+        (self.nodes.len() / 8).max(16)
     }
 
     fn oldest_leaf(&self, worker: WorkerId) -> Option<(u64, NodeId)> {
@@ -320,14 +456,13 @@ impl PrefixTree {
     /// `worker` forgets `leaf`, one of its leaves. The parent may become its leaf; nodes are freed and joined as due.
     fn release(&mut self, leaf: NodeId, worker: WorkerId) {
         let node = &mut self.nodes[leaf as usize];
-        let (parent, chars) = (node.parent, node.chars);
+        let (parent, units) = (node.parent, node.units);
         if let Ok(at) = position(&node.holders, worker) {
             let holder = node.holders.remove(at);
-            debug_assert_eq!(holder.below, 0, "only ends of texts are forgotten");
-            self.holders -= 1;
+            debug_assert_eq!(holder.below, 0, "only ends of paths are forgotten");
             let tenant = self.tenant_mut(worker);
             tenant.leaves.remove(&holder.queued);
-            tenant.chars -= chars;
+            tenant.units -= units;
         }
         if parent != ROOT {
             let holder = self.holder_mut(parent, worker);
@@ -346,16 +481,26 @@ impl PrefixTree {
 
     /// Free a node without holders; it has no children then.
     fn unlink(&mut self, id: NodeId) {
-        let node = std::mem::take(&mut self.nodes[id as usize]);
+        let node = self.take(id);
         debug_assert!(
             node.children.is_empty(),
             "a child's holders hold its parent"
         );
-        self.text_bytes -= node.text.len();
-        if let Some(first) = node.text.chars().next() {
-            self.nodes[node.parent as usize].children.remove(&first);
+        self.label_bytes -= node.label.bytes();
+        if let Some(first) = node.label.first() {
+            let siblings = &mut self.nodes[node.parent as usize].children;
+            siblings.remove(&first);
+            self.inner -= usize::from(siblings.is_empty());
         }
+    }
+
+    /// Empty a slot for reuse.
+    fn take(&mut self, id: NodeId) -> Node<S> {
         self.free.push(id);
+        let empty = Node::new(Box::default(), ROOT);
+        let node = std::mem::replace(&mut self.nodes[id as usize], empty);
+        self.holder_slots -= node.holders.capacity();
+        node
     }
 
     /// Undo a split that no longer tells anything apart. The child's slot stays, because it may be queued as a leaf; `id`
@@ -374,12 +519,11 @@ impl PrefixTree {
         {
             return;
         }
-        let upper = std::mem::take(&mut self.nodes[id as usize]);
-        self.free.push(id);
-        self.holders -= upper.holders.len();
+        let upper = self.take(id);
+        self.inner -= 1;
         let lower = &mut self.nodes[child as usize];
-        lower.text = [&*upper.text, &*lower.text].concat().into_boxed_str();
-        lower.chars += upper.chars;
+        lower.label = upper.label.joined(&lower.label);
+        lower.units += upper.units;
         lower.parent = upper.parent;
         self.link(upper.parent, child);
     }
@@ -387,42 +531,30 @@ impl PrefixTree {
     // --- growing
 
     /// A new node under `parent`, held by nobody yet.
-    fn add_child(&mut self, parent: NodeId, text: &str) -> NodeId {
-        self.text_bytes += text.len();
-        let node = Node {
-            text: text.into(),
-            chars: text.chars().count(),
-            parent,
-            ..Node::default()
-        };
-        let id = self.place(node);
+    fn add_child(&mut self, parent: NodeId, label: &S) -> NodeId {
+        self.label_bytes += label.bytes();
+        let id = self.place(Node::new(label.boxed(), parent));
         self.link(parent, id);
         id
     }
 
-    /// Cut a node in two before byte `at`. Returns the new upper half; `id` stays the lower one, so that queued leaves and
+    /// Cut a node in two at position `at`. Returns the new upper half; `id` stays the lower one, so that queued leaves and
     /// children keep their place.
     fn split(&mut self, id: NodeId, at: usize) -> NodeId {
         let lower = &mut self.nodes[id as usize];
-        let (head, tail) = lower.text.split_at(at);
-        let (head, tail): (Box<str>, Box<str>) = (head.into(), tail.into());
-        let head_chars = head.chars().count();
+        let (head, tail) = lower.label.split_at(at);
+        let (head, tail) = (head.boxed(), tail.boxed());
         let above = |holder: &Holder| Holder {
             worker: holder.worker,
             stamp: AtomicU64::new(holder.stamp()),
             queued: NOT_QUEUED,
             below: 1,
         };
-        let upper = Node {
-            text: head,
-            chars: head_chars,
-            parent: lower.parent,
-            children: BTreeMap::new(),
-            holders: lower.holders.iter().map(above).collect(),
-        };
-        lower.text = tail;
-        lower.chars -= head_chars;
-        self.holders += upper.holders.len();
+        let mut upper = Node::new(head, lower.parent);
+        upper.holders = lower.holders.iter().map(above).collect();
+        lower.label = tail;
+        lower.units -= upper.units;
+        self.holder_slots += upper.holders.capacity();
         let parent = upper.parent;
         let upper = self.place(upper);
         self.nodes[id as usize].parent = upper;
@@ -434,13 +566,15 @@ impl PrefixTree {
     /// `worker` holds the node, as of `stamp`. It holds the parent already.
     fn hold(&mut self, id: NodeId, worker: WorkerId, stamp: u64) {
         let node = &mut self.nodes[id as usize];
-        let (parent, chars) = (node.parent, node.chars);
+        let (parent, units) = (node.parent, node.units);
         match position(&node.holders, worker) {
             Ok(at) => *node.holders[at].stamp.get_mut() = stamp,
             Err(at) => {
-                if node.holders.is_empty() {
-                    node.holders.reserve_exact(1); // most nodes have one holder
+                let before = node.holders.capacity();
+                if node.holders.len() == before {
+                    node.holders.reserve_exact((before / 2).max(1)); // most nodes have one holder
                 }
+                self.holder_slots += node.holders.capacity() - before;
                 let holder = Holder {
                     worker,
                     stamp: AtomicU64::new(stamp),
@@ -448,8 +582,7 @@ impl PrefixTree {
                     below: 0,
                 };
                 node.holders.insert(at, holder);
-                self.holders += 1;
-                self.tenant_mut(worker).chars += chars;
+                self.tenant_mut(worker).units += units;
                 if parent != ROOT {
                     self.dequeue(parent, worker);
                     self.holder_mut(parent, worker).below += 1;
@@ -484,22 +617,27 @@ impl PrefixTree {
         self.stamp.fetch_add(1, Ordering::Relaxed) + 1
     }
 
-    fn place(&mut self, node: Node) -> NodeId {
+    fn place(&mut self, node: Node<S>) -> NodeId {
         if let Some(id) = self.free.pop() {
             self.nodes[id as usize] = node;
             return id;
+        }
+        if self.nodes.len() == self.nodes.capacity() {
+            self.nodes.reserve_exact(self.arena_step());
         }
         self.nodes.push(node);
         (self.nodes.len() - 1) as NodeId
     }
 
     fn link(&mut self, parent: NodeId, child: NodeId) {
-        if let Some(first) = self.node(child).text.chars().next() {
-            self.nodes[parent as usize].children.insert(first, child);
+        if let Some(first) = self.node(child).label.first() {
+            let children = &mut self.nodes[parent as usize].children;
+            self.inner += usize::from(children.is_empty());
+            children.insert(first, child);
         }
     }
 
-    fn node(&self, id: NodeId) -> &Node {
+    fn node(&self, id: NodeId) -> &Node<S> {
         &self.nodes[id as usize]
     }
 
@@ -516,36 +654,25 @@ impl PrefixTree {
     }
 }
 
-impl Node {
-    fn child_for(&self, rest: &str) -> Option<NodeId> {
-        self.children.get(&rest.chars().next()?).copied()
+impl<S: Segment + ?Sized> Node<S> {
+    /// Without children and holders.
+    fn new(label: Box<S>, parent: NodeId) -> Self {
+        Self {
+            units: label.units(),
+            label,
+            parent,
+            children: BTreeMap::new(),
+            holders: Vec::new(),
+        }
+    }
+
+    fn child_for(&self, rest: &S) -> Option<NodeId> {
+        self.children.get(&rest.first()?).copied()
     }
 }
 
 fn position(holders: &[Holder], worker: WorkerId) -> Result<usize, usize> {
     holders.binary_search_by_key(&worker, |holder| holder.worker)
-}
-
-/// Bytes of the longest common prefix, whole characters only.
-fn common_prefix_bytes(a: &str, b: &str) -> usize {
-    const BLOCK: usize = 128; // compared at once; the rest byte by byte
-    let (a_bytes, b_bytes) = (a.as_bytes(), b.as_bytes());
-    let blocks = a_bytes.chunks_exact(BLOCK).zip(b_bytes.chunks_exact(BLOCK));
-    let mut common = BLOCK * blocks.take_while(|(x, y)| x == y).count();
-    let tails = a_bytes[common..].iter().zip(&b_bytes[common..]);
-    common += tails.take_while(|(x, y)| x == y).count();
-    // The bytes before are equal, so a boundary in one is a boundary in the other.
-    while !a.is_char_boundary(common) {
-        common -= 1;
-    }
-    common
-}
-
-/// Where character number `at` begins; the length if there are no more.
-fn byte_of_char(text: &str, at: usize) -> usize {
-    text.char_indices()
-        .nth(at)
-        .map_or(text.len(), |(byte, _)| byte)
 }
 
 #[cfg(test)]

@@ -4,6 +4,8 @@ use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
+use crate::prompt::Prompt;
+
 /// One registered (url, DP rank). Given out by the registry, never reused, so a stale id can only miss.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(transparent)]
@@ -47,15 +49,54 @@ pub struct WorkerView {
     pub id: WorkerId,
     /// Requests in flight to it, as this router counts them.
     pub load: usize,
+    /// Candidates with the same number are on one machine: KV pages travel between them through memory.
+    pub host: u32,
 }
+
+/// In which order a worker's engine takes waiting prompts.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum QueueOrder {
+    /// First come, first served, or nearly so.
+    #[default]
+    Arrival,
+    /// Shortest remaining prefill first with ageing, re-decided at chunk boundaries.
+    ShortestFirst,
+}
+
+/// What a worker told about itself; the default is what one that tells nothing gets.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct WorkerFacts {
+    /// Tokens its KV cache holds, of one rank.
+    pub capacity_tokens: Option<u64>,
+    pub order: QueueOrder,
+}
+
+/// One sending of one request to one worker. Given out by the shell, never reused.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Ticket(pub u64);
 
 /// What a policy may know about a request.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct RequestView<'a> {
-    /// Routing text: what the prefix tree indexes. May be empty when [`Policy::needs_text`](crate::Policy::needs_text) is false.
+    /// Routing text: what `cache_aware`'s tree indexes. May be empty when [`Policy::needs_text`](crate::Policy::needs_text)
+    /// is false.
     pub text: &'a str,
+    /// The prompt's block hashes. May be empty when [`Policy::needs_blocks`](crate::Policy::needs_blocks) is false.
+    pub prompt: Prompt<'a>,
     /// The client's own affinity key (header), if it sent one.
     pub routing_key: Option<&'a str>,
+    pub now_ms: u64,
+}
+
+/// What `cost` expects of the worker it chose.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+pub struct Forecast {
+    pub prompt_tokens: u32,
+    /// Of these, tokens it holds already or is about to compute for another request.
+    pub cached_tokens: u32,
+    /// Until the first token: its queue and this prompt [ms].
+    pub ttft_ms: u32,
 }
 
 /// Why a worker was chosen. [`Why::label`] is a metric label, so dashboards explain decisions.
@@ -72,6 +113,20 @@ pub enum Why {
     },
     SmallestTree,
     LeastLoaded,
+    /// Least predicted cost, and nobody holds a longer prefix.
+    BestHolder(Forecast),
+    /// Least predicted cost, though another holds a longer prefix.
+    Cheaper(Forecast),
+    /// Least predicted cost; nobody holds any of it.
+    NoPrefix(Forecast),
+    /// Reports are stale: the cheaper of two drawn from the four cheapest.
+    Sampled(Forecast),
+    /// The worker this routing key was given before.
+    Sticky,
+    /// First request with this routing key, or its workers are out: it was assigned anew.
+    NewKey,
+    /// No routing key.
+    NoKey,
     /// There was one candidate.
     Only,
 }
@@ -85,7 +140,25 @@ impl Why {
             Why::PrefixHit { .. } => "prefix_hit",
             Why::SmallestTree => "smallest_tree",
             Why::LeastLoaded => "least_loaded",
+            Why::BestHolder(_) => "best_holder",
+            Why::Cheaper(_) => "cheaper",
+            Why::NoPrefix(_) => "no_prefix",
+            Why::Sampled(_) => "sampled",
+            Why::Sticky => "sticky",
+            Why::NewKey => "new_key",
+            Why::NoKey => "no_key",
             Why::Only => "only",
+        }
+    }
+
+    /// What was predicted, if the decision was made by prediction.
+    pub fn forecast(self) -> Option<Forecast> {
+        match self {
+            Why::BestHolder(forecast)
+            | Why::Cheaper(forecast)
+            | Why::NoPrefix(forecast)
+            | Why::Sampled(forecast) => Some(forecast),
+            _ => None,
         }
     }
 }
@@ -99,7 +172,17 @@ impl fmt::Display for Why {
             } => {
                 write!(f, "prefix_hit {matched_chars}/{total_chars} chars")
             }
-            other => f.write_str(other.label()),
+            other => match other.forecast() {
+                Some(told) => write!(
+                    f,
+                    "{} {}/{} tokens cached, {} ms",
+                    other.label(),
+                    told.cached_tokens,
+                    told.prompt_tokens,
+                    told.ttft_ms
+                ),
+                None => f.write_str(other.label()),
+            },
         }
     }
 }
@@ -115,22 +198,57 @@ pub struct Choice {
 /// What happened, in the order the shell saw it. The only way a policy learns.
 ///
 /// `WorkerAdded` must come before the first `Routed` of that worker: a policy ignores workers it was not told about, so
-/// that a late `Routed` after `WorkerGone` cannot bring a dead worker's memory back.
+/// that a late `Routed` after `WorkerGone` cannot bring a dead worker's memory back. Each `Routed` is followed by exactly
+/// one `Finished` of its ticket, with `FirstToken` and `Usage` in between if they were seen.
 #[derive(Debug, Clone, Copy)]
 pub enum Event<'a> {
-    /// The request with this routing text was sent to this worker.
+    /// The request was sent to this worker. `tells_first_token`: a `FirstToken` will say when its prefill is over (the
+    /// answer to a request that does not stream says it too late).
     Routed {
+        ticket: Ticket,
         worker: WorkerId,
-        text: &'a str,
+        request: &'a RequestView<'a>,
+        tells_first_token: bool,
     },
-    Finished {
+    /// Its prefill is over.
+    FirstToken {
+        ticket: Ticket,
         worker: WorkerId,
-        ok: bool,
+        now_ms: u64,
+    },
+    /// What the worker counted.
+    Usage {
+        ticket: Ticket,
+        worker: WorkerId,
+        usage: Usage,
+    },
+    /// It is over. `is_kept`: its prompt counts as cached, because the worker answered; `hashes` are the prompt's.
+    Finished {
+        ticket: Ticket,
+        worker: WorkerId,
+        is_kept: bool,
+        hashes: &'a [u64],
+        now_ms: u64,
+    },
+    /// What the worker said of its queue: prompt tokens sent to it, by any router, and not yet prefilled.
+    Reported {
+        worker: WorkerId,
+        queued_tokens: u64,
+        now_ms: u64,
     },
     WorkerAdded {
         worker: WorkerId,
+        facts: WorkerFacts,
     },
     WorkerGone {
         worker: WorkerId,
     },
+}
+
+/// `usage` of an answer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Usage {
+    pub prompt_tokens: u32,
+    pub cached_tokens: Option<u32>,
+    pub completion_tokens: Option<u32>,
 }

@@ -13,7 +13,10 @@ mod worker_url;
 use std::time::Duration;
 
 use clap::{Args, CommandFactory, FromArgMatches, Parser};
-use router_core::{BreakerConfig, CacheAwareParams, HealthConfig, PolicyKind, RetryConfig, Role};
+use router_core::{
+    AssignmentMode, BreakerConfig, CacheAwareParams, CostParams, HealthConfig, ManualParams, Miss,
+    PolicyKind, PolicyParams, RetryConfig, Role,
+};
 
 pub use refused::REFUSED;
 pub use worker_url::{Bootstrap, WorkerSpec, WorkerUrl};
@@ -104,8 +107,8 @@ pub struct Workers {
 #[derive(Debug, Clone, Args)]
 #[command(next_help_heading = "Routing")]
 pub struct Routing {
-    /// How a worker is chosen: random, round_robin, power_of_two, cache_aware
-    #[arg(long, default_value_t = PolicyKind::CacheAware)]
+    /// How a worker is chosen: random, round_robin, power_of_two, cache_aware, manual, cost (SGLang's router: cache_aware)
+    #[arg(long, default_value_t = PolicyKind::Cost)]
     pub policy: PolicyKind,
     /// Policy for prefill workers [default: --policy]
     #[arg(long)]
@@ -122,7 +125,10 @@ pub struct Routing {
     /// cache_aware: loads count as unbalanced when max > this * min and the difference is exceeded too
     #[arg(long, default_value_t = 1.5, value_name = "RATIO")]
     pub balance_rel_threshold: f32,
-    /// cache_aware: pause between two evictions [s]
+    /// cache_aware: who gets a prompt without a match: smallest_tree (SGLang's router), least_load (smg)
+    #[arg(long, default_value_t = Miss::SmallestTree, value_name = "RULE")]
+    pub cache_miss: Miss,
+    /// cache_aware, manual: pause between two evictions [s]
     #[arg(
         long,
         alias = "eviction-interval",
@@ -133,6 +139,15 @@ pub struct Routing {
     /// cache_aware: characters remembered per worker
     #[arg(long, default_value_t = 67_108_864, value_name = "CHARS")]
     pub max_tree_size: usize,
+    /// cost, cache_aware: most memory of a role's prefix index; what was sent longest ago is forgotten [bytes]
+    #[arg(long, default_value_t = 1 << 30, value_name = "BYTES")]
+    pub max_index_bytes: usize,
+    /// manual: who gets a new key (header x-smg-routing-key): random, min_load (fewest requests), min_group (fewest keys)
+    #[arg(long, default_value_t = AssignmentMode::Random, value_name = "MODE")]
+    pub assignment_mode: AssignmentMode,
+    /// manual: a key not seen for this long is forgotten [s]
+    #[arg(long, default_value_t = 14_400, value_name = "SECS")]
+    pub max_idle_secs: u64,
 }
 
 #[derive(Debug, Clone, Args)]
@@ -257,6 +272,9 @@ pub enum ParseStop {
     Bad(String),
 }
 
+/// Less than a few hundred prompts' worth of index is a mistake.
+const MIN_INDEX_BYTES: usize = 1 << 20;
+
 /// Headers searched for a request id when --request-id-headers is absent.
 const REQUEST_ID_HEADERS: [&str; 4] = [
     "x-request-id",
@@ -377,11 +395,19 @@ impl RouterConfig {
                 "--eviction-interval-secs",
                 self.routing.eviction_interval_secs,
             ),
+            ("--max-idle-secs", self.routing.max_idle_secs),
             ("--request-timeout-secs", self.limits.request_timeout_secs),
             ("--max-payload-size", self.limits.max_payload_size as u64),
         ] {
             rule(value >= 1, format!("{flag} {value}: must be at least 1"));
         }
+        let bytes = self.routing.max_index_bytes;
+        rule(
+            bytes >= MIN_INDEX_BYTES,
+            format!(
+                "--max-index-bytes {bytes}: give at least {MIN_INDEX_BYTES}, less remembers next to nothing"
+            ),
+        );
         let path = &self.health.health_check_endpoint;
         rule(
             path.starts_with('/'),
@@ -450,13 +476,26 @@ impl RouterConfig {
         if bad.is_empty() { Ok(specs) } else { Err(bad) }
     }
 
-    pub fn cache_aware(&self) -> CacheAwareParams {
-        CacheAwareParams {
-            cache_threshold: self.routing.cache_threshold,
-            balance_abs_threshold: self.routing.balance_abs_threshold,
-            balance_rel_threshold: self.routing.balance_rel_threshold,
-            max_tree_size: self.routing.max_tree_size,
-            ..CacheAwareParams::default()
+    pub fn policy_params(&self) -> PolicyParams {
+        let given = &self.routing;
+        PolicyParams {
+            cache_aware: CacheAwareParams {
+                cache_threshold: given.cache_threshold,
+                balance_abs_threshold: given.balance_abs_threshold,
+                balance_rel_threshold: given.balance_rel_threshold,
+                max_tree_size: given.max_tree_size,
+                max_bytes: given.max_index_bytes,
+                miss: given.cache_miss,
+            },
+            manual: ManualParams {
+                assignment_mode: given.assignment_mode,
+                max_idle_secs: given.max_idle_secs,
+                ..ManualParams::default()
+            },
+            cost: CostParams {
+                max_bytes: given.max_index_bytes,
+                ..CostParams::default()
+            },
         }
     }
 
@@ -646,30 +685,43 @@ mod tests {
             "https://x",
             "--max-concurrent-requests",
             "0",
+            "--max-index-bytes",
+            "5",
+            "--max-idle-secs",
+            "0",
         ]);
         for part in [
             "--cache-threshold 2",
             "--pd-disaggregation",
             "https://x",
             "--max-concurrent-requests 0",
+            "--max-index-bytes 5",
+            "--max-idle-secs 0",
         ] {
             assert!(text.contains(part), "{part} not in {text}");
         }
     }
 
     #[test]
-    fn unknown_policy_names_the_known_ones() {
-        assert!(complaint(&["--policy", "manual"]).contains("cache_aware"));
+    fn unknown_name_is_answered_with_the_known_ones() {
+        for (flag, known) in [
+            ("--policy", "cache_aware, manual, cost"),
+            ("--prefill-policy", "cache_aware, manual, cost"),
+            ("--assignment-mode", "random, min_load, min_group"),
+            ("--cache-miss", "smallest_tree, least_load"),
+        ] {
+            assert!(complaint(&[flag, "bucket"]).contains(known), "{flag}");
+        }
     }
 
     #[test]
     fn defaults_are_the_fields() {
         let config = parse(&[]).unwrap();
         assert_eq!(config.listen.port, 8000);
-        assert_eq!(config.routing.policy, PolicyKind::CacheAware);
+        assert_eq!(config.routing.policy, PolicyKind::Cost);
         assert_eq!(config.retry(), RetryConfig::default());
         assert_eq!(config.breaker(), Some(BreakerConfig::default()));
         assert_eq!(config.health(), HealthConfig::default());
-        assert_eq!(config.cache_aware(), CacheAwareParams::default());
+        assert_eq!(config.policy_params(), PolicyParams::default());
     }
 }

@@ -12,8 +12,7 @@ const fn refused(name: &'static str, instead: &'static str) -> Refused {
 
 const TLS: &str = "this version speaks plain HTTP; terminate TLS in front of the router";
 const MTLS: &str = "workers are reached over plain HTTP; put a mesh or a tunnel between them";
-const TOKENIZER: &str =
-    "the router does not tokenise; policies work on the prompt's text, drop the flag";
+const TOKENIZER: &str = "the router does not tokenise; it counts characters and learns from what workers report, drop the flag";
 const PARSERS: &str = "answers pass through untouched; give the parser to the engine";
 const HISTORY: &str = "the router keeps no conversations; drop the flag";
 const DISCOVERY: &str =
@@ -24,15 +23,7 @@ const TRACES: &str = "trace export is not in this version; x-request-id ties the
 pub const REFUSED: &[Refused] = &[
     refused(
         "bucket-adjust-interval-secs",
-        "there is no bucket policy; use --prefill-policy cache_aware",
-    ),
-    refused(
-        "max-idle-secs",
-        "there is no manual policy; use --policy cache_aware",
-    ),
-    refused(
-        "assignment-mode",
-        "there is no manual policy; use --policy cache_aware",
+        "there is no bucket policy; use --prefill-policy cost, which weighs prompts by their length",
     ),
     refused(
         "enable-igw",

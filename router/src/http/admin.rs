@@ -7,7 +7,7 @@ use axum::extract::{Path, Query, Request, State};
 use axum::response::{IntoResponse, Response};
 use bytes::Bytes;
 use http::{HeaderMap, HeaderValue, Method, StatusCode, Uri, header};
-use router_core::{RequestView, Role};
+use router_core::Role;
 use serde::Deserialize;
 use serde_json::{Value, json};
 use tokio::task::JoinSet;
@@ -19,7 +19,7 @@ use crate::body::Parts;
 use crate::config::{WorkerSpec, WorkerUrl};
 use crate::error::RouteError;
 use crate::leg::{Leg, Told};
-use crate::registry::{ROLES, Worker};
+use crate::registry::{ROLES, Wanted, Worker};
 use crate::upstream::Head;
 
 /// A worker asked by an operator or a probe answers within this.
@@ -307,12 +307,13 @@ pub async fn forward(
             .clone()
             .find(|role| app.registry.count(**role).1 > 0)
             .unwrap_or(&app.serving_roles()[0]);
-        let chosen = app.registry.choose(role, &RequestView::default(), &avoid)?;
+        let chosen = app.registry.choose(role, &Wanted::default(), &avoid)?;
         let leg = Leg {
             guard: chosen.guard,
             head: head.clone(),
             body: Parts::from(body.clone()),
             limit: ASK_TIMEOUT,
+            counts: false,
         };
         let failure = match leg.open().await {
             Ok(opened) => {

@@ -48,8 +48,11 @@ async fn serve(app: Arc<App>, api: Api, request: Request) -> Response {
     record.rid = text_header(request.headers(), REQUEST_ID).unwrap_or_default();
     match take_in(&app, api, request).await {
         Ok((head, routing_key, body, scan, ready_at, permit)) => {
+            let (needs_text, needs_blocks) = app.registry.needs(app.serving_roles());
             let inbound = Inbound {
                 head,
+                blocks: needs_blocks.then(|| Arc::new(scan.blocks(&body))),
+                needs_text,
                 body,
                 scan,
                 routing_key,

@@ -5,6 +5,7 @@
 mod admin;
 mod docs;
 mod pd;
+mod policies;
 mod process;
 mod regular;
 mod shutdown;

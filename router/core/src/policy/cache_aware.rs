@@ -7,7 +7,7 @@
 //! 3. Else the miss rule: the candidate with the smallest tree (`smallest_tree`), or the least loaded (`least_load`).
 //!
 //! In all three cases the text is remembered for the chosen worker ([`Event::Routed`]), at most `max_tree_size`
-//! characters per worker, least recently sent first out.
+//! characters per worker and `max_bytes` in all, least recently sent first out.
 //!
 //! Where it differs from SGLang's on purpose: a node of the tree keeps all its holders, so among several holders of the
 //! longest prefix the least loaded is taken (theirs remembers the last one only); ties are broken at random (theirs: the
@@ -45,6 +45,8 @@ pub struct CacheAwareParams {
     pub balance_rel_threshold: f32,
     /// Most characters remembered per worker.
     pub max_tree_size: usize,
+    /// Most memory of the tree [bytes].
+    pub max_bytes: usize,
     pub miss: Miss,
 }
 
@@ -55,6 +57,7 @@ impl Default for CacheAwareParams {
             balance_abs_threshold: 64,
             balance_rel_threshold: 1.5,
             max_tree_size: 1 << 26,
+            max_bytes: 1 << 30,
             miss: Miss::SmallestTree,
         }
     }
@@ -91,14 +94,7 @@ impl FromStr for Miss {
     type Err = UnknownName;
 
     fn from_str(name: &str) -> Result<Self, UnknownName> {
-        Self::ALL
-            .into_iter()
-            .find(|miss| miss.name() == name)
-            .ok_or_else(|| UnknownName {
-                what: "miss rule",
-                name: name.to_owned(),
-                known: Self::ALL.map(Self::name).join(", "),
-            })
+        UnknownName::find("miss rule", &Self::ALL, Self::name, name)
     }
 }
 
@@ -107,12 +103,12 @@ impl FromStr for Miss {
 pub struct CacheAware {
     params: CacheAwareParams,
     /// Choosing and renewing take the read side, inserting the write side.
-    tree: RwLock<PrefixTree>,
+    tree: RwLock<PrefixTree<str>>,
 }
 
 impl CacheAware {
     pub fn new(params: CacheAwareParams) -> Self {
-        let tree = RwLock::new(PrefixTree::new(params.max_tree_size));
+        let tree = RwLock::new(PrefixTree::new(params.max_bytes));
         Self { params, tree }
     }
 
@@ -133,13 +129,13 @@ impl CacheAware {
         let matched = tree.longest_match(text, ready);
         let total_chars = text.chars().count();
         // An empty text divides to NaN, which is above nothing.
-        if matched.chars as f32 / total_chars as f32 > self.params.cache_threshold {
+        if matched.units as f32 / total_chars as f32 > self.params.cache_threshold {
             let holders = ready
                 .iter()
                 .copied()
                 .filter(|worker| matched.is_held_by(worker.id));
             let why = Why::PrefixHit {
-                matched_chars: matched.chars,
+                matched_chars: matched.units,
                 total_chars,
             };
             return least_loaded(holders, rng).map(|worker| Choice {
@@ -150,7 +146,7 @@ impl CacheAware {
         match self.params.miss {
             Miss::SmallestTree => {
                 let ids = ready.iter().map(|worker| worker.id);
-                min_by_key_random_tie(ids, |id| tree.chars_of(id), rng).map(|worker| Choice {
+                min_by_key_random_tie(ids, |id| tree.units_of(id), rng).map(|worker| Choice {
                     worker,
                     why: Why::SmallestTree,
                 })
@@ -169,7 +165,7 @@ impl CacheAware {
         while self.write().retire(worker, RETIRE_BATCH) {}
     }
 
-    fn read(&self) -> RwLockReadGuard<'_, PrefixTree> {
+    fn read(&self) -> RwLockReadGuard<'_, PrefixTree<str>> {
         if self.tree.is_poisoned() {
             drop(self.write()); // starts anew
         }
@@ -178,12 +174,14 @@ impl CacheAware {
 
     /// A panic while the tree was written may have left it half changed. It is only a hint about caches, so it starts anew
     /// with the same workers rather than taking every later request down.
-    fn write(&self) -> RwLockWriteGuard<'_, PrefixTree> {
+    fn write(&self) -> RwLockWriteGuard<'_, PrefixTree<str>> {
         self.tree.write().unwrap_or_else(|poisoned| {
             let mut tree = poisoned.into_inner();
-            let workers: Vec<WorkerId> = tree.stats().tenants.iter().map(|t| t.worker).collect();
-            *tree = PrefixTree::new(self.params.max_tree_size);
-            workers.into_iter().for_each(|worker| tree.add(worker));
+            let workers = tree.stats().tenants;
+            *tree = PrefixTree::new(self.params.max_bytes);
+            for (worker, _) in workers {
+                tree.add(worker, self.params.max_tree_size);
+            }
             self.tree.clear_poison();
             tree
         })
@@ -218,20 +216,33 @@ impl Policy for CacheAware {
 
     fn observe(&self, event: &Event<'_>) {
         match *event {
-            Event::Routed { worker, text } => self.remember(worker, text),
-            Event::WorkerAdded { worker } => self.write().add(worker),
+            Event::Routed {
+                worker, request, ..
+            } => self.remember(worker, request.text),
+            Event::WorkerAdded { worker, .. } => {
+                self.write().add(worker, self.params.max_tree_size);
+            }
             Event::WorkerGone { worker } => self.forget(worker),
             // As in SGLang, a prompt counts as cached from when it is sent, whatever becomes of it.
-            Event::Finished { .. } => {}
+            Event::FirstToken { .. }
+            | Event::Usage { .. }
+            | Event::Finished { .. }
+            | Event::Reported { .. } => {}
         }
     }
 
-    fn evict(&self) -> usize {
+    fn evict(&self, _now_ms: u64) -> usize {
         self.write().evict()
     }
 
-    fn stats(&self) -> PolicyStats {
-        self.read().stats()
+    fn stats(&self, _now_ms: u64) -> PolicyStats {
+        let tree = self.read().stats();
+        PolicyStats {
+            chars: tree.tenants,
+            index_bytes: tree.bytes,
+            evicted_total: tree.evicted_units_total,
+            ..PolicyStats::default()
+        }
     }
 }
 
@@ -249,23 +260,22 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::policy::testing::{chosen, rng, views};
+    use crate::policy::testing::{Sender, chosen, rng, views};
+    use crate::types::WorkerFacts;
 
     fn policy_for(workers: u64, params: CacheAwareParams) -> CacheAware {
         let policy = CacheAware::new(params);
         (0..workers).for_each(|id| {
             policy.observe(&Event::WorkerAdded {
                 worker: WorkerId(id),
+                facts: WorkerFacts::default(),
             })
         });
         policy
     }
 
     fn routed(policy: &CacheAware, worker: u64, text: &str) {
-        policy.observe(&Event::Routed {
-            worker: WorkerId(worker),
-            text,
-        });
+        Sender::default().routed(policy, worker, text);
     }
 
     #[test]
@@ -318,10 +328,7 @@ mod tests {
         let policy = policy_for(3, CacheAwareParams::default());
         routed(&policy, 0, "abcdefgh");
         routed(&policy, 1, "abcdef__");
-        let ready = [1, 2].map(|id| WorkerView {
-            id: WorkerId(id),
-            load: 0,
-        });
+        let ready = views(&[0, 0, 0])[1..].to_vec();
         let taken = chosen(&policy, "abcdefgh", &ready, &mut rng(1));
         let why = Why::PrefixHit {
             matched_chars: 6,
@@ -412,14 +419,10 @@ mod tests {
             if in_flight.len() == concurrency {
                 let worker: WorkerId = in_flight.pop_front().expect("concurrency is above zero");
                 loads[worker.0 as usize] -= 1;
-                policy.observe(&Event::Finished { worker, ok: true });
             }
             let text = format!("{system}Question {i}: what is {i} times {}?", i * 7);
             let worker = chosen(&policy, &text, &views(&loads), &mut rng).worker;
-            policy.observe(&Event::Routed {
-                worker,
-                text: &text,
-            });
+            routed(&policy, worker.0, &text);
             loads[worker.0 as usize] += 1;
             counts[worker.0 as usize] += 1;
             in_flight.push_back(worker);
@@ -516,11 +519,11 @@ mod tests {
     fn choosing_changes_nothing() {
         let policy = policy_for(3, CacheAwareParams::default());
         routed(&policy, 0, "abc");
-        let before = policy.stats();
+        let before = policy.stats(0);
         for seed in 0..20 {
             chosen(&policy, "abcdef", &views(&[0, 0, 0]), &mut rng(seed));
         }
-        assert_eq!(policy.stats(), before);
+        assert_eq!(policy.stats(0), before);
     }
 
     #[test]
@@ -531,10 +534,10 @@ mod tests {
             worker: WorkerId(0),
         });
         routed(&policy, 0, "abc");
-        let stats = policy.stats();
+        let stats = policy.stats(0);
         assert_eq!(
-            (stats.nodes, stats.text_bytes, stats.tenants.len()),
-            (0, 0, 1)
+            (policy.read().stats().nodes, stats.chars),
+            (0, vec![(WorkerId(1), 0)])
         );
     }
 
@@ -555,27 +558,19 @@ mod tests {
                     for i in 0..2_000u64 {
                         let text = format!("common part {} tail {}", i % 7, (i * 31 + thread) % 90);
                         let worker = chosen(policy, &text, &views(&[1, 1, 1, 1]), &mut rng).worker;
-                        policy.observe(&Event::Routed {
-                            worker,
-                            text: &text,
-                        });
+                        routed(policy, worker.0, &text);
                     }
                 });
             }
         });
-        assert!(
-            policy
-                .stats()
-                .tenants
-                .iter()
-                .all(|tenant| tenant.chars <= 400)
-        );
+        assert!(policy.stats(0).chars.iter().all(|&(_, chars)| chars <= 400));
         (0..4).for_each(|id| {
             policy.observe(&Event::WorkerGone {
                 worker: WorkerId(id),
             })
         });
-        assert_eq!((policy.stats().nodes, policy.stats().text_bytes), (0, 0));
+        let left = policy.read().stats();
+        assert_eq!((left.nodes, left.label_bytes), (0, 0));
     }
 
     #[test]

@@ -7,6 +7,8 @@
 //! view and rng state the choice is the same.
 
 mod cache_aware;
+mod cost;
+mod manual;
 mod pick;
 mod power_of_two;
 mod random;
@@ -20,9 +22,11 @@ use std::str::FromStr;
 use rand::RngCore;
 use serde::{Deserialize, Serialize};
 
-use crate::types::{Choice, Event, RequestView, WorkerId, WorkerView};
+use crate::types::{Choice, Event, RequestView, Role, WorkerId, WorkerView};
 
 pub use cache_aware::{CacheAware, CacheAwareParams, Miss};
+pub use cost::{Cost, CostParams};
+pub use manual::{AssignmentMode, Manual, ManualParams};
 pub use power_of_two::PowerOfTwo;
 pub use random::Random;
 pub use round_robin::RoundRobin;
@@ -32,9 +36,19 @@ pub trait Policy: Send + Sync {
     /// The name of its [`PolicyKind`].
     fn name(&self) -> &'static str;
 
-    /// Whether it reads [`RequestView::text`] and [`Event::Routed`]'s text; if not, the shell need not extract them.
+    /// Whether it reads [`RequestView::text`]; if not, the shell need not extract it.
     fn needs_text(&self) -> bool {
         false
+    }
+
+    /// Whether it reads [`RequestView::prompt`]; if not, the shell need not hash it.
+    fn needs_blocks(&self) -> bool {
+        false
+    }
+
+    /// For [`choose_pair`]: the one policy that can decide about two workers at once.
+    fn as_cost(&self) -> Option<&Cost> {
+        None
     }
 
     /// Choose among the `ready` candidates; `None` when there are none. Decides and changes nothing.
@@ -48,38 +62,63 @@ pub trait Policy: Send + Sync {
     /// Learn what happened. Locks inside are held briefly.
     fn observe(&self, _event: &Event<'_>) {}
 
-    /// Bring memory back under its limits; returns the characters dropped.
-    fn evict(&self) -> usize {
+    /// Bring memory back under its limits, forget what was not used for long; returns the characters or keys dropped.
+    fn evict(&self, _now_ms: u64) -> usize {
         0
     }
 
     /// What it remembers, for metrics.
-    fn stats(&self) -> PolicyStats {
+    fn stats(&self, _now_ms: u64) -> PolicyStats {
         PolicyStats::default()
     }
 }
 
-/// What a policy remembers. All zero for policies that remember nothing.
-#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
+/// What a policy remembers. All empty or zero for policies that remember nothing.
+#[derive(Debug, Clone, Default, PartialEq, Serialize)]
 pub struct PolicyStats {
-    /// Per worker, ordered by id.
-    pub tenants: Vec<TenantStats>,
-    /// Nodes of the prefix tree.
-    pub nodes: usize,
-    /// Text stored in the tree; shared prefixes count once.
-    pub text_bytes: usize,
-    /// Estimated memory of the tree: text, nodes, and who holds them.
-    pub tree_bytes: usize,
-    /// Characters dropped for the size limit since the start, on insert and by [`Policy::evict`].
-    pub evicted_chars_total: u64,
+    /// `cache_aware`: characters remembered per worker, ordered by id; a prefix shared by two counts for both.
+    pub chars: Vec<(WorkerId, usize)>,
+    /// `cost`: per worker, ordered by id.
+    pub ranks: Vec<RankStats>,
+    /// `cost`: tokens in a byte of text, as reported.
+    pub tokens_per_unit: f64,
+    /// `cost`: prefill work sent of late, of what the workers can do (rho).
+    pub utilisation: f64,
+    /// `manual`: routing keys.
+    pub keys: usize,
+    /// Estimated memory of the index [bytes].
+    pub index_bytes: usize,
+    /// Characters, blocks or keys dropped for a limit since the start.
+    pub evicted_total: u64,
 }
 
-/// One worker's part of the prefix tree.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
-pub struct TenantStats {
+/// What `cost` believes of a worker.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
+pub struct RankStats {
     pub worker: WorkerId,
-    /// Characters of all prefixes it holds; a prefix shared by two workers counts for both.
-    pub chars: usize,
+    pub index_blocks: usize,
+    /// Predicted time of the prompts sent there and not begun to be answered [ms].
+    pub backlog_ms: f64,
+    /// Share of the prefixes expected there that was found there.
+    pub confidence: f64,
+    /// Predicted prefill of a prompt of 1000 tokens [ms].
+    pub ms_per_kilotoken: f64,
+}
+
+/// Choose a prefill and a decode worker: together if both sides are `cost`, else one after the other.
+pub fn choose_pair(
+    prefill: &dyn Policy,
+    decode: &dyn Policy,
+    req: &RequestView<'_>,
+    prefill_ready: &[WorkerView],
+    decode_ready: &[WorkerView],
+    rng: &mut dyn RngCore,
+) -> Option<(Choice, Choice)> {
+    if let (Some(p), Some(d)) = (prefill.as_cost(), decode.as_cost()) {
+        return p.choose_pair(d, req, prefill_ready, decode_ready, rng);
+    }
+    let p = prefill.choose(req, prefill_ready, rng)?;
+    Some((p, decode.choose(req, decode_ready, rng)?))
 }
 
 /// The policies an operator can name.
@@ -90,14 +129,18 @@ pub enum PolicyKind {
     RoundRobin,
     PowerOfTwo,
     CacheAware,
+    Manual,
+    Cost,
 }
 
 impl PolicyKind {
-    pub const ALL: [PolicyKind; 4] = [
+    pub const ALL: [PolicyKind; 6] = [
         PolicyKind::Random,
         PolicyKind::RoundRobin,
         PolicyKind::PowerOfTwo,
         PolicyKind::CacheAware,
+        PolicyKind::Manual,
+        PolicyKind::Cost,
     ];
 
     pub fn name(self) -> &'static str {
@@ -106,6 +149,8 @@ impl PolicyKind {
             PolicyKind::RoundRobin => "round_robin",
             PolicyKind::PowerOfTwo => "power_of_two",
             PolicyKind::CacheAware => "cache_aware",
+            PolicyKind::Manual => "manual",
+            PolicyKind::Cost => "cost",
         }
     }
 }
@@ -120,14 +165,7 @@ impl FromStr for PolicyKind {
     type Err = UnknownName;
 
     fn from_str(name: &str) -> Result<Self, UnknownName> {
-        Self::ALL
-            .into_iter()
-            .find(|kind| kind.name() == name)
-            .ok_or_else(|| UnknownName {
-                what: "policy",
-                name: name.to_owned(),
-                known: Self::ALL.map(Self::name).join(", "),
-            })
+        UnknownName::find("policy", &Self::ALL, Self::name, name)
     }
 }
 
@@ -140,13 +178,44 @@ pub struct UnknownName {
     pub known: String,
 }
 
-/// Make the policy `kind`; `params` matter to `cache_aware` only.
-pub fn build(kind: PolicyKind, params: &CacheAwareParams) -> Box<dyn Policy> {
+impl UnknownName {
+    /// The item of `all` with this name.
+    pub(crate) fn find<T: Copy>(
+        what: &'static str,
+        all: &[T],
+        name_of: impl Fn(T) -> &'static str,
+        name: &str,
+    ) -> Result<T, UnknownName> {
+        let mut found = all.iter().copied().filter(|item| name_of(*item) == name);
+        found.next().ok_or_else(|| {
+            let known: Vec<_> = all.iter().map(|item| name_of(*item)).collect();
+            UnknownName {
+                what,
+                name: name.to_owned(),
+                known: known.join(", "),
+            }
+        })
+    }
+}
+
+/// Parameters of all policies.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct PolicyParams {
+    pub cache_aware: CacheAwareParams,
+    pub manual: ManualParams,
+    pub cost: CostParams,
+}
+
+/// Make the policy `kind` for the workers of `role`.
+pub fn build(kind: PolicyKind, role: Role, params: &PolicyParams) -> Box<dyn Policy> {
     match kind {
         PolicyKind::Random => Box::new(Random),
         PolicyKind::RoundRobin => Box::new(RoundRobin::default()),
         PolicyKind::PowerOfTwo => Box::new(PowerOfTwo),
-        PolicyKind::CacheAware => Box::new(CacheAware::new(params.clone())),
+        PolicyKind::CacheAware => Box::new(CacheAware::new(params.cache_aware.clone())),
+        PolicyKind::Manual => Box::new(Manual::new(params.manual.clone())),
+        PolicyKind::Cost => Box::new(Cost::new(params.cost.clone(), role)),
     }
 }
 
@@ -154,17 +223,18 @@ pub fn build(kind: PolicyKind, params: &CacheAwareParams) -> Box<dyn Policy> {
 mod tests {
     use proptest::prelude::*;
 
-    use super::testing::rng;
+    use super::testing::{Sender, rng};
     use super::*;
+    use crate::types::WorkerFacts;
+
+    const ROLES: [Role; 3] = [Role::Regular, Role::Prefill, Role::Decode];
 
     #[test]
     fn names_are_parsed_and_a_wrong_one_is_answered_with_the_list() {
         for kind in PolicyKind::ALL {
             assert_eq!(kind.to_string().parse(), Ok(kind));
-            assert_eq!(
-                build(kind, &CacheAwareParams::default()).name(),
-                kind.name()
-            );
+            let policy = build(kind, Role::Regular, &PolicyParams::default());
+            assert_eq!(policy.name(), kind.name());
         }
         for miss in Miss::ALL {
             assert_eq!(miss.to_string().parse(), Ok(miss));
@@ -172,7 +242,7 @@ mod tests {
         let error = "cache-aware".parse::<PolicyKind>().expect_err("not a name");
         assert_eq!(
             error.to_string(),
-            "unknown policy 'cache-aware'; use one of: random, round_robin, power_of_two, cache_aware"
+            "unknown policy 'cache-aware'; use one of: random, round_robin, power_of_two, cache_aware, manual, cost"
         );
     }
 
@@ -181,22 +251,38 @@ mod tests {
         #[test]
         fn only_candidates_are_chosen(
             kind in proptest::sample::select(PolicyKind::ALL.to_vec()),
-            history in proptest::collection::vec((0u64..6, "[ab]{0,6}", any::<bool>()), 0..30),
+            role in proptest::sample::select(ROLES.to_vec()),
+            history in proptest::collection::vec((0u64..6, "[ab]{0,6}", 0u8..4), 0..30),
             text in "[ab]{0,6}",
             candidates in proptest::collection::btree_map(0u64..8, 0usize..200, 0..6),
             seed in any::<u64>(),
         ) {
-            let policy = build(kind, &CacheAwareParams { max_tree_size: 12, ..CacheAwareParams::default() });
-            (0..5).for_each(|id| policy.observe(&Event::WorkerAdded { worker: WorkerId(id) }));
-            for (id, text, is_gone) in &history {
+            let mut params = PolicyParams::default();
+            params.cache_aware.max_tree_size = 12;
+            let policy = build(kind, role, &params);
+            for id in 0..5 {
+                policy.observe(&Event::WorkerAdded { worker: WorkerId(id), facts: WorkerFacts::default() });
+            }
+            let mut sender = Sender::default();
+            for (id, text, what) in &history {
+                sender.now_ms += 7;
                 let worker = WorkerId(*id);
-                let event = if *is_gone { Event::WorkerGone { worker } } else { Event::Routed { worker, text } };
-                policy.observe(&event);
+                match what {
+                    0 => policy.observe(&Event::WorkerGone { worker }),
+                    1 => policy.observe(&Event::Reported { worker, queued_tokens: 5_000, now_ms: sender.now_ms }),
+                    2 => {
+                        let ticket = sender.routed(&*policy, *id, text);
+                        sender.finished(&*policy, ticket, *id, text, text.len() % 2 == 0);
+                    }
+                    _ => {
+                        sender.routed(&*policy, *id, text);
+                    }
+                }
             }
             let ready: Vec<WorkerView> =
-                candidates.iter().map(|(&id, &load)| WorkerView { id: WorkerId(id), load }).collect();
-            let request = RequestView { text: &text, routing_key: None };
-            let choice = policy.choose(&request, &ready, &mut rng(seed));
+                candidates.iter().map(|(&id, &load)| WorkerView { id: WorkerId(id), load, host: 0 }).collect();
+            let (choice, mut rng) = (|rng: &mut _| sender.choose(&*policy, &text, &ready, rng), rng(seed));
+            let choice = choice(&mut rng);
             prop_assert_eq!(choice.is_none(), ready.is_empty());
             if let Some(choice) = choice {
                 prop_assert!(ready.iter().any(|worker| worker.id == choice.worker));

@@ -4,7 +4,8 @@ use rand::SeedableRng;
 use rand::rngs::StdRng;
 
 use super::Policy;
-use crate::types::{Choice, RequestView, WorkerId, WorkerView};
+use crate::prompt::Blocks;
+use crate::types::{Choice, Event, RequestView, Ticket, WorkerId, WorkerView};
 
 pub fn rng(seed: u64) -> StdRng {
     StdRng::seed_from_u64(seed)
@@ -17,17 +18,106 @@ pub fn views(loads: &[usize]) -> Vec<WorkerView> {
         .map(|(id, &load)| WorkerView {
             id: WorkerId(id),
             load,
+            host: 0,
         })
         .collect()
 }
 
+/// A prompt of one block of 100 tokens per letter.
+pub fn blocks(text: &str) -> Blocks {
+    let ids: Vec<u64> = text.chars().map(u64::from).collect();
+    Blocks::of_ids(&ids, 100, 100 * ids.len() as u32)
+}
+
 /// The choice for `text`; there must be candidates.
 pub fn chosen(policy: &dyn Policy, text: &str, ready: &[WorkerView], rng: &mut StdRng) -> Choice {
-    let request = RequestView {
-        text,
-        routing_key: None,
-    };
-    policy
-        .choose(&request, ready, rng)
+    Sender::default()
+        .choose(policy, text, ready, rng)
         .expect("there are candidates")
+}
+
+/// A shell in small: gives out tickets, builds views and events.
+#[derive(Default)]
+pub struct Sender {
+    pub now_ms: u64,
+    pub tickets: u64,
+}
+
+impl Sender {
+    pub fn choose(
+        &self,
+        policy: &dyn Policy,
+        text: &str,
+        ready: &[WorkerView],
+        rng: &mut StdRng,
+    ) -> Option<Choice> {
+        let blocks = blocks(text);
+        let request = RequestView {
+            text,
+            prompt: blocks.prompt(),
+            now_ms: self.now_ms,
+            ..RequestView::default()
+        };
+        policy.choose(&request, ready, rng)
+    }
+
+    pub fn routed(&mut self, policy: &dyn Policy, worker: u64, text: &str) -> Ticket {
+        self.tickets += 1;
+        let (blocks, ticket) = (blocks(text), Ticket(self.tickets));
+        policy.observe(&Event::Routed {
+            ticket,
+            worker: WorkerId(worker),
+            request: &RequestView {
+                text,
+                prompt: blocks.prompt(),
+                now_ms: self.now_ms,
+                ..RequestView::default()
+            },
+            tells_first_token: true,
+        });
+        ticket
+    }
+
+    pub fn first_token(&self, policy: &dyn Policy, ticket: Ticket, worker: u64) {
+        let (worker, now_ms) = (WorkerId(worker), self.now_ms);
+        policy.observe(&Event::FirstToken {
+            ticket,
+            worker,
+            now_ms,
+        });
+    }
+
+    pub fn finished(&self, policy: &dyn Policy, ticket: Ticket, worker: u64, text: &str, ok: bool) {
+        policy.observe(&Event::Finished {
+            ticket,
+            worker: WorkerId(worker),
+            is_kept: ok,
+            hashes: blocks(text).prompt().hashes,
+            now_ms: self.now_ms,
+        });
+    }
+
+    /// Choose by routing key and send it there.
+    pub fn keyed(
+        &mut self,
+        policy: &dyn Policy,
+        key: &str,
+        ready: &[WorkerView],
+        rng: &mut StdRng,
+    ) -> Choice {
+        let request = RequestView {
+            routing_key: Some(key),
+            now_ms: self.now_ms,
+            ..RequestView::default()
+        };
+        let choice = policy.choose(&request, ready, rng).expect("candidates");
+        self.tickets += 1;
+        policy.observe(&Event::Routed {
+            ticket: Ticket(self.tickets),
+            worker: choice.worker,
+            request: &request,
+            tells_first_token: true,
+        });
+        choice
+    }
 }

@@ -1,4 +1,5 @@
-//! The tree against a naive model: for each worker a list of (prefix, stamp).
+//! The tree against a naive model: for each worker a list of (prefix, stamp). Texts and block chains are both tried: a
+//! chain is the text's characters as numbers.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -21,6 +22,12 @@ enum Op {
     Send {
         worker: u64,
         text: String,
+    },
+    /// An insert, then others, then the first is taken back.
+    SendAndRetract {
+        worker: u64,
+        text: String,
+        between: Vec<(u64, String)>,
     },
     Match {
         text: String,
@@ -46,9 +53,38 @@ fn op() -> impl Strategy<Value = Op> {
         6 => (worker.clone(), text()).prop_map(|(worker, text)| Op::Send { worker, text }),
         6 => (text(), proptest::sample::subsequence(vec![0, 1, 2], 0..=3))
             .prop_map(|(text, ready)| Op::Match { text, ready }),
+        2 => (worker.clone(), text(), proptest::collection::vec((worker.clone(), text()), 0..3))
+            .prop_map(|(worker, text, between)| Op::SendAndRetract { worker, text, between }),
         1 => Just(Op::Evict),
         1 => (worker, 1usize..4).prop_map(|(worker, batch)| Op::Retire { worker, batch }),
     ]
+}
+
+/// What the model calls a text, the tree may call something else.
+trait Spelled: Segment {
+    fn spell(text: &str) -> Box<Self>;
+    fn read(&self) -> String;
+}
+
+impl Spelled for str {
+    fn spell(text: &str) -> Box<str> {
+        text.into()
+    }
+
+    fn read(&self) -> String {
+        self.to_owned()
+    }
+}
+
+impl Spelled for [u64] {
+    fn spell(text: &str) -> Box<[u64]> {
+        text.chars().map(u64::from).collect()
+    }
+
+    fn read(&self) -> String {
+        let char_of = |unit: &u64| char::from_u32(*unit as u32).expect("it was a character");
+        self.iter().map(char_of).collect()
+    }
 }
 
 /// All the prefixes a worker holds, each with the stamp of the last text that covered it.
@@ -56,7 +92,7 @@ fn op() -> impl Strategy<Value = Op> {
 struct Model {
     held: BTreeMap<u64, Vec<(String, u64)>>,
     stamp: u64,
-    max_chars: usize,
+    limit: usize,
 }
 
 impl Model {
@@ -69,7 +105,7 @@ impl Model {
             held.retain(|(other, _)| other != prefix);
             held.push((prefix.to_owned(), self.stamp));
         }
-        while held.len() > self.max_chars {
+        while held.len() > self.limit {
             let oldest = held
                 .iter()
                 .map(|(_, stamp)| *stamp)
@@ -82,6 +118,25 @@ impl Model {
             let victim = longest.expect("not empty").0.clone();
             held.retain(|(prefix, _)| *prefix != victim);
         }
+    }
+
+    /// The prefixes of `text` beyond the first `keep` characters that only the send with this stamp gave to `worker`.
+    fn retract(&mut self, worker: u64, text: &str, stamp: u64, keep: usize) {
+        if let Some(held) = self.held.get_mut(&worker) {
+            let is_claimed =
+                |prefix: &str| prefix.chars().count() > keep && text.starts_with(prefix);
+            held.retain(|(prefix, at)| *at != stamp || !is_claimed(prefix));
+        }
+    }
+
+    /// How many characters of `text` a worker holds.
+    fn held_by(&self, worker: u64, text: &str) -> usize {
+        let held = self.held.get(&worker).into_iter().flatten();
+        let of_text = held.filter(|(prefix, _)| text.starts_with(prefix.as_str()));
+        of_text
+            .map(|(prefix, _)| prefix.chars().count())
+            .max()
+            .unwrap_or(0)
     }
 
     fn longest_match(&self, text: &str, ready: &[u64]) -> (usize, Vec<u64>) {
@@ -112,19 +167,23 @@ fn views(ids: &[u64]) -> Vec<WorkerView> {
         .map(|&id| WorkerView {
             id: WorkerId(id),
             load: 0,
+            host: 0,
         })
         .collect()
 }
 
 /// What the tree says a worker holds: every prefix, character by character.
-fn held_in_tree(tree: &PrefixTree, worker: u64) -> BTreeSet<String> {
+fn held_in_tree<S: Spelled + ?Sized>(tree: &PrefixTree<S>, worker: u64) -> BTreeSet<String>
+where
+    Box<S>: Default,
+{
     let mut found = BTreeSet::new();
     let mut todo = vec![(ROOT, String::new())];
     while let Some((id, above)) = todo.pop() {
         for &child in tree.node(id).children.values() {
             let node = tree.node(child);
             if position(&node.holders, WorkerId(worker)).is_ok() {
-                let whole = format!("{above}{}", node.text);
+                let whole = format!("{above}{}", node.label.read());
                 found.extend(
                     prefixes(&whole)
                         .filter(|prefix| prefix.len() > above.len())
@@ -138,29 +197,33 @@ fn held_in_tree(tree: &PrefixTree, worker: u64) -> BTreeSet<String> {
 }
 
 /// The invariants of the module, and that the running sums are right.
-fn check(tree: &PrefixTree) {
+fn check<S: Spelled + ?Sized>(tree: &PrefixTree<S>)
+where
+    Box<S>: Default,
+{
     let mut seen = 0;
-    let (mut text_bytes, mut holders) = (0, 0);
-    let mut chars: BTreeMap<WorkerId, usize> = BTreeMap::new();
+    let (mut label_bytes, mut slots, mut inner) = (0, 0, 0);
+    let mut units: BTreeMap<WorkerId, usize> = BTreeMap::new();
     let mut leaves: BTreeMap<WorkerId, BTreeMap<u64, NodeId>> = BTreeMap::new();
     let mut todo = vec![ROOT];
     while let Some(id) = todo.pop() {
         let node = tree.node(id);
         seen += 1;
+        inner += usize::from(!node.children.is_empty());
         for (&first, &child) in &node.children {
             assert_eq!(tree.node(child).parent, id);
-            assert!(tree.node(child).text.starts_with(first));
+            assert_eq!(tree.node(child).label.first(), Some(first));
             todo.push(child);
         }
         if id == ROOT {
-            assert!(node.text.is_empty() && node.holders.is_empty());
+            assert!(node.label.is_empty() && node.holders.is_empty());
             continue;
         }
-        assert!(!node.text.is_empty() && !node.holders.is_empty());
-        assert_eq!(node.chars, node.text.chars().count());
+        assert!(!node.label.is_empty() && !node.holders.is_empty());
+        assert_eq!(node.units, node.label.units());
         assert!(node.holders.is_sorted_by(|a, b| a.worker < b.worker));
-        text_bytes += node.text.len();
-        holders += node.holders.len();
+        label_bytes += node.label.bytes();
+        slots += node.holders.capacity();
         for holder in &node.holders {
             let goes_on =
                 |child: &&NodeId| position(&tree.node(**child).holders, holder.worker).is_ok();
@@ -168,7 +231,7 @@ fn check(tree: &PrefixTree) {
             assert_eq!(holder.below as usize, below);
             assert_eq!(holder.queued == NOT_QUEUED, below > 0);
             assert!(holder.queued <= holder.stamp());
-            *chars.entry(holder.worker).or_default() += node.chars;
+            *units.entry(holder.worker).or_default() += node.units;
             if below == 0 {
                 leaves
                     .entry(holder.worker)
@@ -187,77 +250,149 @@ fn check(tree: &PrefixTree) {
         tree.nodes.len() - tree.free.len(),
         "every slot is reachable or free"
     );
-    assert_eq!((text_bytes, holders), (tree.text_bytes, tree.holders));
+    assert_eq!(
+        (label_bytes, slots, inner),
+        (tree.label_bytes, tree.holder_slots, tree.inner)
+    );
     for (worker, tenant) in &tree.tenants {
-        assert_eq!(tenant.chars, chars.remove(worker).unwrap_or(0));
-        assert!(tenant.chars <= tree.max_chars);
+        assert_eq!(tenant.units, units.remove(worker).unwrap_or(0));
+        assert!(tenant.units <= tenant.limit);
         assert_eq!(tenant.leaves, leaves.remove(worker).unwrap_or_default());
     }
-    assert!(chars.is_empty(), "only tenants hold");
+    assert!(units.is_empty(), "only tenants hold");
 }
 
-fn step(tree: &mut PrefixTree, model: &mut Model, op: &Op) {
+fn step<S: Spelled + ?Sized>(tree: &mut PrefixTree<S>, model: &mut Model, op: &Op)
+where
+    Box<S>: Default,
+{
     match op {
         Op::Add(worker) => {
-            tree.add(WorkerId(*worker));
+            tree.add(WorkerId(*worker), model.limit);
             model.held.entry(*worker).or_default();
         }
         Op::Insert { worker, text } => {
-            tree.insert(WorkerId(*worker), text);
+            tree.insert(WorkerId(*worker), &S::spell(text));
             model.send(*worker, text);
         }
         Op::Send { worker, text } => {
-            if !tree.touch(WorkerId(*worker), text) {
-                tree.insert(WorkerId(*worker), text);
+            if !tree.touch(WorkerId(*worker), &S::spell(text)) {
+                tree.insert(WorkerId(*worker), &S::spell(text));
             }
             model.send(*worker, text);
         }
+        Op::SendAndRetract {
+            worker,
+            text,
+            between,
+        } => {
+            let (path, keep) = (S::spell(text), model.held_by(*worker, text));
+            let stamp = tree.insert(WorkerId(*worker), &path);
+            model.send(*worker, text);
+            let stamp_in_model = model.stamp;
+            for (other, text) in between {
+                tree.insert(WorkerId(*other), &S::spell(text));
+                model.send(*other, text);
+            }
+            tree.retract(WorkerId(*worker), &path, stamp, keep);
+            model.retract(*worker, text, stamp_in_model, keep);
+        }
         Op::Match { text, ready } => {
-            let ready_views = views(ready);
-            let found = tree.longest_match(text, &ready_views);
+            let (ready_views, path) = (views(ready), S::spell(text));
+            let found = tree.longest_match(&path, &ready_views);
             let holders: Vec<u64> = ready
                 .iter()
                 .copied()
                 .filter(|&worker| found.is_held_by(WorkerId(worker)))
                 .collect();
-            assert_eq!((found.chars, holders), model.longest_match(text, ready));
+            assert_eq!((found.units, holders), model.longest_match(text, ready));
+            let ids: Vec<WorkerId> = ready.iter().copied().map(WorkerId).collect();
+            let mut held = vec![9; ids.len()];
+            let deepest = tree.held_by(&path, &ids, &mut held);
+            let of = |worker: &u64| model.held_by(*worker, text);
+            assert_eq!(held, ready.iter().map(of).collect::<Vec<_>>());
+            let everybody: Vec<u64> = model.held.keys().copied().collect();
+            assert_eq!(deepest, everybody.iter().map(of).max().unwrap_or(0));
         }
         Op::Evict => assert_eq!(tree.evict(), 0, "inserts keep the limit"),
         Op::Retire { worker, batch } => {
             while tree.retire(WorkerId(*worker), *batch) {
                 check(tree);
-                tree.insert(WorkerId(*worker), "ab"); // too late, ignored
+                tree.insert(WorkerId(*worker), &S::spell("ab")); // too late, ignored
             }
             model.held.remove(worker);
         }
     }
 }
 
+fn tree_equals_model<S: Spelled + ?Sized>(limit: usize, ops: &[Op])
+where
+    Box<S>: Default,
+{
+    let mut tree = PrefixTree::<S>::new(usize::MAX);
+    let mut model = Model {
+        limit,
+        ..Model::default()
+    };
+    for worker in 0..WORKERS - 1 {
+        step(&mut tree, &mut model, &Op::Add(worker)); // the last one comes later or never
+    }
+    for op in ops {
+        step(&mut tree, &mut model, op);
+        check(&tree);
+        for worker in 0..WORKERS {
+            let held = model.held.get(&worker).into_iter().flatten();
+            let expected: BTreeSet<String> = held.map(|(prefix, _)| prefix.clone()).collect();
+            assert_eq!(tree.units_of(WorkerId(worker)), expected.len());
+            assert_eq!(held_in_tree(&tree, worker), expected);
+        }
+    }
+    for worker in 0..WORKERS {
+        step(&mut tree, &mut model, &Op::Retire { worker, batch: 2 });
+    }
+    let left = tree.stats();
+    assert_eq!(
+        (
+            left.nodes,
+            left.label_bytes,
+            left.tenants.len(),
+            tree.holder_slots
+        ),
+        (0, 0, 0, 0)
+    );
+}
+
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 1500, ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig { cases: 1000, ..ProptestConfig::default() })]
 
     #[test]
-    fn tree_equals_naive_model(max_chars in 0usize..24, ops in proptest::collection::vec(op(), 1..60)) {
-        let mut tree = PrefixTree::new(max_chars);
-        let mut model = Model { max_chars, ..Model::default() };
-        for worker in 0..WORKERS - 1 {
-            step(&mut tree, &mut model, &Op::Add(worker)); // the last one comes later or never
-        }
-        for op in &ops {
-            step(&mut tree, &mut model, op);
+    fn tree_of_text_equals_naive_model(limit in 0usize..24, ops in proptest::collection::vec(op(), 1..60)) {
+        tree_equals_model::<str>(limit, &ops);
+    }
+
+    #[test]
+    fn tree_of_blocks_equals_naive_model(limit in 0usize..24, ops in proptest::collection::vec(op(), 1..60)) {
+        tree_equals_model::<[u64]>(limit, &ops);
+    }
+
+    /// What is forgotten for memory is not the model's business; that it is enough, and leaves a sound tree, is.
+    #[test]
+    fn memory_is_bounded_after_every_insert(
+        max_bytes in 6_000usize..20_000,
+        texts in proptest::collection::vec((0..WORKERS, "[abé]{0,3}[ab]{0,40}"), 1..150),
+    ) {
+        let mut tree = PrefixTree::<str>::new(max_bytes);
+        (0..WORKERS).for_each(|worker| tree.add(WorkerId(worker), usize::MAX));
+        for (worker, text) in &texts {
+            tree.insert(WorkerId(*worker), text);
+            prop_assert!(tree.bytes() <= max_bytes, "{} of {max_bytes}", tree.bytes());
             check(&tree);
-            for worker in 0..WORKERS {
-                let expected: BTreeSet<String> =
-                    model.held.get(&worker).into_iter().flatten().map(|(prefix, _)| prefix.clone()).collect();
-                prop_assert_eq!(tree.chars_of(WorkerId(worker)), expected.len());
-                prop_assert_eq!(held_in_tree(&tree, worker), expected);
-            }
         }
-        for worker in 0..WORKERS {
-            step(&mut tree, &mut model, &Op::Retire { worker, batch: 2 });
+        // The newest text is the last to go.
+        if let Some((worker, text)) = texts.last() {
+            let found = tree.longest_match(text, &views(&[*worker])).units;
+            prop_assert_eq!(found, text.chars().count());
         }
-        let left = tree.stats();
-        prop_assert_eq!((left.nodes, left.text_bytes, left.tenants.len(), tree.holders), (0, 0, 0, 0));
     }
 
     #[test]
@@ -266,13 +401,15 @@ proptest! {
         let (a, b) = (format!("{same}{a}"), format!("{same}{b}"));
         let by_chars: usize =
             a.chars().zip(b.chars()).take_while(|(x, y)| x == y).map(|(c, _)| c.len_utf8()).sum();
-        prop_assert_eq!(common_prefix_bytes(&a, &b), by_chars);
+        prop_assert_eq!(a.common(&b), by_chars);
+        let units: usize = a.chars().zip(b.chars()).take_while(|(x, y)| x == y).count();
+        prop_assert_eq!(<[u64]>::spell(&a).common(&<[u64]>::spell(&b)), units);
     }
 }
 
-fn tree_of(max_chars: usize, workers: u64) -> PrefixTree {
-    let mut tree = PrefixTree::new(max_chars);
-    (0..workers).for_each(|worker| tree.add(WorkerId(worker)));
+fn tree_of(limit: usize, workers: u64) -> PrefixTree<str> {
+    let mut tree = PrefixTree::new(usize::MAX);
+    (0..workers).for_each(|worker| tree.add(WorkerId(worker), limit));
     tree
 }
 
@@ -284,20 +421,20 @@ fn oldest_text_is_forgotten_first_from_its_end() {
     tree.insert(WorkerId(0), "cccc");
     assert!(tree.touch(WorkerId(0), "aaaa"));
     tree.insert(WorkerId(0), "dddddd");
-    let matched = |text| tree.longest_match(text, &views(&[0])).chars;
+    let matched = |text| tree.longest_match(text, &views(&[0])).units;
     assert_eq!(
         ["aaaa", "bbbb", "cccc", "dddddd"].map(matched),
         [4, 0, 2, 6]
     );
-    assert_eq!(tree.stats().evicted_chars_total, 6);
+    assert_eq!(tree.stats().evicted_units_total, 6);
 }
 
 #[test]
 fn text_above_the_limit_keeps_its_start() {
     let mut tree = tree_of(5, 1);
     tree.insert(WorkerId(0), "ééééé🦀🦀");
-    assert_eq!(tree.longest_match("ééééé🦀🦀", &views(&[0])).chars, 5);
-    assert_eq!(tree.chars_of(WorkerId(0)), 5);
+    assert_eq!(tree.longest_match("ééééé🦀🦀", &views(&[0])).units, 5);
+    assert_eq!(tree.units_of(WorkerId(0)), 5);
 }
 
 #[test]
@@ -312,7 +449,7 @@ fn split_is_undone_when_the_branch_is_gone() {
     }
     tree.insert(WorkerId(0), "system prompt, question one");
     while tree.retire(WorkerId(1), 1) {}
-    assert_eq!((tree.stats().nodes, tree.stats().text_bytes), (1, 27));
+    assert_eq!((tree.stats().nodes, tree.stats().label_bytes), (1, 27));
 }
 
 #[test]
@@ -320,7 +457,7 @@ fn split_is_undone_when_the_sibling_is_evicted() {
     let mut tree = tree_of(15, 1);
     tree.insert(WorkerId(0), "shared old");
     tree.insert(WorkerId(0), "shared newer one");
-    assert_eq!((tree.stats().nodes, tree.chars_of(WorkerId(0))), (1, 15));
+    assert_eq!((tree.stats().nodes, tree.units_of(WorkerId(0))), (1, 15));
 }
 
 #[test]
@@ -334,7 +471,7 @@ fn depth_costs_no_stack() {
     assert_eq!(
         (
             tree.stats().nodes,
-            tree.longest_match(&text, &views(&[0])).chars
+            tree.longest_match(&text, &views(&[0])).units
         ),
         (depth, depth)
     );
@@ -351,8 +488,8 @@ fn many_branches_of_one_hot_prefix_stay_within_the_limit() {
     }
     check(&tree);
     let stats = tree.stats();
-    assert!(stats.tenants.iter().all(|tenant| tenant.chars == 20_000));
+    assert!(stats.tenants.iter().all(|&(_, chars)| chars == 20_000));
     // 1000 shared and 4 × 190 tails of 100 characters.
-    assert!(stats.text_bytes < 1_000 + 4 * 19_100, "{stats:?}");
+    assert!(stats.label_bytes < 1_000 + 4 * 19_100, "{stats:?}");
     assert!(stats.nodes < 4 * 190 * 2, "{stats:?}");
 }

@@ -1,0 +1,63 @@
+//! How often prompts arrive at a prefix: exponentially decayed counts in a bounded map.
+
+use std::collections::HashMap;
+
+/// Arrivals fade with this time constant [ms].
+const DECAY_MS: f64 = 10_000.0;
+/// Prefixes remembered. At a thousand arrivals a second all that matter fit; 32 bytes each.
+const MAX_PREFIXES: usize = 16_384;
+/// A count below this makes no difference to any decision.
+const COLD: f64 = 0.1;
+
+/// By the hash of a prefix's last block: (count, when it was that).
+#[derive(Debug, Default)]
+pub struct Heat(HashMap<u64, (f64, f64)>);
+
+impl Heat {
+    /// Decayed arrivals at this prefix.
+    pub fn of(&self, hash: u64, now_ms: f64) -> f64 {
+        self.0.get(&hash).map_or(0.0, |at| decayed(*at, now_ms))
+    }
+
+    pub fn arrived(&mut self, hash: u64, now_ms: f64) {
+        if self.0.len() >= MAX_PREFIXES && !self.0.contains_key(&hash) {
+            self.0.retain(|_, at| decayed(*at, now_ms) > COLD);
+            if self.0.len() >= MAX_PREFIXES {
+                self.0.clear(); // sixteen thousand warm prefixes: none of them is hot
+            }
+        }
+        let count = self.0.entry(hash).or_insert((0.0, now_ms));
+        *count = (decayed(*count, now_ms) + 1.0, now_ms);
+    }
+}
+
+fn decayed((count, at_ms): (f64, f64), now_ms: f64) -> f64 {
+    count * ((at_ms - now_ms) / DECAY_MS).exp()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn arrivals_add_up_and_fade() {
+        let mut heat = Heat::default();
+        assert_eq!(heat.of(1, 0.0), 0.0);
+        (0..3).for_each(|_| heat.arrived(1, 0.0));
+        assert_eq!(heat.of(1, 0.0), 3.0);
+        let later = heat.of(1, 10_000.0);
+        assert!((later - 3.0 / std::f64::consts::E).abs() < 1e-9, "{later}");
+        assert_eq!(heat.of(2, 0.0), 0.0);
+    }
+
+    #[test]
+    fn the_map_is_bounded_and_hot_prefixes_outlive_cold_ones() {
+        let mut heat = Heat::default();
+        (0..MAX_PREFIXES as u64 - 1).for_each(|hash| heat.arrived(hash, 0.0));
+        (0..100).for_each(|_| heat.arrived(u64::MAX, 30_000.0));
+        heat.arrived(u64::MAX - 1, 30_000.0);
+        assert_eq!((heat.0.len(), heat.of(u64::MAX, 30_000.0)), (2, 100.0));
+        (0..3 * MAX_PREFIXES as u64).for_each(|hash| heat.arrived(hash, 30_000.0));
+        assert!(heat.0.len() <= MAX_PREFIXES);
+    }
+}

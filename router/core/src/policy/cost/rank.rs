@@ -1,0 +1,366 @@
+//! What is known of one worker (or DP rank): the prompts sent to it and not yet prefilled, and how fast it is.
+//!
+//! The life of a prompt here:
+//!
+//! 1. sent: it joins the queue with its predicted time ([`Rank::sent`]);
+//! 2. its first token is seen: it leaves; the time since the engine turned to it is an observation of speed
+//!    ([`Rank::first_token`]). Prompts whose first tokens come together were computed together and are observed together.
+//!    An engine that takes the shortest first works at several in turns: there a whole busy period is one observation;
+//! 3. a request that does not stream shows no first token: its prompt leaves when the predicted time is over;
+//! 4. it fails or its client leaves: it leaves without an observation ([`Rank::ended`]).
+//!
+//! The prompts run one after the other, as far as this knows; the head of the queue began when the one before left.
+
+use std::collections::VecDeque;
+
+use super::Decayed;
+use super::speed::{Fit, Speed, Work};
+use crate::types::{QueueOrder, Ticket, WorkerFacts};
+
+/// First tokens closer than this came from one step [ms].
+const ONE_STEP_MS: f64 = 2.0;
+/// Prompts after which a busy period is observed though it goes on: what had begun before and what is unfinished at its
+/// ends is small against them.
+const BUSY_PERIOD: usize = 16;
+/// Ageing of engines that take the shortest prompt first: key = remaining - this × waited (the engines' default).
+const AGEING: f64 = 0.05;
+/// With such engines this part of the backlog counts as if it all ran before a new prompt: of prompts not yet sent, some
+/// will overtake it. The rest is what would really run before. Found by simulation (docs/routing.md).
+const OVERTAKEN: f64 = 0.25;
+
+/// A prompt that was sent and shows no first token yet.
+#[derive(Debug, Clone)]
+pub struct Pending {
+    pub ticket: Ticket,
+    pub uncached: f64,
+    pub cached: f64,
+    pub predicted_ms: f64,
+    pub sent_ms: f64,
+    /// Whether a first token will be told.
+    pub tells: bool,
+}
+
+#[derive(Debug, Default)]
+pub struct Rank {
+    pub facts: WorkerFacts,
+    /// Tokens of KV in use or promised, as far as this router knows.
+    pub kv_tokens: f64,
+    /// How much of what the index says it holds is found there, 0 to 1, from what it reports.
+    pub confidence: f64,
+    pub report: Option<Report>,
+    /// Predicted work sent here.
+    pub work: Decayed,
+    queue: VecDeque<Pending>,
+    /// Sum of the queue's predicted times.
+    queued_ms: f64,
+    /// When the head began to run.
+    since_ms: f64,
+    /// Silent prompts in the queue, and whether the present interval saw any other disturbance: such an interval teaches
+    /// nothing about speed.
+    silent: usize,
+    is_disturbed: bool,
+    /// First tokens of the last step (or busy period) and its time, not yet learned from: more of them may come.
+    together: Option<(Work, f64, usize)>,
+    fit: Fit,
+    speed: Option<Speed>,
+}
+
+/// What the worker itself said of its queue.
+#[derive(Debug, Clone, Copy)]
+pub struct Report {
+    /// Work of other routers' prompts at that time [ms].
+    pub others_ms: f64,
+    pub at_ms: f64,
+}
+
+impl Rank {
+    pub fn new(facts: WorkerFacts) -> Self {
+        Self {
+            facts,
+            confidence: 1.0,
+            ..Self::default()
+        }
+    }
+
+    /// Its own speed if it was observed, else the fleet's.
+    pub fn speed(&self, fleet: Speed) -> Speed {
+        self.speed.unwrap_or(fleet)
+    }
+
+    /// Prompt tokens sent here and not yet computed.
+    pub fn queued_tokens(&self) -> f64 {
+        self.queue.iter().map(|pending| pending.uncached).sum()
+    }
+
+    pub fn sent(&mut self, pending: Pending) {
+        self.settle(pending.sent_ms);
+        if self.queue.is_empty() {
+            self.since_ms = pending.sent_ms;
+            self.is_disturbed = false;
+        }
+        self.queued_ms += pending.predicted_ms;
+        self.silent += usize::from(!pending.tells);
+        self.queue.push_back(pending);
+    }
+
+    /// The worker counted the prompt: what is known better replaces what was predicted.
+    pub fn counted(&mut self, ticket: Ticket, uncached: f64, cached: f64) {
+        if let Some(pending) = self.queue.iter_mut().find(|p| p.ticket == ticket) {
+            (pending.uncached, pending.cached) = (uncached, cached);
+        }
+    }
+
+    /// Returns what was learned, for the fleet: work and its time.
+    pub fn first_token(&mut self, ticket: Ticket, now_ms: f64) -> Option<(Work, f64)> {
+        self.settle(now_ms);
+        let pending = self.remove(ticket)?;
+        let took_ms = (now_ms - self.since_ms).max(0.0);
+        self.since_ms = now_ms;
+        if self.silent > 0 || std::mem::take(&mut self.is_disturbed) || !pending.tells {
+            self.together = None;
+            return None;
+        }
+        let work = Work::of(pending.uncached, pending.cached);
+        match self.facts.order {
+            QueueOrder::Arrival if took_ms >= ONE_STEP_MS => {
+                let before = self.together.replace((work, took_ms, 1));
+                before.map(|(work, ms, _)| (work, ms))
+            }
+            QueueOrder::Arrival => {
+                self.gather(work, took_ms);
+                None
+            }
+            QueueOrder::ShortestFirst => {
+                let prompts = self.gather(work, took_ms);
+                let is_over = self.queue.is_empty() || prompts >= BUSY_PERIOD;
+                let period = self.together.take_if(|_| is_over);
+                period.map(|(work, ms, _)| (work, ms))
+            }
+        }
+    }
+
+    /// Returns how many prompts are gathered now.
+    fn gather(&mut self, work: Work, took_ms: f64) -> usize {
+        let so_far = self.together.get_or_insert_default();
+        *so_far = (so_far.0.and(work), so_far.1 + took_ms, so_far.2 + 1);
+        so_far.2
+    }
+
+    /// What was observed here becomes its own speed, with the fleet's as prior.
+    pub fn learn(&mut self, (work, ms): (Work, f64), fleet: Speed) {
+        self.fit.observe(work, ms);
+        self.speed = Some(self.fit.solve(fleet));
+    }
+
+    /// The request is over, seen or not. Returns whether its first token had not been seen.
+    pub fn ended(&mut self, ticket: Ticket, now_ms: f64) -> bool {
+        self.settle(now_ms);
+        let is_head = self.queue.front().is_some_and(|head| head.ticket == ticket);
+        let Some(pending) = self.remove(ticket) else {
+            return false;
+        };
+        if is_head {
+            self.since_ms = now_ms;
+        }
+        self.is_disturbed = true;
+        pending.tells
+    }
+
+    fn remove(&mut self, ticket: Ticket) -> Option<Pending> {
+        let at = self.queue.iter().position(|p| p.ticket == ticket)?;
+        let pending = self.queue.remove(at)?;
+        self.silent -= usize::from(!pending.tells);
+        self.queued_ms -= pending.predicted_ms;
+        if self.queue.is_empty() {
+            self.queued_ms = 0.0; // no rounding piles up
+        }
+        Some(pending)
+    }
+
+    /// Silent prompts at the head whose predicted time is over leave.
+    fn settle(&mut self, now_ms: f64) {
+        while let Some(head) = self.queue.front() {
+            let end = self.since_ms + head.predicted_ms;
+            if head.tells || end > now_ms {
+                break;
+            }
+            let ticket = head.ticket;
+            self.remove(ticket);
+            self.since_ms = end;
+            self.is_disturbed = true;
+        }
+    }
+
+    /// Predicted time until a new prompt of `own_ms` would begin to run [ms].
+    pub fn backlog_ms(&self, own_ms: f64, now_ms: f64) -> f64 {
+        let all = self.queued_ms(now_ms);
+        match self.facts.order {
+            QueueOrder::Arrival => all,
+            QueueOrder::ShortestFirst => {
+                let before = self.before_ms(own_ms, now_ms).min(all);
+                OVERTAKEN * all + (1.0 - OVERTAKEN) * before
+            }
+        }
+    }
+
+    /// All of it, this router's prompts and others'.
+    pub fn queued_ms(&self, now_ms: f64) -> f64 {
+        self.left_ms(now_ms) + self.others_ms(now_ms)
+    }
+
+    /// The queue's predicted time less what has run of it.
+    fn left_ms(&self, now_ms: f64) -> f64 {
+        let (mut left, mut start) = (self.queued_ms, self.since_ms);
+        for head in &self.queue {
+            let ran = (now_ms - start).clamp(0.0, head.predicted_ms);
+            left -= ran;
+            if head.tells || ran < head.predicted_ms {
+                break;
+            }
+            start += head.predicted_ms;
+        }
+        left.max(0.0)
+    }
+
+    /// Of the queue, what has a smaller key than a new prompt of `own_ms`.
+    fn before_ms(&self, own_ms: f64, now_ms: f64) -> f64 {
+        let ran = (now_ms - self.since_ms).max(0.0);
+        let mut before = 0.0;
+        for (at, pending) in self.queue.iter().enumerate() {
+            let ran = if at == 0 { ran } else { 0.0 };
+            let remaining = (pending.predicted_ms - ran).max(0.0);
+            if remaining - AGEING * (now_ms - pending.sent_ms) <= own_ms {
+                before += remaining;
+            }
+        }
+        before
+    }
+
+    fn others_ms(&self, now_ms: f64) -> f64 {
+        self.report.map_or(0.0, |report| {
+            (report.others_ms - (now_ms - report.at_ms)).max(0.0)
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn pending(ticket: u64, predicted_ms: f64, sent_ms: f64, tells: bool) -> Pending {
+        Pending {
+            ticket: Ticket(ticket),
+            uncached: predicted_ms * 10.0,
+            cached: 0.0,
+            predicted_ms,
+            sent_ms,
+            tells,
+        }
+    }
+
+    fn rank(order: QueueOrder) -> Rank {
+        Rank::new(WorkerFacts {
+            order,
+            ..WorkerFacts::default()
+        })
+    }
+
+    #[test]
+    fn backlog_is_what_was_sent_less_what_has_run_until_the_first_token_says() {
+        let mut rank = rank(QueueOrder::Arrival);
+        rank.sent(pending(1, 100.0, 1_000.0, true));
+        rank.sent(pending(2, 50.0, 1_010.0, true));
+        assert_eq!(rank.backlog_ms(0.0, 1_030.0), 120.0);
+        // Slower than predicted: its own time is used up, the other's is not.
+        assert_eq!(rank.backlog_ms(0.0, 1_500.0), 50.0);
+        assert!(rank.first_token(Ticket(1), 1_500.0).is_none());
+        assert_eq!(rank.backlog_ms(0.0, 1_520.0), 30.0);
+        rank.first_token(Ticket(2), 1_540.0);
+        assert_eq!(rank.backlog_ms(0.0, 1_540.0), 0.0);
+    }
+
+    #[test]
+    fn a_request_without_a_first_token_leaves_when_its_time_is_over() {
+        let mut rank = rank(QueueOrder::Arrival);
+        rank.sent(pending(1, 100.0, 0.0, false));
+        rank.sent(pending(2, 100.0, 0.0, true));
+        assert_eq!(rank.backlog_ms(0.0, 130.0), 70.0);
+        // Whatever silent prompts did to the interval teaches nothing.
+        assert!(rank.first_token(Ticket(2), 200.0).is_none());
+        rank.sent(pending(3, 10.0, 300.0, true));
+        rank.first_token(Ticket(3), 330.0);
+        rank.sent(pending(4, 10.0, 400.0, true));
+        assert_eq!(
+            rank.first_token(Ticket(4), 430.0),
+            Some((Work::of(100.0, 0.0), 30.0))
+        );
+        assert!(!rank.ended(Ticket(1), 500.0) && !rank.ended(Ticket(4), 500.0));
+    }
+
+    #[test]
+    fn prompts_of_one_step_are_observed_together_and_failed_ones_not_at_all() {
+        let mut rank = rank(QueueOrder::Arrival);
+        for ticket in 1..=3 {
+            rank.sent(pending(ticket, 10.0, 0.0, true));
+        }
+        assert!(rank.first_token(Ticket(2), 60.0).is_none());
+        assert!(rank.first_token(Ticket(1), 60.0).is_none());
+        let two = Work::of(100.0, 0.0).and(Work::of(100.0, 0.0));
+        assert_eq!(rank.first_token(Ticket(3), 80.0), Some((two, 60.0)));
+        rank.sent(pending(4, 10.0, 100.0, true));
+        rank.sent(pending(5, 10.0, 100.0, true));
+        assert!(rank.ended(Ticket(4), 130.0), "no first token was seen");
+        assert!(rank.first_token(Ticket(5), 140.0).is_none());
+        assert_eq!(rank.backlog_ms(0.0, 140.0), 0.0);
+    }
+
+    #[test]
+    fn shortest_first_engines_let_a_short_prompt_overtake() {
+        let (mut fifo, mut srpt) = (rank(QueueOrder::Arrival), rank(QueueOrder::ShortestFirst));
+        for rank in [&mut fifo, &mut srpt] {
+            rank.sent(pending(1, 10_000.0, 0.0, true));
+            rank.sent(pending(2, 20.0, 0.0, true));
+        }
+        assert_eq!(fifo.backlog_ms(50.0, 0.0), 10_020.0);
+        assert_eq!(srpt.backlog_ms(50.0, 0.0), 0.25 * 10_020.0 + 0.75 * 20.0);
+        assert_eq!(srpt.backlog_ms(20_000.0, 0.0), 10_020.0);
+        // A prompt of 1000 ms that waited 19 s has the key of one of 50 ms.
+        let mut srpt = rank(QueueOrder::ShortestFirst);
+        srpt.sent(pending(1, 10.0, 0.0, true));
+        srpt.sent(pending(2, 1_000.0, 0.0, true));
+        assert_eq!(srpt.backlog_ms(49.0, 19_000.0), 0.25 * 1_000.0);
+        assert_eq!(srpt.backlog_ms(51.0, 19_000.0), 1_000.0);
+    }
+
+    #[test]
+    fn a_busy_period_of_a_shortest_first_engine_is_one_observation() {
+        let mut rank = rank(QueueOrder::ShortestFirst);
+        rank.sent(pending(1, 100.0, 0.0, true));
+        rank.sent(pending(2, 10.0, 50.0, true)); // overtakes the first
+        assert!(rank.first_token(Ticket(2), 70.0).is_none());
+        let both = Work::of(100.0, 0.0).and(Work::of(1_000.0, 0.0));
+        assert_eq!(rank.first_token(Ticket(1), 120.0), Some((both, 120.0)));
+        for ticket in 10..10 + BUSY_PERIOD as u64 {
+            rank.sent(pending(ticket, 10.0, 200.0, true));
+        }
+        rank.sent(pending(99, 10.0, 200.0, true));
+        let seen: Vec<bool> = (10..10 + BUSY_PERIOD as u64)
+            .map(|ticket| {
+                rank.first_token(Ticket(ticket), 200.0 + ticket as f64)
+                    .is_some()
+            })
+            .collect();
+        assert_eq!(seen.iter().position(|is| *is), Some(BUSY_PERIOD - 1));
+    }
+
+    #[test]
+    fn work_of_other_routers_counts_and_runs_off() {
+        let mut rank = rank(QueueOrder::Arrival);
+        rank.report = Some(Report {
+            others_ms: 500.0,
+            at_ms: 1_000.0,
+        });
+        assert_eq!(rank.backlog_ms(0.0, 1_200.0), 300.0);
+        assert_eq!(rank.backlog_ms(0.0, 2_000.0), 0.0);
+    }
+}

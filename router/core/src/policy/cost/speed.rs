@@ -1,0 +1,244 @@
+//! How long a prefill takes, learned from what was observed.
+//!
+//! ```text
+//! T(u, h) = a + b·u + c·u·(h + u/2)       u tokens to compute behind h cached ones; the last term is attention
+//! ```
+//!
+//! Least squares with forgetting over observations, each weighted so that relative errors count alike. What the
+//! observations leave open (all prompts of one size, or none yet) comes from the prior's shape, scaled to them: for a
+//! worker the prior is the fleet, for the fleet it is a round number.
+
+/// Terms of T for one prompt, or the sum over several, scaled to numbers around one.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+pub struct Work([f64; 3]);
+
+impl Work {
+    pub fn of(uncached: f64, cached: f64) -> Self {
+        let attention = uncached * (cached + uncached / 2.0);
+        Work([1.0, uncached / 1e3, attention / 1e8])
+    }
+
+    pub fn and(self, other: Work) -> Work {
+        Work([0, 1, 2].map(|i| self.0[i] + other.0[i]))
+    }
+}
+
+/// Coefficients of T, in milliseconds; none is negative.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Speed([f64; 3]);
+
+impl Default for Speed {
+    /// 10 000 tokens a second, about an 8 B model on one recent GPU.
+    fn default() -> Self {
+        Speed([5.0, 100.0, 0.0])
+    }
+}
+
+impl Speed {
+    #[cfg(test)]
+    pub fn new(fixed_ms: f64, per_kilotoken_ms: f64, attention_ms: f64) -> Self {
+        Speed([fixed_ms, per_kilotoken_ms, attention_ms])
+    }
+
+    pub fn ms(&self, work: Work) -> f64 {
+        dot(self.0, work.0)
+    }
+}
+
+/// Observations per effective memory: what is older than this many counts little.
+const MEMORY: f64 = 200.0;
+/// Prompts by which the prior speaks [uncached tokens]; each counts for a fraction of an observation.
+const PRIOR_AT: [f64; 3] = [100.0, 1_000.0, 10_000.0];
+const PRIOR_WEIGHT: f64 = 0.03;
+
+/// Sums of least squares.
+#[derive(Debug, Clone, Default)]
+pub struct Fit {
+    xx: [[f64; 3]; 3],
+    xy: [f64; 3],
+}
+
+impl Fit {
+    /// `work` took `ms`.
+    pub fn observe(&mut self, work: Work, ms: f64) {
+        let keep = 1.0 - 1.0 / MEMORY;
+        self.xx
+            .as_flattened_mut()
+            .iter_mut()
+            .for_each(|sum| *sum *= keep);
+        self.xy.iter_mut().for_each(|sum| *sum *= keep);
+        self.add(work, ms, weight(work));
+    }
+
+    fn add(&mut self, Work(x): Work, ms: f64, weight: f64) {
+        for (i, row) in self.xx.iter_mut().enumerate() {
+            let terms = row.iter_mut().zip(x);
+            terms.for_each(|(sum, term)| *sum += weight * x[i] * term);
+            self.xy[i] += weight * x[i] * ms;
+        }
+    }
+
+    /// The coefficients that fit best, given what to believe where nothing was seen.
+    pub fn solve(&self, prior: Speed) -> Speed {
+        // The prior's shape at the observations' scale; one hundredth of an observation holds it where there are none.
+        let own = |row: [f64; 3]| dot(row, prior.0);
+        let hold = 0.01 * prior.0[0].max(1.0).powi(2);
+        let scale = (own(self.xy) + hold) / (own(self.xx.map(own)) + hold);
+        let scaled = prior.0.map(|value| value * scale);
+        let mut all = self.clone();
+        for tokens in PRIOR_AT {
+            let work = Work::of(tokens, 0.0);
+            all.add(work, dot(scaled, work.0), PRIOR_WEIGHT * weight(work));
+        }
+        Speed(solve_non_negative(all.xx, all.xy).unwrap_or(scaled))
+    }
+}
+
+fn weight(work: Work) -> f64 {
+    1.0 / (work.0[0] + work.0[1]).powi(2)
+}
+
+fn dot(a: [f64; 3], b: [f64; 3]) -> f64 {
+    a[0] * b[0] + a[1] * b[1] + a[2] * b[2]
+}
+
+/// Solve by elimination; a coefficient that comes out negative is fixed at zero and the rest solved again.
+fn solve_non_negative(xx: [[f64; 3]; 3], xy: [f64; 3]) -> Option<[f64; 3]> {
+    let mut is_free = [true; 3];
+    loop {
+        let found = solve(xx, xy, is_free)?;
+        let least = (0..3).min_by(|&i, &j| found[i].total_cmp(&found[j]))?;
+        if found[least] >= 0.0 {
+            return Some(found);
+        }
+        is_free[least] = false;
+    }
+}
+
+/// Coefficients that are not free are zero. `None` when the equations do not determine the others.
+fn solve(mut xx: [[f64; 3]; 3], mut xy: [f64; 3], is_free: [bool; 3]) -> Option<[f64; 3]> {
+    for at in 0..3 {
+        if !is_free[at] {
+            xx[at] = [0.0; 3];
+            xx.iter_mut().for_each(|row| row[at] = 0.0);
+            (xx[at][at], xy[at]) = (1.0, 0.0);
+        }
+    }
+    for at in 0..3 {
+        let pivot = xx[at][at];
+        if pivot.abs() < 1e-12 {
+            return None;
+        }
+        for below in at + 1..3 {
+            let factor = xx[below][at] / pivot;
+            let above = xx[at];
+            let row = xx[below].iter_mut().zip(above);
+            row.for_each(|(value, above)| *value -= factor * above);
+            xy[below] -= factor * xy[at];
+        }
+    }
+    let mut found = [0.0; 3];
+    for at in (0..3).rev() {
+        let known: f64 = (at + 1..3)
+            .map(|column| xx[at][column] * found[column])
+            .sum();
+        found[at] = (xy[at] - known) / xx[at][at];
+    }
+    Some(found)
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn fitted(truth: Speed, prompts: &[(f64, f64)]) -> Speed {
+        let mut fit = Fit::default();
+        for &(uncached, cached) in prompts {
+            let work = Work::of(uncached, cached);
+            fit.observe(work, truth.ms(work));
+        }
+        fit.solve(Speed::default())
+    }
+
+    proptest! {
+        /// Any engine, from a laptop to eight times a recent GPU, is learned to 10 % within fifty varied prompts.
+        #[test]
+        fn varied_prompts_teach_the_speed(
+            fixed in 0.1f64..50.0, per_kilotoken in 5.0f64..3000.0, attention in 0.0f64..500.0,
+        ) {
+            let truth = Speed::new(fixed, per_kilotoken, attention);
+            let prompts: Vec<(f64, f64)> =
+                (1..=50).map(|i| (f64::from(i * i) * 10.0, f64::from(i % 5) * 2_000.0)).collect();
+            let speed = fitted(truth, &prompts);
+            for &(uncached, cached) in &prompts {
+                let work = Work::of(uncached, cached);
+                let (told, is) = (speed.ms(work), truth.ms(work));
+                prop_assert!((told - is).abs() <= 0.1 * is + 1.0, "{told} for {is} at {uncached}+{cached}");
+            }
+        }
+
+        /// Whatever is observed: finite, never negative, never faster for more work.
+        #[test]
+        fn predictions_stay_sane(seen in proptest::collection::vec((0.0f64..2e5, 0.0f64..2e5, 0.0f64..1e5), 0..40)) {
+            let mut fit = Fit::default();
+            seen.iter().for_each(|&(u, h, ms)| fit.observe(Work::of(u, h), ms));
+            let speed = fit.solve(Speed::default());
+            let mut last = 0.0;
+            for tokens in [0.0, 1.0, 100.0, 1e4, 1e6] {
+                let ms = speed.ms(Work::of(tokens, 0.0));
+                prop_assert!(ms.is_finite() && ms >= last, "{ms} after {last}");
+                last = ms;
+            }
+        }
+    }
+
+    #[test]
+    fn without_observations_the_prior_speaks_and_one_size_scales_it() {
+        let near = |a: f64, b: f64| (a - b).abs() <= 0.05 * b;
+        let speed = Fit::default().solve(Speed::default());
+        assert!(
+            near(speed.ms(Work::of(10_000.0, 0.0)), 1_005.0),
+            "{speed:?}"
+        );
+        // Ten times as fast at one size: believed at that size, and at others too.
+        let speed = fitted(Speed::new(0.5, 10.0, 0.0), &[(500.0, 0.0); 30]);
+        assert!(near(speed.ms(Work::of(500.0, 0.0)), 5.5), "{speed:?}");
+        let far = speed.ms(Work::of(20_000.0, 0.0));
+        assert!((100.0..400.0).contains(&far), "{far}");
+    }
+
+    #[test]
+    fn prompts_of_one_step_count_together() {
+        // Pairs computed in one step, seen as (everything, nothing): the sum is what tells.
+        let truth = Speed::new(2.0, 50.0, 0.0);
+        let mut fit = Fit::default();
+        for i in 1..60 {
+            let (a, b) = (
+                Work::of(f64::from(i) * 40.0, 0.0),
+                Work::of(f64::from(i % 7) * 300.0, 0.0),
+            );
+            fit.observe(a.and(b), truth.ms(a) + truth.ms(b));
+        }
+        let speed = fit.solve(Speed::default());
+        let ms = speed.ms(Work::of(1_000.0, 0.0));
+        assert!((ms - 52.0).abs() < 3.0, "{ms}");
+    }
+
+    #[test]
+    fn an_engine_that_changes_is_followed() {
+        let mut fit = Fit::default();
+        for (truth, times) in [
+            (Speed::new(1.0, 20.0, 0.0), 500),
+            (Speed::new(1.0, 80.0, 0.0), 500),
+        ] {
+            for i in 0..times {
+                let work = Work::of(f64::from(i % 20) * 100.0, 0.0);
+                fit.observe(work, truth.ms(work));
+            }
+        }
+        let ms = fit.solve(Speed::default()).ms(Work::of(1_000.0, 0.0));
+        assert!((70.0..85.0).contains(&ms), "{ms}");
+    }
+}

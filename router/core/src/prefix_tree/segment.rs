@@ -1,0 +1,123 @@
+//! What the tree can be made of: text, cut between characters, or a chain of block hashes ([`crate::prompt`]).
+
+use std::fmt::Debug;
+
+/// A piece of a path from the root. *Positions* are where it may be cut; *units* are what limits count.
+pub trait Segment: Debug + Send + Sync {
+    /// What tells the children of a node apart.
+    type First: Debug + Copy + Ord + Send + Sync;
+
+    /// `None` if it is empty.
+    fn first(&self) -> Option<Self::First>;
+    /// Its end, as a position.
+    fn len(&self) -> usize;
+    fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+    fn units(&self) -> usize;
+    /// Memory it takes [bytes].
+    fn bytes(&self) -> usize;
+    /// Position where it stops being equal to `other`.
+    fn common(&self, other: &Self) -> usize;
+    fn split_at(&self, position: usize) -> (&Self, &Self);
+    /// Where unit number `at` begins; the end if there are no more.
+    fn position_of_unit(&self, at: usize) -> usize;
+    fn boxed(&self) -> Box<Self>;
+    fn joined(&self, behind: &Self) -> Box<Self>;
+}
+
+/// Positions are bytes, units are characters.
+impl Segment for str {
+    type First = char;
+
+    fn first(&self) -> Option<char> {
+        self.chars().next()
+    }
+
+    fn len(&self) -> usize {
+        str::len(self)
+    }
+
+    fn units(&self) -> usize {
+        self.chars().count()
+    }
+
+    fn bytes(&self) -> usize {
+        str::len(self)
+    }
+
+    fn common(&self, other: &str) -> usize {
+        let mut common = common_items(self.as_bytes(), other.as_bytes());
+        // The bytes before are equal, so a boundary in one is a boundary in the other.
+        while !self.is_char_boundary(common) {
+            common -= 1;
+        }
+        common
+    }
+
+    fn split_at(&self, position: usize) -> (&str, &str) {
+        str::split_at(self, position)
+    }
+
+    fn position_of_unit(&self, at: usize) -> usize {
+        let mut starts = self.char_indices();
+        starts.nth(at).map_or(str::len(self), |(byte, _)| byte)
+    }
+
+    fn boxed(&self) -> Box<str> {
+        self.into()
+    }
+
+    fn joined(&self, behind: &str) -> Box<str> {
+        [self, behind].concat().into_boxed_str()
+    }
+}
+
+/// Positions and units are blocks.
+impl Segment for [u64] {
+    type First = u64;
+
+    fn first(&self) -> Option<u64> {
+        <[u64]>::first(self).copied()
+    }
+
+    fn len(&self) -> usize {
+        <[u64]>::len(self)
+    }
+
+    fn units(&self) -> usize {
+        <[u64]>::len(self)
+    }
+
+    fn bytes(&self) -> usize {
+        size_of_val(self)
+    }
+
+    fn common(&self, other: &[u64]) -> usize {
+        common_items(self, other)
+    }
+
+    fn split_at(&self, position: usize) -> (&[u64], &[u64]) {
+        <[u64]>::split_at(self, position)
+    }
+
+    fn position_of_unit(&self, at: usize) -> usize {
+        at.min(<[u64]>::len(self))
+    }
+
+    fn boxed(&self) -> Box<[u64]> {
+        self.into()
+    }
+
+    fn joined(&self, behind: &[u64]) -> Box<[u64]> {
+        [self, behind].concat().into_boxed_slice()
+    }
+}
+
+fn common_items<T: PartialEq>(a: &[T], b: &[T]) -> usize {
+    const BLOCK: usize = 128; // compared at once; the rest one by one
+    let blocks = a.chunks_exact(BLOCK).zip(b.chunks_exact(BLOCK));
+    let common = BLOCK * blocks.take_while(|(x, y)| x == y).count();
+    let tails = a[common..].iter().zip(&b[common..]);
+    common + tails.take_while(|(x, y)| x == y).count()
+}
