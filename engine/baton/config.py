@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from baton.errors import ConfigError
+from baton.sched.classes import parse_classes
 
 
 def opt(default: Any, help: str, *, choices: Sequence[str] | None = None, env: str | None = None) -> Any:
@@ -130,6 +131,23 @@ class EngineConfig:
     max_partial_prefills: int = opt(
         4, "srpt-aging, edf: most prompts under way at once (they hold pages while suspended)"
     )
+    priority_classes: str | None = opt(
+        None,
+        "classes that share by weight, most important first: name:weight or name:weight:min_priority, with commas "
+        "between, e.g. interactive:8,standard:4,batch:1",
+    )
+    disable_class_charge_decode: bool = opt(False, "generated tokens do not count against their class, only prompts")
+    tenant_config: str | None = opt(
+        None, "JSON file (or the JSON itself) with limits of tenants; the tenants of a class then share by weight"
+    )
+    prompt_token_weight: float = opt(1.0, "what a computed prompt token counts for its tenant")
+    output_token_weight: float = opt(2.0, "what a generated token counts for its tenant")
+    cached_token_weight: float = opt(
+        0.1, "what a prompt token found in the cache counts, as a share of a computed one, 0 to 1"
+    )
+    max_idle_tenants: int = opt(
+        10000, "tenants without waiting requests whose accounts are kept; the longest idle is forgotten"
+    )
     enable_priority_scheduling: bool = opt(False, "order by the request field priority first, preempt for it")
     schedule_low_priority_values_first: bool = opt(False, "smaller priority values are more important")
     abort_on_priority_when_disabled: bool = opt(False, "refuse requests with a priority while the feature is off")
@@ -243,6 +261,17 @@ def _violations(c: EngineConfig) -> list[str]:
     )
     for name in ("max_running_requests", "max_queued_requests", "max_prefill_tokens", "stream_interval", "kv_pool_mib"):
         rule(getattr(c, name) >= 1, f"{flag_name(name)} {getattr(c, name)}: must be at least 1")
+    if c.priority_classes is not None:
+        _, mistakes = parse_classes(c.priority_classes, low_values_first=c.schedule_low_priority_values_first)
+        bad.extend(f"--priority-classes {c.priority_classes}: {mistake}" for mistake in mistakes)
+    rule(
+        not c.disable_class_charge_decode or c.priority_classes is not None,
+        "--disable-class-charge-decode: there are no classes; give --priority-classes, or leave it out",
+    )
+    for name in ("prompt_token_weight", "output_token_weight"):
+        rule(0 < getattr(c, name) <= 1e6, f"{flag_name(name)} {getattr(c, name)}: use a number above 0, at most 1e6")
+    rule(0 <= c.cached_token_weight <= 1, f"--cached-token-weight {c.cached_token_weight}: use 0 to 1")
+    rule(c.max_idle_tenants >= 1, f"--max-idle-tenants {c.max_idle_tenants}: must be at least 1")
     for name in ("max_partial_prefills", "max_preemptions_per_request", "default_deadline_ms"):
         rule(getattr(c, name) >= 1, f"{flag_name(name)} {getattr(c, name)}: must be at least 1")
     rule(

@@ -74,6 +74,12 @@ class PayloadTooLarge(EngineError):
     code, status, type = "payload_too_large", 413, "invalid_request_error"
 
 
+class RateLimited(EngineError):
+    """A tenant has used up its tokens of the minute."""
+
+    code, status, type = "rate_limit_exceeded", 429, "overloaded_error"
+
+
 class QueueFull(EngineError):
     code, status, type = "queue_full", 503, "overloaded_error"
 

@@ -46,6 +46,8 @@ def config(rng: random.Random, role: str) -> EngineConfig:
         num_reserved_decode_tokens=4,
         schedule_conservativeness=rng.choice((0.1, 1.0)),
         prefill_first=rng.random() < 0.3,
+        priority_classes=rng.choice((None, "a:3,b:1")),
+        tenant_config=rng.choice((None, '{"tenants": {"x": {"max_running": 1}}}')),
     )
 
 
@@ -83,6 +85,8 @@ class Storm:
             rendezvous=meet,
             deadline=self.now + rng.uniform(1, 90) if rng.random() < 0.3 else None,
             ttft_deadline=self.now + rng.uniform(1, 9) if rng.random() < 0.3 else None,
+            priority_class=rng.choice("ab"),
+            tenant=rng.choice("xy"),
         )
 
     def disturb(self) -> None:

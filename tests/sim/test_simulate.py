@@ -427,3 +427,60 @@ def test_chart_is_drawn_for_any_values() -> None:
 def test_docs_list_exactly_the_flags_there_are(flags: type) -> None:
     page = Path(__file__).parents[2] / "docs" / "simulate.md"
     assert markdown(flags) in page.read_text(encoding="utf-8"), "print(baton.config.markdown(...))"
+
+
+# ---------------------------------------------------------------------- classes and tenants
+
+
+def mixed_trace(path: Path) -> Path:
+    """Batch floods at the start; small interactive requests arrive meanwhile; two tenants of each."""
+    lines = [
+        {"timestamp": 0, "input_length": 4000, "output_length": 1, "priority_class": "batch", "tenant": f"t{i % 2}"}
+        for i in range(20)
+    ] + [
+        {"timestamp": 100 * i, "input_length": 400, "output_length": 1, "priority_class": "interactive", "tenant": "t0"}
+        for i in range(1, 30)
+    ]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def shares_of(tmp_path: Path, *flags: str) -> dict[str, Any]:
+    results = tmp_path / "out.json"
+    trace = mixed_trace(tmp_path / "mixed.jsonl")
+    argv = ["simulate", "--trace", str(trace), "--schedule-policy", "fcfs", "--chunked-prefill-size", "512", *flags]
+    assert cli.main([*argv, "--json", str(results)]) == 0
+    summary = json.loads(results.read_text())["policies"][0]
+    return {group["name"]: group for group in summary["groups"]}
+
+
+def test_classes_of_a_trace_share_by_weight_and_are_reported_apart(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plain = shares_of(tmp_path)
+    assert "fcfs, class batch: 20 of 20 completed; TTFT s" in capsys.readouterr().out
+    assert list(plain) == ["class batch", "class interactive", "tenant t0", "tenant t1"]
+    shared = shares_of(tmp_path, "--priority-classes", "interactive:8,batch:1")
+    assert shared["class interactive"]["ttft"]["p99"] < plain["class interactive"]["ttft"]["p99"] / 4
+    assert shared["class batch"]["completed"] == 20
+
+
+@pytest.mark.parametrize("scale", ["1", "8"])
+def test_tenant_limits_hold_in_the_simulation(tmp_path: Path, scale: str) -> None:
+    file = tmp_path / "tenants.json"
+    file.write_text(json.dumps({"tenants": {"t1": {"tokens_per_minute": 10_000, "max_kv_tokens": 4200}}}))
+    groups = shares_of(tmp_path, "--tenant-config", str(file), "--length-scale", scale)
+    assert groups["tenant t1"]["refused"] == 8, "two prompts of 4000 fit into a minute of 10 000"
+    assert groups["tenant t0"]["refused"] == 0
+    file.write_text(json.dumps({"tenants": {"t1": {"max_kv_tokens": 3000}}}))
+    groups = shares_of(tmp_path, "--tenant-config", str(file), "--length-scale", scale)
+    assert groups["tenant t1"]["refused"] == 10, "no prompt fits"
+
+
+def test_names_in_a_trace_are_checked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace = mixed_trace(tmp_path / "mixed.jsonl")
+    assert cli.main(["simulate", "--trace", str(trace), "--priority-classes", "interactive:1"]) == 2
+    assert "the trace has requests of class batch" in capsys.readouterr().err
+    trace.write_text('{"timestamp": 0, "input_length": 4, "output_length": 1, "tenant": "a b"}\n')
+    assert cli.main(["simulate", "--trace", str(trace)]) == 2
+    assert "line 1: tenant is 'a b'; a name has" in capsys.readouterr().err

@@ -159,7 +159,8 @@ class FakeRank:
         self.submits.append(
             {
                 "handle": job.handle, "rid": job.rid, "prompt": list(prompt), "params": seen, "rendezvous": meet,
-                "priority": job.priority, "namespace": job.namespace.decode(), "timeout_secs": job.timeout_secs,
+                "priority": job.priority, "priority_class": job.priority_class, "tenant": job.tenant,
+                "namespace": job.namespace.decode(), "timeout_secs": job.timeout_secs,
             }
         )  # fmt: skip
         task = asyncio.create_task(self.answer(job))

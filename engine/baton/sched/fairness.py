@@ -56,6 +56,19 @@ class FairnessRules:
     def enabled(self) -> bool:
         return bool(self.classes.classes) or self.tenants is not None
 
+    def place(self, tenant: str, asked: str | None, priority: int | None) -> tuple[int | None, str]:
+        """Priority and class of a request: clamped into its tenant's range, and not better than its tenant's class.
+
+        Without a class of its own it has its tenant's, else the one of its priority. `asked` must be a class's name.
+        """
+        rule = (self.tenants or TenantRules()).of(tenant)
+        priority = rule.clamped(priority, self.classes.low_values_first)
+        if not self.classes.classes:
+            return priority, ""
+        if asked is None:
+            return priority, rule.priority_class or self.classes.of_priority(priority)
+        return priority, asked if rule.priority_class is None else self.classes.no_better(asked, rule.priority_class)
+
 
 class _Lane:
     """What one class has to offer in this step. Candidates are taken from the policy's order as far as needed."""

@@ -21,7 +21,7 @@ from array import array
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from baton import request
+from baton import request, tenant_file
 from baton.config import EngineConfig
 from baton.errors import EngineError, by_code
 from baton.sched import setup
@@ -99,6 +99,8 @@ def digest(plan: StepPlan) -> str:
 def header(config: EngineConfig, num_pages: int) -> str:
     """The first line: all that the limits are made from, without secrets."""
     flags = {k: v for k, v in dataclasses.asdict(config).items() if k not in SECRETS}
+    if config.tenant_config is not None:
+        flags["tenant_config"] = tenant_file.text_of(config.tenant_config)  # the file may be another one by then
     return json.dumps({"version": VERSION, "num_pages": num_pages, "flags": flags})
 
 

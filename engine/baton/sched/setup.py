@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import math
 
+from baton import tenant_file
 from baton.config import EngineConfig
+from baton.sched.classes import ClassRules, parse_classes
+from baton.sched.fairness import FairnessRules
 from baton.sched.limits import Limits
 from baton.sched.policy import PolicyParams, PriorityRule
 
@@ -68,4 +71,22 @@ def limits(config: EngineConfig, num_pages: int) -> Limits:
         step_target_secs=c.step_target_ms / 1000,
         watermark=c.watermark,
         clip_new_tokens=c.clip_max_new_tokens,
+        fairness=fairness(c),
+    )
+
+
+def fairness(config: EngineConfig) -> FairnessRules:
+    """Classes and tenants. Reads --tenant-config; raises ConfigError for what is wrong in it."""
+    c = config
+    low_first = c.schedule_low_priority_values_first
+    classes, _ = parse_classes(c.priority_classes, low_values_first=low_first) if c.priority_classes else (None, [])
+    classes = classes or ClassRules(low_values_first=low_first)
+    return FairnessRules(
+        classes=classes,
+        charge_decode=not c.disable_class_charge_decode,
+        tenants=None if c.tenant_config is None else tenant_file.load(c.tenant_config, classes.names),
+        prompt_weight=c.prompt_token_weight,
+        output_weight=c.output_token_weight,
+        cached_weight=c.cached_token_weight,
+        table_size=c.max_idle_tenants,
     )

@@ -15,16 +15,18 @@ import asyncio
 import logging
 import re
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import replace
 from typing import Any, Protocol
 
 from aiohttp import web
 
-from baton.errors import Draining, EngineError
+from baton.errors import Draining, EngineError, RateLimited
 from baton.server.generation import Delta, Generation
 from baton.server.metrics import Metrics
 from baton.server.openai import sse
 from baton.server.ranks import Ranks
+from baton.server.tenancy import Tenancy
 from baton.server.tokenizer import Tokenizer
 from baton.server.validate import Accepted, with_deadline_headers
 from baton.server.wire import REQUEST_ID, json_response, read_object
@@ -68,8 +70,10 @@ class Answering:
         model_name: str,
         timeout_secs: float,
         admit: Callable[[], None],
+        tenancy: Tenancy,
     ) -> None:
         """`admit` raises when the node does not take requests now (loading, draining, dead)."""
+        self._tenancy = tenancy
         self._ranks = ranks
         self._tokenizer = tokenizer
         self._metrics = metrics
@@ -117,6 +121,7 @@ class Answering:
         try:
             self._admit()
             accepted = with_deadline_headers(await validate(await read_object(request)), request.headers)
+            accepted = self._take_tokens(accepted, request.headers)
             limit = min(limit, accepted.deadline_secs or limit)
             if accepted.ignored:
                 self._metrics.ignored.inc(len(accepted.ignored))
@@ -130,6 +135,7 @@ class Answering:
                 endpoint,
                 arrived,
                 limit,
+                lambda count: self._tenancy.spend(accepted.tenant, count, time.monotonic()),
             )
             self._enter(generation)
             generation.start()
@@ -145,6 +151,8 @@ class Answering:
             return json_response(shape.whole(), headers=headers)
         except EngineError as err:
             outcome = err.code
+            if generation is not None and generation.first_token_at is None and err.status == 503:
+                self._tenancy.spend(accepted.tenant, -accepted.prompt_tokens, time.monotonic())
             raise
         except (asyncio.CancelledError, ConnectionError):
             outcome = "client_disconnected"
@@ -162,6 +170,16 @@ class Answering:
                 generation.close()
                 self._leave(generation)
                 self._account(generation, endpoint, outcome, arrived)
+
+    def _take_tokens(self, accepted: Accepted, headers: Mapping[str, str]) -> Accepted:
+        """Its class and tenant, and the tenant's tokens for its prompt. Raises RateLimited."""
+        placed = self._tenancy.resolve(accepted.asked, accepted.priority, headers)
+        try:
+            self._tenancy.admit(placed.tenant, accepted.prompt_tokens, time.monotonic())
+        except RateLimited:
+            self._metrics.rate_limited.inc()
+            raise
+        return replace(accepted, priority=placed.priority, priority_class=placed.priority_class, tenant=placed.tenant)
 
     async def _stream(
         self, request: web.Request, generation: Generation, shape: Format, headers: dict[str, str]

@@ -87,8 +87,9 @@ class Front:
         """P nodes: whether the bootstrap server still answers; without it no D node finds us."""
         self.started_at = int(time.time())
         self.answering = Answering(
-            ranks, tokenizer, self.metrics, facts.name, config.request_timeout_secs, self._refuse_if_not_accepting
-        )
+            ranks, tokenizer, self.metrics, facts.name, config.request_timeout_secs, self._refuse_if_not_accepting,
+            self.validator.tenancy,
+        )  # fmt: skip
         ranks.on_stats = lambda rank: self.metrics.report(rank.dp_rank, rank.gauges, rank.counters, rank.histograms)
 
     # ---- state -------------------------------------------------------------------------------------------------

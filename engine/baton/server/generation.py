@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from baton.errors import Aborted, EngineError, RequestTimeout
@@ -167,8 +167,9 @@ class Generation:
 
     def __init__(
         self, rid: str, accepted: Accepted, ranks: Ranks, tokenizer: Tokenizer, metrics: Metrics, endpoint: str,
-        arrived: float, timeout_secs: float,
+        arrived: float, timeout_secs: float, on_generated: Callable[[int], None] = lambda count: None,
     ) -> None:  # fmt: skip
+        """`on_generated` hears of tokens as they come."""
         self.rid = rid
         self.accepted = accepted
         self.ranks = ranks
@@ -178,6 +179,7 @@ class Generation:
         self.first_token_at: float | None = None
         self._metrics = metrics
         self._timeout_secs = timeout_secs
+        self._on_generated = on_generated
         self._deadline = arrived + timeout_secs
         self._error: EngineError | None = None
         self._waiter: asyncio.Future[None] | None = None
@@ -200,6 +202,8 @@ class Generation:
                     prompt=item.prompt.tobytes(),
                     params=item.params,
                     priority=self.accepted.priority,
+                    priority_class=self.accepted.priority_class,
+                    tenant=self.accepted.tenant,
                     namespace=self.accepted.namespace,
                     rendezvous=item.rendezvous,
                     age_secs=time.monotonic() - self.arrived,
@@ -229,6 +233,7 @@ class Generation:
 
     def note_tokens(self, track: Track, count: int) -> None:
         now = time.monotonic()
+        self._on_generated(count)
         if self.first_token_at is None:
             self.first_token_at = now
         if track.last_token_at:

@@ -29,6 +29,8 @@ class Submit(msgspec.Struct, tag="submit"):
     timeout_secs: float | None = None
     ttft_deadline_secs: float | None = None
     """Like timeout_secs from the request's arrival in the front."""
+    priority_class: str = ""
+    tenant: str = ""
 
 
 class Abort(msgspec.Struct, tag="abort"):

@@ -69,6 +69,7 @@ FRONT = (
     Spec("client_disconnects", "counter", "requests whose client left before the answer's end", ("phase",)),
     Spec("keepalives", "counter", "SSE comments sent while a request waited"),
     Spec("ignored_parameters", "counter", "unknown request fields that had no effect"),
+    Spec("tenant_rate_limited", "counter", "requests refused with 429: their tenant's tokens_per_minute are used up"),
     Spec("ready", "gauge", "1 when a request sent now would be accepted"),
     Spec("ranks_alive", "gauge", "DP ranks of this engine that live"),
     Spec("build", "info", "version and mode, value 1", ("version", "python", "mode", "model")),
@@ -131,6 +132,21 @@ RANK = (
     _rank_histogram("request_overtaken", "later requests that were admitted before this one"),
     _rank_histogram("decode_stall_seconds", "gaps between tokens of a running request in which other work was done"),
     _rank_histogram("deadline_slack_seconds", "time left to ttft_deadline_ms at the first token, negative if late"),
+    Spec("class_waiting", "gauge", "requests waiting, by priority class", ("class",)),
+    Spec("class_tokens", "counter", "tokens by priority class: prompt (computed), generated", ("class", "kind")),
+    Spec(
+        "tenant_tokens",
+        "counter",
+        "tokens by tenant (those of the tenant file, 100 more, then other): prompt (computed), cached, generated",
+        ("tenant", "kind"),
+    ),
+    Spec(
+        "tenant_throttled",
+        "counter",
+        "requests that met a limit of their tenant: queue (refused), running, kv (waited)",
+        ("reason",),
+    ),
+    Spec("tenants_forgotten", "counter", "idle tenants dropped from the table at --max-idle-tenants"),
     Spec("kv_rooms", "gauge", "live KV transfers by state", ("state",)),
     Spec("kv_leases", "gauge", "P: finished prompts whose pages wait for D"),
     Spec("kv_peers", "gauge", "connected nodes of the other role"),
@@ -220,6 +236,7 @@ class Metrics:
         self.disconnects: Counter = made["client_disconnects"]
         self.keepalives: Counter = made["keepalives"]
         self.ignored: Counter = made["ignored_parameters"]
+        self.rate_limited: Counter = made["tenant_rate_limited"]
         self.ready: Gauge = made["ready"]
         self.ranks_alive: Gauge = made["ranks_alive"]
         made["build"].labels(version, platform.python_version(), mode, model).set(1)

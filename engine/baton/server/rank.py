@@ -238,6 +238,8 @@ class RankProcess:
             rendezvous=message.rendezvous,
             deadline=None if message.timeout_secs is None else arrival + message.timeout_secs,
             ttft_deadline=None if message.ttft_deadline_secs is None else arrival + message.ttft_deadline_secs,
+            priority_class=message.priority_class,
+            tenant=message.tenant,
         )
         try:
             self.engine.submit(req)
@@ -294,6 +296,9 @@ class RankProcess:
         stats = self.engine.sched.stats
         gauges.update(stats.gauges())
         counters.update(stats.counters())
+        if (fair := self.engine.sched.fair) is not None:
+            gauges.update(fair.gauges())
+            counters.update(fair.counters())
         counters.update(self.engine.sched.decisions.counters())
         for name, file in (("decisions", self._decision_log), ("trace", self._trace)):
             if file is not None:

@@ -24,6 +24,7 @@ from baton.server.chat import ChatTemplate, chars_of, read_messages
 from baton.server.fields import INT64_MAX, Fields
 from baton.server.model_dir import ModelFacts
 from baton.server.placement import place, seed_for
+from baton.server.tenancy import Asked, Tenancy
 from baton.server.tokenizer import Tokenizer
 
 MAX_CHOICES = 16
@@ -85,6 +86,10 @@ class Accepted:
     """echo with max_tokens 0: nothing to generate, the answer is the prompt."""
     return_token_ids: bool = False
     priority: int | None = None
+    asked: Asked = field(default_factory=Asked)
+    """Class and tenant as the body names them; `Tenancy.resolve` decides."""
+    priority_class: str = ""
+    tenant: str = ""
     ttft_deadline_secs: float | None = None
     """Wanted time to the first token, from arrival."""
     deadline_secs: float | None = None
@@ -93,6 +98,11 @@ class Accepted:
     is_batch: bool = False
     """/generate answers a list when it was asked with one."""
     ignored: tuple[str, ...] = field(default=(), compare=False)
+
+    @property
+    def prompt_tokens(self) -> int:
+        """To be computed: each prompt once, however many choices it has."""
+        return 0 if self.max_tokens_zero else sum(len(item.prompt) for item in self.items if item.choice == 0)
 
 
 class Validator:
@@ -103,6 +113,7 @@ class Validator:
         self._facts = facts
         self._tokenizer = tokenizer
         self._template = ChatTemplate(facts.chat_template, facts.special_tokens)
+        self.tenancy = Tenancy(config)
         self._names = {facts.name, config.model_path, str(facts.path), "default"}
         self.context_length = facts.context_length
         eos = {tokenizer.id_of(t) for t in (facts.special_tokens.get("eos_token"),) if t is not None}
@@ -319,6 +330,7 @@ class Validator:
             include_usage=options.boolean("include_usage", False),
             continuous_usage=options.boolean("continuous_usage_stats", False),
             priority=self._priority(f),
+            asked=self.tenancy.read(f),
             ttft_deadline_secs=_secs(f.integer("ttft_deadline_ms", None, 1, MAX_DEADLINE_MS)),
             deadline_secs=_secs(f.integer("deadline_ms", None, 1, MAX_DEADLINE_MS)),
             namespace="\0".join(k or "" for k in keys).encode() if any(keys) else b"",
@@ -407,6 +419,7 @@ class Validator:
             logprobs=logprobs,
             return_token_ids=common.return_token_ids,
             priority=common.priority,
+            asked=common.asked,
             ttft_deadline_secs=common.ttft_deadline_secs,
             deadline_secs=common.deadline_secs,
             namespace=common.namespace,
@@ -444,6 +457,7 @@ class _Common:
     include_usage: bool
     continuous_usage: bool
     priority: int | None
+    asked: Asked
     ttft_deadline_secs: float | None
     deadline_secs: float | None
     namespace: bytes

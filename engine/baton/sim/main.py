@@ -28,7 +28,8 @@ from baton.sched.limits import Limits
 from baton.sched.plan import StepPlan
 from baton.sched.policy import POLICIES
 from baton.sched.replay import ReplayError, digest, replay
-from baton.sched.setup import limits
+from baton.sched.setup import fairness, limits
+from baton.sched.tenants import TenantRule, TenantRules
 from baton.sim import trace as traces
 from baton.sim.chart import cdf_svg
 from baton.sim.model import PRESETS, StepModel
@@ -95,7 +96,11 @@ class Run:
         if self.sim.length_scale > 1:
             values |= {name: _shrunk(values[name], name, self) for name in _token_fields() if values[name]}
         config = EngineConfig(**values)
-        return limits(config, config.max_total_tokens // config.page_size)
+        made = limits(config, config.max_total_tokens // config.page_size)
+        tenants = made.fairness.tenants
+        if tenants is None or self.sim.length_scale == 1:
+            return made
+        return dataclasses.replace(made, fairness=dataclasses.replace(made.fairness, tenants=_coarser(tenants, self)))
 
 
 def _token_fields() -> list[str]:
@@ -112,6 +117,27 @@ def _shrunk(value: float, name: str, run: Run) -> float:
         return value / scale
     small = traces.scaled(value, scale)
     return max(small - small % page, page) if name == "chunked_prefill_size" else small
+
+
+def _coarser(rules: TenantRules, run: Run) -> TenantRules:
+    """KV limits in simulated tokens; tokens_per_minute is compared with real ones (SimNode)."""
+
+    def small(rule: TenantRule) -> TenantRule:
+        most = rule.max_kv_tokens
+        return dataclasses.replace(
+            rule, max_kv_tokens=None if most is None else traces.scaled(most, run.sim.length_scale)
+        )
+
+    return TenantRules(small(rules.default), {name: small(rule) for name, rule in rules.named.items()})
+
+
+def check_classes(run: Run, trace: Sequence[TraceRequest]) -> None:
+    """Raises ConfigError for a class of the trace that --priority-classes does not have; without it they only group."""
+    names = fairness(run.engine).classes.names
+    unknown = {r.priority_class for r in trace if r.priority_class is not None} - set(names)
+    if names and unknown:
+        there = ", ".join(sorted(map(str, unknown)))
+        raise ConfigError(f"--priority-classes {run.engine.priority_classes}: the trace has requests of class {there}")
 
 
 def parse(argv: Sequence[str]) -> Run:
@@ -302,6 +328,7 @@ def main(argv: Sequence[str]) -> int:
         if run.sim.replay is not None:
             return replay_main(run.sim)
         trace = traces.read(traces.locate(run.sim.trace), run.sim.limit)
+        check_classes(run, trace)
         what = setting(run, trace)
         offered = offered_seconds(run, trace)
         span = what.arrivals[-1]

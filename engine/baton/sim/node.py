@@ -12,19 +12,21 @@ from __future__ import annotations
 
 import hashlib
 import heapq
+import math
 from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from baton.errors import EngineError, QueueFull
+from baton.errors import EngineError, QueueFull, RateLimited
 from baton.request import FinishReason, Rendezvous, SamplingParams, Validated
 from baton.sched.events import Emitted, PrefillDone
 from baton.sched.limits import Limits
 from baton.sched.mix import uniform
 from baton.sched.plan import StepPlan, StepResult
 from baton.sched.scheduler import Scheduler
+from baton.sched.tenants import DEFAULT_TENANT, RateLimits, TenantRules
 from baton.sim.model import StepModel
 from baton.sim.trace import TraceRequest, answer_token, prompt_tokens, scaled
 
@@ -110,6 +112,7 @@ class SimNode:
         self.busy_seconds = 0.0
         self.done = 0
         self._prefill_role = limits.role == "prefill"
+        self._rates = RateLimits(limits.fairness.tenants or TenantRules(), limits.fairness.table_size)
         self._next = 0
         self._flight: deque[Flight] = deque()
         self._releases: list[tuple[float, int]] = []
@@ -144,20 +147,33 @@ class SimNode:
         while self._next < len(self.records) and self.setting.arrivals[self._next] <= self.now:
             handle, self._next = self._next, self._next + 1
             try:
-                self.sched.add(self._request(handle))
+                req = self._request(handle)
+                self._take_tokens(req)
+                self.sched.add(req)
             except EngineError:
                 self.records[handle].outcome = Outcome.REFUSED
                 self.done += 1
 
+    def _take_tokens(self, req: Validated) -> None:
+        """What the front does before a request reaches the scheduler."""
+        wait = self._rates.admit(req.tenant, self.records[req.handle].prompt_tokens, self.now)
+        if wait > 0:
+            raise RateLimited(f"tenant {req.tenant!r} has used up its minute", retry_after_secs=math.ceil(wait))
+
     def _request(self, handle: int) -> Validated:
         request, arrival = self.setting.trace[handle], self.setting.arrivals[handle]
         answer = scaled(request.output_length, self.setting.scale)
+        tenant = request.tenant or DEFAULT_TENANT
+        rules = self.sched.limits.fairness
+        priority, name = rules.place(tenant, request.priority_class, request.priority)
         return Validated(
             handle,
             str(handle),
             prompt_tokens(request, self.setting.scale),
             SamplingParams(max_new_tokens=answer, ignore_eos=True),
-            priority=request.priority,
+            priority=priority,
+            priority_class=name,
+            tenant=tenant,
             arrival=arrival,
             rendezvous=Rendezvous("", 0, handle) if self._prefill_role else None,
             deadline=arrival + self.setting.timeout_secs,
@@ -202,6 +218,8 @@ class SimNode:
             record.first_token = self.now
             record.cached_tokens = min(event.cached_tokens * self.setting.scale, record.prompt_tokens - 1)
         record.answer_tokens += len(event.tokens) * self.setting.scale
+        tenant = self.setting.trace[event.handle].tenant or DEFAULT_TENANT
+        self._rates.spend(tenant, len(event.tokens) * self.setting.scale, self.now)
         if event.finish is not None:
             record.finished = self.now
             record.outcome = _outcome(event)

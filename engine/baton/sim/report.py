@@ -33,6 +33,17 @@ class Stat:
 
 
 @dataclass(frozen=True, slots=True)
+class Group:
+    """The requests of one class or tenant of the trace."""
+
+    name: str
+    requests: int
+    completed: int
+    refused: int
+    ttft: Stat | None
+
+
+@dataclass(frozen=True, slots=True)
 class Summary:
     """One policy's outcome. Seconds on the virtual clock, but for `wall_seconds`; counts of requests and steps."""
 
@@ -60,6 +71,7 @@ class Summary:
     decisions: str
     """Digest of all plans: equal digests mean equal decisions."""
     wall_seconds: float
+    groups: tuple[Group, ...] = ()
     is_partial: bool = False
 
     @property
@@ -93,7 +105,26 @@ def summarise(
         simulated_seconds=span,
         decisions=node.decisions,
         wall_seconds=wall_seconds,
+        groups=_groups(node),
         is_partial=is_partial,
+    )
+
+
+def _groups(node: SimNode) -> tuple[Group, ...]:
+    found: dict[str, list[Record]] = {}
+    for record, request in zip(node.records, node.setting.trace, strict=True):
+        for kind, name in (("class", request.priority_class), ("tenant", request.tenant)):
+            if name is not None:
+                found.setdefault(f"{kind} {name}", []).append(record)
+    return tuple(
+        Group(
+            name,
+            len(records),
+            _count(records, Outcome.COMPLETED),
+            _count(records, Outcome.REFUSED),
+            Stat.of(ttfts(records)),
+        )
+        for name, records in sorted(found.items())
     )
 
 
@@ -125,7 +156,17 @@ def table(summaries: Sequence[Summary]) -> str:
         cells = [row[0].ljust(widths[0])] + [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
         lines.append("  ".join(cells).rstrip())
     lines += [_endings(s) for s in summaries if s.refused or s.timed_out or s.retractions or s.preemptions or s.starved]
+    lines += [_group_line(s, group) for s in summaries for group in s.groups]
     return "\n".join(lines)
+
+
+def _group_line(s: Summary, group: Group) -> str:
+    mean, p50, p95, p99 = _quantiles(group.ttft, 1.0)
+    longest = f"{group.ttft.max:.2f}" if group.ttft else "-"
+    counts = f"{group.completed} of {group.requests} completed" + (
+        f", {group.refused} refused" if group.refused else ""
+    )
+    return f"{s.policy}, {group.name}: {counts}; TTFT s {mean}, p50 {p50}, p95 {p95}, p99 {p99}, max {longest}"
 
 
 def _cells(s: Summary, first_mean: float) -> tuple[str, ...]:

@@ -1,7 +1,8 @@
 """Trace files → requests: arrival times, lengths, and prompts whose prefixes are equal exactly where the trace says so.
 
  1. `read` parses and checks JSON Lines (gzip'd or not): timestamp [ms], input_length, output_length [tokens], hash_ids
-    (one id per 512-token block of the prompt; optional), priority (optional). A bad line is an error with its number.
+    (one id per 512-token block of the prompt), and who asks: priority, priority_class, tenant (all four optional). A
+    bad line is an error with its number.
  2. `arrivals` turns time stamps into seconds: stamps of coarse clocks are spread evenly over the gap to the next one.
  3. `prompt_tokens` makes token ids when a request arrives: each token of a block is the block's number, so equal ids
     behind equal prefixes are equal tokens, different ids differ in every page, and a partial block is a prefix of the
@@ -25,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from baton.errors import ConfigError
+from baton.sched.tenants import NAME_RULE, TENANT_NAME
 
 BLOCK_TOKENS = 512
 """Prompt tokens per id in hash_ids."""
@@ -43,6 +45,8 @@ class TraceRequest:
     blocks: tuple[int, ...]
     """Numbers from 0 on, BLOCK_TOKENS tokens each: one per distinct hash id behind a distinct prefix."""
     priority: int | None = None
+    priority_class: str | None = None
+    tenant: str | None = None
 
 
 class _BadLine(ValueError):
@@ -98,7 +102,15 @@ def _parse(line: str, ids: dict[tuple[int, int], int], previous_ms: float) -> Tr
     priority = row.get("priority")
     if priority is not None and type(priority) is not int:
         raise _BadLine(f"priority is {priority!r}; give an integer or leave it out")
-    return TraceRequest(float(at), prompt, answer, _blocks(row.get("hash_ids"), prompt, ids), priority)
+    blocks = _blocks(row.get("hash_ids"), prompt, ids)
+    return TraceRequest(float(at), prompt, answer, blocks, priority, _name(row, "priority_class"), _name(row, "tenant"))
+
+
+def _name(row: dict[str, Any], field: str) -> str | None:
+    value = row.get(field)
+    if value is not None and not (isinstance(value, str) and TENANT_NAME.fullmatch(value)):
+        raise _BadLine(f"{field} is {value!r}; a name has {NAME_RULE}")
+    return value
 
 
 def _length(row: dict[str, Any], name: str) -> int:

@@ -1,0 +1,124 @@
+"""Classes and tenants through router, prefill and decode node, with real engines."""
+
+from __future__ import annotations
+
+import json
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.support.cluster import Cluster, eventually, metric
+
+pytestmark = pytest.mark.timeout(240)
+TENANTS = {
+    "tenants": {
+        "metered": {"tokens_per_minute": 30},
+        "closed": {"max_queued": 0},
+        "one": {"max_running": 1},
+    }
+}
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    file = tmp_path_factory.mktemp("tenants") / "tenants.json"
+    file.write_text(json.dumps(TENANTS))
+    flags = ("--priority-classes", "interactive:8,batch:1", "--tenant-config", str(file))
+    with Cluster.up(*flags, "--max-running-requests", "2", "--kv-lease-secs", "2") as cluster:
+        yield cluster
+
+
+def ask(cluster: Cluster, tenant: str, **body: Any) -> tuple[int, Any, dict[str, str]]:
+    """Status, JSON and headers of a completion; the tenant goes in the header."""
+    request = urllib.request.Request(
+        f"{cluster.url}/v1/completions",
+        json.dumps({"model": "demo", "prompt": "pages", "max_tokens": 4, "temperature": 0} | body).encode(),
+        {"content-type": "application/json", "x-tenant-id": tenant},
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=120) as response:
+            return response.status, json.loads(response.read()), dict(response.headers)
+    except urllib.error.HTTPError as err:
+        with err:
+            return err.code, json.loads(err.read()), dict(err.headers)
+
+
+def test_the_header_reaches_both_nodes_and_tokens_are_counted_there(cluster: Cluster) -> None:
+    status, answer, _ = ask(cluster, "acme", ignore_eos=True, max_tokens=6)
+    assert status == 200
+    usage = answer["usage"]
+    cluster.assert_nothing_is_held()
+
+    def tokens(role: str, kind: str) -> float:
+        return metric(cluster.node(role)["url"], "baton_tenant_tokens_total", tenant="acme", kind=kind)
+
+    eventually("both report", lambda: tokens("prefill", "prompt") > 0 and tokens("decode", "generated") > 0, 20)
+    computed = usage["prompt_tokens"] - usage.get("prompt_tokens_details", {}).get("cached_tokens", 0)
+    assert tokens("prefill", "prompt") == computed
+    assert tokens("prefill", "generated") == 1
+    assert tokens("decode", "generated") == 6
+
+
+def test_refusals_come_through_the_router_with_their_codes(cluster: Cluster) -> None:
+    status, answer, _ = ask(cluster, "acme", priority_class="gold")
+    assert (status, answer["error"]["code"], answer["error"]["param"]) == (400, "invalid_value", "priority_class")
+    status, answer, _ = ask(cluster, "closed")
+    assert (status, answer["error"]["code"]) == (503, "queue_full")
+    assert "tenant 'closed'" in answer["error"]["message"]
+    while (result := ask(cluster, "metered", max_tokens=20, ignore_eos=True))[0] == 200:
+        pass
+    status, answer, headers = result
+    assert (status, answer["error"]["code"]) == (429, "rate_limit_exceeded")
+    assert "tenant 'metered'" in answer["error"]["message"]
+    assert int({name.lower(): value for name, value in headers.items()}["retry-after"]) >= 1
+    assert ask(cluster, "acme")[0] == 200
+    cluster.assert_nothing_is_held()
+
+
+def test_a_request_of_the_better_class_does_not_wait_for_the_others_queue(cluster: Cluster) -> None:
+    ended: list[str] = []
+    statuses: list[int] = []
+
+    def run(name: str, tenant: str, **body: Any) -> threading.Thread:
+        def work() -> None:
+            statuses.append(ask(cluster, tenant, ignore_eos=True, **body)[0])
+            ended.append(name)
+
+        thread = threading.Thread(target=work)
+        thread.start()
+        return thread
+
+    decode = cluster.node("decode")["url"]
+    threads = [run("batch", "crowd", priority_class="batch", prompt=f"{i} of many", max_tokens=500) for i in range(12)]
+    eventually("they queue", lambda: metric(decode, "baton_class_waiting", **{"class": "batch"}) >= 6, 30)
+    threads.append(run("urgent", "other", service_tier="priority", prompt="at once", max_tokens=2))
+    for thread in threads:
+        thread.join()
+    assert statuses == [200] * 13
+    assert ended.index("urgent") <= 10, "it passed those that were queued before it"
+    cluster.assert_nothing_is_held()
+
+
+def test_a_tenant_at_its_limit_runs_one_by_one_beside_others(cluster: Cluster) -> None:
+    threads = [
+        threading.Thread(
+            target=ask, args=(cluster, "one"), kwargs={"prompt": f"turn {i}", "max_tokens": 300, "ignore_eos": True}
+        )
+        for i in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    assert ask(cluster, "free")[0] == 200
+    for thread in threads:
+        thread.join()
+    decode = cluster.node("decode")["url"]
+    cluster.assert_nothing_is_held()
+    reasons = [
+        metric(cluster.node(r)["url"], "baton_tenant_throttled_total", reason="running") for r in ("prefill", "decode")
+    ]
+    assert max(reasons) >= 1
+    assert metric(decode, "baton_requests", state="running") == 0
