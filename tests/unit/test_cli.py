@@ -132,6 +132,18 @@ def test_state_file_has_exactly_the_agreed_fields(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["state.json"]
 
 
+def test_a_wrong_router_flag_is_reported_before_any_node_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for flags, complaint in (
+        (["--policy", "nope"], "invalid value 'nope' for '--policy"),
+        (["--router-args=--no-such-flag"], "--no-such-flag"),
+    ):
+        assert up.main([*flags, "--log-dir", str(tmp_path / "logs")]) == 2
+        assert complaint in capsys.readouterr().err
+    assert not (tmp_path / "logs").exists()
+
+
 def test_failing_first_start_ends_up_with_the_end_of_the_log(tmp_path: Path) -> None:
     """A whole `baton up` whose nodes cannot start: exit code 1, the reason on stderr, no process left."""
     command = [sys.executable, "-m", "baton.cli", "up", "--port", "0", "--log-dir", str(tmp_path)]

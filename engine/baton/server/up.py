@@ -19,6 +19,7 @@ import os
 import shlex
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
 import time
@@ -266,10 +267,7 @@ class Cluster:
                 argv += ["--decode", node.url]
         if int(self.plan.engine.get("dp_size", 1)) > 1:
             argv += ["--dp-aware"]
-        for name in ("policy", "prefill_policy", "decode_policy"):
-            if value := getattr(up, name):
-                argv += [flag_name(name), value]
-        return argv + shlex.split(up.router_args)
+        return argv + _router_flags(up)
 
     async def _keep_alive(self, child: Child, start: Callable[[], Coroutine[Any, Any, None]]) -> None:
         backoff = Backoff()
@@ -440,8 +438,28 @@ async def _run(plan: Plan) -> int:
         say("stopped")
 
 
+def _router_flags(up: UpConfig) -> list[str]:
+    """What the user says about the router."""
+    flags: list[str] = []
+    for name in ("policy", "prefill_policy", "decode_policy"):
+        if value := getattr(up, name):
+            flags += [flag_name(name), value]
+    return flags + shlex.split(up.router_args)
+
+
+def check_router_flags(up: UpConfig) -> str | None:
+    """The router's complaint about its flags, which is better heard before a node has loaded a model."""
+    argv = [sys.executable, "-m", "baton.cli", "router", *_router_flags(up), "--print-flags"]
+    asked = subprocess.run(argv, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
+    return asked.stderr.strip() if asked.returncode == 2 else None
+
+
 def main(argv: Sequence[str]) -> int:
-    return asyncio.run(_run(parse(argv)))
+    plan = parse(argv)
+    if complaint := check_router_flags(plan.up):
+        print(complaint, file=sys.stderr)
+        return 2
+    return asyncio.run(_run(plan))
 
 
 if __name__ == "__main__":
