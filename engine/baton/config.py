@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from baton import kv_events
 from baton.errors import ConfigError
 from baton.sched.classes import parse_classes
 
@@ -173,6 +174,9 @@ class EngineConfig:
         "lru",
         "which cached prefix goes first when pages run out (docs/scheduling/cache.md)",
         choices=("lru", "lfu", "fifo", "mru", "filo", "priority"),
+    )
+    kv_events_config: str = opt(
+        "", "announce what is cached: JSON object with the keys of vLLM's option (docs/scheduling/cache.md)"
     )
     disable_overlap_schedule: bool = opt(False, "plan step n+1 only after step n has finished")
     prefill_first: bool = opt(
@@ -345,6 +349,12 @@ def _violations(c: EngineConfig) -> list[str]:
     rule(
         not (c.disable_radix_cache and c.radix_eviction_policy != "lru"),
         f"--radix-eviction-policy {c.radix_eviction_policy}: nothing is cached with --disable-radix-cache; "
+        "drop one of the two",
+    )
+    bad += kv_events.mistakes(c.kv_events_config, c.dp_size)
+    rule(
+        not (c.disable_radix_cache and c.kv_events_config),
+        f"--kv-events-config {c.kv_events_config[:100]}: nothing is cached with --disable-radix-cache; "
         "drop one of the two",
     )
     return bad

@@ -25,9 +25,11 @@ from __future__ import annotations
 
 import heapq
 from array import array
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from baton.cache.eviction import Key, eviction_policy
+from baton.cache.kv_events import Edge, KvEventLog
 from baton.cache.pages import PageAllocator
 
 TOKEN_BYTES = 4
@@ -116,7 +118,14 @@ class RadixCache:
         ValueError: page_size < 1, or no eviction policy of this name.
     """
 
-    def __init__(self, page_size: int, allocator: PageAllocator, enabled: bool = True, eviction: str = "lru") -> None:
+    def __init__(
+        self,
+        page_size: int,
+        allocator: PageAllocator,
+        enabled: bool = True,
+        eviction: str = "lru",
+        log: KvEventLog | None = None,
+    ) -> None:
         if page_size < 1:
             raise ValueError(f"page size {page_size}: a page holds at least one token")
         self.page_size = page_size
@@ -127,6 +136,7 @@ class RadixCache:
         """Grows whenever nodes come, go or are cut: while it is equal, `probe` and `path_of` answer the same."""
         self._page_bytes = page_size * TOKEN_BYTES
         self._allocator = allocator
+        self._log = log
         self._roots: dict[bytes, Node] = {}
         self._nowhere = Node(None, b"", array("i"), 0, 0)
         """Stands for "nothing matched": a root of no namespace, so that misses create no state."""
@@ -226,7 +236,10 @@ class RadixCache:
             if node is self._nowhere:
                 node = self._roots[namespace] = Node(None, namespace, array("i"), 0, 0)
             key = tokens[matched * self._page_bytes : total * self._page_bytes]
+            parent_page = node.pages[-1] if node.pages else -1
             node = self._attach(node, key, pages[matched - from_page :])
+            if self._log is not None:
+                self._log.stored(Edge(namespace, parent_page, node.pages, key), node.created)
         self._touch(node)
         self._raise_priority(node, priority)
         return Inserted(node, existing, not_taken)
@@ -252,6 +265,18 @@ class RadixCache:
     def settle(self, clock: int) -> None:
         """What was published up to this moment of `clock` has been computed now."""
         self.settled = max(self.settled, clock)
+        if self._log is not None:
+            self._log.settled(self.settled)
+
+    def edges(self) -> Iterator[Edge]:
+        """Every edge of the tree, parents before their children. O(pages); the tree must not change meanwhile."""
+        for namespace, root in self._roots.items():
+            stack = list(root.children.values())
+            while stack:
+                node = stack.pop()
+                assert node.parent is not None, "roots are not pushed"
+                yield Edge(namespace, node.parent.pages[-1] if node.parent.pages else -1, node.pages, node.key)
+                stack.extend(node.children.values())
 
     def lock(self, node: Node) -> None:
         """Keep `node` and its ancestors from eviction until as many `unlock`s. O(depth)."""
@@ -373,6 +398,8 @@ class RadixCache:
         self.version += 1
         self.evictable_pages -= len(leaf.pages)
         self._allocator.free(leaf.pages)
+        if self._log is not None:
+            self._log.removed(leaf.pages)
         if parent.parent is not None:
             self._offer(parent)
         elif not parent.children:

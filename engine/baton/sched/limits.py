@@ -24,6 +24,8 @@ class Limits:
     radix_cache: bool = True
     eviction: str = "lru"
     """Which cached pages go first (cache.eviction)."""
+    kv_event_batches: int = 0
+    """Batches of KV events kept for replay; 0: there are no events."""
     prefill_first: bool = False
     mixed_chunk: bool = False
     """Under prefill_first, too, decode rows join the steps that prefill."""

@@ -17,8 +17,9 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Sequence
 
+from baton.cache.kv_events import KvEventLog
 from baton.cache.pages import PageAllocator
-from baton.cache.radix import Match, RadixCache
+from baton.cache.radix import TOKEN_BYTES, Match, RadixCache
 from baton.sched.estimate import KnownAnswer, NewTokenRatio, peak_growth
 from baton.sched.limits import Limits
 from baton.sched.policy import cached_tokens
@@ -43,7 +44,11 @@ class Memory:
     def __init__(self, limits: Limits) -> None:
         self.page_size = limits.page_size
         self.allocator = PageAllocator(limits.num_pages)
-        self.cache = RadixCache(limits.page_size, self.allocator, enabled=limits.radix_cache, eviction=limits.eviction)
+        keep = limits.kv_event_batches
+        self.kv_events = KvEventLog(limits.page_size * TOKEN_BYTES, keep) if keep else None
+        self.cache = RadixCache(
+            limits.page_size, self.allocator, limits.radix_cache, eviction=limits.eviction, log=self.kv_events
+        )
         self._priority = limits.priority
         self.ratio = NewTokenRatio(limits.conservativeness, limits.clip_new_tokens)
         self.watermark = int(limits.watermark * limits.num_pages)

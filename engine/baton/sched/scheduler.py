@@ -14,6 +14,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 
+from baton.cache.kv_events import KvEventLog, Stored
 from baton.cache.ledger import PageLedger
 from baton.errors import (
     DuplicateRoom,
@@ -391,6 +392,16 @@ class Scheduler:
     def hit_tokens(self) -> dict[str, int]:
         """Tokens that sequences found in the cache, since the start, by source (sched.memory.HIT_SOURCES)."""
         return self._state.memory.hit_tokens
+
+    @property
+    def kv_events(self) -> KvEventLog | None:
+        """What the tree announces; None unless Limits.kv_event_batches."""
+        return self._state.memory.kv_events
+
+    def cached_blocks(self) -> list[Stored]:
+        """Everything announced and not removed since, parents first. O(pages)."""
+        memory = self._state.memory
+        return [] if memory.kv_events is None else memory.kv_events.snapshot(memory.cache.edges())
 
     @property
     def new_token_ratio(self) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from baton import tenant_file
+from baton import kv_events, tenant_file
 from baton.config import EngineConfig
 from baton.sched.classes import ClassRules, parse_classes
 from baton.sched.fairness import FairnessRules
@@ -22,6 +22,7 @@ def resolve_policy(config: EngineConfig) -> str:
 def limits(config: EngineConfig, num_pages: int) -> Limits:
     """The budgets of one rank whose KV pool has `num_pages`."""
     c = config
+    events = kv_events.read(c.kv_events_config)
     return Limits(
         num_pages=num_pages,
         page_size=c.page_size,
@@ -64,6 +65,7 @@ def limits(config: EngineConfig, num_pages: int) -> Limits:
         conservativeness=c.schedule_conservativeness,
         radix_cache=not c.disable_radix_cache,
         eviction=c.radix_eviction_policy,
+        kv_event_batches=events.buffer_steps if events.enable_kv_cache_events else 0,
         prefill_first=c.prefill_first,
         mixed_chunk=c.enable_mixed_chunk,
         max_decode_gap_secs=c.max_decode_gap_ms / 1000,

@@ -21,6 +21,7 @@ from typing import Any
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
+from baton import kv_events
 from baton.config import EngineConfig
 from baton.errors import (
     Aborted,
@@ -40,6 +41,7 @@ from baton.sched import decisions
 from baton.server.answering import Answering
 from baton.server.fields import Fields
 from baton.server.generation import Generation
+from baton.server.kv_stream import KvStreams
 from baton.server.metrics import Metrics
 from baton.server.model_dir import ModelFacts
 from baton.server.native import GenerateFormat
@@ -90,7 +92,13 @@ class Front:
             ranks, tokenizer, self.metrics, facts.name, config.request_timeout_secs, self._refuse_if_not_accepting,
             self.validator.tenancy,
         )  # fmt: skip
-        ranks.on_stats = lambda rank: self.metrics.report(rank.dp_rank, rank.gauges, rank.counters, rank.histograms)
+        self.kv_streams = KvStreams(ranks, kv_events.read(config.kv_events_config).enable_kv_cache_events)
+        ranks.on_stats = self._on_stats
+
+    def _on_stats(self, rank: Rank) -> None:
+        self.metrics.report(rank.dp_rank, rank.gauges, rank.counters, rank.histograms)
+        if rank.dead is not None:
+            self.kv_streams.on_death(rank.dp_rank)
 
     # ---- state -------------------------------------------------------------------------------------------------
 
@@ -350,6 +358,7 @@ class Front:
     def application(self) -> web.Application:
         app = web.Application(middlewares=[self._guard], client_max_size=MAX_BODY_BYTES)
         app.on_response_prepare.append(_common_headers)
+        app.on_shutdown.append(self.kv_streams.close)
         get, post = app.router.add_get, app.router.add_post
         post("/v1/chat/completions", self.chat)
         post("/v1/completions", self.completion)
@@ -376,6 +385,7 @@ class Front:
         post("/abort_request", self.abort_request)
         post("/v1/requests/{rid:.+}/suspend", self.suspend_request)
         post("/v1/requests/{rid:.+}/resume", self.resume_request)
+        get("/v1/kv_events", self.kv_streams.serve)
         get("/metrics", self.metrics_text)
         get("/debug/ledger", self.ledger)
         get("/debug/rooms", self.rooms)

@@ -40,7 +40,7 @@ class Abort(msgspec.Struct, tag="abort"):
 
 
 class Control(msgspec.Struct, tag="control"):
-    """`op`: flush_cache | info | ledger | steps | drain | suspend | resume (args: handles).
+    """`op`: flush_cache | info | ledger | steps | drain | suspend | resume (args: handles) | kv_snapshot.
 
     The rank answers with one Reply carrying the same `id`.
     """
@@ -122,7 +122,15 @@ class Fatal(msgspec.Struct, tag="fatal"):
     message: str
 
 
-ToFront = TokenBatch | Reply | Ready | Stats | Fatal
+class KvEvents(msgspec.Struct, tag="kv_events"):
+    """One batch of KV events, in order of `seq`; only with --kv-events-config. `payload`: kv_wire.EventBatch."""
+
+    dp_rank: int
+    seq: int
+    payload: bytes
+
+
+ToFront = TokenBatch | Reply | Ready | Stats | Fatal | KvEvents
 
 encoder = msgspec.msgpack.Encoder()
 to_rank_decoder: msgspec.msgpack.Decoder[ToRank] = msgspec.msgpack.Decoder(ToRank)

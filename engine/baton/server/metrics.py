@@ -94,6 +94,7 @@ RANK = (
         "tokens found in the cache: device, in_flight, decode_tree, rematch (docs/scheduling/cache.md)",
         ("source",),
     ),
+    Spec("kv_event_batches", "counter", "batches of KV events announced, with --kv-events-config"),
     Spec("generated_tokens", "counter", "tokens sampled"),
     Spec("retractions", "counter", "running requests sent back to the waiting queue for memory"),
     Spec(

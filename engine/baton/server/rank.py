@@ -25,6 +25,7 @@ from typing import Any
 
 import zmq
 
+from baton import kv_events
 from baton.config import EngineConfig, flag_name
 from baton.disagg.relay import DecodeRelay, PrefillRelay, Relay
 from baton.errors import ConfigError, EngineError, WrongState
@@ -32,6 +33,7 @@ from baton.request import FinishReason, Validated
 from baton.runtime import engine as runtime
 from baton.sched.events import Emitted
 from baton.server import model_dir
+from baton.server.kv_publish import KvPublisher
 from baton.server.log_file import LOG_BYTES, TRACE_BYTES, LogFile, path_of_rank
 from baton.server.messages import (
     Abort,
@@ -133,6 +135,7 @@ class RankProcess:
         self._poller.register(woken, zmq.POLLIN)
         if self._node is not None:
             self._poller.register(self._node.event_fd, zmq.POLLIN)
+        self._kv = self._announce_cache(pull.context)
         self._next_stats = 0.0
         self._stream = StreamBuffer(config.stream_interval)
 
@@ -144,6 +147,17 @@ class RankProcess:
             return None
         mine = path_of_rank(path, self.dp_rank, self.config.dp_size)
         return LogFile(flag_name(field), mine, render, limit, must_be_whole=must_be_whole)
+
+    def _announce_cache(self, context: zmq.Context[Any]) -> KvPublisher | None:
+        """--kv-events-config: the publisher, with its replay socket in the poller."""
+        config = kv_events.read(self.config.kv_events_config)
+        if not config.enable_kv_cache_events:
+            return None
+        kv = KvPublisher(config, self.engine.sched, self.dp_rank, context, self._send, time.time)
+        if kv.replay is not None:
+            self._poller.register(kv.replay, zmq.POLLIN)
+        self._info = {**self._info, "kv_events": kv.info()}
+        return kv
 
     def _on_sigterm(self, _signum: int, _frame: FrameType | None) -> None:
         self._stop = True
@@ -184,6 +198,8 @@ class RankProcess:
             outputs, busy = self.engine.advance(time.monotonic())
             if outputs := self._stream.take(outputs):
                 self._send(token_batch(outputs))
+            if self._kv is not None:
+                self._kv.publish()
             now = time.monotonic()
             if now >= self._next_stats or (not busy and self._next_stats > now - STATS_EVERY_SECS):
                 self._send_stats(now)
@@ -208,6 +224,8 @@ class RankProcess:
     def _ingest(self, *, wait: bool) -> None:
         if wait:
             self._poller.poll(self._wait_ms())
+        if self._kv is not None and self._kv.replay is not None:
+            self._kv.serve_replays()
         for _ in range(INGEST_BURST):
             try:
                 raw = self._pull.recv(zmq.DONTWAIT)
@@ -251,6 +269,8 @@ class RankProcess:
     def _control(self, message: Control) -> Reply:
         if message.op == "flush_cache":
             return Reply(message.id, True, {"pages": self.engine.sched.flush_cache()})
+        if message.op == "kv_snapshot" and self._kv is not None:
+            return Reply(message.id, True, self._kv.snapshot())
         if message.op == "info":
             return Reply(message.id, True, {**self._info, **self.engine.sched.counts()})
         if message.op == "ledger":
@@ -287,6 +307,8 @@ class RankProcess:
         counters = dict(self.engine.counters)
         counters["retractions_total"] = self.engine.sched.retractions
         counters["preemptions_total"] = self.engine.sched.preemptions
+        if self._kv is not None:
+            counters["kv_event_batches_total"] = self._kv.batches
         for source, tokens in self.engine.sched.hit_tokens.items():
             counters[f'cached_prompt_tokens_by_source_total{{source="{source}"}}'] = tokens
         counters["suspensions_total"] = self.engine.sched.suspensions

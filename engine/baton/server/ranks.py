@@ -26,13 +26,14 @@ from baton.request import FinishReason
 from baton.server.messages import (
     Abort,
     Control,
-    Fatal,
     HistogramColumns,
+    KvEvents,
     Logprobs,
     Ready,
     Reply,
     Stats,
     Submit,
+    ToFront,
     TokenBatch,
     encoder,
     to_front_decoder,
@@ -95,6 +96,7 @@ class Ranks:
         self._loop = asyncio.get_running_loop()
         self.on_stats: Callable[[Rank], None] = lambda rank: None
         """Called after a report, and with empty tables after a death."""
+        self.on_kv_events: Callable[[KvEvents], None] = lambda message: None
         self._loop.add_reader(self._pull.FD, self._readable)
         # ZMQ's descriptor is edge-triggered: look once for what came before the reader was there.
         self._loop.call_soon(self._readable)
@@ -202,7 +204,7 @@ class Ranks:
             self._dispatch(message)
         self._loop.call_soon(self._readable)
 
-    def _dispatch(self, message: TokenBatch | Reply | Ready | Stats | Fatal) -> None:
+    def _dispatch(self, message: ToFront) -> None:
         if isinstance(message, TokenBatch):
             self._tokens(message)
         elif isinstance(message, Stats):
@@ -217,6 +219,8 @@ class Ranks:
             rank = self.ranks[message.dp_rank]
             rank.ready, rank.info = True, message.info
             self.changed.set()
+        elif isinstance(message, KvEvents):
+            self.on_kv_events(message)
         else:
             self.died(message.dp_rank, message.message)
 

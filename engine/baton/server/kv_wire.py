@@ -1,0 +1,93 @@
+"""KV events on the wire: vLLM's msgpack arrays, and the same as JSON objects.
+
+The arrays are those of vLLM's KV event publisher (also SGLang's), which routers read. They are as long as the longest
+version of that format: readers of older, shorter ones ignore what follows their last field.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import msgspec
+
+from baton.cache.kv_events import Cleared, KvEvent, Removed, Stored
+
+
+class _Event(msgspec.Struct, array_like=True, gc=False, tag=True):
+    """Arrays that begin with the name of the class."""
+
+
+class BlockStored(_Event):
+    block_hashes: list[int]
+    parent_block_hash: int | None
+    token_ids: list[int]
+    block_size: int
+    lora_id: int | None
+    """Always None: this engine has no adapters."""
+    medium: str | None
+    lora_name: str | None = None
+    extra_keys: list[tuple[str, ...] | None] | None = None
+    """For a block that begins a sequence of a namespace: cache_salt and extra_key, as the request had them."""
+
+
+class BlockRemoved(_Event):
+    block_hashes: list[int]
+    medium: str | None
+
+
+class AllBlocksCleared(_Event):
+    pass
+
+
+WireEvent = BlockStored | BlockRemoved | AllBlocksCleared
+
+
+class EventBatch(msgspec.Struct, array_like=True, gc=False):
+    ts: float
+    events: list[WireEvent]
+    data_parallel_rank: int | None = None
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[EventBatch] = msgspec.msgpack.Decoder(EventBatch)
+
+
+def encode(events: Iterable[KvEvent], page_size: int, ts: float, dp_rank: int) -> bytes:
+    """One batch as a message's payload. `ts`: Unix time [s]."""
+    return _encoder.encode(EventBatch(ts, [_to_wire(event, page_size) for event in events], dp_rank))
+
+
+def _to_wire(event: KvEvent, page_size: int) -> WireEvent:
+    if isinstance(event, Stored):
+        tokens = array("i")
+        tokens.frombytes(event.tokens)
+        stored = BlockStored(list(event.hashes), event.parent, tokens.tolist(), page_size, None, event.medium)
+        if event.namespace:
+            stored.extra_keys = _extra_keys(event)
+        return stored
+    if isinstance(event, Removed):
+        return BlockRemoved(list(event.hashes), event.medium)
+    assert isinstance(event, Cleared), event
+    return AllBlocksCleared()
+
+
+def _extra_keys(event: Stored) -> list[tuple[str, ...] | None]:
+    first = tuple(part for part in event.namespace.decode().split("\0") if part) if event.parent is None else None
+    return [first, *[None] * (len(event.hashes) - 1)]
+
+
+def as_objects(payload: bytes) -> tuple[float, list[dict[str, Any]]]:
+    """A payload's time and its events as JSON objects with vLLM's field names; absent extras are left out."""
+    batch = _decoder.decode(payload)
+    return batch.ts, [_as_object(event) for event in batch.events]
+
+
+def _as_object(event: WireEvent) -> dict[str, Any]:
+    fields: Sequence[str] = type(event).__struct_fields__
+    found = {name: getattr(event, name) for name in fields}
+    for name in ("lora_name", "extra_keys"):
+        if found.get(name, ...) is None:
+            del found[name]
+    return {"type": type(event).__name__, **found}
