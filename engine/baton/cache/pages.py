@@ -38,20 +38,25 @@ class PageAllocator:
         taken = self._free[len(self._free) - n :]
         del self._free[len(self._free) - n :]
         taken.reverse()
+        owned = self._is_owned
         for page in taken:
-            self._is_owned[page] = 1
+            owned[page] = 1
         return taken
 
     def free(self, pages: Iterable[int]) -> None:
         """Give pages back. Raises PageError, freeing none, for a page that is foreign, free, or listed twice."""
-        returned = array("i")
-        for page in pages:
-            if not (0 <= page < self.num_pages and self._is_owned[page]):
-                for good in returned:
-                    self._is_owned[good] = 1
-                what = "is free already" if 0 <= page < self.num_pages else f"is not one of 0..{self.num_pages - 1}"
-                raise PageError(f"cannot free page {page}: it {what}")
-            self._is_owned[page] = 0
-            returned.append(page)
+        returned = array("i", pages)
+        owned = self._is_owned
+        if returned and not (min(returned) >= 0 and max(returned) < self.num_pages):
+            foreign = next(page for page in returned if not 0 <= page < self.num_pages)
+            raise PageError(f"cannot free page {foreign}: it is not one of 0..{self.num_pages - 1}")
+        rest = iter(returned)
+        for page in rest:
+            if not owned[page]:
+                done = len(returned) - len(list(rest)) - 1
+                for good in returned[:done]:
+                    owned[good] = 1
+                raise PageError(f"cannot free page {page}: it is free already")
+            owned[page] = 0
         returned.reverse()
         self._free.extend(returned)
