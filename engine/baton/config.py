@@ -75,6 +75,7 @@ class EngineConfig:
     page_size: int = opt(16, "tokens per KV page; equal on all nodes of a cluster [tokens]")
     max_total_tokens: int = opt(0, "KV pool size per DP rank; 0: sized from kv-pool-mib [tokens]")
     kv_pool_mib: int = opt(128, "memory of the KV pool per DP rank when max-total-tokens is 0 [MiB]")
+    host_kv_gib: float = opt(0.0, "host memory per DP rank for KV evicted from the pool; 0: none [GiB]")
     max_running_requests: int = opt(64, "most requests decoding at once per DP rank")
     max_queued_requests: int = opt(4096, "most requests waiting per DP rank; more are answered 503 with Retry-After")
     max_queued_tokens: int | None = opt(None, "most prompt tokens waiting per DP rank; more are answered 503 [tokens]")
@@ -160,8 +161,9 @@ class EngineConfig:
     priority_aging_max: float | None = opt(None, "most priority that waiting can gain (default: no limit)")
     preemption_mode: str = opt(
         "cache",
-        "a preempted request's KV: cache keeps it evictable, recompute drops it",
-        choices=("cache", "recompute"),
+        "a preempted request's KV: recompute drops it, cache keeps it evictable, offload moves it to the host pool, "
+        "auto offloads where copying is faster than computing",
+        choices=("recompute", "cache", "offload", "auto"),
     )
     max_preemptions_per_request: int = opt(8, "after this many preemptions a request is immune")
     preemption_min_remaining_tokens: int = opt(8, "a request with fewer tokens to go is not preempted [tokens]")
@@ -356,6 +358,18 @@ def _violations(c: EngineConfig) -> list[str]:
         not (c.disable_radix_cache and c.kv_events_config),
         f"--kv-events-config {c.kv_events_config[:100]}: nothing is cached with --disable-radix-cache; "
         "drop one of the two",
+    )
+    rule(
+        0 <= c.host_kv_gib < 2**20,
+        f"--host-kv-gib {c.host_kv_gib}: give 0 (none) or a size in GiB below 1048576",
+    )
+    rule(
+        not (c.disable_radix_cache and c.host_kv_gib),
+        f"--host-kv-gib {c.host_kv_gib:g}: nothing is cached with --disable-radix-cache; drop one of the two",
+    )
+    rule(
+        not (c.preemption_mode == "offload" and not c.host_kv_gib),
+        "--preemption-mode offload: there is no host pool to offload to; set --host-kv-gib, or use auto or cache",
     )
     return bad
 

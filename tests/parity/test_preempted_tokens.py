@@ -55,9 +55,38 @@ def test_suspended_at_random_steps_the_tokens_are_transformers(
     engine.close()
 
 
+@pytest.mark.parametrize("page_size", [1, 16, 64])
+@pytest.mark.parametrize("mode", ["offload", "auto", "cache", "recompute"])
+def test_through_the_host_pool_and_back_the_tokens_are_transformers(
+    reference: Callable[[str], Reference], page_size: int, mode: str
+) -> None:
+    """A device pool too small for all: pages are evicted to the host, sequences retracted, and suspended on top."""
+    ref = reference("llama")
+    prompts = prompts_of(random.Random(3), LENGTHS)
+    want = [reference_greedy(ref.model, p, STEPS) for p in prompts]
+    engine = make_engine(
+        ref.path, page_size=page_size, chunked_prefill_size=64, max_total_tokens=192, host_kv_gib=0.002,
+        preemption_mode=mode, schedule_conservativeness=0.05,
+    )  # fmt: skip
+    for repeat in range(2):
+        disturb = storm(engine, random.Random(repeat))
+        assert answer(engine, prompts, greedy(STEPS), disturb=disturb) == want, f"round {repeat}"
+    plain = answer(engine, prompts, SEEDED)
+    assert answer(engine, prompts, SEEDED, disturb=storm(engine, random.Random(5))) == plain
+    assert engine.counters['kv_host_copies_total{direction="out"}'] > 0
+    assert engine.counters['kv_host_copies_total{direction="in"}'] > 0
+    engine.gauges()
+    engine.sched.flush_cache()
+    host = engine.sched.host_ledger()
+    assert host is not None
+    assert host.free == engine.sched.limits.host_pages
+    engine.close()
+
+
 @pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("flags", [{}, {"host_kv_gib": 0.002, "preemption_mode": "offload", "max_total_tokens": 256}])
 def test_suspended_on_either_node_of_a_pair_the_tokens_are_transformers(
-    reference: Callable[[str], Reference], page_size: int
+    reference: Callable[[str], Reference], page_size: int, flags: dict[str, object]
 ) -> None:
     pair_module = pytest.importorskip(
         "tests.support.pair", reason="needs the native module: make setup", exc_type=ImportError
@@ -65,14 +94,18 @@ def test_suspended_on_either_node_of_a_pair_the_tokens_are_transformers(
     ref = reference("llama")
     prompts = prompts_of(random.Random(4), LENGTHS)
     rng = random.Random(page_size)
-    pair = pair_module.Pair(ref.path, "shm", page_size=page_size, chunked_prefill_size=16)
+    pair = pair_module.Pair(ref.path, "shm", page_size=page_size, chunked_prefill_size=16, **flags)
 
     def disturb(half: object, handles: list[int]) -> None:
         storm(half.engine, rng)(handles)  # type: ignore[attr-defined]
 
     try:
-        assert pair.answer(prompts, greedy(STEPS), disturb) == [reference_greedy(ref.model, p, STEPS) for p in prompts]
+        for _ in range(2):
+            want = [reference_greedy(ref.model, p, STEPS) for p in prompts]
+            assert pair.answer(prompts, greedy(STEPS), disturb) == want
         assert pair.p.engine.sched.suspensions > 0
         assert pair.d.engine.sched.suspensions > 0
+        if flags:
+            assert pair.d.engine.counters['kv_host_copies_total{direction="in"}'] > 0
     finally:
         pair.close()

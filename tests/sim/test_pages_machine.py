@@ -30,12 +30,13 @@ class PagesMachine(RuleBasedStateMachine):
         depth=st.sampled_from([1, 2]),
         slots=st.integers(1, 3),
         chunk=st.integers(1, 4),
-        publishes=st.booleans(),
+        mode=st.sampled_from(["recompute", "cache", "offload", "auto"]),
+        host=st.sampled_from([0, 3, 20]),
         estimate=st.sampled_from([0.05, 1.0]),
     )
-    def start(self, page: int, depth: int, slots: int, chunk: int, publishes: bool, estimate: float) -> None:
+    def start(self, page: int, depth: int, slots: int, chunk: int, mode: str, host: int, estimate: float) -> None:
         limits = Limits(
-            PAGES, page, slots, 100, page * chunk, conservativeness=estimate, preemption_publishes=publishes,
+            PAGES, page, slots, 100, page * chunk, conservativeness=estimate, preemption_mode=mode, host_pages=host,
             priority=PriorityRule(enabled=True, preemption_threshold=0), preemption_min_remaining_tokens=0,
         )  # fmt: skip
         self.node = Node(limits, depth)
@@ -92,6 +93,8 @@ class PagesMachine(RuleBasedStateMachine):
         if not hasattr(self, "sched"):
             return
         unwritten = {page for plan in self.node.flight for row in plan.rows for page in self._written(row)}
+        copied = (run for plan in self.node.flight for run in plan.copies if not run.to_host)
+        unwritten.update(page for run in copied for page in run.pages)
         cache = self.sched._state.memory.cache
         stack: list[tuple[TreeNode, int]] = [(root, 1) for root in cache._roots.values()]
         while stack:

@@ -237,9 +237,9 @@ def ranked(handle: int, priority: int, prompt: list[int] | None = None, max_new:
     return dataclasses.replace(req, priority=priority)
 
 
-@pytest.mark.parametrize("publishes", [True, False])
-def test_a_more_important_request_takes_a_slot_and_the_victim_resumes_exactly(publishes: bool) -> None:
-    node = preempting(preemption_publishes=publishes)
+@pytest.mark.parametrize("mode", ["cache", "recompute", "offload", "auto"])
+def test_a_more_important_request_takes_a_slot_and_the_victim_resumes_exactly(mode: str) -> None:
+    node = preempting(preemption_mode=mode, host_pages=50)
     for handle in (0, 1):
         node.sched.add(ranked(handle, 0))  # type: ignore[arg-type]
     for _ in range(6):
@@ -308,7 +308,8 @@ def test_random_load_under_every_policy_and_priority_gives_reference_tokens(seed
             rng.randint(12, 60) * (4 // page), page, rng.choice([1, 2, 4]), 1000, page * rng.randint(1, 6),
             policy=rng.choice(sorted(POLICIES)),
             priority=PriorityRule(enabled=rng.random() < 0.7, preemption_threshold=rng.choice([0, 3]), aging_rate=0.01),
-            preemption_publishes=rng.random() < 0.5,
+            preemption_mode=rng.choice(["recompute", "cache", "offload", "auto"]),
+            host_pages=rng.choice([0, 5, 40]),
             max_partial_prefills=rng.choice([1, 4]),
             conservativeness=rng.choice([0.1, 1.0]),
         ),

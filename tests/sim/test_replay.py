@@ -21,7 +21,7 @@ from baton.sched.replay import RecordingScheduler, from_plain, plan_bytes, to_pl
 from baton.sched.scheduler import Scheduler
 from baton.sim import main as sim
 
-LOOKS = {"next_deadline", "drain_events", "counts", "ledger", "turned_away", "cached_blocks"}
+LOOKS = {"next_deadline", "drain_events", "counts", "ledger", "host_ledger", "turned_away", "cached_blocks"}
 """Public methods of Scheduler that decide nothing. A new method belongs here or into replay.INPUTS."""
 
 
@@ -48,6 +48,8 @@ def config(rng: random.Random, role: str) -> EngineConfig:
         prefill_first=rng.random() < 0.3,
         priority_classes=rng.choice((None, "a:3,b:1")),
         tenant_config=rng.choice((None, '{"tenants": {"x": {"max_running": 1}}}')),
+        preemption_mode=rng.choice(("recompute", "cache", "offload", "auto")),
+        host_kv_gib=1.0,
     )
 
 
@@ -59,8 +61,9 @@ class Storm:
         self.config = config(self.rng, role)
         self.lines: list[str] = []
         self.plans: list[bytes] = []
-        self.lines.append(replay.header(self.config, 40))
-        self.sched = RecordingScheduler(setup.limits(self.config, 40), self.lines.append)
+        self.sizes = (40, self.rng.choice((0, 7, 60)), 1000)
+        self.lines.append(replay.header(self.config, *self.sizes))
+        self.sched = RecordingScheduler(setup.limits(self.config, *self.sizes), self.lines.append)
         self.role = role
         self.now = 0.0
         self.flight: list[StepPlan] = []
@@ -150,7 +153,7 @@ class Storm:
         while self.flight and (plan is None or len(self.flight) > 1 or rng.random() < 0.5):
             oldest = self.flight.pop(0)
             sched.commit(oldest, StepResult([rng.randrange(3) for row in oldest.rows if row.sample]), self.now)
-            sched.observe(oldest, rng.random())
+            sched.observe(oldest, rng.random(), rng.random() / 2)
         self.absorb()
 
     def run(self) -> None:
@@ -189,8 +192,8 @@ def test_bad_files_are_named_with_their_line() -> None:
     for lines, text in (
         (["{}"], "line 1: not the header"),
         ([], "line 1: not the header"),
-        ([json.dumps({"version": 9, "flags": {}, "num_pages": 1})], "line 1: version 9"),
-        ([json.dumps({"version": 1, "flags": {"novel": 1}, "num_pages": 1})], "novel"),
+        ([json.dumps({"version": 9, "flags": {}, "sizes": {}})], "line 1: version 9"),
+        ([json.dumps({"version": 1, "flags": {"novel": 1}, "sizes": {"num_pages": 1}})], "novel"),
         ([head, "x"], "line 2: not a line"),
         ([head, '["ledger"]'], "line 2: 'ledger' is no input"),
     ):
@@ -232,7 +235,7 @@ def test_the_command_says_whether_the_plans_are_equal(tmp_path: Path, capsys: py
 
 def test_recording_changes_no_decision() -> None:
     storm, plain = Storm(5, "null"), Storm(5, "null")
-    plain.sched = Scheduler(setup.limits(plain.config, 40))  # type: ignore[assignment]
+    plain.sched = Scheduler(setup.limits(plain.config, *plain.sizes))  # type: ignore[assignment]
     storm.run()
     plain.run()
     assert storm.plans == plain.plans

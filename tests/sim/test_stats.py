@@ -108,7 +108,7 @@ def test_aborted_requests_leave_nothing_behind() -> None:
 
 def test_preemption_is_counted_by_both_classes_and_reason_with_its_recompute_tax() -> None:
     rule = PriorityRule(enabled=True, preemption_threshold=1)
-    node = Clocked(dataclasses.replace(LIMITS, max_running_requests=1, priority=rule, preemption_publishes=False))
+    node = Clocked(dataclasses.replace(LIMITS, max_running_requests=1, priority=rule, preemption_mode="recompute"))
     node.add(0, 0.0, 16, max_new=20, priority=0)
     for now in (0.0, 1.0, 2.0):
         node.step(now)

@@ -11,6 +11,7 @@ import random
 from array import array
 from dataclasses import dataclass, field
 
+from baton.cache.host import CopyRun
 from baton.request import FinishReason, Rendezvous, SamplingParams, Validated
 from baton.sched.events import AbortTransfer, Emitted, GrantPages, OpenTransfer, PagesFinal, PrefillDone
 from baton.sched.limits import Limits
@@ -65,14 +66,18 @@ class Slot:
 
 
 class Device:
-    """Runs plans in order; `memory[page][offset]` is the KV state last written there."""
+    """Runs plans in order; `memory[page][offset]` is the KV state last written there, `host[slot]` a page's copy."""
 
     def __init__(self, limits: Limits) -> None:
         self.page_size = limits.page_size
         self.memory = [[0] * limits.page_size for _ in range(limits.num_pages)]
+        self.host = [[-1] * limits.page_size for _ in range(limits.host_pages)]
+        self.copied = 0
         self.slots = [Slot() for _ in range(limits.max_running_requests)]
 
     def execute(self, plan: StepPlan) -> StepResult:
+        for run in plan.copies:
+            self._copy(run)
         for adm in plan.admitted:
             self.slots[adm.slot] = Slot()
         states: list[int] = []
@@ -95,6 +100,19 @@ class Device:
                 slot.last = tokens[-1]
         self._check(plan, states)
         return StepResult(tokens)
+
+    def _copy(self, run: CopyRun) -> None:
+        """All at once, as a device may: no copy of a run may need another one's outcome."""
+        assert len(run.pages) == len(run.slots) > 0
+        targets = run.slots if run.to_host else run.pages
+        assert len(set(targets)) == len(targets), "two copies of one run go to the same place"
+        for page, slot in zip(run.pages, run.slots, strict=True):
+            if run.to_host:
+                self.host[slot] = list(self.memory[page])
+            else:
+                assert -1 not in self.host[slot], "a slot was read before anything was copied to it"
+                self.memory[page] = list(self.host[slot])
+        self.copied += len(run.pages)
 
     def _read(self, slot: Slot, position: int) -> int:
         page, off = divmod(position, self.page_size)
@@ -163,6 +181,7 @@ class Node:
             budget = max(self.limits.step_tokens, plan.num_decode + self.limits.page_size)
             assert plan.num_tokens <= budget
             assert len({row.handle for row in plan.rows}) == len(plan.rows)
+            assert plan.rows or plan.copies, "a plan without rows is made for its copies only"
             self.steps += 1
             self.flight.append(plan)
         committed = False

@@ -69,7 +69,8 @@ class Weather:
                 preemption_threshold=rng.choice([0, 3]),
             ),
             max_partial_prefills=rng.choice([1, 4]),
-            preemption_publishes=rng.random() < 0.5,
+            preemption_mode=rng.choice(["recompute", "cache", "offload", "auto"]),
+            host_pages=rng.choice([0, 0, 4, 60]),
             max_preemptions_per_request=rng.choice([1, 8]),
             preemption_min_remaining_tokens=rng.choice([0, 8]),
         )

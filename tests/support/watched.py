@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import pytest
 
+from baton.cache.radix import Node
 from baton.sched.limits import Limits
 from baton.sched.mix import uniform
 from baton.sched.plan import StepPlan, StepResult
@@ -64,11 +65,18 @@ class WatchedScheduler(Scheduler):
         cache = self._state.memory.cache
         evict = cache.evict
 
-        def counting(pages: int) -> int:
+        evict_branch = cache.evict_branch
+
+        def counting(pages: int, for_good: bool = False) -> int:
             self._evictions += 1
-            return evict(pages)
+            return evict(pages, for_good)
+
+        def counting_branch(node: Node) -> int:
+            self._evictions += 1
+            return evict_branch(node)
 
         cache.evict = counting  # type: ignore[method-assign]
+        cache.evict_branch = counting_branch  # type: ignore[method-assign]
 
     @property
     def digest(self) -> str:

@@ -50,3 +50,28 @@ class PageLedger:
         """For messages.Stats: one gauge per state."""
         states = ("free", "cached", "held", "in_transfer")
         return {f'kv_pages{{state="{state}"}}': float(getattr(self, state)) for state in states}
+
+
+@dataclass(frozen=True, slots=True)
+class HostLedger:
+    """Slots of the host tier by state at one moment: each is free, cached, or pinned for a preempted request."""
+
+    free: int
+    cached: int
+    pinned: int
+
+    def check(self, total: int) -> None:
+        """Raises LedgerError unless every count is non-negative and they add up to `total`."""
+        parts = (self.free, self.cached, self.pinned)
+        if min(parts) < 0 or sum(parts) != total:
+            raise LedgerError(f"host pages do not add up: {self} sums to {sum(parts)} of {total}")
+
+    def check_idle(self, total: int) -> None:
+        """`check`, and nothing is pinned: what must be true when no request is alive."""
+        self.check(total)
+        if self.pinned:
+            raise LedgerError(f"no request is alive, yet host pages are pinned: {self}")
+
+    def gauges(self) -> dict[str, float]:
+        """For messages.Stats: one gauge per state."""
+        return {f'kv_host_pages{{state="{s}"}}': float(getattr(self, s)) for s in ("free", "cached", "pinned")}

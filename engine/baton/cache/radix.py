@@ -25,10 +25,10 @@ from __future__ import annotations
 
 import heapq
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from baton.cache.eviction import Key, eviction_policy
+from baton.cache.eviction import Key, Memory, eviction_policy
 from baton.cache.kv_events import Edge, KvEventLog
 from baton.cache.pages import PageAllocator
 
@@ -134,6 +134,9 @@ class RadixCache:
         self.locked_pages = 0
         self.version = 0
         """Grows whenever nodes come, go or are cut: while it is equal, `probe` and `path_of` answer the same."""
+        self.on_remove: Callable[[Node, bool], None] | None = None
+        """Called with a leaf whose pages are about to be freed, still in its place in the tree; True: by `flush`, for
+        good. The pages' content is intact until somebody else has written to them."""
         self._page_bytes = page_size * TOKEN_BYTES
         self._allocator = allocator
         self._log = log
@@ -210,12 +213,14 @@ class RadixCache:
         namespace: bytes,
         from_page: int = 0,
         priority: int = LOWEST_PRIORITY,
+        like: Memory | None = None,
     ) -> Inserted:
         """Publish `pages` as the KV of `tokens` from page index `from_page` on; the tree takes those it lacks.
 
         Args:
             tokens: ids from the start of the sequence, enough to fill all these pages; more is ignored.
             priority: of the request that computed them, larger is more important; the whole path gets at least it.
+            like: what pages that had left the tree and come back now are remembered by; only its age and reuses count.
         Raises:
             ValueError: tokens are too few, or the tree no longer holds the pages before `from_page` (the caller must
                 have that prefix locked). Nothing has changed then.
@@ -237,9 +242,9 @@ class RadixCache:
                 node = self._roots[namespace] = Node(None, namespace, array("i"), 0, 0)
             key = tokens[matched * self._page_bytes : total * self._page_bytes]
             parent_page = node.pages[-1] if node.pages else -1
-            node = self._attach(node, key, pages[matched - from_page :])
+            node = self._attach(node, key, pages[matched - from_page :], like)
             if self._log is not None:
-                self._log.stored(Edge(namespace, parent_page, node.pages, key), node.created)
+                self._log.stored(Edge(namespace, parent_page, node.pages, key), self.clock + 1)
         self._touch(node)
         self._raise_priority(node, priority)
         return Inserted(node, existing, not_taken)
@@ -311,7 +316,28 @@ class RadixCache:
             node = node.parent
         return count
 
-    def evict(self, n_pages: int) -> int:
+    def branch_pages(self, node: Node) -> int:
+        """Pages that `evict_branch` would free."""
+        pages = 0
+        below = 0
+        while node.parent is not None and not node.locks and len(node.children) == below:
+            pages += len(node.pages)
+            node, below = node.parent, 1
+        return pages
+
+    def evict_branch(self, node: Node) -> int:
+        """Free `node` and what of its ancestors it alone needed: unlocked and without other children. Returns pages."""
+        freed = 0
+        while node.parent is not None and not (node.locks or node.children):
+            parent = node.parent
+            if node.queued is not None:
+                node.queued = None
+                self._queued -= 1
+            freed += self._remove_leaf(node)
+            node = parent
+        return freed
+
+    def evict(self, n_pages: int, for_good: bool = False) -> int:
         """Free up to `n_pages` unlocked pages from the tails of leaves, in the policy's order. O(log nodes) per leaf.
 
         Returns:
@@ -332,12 +358,12 @@ class RadixCache:
             wanted = n_pages - freed
             if len(node.pages) > wanted:
                 self._split(node, len(node.pages) - wanted)
-            freed += self._remove_leaf(node)
+            freed += self._remove_leaf(node, for_good)
         return freed
 
     def flush(self) -> int:
         """Free every unlocked page; locked paths stay. Returns how many were freed."""
-        freed = self.evict(self.evictable_pages)
+        freed = self.evict(self.evictable_pages, for_good=True)
         self._drop_dead_entries()
         return freed
 
@@ -381,18 +407,22 @@ class RadixCache:
         upper.children[node.key[: self._page_bytes]] = node
         return upper
 
-    def _attach(self, parent: Node, key: bytes, pages: array[int]) -> Node:
+    def _attach(self, parent: Node, key: bytes, pages: array[int], like: Memory | None) -> Node:
         self._serial += 1
         self.version += 1
         leaf = Node(parent, key, pages, self.clock + 1, self._serial)
+        if like is not None:
+            leaf.created, leaf.reuses = like.created, like.reuses
         parent.children[key[: self._page_bytes]] = leaf
         self.evictable_pages += len(pages)
         self._offer(leaf)
         return leaf
 
-    def _remove_leaf(self, leaf: Node) -> int:
+    def _remove_leaf(self, leaf: Node, for_good: bool = False) -> int:
         parent = leaf.parent
         assert parent is not None, "a root is not a leaf"
+        if self.on_remove is not None:
+            self.on_remove(leaf, for_good)
         del parent.children[leaf.key[: self._page_bytes]]
         leaf.is_evicted = True
         self.version += 1

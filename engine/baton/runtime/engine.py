@@ -30,7 +30,7 @@ from baton.models.load import load_model
 from baton.request import Validated
 from baton.runtime import ops
 from baton.runtime.attention import make_backend
-from baton.runtime.kv_pool import KvTensors, make_pool, pool_pages
+from baton.runtime.kv_pool import KvTensors, host_pool_pages, make_host_pool, make_pool, pool_pages
 from baton.runtime.runner import Runner
 from baton.sched import replay, setup
 from baton.sched.events import Emitted
@@ -98,6 +98,11 @@ class Engine:
             "engine_step_seconds_total": 0,
             "prompt_tokens_computed_total": 0,
             "generated_tokens_total": 0,
+            'kv_host_copies_total{direction="out"}': 0,
+            'kv_host_copies_total{direction="in"}': 0,
+            'kv_host_copy_bytes_total{direction="out"}': 0,
+            'kv_host_copy_bytes_total{direction="in"}': 0,
+            "kv_host_copy_seconds_total": 0,
         }
 
     # ------------------------------------------------------------------ requests
@@ -149,7 +154,12 @@ class Engine:
             raise RuntimeError(f"step {flight.plan.step} failed on the device") from done
         result, seconds = done
         self.sched.commit(flight.plan, result, time.monotonic())
-        self.sched.observe(flight.plan, seconds)
+        self.sched.observe(flight.plan, seconds, result.copy_seconds)
+        for run in flight.plan.copies:
+            label = f'{{direction="{"out" if run.to_host else "in"}"}}'
+            self.counters["kv_host_copies_total" + label] += len(run.pages)
+            self.counters["kv_host_copy_bytes_total" + label] += len(run.pages) * self._runner.page_bytes
+        self.counters["kv_host_copy_seconds_total"] += result.copy_seconds
         self.counters["engine_steps_total"] += 1
         self.counters["engine_step_seconds_total"] += seconds
         self.counters["prompt_tokens_computed_total"] += flight.plan.num_tokens - flight.plan.num_decode
@@ -176,6 +186,11 @@ class Engine:
         total = self.sched.limits.num_pages
         values = ledger.gauges()
         values.update({f'requests{{state="{state}"}}': float(count) for state, count in counts.items()})
+        host = self.sched.host_ledger()
+        if host is not None:
+            if self.sched.is_idle:
+                host.check_idle(self.sched.limits.host_pages)
+            values.update(host.gauges())
         values["kv_usage_ratio"] = (total - ledger.free - ledger.cached) / total
         values["new_token_ratio"] = self.sched.new_token_ratio
         return values
@@ -190,16 +205,17 @@ class Loaded:
     kv: KvTensors
     layout: dict[str, object]
     info: dict[str, object]
+    host_pages: int = 0
 
     def limits(self) -> Limits:
-        return setup.limits(self.config, self.kv.num_pages)
+        return setup.limits(self.config, self.kv.num_pages, self.host_pages, self.kv.page_bytes)
 
     def engine(self, relay: Relay | None = None, trace: Callable[[str], None] | None = None) -> Engine:
         """`trace` gets every input of the scheduler as a line (sched.replay)."""
         if trace is None:
             scheduler = Scheduler(self.limits())
         else:
-            trace(replay.header(self.config, self.kv.num_pages))
+            trace(replay.header(self.config, self.kv.num_pages, self.host_pages, self.kv.page_bytes))
             scheduler = replay.RecordingScheduler(self.limits(), trace)
         return Engine(scheduler, self.runner, relay, overlap=not self.config.disable_overlap_schedule)
 
@@ -224,8 +240,14 @@ def load(config: EngineConfig, model_dir: str) -> Loaded:
     disaggregated = config.disaggregation_mode != "null"
     kv = make_pool(spec.kv, config.page_size, pages, native=True if disaggregated else None)
     attn = make_backend(config.attention_backend, spec, kv)
+    host_pages = host_pool_pages(spec.kv, config.page_size, config.host_kv_gib, config.dp_size)
     runner = Runner(
-        model, kv, attn, config.max_running_requests, announces_writes=config.disaggregation_mode == "prefill"
+        model,
+        kv,
+        attn,
+        config.max_running_requests,
+        announces_writes=config.disaggregation_mode == "prefill",
+        host=make_host_pool(kv, host_pages) if host_pages else None,
     )
     layout = kv.layout(spec.model_hash)
     info: dict[str, object] = {
@@ -233,6 +255,7 @@ def load(config: EngineConfig, model_dir: str) -> Loaded:
         "context_length": context,
         "kv_pool_bytes": kv.num_pages * kv.page_bytes,
         "num_pages": kv.num_pages,
+        "host_pages": host_pages,
         "dtype": spec.kv.dtype,
         "num_parameters": spec.num_parameters,
         "cpu_threads": threads,
@@ -243,4 +266,4 @@ def load(config: EngineConfig, model_dir: str) -> Loaded:
         model_dir, spec.num_parameters / 1e6, spec.kv.dtype, kv.num_pages, config.page_size,
         kv.num_pages * kv.page_bytes / 2**20, threads, time.monotonic() - started,
     )  # fmt: skip
-    return Loaded(config, runner, kv, layout, info)
+    return Loaded(config, runner, kv, layout, info, host_pages)

@@ -6,18 +6,23 @@ A page is one span of bytes, which is what travels between P and D. The memory b
 memfd other processes may map read-only) and the tensor is a view of it; without the native module it is ordinary torch
 memory, which serves a single process but cannot be transferred.
 
+Behind it there may be a host pool of the same page shape (`--host-kv-gib`); whole pages are copied between the two.
+
 Which page belongs to whom is the cache's business (`baton.cache`), not this module's.
 """
 
 from __future__ import annotations
 
 import logging
+import os
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from baton.cache.host import CopyRun
 from baton.errors import ConfigError
 from baton.models.spec import KVSpec
 from baton.runtime.ops import TORCH_DTYPES
@@ -26,6 +31,7 @@ log = logging.getLogger("baton.kv_pool")
 
 LAYOUT_ORDER = "page,layer,kv,slot,head,dim"
 MIB = 1 << 20
+GIB = 1 << 30
 
 
 @dataclass(slots=True)
@@ -94,6 +100,53 @@ def make_pool(spec: KVSpec, page_size: int, num_pages: int, *, native: bool | No
     pool = pool_class(num_pages, spec.page_bytes(page_size))
     data = torch.frombuffer(pool.buffer(), dtype=torch.uint8).view(dtype).view(shape)
     return KvTensors(spec, page_size, data, pool)
+
+
+def host_pool_pages(spec: KVSpec, page_size: int, host_kv_gib: float, ranks: int) -> int:
+    """How many pages --host-kv-gib holds. Raises ConfigError when that is none, or more than this machine has."""
+    page_bytes = spec.page_bytes(page_size)
+    pages = int(host_kv_gib * GIB) // page_bytes
+    if host_kv_gib and not pages:
+        raise ConfigError(
+            f"--host-kv-gib {host_kv_gib:g} holds no page of {page_bytes} bytes; raise it to {page_bytes / GIB:.6f}"
+        )
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if pages * page_bytes * ranks > memory:
+        raise ConfigError(
+            f"--host-kv-gib {host_kv_gib:g}: {ranks} rank(s) would take {host_kv_gib * ranks:g} GiB of the "
+            f"{memory / GIB:.1f} GiB of this machine; lower it"
+        )
+    return pages
+
+
+def make_host_pool(kv: KvTensors, num_pages: int) -> Tensor:
+    """Host memory for `num_pages` pages of kv's shape: pinned for a CUDA device; it is taken as it is first written."""
+    pinned = kv.data.device.type == "cuda"
+    return torch.empty((num_pages, *kv.data.shape[1:]), dtype=kv.data.dtype, pin_memory=pinned)
+
+
+def copy_pages(device: Tensor, host: Tensor, run: CopyRun) -> None:
+    """Copy whole pages in one direction, neighbours in one go.
+
+    Args:
+        device: the pool's data. host: from `make_host_pool`.
+    Cost: reads and writes each page once; on CUDA it is queued on the current stream and the host does not wait.
+    """
+    for page, slot, count in _spans(run.pages, run.slots):
+        here, there = device[page : page + count], host[slot : slot + count]
+        if run.to_host:
+            there.copy_(here, non_blocking=True)
+        else:
+            here.copy_(there, non_blocking=True)
+
+
+def _spans(pages: Sequence[int], slots: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    """(first page, first slot, count) of stretches in which both ascend by one."""
+    start = 0
+    for at in range(1, len(pages) + 1):
+        if at == len(pages) or pages[at] - pages[at - 1] != 1 or slots[at] - slots[at - 1] != 1:
+            yield pages[start], slots[start], at - start
+            start = at
 
 
 def _native_pool_class(*, required: bool) -> Any:

@@ -1,5 +1,7 @@
 """Carries a StepPlan out on the device: plan → index tensors → forward → one token per sampling row.
 
+Pages that the plan moves between device and host are copied before its rows run, in the plan's order.
+
 Per slot it keeps what plans leave out: the page table (plans carry only its growth), the last sampled token (the token
 table that lets step n+1 be planned before step n's tokens are known) and the sampler's view of the sequence.
 
@@ -8,25 +10,40 @@ Not thread-safe: one thread calls `execute`, in plan order.
 
 from __future__ import annotations
 
+import time
+from dataclasses import replace
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from baton.models.decoder import Decoder
 from baton.runtime.attention.base import AttentionBackend, ForwardBatch
-from baton.runtime.kv_pool import KvTensors
+from baton.runtime.kv_pool import KvTensors, copy_pages
 from baton.runtime.sampler import SampleRow, sample
 from baton.sched.plan import UNKNOWN_TOKEN, Row, StepPlan, StepResult
 
 
 class Runner:
-    """Args: `announces_writes`: tell the native pool which pages get new content, because peers may be reading it."""
+    """Args: `announces_writes`: tell the native pool which pages get new content, because peers may be reading it.
+
+    `host`: the pool that plans copy to and from (kv_pool.make_host_pool).
+    """
 
     def __init__(
-        self, model: Decoder, kv: KvTensors, attn: AttentionBackend, max_slots: int, *, announces_writes: bool = False
+        self,
+        model: Decoder,
+        kv: KvTensors,
+        attn: AttentionBackend,
+        max_slots: int,
+        *,
+        announces_writes: bool = False,
+        host: Tensor | None = None,
     ) -> None:
         self._model = model
         self._kv = kv
+        self._host = host
         self._attn = attn
         self._page_size = kv.page_size
         longest = -(-model.spec.max_context // kv.page_size) + 1
@@ -35,22 +52,39 @@ class Runner:
         self._sample_rows: list[SampleRow | None] = [None] * max_slots
         self._native_pool = kv.native if announces_writes else None
 
+    @property
+    def page_bytes(self) -> int:
+        return self._kv.page_bytes
+
     def execute(self, plan: StepPlan) -> StepResult:
         """Run one step to its end. Raises what torch raises; the runner is then unusable."""
         for adm in plan.admitted:
             self._sample_rows[adm.slot] = SampleRow(adm.params, adm.prompt_tokens, adm.history)
         if self._native_pool is not None and plan.new_pages:
             self._native_pool.begin_write(plan.new_pages.tobytes())
+        copy_seconds = self._copy(plan)
+        if not plan.rows:
+            return StepResult((), copy_seconds=copy_seconds)
         sampling = [row for row in plan.rows if row.sample]
         logits = self._model.forward(self._batch(plan), self._attn)
         if not sampling:
-            return StepResult(())
+            return StepResult((), copy_seconds=copy_seconds)
         sample_rows = [self._sample_row(row) for row in sampling]
         result = sample(logits, sample_rows)
         for row, sample_row, token in zip(sampling, sample_rows, result.tokens, strict=True):
             sample_row.append(token)
             self._last_token[row.slot] = token
-        return result
+        return replace(result, copy_seconds=copy_seconds)
+
+    def _copy(self, plan: StepPlan) -> float:
+        """Returns the seconds it took; 0 on a device that copies while the host goes on, which cannot tell."""
+        if not plan.copies:
+            return 0.0
+        assert self._host is not None, "the plan moves pages to a host pool that is not there"
+        started = time.monotonic()
+        for run in plan.copies:
+            copy_pages(self._kv.data, self._host, run)
+        return time.monotonic() - started if self._kv.data.device.type == "cpu" else 0.0
 
     def _sample_row(self, row: Row) -> SampleRow:
         sample_row = self._sample_rows[row.slot]

@@ -47,8 +47,12 @@ class Limits:
     priority: PriorityRule = field(default_factory=PriorityRule)
     max_partial_prefills: int = 4
     """Prompts that may be under way at once when the policy re-decides per chunk: they hold pages while suspended."""
-    preemption_publishes: bool = True
-    """A preempted request leaves its KV in the cache (mode `cache`) instead of dropping it (mode `recompute`)."""
+    preemption_mode: str = "cache"
+    """What becomes of a preempted request's KV: recompute, cache, offload, auto (docs/scheduling/preemption.md)."""
+    host_pages: int = 0
+    """Size of the host tier; 0: none."""
+    host_pages_per_s: float = 10_000.0
+    """Pages copied between device and host per second, until it has been measured."""
     max_preemptions_per_request: int = 8
     preemption_min_remaining_tokens: int = 8
     """A request this close to its end is not preempted."""

@@ -7,9 +7,12 @@ A sequence's pages, in the order of its tokens:
 
 (private pages below `published` exist too: where the tree already had the same tokens, both copies live on.)
 
-Prompt tokens that need no computing are counted where a sequence gets them (`share`), by source.
+Behind the device's pages stands the host tier, if there is one: what the tree evicts goes there (`vacate` with mode
+offload: at once), and a sequence that is admitted gets its continuation from there (`restore`).
 
-Invariants: free + cached + locked + private = capacity; `new_pages` lists what got a new owner since `start_plan`.
+Prompt tokens that need no computing are counted where a sequence gets them (`share`, `restore`), by source.
+
+Invariants: free + cached + locked + private = capacity; new pages and copies are handed to exactly one plan, the next.
 """
 
 from __future__ import annotations
@@ -17,23 +20,27 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Sequence
 
+from baton.cache.host import CopyRun, HostPage, HostTier
 from baton.cache.kv_events import KvEventLog
 from baton.cache.pages import PageAllocator
-from baton.cache.radix import TOKEN_BYTES, Match, RadixCache
+from baton.cache.radix import TOKEN_BYTES, Match, Node, RadixCache
 from baton.sched.estimate import KnownAnswer, NewTokenRatio, peak_growth
 from baton.sched.limits import Limits
 from baton.sched.policy import cached_tokens
 from baton.sched.seq import Seq, SeqState
 
-HIT_SOURCES = ("device", "in_flight", "decode_tree", "rematch")
+HIT_SOURCES = ("device", "in_flight", "host", "decode_tree", "rematch")
 """Where the pages came from that a sequence did not compute:
 
 device       this node's tree, computed earlier (admission, or between two chunks of a prompt)
 in_flight    this node's tree, scheduled by a step that had not committed yet: prompts that arrive together
+host         the host tier: evicted from this node's tree, and copied back
 decode_tree  D: its own tree, so that P does not send them
 rematch      found again by a request that had let go of its pages (retraction, preemption, suspension): no saving over
              a run without them, and counted in no request's cached_tokens
 """
+
+COPY_RATE_SMOOTHING = 0.1
 
 
 def ceil_div(a: int, b: int) -> int:
@@ -53,11 +60,33 @@ class Memory:
         self.ratio = NewTokenRatio(limits.conservativeness, limits.clip_new_tokens)
         self.watermark = int(limits.watermark * limits.num_pages)
         """Pages that stay available when a request is admitted beside others."""
-        self.new_pages: array[int] = array("i")
         self.hit_tokens = dict.fromkeys(HIT_SOURCES, 0)
+        self.host: HostTier | None = None
+        if limits.host_pages and limits.radix_cache:
+            self.host = HostTier(limits.host_pages, limits.page_size, limits.eviction)
+            self.cache.on_remove = self.host.on_remove
+        self.host_pages_per_s = limits.host_pages_per_s
+        self._new_pages: array[int] = array("i")
 
-    def start_plan(self) -> None:
-        self.new_pages = array("i")
+    # ------------------------------------------------------------------ what the next plan takes along
+
+    @property
+    def has_copies(self) -> bool:
+        """Must a plan be made even if it has no rows?"""
+        return self.host is not None and self.host.has_copies
+
+    def take_new_pages(self) -> array[int]:
+        """Pages that got a new owner since the last call, each once."""
+        taken, self._new_pages = self._new_pages, array("i")
+        return array("i", dict.fromkeys(taken))
+
+    def take_copies(self) -> tuple[CopyRun, ...]:
+        return () if self.host is None else self.host.take_copies()
+
+    def observe_copies(self, copies: Iterable[CopyRun], seconds: float) -> None:
+        pages = sum(len(run.pages) for run in copies)
+        if pages and seconds > 0:
+            self.host_pages_per_s += COPY_RATE_SMOOTHING * (pages / seconds - self.host_pages_per_s)
 
     # ------------------------------------------------------------------ how much there is, and will be needed
 
@@ -140,7 +169,7 @@ class Memory:
             self.cache.evict(short)
         pages = self.allocator.alloc(n)
         if pages is not None:
-            self.new_pages.extend(pages)
+            self._new_pages.extend(pages)
         return pages
 
     def match(self, seq: Seq, max_tokens: int) -> Match:
@@ -169,6 +198,44 @@ class Memory:
         self.hit_tokens["in_flight"] += fresh
         self.hit_tokens["device"] += tokens - fresh
         seq.cached_tokens = max(seq.cached_tokens, 0) + tokens
+
+    def restore(self, seq: Seq, max_tokens: int) -> None:
+        """Bring back from the host what follows the sequence's shared prefix: copied before the next step's rows."""
+        if self.host is None:
+            return
+        first = len(seq.pages)
+        assert seq.node is not None, "share comes first"
+        found = self.host.find(seq.node, seq.key, seq.req.namespace, first, max_tokens // self.page_size)
+        if found:
+            self.host.pin(found)  # the allocation below may evict, and evicting makes room on the host
+            pages = self.allocate(len(found))
+            if pages is not None:
+                self.host.copy_in(found, pages)
+                self._share_restored(seq, pages, found[0])
+            self.host.unpin(found)
+        self._unpin(seq)
+
+    def _share_restored(self, seq: Seq, pages: array[int], like: HostPage) -> None:
+        first = len(seq.pages)
+        priority = max(self._priority.base(seq), like.priority)
+        done = self.cache.insert(seq.key, pages, seq.req.namespace, first, priority, like)
+        self.cache.lock(done.node)
+        assert seq.node is not None, "share comes first"
+        tokens = len(pages) * self.page_size
+        self.hit_tokens["rematch" if seq.has_let_go else "host"] += tokens
+        if not seq.has_let_go:
+            self.cache.reuse(done.node, priority, beyond=seq.node)
+            if seq.state is not SeqState.TRANSFER:
+                seq.cached_tokens = max(seq.cached_tokens, 0) + tokens
+        self.cache.unlock(seq.node)
+        seq.node, seq.published = done.node, first + len(pages)
+        seq.pages.extend(pages)
+
+    def _unpin(self, seq: Seq) -> None:
+        if seq.pinned:
+            assert self.host is not None, "nothing is pinned without a host tier"
+            self.host.unpin(seq.pinned)
+            seq.pinned = []
 
     def extend(self, seq: Seq, tokens: int) -> bool:
         """Make room for the sequence's first `tokens` tokens. False: there is none, nothing changed."""
@@ -214,9 +281,40 @@ class Memory:
         # Where the tree had the same tokens already, its pages stay and ours remain private.
         seq.private.difference_update(seq.pages[first + len(done.existing_pages) : last])
 
+    def vacate(self, seq: Seq, mode: str, prefill_rate: float) -> None:
+        """Let go of everything a sequence holds that is going to come back.
+
+        Args:
+            mode: recompute: the KV is lost, but for what was published. cache: it stays in the tree, evictable.
+                offload: what no other sequence uses goes to the host now, so that its pages are free, and stays there
+                until the sequence is back; without room there, as cache. auto: offload if copying the pages takes less
+                time than computing them at `prefill_rate` [tokens/s], else cache.
+
+        The last page, if it is not full, is always computed again: it goes into the same forward pass as the token that
+        has to be computed anyway, and a page that is not full has no place in the tree.
+        """
+        if mode != "recompute":
+            self.publish(seq)
+        node = seq.node
+        self.let_go(seq)
+        pays = mode == "offload" or (mode == "auto" and prefill_rate < self.host_pages_per_s * self.page_size)
+        if self.host is not None and node is not None and pays:
+            self._offload(seq, node, self.host)
+
+    def _offload(self, seq: Seq, node: Node, host: HostTier) -> None:
+        """Send the end of a branch that nobody uses to the host, and keep it there for this sequence."""
+        count = self.cache.branch_pages(node)
+        if not count or not host.reserve(count):
+            return
+        keys = host.path_keys(node)[-count:]
+        self.cache.evict_branch(node)
+        seq.pinned = host.only_here(keys)
+        host.pin(seq.pinned)
+
     def let_go(self, seq: Seq) -> None:
         """Free what a sequence holds; what it published stays cached."""
         seq.has_let_go = True
+        self._unpin(seq)
         if seq.private:
             self.allocator.free(array("i", sorted(seq.private)))
             seq.private.clear()
@@ -225,3 +323,9 @@ class Memory:
             seq.node = None
             seq.published = 0
         seq.pages = array("i")
+
+    def flush(self) -> int:
+        """Drop every cached page that nobody uses, on the host too; returns how many of the device."""
+        if self.host is not None:
+            self.host.clear()
+        return self.cache.flush()

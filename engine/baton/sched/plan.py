@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from baton.cache.host import CopyRun
 from baton.request import SamplingParams
 
 UNKNOWN_TOKEN = -1
@@ -15,7 +16,7 @@ UNKNOWN_TOKEN = -1
 
 
 class ForwardMode(enum.Enum):
-    """Which phases a step holds; IDLE steps are not executed."""
+    """Which phases a step holds; an IDLE step has no rows and is executed for its copies."""
 
     IDLE = "idle"
     EXTEND = "extend"
@@ -75,6 +76,8 @@ class StepPlan:
     """Pages that got a new owner in this plan: their old content is void from now on."""
     stopped_by: Stop
     retracted: int = 0
+    copies: tuple[CopyRun, ...] = ()
+    """Pages to move between device and host before the rows run, in this order."""
 
     @property
     def mode(self) -> ForwardMode:
@@ -104,3 +107,5 @@ class StepResult:
 
     tokens: Sequence[int]
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
+    copy_seconds: float = 0.0
+    """How long the plan's copies took; 0 when it is not known."""

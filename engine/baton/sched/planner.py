@@ -56,7 +56,6 @@ class Planner:
         state.settle()
         self._admit_transfers()
         state.release_grants()
-        self._memory.start_plan()
         self._reserved = None
         if self._limits.priority.enabled:
             self._preempt_for_priority()
@@ -82,20 +81,22 @@ class Planner:
                 return self.plan(now)  # the pages just freed may let another sequence run; each round frees one's
             if not state.running:
                 self._memory.ratio.on_idle()
-            return None
+            if not self._memory.has_copies:
+                return None
         if num_decode:
             self._memory.ratio.on_decode_step()
             self._prefill_run_secs = 0.0
-        else:
+        else:  # a step for copies alone adds nothing
             self._prefill_run_secs += sum(self.times.chunk_seconds(row.start, row.n) for row in rows)
         return StepPlan(
             state.step_planned(),
             tuple(rows),
             num_decode,
             tuple(admitted),
-            self._memory.new_pages,
+            self._memory.take_new_pages(),
             stopped_by,
             state.retractions - retractions,
+            self._memory.take_copies(),
         )
 
     @property
@@ -143,8 +144,7 @@ class Planner:
             growth = min(limits.reserved_decode_tokens, memory.answer_tokens(seq))
             busy = state.running or state.transfer or state.waiting
             margin = memory.pages(growth) + self._reserved_growth() + memory.watermark if busy else 0
-            pages = memory.allocate(need) if need + margin <= memory.available else None
-            if pages is None:
+            if need + margin > memory.available:
                 memory.cache.unlock(match.node)
                 return
             state.dequeue(seq)
@@ -153,11 +153,15 @@ class Planner:
             state.transfer[seq.handle] = seq
             seq.slot = state.slots.pop()
             memory.share(seq, match)
-            memory.own(seq, pages)
+            memory.restore(seq, seq.prompt_len)
+            start = len(seq.pages)
+            fits = memory.extend(seq, seq.prompt_len)
+            assert fits, "so many pages were available"
             self._reserved = None
-            state.grant(seq, len(match.pages), pages)
+            state.grant(seq, start, seq.pages[start:])
             if state.fair is not None:
-                state.fair.charge_prompt(seq, seq.prompt_len - match.num_tokens, match.num_tokens)
+                cached = start * memory.page_size
+                state.fair.charge_prompt(seq, seq.prompt_len - cached, cached)
 
     def _openings(self) -> Iterable[Seq]:
         """Prompts on their way, in the order in which they get pages."""
@@ -414,7 +418,8 @@ class Planner:
             memory.cache.unlock(match.node)
             return None
         memory.share(seq, match)
-        seq.computed = match.num_tokens
+        memory.restore(seq, len(seq.tokens) - 1)
+        seq.computed = seq.published * memory.page_size
         if self._reserved is not None:
             self._reserved += memory.growth(seq)
         return None

@@ -96,12 +96,15 @@ def digest(plan: StepPlan) -> str:
     return hashlib.sha256(plan_bytes(plan)).hexdigest()[:16]
 
 
-def header(config: EngineConfig, num_pages: int) -> str:
+def header(
+    config: EngineConfig, num_pages: int, host_pages: int = 0, page_bytes: int = setup.ASSUMED_PAGE_BYTES
+) -> str:
     """The first line: all that the limits are made from, without secrets."""
     flags = {k: v for k, v in dataclasses.asdict(config).items() if k not in SECRETS}
     if config.tenant_config is not None:
         flags["tenant_config"] = tenant_file.text_of(config.tenant_config)  # the file may be another one by then
-    return json.dumps({"version": VERSION, "num_pages": num_pages, "flags": flags})
+    sizes = {"num_pages": num_pages, "host_pages": host_pages, "page_bytes": page_bytes}
+    return json.dumps({"version": VERSION, "sizes": sizes, "flags": flags})
 
 
 # ---------------------------------------------------------------------- recording
@@ -217,14 +220,14 @@ def replay(lines: Iterable[str], on_plan: Callable[[Scheduler, StepPlan], None] 
 def _scheduler(line: str) -> Scheduler:
     try:
         first = json.loads(line)
-        version, flags, num_pages = first["version"], first["flags"], first["num_pages"]
+        version, flags, sizes = first["version"], first["flags"], first["sizes"]
     except (ValueError, TypeError, KeyError) as err:
         raise ReplayError("line 1: not the header of a scheduler trace") from err
     if version != VERSION:
         raise ReplayError(f"line 1: version {version}, this program reads {VERSION}")
     if unknown := sorted(set(flags) - set(EngineConfig.__dataclass_fields__)):
         raise ReplayError(f"line 1: flags {unknown} are unknown here; use the version that recorded this file")
-    return Scheduler(setup.limits(EngineConfig(**flags), num_pages))
+    return Scheduler(setup.limits(EngineConfig(**flags), **sizes))
 
 
 def _call(sched: Scheduler, name: str, args: list[Any], flight: dict[int, StepPlan]) -> Any:
@@ -232,8 +235,8 @@ def _call(sched: Scheduler, name: str, args: list[Any], flight: dict[int, StepPl
         step, tokens, now = args
         return sched.commit(flight[step], StepResult(tokens), now)
     if name == "observe":
-        step, seconds = args
-        return sched.observe(flight.pop(step), seconds)
+        step, seconds, copy_seconds = args
+        return sched.observe(flight.pop(step), seconds, copy_seconds)
     try:
         return getattr(sched, name)(*map(from_plain, args))
     except EngineError:

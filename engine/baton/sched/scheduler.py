@@ -15,7 +15,7 @@ from array import array
 from collections.abc import Sequence
 
 from baton.cache.kv_events import KvEventLog, Stored
-from baton.cache.ledger import PageLedger
+from baton.cache.ledger import HostLedger, PageLedger
 from baton.errors import (
     DuplicateRoom,
     EngineError,
@@ -271,12 +271,17 @@ class Scheduler:
 
     # ------------------------------------------------------------------ results
 
-    def observe(self, plan: StepPlan, seconds: float) -> None:
-        """How long a step took on the device: what ageing and deadlines are measured with."""
+    def observe(self, plan: StepPlan, seconds: float, copy_seconds: float = 0.0) -> None:
+        """How long a step took on the device, and how much of it the copies to and from the host.
+
+        Ageing, deadlines and the choice between copying and computing a preempted request's KV are measured with it.
+        """
+        seconds -= copy_seconds
         self._planner.times.observe(plan, seconds)
         tokens = plan.num_tokens - plan.num_decode
         if tokens and seconds > 0 and not plan.num_decode:
             self._state.prefill_rate += RATE_SMOOTHING * (tokens / seconds - self._state.prefill_rate)
+        self._state.memory.observe_copies(plan.copies, copy_seconds)
 
     def commit(self, plan: StepPlan, result: StepResult, now: float = 0.0) -> None:
         """Apply the outcome of a step, at `now` (as in `plan`). Steps are committed in the order of planning."""
@@ -351,8 +356,8 @@ class Scheduler:
         return events
 
     def flush_cache(self) -> int:
-        """Drop every cached page that nobody uses; returns how many."""
-        return self._state.memory.cache.flush()
+        """Drop every cached page that nobody uses, on the host too; returns how many of the device."""
+        return self._state.memory.flush()
 
     @property
     def stats(self) -> SchedStats:
@@ -415,6 +420,11 @@ class Scheduler:
     def counts(self) -> dict[str, int]:
         """Requests by state."""
         return self._state.counts()
+
+    def host_ledger(self) -> HostLedger | None:
+        """Where every page of the host tier is; None without one. Raises if the books do not balance."""
+        host = self._state.memory.host
+        return None if host is None else host.ledger()
 
     def ledger(self) -> PageLedger:
         """Where every page is. Raises if the books do not balance."""

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 from baton.request import FinishReason, Validated
 
 if TYPE_CHECKING:
+    from baton.cache.host import HostPage
     from baton.cache.radix import Node, Probe
 
 
@@ -91,6 +92,8 @@ class Seq:
     """Prompt tokens the engine had computed when this request arrived."""
     has_started: bool = False
     """A step has computed some of it, its KV has arrived, or an operator suspended it: it is never turned away."""
+    pinned: list[HostPage] = field(default_factory=list)
+    """While preempted: pages of it that the host tier must not drop."""
     retractions: int = 0
     preemptions: int = 0
     finish: FinishReason | None = None

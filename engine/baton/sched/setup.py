@@ -19,8 +19,16 @@ def resolve_policy(config: EngineConfig) -> str:
     return "srpt-aging" if config.disaggregation_mode == "prefill" else "fcfs"
 
 
-def limits(config: EngineConfig, num_pages: int) -> Limits:
-    """The budgets of one rank whose KV pool has `num_pages`."""
+HOST_LINK_BYTES_PER_S = 10e9
+"""Between device and host, until it has been measured: half of PCIe 4.0 x16, or one core's memcpy."""
+
+
+ASSUMED_PAGE_BYTES = 2_000_000
+"""16 tokens of an 8 B model with grouped queries; where pages have no size in bytes (tests, simulation)."""
+
+
+def limits(config: EngineConfig, num_pages: int, host_pages: int = 0, page_bytes: int = ASSUMED_PAGE_BYTES) -> Limits:
+    """The budgets of one rank whose KV pool has `num_pages` on the device and `host_pages` behind them."""
     c = config
     events = kv_events.read(c.kv_events_config)
     return Limits(
@@ -55,7 +63,9 @@ def limits(config: EngineConfig, num_pages: int) -> Limits:
             preemption_threshold=c.priority_scheduling_preemption_threshold,
         ),
         max_partial_prefills=c.max_partial_prefills,
-        preemption_publishes=c.preemption_mode == "cache",
+        preemption_mode=c.preemption_mode,
+        host_pages=host_pages,
+        host_pages_per_s=HOST_LINK_BYTES_PER_S / page_bytes,
         max_preemptions_per_request=c.max_preemptions_per_request,
         preemption_min_remaining_tokens=c.preemption_min_remaining_tokens,
         max_queued_tokens=c.max_queued_tokens,

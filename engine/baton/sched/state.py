@@ -133,17 +133,16 @@ class State:
         self.parked.pop(seq.handle, None)
         self.running[seq.handle] = seq
 
-    def send_back(self, seq: Seq, *, publish: bool) -> None:
+    def send_back(self, seq: Seq, mode: str) -> None:
         """Send a running sequence back to the queue: it keeps its tokens and its arrival, and holds nothing."""
-        self._vacate(seq, publish=publish)
+        self._vacate(seq, mode)
         seq.to(SeqState.WAITING)
         self.enqueue(seq)
 
-    def _vacate(self, seq: Seq, *, publish: bool) -> None:
-        """Take a sequence off the device: its slot and its pages are free for others."""
-        if publish:
-            self.memory.publish(seq)
-        self._let_go(seq)
+    def _vacate(self, seq: Seq, mode: str) -> None:
+        """Take a sequence off the device: its slot and its pages are free for others (Memory.vacate for `mode`)."""
+        self.memory.vacate(seq, mode, self.prefill_rate)
+        self._free_slot(seq)
         self.running.pop(seq.handle, None)
         seq.computed = seq.committed = seq.sent_pages = 0
 
@@ -161,7 +160,7 @@ class State:
             seq.to(SeqState.WAITING)
             self.enqueue(seq)
         else:
-            self.send_back(seq, publish=False)
+            self.send_back(seq, "recompute")
 
     def unpark(self) -> bool:
         """P: let go of one parked sequence's pages, the newest's. D has read most of them long ago; should it come for
@@ -170,7 +169,7 @@ class State:
         if not self.parked:
             return False
         _, seq = self.parked.popitem()
-        self._vacate(seq, publish=True)
+        self._vacate(seq, "cache")
         return True
 
     def retract(self, seq: Seq, by: Seq) -> None:
@@ -178,7 +177,8 @@ class State:
         self.stats.on_suspended(seq, "memory", by)
         self.retractions += 1
         seq.retractions += 1
-        self.send_back(seq, publish=True)
+        mode = self.limits.preemption_mode
+        self.send_back(seq, "cache" if mode == "recompute" else mode)
         self.memory.ratio.on_retraction((s.generated, s.max_new_tokens) for s in self.running.values())
 
     def preempt(self, seq: Seq, by: Seq | None = None) -> None:
@@ -186,7 +186,7 @@ class State:
         self.stats.on_suspended(seq, "priority" if self.slots else "slots", by)
         self.preemptions += 1
         seq.preemptions += 1
-        self.send_back(seq, publish=self.limits.preemption_publishes)
+        self.send_back(seq, self.limits.preemption_mode)
 
     # ------------------------------------------------------------------ suspended by an operator
 
@@ -200,7 +200,7 @@ class State:
         elif seq.is_lease and seq.pages:
             self._park(seq)
         else:
-            self._vacate(seq, publish=self.limits.preemption_publishes)
+            self._vacate(seq, self.limits.preemption_mode)
         seq.to(SeqState.SUSPENDED)
         self.suspended[seq.handle] = seq
 
@@ -228,8 +228,12 @@ class State:
     # ------------------------------------------------------------------ transfer
 
     def grant(self, seq: Seq, start_page: int, pages: array[int]) -> None:
-        """D: hand pages to the transfer runtime once the steps planned so far have committed."""
-        self._grants.append((self.planned_step, seq, GrantPages(seq.req, start_page, pages)))
+        """D: hand pages to the transfer runtime once the steps planned so far have committed.
+
+        If pages are waiting to be copied, these may be among them: then the next step, too, has to commit.
+        """
+        after = self.planned_step + self.memory.has_copies
+        self._grants.append((after, seq, GrantPages(seq.req, start_page, pages)))
 
     def sent_back(self) -> list[Seq]:
         """Waiting sequences that have generated already: retracted or preempted ones."""
@@ -341,4 +345,6 @@ class State:
             in_transfer=moving,
         )
         ledger.check(self.limits.num_pages)
+        if self.memory.host is not None:
+            self.memory.host.ledger()
         return ledger

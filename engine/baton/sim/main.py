@@ -47,7 +47,7 @@ NOT_SIMULATED = frozenset({
     "disaggregation_transfer_backend", "transfer_port", "cluster_key", "kv_lease_secs", "kv_transfer_timeout_secs",
     "num_reserved_decode_tokens", "tp_size", "dp_size", "device", "attention_backend", "cpu_threads", "kv_pool_mib",
     "schedule_policy", "random_seed", "log_level", "abort_on_priority_when_disabled", "stream_interval",
-    "drain_timeout_secs", "decision_log", "scheduler_trace", "kv_events_config",
+    "drain_timeout_secs", "decision_log", "scheduler_trace", "kv_events_config", "host_kv_gib",
 })  # fmt: skip
 """Engine flags without a meaning here: refused, not swallowed. Every other one is taken from EngineConfig."""
 
@@ -73,6 +73,7 @@ class SimConfig:
     load: float | None = opt(None, "rescale arrivals so that the device is busy for about this share of the time")
     length_scale: int = opt(1, "let one simulated token stand for this many (a divisor of 512): coarser and faster")
     jitter: float = opt(0.0, "steps take up to this share more or less than the model says, at random")
+    host_kv_tokens: int = opt(0, "size of the host tier behind the KV pool; 0: none [tokens]")
     seed: int = opt(0, "seed of --jitter")
     replay: str | None = opt(
         None, "instead of --trace: repeat the decisions in this file of an engine's --scheduler-trace and compare"
@@ -96,7 +97,11 @@ class Run:
         if self.sim.length_scale > 1:
             values |= {name: _shrunk(values[name], name, self) for name in _token_fields() if values[name]}
         config = EngineConfig(**values)
-        made = limits(config, config.max_total_tokens // config.page_size)
+        host_pages = self.sim.host_kv_tokens // self.sim.length_scale // config.page_size
+        rate = 1 / max(self.model.copy_seconds(config.page_size * self.sim.length_scale), 1e-9)
+        made = dataclasses.replace(
+            limits(config, config.max_total_tokens // config.page_size), host_pages=host_pages, host_pages_per_s=rate
+        )
         tenants = made.fairness.tenants
         if tenants is None or self.sim.length_scale == 1:
             return made
@@ -159,13 +164,15 @@ def parse(argv: Sequence[str]) -> Run:
         names = ", ".join(map(engine_config.flag_name, others))
         bad.append(f"--replay {sim.replay}: the recorded flags count; leave out {names}")
     engine_values = DEFAULTS | _of(EngineConfig, values) | {"disaggregation_mode": sim.role, "schedule_policy": "auto"}
+    engine_values["host_kv_gib"] = float(sim.host_kv_tokens > 0)
     engine = EngineConfig()
     try:
         engine = engine_config.build(engine_values)
         if not engine.max_total_tokens:
             bad.append("--max-total-tokens 0: there is no model here to size the pool from; give a number of tokens")
     except ConfigError as err:
-        bad.append(err.message)
+        # Its size is counted in tokens here.
+        bad.append(err.message.replace("--host-kv-gib 1:", "--host-kv-tokens:").replace("-gib", "-tokens"))
     if bad:
         print("\n".join(f"{PROG}: {line}" for text in bad for line in text.splitlines()), file=sys.stderr)
         raise SystemExit(2)
@@ -196,6 +203,8 @@ def _violations(sim: SimConfig, model: StepModel, policies: Sequence[str]) -> li
         bad.append(f"--limit {sim.limit}: must be at least 1")
     if sim.length_scale < 1 or traces.BLOCK_TOKENS % sim.length_scale:
         bad.append(f"--length-scale {sim.length_scale}: use a divisor of {traces.BLOCK_TOKENS}")
+    if sim.host_kv_tokens < 0:
+        bad.append(f"--host-kv-tokens {sim.host_kv_tokens}: must not be negative")
     if not 0 <= sim.jitter < 1:
         bad.append(f"--jitter {sim.jitter}: use 0 up to below 1")
     if sim.plot is not None and not sim.plot.endswith(".svg"):

@@ -11,7 +11,7 @@ policies are what it is good for. `h200-8b` is derived: 8e9 parameters in bf16, 
 
     weights     16e9 B / 3.84e12 B/s = 4.2 ms           KV      2*32*8*128*2 B = 131 kB / 3.84e12 B/s = 34 ns
     per token   16e9 flop / 594e12 = 27 us              attention  4*32*32*128 flop / 396e12 = 1.3 ns
-    transfer    131 kB / 20e9 B/s = 6.6 us
+    transfer    131 kB / 20e9 B/s = 6.6 us           host copy  131 kB / 10e9 B/s = 13 us
 """
 
 from __future__ import annotations
@@ -31,12 +31,16 @@ class StepModel:
     weights_ms: float = opt(4.7, "linear layers, reading weights: per step, the larger of the two counts [ms]")
     attention_ns: float = opt(3.0, "prompt attention: per new token and token of its context [ns]")
     kv_read_ns: float = opt(34.0, "decode attention: per token of a decoding request's context [ns]")
+    copy_us: float = opt(13.0, "between device and host: per token whose KV is copied [us]")
     transfer_ms: float = opt(2.0, "P: fixed time until D has taken a finished prompt's pages [ms]")
     transfer_us: float = opt(6.6, "P: that time per prompt token [us]")
 
     def prefill_seconds(self, new: int, cached: int) -> float:
         """A prompt's own share of the steps that compute `new` tokens behind `cached` ones, without fixed times."""
         return new * self.token_us * 1e-6 + new * (cached + (new + 1) / 2) * self.attention_ns * 1e-9
+
+    def copy_seconds(self, tokens: int) -> float:
+        return tokens * self.copy_us * 1e-6
 
     def transfer_seconds(self, tokens: int) -> float:
         return self.transfer_ms * 1e-3 + tokens * self.transfer_us * 1e-6

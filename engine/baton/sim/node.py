@@ -73,6 +73,7 @@ class Flight:
     plan: StepPlan
     seconds: float
     ends: float
+    copying: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,8 +184,11 @@ class SimNode:
         seconds = self.setting.model.step_seconds(plan, self.setting.scale)
         if self.setting.jitter:
             seconds *= 1 + self.setting.jitter * (2 * uniform(self.setting.seed, plan.step) - 1)
+        pages = sum(len(run.pages) for run in plan.copies)
+        copying = self.setting.model.copy_seconds(pages * self.sched.limits.page_size * self.setting.scale)
+        seconds += copying
         begins = max(self.now, self._flight[-1].ends if self._flight else self.now)
-        self._flight.append(Flight(plan, seconds, begins + seconds))
+        self._flight.append(Flight(plan, seconds, begins + seconds, copying))
         self.steps += 1
         self.busy_seconds += seconds
         decided = array("q", (plan.step, plan.num_decode))
@@ -200,7 +204,7 @@ class SimNode:
         self.now = max(self.now, flight.ends)
         tokens = [answer_token(row.handle) for row in flight.plan.rows if row.sample]
         self.sched.commit(flight.plan, StepResult(tokens), self.now)
-        self.sched.observe(flight.plan, flight.seconds)
+        self.sched.observe(flight.plan, flight.seconds, flight.copying)
         self._absorb()
 
     def _absorb(self) -> None:

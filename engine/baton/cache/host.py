@@ -1,0 +1,313 @@
+"""A second tier for KV pages: host memory that takes what is evicted from the device, found again by its tokens.
+
+Life of a host page:
+ 1. The radix tree evicts a leaf; `demote` keys each of its pages by the tokens that lead to it (a chain of hashes, so a
+    page is worth something even when the pages before it are gone) and asks for a copy to a slot of the host pool.
+ 2. `find` follows the prompt of a request beyond what the tree holds; `copy_in` asks for copies into device pages.
+ 3. The slot keeps the content of a page that went back to the device, but such slots are the first to be reused; if
+    the page is evicted again before that, nothing needs to be copied.
+ 4. Without free or duplicate slots the eviction policy decides between what is here and what wants to come in.
+ 5. `pin` keeps pages of a preempted request until it runs again or ends, up to `PIN_SHARE` of the pool.
+
+Copies are only *asked for*: they are taken with `take_copies` and carried out in order before the rows of the next
+step, therefore after all rows planned earlier and before any row that reuses the page. A page or slot may be given a
+new purpose as soon as the copy that saves its content is in the list.
+
+Invariants: free + cached + pinned = slots; a slot belongs to one key; a key's content is the KV of exactly its tokens,
+because a page's key is forgotten when the tree lets go of the page.
+Deliberately unknown here: requests, tensors, time.
+
+Sources: hash chains as in vLLM's prefix cache, demotion on eviction as in SGLang's hierarchical cache; both keep device
+pages addressable by what they hold and so does this.
+"""
+
+from __future__ import annotations
+
+import heapq
+from array import array
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+
+from baton.cache.eviction import Key, eviction_policy
+from baton.cache.ledger import HostLedger
+from baton.cache.pages import PageAllocator
+from baton.cache.radix import TOKEN_BYTES, Node
+
+DIGEST_BYTES = 16
+"""Two different prefixes with one key would need about 2^64 pages."""
+PIN_SHARE = 0.75
+"""Of the pool: the rest stays a cache for everybody, however many requests are suspended."""
+DEAD_ENTRIES = 64
+
+
+@dataclass(frozen=True, slots=True)
+class CopyRun:
+    """Whole pages between device and host, in order; no target occurs twice."""
+
+    to_host: bool
+    pages: array[int]
+    """On the device."""
+    slots: array[int]
+    """In the host pool, one for each page."""
+
+
+class HostPage:
+    """What the host holds for one page of some prefix. A handle for `copy_in` and `pin`; its fields belong to the tier.
+
+    `stamp`, `created`, `reuses` and `priority` are what the tree's node remembered (cache.eviction.Memory).
+    """
+
+    __slots__ = ("created", "index", "key", "on_device", "pins", "priority", "queued", "reuses", "slot", "stamp")
+
+    def __init__(self, key: bytes, index: int, slot: int) -> None:
+        self.key = key
+        self.index = index
+        self.slot = slot
+        self.stamp = 0
+        self.created = 0
+        self.reuses = 0
+        self.priority = 0
+        self.pins = 0
+        self.on_device = False
+        """The tree got its content back: reused first."""
+        self.queued: Key | None = None
+
+
+class HostTier:
+    """See the module. `copied` counts pages by direction since the start."""
+
+    def __init__(self, num_slots: int, page_size: int, eviction: str = "lru") -> None:
+        self.num_slots = num_slots
+        self.copied = {"out": 0, "in": 0}
+        self._page_bytes = page_size * TOKEN_BYTES
+        self._slots = PageAllocator(num_slots)
+        self._policy = eviction_policy(eviction)
+        self._pages: dict[bytes, HostPage] = {}
+        self._duplicates: dict[bytes, HostPage] = {}
+        """Unpinned, content also on the device; oldest first."""
+        self._heap: list[tuple[Key, int, int, HostPage]] = []
+        self._serial = 0
+        self._pinned = 0
+        self._keys: dict[int, bytes] = {}
+        """Key of a device page that the tree holds, once it was needed."""
+        self._runs: list[CopyRun] = []
+        self._targets: set[int] = set()
+        """Of the last run."""
+
+    # ------------------------------------------------------------------ eviction from the device
+
+    def on_remove(self, node: Node, for_good: bool) -> None:
+        """The tree is about to free a leaf's pages (RadixCache.on_remove)."""
+        if not for_good:
+            self.demote(node)
+        for page in node.pages:
+            self._keys.pop(page, None)
+
+    def demote(self, node: Node) -> None:
+        """Keep what a leaf holds, as far as there is room; the pages closest to the root first."""
+        keys = self._keys_of(node)
+        index = self._depth(node) - len(keys)
+        room = -1
+        for at, (key, page) in enumerate(zip(keys, node.pages, strict=True)):
+            known = self._pages.get(key)
+            if known is None:
+                if room < 0:
+                    missing = sum(k not in self._pages for k in keys[at:])
+                    room = self._make_room(missing, (self._policy.key(node), -index - at))
+                if room == 0:
+                    continue
+                room -= 1
+                slot = self._take_slot()
+                known = self._pages[key] = HostPage(key, index + at, slot)
+                self._ask(True, page, slot)
+            known.stamp, known.created = node.stamp, node.created
+            known.reuses, known.priority = node.reuses, node.priority
+            known.on_device = False
+            self._settle(known)
+
+    def clear(self) -> int:
+        """Forget every page that is not pinned; returns how many."""
+        gone = [page for page in self._pages.values() if not page.pins]
+        for page in gone:
+            self._drop(page)
+        return len(gone)
+
+    # ------------------------------------------------------------------ back to the device
+
+    def find(self, node: Node, tokens: bytes, namespace: bytes, first: int, last: int) -> list[HostPage]:
+        """Pages [first, …) of these tokens that the host has without a gap, at most up to `last`.
+
+        Args:
+            node: where the tree's own match of `first` pages ends.
+        Cost: one hash per page found, plus, the first time, one per page of the tree's match.
+        """
+        if not self._pages or first >= last:
+            return []
+        key = self._keys_of(node)[-1] if node.parent is not None else _root_key(namespace)
+        found: list[HostPage] = []
+        for at in range(first, last):
+            key = _next_key(key, tokens[at * self._page_bytes : (at + 1) * self._page_bytes])
+            page = self._pages.get(key)
+            if page is None:
+                break
+            found.append(page)
+        return found
+
+    def copy_in(self, found: Sequence[HostPage], pages: array[int]) -> None:
+        """Ask for these to be copied to device pages, which the tree then takes."""
+        for host_page, page in zip(found, pages, strict=True):
+            self._ask(False, page, host_page.slot)
+            self._keys[page] = host_page.key
+            host_page.on_device = True
+            self._settle(host_page)
+
+    # ------------------------------------------------------------------ pins
+
+    def reserve(self, wanted: int) -> bool:
+        """Have so many slots free for pages that will be pinned, whatever they cost. False: too many are pinned."""
+        if self._pinned + wanted > self.num_slots * PIN_SHARE:
+            return False
+        self._make_room(wanted, None)
+        return True
+
+    def pin(self, pages: Iterable[HostPage]) -> None:
+        """Keep pages until as many `unpin`s."""
+        for page in pages:
+            self._pinned += page.pins == 0
+            page.pins += 1
+            self._settle(page)
+
+    def unpin(self, pages: Iterable[HostPage]) -> None:
+        for page in pages:
+            page.pins -= 1
+            self._pinned -= page.pins == 0
+            self._settle(page)
+
+    def path_keys(self, node: Node) -> list[bytes]:
+        """Keys of every page from the root to the end of a node."""
+        path = []
+        while node.parent is not None:
+            path.append(node)
+            node = node.parent
+        return [key for part in reversed(path) for key in self._keys_of(part)]
+
+    def only_here(self, keys: Iterable[bytes]) -> list[HostPage]:
+        """The pages of these keys that the host has and the device has not."""
+        return [page for key in keys if (page := self._pages.get(key)) is not None and not page.on_device]
+
+    # ------------------------------------------------------------------ copies and books
+
+    @property
+    def has_copies(self) -> bool:
+        return bool(self._runs)
+
+    def take_copies(self) -> tuple[CopyRun, ...]:
+        """What was asked for since the last call, to be carried out in this order before the next step's rows."""
+        runs, self._runs = tuple(self._runs), []
+        self._targets = set()
+        return runs
+
+    def ledger(self) -> HostLedger:
+        """Where every slot is. Raises LedgerError if the books do not balance."""
+        ledger = HostLedger(self._slots.free_count, len(self._pages) - self._pinned, self._pinned)
+        ledger.check(self.num_slots)
+        return ledger
+
+    def _ask(self, to_host: bool, page: int, slot: int) -> None:
+        target = slot if to_host else page
+        if not self._runs or self._runs[-1].to_host != to_host or target in self._targets:
+            self._runs.append(CopyRun(to_host, array("i"), array("i")))
+            self._targets = set()
+        self._runs[-1].pages.append(page)
+        self._runs[-1].slots.append(slot)
+        self._targets.add(target)
+        self.copied["out" if to_host else "in"] += 1
+
+    # ------------------------------------------------------------------ slots
+
+    def _make_room(self, wanted: int, worth: tuple[Key, int] | None) -> int:
+        """Have up to `wanted` slots free, at the cost of duplicates and of what the policy values less than `worth`.
+
+        `worth` is a policy's key and, smaller for deeper pages, the index: of equals the one closest to the root stays;
+        None is worth everything.
+        """
+        while self._slots.free_count < wanted:
+            if self._duplicates:
+                self._drop(next(iter(self._duplicates.values())))
+                continue
+            victim = self._least()
+            if victim is None or (worth is not None and (self._policy.key(victim), -victim.index) >= worth):
+                break
+            self._drop(victim)
+        return min(wanted, self._slots.free_count)
+
+    def _take_slot(self) -> int:
+        taken = self._slots.alloc(1)
+        assert taken is not None, "room was made before"
+        return taken[0]
+
+    def _least(self) -> HostPage | None:
+        """The cached page that the policy values least; among equals the deepest."""
+        while self._heap:
+            key, _, _, page = self._heap[0]
+            if page.queued == key:
+                return page
+            heapq.heappop(self._heap)
+        return None
+
+    def _settle(self, page: HostPage) -> None:
+        """Put a page where its state belongs: pinned ones nowhere, duplicates in their line, others in the heap."""
+        self._duplicates.pop(page.key, None)
+        page.queued = None
+        if page.pins:
+            return
+        if page.on_device:
+            self._duplicates[page.key] = page
+            return
+        key = page.queued = self._policy.key(page)
+        self._serial += 1
+        heapq.heappush(self._heap, (key, -page.index, self._serial, page))
+        if len(self._heap) > 2 * len(self._pages) + DEAD_ENTRIES:
+            self._heap = [entry for entry in self._heap if entry[3].queued == entry[0]]
+            heapq.heapify(self._heap)
+
+    def _drop(self, page: HostPage) -> None:
+        page.queued = None
+        self._duplicates.pop(page.key, None)
+        del self._pages[page.key]
+        self._slots.free((page.slot,))
+
+    # ------------------------------------------------------------------ keys
+
+    def _keys_of(self, node: Node) -> list[bytes]:
+        """Keys of a node's pages. Hashed once while the tree holds them: all pages of a node have one, or none."""
+        path = []
+        at = node
+        while at.parent is not None and at.pages[-1] not in self._keys:
+            path.append(at)
+            at = at.parent
+        key = _root_key(at.key) if at.parent is None else self._keys[at.pages[-1]]
+        width = self._page_bytes
+        for part in reversed(path):
+            for i, page in enumerate(part.pages):
+                key = self._keys[page] = _next_key(key, part.key[i * width : (i + 1) * width])
+        return [self._keys[page] for page in node.pages]
+
+    @staticmethod
+    def _depth(node: Node) -> int:
+        """Pages from the root to the end of a node."""
+        pages = 0
+        while node.parent is not None:
+            pages += len(node.pages)
+            node = node.parent
+        return pages
+
+
+def _root_key(namespace: bytes) -> bytes:
+    return blake2b(namespace, digest_size=DIGEST_BYTES, person=b"baton kv root").digest()
+
+
+def _next_key(key: bytes, tokens: bytes) -> bytes:
+    """Of the page that holds `tokens`, behind the prefix that `key` stands for."""
+    return blake2b(key + tokens, digest_size=DIGEST_BYTES).digest()
