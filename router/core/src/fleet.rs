@@ -40,6 +40,8 @@ pub struct FleetConfig {
     pub tokens_per_sec: f64,
     /// Fixed time of a prefill [ms].
     pub fixed_ms: f64,
+    /// A worker's first prefill takes this much longer [ms].
+    pub cold_ms: f64,
     pub order: QueueOrder,
     /// An engine that takes the shortest first decides again after so many tokens.
     pub chunk_tokens: f64,
@@ -57,6 +59,7 @@ impl Default for FleetConfig {
             capacity_tokens: 1 << 20,
             tokens_per_sec: 10_000.0,
             fixed_ms: 0.0,
+            cold_ms: 0.0,
             order: QueueOrder::Arrival,
             chunk_tokens: 8_192.0,
             ms_per_answer_token: 13.0,
@@ -156,6 +159,7 @@ struct Fleet<'a> {
     running: Vec<Option<Job>>,
     caches: Vec<BlockCache>,
     loads: Vec<usize>,
+    is_warm: Vec<bool>,
     served: Vec<Served>,
     agenda: Agenda,
     /// The next request of a closed loop.
@@ -178,6 +182,7 @@ pub fn serve(
         running: (0..config.workers).map(|_| None).collect(),
         caches: (0..shared).map(|_| BlockCache::default()).collect(),
         loads: vec![0; config.workers],
+        is_warm: vec![false; config.workers],
         served: vec![Served::default(); arrivals.len()],
         agenda: Agenda::default(),
         next: config.closed_loop.unwrap_or(0).min(arrivals.len()),
@@ -272,7 +277,9 @@ impl Fleet<'_> {
                 let served = &mut self.served[job.request];
                 served.tokens = prompt.units as f64;
                 served.cached = (matched as f64).min(served.tokens);
-                self.time_of(self.served[job.request])
+                let is_warm = std::mem::replace(&mut self.is_warm[worker], true);
+                let cold_ms = if is_warm { 0.0 } else { self.config.cold_ms };
+                self.time_of(self.served[job.request]) + cold_ms
             }
         };
         let chunk_ms = self.config.chunk_tokens / self.config.tokens_per_sec * 1e3;
@@ -493,6 +500,7 @@ mod tests {
                     // Text is counted in bytes here, and so is the speed: 10 000 tokens of four bytes.
                     tokens_per_sec: 40_000.0,
                     fixed_ms: 5.0,
+                    cold_ms: 200.0,
                     closed_loop: Some(concurrency),
                     ..FleetConfig::default()
                 };
@@ -521,6 +529,28 @@ mod tests {
                     );
                 }
             }
+        }
+    }
+
+    /// One long first prefill must not make a worker look slow for good: at low load nothing would correct that.
+    #[test]
+    fn a_slow_start_banishes_nobody() {
+        for (order, fixed_ms) in [(QueueOrder::Arrival, 5.0), (QueueOrder::ShortestFirst, 1.0)] {
+            let config = FleetConfig {
+                workers: 3,
+                fixed_ms,
+                cold_ms: 2_000.0,
+                order,
+                ..FleetConfig::default()
+            };
+            let arrivals: Vec<Arrival> = (0..300)
+                .map(|i| arrival(500.0 * i as f64, &[2 * i, 2 * i + 1], 10))
+                .collect();
+            let policy = policy(PolicyKind::Cost, Role::Prefill);
+            let served = serve(&*policy, &config, &arrivals, &mut StdRng::seed_from_u64(5));
+            let mut counts = [0usize; 3];
+            served.iter().for_each(|s| counts[s.worker] += 1);
+            assert!(counts.iter().all(|&n| n >= 60), "{order:?}: {counts:?}");
         }
     }
 

@@ -451,7 +451,7 @@ impl State {
             };
             if policy.role != Role::Decode {
                 option.prefill_ms = rank
-                    .speed(self.speed)
+                    .speed(self.speed, now_ms)
                     .ms(Work::of(size.tokens - option.cached, option.cached));
                 option.backlog_ms = rank.backlog_ms(option.prefill_ms, now_ms);
             }
@@ -533,7 +533,7 @@ impl State {
         let uncached = size.tokens - cached;
         rank.kv_tokens += kv_tokens;
         if policy.role != Role::Decode {
-            let predicted_ms = rank.speed(speed).ms(Work::of(uncached, cached));
+            let predicted_ms = rank.speed(speed, now_ms).ms(Work::of(uncached, cached));
             rank.sent(Pending {
                 ticket,
                 uncached,
@@ -584,7 +584,7 @@ impl State {
         if let Some(learned) = rank.first_token(ticket, now_ms) {
             self.fleet.observe(learned.0, learned.1);
             self.speed = self.fleet.solve(Speed::default());
-            rank.learn(learned, self.speed);
+            rank.learn(learned, self.speed, now_ms);
         }
     }
 
@@ -641,7 +641,7 @@ impl State {
         };
         let others = (queued_tokens as f64 - rank.queued_tokens()).max(0.0);
         let fixed = Work::of(0.0, 0.0);
-        let speed = rank.speed(speed);
+        let speed = rank.speed(speed, now_ms);
         rank.report = Some(Report {
             others_ms: speed.ms(Work::of(others, 0.0)) - speed.ms(fixed),
             at_ms: now_ms,
@@ -743,7 +743,9 @@ impl Policy for Cost {
                 index_blocks: blocks,
                 backlog_ms: rank.queued_ms(now_ms as f64),
                 confidence: rank.confidence,
-                ms_per_kilotoken: rank.speed(state.speed).ms(Work::of(1e3, 0.0)),
+                ms_per_kilotoken: rank
+                    .speed(state.speed, now_ms as f64)
+                    .ms(Work::of(1e3, 0.0)),
             })
         });
         PolicyStats {

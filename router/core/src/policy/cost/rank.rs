@@ -14,7 +14,7 @@
 use std::collections::VecDeque;
 
 use super::Decayed;
-use super::speed::{Fit, Speed, Work};
+use super::speed::{Pace, Speed, Work};
 use crate::types::{QueueOrder, Ticket, WorkerFacts};
 
 /// First tokens closer than this came from one step [ms].
@@ -61,8 +61,9 @@ pub struct Rank {
     is_disturbed: bool,
     /// First tokens of the last step (or busy period) and its time, not yet learned from: more of them may come.
     together: Option<(Work, f64, usize)>,
-    fit: Fit,
-    speed: Option<Speed>,
+    pace: Pace,
+    /// Its first prompts were observed: they met cold kernels and new connections, and say nothing of the next ones.
+    is_warm: bool,
 }
 
 /// What the worker itself said of its queue.
@@ -82,9 +83,9 @@ impl Rank {
         }
     }
 
-    /// Its own speed if it was observed, else the fleet's.
-    pub fn speed(&self, fleet: Speed) -> Speed {
-        self.speed.unwrap_or(fleet)
+    /// Its speed, given the fleet's.
+    pub fn speed(&self, fleet: Speed, now_ms: f64) -> Speed {
+        self.pace.of(fleet, now_ms)
     }
 
     /// Prompt tokens sent here and not yet computed.
@@ -110,8 +111,13 @@ impl Rank {
         }
     }
 
-    /// Returns what was learned, for the fleet: work and its time.
+    /// Returns what was observed: work and its time.
     pub fn first_token(&mut self, ticket: Ticket, now_ms: f64) -> Option<(Work, f64)> {
+        let observed = self.observed(ticket, now_ms)?;
+        std::mem::replace(&mut self.is_warm, true).then_some(observed)
+    }
+
+    fn observed(&mut self, ticket: Ticket, now_ms: f64) -> Option<(Work, f64)> {
         self.settle(now_ms);
         let pending = self.remove(ticket)?;
         let took_ms = (now_ms - self.since_ms).max(0.0);
@@ -146,10 +152,9 @@ impl Rank {
         so_far.2
     }
 
-    /// What was observed here becomes its own speed, with the fleet's as prior.
-    pub fn learn(&mut self, (work, ms): (Work, f64), fleet: Speed) {
-        self.fit.observe(work, ms);
-        self.speed = Some(self.fit.solve(fleet));
+    /// What was observed here, against what the fleet would have taken.
+    pub fn learn(&mut self, (work, took_ms): (Work, f64), fleet: Speed, now_ms: f64) {
+        self.pace.observe(fleet.ms(work), took_ms, now_ms);
     }
 
     /// The request is over, seen or not. Returns whether its first token had not been seen.
@@ -259,10 +264,27 @@ mod tests {
     }
 
     fn rank(order: QueueOrder) -> Rank {
-        Rank::new(WorkerFacts {
+        let facts = WorkerFacts {
             order,
             ..WorkerFacts::default()
-        })
+        };
+        Rank {
+            is_warm: true,
+            ..Rank::new(facts)
+        }
+    }
+
+    #[test]
+    fn the_first_observation_is_dropped() {
+        let mut rank = Rank::new(WorkerFacts::default());
+        let seen: Vec<bool> = (1..=4)
+            .map(|ticket| {
+                let at_ms = 100.0 * ticket as f64;
+                rank.sent(pending(ticket, 10.0, at_ms, true));
+                rank.first_token(Ticket(ticket), at_ms + 10.0).is_some()
+            })
+            .collect();
+        assert_eq!(seen, [false, false, true, true]); // each is seen with the next
     }
 
     #[test]

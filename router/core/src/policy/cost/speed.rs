@@ -4,9 +4,14 @@
 //! T(u, h) = a + b·u + c·u·(h + u/2)       u tokens to compute behind h cached ones; the last term is attention
 //! ```
 //!
-//! Least squares with forgetting over observations, each weighted so that relative errors count alike. What the
-//! observations leave open (all prompts of one size, or none yet) comes from the prior's shape, scaled to them: for a
-//! worker the prior is the fleet, for the fleet it is a round number.
+//! One T for the fleet, by least squares with forgetting over observations, each weighted so that relative errors count
+//! alike. What the observations leave open (all prompts of one size, or none yet) comes from the prior's shape, scaled to
+//! them.
+//!
+//! A worker's own pace is one factor on it ([`Pace`]), and deliberately slow to believe: a worker that is thought slow gets
+//! nothing at low load, so nothing would ever correct a wrong belief (measured: one cold first prompt of 100 ms, and a
+//! second worker was never used again). The first observation of a worker is dropped, each counts within bounds, a
+//! quarter of difference counts as none, and a belief fades when nothing new is seen.
 
 /// Terms of T for one prompt, or the sum over several, scaled to numbers around one.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
@@ -42,6 +47,59 @@ impl Speed {
 
     pub fn ms(&self, work: Work) -> f64 {
         dot(self.0, work.0)
+    }
+
+    fn times(self, factor: f64) -> Self {
+        Speed(self.0.map(|value| value * factor))
+    }
+}
+
+/// How much slower than the fleet a worker is.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Pace {
+    /// Sum of observed over predicted times, and their number, decayed.
+    ratios: f64,
+    seen: f64,
+    at_ms: f64,
+}
+
+impl Pace {
+    /// Observations that count; as many as the last few seconds of a busy worker bring.
+    const MEMORY: f64 = 50.0;
+    /// "As fast as the fleet" counts for this many observations.
+    const DOUBT: f64 = 5.0;
+    /// One observation says at most this much.
+    const MOST: f64 = 8.0;
+    /// Differences below this factor are taken for noise.
+    const NOISE: f64 = 1.25;
+    /// A belief fades with this time constant [ms].
+    const FADES_MS: f64 = 60_000.0;
+
+    pub fn observe(&mut self, predicted_ms: f64, took_ms: f64, now_ms: f64) {
+        let ratio = took_ms / predicted_ms.max(1e-3);
+        let keep = 1.0 - 1.0 / Self::MEMORY;
+        self.ratios = self.ratios * keep + ratio.clamp(1.0 / Self::MOST, Self::MOST);
+        self.seen = self.seen * keep + 1.0;
+        self.at_ms = now_ms;
+    }
+
+    fn factor(&self, now_ms: f64) -> f64 {
+        let believed = (self.ratios + Self::DOUBT) / (self.seen + Self::DOUBT);
+        let beyond_noise = match believed {
+            slower if slower > Self::NOISE => slower / Self::NOISE,
+            faster if faster < 1.0 / Self::NOISE => faster * Self::NOISE,
+            _ => 1.0,
+        };
+        let fresh = ((self.at_ms - now_ms) / Self::FADES_MS).exp().min(1.0);
+        beyond_noise.powf(fresh)
+    }
+
+    /// The worker's T, given the fleet's.
+    pub fn of(&self, fleet: Speed, now_ms: f64) -> Speed {
+        match self.seen == 0.0 {
+            true => fleet,
+            false => fleet.times(self.factor(now_ms)),
+        }
     }
 }
 
@@ -207,6 +265,29 @@ mod tests {
         assert!(near(speed.ms(Work::of(500.0, 0.0)), 5.5), "{speed:?}");
         let far = speed.ms(Work::of(20_000.0, 0.0));
         assert!((100.0..400.0).contains(&far), "{far}");
+    }
+
+    #[test]
+    fn a_worker_is_believed_slow_or_fast_only_for_good_reason_and_not_for_ever() {
+        let paced = |ratio: f64, times: usize| {
+            let mut pace = Pace::default();
+            (0..times).for_each(|_| pace.observe(10.0, 10.0 * ratio, 0.0));
+            pace
+        };
+        assert_eq!(Pace::default().of(Speed::default(), 0.0), Speed::default());
+        for ratio in [0.85, 1.0, 1.2] {
+            assert_eq!(paced(ratio, 100).factor(0.0), 1.0);
+        }
+        assert!(paced(1_000.0, 1).factor(0.0) < 1.8);
+        let slow = paced(4.0, 200);
+        assert!(
+            (2.8..3.2).contains(&slow.factor(0.0)),
+            "{}",
+            slow.factor(0.0)
+        );
+        assert!(slow.factor(600_000.0) < 1.001);
+        let fast = paced(0.25, 200).factor(0.0);
+        assert!((0.3..0.45).contains(&fast), "{fast}");
     }
 
     #[test]
