@@ -32,7 +32,7 @@ struct Arm {
     stream: bool,
 }
 
-const ARMS: [Arm; 7] = [
+const ARMS: [Arm; 9] = [
     Arm {
         name: "round_robin 200 B",
         flags: &["--policy", "round_robin"],
@@ -59,6 +59,20 @@ const ARMS: [Arm; 7] = [
         flags: &["--policy", "cache_aware"],
         pairs: false,
         prompt_bytes: 8 << 10,
+        stream: false,
+    },
+    Arm {
+        name: "cost 8 KB",
+        flags: &["--policy", "cost"],
+        pairs: false,
+        prompt_bytes: 8 << 10,
+        stream: false,
+    },
+    Arm {
+        name: "pair cost 64 KB",
+        flags: &["--policy", "cost"],
+        pairs: true,
+        prompt_bytes: 64 << 10,
         stream: false,
     },
     Arm {
