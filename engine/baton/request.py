@@ -71,7 +71,7 @@ class Validated:
     priority_class: str = ""
     """One of --priority-classes; "" counts as the middle one."""
     tenant: str = ""
-    """For whom this is computed (sched.tenants); "" counts as "default"."""
+    """For whom this is computed (sched.tenants); "": for nobody, and without a tenant's limits."""
 
 
 class FinishReason(enum.IntEnum):

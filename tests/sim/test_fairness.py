@@ -303,6 +303,19 @@ def test_a_full_queue_and_a_prompt_above_the_limit_are_refused() -> None:
     assert sched.fair.counters()['tenant_throttled_total{reason="queue"}'] == 1
 
 
+def test_the_nodes_own_requests_have_no_limits() -> None:
+    """A health probe works where tenants that are not named are refused."""
+    refusing = TenantRules(default=TenantRule(max_queued=0, max_kv_tokens=1), named={"t": TenantRule()})
+    books = Books(limits(FairnessRules(tenants=refusing)))
+    with pytest.raises(PromptTooLong):
+        books.sched.add(ask(0, 4, by="stranger"))
+    books.add(ask(1, 4), "")
+    while not books.ended:
+        books.step()
+    assert books.sched.fair is not None
+    assert books.sched.fair.counters()['tenant_tokens_total{tenant="internal",kind="prompt"}'] == 4
+
+
 def test_tokens_are_counted_per_tenant_with_bounded_labels() -> None:
     rules = fair(tenants={"named": TenantRule()}, cached_weight=0.25, output_weight=3.0)
     books = Books(limits(rules))

@@ -30,8 +30,9 @@ from baton.errors import PromptTooLong, QueueFull
 from baton.request import Validated
 from baton.sched.classes import ClassRules, DeficitRoundRobin, PriorityClass
 from baton.sched.seq import Seq, SeqState, is_partial
-from baton.sched.tenants import DEFAULT_TENANT, OTHER, TenantRules, VirtualCounters
+from baton.sched.tenants import INTERNAL, OTHER, TenantRule, TenantRules, VirtualCounters
 
+_NO_LIMITS = TenantRule()
 _HOLDING = (SeqState.RUNNING, SeqState.TRANSFER)
 MAX_LABELS = 100
 """Tenants with a metric label of their own beside those named in the tenant file; later ones are `other`."""
@@ -173,14 +174,18 @@ class Fairness:
         return self._names[self.class_of(seq)]
 
     def tenant_of(self, req: Validated) -> str:
-        return (req.tenant or DEFAULT_TENANT) if self._rules.tenants is not None else ""
+        return req.tenant if self._rules.tenants is not None else ""
+
+    def _rule(self, tenant: str) -> TenantRule:
+        """Nobody's requests, such as the node's own health probes, have no limits."""
+        return self._tenants.of(tenant) if tenant else _NO_LIMITS
 
     # ------------------------------------------------------------------ the queue (sched.queue.Watcher)
 
     def check(self, req: Validated, retry_secs: int = 1) -> None:
         """Raises what keeps a request from being queued: QueueFull, or PromptTooLong for its tenant's KV limit."""
         tenant = self.tenant_of(req)
-        rule = self._tenants.of(tenant)
+        rule = self._rule(tenant)
         if rule.max_kv_tokens is not None and len(req.prompt) + 1 > rule.max_kv_tokens:
             raise PromptTooLong(
                 f"prompt has {len(req.prompt)} tokens, tenant {tenant!r} may hold {rule.max_kv_tokens}; shorten it or "
@@ -335,7 +340,7 @@ class Fairness:
         use = used.get(tenant)
         if use is None:
             return True
-        rule = self._tenants.of(tenant)
+        rule = self._rule(tenant)
         reason = None
         if rule.max_running is not None and use.running >= rule.max_running:
             reason = "running"
@@ -353,7 +358,7 @@ class Fairness:
         rules, c, tenant = self._rules, self.class_of(seq), self.tenant_of(seq.req)
         self._rounds.charge(c, computed)
         amount = rules.prompt_weight * computed + rules.cached_weight * rules.prompt_weight * cached
-        self._counters[c].charge(tenant, amount / self._tenants.of(tenant).weight)
+        self._counters[c].charge(tenant, amount / self._rule(tenant).weight)
         self._class_tokens[c][0] += computed
         tokens = self._tokens_of(tenant)
         tokens[0] += computed
@@ -364,12 +369,12 @@ class Fairness:
         c, tenant = self.class_of(seq), self.tenant_of(seq.req)
         if self._rules.charge_decode:
             self._rounds.charge(c, 1)
-        self._counters[c].charge(tenant, self._rules.output_weight / self._tenants.of(tenant).weight)
+        self._counters[c].charge(tenant, self._rules.output_weight / self._rule(tenant).weight)
         self._class_tokens[c][1] += 1
         self._tokens_of(tenant)[2] += 1
 
     def _tokens_of(self, tenant: str) -> list[int]:
-        known = self._tenant_tokens
+        known, tenant = self._tenant_tokens, tenant or INTERNAL
         if tenant not in known:
             tenant = tenant if len(known) < MAX_LABELS + len(self._tenants.named) else OTHER
         return known.setdefault(tenant, [0, 0, 0])

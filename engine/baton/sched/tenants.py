@@ -28,6 +28,8 @@ from typing import Any
 
 DEFAULT_TENANT = "default"
 OTHER = "other"
+INTERNAL = "internal"
+"""Labels of metrics: tenants without one of their own, and requests of no tenant."""
 TENANT_NAME = re.compile(r"[A-Za-z0-9._~:@/+=-]{1,128}")
 """Safe as a metric label and in a log line."""
 NAME_RULE = "1 to 128 letters, digits or . _ ~ : @ / + = -"
