@@ -285,6 +285,25 @@ def test_facts(http: httpx.Client) -> None:
     assert http.get("/model_info").json() == http.get("/get_model_info").json()
     loads = http.get("/v1/loads").json()["loads"]
     assert [(load["dp_rank"], load["num_reqs"], load["num_waiting_reqs"]) for load in loads] == [(0, 0, 2), (1, 0, 2)]
+    assert loads[0]["load"]["bands"] == {"4": {"requests": 2, "tokens": 300}}
+    assert loads[0]["age_ms"] >= 0
+    short = http.get("/get_load").json()
+    assert [set(load) for load in short] == [
+        {"dp_rank", "num_reqs", "num_running_reqs", "num_waiting_reqs", "num_tokens", "token_usage"}
+    ] * 2, "SGLang's list"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", ["/v1/completions", "/generate"])
+def test_answers_carry_the_load_of_their_rank(http: httpx.Client, path: str, stream: bool) -> None:
+    body = {"prompt": "a", "text": "a", "max_tokens": 2, "sampling_params": {"max_new_tokens": 2}, "stream": stream}
+    del body["text" if path.startswith("/v1") else "prompt"]
+    answer = http.post(path, json={**body, "data_parallel_rank": 1})
+    assert answer.status_code == 200, answer.text
+    values = dict(part.split("=") for part in answer.headers["x-baton-load"].split(";"))
+    assert (values["rank"], values["bands"], values["queued_tokens"]) == ("1", "4:300", "300")
+    assert (values["running"], values["pages_free"], values["pages"]) == ("1", "9", "12")
+    assert all(number.lstrip("-").isdigit() for name, number in values.items() if name != "bands")
 
 
 def test_health(http: httpx.Client) -> None:

@@ -21,7 +21,9 @@ from baton.sched.replay import RecordingScheduler, from_plain, plan_bytes, to_pl
 from baton.sched.scheduler import Scheduler
 from baton.sim import main as sim
 
-LOOKS = {"next_deadline", "drain_events", "counts", "ledger", "host_ledger", "turned_away", "cached_blocks"}
+LOOKS = {
+    "next_deadline", "drain_events", "counts", "ledger", "host_ledger", "load", "turned_away", "cached_blocks",
+}  # fmt: skip
 """Public methods of Scheduler that decide nothing. A new method belongs here or into replay.INPUTS."""
 
 

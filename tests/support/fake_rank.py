@@ -22,7 +22,7 @@ import os
 import sys
 import time
 from array import array
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import msgspec
@@ -31,6 +31,7 @@ import zmq.asyncio
 from tokenizers import Tokenizer
 
 from baton.request import FinishReason
+from baton.sched.load import Load, Waiting
 from baton.server.messages import (
     Abort,
     Control,
@@ -44,6 +45,9 @@ from baton.server.messages import (
     encoder,
     to_rank_decoder,
 )
+
+BAND = {"4": Waiting(2, 300)}
+LOAD = Load(BAND, BAND, 2, 310, 300, 40, 1, 99, 0, 0, 0, 1, 7, 2, 12, 16, 1000.0, 10.4)
 
 
 @dataclass
@@ -177,7 +181,7 @@ class FakeRank:
         await self.send(Ready(rank, info))
         gauges = {'requests{state="waiting"}': 2.0, 'requests{state="running"}': 1.0, "kv_usage_ratio": 0.25}
         gauges['kv_pages{state="free"}'] = 7.0
-        await self.send(Stats(rank, gauges, {"engine_steps_total": 5.0}))
+        await self.send(Stats(rank, gauges, {"engine_steps_total": 5.0}, load=asdict(LOAD)))
         while True:
             message = to_rank_decoder.decode(await pull.recv())
             if isinstance(message, Submit):

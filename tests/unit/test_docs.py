@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from baton import config, errors
+from baton.sched.load import Load
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -33,6 +34,11 @@ def test_error_table_lists_exactly_the_codes_of_engine_and_router() -> None:
     router = set(re.findall(r'"(\w+)"', source.split("pub const CODES", 1)[1].split("];", 1)[0]))
     rows = {code for code, *_ in table_rows(PROTOCOL, "| code | status |")}
     assert rows == router | set(errors._all(errors.EngineError))
+
+
+def test_load_table_is_what_a_rank_reports() -> None:
+    rows = [names for names, _ in table_rows(PROTOCOL, "| field of `load` |")]
+    assert {name.strip("` ") for names in rows for name in names.split(",")} == set(Load.__dataclass_fields__)
 
 
 def test_reason_code_table_is_the_transfer_crates() -> None:

@@ -14,14 +14,17 @@ from baton.sched.seq import Seq
 EDGES = (-1024, -256, -64, -16, -4, 0, 1, 4, 16, 64, 256, 1024)
 """Powers of four: sharp where priorities are usually given, a band each for what is far off."""
 DEFAULT = "default"
+LOW = "low"
+BANDS = (*(str(edge) for edge in reversed(EDGES)), LOW, DEFAULT)
+"""All names, most important first."""
 
 
 def band(value: float) -> str:
     """The band's name, e.g. "4" for 4 to 15; "low" below all edges; "default" for a missing priority."""
-    if value <= LOWEST_PRIORITY:
+    if value <= LOWEST_PRIORITY / 2:  # ageing lifts it a little
         return DEFAULT
     at = bisect.bisect_right(EDGES, value)
-    return str(EDGES[at - 1]) if at else "low"
+    return str(EDGES[at - 1]) if at else LOW
 
 
 def class_of(seq: Seq, rule: PriorityRule) -> str:

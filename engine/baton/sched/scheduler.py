@@ -31,6 +31,7 @@ from baton.sched.decisions import Decision, Decisions
 from baton.sched.events import Emitted, Event, PagesFinal, PrefillDone
 from baton.sched.fairness import Fairness
 from baton.sched.limits import Limits
+from baton.sched.load import Load, measure
 from baton.sched.plan import ForwardMode, StepPlan, StepResult, TokenLogprobs
 from baton.sched.planner import Planner
 from baton.sched.seq import Seq, SeqState
@@ -278,6 +279,7 @@ class Scheduler:
         """
         seconds -= copy_seconds
         self._planner.times.observe(plan, seconds)
+        self._state.stats.on_observed(plan, seconds)
         tokens = plan.num_tokens - plan.num_decode
         if tokens and seconds > 0 and not plan.num_decode:
             self._state.prefill_rate += RATE_SMOOTHING * (tokens / seconds - self._state.prefill_rate)
@@ -363,6 +365,10 @@ class Scheduler:
     def stats(self) -> SchedStats:
         """What it tells operators."""
         return self._state.stats
+
+    def load(self) -> Load:
+        """What it has to do and could take."""
+        return measure(self._state)
 
     @property
     def is_idle(self) -> bool:

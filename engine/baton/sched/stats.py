@@ -36,6 +36,9 @@ HISTOGRAMS = {
 """Upper bounds of the buckets, by name: the front renders what the rank counted with these."""
 
 
+RATE_SMOOTHING = 0.1
+
+
 @dataclass(slots=True)
 class _Life:
     """What is remembered of a live request."""
@@ -57,7 +60,7 @@ class SchedStats:
 
     def __init__(self, starvation_secs: float, class_of: Callable[[Seq], str]) -> None:
         self._starvation_secs = starvation_secs
-        self._class_of = class_of
+        self.class_of = class_of
         self._lives: dict[int, _Life] = {}
         self._order = Overtaking()
         self._due: list[tuple[float, int]] = []
@@ -77,6 +80,8 @@ class SchedStats:
         """(class, class it gave way to, reason) → requests sent back to the queue."""
         self.sent_back: list[tuple[int, str]] = []
         """(handle, reason) since the last record of a decision, which clears it."""
+        self.decode_rate = 0.0
+        """Tokens of decode rows per second of steps that had some, smoothed."""
         self.recomputed_tokens = 0
         self.deadlines_missed = {"ttft": 0, "total": 0}
         self.waiting_time: dict[str, Histogram] = {}
@@ -91,7 +96,7 @@ class SchedStats:
         life = self._lives.get(seq.handle)
         if life is None:
             arrival = seq.req.arrival
-            life = _Life(self._class_of(seq), (arrival, seq.handle), arrival)
+            life = _Life(self.class_of(seq), (arrival, seq.handle), arrival)
             self._lives[seq.handle] = life
         elif life.waits:
             return
@@ -199,6 +204,12 @@ class SchedStats:
         if stayed and plan.num_decode < len(plan.rows):
             self.decode_stall.observe(now - last_at, stayed)
         self._last_step, self._last_step_at = current, now
+
+    def on_observed(self, plan: StepPlan, seconds: float) -> None:
+        """How long a step took on the device."""
+        if plan.num_decode and seconds > 0:
+            rate = plan.num_decode / seconds
+            self.decode_rate += RATE_SMOOTHING * (rate - self.decode_rate) if self.decode_rate else rate
 
     def on_first_token(self, req: Validated, now: float) -> None:
         """Only for a request with a ttft_deadline."""

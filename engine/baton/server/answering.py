@@ -23,6 +23,8 @@ from aiohttp import web
 
 from baton.errors import Draining, EngineError, RateLimited
 from baton.server.generation import Delta, Generation
+from baton.server.loads import LOAD_HEADER
+from baton.server.loads import header as load_header
 from baton.server.metrics import Metrics
 from baton.server.openai import sse
 from baton.server.ranks import Ranks
@@ -148,7 +150,7 @@ class Answering:
                 for delta in await generation.next() or ():
                     shape.take(delta)
             outcome = "ok"
-            return json_response(shape.whole(), headers=headers)
+            return json_response(shape.whole(), headers=headers | _load_header(generation))
         except EngineError as err:
             outcome = err.code
             if generation is not None and generation.first_token_at is None and err.status == 503:
@@ -189,6 +191,7 @@ class Answering:
 
         async def send(data: bytes) -> None:
             if not response.prepared:
+                response.headers.update(_load_header(generation))
                 await response.prepare(request)
             await response.write(data)
 
@@ -261,6 +264,12 @@ def _ignored_header(accepted: Accepted) -> dict[str, str]:
     if not accepted.ignored:
         return {}
     return {"x-ignored-params": ",".join(_PLAIN_NAME.sub("?", name[:64]) for name in accepted.ignored[:32])}
+
+
+def _load_header(generation: Generation) -> dict[str, str]:
+    """The load of the rank that answers (the first item's), as it is when the headers leave."""
+    rank = generation.tracks[0].rank
+    return {} if rank is None else {LOAD_HEADER: load_header(rank)}
 
 
 def _cut_connection(request: web.Request) -> None:

@@ -38,6 +38,7 @@ from baton.errors import (
 )
 from baton.request import SamplingParams
 from baton.sched import decisions
+from baton.server import loads
 from baton.server.answering import Answering
 from baton.server.fields import Fields
 from baton.server.generation import Generation
@@ -213,21 +214,11 @@ class Front:
             }
         )
 
-    async def loads(self, request: web.Request) -> web.Response:
-        loads = [
-            {
-                "dp_rank": r.dp_rank,
-                "num_reqs": len(r.sinks),
-                "num_running_reqs": int(r.gauges.get('requests{state="running"}', 0)),
-                "num_waiting_reqs": int(r.gauges.get('requests{state="waiting"}', 0)),
-                "num_tokens": r.tokens_in_flight,
-                "token_usage": r.gauges.get("kv_usage_ratio", 0.0),
-            }
-            for r in self.ranks.ranks
-        ]
-        return json_response(
-            {"dp_rank_count": len(loads), "loads": loads} if request.path.startswith("/v1/") else loads
-        )
+    async def load(self, request: web.Request) -> web.Response:
+        ranks = self.ranks.ranks
+        if request.path == "/get_load":  # SGLang's
+            return json_response([loads.short(rank) for rank in ranks])
+        return json_response({"dp_rank_count": len(ranks), "loads": [loads.full(rank) for rank in ranks]})
 
     async def metrics_text(self, request: web.Request) -> web.Response:
         self.metrics.ready.set(self.trouble() is None)
@@ -379,7 +370,7 @@ class Front:
         for path in ("/get_server_info", "/server_info"):
             get(path, self.server_info)
         for path in ("/v1/loads", "/get_load"):
-            get(path, self.loads)
+            get(path, self.load)
         get("/flush_cache", self.flush_cache)
         post("/flush_cache", self.flush_cache)
         post("/abort_request", self.abort_request)

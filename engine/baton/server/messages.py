@@ -113,6 +113,8 @@ class Stats(msgspec.Struct, tag="stats"):
     counters: dict[str, float]
     histograms: dict[str, HistogramColumns] = {}
     """Keyed like the others; the buckets' bounds are those of the metric's name in server.metrics.RANK."""
+    load: dict[str, Any] = {}
+    """sched.load.Load."""
 
 
 class Fatal(msgspec.Struct, tag="fatal"):

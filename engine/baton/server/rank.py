@@ -20,6 +20,7 @@ import sys
 import time
 from array import array
 from collections.abc import Callable
+from dataclasses import asdict
 from types import FrameType
 from typing import Any
 
@@ -326,7 +327,7 @@ class RankProcess:
             if file is not None:
                 counters[f'log_lines_dropped_total{{log="{name}"}}'] = file.dropped
         histograms = {name: HistogramColumns(h.counts, h.sum) for name, h in stats.histograms().items()}
-        self._send(Stats(self.dp_rank, gauges, counters, histograms))
+        self._send(Stats(self.dp_rank, gauges, counters, histograms, asdict(self.engine.sched.load())))
 
 
 def flatten_transfer_stats(stats: dict[str, Any], gauges: dict[str, float], counters: dict[str, float]) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import time
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -70,6 +71,9 @@ class Rank:
     gauges: dict[str, float] = field(default_factory=dict)
     counters: dict[str, float] = field(default_factory=dict)
     histograms: dict[str, HistogramColumns] = field(default_factory=dict)
+    load: dict[str, Any] = field(default_factory=dict)
+    """sched.load.Load, as reported at `reported_at` (monotonic seconds)."""
+    reported_at: float = 0.0
     sinks: dict[int, Sink] = field(default_factory=dict)
     tokens_in_flight: int = 0
     """Prompt tokens + answer limit of what it works on: the load that balancing compares."""
@@ -210,6 +214,7 @@ class Ranks:
         elif isinstance(message, Stats):
             rank = self.ranks[message.dp_rank]
             rank.gauges, rank.counters, rank.histograms = message.gauges, message.counters, message.histograms
+            rank.load, rank.reported_at = message.load, time.monotonic()
             self.on_stats(rank)
         elif isinstance(message, Reply):
             _, future = self._controls.get(message.id, (None, None))
@@ -257,7 +262,7 @@ class Ranks:
         if rank.dead is not None:
             return
         rank.dead, rank.ready = why, False
-        rank.gauges, rank.counters, rank.histograms = {}, {}, {}
+        rank.gauges, rank.counters, rank.histograms, rank.load = {}, {}, {}, {}
         self.on_stats(rank)
         log.error("rank %d is gone: %s; %d requests fail", dp_rank, why, len(rank.sinks))
         for handle, sink in list(rank.sinks.items()):
