@@ -196,6 +196,11 @@ class EngineConfig:
     request_timeout_secs: float = opt(1800.0, "a request ends with 'timeout' after this long [s]")
     drain_timeout_secs: float = opt(60.0, "on SIGTERM wait this long for running requests [s]")
     random_seed: int = opt(0, "seed of dummy weights")
+    metrics_compat: str = opt(
+        "none",
+        "names of other engines under which GET /metrics repeats its numbers (docs/metrics.md)",
+        choices=("none", "sglang", "vllm", "all"),
+    )
     decision_log: str | None = opt(
         None, "append each scheduling decision to this file as a JSON line (docs/scheduling/metrics.md)"
     )

@@ -83,7 +83,9 @@ class Front:
         self.tokenizer = tokenizer
         self.ranks = ranks
         self.validator = Validator(config, facts, tokenizer)
-        self.metrics = Metrics(version(), config.disaggregation_mode, facts.name)
+        self.metrics = Metrics(
+            version(), config.disaggregation_mode, facts.name, config.page_size, config.metrics_compat
+        )
         self.phase = Phase.STARTING
         self.bootstrap_port: int | None = None
         self.bootstrap_healthy: Callable[[], bool] = lambda: True

@@ -1,7 +1,7 @@
 """All metrics of an engine: one table with help texts, the objects the front writes, and the text of GET /metrics.
 
 The front owns `FRONT`. The ranks report `RANK` by message once a second; they pass through with the
-prefix `baton_` and a `dp_rank` label. `COMPAT` repeats three of them under the names that autoscalers read.
+prefix `baton_` and a `dp_rank` label. server.compat repeats some of them under other engines' names.
 `python -m baton.server.metrics` prints the table as markdown; docs/metrics.md holds it and a test compares them.
 """
 
@@ -30,6 +30,7 @@ from prometheus_client.utils import floatToGoString
 
 from baton.sched.histogram import GAP_BUCKETS, STAGE_BUCKETS, TOKEN_BUCKETS
 from baton.sched.stats import HISTOGRAMS
+from baton.server import compat
 from baton.server.messages import HistogramColumns
 
 PREFIX = "baton_"
@@ -37,7 +38,7 @@ PREFIX = "baton_"
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """One metric. `name` is without the prefix, except in COMPAT."""
+    """One metric. `name` is without the prefix."""
 
     name: str
     kind: str
@@ -105,6 +106,7 @@ RANK = (
     ),
     Spec("kv_event_batches", "counter", "batches of KV events announced, with --kv-events-config"),
     Spec("generated_tokens", "counter", "tokens sampled"),
+    Spec("generated_tokens_per_s", "gauge", "the same per second, over the second before the report"),
     Spec("retractions", "counter", "running requests sent back to the waiting queue for memory"),
     Spec(
         "deadline_missed",
@@ -167,17 +169,6 @@ RANK = (
     Spec("kv_transport_fallbacks", "counter", "pairs that changed to a slower transport"),
 )
 
-COMPAT = (
-    Spec("sglang:num_queue_reqs", "gauge", "requests waiting (SGLang's name, read by autoscalers)"),
-    Spec("sglang:num_running_reqs", "gauge", "requests decoding"),
-    Spec("sglang:token_usage", "gauge", "same value as baton_kv_usage_ratio"),
-)
-_COMPAT_SOURCES = {
-    "sglang:num_queue_reqs": ('requests{state="waiting"}', 'requests{state="opening"}'),
-    "sglang:num_running_reqs": ('requests{state="running"}',),
-    "sglang:token_usage": ("kv_usage_ratio",),
-}
-
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 
 
@@ -209,13 +200,6 @@ class _RankCollector(Collector):
                     [str(dp_rank), *labels.values()], _cumulated(specs[name].buckets, columns.counts), columns.sum
                 )
         yield from families.values()
-        for spec in COMPAT:
-            compat = GaugeMetricFamily(spec.name, spec.help, labels=["dp_rank"])
-            for dp_rank, (gauges, _, _) in sorted(self.reports.items()):
-                found = [gauges[key] for key in _COMPAT_SOURCES[spec.name] if key in gauges]
-                if found:
-                    compat.add_metric([str(dp_rank)], sum(found))
-            yield compat
 
     def describe(self) -> Sequence[Metric]:
         return ()
@@ -229,7 +213,10 @@ def _cumulated(bounds: Sequence[float], counts: Sequence[int]) -> list[tuple[str
 class Metrics:
     """The front's metrics, one instance per process (own registry: tests start several)."""
 
-    def __init__(self, version: str = "", mode: str = "", model: str = "") -> None:
+    def __init__(
+        self, version: str = "", mode: str = "", model: str = "", page_size: int = 16, compat_names: str = "none"
+    ) -> None:
+        """`compat_names`: --metrics-compat."""
         disable_created_metrics()  # type: ignore[no-untyped-call]  # a second series per counter and histogram that nobody reads
         self.registry = CollectorRegistry()
         made = {s.name: self._make(s) for s in FRONT}
@@ -253,6 +240,13 @@ class Metrics:
         ProcessCollector(namespace=PREFIX.rstrip("_"), registry=self.registry)
         self._ranks = _RankCollector()
         self.registry.register(self._ranks)
+        self.registry.register(compat.CompatCollector(compat_names, model, page_size, PREFIX, self._native))
+        self._made = tuple(made.values())
+
+    def _native(self) -> Iterator[Metric]:
+        for metric in self._made:
+            yield from metric.collect()
+        yield from self._ranks.collect()
 
     def _make(self, spec: Spec) -> Any:
         name = PREFIX + spec.name
@@ -278,8 +272,6 @@ class Metrics:
 
 def exported_name(spec: Spec) -> str:
     """The name as it appears in /metrics."""
-    if spec in COMPAT:
-        return spec.name
     return PREFIX + spec.name + {"counter": "_total", "info": "_info"}.get(spec.kind, "")
 
 
@@ -289,14 +281,13 @@ def markdown() -> str:
     for title, specs in (
         ("Written by the front process", FRONT),
         ("Written by each rank (label `dp_rank`)", RANK),
-        ("Compatibility names (label `dp_rank`)", COMPAT),
     ):
         out += [f"### {title}", "", "| metric | type | labels | meaning |", "|---|---|---|---|"]
         for s in specs:
             labels = ", ".join(f"`{label}`" for label in s.labels) or "-"
             out.append(f"| `{exported_name(s)}` | {'gauge' if s.kind == 'info' else s.kind} | {labels} | {s.help} |")
         out.append("")
-    return "\n".join(out)
+    return "\n".join([*out, compat.markdown()])
 
 
 if __name__ == "__main__":

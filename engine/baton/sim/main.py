@@ -47,7 +47,7 @@ NOT_SIMULATED = frozenset({
     "disaggregation_transfer_backend", "transfer_port", "cluster_key", "kv_lease_secs", "kv_transfer_timeout_secs",
     "num_reserved_decode_tokens", "tp_size", "dp_size", "device", "attention_backend", "cpu_threads", "kv_pool_mib",
     "schedule_policy", "random_seed", "log_level", "abort_on_priority_when_disabled", "stream_interval",
-    "drain_timeout_secs", "decision_log", "scheduler_trace", "kv_events_config", "host_kv_gib",
+    "drain_timeout_secs", "decision_log", "scheduler_trace", "kv_events_config", "host_kv_gib", "metrics_compat",
 })  # fmt: skip
 """Engine flags without a meaning here: refused, not swallowed. Every other one is taken from EngineConfig."""
 
