@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from baton.request import SamplingParams
+from baton.sched import replay
 from tests.parity.conftest import Reference
 from tests.support.checkpoints import VOCAB, reference_greedy
 from tests.support.engine_run import answer, greedy, make_engine
@@ -61,3 +62,19 @@ def test_sampled_tokens_do_not_depend_on_batch_chunk_or_overlap(reference: Calla
     together = make_engine(ref.path, chunked_prefill_size=8, page_size=8)
     assert answer(together, prompts, params) == alone
     assert len({tuple(a) for a in alone}) == 3
+
+
+def test_a_real_engines_trace_replays_to_the_same_plans(reference: Callable[[str], Reference]) -> None:
+    """Times, sampled tokens and overlap of a real run: nothing that decides is missing in --scheduler-trace."""
+    lines: list[str] = []
+    engine = make_engine(
+        reference("llama").path, trace=lines.append, max_total_tokens=120, schedule_conservativeness=0.05,
+        schedule_policy="srpt-aging", chunked_prefill_size=16, step_target_ms=5.0,
+    )  # fmt: skip
+    prompts = prompts_of(random.Random(4), [3, 17, 33, 64, 5, 40])
+    answer(engine, prompts, greedy(STEPS), stagger=2)
+    engine.close()
+    planned = sum(engine.sched.decisions.steps.values())
+    done = replay.replay(lines)
+    assert (done.difference, done.requests, done.plans) == (None, len(prompts), planned)
+    assert engine.sched.retractions > 0, "the pool was meant to be too small"

@@ -16,9 +16,9 @@ from baton.runtime.engine import Engine
 _handles = itertools.count(1)
 
 
-def make_engine(path: Path | str, **flags: object) -> Engine:
+def make_engine(path: Path | str, *, trace: Callable[[str], None] | None = None, **flags: object) -> Engine:
     values = {"model_path": str(path), "dtype": "float32", "cpu_threads": 1, "page_size": 4, "max_total_tokens": 2048}
-    return runtime.load(build({"chunked_prefill_size": 64, **values, **flags}), str(path)).engine()
+    return runtime.load(build({"chunked_prefill_size": 64, **values, **flags}), str(path)).engine(trace=trace)
 
 
 def answer(
