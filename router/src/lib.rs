@@ -95,4 +95,20 @@ impl App {
         health::start(self, &worker);
         Ok(worker)
     }
+
+    /// No new requests for this worker; it is removed when those in flight have ended.
+    pub(crate) fn drain(self: &Arc<Self>, worker: &Arc<registry::Worker>) {
+        if !self.registry.start_drain(worker) {
+            return;
+        }
+        let (app, worker) = (Arc::downgrade(self), worker.clone());
+        tokio::spawn(async move {
+            worker.until_idle().await;
+            if let Some(app) = app.upgrade()
+                && app.registry.remove(worker.id).is_some()
+            {
+                tracing::info!(url = %worker.url(), "worker drained and removed");
+            }
+        });
+    }
 }

@@ -7,7 +7,8 @@
 //!    and the policies are told;
 //! 3. probes fail or a connection is refused: `Unhealthy`, its candidates leave and the policies forget them: what
 //!    restarts comes back with an empty cache. A good probe makes it `Ready` again, with new candidates;
-//! 4. removed: it leaves the snapshot at once; requests in flight hold their candidate and finish.
+//! 4. drained: `Draining`, its candidates leave, it is removed when the last request in flight has ended;
+//! 5. removed: it leaves the snapshot at once; requests in flight hold their candidate and finish.
 //!
 //! Invariants: a candidate's load is the number of living [`LoadGuard`]s; ids are never used twice; decisions of one role
 //! are made one after the other, each seeing the loads of those before.
@@ -48,6 +49,8 @@ pub enum State {
     Rejected {
         reason: String,
     },
+    /// Gets no new request; removed when those in flight have ended. There is no way back.
+    Draining,
 }
 
 impl State {
@@ -57,12 +60,13 @@ impl State {
             State::Ready => "ready",
             State::Unhealthy { .. } => "unhealthy",
             State::Rejected { .. } => "rejected",
+            State::Draining => "draining",
         }
     }
 
     pub fn reason(&self) -> Option<&str> {
         match self {
-            State::Starting | State::Ready => None,
+            State::Starting | State::Ready | State::Draining => None,
             State::Unhealthy { reason } | State::Rejected { reason } => Some(reason),
         }
     }
@@ -92,6 +96,8 @@ pub struct Worker {
     state: RwLock<(State, Arc<Description>)>,
     /// Requests in flight by rank. Kept while the worker is out: what still runs on it counts when it returns.
     loads: Mutex<Vec<Arc<AtomicUsize>>>,
+    /// Told when the load of a rank falls to 0.
+    idle: Notify,
     health_task: Mutex<Option<AbortHandle>>,
 }
 
@@ -129,6 +135,18 @@ impl Worker {
     pub fn load(&self) -> usize {
         let loads = self.loads.lock();
         loads.iter().map(|load| load.load(Ordering::Relaxed)).sum()
+    }
+
+    /// Wait until nothing is in flight.
+    pub async fn until_idle(&self) {
+        loop {
+            // Made before looking: it is woken by what happens from here on.
+            let told = self.idle.notified();
+            if self.load() == 0 {
+                return;
+            }
+            told.await;
+        }
     }
 
     fn load_of(&self, rank: Option<u32>) -> Arc<AtomicUsize> {
@@ -279,7 +297,9 @@ impl LoadGuard {
 impl Drop for LoadGuard {
     fn drop(&mut self) {
         let candidate = &self.candidate;
-        candidate.load.fetch_sub(1, Ordering::Relaxed);
+        if candidate.load.fetch_sub(1, Ordering::Relaxed) == 1 {
+            candidate.worker.idle.notify_waiters();
+        }
         let now_ms = now_ms();
         if let Some(breaker) = &candidate.breaker
             && let Some(state) = breaker.lock().on_result(self.outcome, now_ms)
@@ -409,7 +429,8 @@ impl Registry {
     /// Register a worker; the caller starts its health task.
     pub fn add(&self, spec: WorkerSpec) -> Result<Arc<Worker>, RouteError> {
         let mut workers = self.workers.write();
-        if let Some(known) = workers.iter().find(|w| w.spec.url == spec.url) {
+        let is_there = |w: &&Arc<Worker>| w.spec.url == spec.url && w.state() != State::Draining;
+        if let Some(known) = workers.iter().find(is_there) {
             return Err(RouteError::DuplicateWorker {
                 url: spec.url.to_string(),
                 role: known.role(),
@@ -426,6 +447,7 @@ impl Registry {
             suspect: Notify::new(),
             state: RwLock::new((State::Starting, Arc::default())),
             loads: Mutex::default(),
+            idle: Notify::new(),
             health_task: Mutex::default(),
         });
         workers.push(worker.clone());
@@ -434,6 +456,15 @@ impl Registry {
 
     pub fn set_health_task(&self, worker: &Worker, task: AbortHandle) {
         *worker.health_task.lock() = Some(task);
+    }
+
+    /// No new requests for this worker. False: it drains already, or was removed.
+    pub fn start_drain(&self, worker: &Arc<Worker>) -> bool {
+        let is_news = self.set_state(worker, State::Draining, None);
+        if is_news && let Some(task) = worker.health_task.lock().take() {
+            task.abort();
+        }
+        is_news
     }
 
     /// Take a worker out. Requests in flight finish.
@@ -479,22 +510,30 @@ impl Registry {
         })
     }
 
-    /// The only place where a worker changes state. Candidates and policies follow.
-    pub fn set_state(&self, worker: &Arc<Worker>, state: State, description: Option<Description>) {
+    /// The only place where a worker changes state. Candidates and policies follow. False: nothing changed.
+    pub fn set_state(
+        &self,
+        worker: &Arc<Worker>,
+        state: State,
+        description: Option<Description>,
+    ) -> bool {
         // Holding the list keeps a removal from crossing with this: a removed worker stays out.
         let workers = self.workers.read();
         if !workers.iter().any(|w| w.id == worker.id) {
-            return;
+            return false;
         }
         let was = {
             let mut present = worker.state.write();
+            if present.0 == State::Draining {
+                return false;
+            }
             if let Some(description) = description {
                 present.1 = Arc::new(description);
             }
             std::mem::replace(&mut present.0, state.clone())
         };
         if was == state {
-            return;
+            return false;
         }
         let candidates = match &state {
             State::Ready => self.candidates_of(worker),
@@ -503,7 +542,10 @@ impl Registry {
         let (role, url) = (worker.role(), worker.url());
         match &state {
             State::Ready => {
-                tracing::info!(%url, %role, ranks = candidates.len(), "worker is ready")
+                tracing::info!(%url, %role, ranks = candidates.len(), "worker is ready");
+            }
+            State::Draining => {
+                tracing::info!(%url, %role, in_flight = worker.load(), "worker drains");
             }
             _ => {
                 let reason = state.reason().unwrap_or_default();
@@ -511,6 +553,7 @@ impl Registry {
             }
         }
         self.replace_candidates(worker, candidates);
+        true
     }
 
     fn candidates_of(&self, worker: &Arc<Worker>) -> Vec<Arc<Candidate>> {

@@ -159,6 +159,24 @@ pub async fn remove_worker(
     Ok(answer(StatusCode::ACCEPTED, &body))
 }
 
+/// Like DELETE, but the worker stays visible until its requests have ended. Asking again changes nothing.
+pub async fn drain_worker(
+    State(app): State<Arc<App>>,
+    Path(id): Path<String>,
+) -> Result<Response, RouteError> {
+    let worker = find(&app, &id)?;
+    app.drain(&worker);
+    let body = json!({
+        "status": "draining",
+        "worker_id": id,
+        "url": worker.url().to_string(),
+        "load": worker.load(),
+        "location": format!("/workers/{id}"),
+        "message": "no new requests; it is removed when those in flight have ended",
+    });
+    Ok(answer(StatusCode::ACCEPTED, &body))
+}
+
 #[derive(Deserialize)]
 struct NewWorker {
     url: String,
@@ -256,7 +274,8 @@ pub async fn legacy_remove(
         problem,
     })?;
     let workers = app.registry.workers();
-    let worker = workers.iter().find(|w| *w.url() == url);
+    // The newest: older ones with the same address are draining already.
+    let worker = workers.iter().rev().find(|w| *w.url() == url);
     let worker = worker.ok_or_else(|| RouteError::UnknownWorker {
         id: url.to_string(),
     })?;

@@ -79,6 +79,7 @@ pub fn router(app: Arc<App>) -> Router {
             "/workers/{id}",
             get(admin::show_worker).delete(admin::remove_worker),
         )
+        .route("/workers/{id}/drain", post(admin::drain_worker))
         .route("/add_worker", post(admin::legacy_add))
         .route("/remove_worker", post(admin::legacy_remove))
         .route("/list_workers", get(admin::legacy_list))

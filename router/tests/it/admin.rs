@@ -48,6 +48,64 @@ async fn workers_come_and_go_over_rest() {
 }
 
 #[tokio::test]
+async fn a_drained_worker_finishes_its_request_and_goes() {
+    timed(async {
+        let busy = Mock::start(&[Act::Stream(vec![TOKEN], End::Gate)]).await;
+        let other = Mock::start(&[]).await;
+        let router = Router::regular(&[&busy], &[]).await;
+        let mut client = Client::connect(router.running.addr).await;
+        let mut answering = client.chat(true).await;
+        assert!(answering.piece().await.is_some());
+
+        let listed = router.get("/workers").await.json();
+        let id = listed["workers"][0]["id"].as_str().unwrap().to_owned();
+        let drain = format!("/workers/{id}/drain");
+        let drained = router.post(&drain, &Value::Null).await;
+        assert_eq!(
+            (drained.status, drained.json()["load"].as_u64()),
+            (202, Some(1))
+        );
+        assert_eq!(router.chat().await.code(), "no_worker");
+        assert_eq!(router.post(&drain, &Value::Null).await.status, 202);
+        let shown = router.get(&format!("/workers/{id}")).await.json();
+        assert_eq!(
+            (&shown["state"], &shown["load"]),
+            (&json!("draining"), &json!(1))
+        );
+        assert_eq!(
+            router
+                .metric("baton_router_workers{role=\"regular\",state=\"draining\"}")
+                .await,
+            1.0
+        );
+
+        // Its address may be registered again meanwhile, for example with a new role after a restart.
+        router.post("/workers", &json!({"url": other.url()})).await;
+        router.post("/workers", &json!({"url": busy.url()})).await;
+        eventually("both new ones are ready", || async {
+            let list = router.get("/workers").await.json();
+            let states = list["workers"]
+                .as_array()
+                .unwrap()
+                .iter()
+                .map(|w| w["state"].clone());
+            states.collect::<Vec<_>>() == ["draining", "ready", "ready"]
+        })
+        .await;
+
+        busy.release();
+        assert!(answering.read().await.text().ends_with("data: [DONE]\n\n"));
+        eventually("the drained one is gone", || async {
+            router.get(&format!("/workers/{id}")).await.status == 404
+        })
+        .await;
+        assert_eq!(router.post(&drain, &Value::Null).await.code(), "not_found");
+        assert_eq!(router.get("/workers").await.json()["total"], 2);
+    })
+    .await;
+}
+
+#[tokio::test]
 async fn the_older_worker_paths_work_too() {
     timed(async {
         let mock = Mock::start(&[]).await;
