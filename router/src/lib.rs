@@ -11,6 +11,7 @@ mod admission;
 mod body;
 mod clock;
 mod config;
+mod discovery;
 mod dispatch;
 mod error;
 mod health;

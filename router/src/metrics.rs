@@ -79,6 +79,12 @@ specs! {
         "Circuit breaker: 0 closed, 1 half open, 2 open";
     PROBES = Counter "baton_router_health_probes_total" ["role", "result"]
         "Health probes sent";
+    DISCOVERY_UPDATES = Counter "baton_router_discovery_updates_total" ["source", "result"]
+        "Answers of a source of workers (file, regular_pods, prefill_pods, decode_pods); result is applied or failed";
+    DISCOVERY_STALE = Gauge "baton_router_discovery_is_stale" ["source"]
+        "1 while the source cannot be read or names nobody, and the workers found before stay";
+    DISCOVERED = Gauge "baton_router_discovered_workers" ["source", "state"]
+        "Workers found: named now, or kept because no other worker of their role is ready";
     BACKLOG = Gauge "baton_router_backlog_seconds" ["role", "worker"]
         "Predicted time of the prompts sent to a worker and not begun to be answered (cost)";
     UTILISATION = Gauge "baton_router_utilisation_ratio" ["role"]
@@ -123,6 +129,9 @@ pub struct Metrics {
     pub upstream_errors: IntCounterVec,
     pub leg_aborts: IntCounterVec,
     pub probes: IntCounterVec,
+    pub discovery_updates: IntCounterVec,
+    pub discovery_stale: GaugeVec,
+    pub discovered: GaugeVec,
     workers: GaugeVec,
     worker_load: GaugeVec,
     circuit: GaugeVec,
@@ -185,6 +194,9 @@ impl Metrics {
             upstream_errors: counters(&exposed, &UPSTREAM_ERRORS)?,
             leg_aborts: counters(&exposed, &LEG_ABORTS)?,
             probes: counters(&exposed, &PROBES)?,
+            discovery_updates: counters(&exposed, &DISCOVERY_UPDATES)?,
+            discovery_stale: gauges(&exposed, &DISCOVERY_STALE)?,
+            discovered: gauges(&exposed, &DISCOVERED)?,
             workers: gauges(&exposed, &WORKERS)?,
             worker_load: gauges(&exposed, &WORKER_LOAD)?,
             circuit: gauges(&exposed, &CIRCUIT)?,

@@ -25,6 +25,7 @@ use tokio::time::{Instant, interval, sleep, timeout};
 
 use crate::App;
 use crate::config::{ParseStop, RouterConfig, flags_markdown};
+use crate::discovery;
 use crate::http::{metrics_router, router};
 use crate::metrics::metrics_markdown;
 use crate::tcp::tune_client;
@@ -160,9 +161,10 @@ impl Running {
         for spec in specs {
             app.register(spec).map_err(|err| err.to_string())?;
         }
+        discovery::start(&app).await?;
         for role in app.serving_roles() {
             if app.registry.count(*role).0 == 0 {
-                tracing::warn!(%role, "no worker of this role yet; POST one to /workers");
+                tracing::warn!(%role, "no worker of this role yet; wait for discovery, or POST one to /workers");
             }
         }
         evict_regularly(&app);

@@ -7,6 +7,7 @@
 //! Every flag can also come from the environment as `BATON_ROUTER_FLAG_<NAME>`. The prefix is odd on purpose: in
 //! Kubernetes a Service called `baton-router` sets `BATON_ROUTER_PORT=tcp://…` in every pod.
 
+mod discovery;
 mod refused;
 mod worker_url;
 
@@ -37,6 +38,8 @@ pub struct RouterConfig {
     pub listen: Listen,
     #[command(flatten)]
     pub workers: Workers,
+    #[command(flatten)]
+    pub discovery: discovery::Discovery,
     #[command(flatten)]
     pub routing: Routing,
     #[command(flatten)]
@@ -439,6 +442,9 @@ impl RouterConfig {
             "--dp-aware learns the ranks from healthy workers; drop --disable-health-check"
                 .to_owned(),
         );
+        for text in self.discovery.complaints(self.workers.pd_disaggregation) {
+            rule(false, text);
+        }
         if let Err(problems) = self.worker_specs() {
             for text in problems {
                 rule(false, text);

@@ -15,8 +15,6 @@ const MTLS: &str = "workers are reached over plain HTTP; put a mesh or a tunnel 
 const TOKENIZER: &str = "the router does not tokenise; it counts characters and learns from what workers report, drop the flag";
 const PARSERS: &str = "answers pass through untouched; give the parser to the engine";
 const HISTORY: &str = "the router keeps no conversations; drop the flag";
-const DISCOVERY: &str =
-    "discovery is not in this version; list workers with flags or POST them to /workers";
 const AUTH: &str = "only one shared key is supported; use --api-key";
 const TRACES: &str = "trace export is not in this version; x-request-id ties the logs of all hops";
 
@@ -37,12 +35,6 @@ pub const REFUSED: &[Refused] = &[
         "log-dir",
         "logs go to standard error; redirect it, or let journald or the container runtime keep it",
     ),
-    refused("service-discovery", DISCOVERY),
-    refused("selector", DISCOVERY),
-    refused("service-discovery-port", DISCOVERY),
-    refused("service-discovery-namespace", DISCOVERY),
-    refused("prefill-selector", DISCOVERY),
-    refused("decode-selector", DISCOVERY),
     refused(
         "prometheus-duration-buckets",
         "histograms share one fixed exponential family, see docs/metrics.md; drop the flag",

@@ -5,7 +5,7 @@ use std::fmt;
 use router_core::Role;
 
 /// `http://host:port` of a worker: no path, no rank, no TLS.
-#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct WorkerUrl {
     /// Name or address without brackets: what sockets and `bootstrap_host` want.
     pub host: String,

@@ -3,6 +3,7 @@
 #![allow(clippy::unwrap_used)]
 
 mod admin;
+mod discovery;
 mod docs;
 mod pd;
 mod policies;

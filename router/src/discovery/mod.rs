@@ -1,0 +1,373 @@
+//! Workers that come and go by themselves: where they are looked for, and how what is found reaches the registry.
+//!
+//! A source ([`file`], [`pods`]) owns a [`Feed`] and tells it, each time it knows better, all workers it sees. The feed
+//! registers what is new, drains what is gone, and swaps what changed its role or bootstrap port.
+//!
+//! Invariants:
+//!
+//! * a feed touches only workers which it registered itself: those of flags and of POST /workers are not its business,
+//!   and one which an operator removed stays out until the source stops naming it and names it again;
+//! * a source that cannot be read changes nothing: the last good answer stays, `baton_router_discovery_is_stale` says so;
+//! * a ready worker that is merely no longer named is drained only while another one of its role is ready: no list,
+//!   however wrong, empties the pool. Being deleted, which a source says of a worker by name, needs no replacement.
+
+mod file;
+mod pods;
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::{Arc, Weak};
+use std::time::Duration;
+
+use router_core::Role;
+
+use crate::App;
+use crate::config::{WorkerSpec, WorkerUrl};
+use crate::registry::Worker;
+
+/// How often it is looked whether workers that were kept for want of others can go, and whether the router is still there.
+const RECHECK: Duration = Duration::from_secs(1);
+
+/// Start all sources the flags name. The first reading of the file happens here, so that its mistakes end the start.
+pub async fn start(app: &Arc<App>) -> Result<(), String> {
+    let flags = &app.config.discovery;
+    if let Some(path) = &flags.discovery_file {
+        file::start(Feed::new(app, "file"), path.into(), app.serving_roles())?;
+    }
+    let selectors = flags.selectors(app.is_pd());
+    if !selectors.is_empty() {
+        let client = pods::client(flags.kubeconfig.as_deref()).await?;
+        for (role, selector) in selectors {
+            let source = match role {
+                Role::Regular => "regular_pods",
+                Role::Prefill => "prefill_pods",
+                Role::Decode => "decode_pods",
+            };
+            let wanted = pods::Wanted {
+                role,
+                selector,
+                port: flags.service_discovery_port,
+                namespace: flags.service_discovery_namespace.clone(),
+            };
+            pods::start(Feed::new(app, source), client.clone(), wanted);
+        }
+    }
+    Ok(())
+}
+
+/// What a source sees.
+#[derive(Debug, Default)]
+pub struct Found {
+    pub workers: Vec<WorkerSpec>,
+    /// Not only absent: the source saw them end.
+    pub deleted: BTreeSet<WorkerUrl>,
+}
+
+struct Own {
+    spec: WorkerSpec,
+    worker: Arc<Worker>,
+}
+
+/// The registry's side of one source.
+pub struct Feed {
+    app: Weak<App>,
+    /// Metric label.
+    source: &'static str,
+    own: BTreeMap<WorkerUrl, Own>,
+    /// No longer named, kept because no other worker of the role is ready.
+    kept: BTreeSet<WorkerUrl>,
+    /// The last failure told, to tell each only once.
+    failure: Option<String>,
+}
+
+impl Feed {
+    fn new(app: &Arc<App>, source: &'static str) -> Self {
+        app.metrics.discovery_stale.with_label_values(&[source]);
+        Self {
+            app: Arc::downgrade(app),
+            source,
+            own: BTreeMap::new(),
+            kept: BTreeSet::new(),
+            failure: None,
+        }
+    }
+
+    /// The router is gone: the source can end.
+    fn is_orphan(&self) -> bool {
+        self.app.strong_count() == 0
+    }
+
+    /// The source was read: bring the registry in line.
+    fn apply(&mut self, found: Found) {
+        let Some(app) = self.app.upgrade() else {
+            return;
+        };
+        self.tell(&app, "applied", None);
+        let named: BTreeMap<WorkerUrl, WorkerSpec> = found
+            .workers
+            .into_iter()
+            .map(|spec| (spec.url.clone(), spec))
+            .collect();
+        for (url, spec) in &named {
+            match self.own.get(url) {
+                Some(own) if own.spec == *spec => {}
+                Some(own) => {
+                    app.drain(&own.worker);
+                    self.register(&app, spec);
+                }
+                None => self.register(&app, spec),
+            }
+        }
+        let gone = self.own.keys().filter(|url| !named.contains_key(*url));
+        self.kept = gone.cloned().collect();
+        for url in found.deleted.intersection(&self.kept.clone()) {
+            self.drop_own(&app, url);
+        }
+        self.let_go(&app);
+        self.show(&app);
+    }
+
+    /// The source could not be read: what was found before stays.
+    fn failed(&mut self, why: String) {
+        if let Some(app) = self.app.upgrade() {
+            self.tell(&app, "failed", Some(why));
+        }
+    }
+
+    /// See whether kept workers can go now.
+    fn recheck(&mut self) {
+        if !self.kept.is_empty()
+            && let Some(app) = self.app.upgrade()
+        {
+            self.let_go(&app);
+            self.show(&app);
+        }
+    }
+
+    fn tell(&mut self, app: &App, result: &str, failure: Option<String>) {
+        let labels = [self.source, result];
+        app.metrics
+            .discovery_updates
+            .with_label_values(&labels)
+            .inc();
+        let is_stale = app
+            .metrics
+            .discovery_stale
+            .with_label_values(&[self.source]);
+        is_stale.set(f64::from(u8::from(failure.is_some())));
+        if failure == self.failure {
+            return;
+        }
+        match &failure {
+            Some(why) => tracing::error!(
+                source = self.source,
+                why,
+                workers = self.own.len(),
+                "discovery failed, the workers found before stay"
+            ),
+            None => tracing::info!(source = self.source, "discovery works again"),
+        }
+        self.failure = failure;
+    }
+
+    fn register(&mut self, app: &Arc<App>, spec: &WorkerSpec) {
+        self.own.remove(&spec.url);
+        match app.register(spec.clone()) {
+            Ok(worker) => {
+                let spec = spec.clone();
+                self.own.insert(spec.url.clone(), Own { spec, worker });
+            }
+            Err(err) => {
+                tracing::warn!(source = self.source, %err, "cannot register a worker that was found");
+            }
+        }
+    }
+
+    fn drop_own(&mut self, app: &Arc<App>, url: &WorkerUrl) {
+        self.kept.remove(url);
+        if let Some(own) = self.own.remove(url) {
+            app.drain(&own.worker);
+        }
+    }
+
+    /// Drain those of `kept` that nobody needs.
+    fn let_go(&mut self, app: &Arc<App>) {
+        let workers = app.registry.workers();
+        let kept = self.kept.iter().filter_map(|url| self.own.get(url));
+        let kept: BTreeSet<u64> = kept.map(|own| own.worker.id).collect();
+        // An operator may have removed one: then it is not in the list.
+        let serving = || workers.iter().filter(|w| w.is_ready());
+        let is_needed = |own: &Own| {
+            let mut others = serving().filter(|w| w.role() == own.spec.role);
+            serving().any(|w| w.id == own.worker.id) && !others.any(|w| !kept.contains(&w.id))
+        };
+        let can_go = self.kept.iter().filter(|url| {
+            let own = self.own.get(*url);
+            own.is_none_or(|own| !is_needed(own))
+        });
+        for url in can_go.cloned().collect::<Vec<_>>() {
+            self.drop_own(app, &url);
+        }
+    }
+
+    fn show(&self, app: &App) {
+        let kept = self.kept.len();
+        let gauge = |state| {
+            app.metrics
+                .discovered
+                .with_label_values(&[self.source, state])
+        };
+        let (was, shown) = (gauge("kept").get(), kept as f64);
+        gauge("named").set((self.own.len() - kept) as f64);
+        gauge("kept").set(shown);
+        if shown > was {
+            tracing::warn!(
+                source = self.source,
+                kept,
+                "workers are no longer named, but no other of their role is ready: they stay until one is"
+            );
+        }
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use tokio::sync::watch;
+
+    use super::*;
+    use crate::config::RouterConfig;
+    use crate::registry::State;
+
+    struct World {
+        app: Arc<App>,
+        feed: Feed,
+    }
+
+    fn spec(text: &str) -> WorkerSpec {
+        let (role, url) = text.split_once(' ').unwrap();
+        let role = match role {
+            "p" => Role::Prefill,
+            _ => Role::Decode,
+        };
+        WorkerSpec::new(url, role, None).unwrap()
+    }
+
+    impl World {
+        fn new() -> World {
+            let argv = ["baton-router", "--pd-disaggregation"].map(str::to_owned);
+            let config = RouterConfig::parse(&argv).unwrap();
+            let (_cut, seen) = watch::channel(false);
+            let app = Arc::new(App::new(config, seen).unwrap());
+            let feed = Feed::new(&app, "file");
+            World { app, feed }
+        }
+
+        fn apply(&mut self, workers: &[&str], deleted: &[&str]) {
+            let deleted = deleted.iter().map(|url| WorkerUrl::parse(url).unwrap());
+            let found = Found {
+                workers: workers.iter().map(|text| spec(text)).collect(),
+                deleted: deleted.collect(),
+            };
+            self.feed.apply(found);
+        }
+
+        /// All that are registered become ready, but for those that drain.
+        fn all_ready(&self) {
+            for worker in self.app.registry.workers() {
+                self.app.registry.set_state(&worker, State::Ready, None);
+            }
+        }
+
+        /// What can be chosen or may become so.
+        fn urls(&self) -> Vec<String> {
+            let workers = self.app.registry.workers();
+            let workers = workers.iter().filter(|w| w.state() != State::Draining);
+            let mut urls: Vec<String> = workers
+                .map(|w| format!("{} {}", &w.role().label()[..1], w.url().authority()))
+                .collect();
+            urls.sort();
+            urls
+        }
+    }
+
+    #[tokio::test]
+    async fn what_is_named_is_registered_and_what_is_not_goes() {
+        let mut world = World::new();
+        world.apply(&["p a:1", "p b:1", "d c:1"], &[]);
+        world.all_ready();
+        assert_eq!(world.urls(), ["d c:1", "p a:1", "p b:1"]);
+        world.apply(&["p b:1", "d c:1", "d e:1"], &[]);
+        assert_eq!(world.urls(), ["d c:1", "d e:1", "p b:1"]);
+    }
+
+    #[tokio::test]
+    async fn the_last_ready_of_a_role_stays_until_another_is_ready() {
+        let mut world = World::new();
+        world.apply(&["p a:1", "d c:1"], &[]);
+        world.all_ready();
+        world.apply(&[], &[]);
+        assert_eq!(world.urls(), ["d c:1", "p a:1"]);
+        // A whole new fleet is named, and does not answer yet.
+        world.apply(&["p b:1", "d e:1"], &[]);
+        assert_eq!(world.urls(), ["d c:1", "d e:1", "p a:1", "p b:1"]);
+        assert_eq!(world.feed.kept.len(), 2);
+        world.all_ready();
+        world.feed.recheck();
+        assert_eq!(world.urls(), ["d e:1", "p b:1"]);
+        assert!(world.feed.kept.is_empty());
+    }
+
+    #[tokio::test]
+    async fn a_deleted_or_dead_worker_needs_no_replacement() {
+        let mut world = World::new();
+        world.apply(&["p a:1", "d c:1"], &[]);
+        world.all_ready();
+        world.apply(&["d c:1"], &["http://a:1"]);
+        assert_eq!(world.urls(), ["d c:1"]);
+        world.apply(&[], &[]);
+        assert_eq!(world.urls(), ["d c:1"]);
+        let worker = world.app.registry.workers().pop().unwrap();
+        let reason = String::new();
+        let state = State::Unhealthy { reason };
+        world.app.registry.set_state(&worker, state, None);
+        world.feed.recheck();
+        assert!(world.urls().is_empty());
+    }
+
+    #[tokio::test]
+    async fn a_new_role_is_a_new_worker_and_what_others_registered_stays() {
+        let mut world = World::new();
+        world.app.register(spec("p z:1")).unwrap();
+        world.apply(&["p a:1", "d z:1"], &[]);
+        assert_eq!(world.urls(), ["p a:1", "p z:1"]);
+        world.apply(&["d a:1"], &[]);
+        assert_eq!(world.urls(), ["d a:1", "p z:1"]);
+        world.apply(&[], &[]);
+        assert_eq!(world.urls(), ["p z:1"]);
+    }
+
+    #[tokio::test]
+    async fn what_an_operator_removed_stays_out_while_it_is_named() {
+        let mut world = World::new();
+        world.apply(&["p a:1"], &[]);
+        let id = world.app.registry.workers()[0].id;
+        world.app.registry.remove(id);
+        world.apply(&["p a:1", "d c:1"], &[]);
+        assert_eq!(world.urls(), ["d c:1"]);
+        world.apply(&["d c:1"], &[]);
+        world.apply(&["p a:1", "d c:1"], &[]);
+        assert_eq!(world.urls(), ["d c:1", "p a:1"]);
+    }
+
+    #[tokio::test]
+    async fn a_failed_reading_changes_nothing_and_is_told() {
+        let mut world = World::new();
+        world.apply(&["p a:1"], &[]);
+        world.feed.failed("unreadable".into());
+        assert_eq!(world.urls(), ["p a:1"]);
+        let stale = world.app.metrics.discovery_stale.clone();
+        assert_eq!(stale.with_label_values(&["file"]).get(), 1.0);
+        world.apply(&["p a:1"], &[]);
+        assert_eq!(stale.with_label_values(&["file"]).get(), 0.0);
+    }
+}

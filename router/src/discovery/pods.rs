@@ -1,0 +1,367 @@
+//! Kubernetes pods of one label selector: a worker is a pod that is Ready and has an IP.
+//!
+//! kube's watcher lists once, then watches with bookmarks; it resumes a cut watch at the version it had, lists anew when
+//! that version is gone (410), and waits between failures (0.8 s doubling to 30 s). A pod that is deleted, or has been told
+//! to terminate, is drained at once; one that stops being Ready or is missing from a new list is drained as soon as
+//! another worker of its role is ready ([`Feed`]).
+//!
+//! It needs the verbs list and watch on pods.
+
+use std::collections::{BTreeSet, HashMap};
+use std::pin::pin;
+
+use futures_util::StreamExt;
+use k8s_openapi::api::core::v1::Pod;
+use kube::config::{KubeConfigOptions, Kubeconfig};
+use kube::runtime::WatchStreamExt;
+use kube::runtime::watcher::{self, Event, watcher};
+use kube::{Api, Client, Config, ResourceExt};
+use router_core::Role;
+use tokio::time::{MissedTickBehavior, interval};
+
+use super::{Feed, Found, RECHECK};
+use crate::config::{WorkerSpec, WorkerUrl};
+
+/// Where a prefill pod says its bootstrap port; the first found counts. The second is the name of SGLang's router.
+const BOOTSTRAP_PORT: [&str; 2] = ["baton.dev/bootstrap-port", "sglang.ai/bootstrap-port"];
+/// A server of the same cluster that does not accept for this long is down.
+const CONNECT_TIMEOUT: std::time::Duration = std::time::Duration::from_secs(5);
+
+/// Which pods, as what.
+pub struct Wanted {
+    pub role: Role,
+    pub selector: String,
+    pub port: u16,
+    /// '*': all; none: that of the configuration, in a pod its own.
+    pub namespace: Option<String>,
+}
+
+/// Find the API server. Nothing is sent yet.
+pub async fn client(kubeconfig: Option<&str>) -> Result<Client, String> {
+    let mut config = match kubeconfig {
+        Some(path) => {
+            let refused = |err: kube::config::KubeconfigError| {
+                format!("--kubeconfig {path}: {err}; give a kubeconfig file")
+            };
+            let file = Kubeconfig::read_from(path).map_err(refused)?;
+            let options = KubeConfigOptions::default();
+            let config = Config::from_custom_kubeconfig(file, &options).await;
+            config.map_err(refused)?
+        }
+        None => Config::infer().await.map_err(|err| {
+            format!(
+                "--service-discovery: no way to reach Kubernetes: {err}; run in a pod with a service account, or give --kubeconfig"
+            )
+        })?,
+    };
+    config.connect_timeout = Some(CONNECT_TIMEOUT);
+    Client::try_from(config).map_err(|err| format!("--service-discovery: {err}"))
+}
+
+pub fn start(feed: Feed, client: Client, wanted: Wanted) {
+    tokio::spawn(follow(feed, client, wanted));
+}
+
+/// What a pod means to the router.
+#[derive(Debug, Clone, PartialEq)]
+enum Seen {
+    Serving(WorkerSpec),
+    /// It has been told to terminate.
+    Ending(WorkerUrl),
+    /// Not Ready, no address yet, or not usable.
+    Nothing,
+}
+
+async fn follow(mut feed: Feed, client: Client, wanted: Wanted) {
+    let (api, place): (Api<Pod>, String) = match wanted.namespace.as_deref() {
+        Some("*") => (Api::all(client), "all namespaces".to_owned()),
+        Some(name) => (Api::namespaced(client, name), format!("namespace {name}")),
+        None => {
+            let place = format!("namespace {}", client.default_namespace());
+            (Api::default_namespaced(client), place)
+        }
+    };
+    tracing::info!(role = %wanted.role, selector = wanted.selector, place, "watching pods");
+    let config = watcher::Config::default().labels(&wanted.selector);
+    let mut events = pin!(watcher(api, config).default_backoff());
+    let mut pods = Pods::new(&wanted);
+    let mut turn = interval(RECHECK);
+    turn.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    loop {
+        let event = tokio::select! {
+            event = events.next() => event,
+            _ = turn.tick() => {
+                if feed.is_orphan() {
+                    return;
+                }
+                feed.recheck();
+                continue;
+            }
+        };
+        match event {
+            Some(Ok(event)) => {
+                if let Some(found) = pods.take(event) {
+                    feed.apply(found);
+                }
+            }
+            Some(Err(err)) => feed.failed(explained(&err, &place)),
+            None => return feed.failed("the watch ended for good; restart the router".to_owned()),
+        }
+    }
+}
+
+/// All pods of the selector as they were last told.
+struct Pods<'a> {
+    wanted: &'a Wanted,
+    /// By uid: a pod made anew under an old name is another pod.
+    known: HashMap<String, Seen>,
+    /// A new list that is still coming in.
+    relisted: HashMap<String, Seen>,
+}
+
+impl<'a> Pods<'a> {
+    fn new(wanted: &'a Wanted) -> Self {
+        Self {
+            wanted,
+            known: HashMap::new(),
+            relisted: HashMap::new(),
+        }
+    }
+
+    /// `Some` when the set of workers may have changed.
+    fn take(&mut self, event: Event<Pod>) -> Option<Found> {
+        let mut deleted = BTreeSet::new();
+        match event {
+            Event::Init => {
+                self.relisted.clear();
+                return None;
+            }
+            Event::InitApply(pod) => {
+                self.relisted.insert(uid(&pod), seen(&pod, self.wanted));
+                return None;
+            }
+            Event::InitDone => self.known = std::mem::take(&mut self.relisted),
+            Event::Apply(pod) => {
+                let now = seen(&pod, self.wanted);
+                if self.known.insert(uid(&pod), now.clone()).as_ref() == Some(&now) {
+                    return None;
+                }
+            }
+            Event::Delete(pod) => {
+                self.known.remove(&uid(&pod));
+                deleted.extend(address(&pod, self.wanted.port));
+            }
+        }
+        let mut workers: Vec<WorkerSpec> = Vec::new();
+        for seen in self.known.values() {
+            match seen {
+                Seen::Serving(spec) => workers.push(spec.clone()),
+                Seen::Ending(url) => {
+                    deleted.insert(url.clone());
+                }
+                Seen::Nothing => {}
+            }
+        }
+        Some(Found { workers, deleted })
+    }
+}
+
+fn uid(pod: &Pod) -> String {
+    let name = || format!("{}/{}", pod.namespace().unwrap_or_default(), pod.name_any());
+    pod.uid().unwrap_or_else(name)
+}
+
+fn address(pod: &Pod, port: u16) -> Option<WorkerUrl> {
+    let ip = pod.status.as_ref()?.pod_ip.clone()?;
+    (!ip.is_empty()).then_some(WorkerUrl { host: ip, port })
+}
+
+fn is_ready(pod: &Pod) -> bool {
+    let conditions = pod.status.as_ref().and_then(|s| s.conditions.as_ref());
+    let mut conditions = conditions.into_iter().flatten();
+    conditions.any(|c| c.type_ == "Ready" && c.status == "True")
+}
+
+fn seen(pod: &Pod, wanted: &Wanted) -> Seen {
+    let Some(url) = address(pod, wanted.port) else {
+        return Seen::Nothing;
+    };
+    if pod.metadata.deletion_timestamp.is_some() {
+        return Seen::Ending(url);
+    }
+    if !is_ready(pod) {
+        return Seen::Nothing;
+    }
+    let port = match wanted.role {
+        Role::Prefill => bootstrap_port(pod),
+        Role::Regular | Role::Decode => None,
+    };
+    match WorkerSpec::new(&url.to_string(), wanted.role, port) {
+        Ok(spec) => Seen::Serving(spec),
+        Err(why) => {
+            tracing::error!(
+                pod = pod.name_any(),
+                why,
+                "pod is not used, correct its annotation"
+            );
+            Seen::Nothing
+        }
+    }
+}
+
+fn bootstrap_port(pod: &Pod) -> Option<&str> {
+    let annotations = pod.metadata.annotations.as_ref()?;
+    let given = BOOTSTRAP_PORT
+        .iter()
+        .find_map(|name| annotations.get(*name));
+    given.map(|port| port.trim())
+}
+
+fn explained(err: &watcher::Error, place: &str) -> String {
+    let status = match err {
+        watcher::Error::InitialListFailed(kube::Error::Api(status))
+        | watcher::Error::WatchStartFailed(kube::Error::Api(status))
+        | watcher::Error::WatchFailed(kube::Error::Api(status))
+        | watcher::Error::WatchError(status) => status,
+        _ => return format!("{err}; is the API server up?"),
+    };
+    let told = &status.message;
+    match status.code {
+        401 | 403 => format!(
+            "Kubernetes refuses ({}) to show the pods of {place}: {told}; give the router's service account the verbs list and watch on pods there",
+            status.code
+        ),
+        code => format!("Kubernetes answered {code} about the pods of {place}: {told}"),
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    fn wanted(role: Role) -> Wanted {
+        Wanted {
+            role,
+            selector: String::new(),
+            port: 30000,
+            namespace: None,
+        }
+    }
+
+    fn pod(changes: serde_json::Value) -> Pod {
+        let mut value = json!({
+            "metadata": {"name": "x", "uid": "u", "annotations": {}},
+            "status": {"podIP": "10.0.0.1", "conditions": [{"type": "Ready", "status": "True"}]},
+        });
+        for (path, change) in changes.as_object().unwrap() {
+            *value.pointer_mut(path).unwrap() = change.clone();
+        }
+        serde_json::from_value(value).unwrap()
+    }
+
+    fn spec(pod: &Pod, role: Role) -> WorkerSpec {
+        match seen(pod, &wanted(role)) {
+            Seen::Serving(spec) => spec,
+            other => panic!("{other:?}"),
+        }
+    }
+
+    #[test]
+    fn only_ready_pods_with_an_address_serve() {
+        let role = Role::Decode;
+        assert_eq!(
+            spec(&pod(json!({})), role).url.to_string(),
+            "http://10.0.0.1:30000"
+        );
+        let v6 = pod(json!({"/status/podIP": "fd00::1"}));
+        assert_eq!(spec(&v6, role).url.to_string(), "http://[fd00::1]:30000");
+        for changes in [
+            json!({"/status/podIP": null}),
+            json!({"/status": {}}),
+            json!({"/status/conditions/0/status": "False"}),
+            json!({"/status/conditions/0/type": "Initialized"}),
+        ] {
+            assert_eq!(seen(&pod(changes), &wanted(role)), Seen::Nothing);
+        }
+        let mut ending = pod(json!({}));
+        let stamp = json!("2026-01-01T00:00:00Z");
+        ending.metadata.deletion_timestamp = Some(serde_json::from_value(stamp).unwrap());
+        let url = WorkerUrl::parse("http://10.0.0.1:30000").unwrap();
+        assert_eq!(seen(&ending, &wanted(role)), Seen::Ending(url));
+    }
+
+    #[test]
+    fn bootstrap_ports_come_from_either_annotation_of_prefill_pods() {
+        use crate::config::Bootstrap;
+        let with = |annotations| pod(json!({"/metadata/annotations": annotations}));
+        for (annotations, port) in [
+            (json!({}), Bootstrap::FromWorker),
+            (
+                json!({"sglang.ai/bootstrap-port": "8998"}),
+                Bootstrap::Port(8998),
+            ),
+            (json!({"baton.dev/bootstrap-port": "none"}), Bootstrap::Null),
+            (
+                json!({"sglang.ai/bootstrap-port": "1", "baton.dev/bootstrap-port": "2"}),
+                Bootstrap::Port(2),
+            ),
+        ] {
+            assert_eq!(
+                spec(&with(annotations.clone()), Role::Prefill).bootstrap,
+                port
+            );
+            assert_eq!(
+                spec(&with(annotations), Role::Decode).bootstrap,
+                Bootstrap::FromWorker
+            );
+        }
+        let bad = with(json!({"baton.dev/bootstrap-port": "x"}));
+        assert_eq!(seen(&bad, &wanted(Role::Prefill)), Seen::Nothing);
+    }
+
+    #[test]
+    fn a_refusal_names_the_remedy() {
+        let status = |code: u16| {
+            let status = json!({"code": code, "message": "told so"});
+            let status: Box<kube::core::Status> = serde_json::from_value(status).unwrap();
+            explained(
+                &watcher::Error::InitialListFailed(kube::Error::Api(status)),
+                "namespace x",
+            )
+        };
+        let text = status(403);
+        for part in [
+            "(403)",
+            "namespace x",
+            "told so",
+            "verbs list and watch on pods",
+        ] {
+            assert!(text.contains(part), "{text}");
+        }
+        assert!(status(500).contains("answered 500"));
+    }
+
+    #[test]
+    fn events_become_sets_of_workers() {
+        let wanted = wanted(Role::Regular);
+        let mut pods = Pods::new(&wanted);
+        let (a, b) = (
+            pod(json!({"/metadata/uid": "a"})),
+            pod(json!({"/metadata/uid": "b", "/status/podIP": "10.0.0.2"})),
+        );
+        assert!(pods.take(Event::Init).is_none());
+        assert!(pods.take(Event::InitApply(a.clone())).is_none());
+        assert_eq!(pods.take(Event::InitDone).unwrap().workers.len(), 1);
+        assert_eq!(pods.take(Event::Apply(b.clone())).unwrap().workers.len(), 2);
+        assert!(pods.take(Event::Apply(b.clone())).is_none(), "nothing new");
+        let found = pods.take(Event::Delete(a)).unwrap();
+        assert_eq!((found.workers.len(), found.deleted.len()), (1, 1));
+        // A new list without b does not say that b was deleted.
+        assert!(pods.take(Event::Init).is_none());
+        let found = pods.take(Event::InitDone).unwrap();
+        assert_eq!((found.workers.len(), found.deleted.len()), (0, 0));
+    }
+}

@@ -1,0 +1,546 @@
+//! Workers found in a file and among pods, the latter through a Kubernetes API server made of a list and an event log.
+
+use std::collections::BTreeMap;
+use std::net::SocketAddr;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use axum::body::Body;
+use axum::extract::{Path, Query, State};
+use axum::response::{IntoResponse, Response};
+use baton_router::{RouterConfig, Running};
+use http::StatusCode;
+use parking_lot::Mutex;
+use serde_json::{Value, json};
+use tokio::net::TcpListener;
+use tokio::sync::watch;
+
+use crate::support::{Act, Client, End, Mock, Router, TOKEN, eventually, timed};
+
+/// A file of its own, removed at the end.
+struct TempFile(PathBuf);
+
+impl TempFile {
+    fn new(text: &str) -> TempFile {
+        static NEXT: AtomicUsize = AtomicUsize::new(0);
+        let number = NEXT.fetch_add(1, Ordering::Relaxed);
+        let name = format!("baton-router-{}-{number}", std::process::id());
+        let file = TempFile(std::env::temp_dir().join(name));
+        file.write(text);
+        file
+    }
+
+    fn write(&self, text: &str) {
+        std::fs::write(&self.0, text).unwrap();
+    }
+
+    fn path(&self) -> &str {
+        self.0.to_str().unwrap()
+    }
+}
+
+impl Drop for TempFile {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_file(&self.0); // a test may have removed it
+    }
+}
+
+async fn urls(router: &Router) -> Vec<String> {
+    let listed = router.get("/workers").await.json();
+    let workers = listed["workers"].as_array().unwrap().iter();
+    let mut urls: Vec<String> = workers
+        .filter(|w| w["state"] == "ready")
+        .map(|w| w["url"].as_str().unwrap().to_owned())
+        .collect();
+    urls.sort();
+    urls
+}
+
+async fn serve_exactly(router: &Router, mocks: &[&Mock]) {
+    let mut wanted: Vec<String> = mocks.iter().map(|mock| mock.url()).collect();
+    wanted.sort();
+    eventually("exactly these serve", || async {
+        urls(router).await == wanted
+    })
+    .await;
+}
+
+async fn stale(router: &Router, source: &str, is: bool) {
+    let line = format!("baton_router_discovery_is_stale{{source=\"{source}\"}}");
+    eventually("the staleness is shown", || async {
+        router.metric(&line).await == f64::from(u8::from(is))
+    })
+    .await;
+}
+
+async fn refused_start(flags: &[&str]) -> String {
+    let argv = ["baton-router", "--host", "127.0.0.1", "--port", "0"];
+    let argv: Vec<String> = argv.iter().chain(flags).map(|f| (*f).to_owned()).collect();
+    let config = RouterConfig::parse(&argv).unwrap();
+    match Running::start(config).await {
+        Ok(_) => panic!("{flags:?} should be refused"),
+        Err(text) => text,
+    }
+}
+
+// ---- file ----
+
+#[tokio::test]
+async fn a_changed_file_changes_the_workers_and_a_broken_one_nothing() {
+    timed(async {
+        let (a, b) = (Mock::start(&[]).await, Mock::start(&[]).await);
+        let file = TempFile::new(&json!([{"url": a.url()}]).to_string());
+        let router = Router::start(&["--discovery-file", file.path()]).await;
+        serve_exactly(&router, &[&a]).await;
+        stale(&router, "file", false).await;
+
+        file.write(&format!(
+            "workers:\n- url: {}\n- url: {}\n",
+            a.url(),
+            b.url()
+        ));
+        serve_exactly(&router, &[&a, &b]).await;
+
+        for broken in ["[{\"url\":", "[]", "- {url: 'http://x:1', role: decode}"] {
+            file.write(broken);
+            stale(&router, "file", true).await;
+            assert_eq!(urls(&router).await.len(), 2, "after {broken}");
+            file.write(&json!([{"url": a.url()}, {"url": b.url()}]).to_string());
+            stale(&router, "file", false).await;
+        }
+        std::fs::remove_file(file.path()).unwrap();
+        stale(&router, "file", true).await;
+        assert_eq!(urls(&router).await.len(), 2);
+
+        // Written beside and renamed over, as editors and config tools do.
+        let next = TempFile::new(&json!([{"url": b.url()}]).to_string());
+        std::fs::rename(next.path(), file.path()).unwrap();
+        serve_exactly(&router, &[&b]).await;
+        assert_eq!(router.chat().await.status, 200);
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn a_fleet_is_replaced_only_by_one_that_answers() {
+    timed(async {
+        let (old, new) = (Mock::start(&[]).await, Mock::start(&[]).await);
+        new.set_unhealthy(true);
+        let file = TempFile::new(&json!([{"url": old.url()}]).to_string());
+        let router = Router::start(&["--discovery-file", file.path()]).await;
+        serve_exactly(&router, &[&old]).await;
+        file.write(&json!([{"url": new.url()}]).to_string());
+        eventually("the old one is kept", || async {
+            let kept = "baton_router_discovered_workers{source=\"file\",state=\"kept\"}";
+            router.metric(kept).await == 1.0
+        })
+        .await;
+        assert_eq!(router.chat().await.status, 200);
+        new.set_unhealthy(false);
+        serve_exactly(&router, &[&new]).await;
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn a_file_wrong_from_the_start_ends_the_start() {
+    timed(async {
+        let file = TempFile::new("- {url: a:1, prot: 3}");
+        let text = refused_start(&["--discovery-file", file.path()]).await;
+        assert!(
+            text.contains("--discovery-file") && text.contains("worker 1: unknown field `prot`"),
+            "{text}"
+        );
+        let text = refused_start(&["--discovery-file", "/nowhere/at/all"]).await;
+        assert!(
+            text.contains("--discovery-file /nowhere/at/all: cannot be read"),
+            "{text}"
+        );
+    })
+    .await;
+}
+
+// ---- pods ----
+
+#[derive(Default)]
+struct Cluster {
+    version: u64,
+    pods: BTreeMap<String, Value>,
+    /// What a watch tells, by version.
+    log: Vec<(u64, Value)>,
+    /// Watches that begin before this version are told 410.
+    oldest: u64,
+    is_forbidden: bool,
+    /// Queries of lists and watches, in order.
+    asked: Vec<BTreeMap<String, String>>,
+}
+
+#[derive(Clone)]
+struct Api {
+    addr: SocketAddr,
+    cluster: Arc<Mutex<Cluster>>,
+    /// Counts changes; an odd-one-out for cuts: the number of cuts so far.
+    news: watch::Sender<(u64, u64)>,
+}
+
+fn pod(ip: &str, app: &str, is_ready: bool) -> Value {
+    let status = if is_ready { "True" } else { "False" };
+    json!({
+        "apiVersion": "v1", "kind": "Pod",
+        "metadata": {"namespace": "serving", "labels": {"app": app}, "annotations": {"sglang.ai/bootstrap-port": "8998"}},
+        "status": {"podIP": ip, "conditions": [{"type": "Ready", "status": status}]},
+    })
+}
+
+impl Api {
+    async fn start() -> Api {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let api = Api {
+            addr: listener.local_addr().unwrap(),
+            cluster: Arc::default(),
+            news: watch::channel((0, 0)).0,
+        };
+        let routes = axum::Router::new()
+            .route(
+                "/api/v1/namespaces/{namespace}/pods",
+                axum::routing::get(pods),
+            )
+            .with_state(api.clone());
+        tokio::spawn(async move { axum::serve(listener, routes).await });
+        api
+    }
+
+    fn kubeconfig(&self) -> TempFile {
+        let config = json!({
+            "apiVersion": "v1", "kind": "Config", "current-context": "x",
+            "clusters": [{"name": "c", "cluster": {"server": format!("http://{}", self.addr)}}],
+            "users": [{"name": "u", "user": {}}],
+            "contexts": [{"name": "x", "context": {"cluster": "c", "user": "u", "namespace": "serving"}}],
+        });
+        TempFile::new(&config.to_string())
+    }
+
+    fn change(&self, change: impl FnOnce(&mut Cluster)) {
+        change(&mut self.cluster.lock());
+        self.news.send_modify(|(changes, _)| *changes += 1);
+    }
+
+    fn put(&self, name: &str, mut pod: Value) {
+        self.change(|cluster| {
+            cluster.version += 1;
+            pod["metadata"]["name"] = name.into();
+            pod["metadata"]["uid"] = format!("uid-{name}").into();
+            pod["metadata"]["resourceVersion"] = cluster.version.to_string().into();
+            let is_new = cluster.pods.insert(name.into(), pod.clone()).is_none();
+            let kind = if is_new { "ADDED" } else { "MODIFIED" };
+            cluster
+                .log
+                .push((cluster.version, json!({"type": kind, "object": pod})));
+        });
+    }
+
+    fn delete(&self, name: &str) {
+        self.change(|cluster| {
+            cluster.version += 1;
+            let mut pod = cluster.pods.remove(name).unwrap();
+            pod["metadata"]["resourceVersion"] = cluster.version.to_string().into();
+            cluster
+                .log
+                .push((cluster.version, json!({"type": "DELETED", "object": pod})));
+        });
+    }
+
+    /// Much happened elsewhere: only a bookmark tells.
+    fn bookmark(&self, version: u64) {
+        self.change(|cluster| {
+            cluster.version = version;
+            let version = version.to_string();
+            let object = json!({"apiVersion": "v1", "kind": "Pod", "metadata": {"resourceVersion": version, "name": ""}});
+            cluster.log.push((cluster.version, json!({"type": "BOOKMARK", "object": object})));
+        });
+    }
+
+    /// All pods vanish, and no event tells.
+    fn lose_all(&self) {
+        self.change(|cluster| {
+            cluster.pods.clear();
+            cluster.version += 1;
+            cluster.oldest = cluster.version;
+        });
+    }
+
+    fn cut(&self) {
+        self.news.send_modify(|(_, cuts)| *cuts += 1);
+    }
+
+    fn asked(&self) -> Vec<BTreeMap<String, String>> {
+        self.cluster.lock().asked.clone()
+    }
+
+    fn lists(&self) -> usize {
+        let is_list = |query: &&BTreeMap<String, String>| !query.contains_key("watch");
+        self.asked().iter().filter(is_list).count()
+    }
+
+    async fn router(&self, kubeconfig: &TempFile, port: u16, flags: &[&str]) -> Router {
+        let port = port.to_string();
+        let mut all = vec!["--service-discovery", "--kubeconfig", kubeconfig.path()];
+        all.extend(["--service-discovery-port", &port]);
+        all.extend(flags);
+        Router::start(&all).await
+    }
+}
+
+fn status(code: u16, reason: &str) -> Value {
+    json!({"kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Failure", "code": code, "reason": reason, "message": reason})
+}
+
+fn matches(pod: &Value, selector: &str) -> bool {
+    let labels = &pod["metadata"]["labels"];
+    let mut wanted = selector
+        .split(',')
+        .filter_map(|label| label.split_once('='));
+    wanted.all(|(key, value)| labels[key] == value)
+}
+
+async fn pods(
+    State(api): State<Api>,
+    Path(namespace): Path<String>,
+    Query(query): Query<BTreeMap<String, String>>,
+) -> Response {
+    assert_eq!(namespace, "serving");
+    let mut cluster = api.cluster.lock();
+    cluster.asked.push(query.clone());
+    if cluster.is_forbidden {
+        let body = status(403, "Forbidden").to_string();
+        return (StatusCode::FORBIDDEN, body).into_response();
+    }
+    let selector = query.get("labelSelector").cloned().unwrap_or_default();
+    if !query.contains_key("watch") {
+        let pods = cluster.pods.values().filter(|pod| matches(pod, &selector));
+        let body = json!({
+            "kind": "PodList", "apiVersion": "v1",
+            "metadata": {"resourceVersion": cluster.version.to_string()},
+            "items": pods.collect::<Vec<_>>(),
+        });
+        return body.to_string().into_response();
+    }
+    let since: u64 = query["resourceVersion"].parse().unwrap();
+    if since < cluster.oldest {
+        let gone = json!({"type": "ERROR", "object": status(410, "Expired")});
+        return format!("{gone}\n").into_response();
+    }
+    drop(cluster);
+    let news = api.news.subscribe();
+    let cuts = news.borrow().1;
+    let events = futures_util::stream::unfold((api, news, since), move |(api, mut news, since)| {
+        let selector = selector.clone();
+        async move {
+            loop {
+                let seen = *news.borrow_and_update();
+                if seen.1 != cuts {
+                    return None;
+                }
+                let next = api
+                    .cluster
+                    .lock()
+                    .log
+                    .iter()
+                    .find(|(v, _)| *v > since)
+                    .cloned();
+                match next {
+                    Some((version, event))
+                        if event["type"] == "BOOKMARK" || matches(&event["object"], &selector) =>
+                    {
+                        let line = Ok::<_, std::io::Error>(format!("{event}\n"));
+                        return Some((line, (api, news, version)));
+                    }
+                    // An event of other pods: an empty piece, to go on behind it.
+                    Some((version, _)) => return Some((Ok(String::new()), (api, news, version))),
+                    None => news.changed().await.ok()?,
+                }
+            }
+        }
+    });
+    Body::from_stream(events).into_response()
+}
+
+/// Mocks on one port of several loopback addresses, as pods are.
+async fn on_one_port(acts: [&[Act]; 3]) -> (Vec<Mock>, u16) {
+    let first = Mock::at("127.0.0.1:0".parse().unwrap(), acts[0]).await;
+    let port = first.addr.port();
+    let mut mocks = vec![first];
+    for (at, acts) in acts.iter().enumerate().skip(1) {
+        let addr = format!("127.0.0.{}:{port}", at + 1).parse().unwrap();
+        mocks.push(Mock::at(addr, acts).await);
+    }
+    (mocks, port)
+}
+
+#[tokio::test]
+async fn ready_pods_serve_and_deleted_ones_drain() {
+    timed(async {
+        let gated: &[Act] = &[Act::Stream(vec![TOKEN], End::Gate), Act::Answer];
+        let (mocks, port) = on_one_port([&[Act::Json(json!({"meta_info": {}}))], gated, &[]]).await;
+        let api = Api::start().await;
+        api.put("p-0", pod("127.0.0.1", "prefill", true));
+        api.put("d-0", pod("127.0.0.2", "decode", true));
+        api.put("d-1", pod("127.0.0.3", "decode", false));
+        api.put("other", pod("127.0.0.4", "database", true));
+        let kubeconfig = api.kubeconfig();
+        let flags =
+            "--pd-disaggregation --prefill-selector app=prefill --decode-selector app=decode";
+        let flags: Vec<&str> = flags.split(' ').collect();
+        let router = api.router(&kubeconfig, port, &flags).await;
+        serve_exactly(&router, &[&mocks[0], &mocks[1]]).await;
+        let listed = router.get("/workers").await.json();
+        let workers = listed["workers"].as_array().unwrap();
+        let prefill = workers
+            .iter()
+            .find(|w| w["worker_type"] == "prefill")
+            .unwrap();
+        assert_eq!(prefill["bootstrap_port"], 8998);
+
+        let mut client = Client::connect(router.running.addr).await;
+        let mut answering = client.chat(true).await;
+        assert!(answering.piece().await.is_some());
+        assert_eq!(mocks[0].seen()[0].body["bootstrap_port"], 8998);
+        api.put("d-1", pod("127.0.0.3", "decode", true));
+        serve_exactly(&router, &[&mocks[0], &mocks[1], &mocks[2]]).await;
+        api.delete("d-0");
+        serve_exactly(&router, &[&mocks[0], &mocks[2]]).await;
+        assert_eq!(
+            router
+                .metric("baton_router_workers{role=\"decode\",state=\"draining\"}")
+                .await,
+            1.0
+        );
+        mocks[1].release();
+        assert!(answering.read().await.text().ends_with("data: [DONE]\n\n"));
+        eventually("the deleted one is gone", || async {
+            router.get("/workers").await.json()["total"] == 2
+        })
+        .await;
+
+        // No replacement is needed to believe in a deletion.
+        api.delete("d-1");
+        serve_exactly(&router, &[&mocks[0]]).await;
+        let asked = api.asked();
+        assert!(
+            asked.iter().all(|q| q["labelSelector"].starts_with("app=")),
+            "{asked:?}"
+        );
+        let watches = asked.iter().filter(|q| q.contains_key("watch"));
+        assert!(
+            watches.clone().all(|q| q["allowWatchBookmarks"] == "true") && watches.count() >= 2
+        );
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn a_cut_watch_goes_on_at_the_last_bookmark() {
+    timed(async {
+        let (mocks, port) = on_one_port([&[], &[], &[]]).await;
+        let api = Api::start().await;
+        api.put("a", pod("127.0.0.1", "x", true));
+        let kubeconfig = api.kubeconfig();
+        let router = api
+            .router(&kubeconfig, port, &["--selector", "app=x"])
+            .await;
+        serve_exactly(&router, &[&mocks[0]]).await;
+        // Behind the bookmark, so that the watch is known to have passed it.
+        api.bookmark(700);
+        api.put("b", pod("127.0.0.2", "x", false));
+        api.bookmark(800);
+        api.put("b", pod("127.0.0.2", "x", true));
+        serve_exactly(&router, &[&mocks[0], &mocks[1]]).await;
+        api.cut();
+        eventually("it watches again from where it was", || async {
+            let asked = api.asked();
+            asked
+                .last()
+                .is_some_and(|q| q.get("resourceVersion").is_some_and(|v| v == "801"))
+        })
+        .await;
+        api.put("c", pod("127.0.0.3", "x", true));
+        serve_exactly(&router, &[&mocks[0], &mocks[1], &mocks[2]]).await;
+        assert_eq!(api.lists(), 1);
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn a_version_that_is_gone_means_a_new_list_and_an_empty_one_empties_nothing() {
+    timed(async {
+        let (mocks, port) = on_one_port([&[], &[], &[]]).await;
+        let api = Api::start().await;
+        api.put("a", pod("127.0.0.1", "x", true));
+        let kubeconfig = api.kubeconfig();
+        let router = api
+            .router(&kubeconfig, port, &["--selector", "app=x"])
+            .await;
+        serve_exactly(&router, &[&mocks[0]]).await;
+        api.lose_all();
+        api.cut();
+        eventually("it lists again", || async { api.lists() == 2 }).await;
+        eventually("the last worker is kept", || async {
+            let kept = "baton_router_discovered_workers{source=\"regular_pods\",state=\"kept\"}";
+            router.metric(kept).await == 1.0
+        })
+        .await;
+        assert_eq!(router.chat().await.status, 200);
+        api.put("b", pod("127.0.0.2", "x", true));
+        serve_exactly(&router, &[&mocks[1]]).await;
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn a_refusal_is_told_and_the_workers_stay() {
+    timed(async {
+        let (mocks, port) = on_one_port([&[], &[], &[]]).await;
+        let api = Api::start().await;
+        api.put("a", pod("127.0.0.1", "x", true));
+        api.change(|cluster| cluster.is_forbidden = true);
+        let kubeconfig = api.kubeconfig();
+        let router = api
+            .router(&kubeconfig, port, &["--selector", "app=x"])
+            .await;
+        stale(&router, "regular_pods", true).await;
+        assert!(urls(&router).await.is_empty());
+        api.change(|cluster| cluster.is_forbidden = false);
+        serve_exactly(&router, &[&mocks[0]]).await;
+        stale(&router, "regular_pods", false).await;
+
+        api.change(|cluster| cluster.is_forbidden = true);
+        api.cut();
+        stale(&router, "regular_pods", true).await;
+        assert_eq!(router.chat().await.status, 200);
+        let failed =
+            "baton_router_discovery_updates_total{result=\"failed\",source=\"regular_pods\"}";
+        assert!(router.metric(failed).await >= 2.0);
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn a_cluster_that_cannot_be_found_ends_the_start() {
+    timed(async {
+        let flags = [
+            "--service-discovery",
+            "--selector",
+            "a=b",
+            "--kubeconfig",
+            "/nowhere/at/all",
+        ];
+        let text = refused_start(&flags).await;
+        assert!(
+            text.contains("--kubeconfig /nowhere/at/all")
+                && text.contains("give a kubeconfig file"),
+            "{text}"
+        );
+    })
+    .await;
+}
