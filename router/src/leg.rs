@@ -84,7 +84,7 @@ pub struct Failure {
 }
 
 /// Codes of errors.py that another pair, or a moment later the same one, may not give.
-const RETRYABLE: [&str; 10] = [
+const RETRYABLE: [&str; 11] = [
     "kv_transfer_failed",
     "kv_transfer_timeout",
     "prefill_failed",
@@ -93,6 +93,7 @@ const RETRYABLE: [&str; 10] = [
     "duplicate_room",
     "engine_dead",
     "queue_full",
+    "queue_timeout",
     "draining",
     "not_ready",
 ];
@@ -103,7 +104,7 @@ const PARTNERS_FAULT: [&str; 4] = [
     "prefill_failed",
     "bootstrap_unreachable",
 ];
-const OVERLOAD: [&str; 3] = ["queue_full", "draining", "not_ready"];
+const OVERLOAD: [&str; 4] = ["queue_full", "draining", "not_ready", "queue_timeout"];
 
 impl Failure {
     /// Whether it may be the other leg's worker that failed.

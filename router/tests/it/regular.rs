@@ -140,6 +140,7 @@ async fn failures_are_retried_on_another_worker() {
     timed(async {
         for bad in [
             Act::Status(503, "queue_full"),
+            Act::Status(503, "queue_timeout"),
             Act::Status(500, "whatever"),
             Act::Drop,
             Act::Stream(vec![], End::Break),
