@@ -104,7 +104,19 @@ class EngineConfig:
     schedule_policy: str = opt(
         "auto",
         "order of the waiting queue; auto: srpt-aging on a prefill node, fcfs elsewhere",
-        choices=("auto", "fcfs", "lpm", "dfs-weight", "lof", "random", "short-first", "srpt-aging", "hrrn", "edf"),
+        choices=(
+            "auto",
+            "fcfs",
+            "lpm",
+            "dfs-weight",
+            "lof",
+            "random",
+            "short-first",
+            "srpt-aging",
+            "hrrn",
+            "edf",
+            "adaptive",
+        ),
     )
     lpm_degrade_threshold: int = opt(4096, "lpm turns to fcfs above this many waiting requests; 0: never")
     lpm_aging_tokens_per_s: float = opt(0.0, "lpm: waiting counts as this many cached tokens per second [tokens/s]")
@@ -124,6 +136,11 @@ class EngineConfig:
     )
     short_first_aging_tokens_per_s: float = opt(500.0, "short-first: waiting shortens a request by this [tokens/s]")
     srpt_aging: float = opt(0.05, "srpt-aging: waiting shortens a prompt by this share of the prefill rate")
+    srpt_aging_backlog_secs: float = opt(
+        0.0, "srpt-aging: with more work than this waiting, ageing shrinks in proportion; 0: never [s of prefill]"
+    )
+    adaptive_window_secs: float = opt(15.0, "adaptive: the orders are compared this often [s]")
+    adaptive_tail_weight: float = opt(0.1, "adaptive: weight of the p99 TTFT against the mean")
     default_deadline_ms: int = opt(60000, "edf: first-token deadline of requests that state none [ms]")
     deadline_miss_action: str = opt(
         "demote",
@@ -159,6 +176,10 @@ class EngineConfig:
     default_priority: int | None = opt(None, "priority of requests that state none (default: below every stated one)")
     priority_aging_rate: float = opt(0.0, "priority gained per second of waiting (order only, never preemption)")
     priority_aging_max: float | None = opt(None, "most priority that waiting can gain (default: no limit)")
+    priority_adjustment_function: str | None = opt(
+        None, "module:callable that may replace a waiting request's priority, called as fn(request, load)"
+    )
+    priority_adjust_interval_ms: int = opt(250, "a waiting request is shown to that function this often [ms]")
     preemption_mode: str = opt(
         "cache",
         "a preempted request's KV: recompute drops it, cache keeps it evictable, offload moves it to the host pool, "
@@ -293,7 +314,14 @@ def _violations(c: EngineConfig) -> list[str]:
         c.decision_log is None or c.decision_log != c.scheduler_trace,
         f"--scheduler-trace {c.scheduler_trace}: is also --decision-log; give two files",
     )
-    for name in ("lpm_aging_tokens_per_s", "short_first_aging_tokens_per_s", "srpt_aging", "priority_aging_rate"):
+    for name in (
+        "lpm_aging_tokens_per_s",
+        "short_first_aging_tokens_per_s",
+        "srpt_aging",
+        "srpt_aging_backlog_secs",
+        "priority_aging_rate",
+        "adaptive_tail_weight",
+    ):
         rule(0 <= getattr(c, name) < 1e12, f"{flag_name(name)} {getattr(c, name)}: must not be negative")
     rule(
         c.short_first_output_weight == "auto" or _is_share(c.short_first_output_weight),
@@ -308,6 +336,14 @@ def _violations(c: EngineConfig) -> list[str]:
         f"--priority-aging-max {c.priority_aging_max}: needs a --priority-aging-rate above 0",
     )
     rule(
+        c.priority_adjustment_function is None or c.enable_priority_scheduling,
+        f"--priority-adjustment-function {c.priority_adjustment_function}: needs --enable-priority-scheduling",
+    )
+    rule(
+        1 <= c.priority_adjust_interval_ms <= 3_600_000,
+        f"--priority-adjust-interval-ms {c.priority_adjust_interval_ms}: use 1 to 3600000",
+    )
+    rule(
         c.default_priority is None or abs(c.default_priority) < 2**31,
         f"--default-priority {c.default_priority}: use an integer between -2147483647 and 2147483647",
     )
@@ -317,6 +353,10 @@ def _violations(c: EngineConfig) -> list[str]:
         "preemption_min_remaining_tokens",
     ):
         rule(getattr(c, name) >= 0, f"{flag_name(name)} {getattr(c, name)}: must not be negative")
+    rule(
+        0.1 <= c.adaptive_window_secs <= 3600,
+        f"--adaptive-window-secs {c.adaptive_window_secs}: use 0.1 to 3600 s; each comparison costs some 10 ms",
+    )
     rule(
         0 <= c.queue_timeout_secs < 1e9,
         f"--queue-timeout-secs {c.queue_timeout_secs}: must not be negative; 0 switches it off",

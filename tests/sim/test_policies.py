@@ -102,6 +102,15 @@ def test_ageing_bounds_how_long_a_long_request_is_overtaken() -> None:
         assert order(policy, [long_one, late], view(), **params) == [1, 3], "50 tokens per second of waiting"
 
 
+def test_with_a_long_queue_srpt_ages_slower_in_proportion() -> None:
+    queue = [seq(1, 5000, arrival=0.0), seq(2, 10, arrival=150.0)]
+    params = {"srpt_aging": 0.05, "srpt_aging_backlog_secs": 10.0}
+    for queued, expected in ((9_000, [1, 2]), (12_000, [1, 2]), (20_000, [2, 1])):
+        at = dataclasses.replace(view(), queued_tokens=queued)
+        assert order("srpt-aging", queue, at, **params) == expected, "150 s * 50/s, times 10 s / 20 s"
+    assert order("srpt-aging", queue, dataclasses.replace(view(), queued_tokens=20_000), srpt_aging=0.05) == [1, 2]
+
+
 def test_random_is_reproducible_changes_per_step_and_is_not_arrival_order() -> None:
     queue = [seq(h, 5) for h in range(50)]
     orders = [order("random", queue, view(step=s)) for s in range(20)]

@@ -204,3 +204,32 @@ def test_a_page_published_elsewhere_compares_no_prompt_again() -> None:
     world.cache._walk = counted  # type: ignore[method-assign, assignment]
     assert [s.handle for s in world.queue.in_order()] == world.defined([])
     assert walks == 0
+
+
+def test_lpm_above_its_threshold_is_exactly_fcfs_and_does_not_flap() -> None:
+    world = World("lpm", PriorityRule(), 4)
+    policy = POLICIES["lpm"](PolicyParams(lpm_degrade_threshold=40))
+    world.queue = WaitingQueue(policy, PriorityRule(), world.view)
+    for _ in range(6):
+        world.publish()
+    while len(world.members) < 41:
+        world.now += 0.25
+        world.members.append(world.new())
+        world.queue.add(world.members[-1])
+        if len(world.members) == 40:
+            assert policy.active == "lpm"
+            by_match = [s.handle for s in world.queue.in_order()]
+    by_arrival = sorted(world.members, key=lambda s: (s.req.arrival, s.handle))
+    assert list(world.queue.in_order()) == by_arrival
+    assert by_match != [s.handle for s in by_arrival if s.handle in by_match]
+    switches = []
+    for size in [*range(40, 29, -1), *range(30, 41), 41, 40]:  # down to 3/4, and up again
+        while len(world.members) > size:
+            world.queue.discard(world.members.pop())
+        while len(world.members) < size:
+            world.members.append(world.new())
+            world.queue.add(world.members[-1])
+        list(world.queue.in_order())
+        switches.append(policy.active)
+    assert switches == ["fcfs"] * 10 + ["lpm"] * 12 + ["fcfs"] * 2
+    assert policy.degraded_total == 2

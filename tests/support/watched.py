@@ -17,11 +17,11 @@ from baton.cache.radix import Node
 from baton.sched.limits import Limits
 from baton.sched.mix import uniform
 from baton.sched.plan import StepPlan, StepResult
-from baton.sched.policy import HOPELESS, LOWEST_PRIORITY, Edf, ShortFirst, SrptAging
+from baton.sched.policy import HOPELESS, LOWEST_PRIORITY, Adaptive, Edf, ShortFirst, SrptAging
 from baton.sched.scheduler import Scheduler
 from baton.sched.seq import Seq, SeqState
 
-CACHE_AWARE = frozenset({"lpm", "short-first", "srpt-aging", "edf", "hrrn"})
+CACHE_AWARE = frozenset({"lpm", "short-first", "srpt-aging", "edf", "hrrn", "adaptive"})
 """Orders that change when the tree does."""
 
 
@@ -148,10 +148,12 @@ class WatchedScheduler(Scheduler):
         return [order[handle] for _, _, _, handle in sorted(found)]
 
     def _key(self, f: Fact) -> float:
-        limits, params = self.limits, self.limits.policy_params
+        params = self.limits.policy_params
         policy, work = self._state.policy, f.total - f.cached
+        if isinstance(policy, Adaptive):
+            policy = policy.order
         arrival = f.seq.req.arrival
-        match limits.policy:
+        match policy.name:
             case "fcfs":
                 return arrival
             case "lof":
@@ -174,7 +176,7 @@ class WatchedScheduler(Scheduler):
                 due = arrival + params.default_deadline_secs if due is None else due
                 is_lost = params.demote_hopeless and self.clock + work / policy._rate > due
                 return due + HOPELESS * is_lost
-        raise KeyError(limits.policy)
+        raise KeyError(policy.name)
 
     def _priority(self, f: Fact) -> float:
         rule, given = self.limits.priority, f.seq.req.priority

@@ -28,12 +28,13 @@ from baton.disagg.relay import Relay
 from baton.errors import ConfigError, EngineError
 from baton.models.load import load_model
 from baton.request import Validated
-from baton.runtime import ops
+from baton.runtime import ops, priority_hook
 from baton.runtime.attention import make_backend
 from baton.runtime.kv_pool import KvTensors, host_pool_pages, make_host_pool, make_pool, pool_pages
+from baton.runtime.priority_hook import PriorityHook
 from baton.runtime.runner import Runner
 from baton.sched import replay, setup
-from baton.sched.events import Emitted
+from baton.sched.events import Emitted, OrderReviewed
 from baton.sched.limits import Limits
 from baton.sched.plan import StepPlan, StepResult
 from baton.sched.scheduler import Scheduler
@@ -85,10 +86,19 @@ class Flight:
 class Engine:
     """Build with `Engine.load`. All methods are called from one thread."""
 
-    def __init__(self, scheduler: Scheduler, runner: Runner, relay: Relay | None, *, overlap: bool) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: Runner,
+        relay: Relay | None,
+        *,
+        overlap: bool,
+        hook: PriorityHook | None = None,
+    ) -> None:
         self.sched = scheduler
         self._runner = runner
         self._relay = relay
+        self._hook = hook
         self._depth = 2 if overlap else 1
         self._device = DeviceThread()
         self._flight: deque[Flight] = deque()
@@ -120,6 +130,8 @@ class Engine:
                 assert self._relay is not None
                 self._relay.refuse(req)
             raise
+        if self._hook is not None:
+            self._hook.watch(req.handle, req.arrival)
 
     def abort(self, handle: int) -> None:
         self.sched.abort(handle)
@@ -131,6 +143,8 @@ class Engine:
         if self._relay is not None:
             self._relay.pump(self.sched)
         self.sched.expire(now)
+        if self._hook is not None:
+            self._hook.run(self.sched, now)
         plan = self.sched.plan(now)
         self._carry_out()
         if plan is not None:
@@ -169,6 +183,10 @@ class Engine:
         for event in self.sched.drain_events():
             if isinstance(event, Emitted):
                 self._outputs.append(event)
+            elif isinstance(event, OrderReviewed):
+                if event.after != event.before:
+                    log.info("queue order: %s instead of %s", event.after, event.before)
+                log.debug("queue order replay: %s", event.line)
             elif self._relay is not None:
                 self._relay.carry_out(event)
 
@@ -176,6 +194,11 @@ class Engine:
         self._device.close()
 
     # ------------------------------------------------------------------ views
+
+    @property
+    def hook_errors(self) -> int:
+        """Calls of --priority-adjustment-function that failed."""
+        return 0 if self._hook is None else self._hook.errors
 
     def gauges(self) -> dict[str, float]:
         """Gauges for messages.Stats. Checks the page ledger on the way."""
@@ -192,6 +215,7 @@ class Engine:
                 host.check_idle(self.sched.limits.host_pages)
             values.update(host.gauges())
         values["kv_usage_ratio"] = (total - ledger.free - ledger.cached) / total
+        values.update(self.sched.order_gauges())
         values["new_token_ratio"] = self.sched.new_token_ratio
         return values
 
@@ -217,7 +241,11 @@ class Loaded:
         else:
             trace(replay.header(self.config, self.kv.num_pages, self.host_pages, self.kv.page_bytes))
             scheduler = replay.RecordingScheduler(self.limits(), trace)
-        return Engine(scheduler, self.runner, relay, overlap=not self.config.disable_overlap_schedule)
+        hook, interval_secs = None, self.config.priority_adjust_interval_ms / 1000
+        if self.config.priority_adjustment_function is not None:
+            hook = PriorityHook(priority_hook.load(self.config.priority_adjustment_function), interval_secs)
+        overlap = not self.config.disable_overlap_schedule
+        return Engine(scheduler, self.runner, relay, overlap=overlap, hook=hook)
 
 
 def compute_threads(config: EngineConfig) -> int:

@@ -69,4 +69,13 @@ class AbortTransfer:
     code: str
 
 
-Event = Emitted | PagesFinal | PrefillDone | OpenTransfer | GrantPages | AbortTransfer
+@dataclass(frozen=True, slots=True)
+class OrderReviewed:
+    """--schedule-policy adaptive compared the candidates. `line` replays the decision (sched.adaptive.replay_line)."""
+
+    before: str
+    after: str
+    line: str
+
+
+Event = Emitted | PagesFinal | PrefillDone | OpenTransfer | GrantPages | AbortTransfer | OrderReviewed

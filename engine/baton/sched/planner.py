@@ -53,6 +53,8 @@ class Planner:
         state = self._state
         state.now = now
         state.stats.on_plan(now)
+        if (reviewed := state.waiting.review()) is not None:
+            state.outbox.append(reviewed)
         state.settle()
         self._admit_transfers()
         state.release_grants()

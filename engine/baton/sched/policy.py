@@ -14,6 +14,7 @@ the same inputs give the same order. Retracted sequences keep their arrival, hen
 | srpt-aging | tokens left to prefill - ageing, per chunk | mean TTFT of prefill nodes | long prompts, bounded |
 | edf | first-token deadline, hopeless ones last | most requests inside their deadline | requests without a deadline |
 | hrrn | - (waited work / own work) | a compromise without a parameter | nobody much, nobody gains much |
+| adaptive | as fcfs, lpm, short-first or hrrn, by a replay of the queue | changing traffic | as those |
 
 A policy also says what its numbers depend on beside the sequences (`inputs`): while that is equal, nobody computes or
 sorts anything again (queue.py).
@@ -31,7 +32,9 @@ from typing import ClassVar, Protocol
 
 from baton.cache.radix import Probe
 from baton.request import Validated
+from baton.sched import adaptive
 from baton.sched.dfs_weight import dfs_weight_keys
+from baton.sched.events import OrderReviewed
 from baton.sched.mix import uniform
 from baton.sched.seq import Seq
 
@@ -70,6 +73,8 @@ class View:
     """What the KV pool holds."""
     clip_new_tokens: int = 4096
     """An answer is never expected to be longer."""
+    queued_tokens: int = 0
+    """Prompt tokens of all waiting requests."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +90,11 @@ class PolicyParams:
     short_first_output_weight: float | None = None
     """None: as large a share of the allowed tokens as the engine measures."""
     srpt_aging: float = 0.05
+    srpt_aging_backlog_secs: float = 0.0
     default_deadline_secs: float = 60.0
     demote_hopeless: bool = True
+    adaptive_window_secs: float = 15.0
+    adaptive_tail_weight: float = 0.1
 
 
 class Policy:
@@ -95,6 +103,8 @@ class Policy:
     name: ClassVar[str]
     redecides_chunks: ClassVar[bool] = False
     """Prompts in progress compete with waiting ones at every chunk boundary, instead of going first."""
+    reviews: ClassVar[bool] = False
+    """Wants to look at the whole queue before every plan."""
     each_alone: bool = True
     """A sequence's number does not depend on who else waits."""
 
@@ -105,6 +115,19 @@ class Policy:
     def active(self) -> str:
         """The order in force now: another one's name while a policy stands back for it."""
         return self.name
+
+    @property
+    def degraded_total(self) -> int:
+        """How often lpm turned to fcfs because of the queue's length."""
+        return 0
+
+    @property
+    def chosen(self) -> dict[str, bool]:
+        """The orders among which a policy chooses, and which it has chosen."""
+        return {}
+
+    def review(self, queue: Sequence[Seq], view: View) -> OrderReviewed | None:
+        return None
 
     def inputs(self, count: int, view: View) -> Hashable:
         """Called before `keys` with the queue's length: as long as the answer is equal, so are the keys."""
@@ -179,7 +202,11 @@ class Lpm(Policy):
         super().__init__(params)
         self.each_alone = params.in_batch_check_threshold < 0
         self.is_degraded = False
-        self.degraded_total = 0
+        self._degraded_total = 0
+
+    @property
+    def degraded_total(self) -> int:
+        return self._degraded_total
 
     @property
     def active(self) -> str:
@@ -189,7 +216,7 @@ class Lpm(Policy):
         limit = self.params.lpm_degrade_threshold
         was_degraded = self.is_degraded
         self.is_degraded = bool(limit) and count > (limit * 0.75 if was_degraded else limit)
-        self.degraded_total += self.is_degraded and not was_degraded
+        self._degraded_total += self.is_degraded and not was_degraded
         return None if self.is_degraded else view.index.version
 
     def keys(self, queue: Sequence[Seq], view: View) -> Sequence[float]:
@@ -267,20 +294,29 @@ class ShortFirst(Policy):
 
 
 class SrptAging(Policy):
+    """Ageing is a share of the prefill rate, smaller in proportion when more than so many seconds of work wait.
+
+    Without that an overloaded engine, where everybody waits for minutes, would serve by arrival: minutes of ageing
+    outweigh every prompt.
+    """
+
     name = "srpt-aging"
     redecides_chunks = True
 
     def __init__(self, params: PolicyParams) -> None:
         super().__init__(params)
-        self._held = Held()
+        self._held, self._held_share = Held(), Held()
         self._rate = 0.0
+        self._share = 1.0
 
     def inputs(self, count: int, view: View) -> Hashable:
         self._rate = self._held(view.prefill_rate)
-        return view.index.version, self._rate
+        most, backlog_secs = self.params.srpt_aging_backlog_secs, view.queued_tokens / view.prefill_rate
+        self._share = self._held_share(most / backlog_secs) if 0 < most < backlog_secs else 1.0
+        return view.index.version, self._rate, self._share
 
     def keys(self, queue: Sequence[Seq], view: View) -> Sequence[float]:
-        aging = self.params.srpt_aging * self._rate
+        aging = self.params.srpt_aging * self._rate * self._share
         return [work(seq, view) + aging * seq.req.arrival for seq in queue]
 
 
@@ -327,6 +363,56 @@ class Edf(Policy):
                     self._next_lost = min(self._next_lost, latest_start)
             found.append(key)
         return found
+
+
+class Adaptive(Policy):
+    """Stands back for fcfs, lpm, short-first or hrrn: the one that a replay of the queue favours (sched.adaptive)."""
+
+    name = "adaptive"
+    reviews = True
+
+    def __init__(self, params: PolicyParams) -> None:
+        super().__init__(params)
+        self.choice = adaptive.Choice(Fcfs.name)
+        candidates: tuple[type[Policy], ...] = (Fcfs, Lpm, ShortFirst, Hrrn)
+        self._orders = {policy.name: policy(params) for policy in candidates}
+        self._next_review: float | None = None
+
+    @property
+    def order(self) -> Policy:
+        return self._orders[self.choice.active]
+
+    @property
+    def active(self) -> str:
+        return self.order.active
+
+    @property
+    def degraded_total(self) -> int:
+        return self._orders[Lpm.name].degraded_total
+
+    @property
+    def chosen(self) -> dict[str, bool]:
+        return {name: name == self.choice.active for name in self._orders}
+
+    def inputs(self, count: int, view: View) -> Hashable:
+        return self.choice.active, self.order.inputs(count, view)
+
+    def keys(self, queue: Sequence[Seq], view: View) -> Sequence[float]:
+        return self.order.keys(queue, view)
+
+    def review(self, queue: Sequence[Seq], view: View) -> OrderReviewed | None:
+        if self._next_review is None:
+            self._next_review = view.now + self.params.adaptive_window_secs
+        if view.now < self._next_review:
+            return None
+        self._next_review = view.now + self.params.adaptive_window_secs
+        if len(queue) < 2:
+            self.choice = adaptive.Choice(self.choice.active)  # nothing to compare: not a second time in a row
+            return None
+        snapshot = adaptive.take_snapshot(queue, view, self.params, lambda seq: cached_tokens(seq, view.index))
+        before, tail = self.choice, self.params.adaptive_tail_weight
+        self.choice = adaptive.decide(before, adaptive.forecasts(snapshot), tail)
+        return OrderReviewed(before.active, self.choice.active, adaptive.as_line(before, tail, snapshot, self.choice))
 
 
 LOWEST_PRIORITY = -(2**31)
@@ -402,5 +488,5 @@ def ordered(queue: Sequence[Seq], policy: Policy, priority: PriorityRule, view: 
     return [seq for _, seq in entries]
 
 
-_SIMPLE: tuple[type[Policy], ...] = (Fcfs, Lpm, DfsWeight, Lof, Random, ShortFirst, SrptAging, Edf, Hrrn)
-POLICIES: dict[str, Callable[[PolicyParams], Policy]] = {policy.name: policy for policy in _SIMPLE}
+_ALL: tuple[type[Policy], ...] = (Fcfs, Lpm, DfsWeight, Lof, Random, ShortFirst, SrptAging, Edf, Hrrn, Adaptive)
+POLICIES: dict[str, Callable[[PolicyParams], Policy]] = {policy.name: policy for policy in _ALL}

@@ -17,6 +17,7 @@ import math
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Protocol
 
+from baton.sched.events import OrderReviewed
 from baton.sched.policy import Policy, PriorityRule, View
 from baton.sched.seq import Seq
 
@@ -105,6 +106,10 @@ class WaitingQueue:
             )
             lanes.append(_Lane(None, others, 0.0))
         return _merged([lane for lane in lanes if lane.entries])
+
+    def review(self) -> OrderReviewed | None:
+        """Let the policy look at the queue as a whole, before a plan."""
+        return self.policy.review(list(self._seqs.values()), self._view()) if self.policy.reviews else None
 
     def is_waiting(self, handle: int) -> bool:
         return handle in self._seqs

@@ -33,7 +33,7 @@ VERSION = 1
 SECRETS = ("api_key", "cluster_key")
 INPUTS = (
     "add", "abort", "suspend", "resume", "expire", "fail", "transfer_committed", "transfer_failed", "transfer_closed",
-    "release", "plan", "observe", "commit", "flush_cache",
+    "release", "adjust_priorities", "plan", "observe", "commit", "flush_cache",
 )  # fmt: skip
 """Methods of Scheduler that change what it decides. All its other public members only look (a test compares)."""
 

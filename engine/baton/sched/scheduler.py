@@ -12,7 +12,7 @@ free + cached + locked + private pages = capacity (`ledger()`).
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from baton.cache.kv_events import KvEventLog, Stored
 from baton.cache.ledger import HostLedger, PageLedger
@@ -26,6 +26,7 @@ from baton.errors import (
     WrongState,
 )
 from baton.request import FinishReason, Validated
+from baton.sched.adjust import LoadView, RequestView
 from baton.sched.deadlines import Deadlines, Kind
 from baton.sched.decisions import Decision, Decisions
 from baton.sched.events import Emitted, Event, PagesFinal, PrefillDone
@@ -34,6 +35,7 @@ from baton.sched.limits import Limits
 from baton.sched.load import Load, measure
 from baton.sched.plan import ForwardMode, StepPlan, StepResult, TokenLogprobs
 from baton.sched.planner import Planner
+from baton.sched.policy import work
 from baton.sched.seq import Seq, SeqState
 from baton.sched.state import State
 from baton.sched.stats import SchedStats
@@ -137,6 +139,46 @@ class Scheduler:
             if seq.state is SeqState.SUSPENDED:
                 self._state.resume(seq)
         return len(seqs)
+
+    # ------------------------------------------------------------------ priorities given by the shell
+
+    def adjust_priorities(self, priorities: Mapping[int, float | None]) -> None:
+        """Replace the priority of these requests in the queue order (larger is better); None: their own again.
+
+        Preemption and queue limits go on comparing what requests state. Unknown handles are ignored.
+        """
+        for handle, priority in priorities.items():
+            seq = self._state.seqs.get(handle)
+            if seq is not None and seq.adjusted_priority != priority:
+                seq.adjusted_priority = priority
+                self._state.waiting.reprioritise(seq)
+                self._state.opening.reprioritise(seq)
+
+    def is_alive(self, handle: int) -> bool:
+        return self._alive(handle) is not None
+
+    def request_view(self, handle: int, now: float) -> RequestView | None:
+        """What a hook may know of a waiting request; None: it is unknown, or does not wait now."""
+        state = self._state
+        seq = state.seqs.get(handle)
+        if seq is None or not (seq in state.waiting or seq in state.opening):
+            return None
+        return RequestView(
+            id=seq.req.rid,
+            priority=self.limits.priority.base(seq),
+            priority_class=seq.req.priority_class,
+            tenant=seq.req.tenant,
+            wait_secs=now - seq.req.arrival,
+            work_tokens=work(seq, state.view()),
+            answer_tokens=state.memory.ratio.estimate(seq.max_new_tokens - seq.generated),
+            generated_tokens=seq.generated,
+            preemptions=seq.preemptions,
+        )
+
+    def load_view(self) -> LoadView:
+        state = self._state
+        waiting = len(state.waiting) + len(state.opening)
+        return LoadView(waiting, len(state.running), state.memory.available, state.prefill_rate)
 
     # ------------------------------------------------------------------ deadlines and failures
 
@@ -393,6 +435,19 @@ class Scheduler:
             'queue_turned_away_total{reason="timeout"}': door.timed_out,
             'queue_turned_away_total{reason="deadline"}': self._state.deadline_aborts,
         }
+
+    def order_gauges(self) -> dict[str, float]:
+        """The queue order in force, by name, and what `adaptive` has chosen: 1 for it, 0 for the others."""
+        policy = self._state.policy
+        active = dict.fromkeys((policy.name, *policy.chosen), 0.0) | {policy.active: 1.0}
+        gauges = {f'schedule_policy_active{{policy="{name}"}}': value for name, value in active.items()}
+        chosen = policy.chosen.items()
+        return gauges | {f'adaptive_policy{{policy="{name}"}}': float(is_it) for name, is_it in chosen}
+
+    @property
+    def policy_degraded(self) -> int:
+        """How often lpm turned to fcfs because of the queue's length."""
+        return self._state.policy.degraded_total
 
     @property
     def suspensions(self) -> int:

@@ -51,6 +51,9 @@ def limits(config: EngineConfig, num_pages: int, host_pages: int = 0, page_bytes
                 None if c.short_first_output_weight == "auto" else float(c.short_first_output_weight)
             ),
             srpt_aging=c.srpt_aging,
+            srpt_aging_backlog_secs=c.srpt_aging_backlog_secs,
+            adaptive_window_secs=c.adaptive_window_secs,
+            adaptive_tail_weight=c.adaptive_tail_weight,
             default_deadline_secs=c.default_deadline_ms / 1000,
             demote_hopeless=c.deadline_miss_action != "keep",
         ),

@@ -84,6 +84,7 @@ class State:
             self.memory.ratio.estimate,
             self.limits.capacity_tokens,
             self.limits.clip_new_tokens,
+            self.door.queued_tokens,
         )
 
     # ------------------------------------------------------------------ steps

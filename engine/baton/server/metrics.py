@@ -114,6 +114,10 @@ RANK = (
         "first tokens past ttft_deadline_ms (ttft), requests timed out (total)",
         ("kind",),
     ),
+    Spec("schedule_policy_active", "gauge", "1 for the queue order in force, 0 for the other candidates", ("policy",)),
+    Spec("adaptive_policy", "gauge", "the same, only under --schedule-policy adaptive", ("policy",)),
+    Spec("priority_hook_errors", "counter", "failed calls of --priority-adjustment-function"),
+    Spec("schedule_policy_degraded", "counter", "times lpm turned to fcfs because of --lpm-degrade-threshold"),
     Spec(
         "queue_turned_away",
         "counter",

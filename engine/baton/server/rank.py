@@ -322,6 +322,8 @@ class RankProcess:
         for source, tokens in self.engine.sched.hit_tokens.items():
             counters[f'cached_prompt_tokens_by_source_total{{source="{source}"}}'] = tokens
         counters["suspensions_total"] = self.engine.sched.suspensions
+        counters["priority_hook_errors_total"] = self.engine.hook_errors
+        counters["schedule_policy_degraded_total"] = self.engine.sched.policy_degraded
         counters.update(self.engine.sched.turned_away())
         if self._node is not None:
             flatten_transfer_stats(json.loads(self._node.stats_json()), gauges, counters)

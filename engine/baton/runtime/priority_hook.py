@@ -1,0 +1,125 @@
+"""--priority-adjustment-function: the operator's own idea of what should run next, called between plans.
+
+1. `load` imports `module:callable` at the start; a mistake there ends the start with a sentence.
+2. A request is due when it was submitted, and again every --priority-adjust-interval-ms while it waits. `run` calls
+   the function for those that are due, at most MAX_CALLS per turn, the longest due first, and hands the scheduler what
+   came back: a number replaces the priority in the queue order (never in preemption), None gives it its own again.
+3. What is not a finite number, or raises, changes nothing and is counted.
+4. A hook that takes more than 1 ms per turn in the mean of 10 s is switched off, with one warning; what it said before
+   stays in force.
+
+The clock is here and not in the scheduler: `baton replay` repeats the numbers, not the calls.
+"""
+
+from __future__ import annotations
+
+import heapq
+import importlib
+import logging
+import math
+import time
+from collections.abc import Callable
+
+from baton.errors import ConfigError
+from baton.sched.adjust import LoadView, RequestView
+from baton.sched.scheduler import Scheduler
+
+log = logging.getLogger("baton.engine")
+
+Adjust = Callable[[RequestView, LoadView], float | None]
+MAX_CALLS = 256
+"""Per turn: with a whole queue due at once, running requests still get their next token."""
+MAX_MEAN_SECS = 0.001
+JUDGED_EVERY_SECS = 10.0
+
+
+def load(spec: str) -> Adjust:
+    """The function that `module:callable` names. Raises ConfigError."""
+    flag = f"--priority-adjustment-function {spec}"
+    module, _, name = spec.partition(":")
+    if not module or not name:
+        raise ConfigError(f"{flag}: give it as module:callable")
+    try:
+        found = importlib.import_module(module)
+    except Exception as err:
+        raise ConfigError(
+            f"{flag}: {module} cannot be imported ({type(err).__name__}: {err}); is its folder in PYTHONPATH?"
+        ) from err
+    for part in name.split("."):
+        if not hasattr(found, part):
+            raise ConfigError(f"{flag}: {module} has no {name}")
+        found = getattr(found, part)
+    if not callable(found):
+        raise ConfigError(f"{flag}: {name} is a {type(found).__name__}, which cannot be called")
+    return found  # type: ignore[no-any-return]
+
+
+class PriorityHook:
+    def __init__(self, adjust: Adjust, interval_secs: float, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.errors = 0
+        self.is_off = False
+        self._adjust = adjust
+        self._interval = interval_secs
+        self._clock = clock
+        self._due: list[tuple[float, int]] = []
+        self._judged_from: float | None = None
+        self._turns = 0
+        self._spent_secs = 0.0
+
+    def watch(self, handle: int, now: float) -> None:
+        """A request was submitted."""
+        if not self.is_off:
+            heapq.heappush(self._due, (now, handle))
+
+    def run(self, sched: Scheduler, now: float) -> None:
+        """Call the function for what is due at `now` (the clock of Validated.arrival)."""
+        if self.is_off or not self._due or self._due[0][0] > now:
+            return
+        load_view = sched.load_view()
+        changed: dict[int, float | None] = {}
+        started = self._clock()
+        calls = 0
+        while self._due and self._due[0][0] <= now and calls < MAX_CALLS:
+            _, handle = heapq.heappop(self._due)
+            if not sched.is_alive(handle):
+                continue
+            heapq.heappush(self._due, (now + self._interval, handle))
+            view = sched.request_view(handle, now)
+            if view is not None:
+                calls += 1
+                self._call(handle, view, load_view, changed)
+        if changed:
+            sched.adjust_priorities(changed)
+        if calls:
+            self._judge(now, self._clock() - started)
+
+    def _call(self, handle: int, view: RequestView, load_view: LoadView, changed: dict[int, float | None]) -> None:
+        try:
+            value = self._adjust(view, load_view)
+            if value is not None:
+                value = float(value)
+                if not math.isfinite(value):
+                    raise ValueError(f"{value} is no priority")
+        except Exception as err:  # noqa: BLE001 - foreign code may raise anything; counted, and the first one logged
+            self.errors += 1
+            if self.errors == 1:
+                log.warning("--priority-adjustment-function failed (later failures are only counted): %r", err)
+            return
+        changed[handle] = value
+
+    def _judge(self, now: float, seconds: float) -> None:
+        if self._judged_from is None:
+            self._judged_from = now
+        self._turns += 1
+        self._spent_secs += seconds
+        if now - self._judged_from < JUDGED_EVERY_SECS:
+            return
+        mean = self._spent_secs / self._turns
+        if mean > MAX_MEAN_SECS:
+            self.is_off = True
+            self._due.clear()
+            log.warning(
+                "--priority-adjustment-function is switched off: it took %.1f ms per turn over the last %.0f s, "
+                "1 ms is allowed", mean * 1e3, now - self._judged_from,
+            )  # fmt: skip
+        self._judged_from, self._turns, self._spent_secs = now, 0, 0.0

@@ -1,0 +1,233 @@
+"""--schedule-policy adaptive: which of four orders would serve the queue best? Replay it through each, and see.
+
+1. Every `--adaptive-window-secs` the queue is written down as a `Snapshot`: plain numbers, fit for a log line.
+2. `forecast` serves it on paper, one request after the other, in each order: with the measured prefill rate, and with
+   a prefix cache of the pool's size, so that an order that keeps equal prefixes together is given credit for it.
+3. `decide` compares mean TTFT + `--adaptive-tail-weight` * p99. An order that is more than 10 % better twice in a row
+   takes over; so there is at most one switch in two windows, and none for noise.
+
+Both are pure functions: `replay_line` repeats a decision from its line in the log. Not modelled: arrivals to come,
+decode steps between the prompts, prompts under way. Only the ratio of forecasts is used.
+
+Cost: MAX_REQUESTS and MAX_BLOCKS bound a review to some 10 ms; it happens once per window.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from baton.sched.policy import PolicyParams, View
+    from baton.sched.seq import Seq
+
+MARGIN = 0.9
+"""A rival's forecast must be below this share of the active order's."""
+MAX_REQUESTS = 128
+"""The oldest so many are replayed."""
+MAX_BLOCKS = 4096
+"""Prefixes are compared in blocks so long that all prompts together have about so many."""
+MIN_BLOCK_TOKENS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """One request of a snapshot; times in seconds, lengths in tokens."""
+
+    wait: float
+    tokens: int
+    answer: float
+    """What short-first adds for the answer."""
+    waited_tokens: int
+    """Tokens the engine has computed for others since this one arrived."""
+    blocks: tuple[int, ...]
+    """Numbers of its blocks: equal numbers stand for equal prefixes up to and with that block."""
+    cached: int
+    """How many of them the cache holds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    rate: float
+    """Prompt tokens per second."""
+    block_tokens: int
+    cache_blocks: int
+    lpm_aging: float
+    short_first_aging: float
+    requests: tuple[Waiting, ...]
+    """In order of arrival."""
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """Time to first token [s]."""
+
+    mean: float
+    p99: float
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    active: str
+    rival: str | None = None
+    """Was better by the margin the last time."""
+
+
+def take_snapshot(
+    queue: Sequence[Seq], view: View, params: PolicyParams, cached_tokens: Callable[[Seq], int]
+) -> Snapshot:
+    oldest = sorted(queue, key=lambda seq: (seq.req.arrival, seq.handle))[:MAX_REQUESTS]
+    total = sum(len(seq.tokens) for seq in oldest)
+    block = MIN_BLOCK_TOKENS
+    while block * MAX_BLOCKS < total:
+        block *= 2
+    weight = params.short_first_output_weight
+    if weight is None:
+        weight = view.estimate(view.clip_new_tokens) / view.clip_new_tokens
+    numbers: dict[tuple[int, bytes], int] = {}
+    requests = []
+    for seq in oldest:
+        width = block * seq.tokens.itemsize
+        parent = numbers.setdefault((-1, seq.req.namespace), len(numbers))
+        blocks = []
+        for at in range(0, (len(seq.tokens) - 1) // block * width, width):
+            parent = numbers.setdefault((parent, seq.key[at : at + width]), len(numbers))
+            blocks.append(parent)
+        requests.append(
+            Waiting(
+                wait=round(view.now - seq.req.arrival, 6),
+                tokens=seq.total_len,
+                answer=round(weight * min(seq.max_new_tokens - seq.generated, view.clip_new_tokens), 3),
+                waited_tokens=view.computed_tokens - seq.born_tokens,
+                blocks=tuple(blocks),
+                cached=min(cached_tokens(seq) // block, len(blocks)),
+            )
+        )
+    return Snapshot(
+        rate=round(view.prefill_rate, 3),
+        block_tokens=block,
+        cache_blocks=max(view.pool_tokens // block, 1),
+        lpm_aging=params.lpm_aging_tokens_per_s,
+        short_first_aging=params.short_first_aging_tokens_per_s,
+        requests=tuple(requests),
+    )
+
+
+class _Replay:
+    """A queue being served on paper: who still waits, how much of each is cached."""
+
+    def __init__(self, snapshot: Snapshot) -> None:
+        self.snapshot = snapshot
+        self.computed = 0
+        self.matched = [0] * len(snapshot.requests)
+        """Leading blocks in the cache, per request."""
+        self.left = list(range(len(snapshot.requests)))
+        self._cache: OrderedDict[int, None] = OrderedDict()
+        for request in snapshot.requests:
+            self._use(request.blocks[: request.cached])
+        self._rematch(self.left)
+
+    def work(self, i: int) -> int:
+        """Tokens to compute for request i."""
+        return max(self.snapshot.requests[i].tokens - self.matched[i] * self.snapshot.block_tokens, 1)
+
+    def serve(self, i: int) -> float:
+        """Compute request i; returns how long it takes [s]."""
+        tokens = self.work(i)
+        self.computed += tokens
+        self.left.remove(i)
+        if self._use(self.snapshot.requests[i].blocks):
+            self._rematch(self.left)
+        return tokens / self.snapshot.rate
+
+    def _use(self, blocks: Sequence[int]) -> bool:
+        """Blocks are in the cache from now on, the last one the first to go again. Has the cache changed?"""
+        cache = self._cache
+        changed = False
+        for block in reversed(blocks):
+            changed = changed or block not in cache
+            cache[block] = None
+            cache.move_to_end(block)
+        while len(cache) > self.snapshot.cache_blocks:
+            cache.popitem(last=False)
+        return changed
+
+    def _rematch(self, requests: Sequence[int]) -> None:
+        cache = self._cache
+        for i in requests:
+            blocks, n = self.snapshot.requests[i].blocks, self.matched[i]
+            while n and blocks[n - 1] not in cache:
+                n -= 1
+            while n < len(blocks) and blocks[n] in cache:
+                n += 1
+            self.matched[i] = n
+
+
+Key = Callable[[_Replay, int], float]
+
+
+def _lpm_key(at: _Replay, i: int) -> float:
+    return -(at.matched[i] * at.snapshot.block_tokens + at.snapshot.lpm_aging * at.snapshot.requests[i].wait)
+
+
+def _short_first_key(at: _Replay, i: int) -> float:
+    request = at.snapshot.requests[i]
+    return at.work(i) + request.answer - at.snapshot.short_first_aging * request.wait
+
+
+def _hrrn_key(at: _Replay, i: int) -> float:
+    return -(at.snapshot.requests[i].waited_tokens + at.computed) / at.work(i)
+
+
+CANDIDATES: dict[str, Key] = {
+    "fcfs": lambda _, i: i,
+    "lpm": _lpm_key,
+    "short-first": _short_first_key,
+    "hrrn": _hrrn_key,
+}
+"""The orders as they look on paper, smallest first. Of equal forecasts the first wins."""
+
+
+def forecast(snapshot: Snapshot, order: str) -> Forecast:
+    """Mean and p99 of the time to first token, counted from arrival, if the queue is served in this order."""
+    key, at = CANDIDATES[order], _Replay(snapshot)
+    now = 0.0
+    ttfts = []
+    while at.left:
+        chosen = min(at.left, key=lambda i: (key(at, i), i))
+        now += at.serve(chosen)
+        ttfts.append(snapshot.requests[chosen].wait + now)
+    ttfts.sort()
+    return Forecast(sum(ttfts) / len(ttfts), ttfts[min(math.ceil(0.99 * len(ttfts)), len(ttfts)) - 1])
+
+
+def forecasts(snapshot: Snapshot) -> dict[str, Forecast]:
+    return {order: forecast(snapshot, order) for order in CANDIDATES}
+
+
+def decide(choice: Choice, expected: dict[str, Forecast], tail_weight: float) -> Choice:
+    cost = {order: f.mean + tail_weight * f.p99 for order, f in expected.items()}
+    best = min(cost, key=lambda order: cost[order])  # the first of equals
+    if cost[best] >= MARGIN * cost[choice.active]:
+        return Choice(choice.active)
+    return Choice(best) if choice.rival == best else Choice(choice.active, rival=best)
+
+
+def as_line(before: Choice, tail_weight: float, snapshot: Snapshot, after: Choice) -> str:
+    """Everything that a decision depended on, and its outcome: JSON on one line."""
+    values = {"before": asdict(before), "tail_weight": tail_weight, "after": asdict(after), "queue": asdict(snapshot)}
+    return json.dumps(values, separators=(",", ":"))
+
+
+def replay_line(line: str) -> tuple[Choice, Choice, dict[str, Forecast]]:
+    """The decision of a line, what the code decides today, and why."""
+    values = json.loads(line)
+    queue = values["queue"]
+    requests = tuple(Waiting(**(r | {"blocks": tuple(r["blocks"])})) for r in queue["requests"])
+    snapshot = Snapshot(**(queue | {"requests": requests}))
+    expected = forecasts(snapshot)
+    return Choice(**values["after"]), decide(Choice(**values["before"]), expected, values["tail_weight"]), expected
