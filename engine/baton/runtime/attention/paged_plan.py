@@ -1,0 +1,142 @@
+"""A step's rows as the index arrays that paged decode and paged prefill kernels take. Integers only, numpy only.
+
+1. `split_step` cuts a step at `num_decode`: decode rows (one query each) go to one kernel, the others to the other, and
+each kernel sees arrays that start at 0. 2. For a captured CUDA graph, whose batch size is frozen, the decode rows are
+padded up to a rung of `batch_ladder` with `pad_decode` and `pad_slots`.
+
+The arrays are those of flashinfer's paged wrappers (a CSR page table plus the fill of each last page):
+
+    row r of a kernel:  kv_indices[kv_indptr[r] : kv_indptr[r+1]]     its pages, in order of position
+                        (pages - 1) * page_size + last_page_len[r]    its tokens in KV; 1 <= last_page_len <= page_size
+                        queries [qo_indptr[r] : qo_indptr[r+1])       prefill only; decode rows have one each
+
+Rows may share pages (a cached prefix). Invariant: a padding row names the dummy page only, reads one slot of it and
+writes that slot; its result is nobody's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Int32 = NDArray[np.int32]
+Int64 = NDArray[np.int64]
+
+LADDER_STEP = 8
+"""Distance of the ladder's rungs from this size on: small enough that padding costs under 8 rows, large enough that a
+batch of 256 needs 35 graphs. mini-sglang and vLLM step by 8 too."""
+
+
+@dataclass(frozen=True, slots=True)
+class PagedRows:
+    """R rows' pages, in the order of the rows."""
+
+    kv_indptr: Int32
+    """[R+1], starts at 0."""
+    kv_indices: Int32
+    """[kv_indptr[-1]]: page ids."""
+    last_page_len: Int32
+    """[R]"""
+
+    def __len__(self) -> int:
+        return len(self.last_page_len)
+
+    def kv_lens(self, page_size: int) -> Int32:
+        """[R]: tokens in KV, as a kernel derives them."""
+        pages = np.diff(self.kv_indptr)
+        return ((pages - 1) * page_size + self.last_page_len).astype(np.int32)
+
+
+@dataclass(frozen=True, slots=True)
+class StepIndices:
+    """One step, cut in two. Decode rows own tokens [0, len(decode)), prefill rows the rest."""
+
+    decode: PagedRows
+    prefill: PagedRows
+    qo_indptr: Int32
+    """[len(prefill)+1], starts at 0: queries of the prefill rows, counted from the first of them."""
+
+
+def split_step(
+    qo_indptr: Int32, kv_lens: Int32, page_indptr: Int32, page_indices: Int32, num_decode: int, page_size: int
+) -> StepIndices:
+    """Cut a step (the arrays of `ForwardBatch`) into its decode and its prefill rows. Either may be empty.
+
+    Raises ValueError when the arrays contradict each other; a kernel would read out of bounds instead.
+    Cost: O(rows + pages) copies; no loop in Python.
+    """
+    _check_step(qo_indptr, kv_lens, page_indptr, page_indices, num_decode, page_size)
+    first_page = page_indptr[num_decode]
+    last_page_len = ((kv_lens - 1) % page_size + 1).astype(np.int32)
+    return StepIndices(
+        PagedRows(page_indptr[: num_decode + 1].copy(), page_indices[:first_page].copy(), last_page_len[:num_decode]),
+        PagedRows(page_indptr[num_decode:] - first_page, page_indices[first_page:].copy(), last_page_len[num_decode:]),
+        qo_indptr[num_decode:] - qo_indptr[num_decode],
+    )
+
+
+def _check_step(
+    qo_indptr: Int32, kv_lens: Int32, page_indptr: Int32, page_indices: Int32, num_decode: int, page_size: int
+) -> None:
+    rows = len(kv_lens)
+    if len(qo_indptr) != rows + 1 or len(page_indptr) != rows + 1 or not 0 <= num_decode <= rows:
+        sizes = f"{len(qo_indptr)} qo_indptr, {len(page_indptr)} page_indptr, {num_decode} decode rows"
+        raise ValueError(f"{rows} rows with {sizes}; needs {rows + 1}, {rows + 1} and at most {rows}")
+    if qo_indptr[0] != 0 or page_indptr[0] != 0 or page_indptr[-1] != len(page_indices):
+        ends = f"qo_indptr[0] {qo_indptr[0]}, page_indptr {page_indptr[0]} to {page_indptr[-1]}"
+        raise ValueError(f"{ends} for {len(page_indices)} pages; indptr starts at 0 and ends at the number of pages")
+    queries = np.diff(qo_indptr)
+    if (queries < 1).any() or (kv_lens < queries).any() or (queries[:num_decode] != 1).any():
+        raise ValueError("a row has no query, more queries than KV, or is a decode row with several queries")
+    if (np.diff(page_indptr) != -(-kv_lens // page_size)).any():
+        raise ValueError(f"a row's pages are not what its KV fills at {page_size} tokens a page")
+
+
+def batch_ladder(largest: int) -> tuple[int, ...]:
+    """The batch sizes for which decode graphs are captured: 1, 2, 4, then multiples of 8 up to and with `largest`."""
+    if largest < 1:
+        raise ValueError(f"largest batch {largest}: must be at least 1")
+    rungs = [1, 2, 4, *range(LADDER_STEP, largest, LADDER_STEP)]
+    return (*(r for r in rungs if r < largest), largest)
+
+
+def rung(ladder: tuple[int, ...], rows: int) -> int | None:
+    """The smallest batch size of the ladder that holds `rows` (at least 1) rows; None: run without a graph."""
+    if rows < 1:
+        raise ValueError(f"{rows} rows: an empty batch has no graph")
+    at = int(np.searchsorted(ladder, rows))
+    return ladder[at] if at < len(ladder) else None
+
+
+def pad_decode(rows: PagedRows, batch_size: int, dummy_page: int) -> PagedRows:
+    """Add rows that read the first slot of `dummy_page` until there are `batch_size`.
+
+    Args:
+        dummy_page: a page that the scheduler does not know: never any row's.
+    Raises:
+        ValueError: too many rows, or a row holds the dummy page.
+    """
+    added = batch_size - len(rows)
+    if added < 0:
+        raise ValueError(f"{len(rows)} rows do not fit a batch of {batch_size}")
+    if (rows.kv_indices == dummy_page).any():
+        raise ValueError(f"page {dummy_page} is reserved for padding, but a row holds it")
+    ends = rows.kv_indptr[-1] + np.arange(1, added + 1, dtype=np.int32)
+    return PagedRows(
+        np.concatenate((rows.kv_indptr, ends)),
+        np.concatenate((rows.kv_indices, np.full(added, dummy_page, np.int32))),
+        np.concatenate((rows.last_page_len, np.ones(added, np.int32))),
+    )
+
+
+def pad_slots(slots: Int64, batch_size: int, dummy_page: int, page_size: int) -> Int64:
+    """Where the padded batch writes its K and V: padding rows all write the first slot of the dummy page.
+
+    They may overwrite each other there; only padding rows read it, and their results are dropped.
+    """
+    added = batch_size - len(slots)
+    if added < 0:
+        raise ValueError(f"{len(slots)} rows do not fit a batch of {batch_size}")
+    return np.concatenate((slots, np.full(added, dummy_page * page_size, np.int64)))
