@@ -25,6 +25,7 @@ mod relay;
 mod serve;
 mod sse;
 mod tcp;
+mod tls;
 mod upstream;
 mod usage;
 
@@ -52,11 +53,12 @@ pub struct App {
 impl App {
     pub(crate) fn new(
         config: RouterConfig,
+        tls: Option<Arc<rustls::ClientConfig>>,
         cut: watch::Receiver<bool>,
     ) -> prometheus::Result<Self> {
         let metrics = Arc::new(metrics::Metrics::new()?);
         Ok(Self {
-            registry: registry::Registry::new(&config, metrics.clone(), cut),
+            registry: registry::Registry::new(&config, metrics.clone(), tls, cut),
             metrics,
             admission: admission::Admission::new(&config.limits),
             retry: config.retry(),

@@ -23,6 +23,7 @@ use router_core::{
     PolicyStats, QueueOrder, RequestView, Role, Ticket, Usage, Why, WorkerFacts, WorkerId,
     WorkerView, build, choose_pair,
 };
+use rustls::ClientConfig;
 use tokio::sync::{Notify, watch};
 use tokio::task::AbortHandle;
 
@@ -389,6 +390,8 @@ pub struct Registry {
     metrics: Arc<Metrics>,
     dp_aware: bool,
     breaker: Option<BreakerConfig>,
+    /// For https:// workers.
+    tls: Option<Arc<ClientConfig>>,
     cut: watch::Receiver<bool>,
 }
 
@@ -403,7 +406,12 @@ fn index(role: Role) -> usize {
 }
 
 impl Registry {
-    pub fn new(config: &RouterConfig, metrics: Arc<Metrics>, cut: watch::Receiver<bool>) -> Self {
+    pub fn new(
+        config: &RouterConfig,
+        metrics: Arc<Metrics>,
+        tls: Option<Arc<ClientConfig>>,
+        cut: watch::Receiver<bool>,
+    ) -> Self {
         let params = config.policy_params();
         Self {
             metrics,
@@ -418,6 +426,7 @@ impl Registry {
             next_candidate: AtomicU64::new(1),
             dp_aware: config.workers.dp_aware,
             breaker: config.breaker(),
+            tls,
             cut,
         }
     }
@@ -428,6 +437,15 @@ impl Registry {
 
     /// Register a worker; the caller starts its health task.
     pub fn add(&self, spec: WorkerSpec) -> Result<Arc<Worker>, RouteError> {
+        if spec.url.is_tls && self.tls.is_none() {
+            return Err(RouteError::InvalidValue {
+                param: "url",
+                problem: format!(
+                    "{} asks for TLS; start the router with --ca-cert-paths",
+                    spec.url
+                ),
+            });
+        }
         let mut workers = self.workers.write();
         let is_there = |w: &&Arc<Worker>| w.spec.url == spec.url && w.state() != State::Draining;
         if let Some(known) = workers.iter().find(is_there) {
@@ -442,7 +460,7 @@ impl Registry {
         }
         let worker = Arc::new(Worker {
             id: self.next_worker.fetch_add(1, Ordering::Relaxed),
-            pool: Pool::new(spec.url.clone(), self.cut.clone()),
+            pool: Pool::new(spec.url.clone(), self.tls.clone(), self.cut.clone()),
             spec,
             suspect: Notify::new(),
             state: RwLock::new((State::Starting, Arc::default())),

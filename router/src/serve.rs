@@ -15,13 +15,15 @@ use std::time::Duration;
 use axum::Router;
 use hyper::server::conn::http1;
 use hyper_util::rt::{TokioIo, TokioTimer};
-use hyper_util::server::graceful::GracefulShutdown;
+use hyper_util::server::graceful::{GracefulShutdown, Watcher};
 use hyper_util::service::TowerToHyperService;
-use tokio::net::{TcpListener, TcpStream};
+use tokio::io::{AsyncRead, AsyncWrite};
+use tokio::net::TcpListener;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::{oneshot, watch};
 use tokio::task::JoinHandle;
 use tokio::time::{Instant, interval, sleep, timeout};
+use tokio_rustls::TlsAcceptor;
 
 use crate::App;
 use crate::config::{ParseStop, RouterConfig, flags_markdown};
@@ -29,12 +31,15 @@ use crate::discovery;
 use crate::http::{metrics_router, router};
 use crate::metrics::metrics_markdown;
 use crate::tcp::tune_client;
+use crate::tls;
 
 /// How long a client may take over a request's head; also the idle limit of a kept connection (nginx's 75 s).
 const HEAD_TIMEOUT: Duration = Duration::from_secs(75);
 /// Longest request head accepted [bytes].
 const MAX_HEAD: usize = 256 << 10;
 const MAX_HEADERS: usize = 100;
+/// How long a client may take over its TLS handshake (nginx: 60 s; nobody needs it).
+const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(10);
 /// After the cut streams still get their last event within this.
 const AFTER_CUT: Duration = Duration::from_secs(2);
 /// Out of file descriptors: wait for some to be closed.
@@ -155,8 +160,11 @@ impl Running {
                 Some(bind(host, port, "--prometheus-port").await?)
             }
         };
+        let tls = tls::acceptor(&config.tls)?;
+        let scheme = if tls.is_some() { "https" } else { "http" };
+        let to_workers = tls::to_workers(&config.tls)?;
         let (cut, cut_seen) = watch::channel(false);
-        let app = App::new(config, cut_seen).map_err(|err| err.to_string())?;
+        let app = App::new(config, to_workers, cut_seen).map_err(|err| err.to_string())?;
         let app = Arc::new(app);
         for spec in specs {
             app.register(spec).map_err(|err| err.to_string())?;
@@ -173,14 +181,14 @@ impl Running {
             Some(listener) => {
                 let addr = listener.local_addr().map_err(|err| err.to_string())?;
                 let (open, closed) = oneshot::channel();
-                tokio::spawn(accept(listener, metrics_router(app.clone()), closed));
+                tokio::spawn(accept(listener, None, metrics_router(app.clone()), closed));
                 Some((addr, open))
             }
         };
         let (metrics_addr, _metrics_open) = metrics.unzip();
         let (close, closed) = oneshot::channel();
-        let accepting = tokio::spawn(accept(listener, router(app.clone()), closed));
-        tracing::info!(%addr, pd = app.is_pd(), "listening on http://{addr}");
+        let accepting = tokio::spawn(accept(listener, tls, router(app.clone()), closed));
+        tracing::info!(%addr, pd = app.is_pd(), "listening on {scheme}://{addr}");
         Ok(Self {
             addr,
             metrics_addr,
@@ -226,6 +234,7 @@ async fn bind(host: &str, port: u16, flag: &str) -> Result<TcpListener, String> 
 /// Accept until told to close; returns the connections that are still open.
 async fn accept(
     listener: TcpListener,
+    tls: Option<TlsAcceptor>,
     routes: Router,
     mut closed: oneshot::Receiver<()>,
 ) -> GracefulShutdown {
@@ -242,29 +251,39 @@ async fn accept(
                 }
             },
         };
-        serve(stream, &routes, &connections);
+        if let Err(err) = tune_client(&stream) {
+            tracing::debug!(%err, "client left at once");
+            continue;
+        }
+        let (routes, watcher) = (routes.clone(), connections.watcher());
+        match tls.clone() {
+            None => tokio::spawn(serve(stream, routes, watcher)),
+            Some(tls) => tokio::spawn(async move {
+                match timeout(HANDSHAKE_TIMEOUT, tls.accept(stream)).await {
+                    Ok(Ok(stream)) => serve(stream, routes, watcher).await,
+                    Ok(Err(err)) => tracing::debug!(%err, "no TLS with a client"),
+                    Err(_) => tracing::debug!("a client did not finish its TLS handshake"),
+                }
+            }),
+        };
     }
 }
 
-fn serve(stream: TcpStream, routes: &Router, connections: &GracefulShutdown) {
-    if let Err(err) = tune_client(&stream) {
-        tracing::debug!(%err, "client left at once");
-        return;
-    }
-    let service = TowerToHyperService::new(routes.clone());
+async fn serve<S>(stream: S, routes: Router, watcher: Watcher)
+where
+    S: AsyncRead + AsyncWrite + Send + Unpin + 'static,
+{
+    let service = TowerToHyperService::new(routes);
     let connection = http1::Builder::new()
         .timer(TokioTimer::new())
         .header_read_timeout(HEAD_TIMEOUT)
         .max_buf_size(MAX_HEAD)
         .max_headers(MAX_HEADERS)
         .serve_connection(TokioIo::new(stream), service);
-    let connection = connections.watch(connection);
-    tokio::spawn(async move {
-        // The client left, or sent no HTTP: its request's record says so where there was one.
-        if let Err(err) = connection.await {
-            tracing::debug!(%err, "connection ended");
-        }
-    });
+    // The client left, or sent no HTTP: its request's record says so where there was one.
+    if let Err(err) = watcher.watch(connection).await {
+        tracing::debug!(%err, "connection ended");
+    }
 }
 
 fn evict_regularly(app: &Arc<App>) {

@@ -2,7 +2,7 @@
 //!
 //! The life of a connection:
 //!
-//! 1. `Pool::send` takes an idle connection, or connects (TCP_NODELAY) and spawns the task that drives it;
+//! 1. `Pool::send` takes an idle connection, or connects (TCP_NODELAY; TLS for https://) and spawns the task that drives it;
 //! 2. the request goes out; a [`Lease`] ties the connection to the answer;
 //! 3. read to its end, the answer puts the connection back; dropped before, it aborts the task, which closes the socket.
 //!
@@ -22,10 +22,15 @@ use hyper::body::Incoming;
 use hyper::client::conn::http1::{self, SendRequest};
 use hyper_util::rt::TokioIo;
 use parking_lot::Mutex;
+use rustls::ClientConfig;
+use rustls::pki_types::ServerName;
+use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::TcpStream;
 use tokio::sync::watch;
 use tokio::task::AbortHandle;
 use tokio::time::{Instant, timeout};
+use tokio_rustls::TlsConnector;
+use tokio_rustls::client::TlsStream;
 
 use crate::body::Parts;
 use crate::config::WorkerUrl;
@@ -67,6 +72,8 @@ pub struct Head {
 pub struct Pool {
     url: WorkerUrl,
     host: HeaderValue,
+    /// Given for https:// only.
+    tls: Option<TlsConnector>,
     idle: Mutex<Vec<Idle>>,
     /// Turns true when all connections are to be cut (the end of the shutdown grace).
     cut: watch::Receiver<bool>,
@@ -90,12 +97,19 @@ enum Keep {
 }
 
 impl Pool {
-    pub fn new(url: WorkerUrl, cut: watch::Receiver<bool>) -> Arc<Self> {
+    /// An https:// worker needs `tls`.
+    pub fn new(
+        url: WorkerUrl,
+        tls: Option<Arc<ClientConfig>>,
+        cut: watch::Receiver<bool>,
+    ) -> Arc<Self> {
+        let tls = tls.filter(|_| url.is_tls).map(TlsConnector::from);
         let host =
             HeaderValue::try_from(url.authority()).unwrap_or(HeaderValue::from_static("worker"));
         Arc::new(Self {
             url,
             host,
+            tls,
             idle: Mutex::default(),
             cut,
         })
@@ -143,6 +157,31 @@ impl Pool {
             Ok(Ok(stream)) => stream,
         };
         tune_upstream(&stream).map_err(|err| SendError::Connect(err.to_string()))?;
+        match &self.tls {
+            None => self.drive(stream).await,
+            Some(tls) => self.drive(self.encrypt(tls, stream).await?).await,
+        }
+    }
+
+    async fn encrypt(
+        &self,
+        tls: &TlsConnector,
+        stream: TcpStream,
+    ) -> Result<TlsStream<TcpStream>, SendError> {
+        let failed = |why: String| SendError::Connect(format!("TLS: {why}"));
+        let name = ServerName::try_from(self.url.host.clone());
+        let name = name.map_err(|err| failed(err.to_string()))?;
+        match timeout(CONNECT_TIMEOUT, tls.connect(name, stream)).await {
+            Err(_) => Err(failed(format!("no handshake for {CONNECT_TIMEOUT:?}"))),
+            Ok(Err(err)) => Err(failed(err.to_string())),
+            Ok(Ok(stream)) => Ok(stream),
+        }
+    }
+
+    async fn drive<S>(&self, stream: S) -> Result<Connection, SendError>
+    where
+        S: AsyncRead + AsyncWrite + Send + Unpin + 'static,
+    {
         let (sender, driver) = http1::Builder::new()
             .handshake(TokioIo::new(stream))
             .await

@@ -9,6 +9,7 @@
 
 mod discovery;
 mod refused;
+mod tls;
 mod worker_url;
 
 use std::time::Duration;
@@ -20,6 +21,7 @@ use router_core::{
 };
 
 pub use refused::REFUSED;
+pub use tls::Tls;
 pub use worker_url::{Bootstrap, WorkerSpec, WorkerUrl};
 
 const ENV_PREFIX: &str = "BATON_ROUTER_FLAG_";
@@ -36,6 +38,8 @@ const ENV_PREFIX: &str = "BATON_ROUTER_FLAG_";
 pub struct RouterConfig {
     #[command(flatten)]
     pub listen: Listen,
+    #[command(flatten)]
+    pub tls: Tls,
     #[command(flatten)]
     pub workers: Workers,
     #[command(flatten)]
@@ -442,7 +446,8 @@ impl RouterConfig {
             "--dp-aware learns the ranks from healthy workers; drop --disable-health-check"
                 .to_owned(),
         );
-        for text in self.discovery.complaints(self.workers.pd_disaggregation) {
+        let discovery = self.discovery.complaints(self.workers.pd_disaggregation);
+        for text in discovery.into_iter().chain(self.tls.complaints()) {
             rule(false, text);
         }
         if let Err(problems) = self.worker_specs() {
@@ -688,7 +693,7 @@ mod tests {
             "--cache-threshold",
             "2",
             "--decode",
-            "https://x",
+            "ftp://x",
             "--max-concurrent-requests",
             "0",
             "--max-index-bytes",
@@ -699,7 +704,7 @@ mod tests {
         for part in [
             "--cache-threshold 2",
             "--pd-disaggregation",
-            "https://x",
+            "ftp://x",
             "--max-concurrent-requests 0",
             "--max-index-bytes 5",
             "--max-idle-secs 0",

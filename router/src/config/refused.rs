@@ -10,8 +10,6 @@ const fn refused(name: &'static str, instead: &'static str) -> Refused {
     Refused { name, instead }
 }
 
-const TLS: &str = "this version speaks plain HTTP; terminate TLS in front of the router";
-const MTLS: &str = "workers are reached over plain HTTP; put a mesh or a tunnel between them";
 const TOKENIZER: &str = "the router does not tokenise; it counts characters and learns from what workers report, drop the flag";
 const PARSERS: &str = "answers pass through untouched; give the parser to the engine";
 const HISTORY: &str = "the router keeps no conversations; drop the flag";
@@ -74,11 +72,6 @@ pub const REFUSED: &[Refused] = &[
     refused("redis-url", HISTORY),
     refused("redis-pool-max", HISTORY),
     refused("redis-retention-days", HISTORY),
-    refused("client-cert-path", MTLS),
-    refused("client-key-path", MTLS),
-    refused("ca-cert-paths", MTLS),
-    refused("tls-cert-path", TLS),
-    refused("tls-key-path", TLS),
     refused("enable-trace", TRACES),
     refused("otlp-traces-endpoint", TRACES),
     refused("control-plane-api-keys", AUTH),

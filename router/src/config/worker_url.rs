@@ -4,27 +4,25 @@ use std::fmt;
 
 use router_core::Role;
 
-/// `http://host:port` of a worker: no path, no rank, no TLS.
+/// `http://host:port` or `https://host:port` of a worker: no path, no rank.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct WorkerUrl {
     /// Name or address without brackets: what sockets and `bootstrap_host` want.
     pub host: String,
     pub port: u16,
+    /// https
+    pub is_tls: bool,
 }
 
 impl WorkerUrl {
-    /// Accepts `http://host:port`, `host:port`, with or without a final slash.
+    /// Accepts `http://host:port`, `https://host:port`, `host:port`, with or without a final slash.
     pub fn parse(text: &str) -> Result<Self, String> {
         let bad = |why: &str| format!("worker URL '{text}' {why}; give http://HOST:PORT");
-        let rest = match text.split_once("://") {
-            Some(("http", rest)) => rest,
-            Some(("https", _)) => {
-                return Err(bad(
-                    "asks for TLS, which this version does not speak to workers",
-                ));
-            }
+        let (is_tls, rest) = match text.split_once("://") {
+            Some(("http", rest)) => (false, rest),
+            Some(("https", rest)) => (true, rest),
             Some(_) => return Err(bad("has an unknown scheme")),
-            None => text,
+            None => (false, text),
         };
         let authority = rest.strip_suffix('/').unwrap_or(rest);
         if authority.contains(['/', '?', '#']) {
@@ -41,13 +39,19 @@ impl WorkerUrl {
         let port = match authority.port_u16() {
             Some(0) => return Err(bad("has port 0")),
             Some(port) => port,
-            None if authority.as_str() == authority.host() => 80,
+            None if authority.as_str() == authority.host() => {
+                if is_tls {
+                    443
+                } else {
+                    80
+                }
+            }
             None => return Err(bad("has no valid port")),
         };
         if host.is_empty() {
             return Err(bad("has no host"));
         }
-        Ok(Self { host, port })
+        Ok(Self { host, port, is_tls })
     }
 
     /// `host:port`, with brackets around an IPv6 address: the Host header.
@@ -62,7 +66,8 @@ impl WorkerUrl {
 
 impl fmt::Display for WorkerUrl {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "http://{}", self.authority())
+        let scheme = if self.is_tls { "https" } else { "http" };
+        write!(f, "{scheme}://{}", self.authority())
     }
 }
 
@@ -124,6 +129,8 @@ mod tests {
             ("a:1/", "http://a:1"),
             ("http://10.0.0.1", "http://10.0.0.1:80"),
             ("http://[::1]:30000", "http://[::1]:30000"),
+            ("https://a", "https://a:443"),
+            ("https://a:1/", "https://a:1"),
         ] {
             assert_eq!(WorkerUrl::parse(given).unwrap().to_string(), shown);
         }
@@ -131,9 +138,8 @@ mod tests {
     }
 
     #[test]
-    fn paths_ranks_tls_and_nonsense_are_refused() {
+    fn paths_ranks_and_nonsense_are_refused() {
         for given in [
-            "https://a:1",
             "ftp://a",
             "http://a:1/v1",
             "http://a:1@3",

@@ -257,7 +257,7 @@ mod tests {
             let argv = ["baton-router", "--pd-disaggregation"].map(str::to_owned);
             let config = RouterConfig::parse(&argv).unwrap();
             let (_cut, seen) = watch::channel(false);
-            let app = Arc::new(App::new(config, seen).unwrap());
+            let app = Arc::new(App::new(config, None, seen).unwrap());
             let feed = Feed::new(&app, "file");
             World { app, feed }
         }

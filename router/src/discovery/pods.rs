@@ -173,7 +173,11 @@ fn uid(pod: &Pod) -> String {
 
 fn address(pod: &Pod, port: u16) -> Option<WorkerUrl> {
     let ip = pod.status.as_ref()?.pod_ip.clone()?;
-    (!ip.is_empty()).then_some(WorkerUrl { host: ip, port })
+    (!ip.is_empty()).then_some(WorkerUrl {
+        host: ip,
+        port,
+        is_tls: false,
+    })
 }
 
 fn is_ready(pod: &Pod) -> bool {

@@ -155,6 +155,7 @@ async fn bad_registrations_say_why() {
         let router = Router::start(&[]).await;
         for (body, code) in [
             (json!({"url": "https://x:1"}), "invalid_value"),
+            (json!({"url": "ftp://x:1"}), "invalid_value"),
             (
                 json!({"url": "http://x:1", "worker_type": "decode"}),
                 "invalid_value",

@@ -2,49 +2,20 @@
 
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
-use std::path::PathBuf;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
 
 use axum::body::Body;
 use axum::extract::{Path, Query, State};
 use axum::response::{IntoResponse, Response};
-use baton_router::{RouterConfig, Running};
 use http::StatusCode;
 use parking_lot::Mutex;
 use serde_json::{Value, json};
 use tokio::net::TcpListener;
 use tokio::sync::watch;
 
-use crate::support::{Act, Client, End, Mock, Router, TOKEN, eventually, timed};
-
-/// A file of its own, removed at the end.
-struct TempFile(PathBuf);
-
-impl TempFile {
-    fn new(text: &str) -> TempFile {
-        static NEXT: AtomicUsize = AtomicUsize::new(0);
-        let number = NEXT.fetch_add(1, Ordering::Relaxed);
-        let name = format!("baton-router-{}-{number}", std::process::id());
-        let file = TempFile(std::env::temp_dir().join(name));
-        file.write(text);
-        file
-    }
-
-    fn write(&self, text: &str) {
-        std::fs::write(&self.0, text).unwrap();
-    }
-
-    fn path(&self) -> &str {
-        self.0.to_str().unwrap()
-    }
-}
-
-impl Drop for TempFile {
-    fn drop(&mut self) {
-        let _ = std::fs::remove_file(&self.0); // a test may have removed it
-    }
-}
+use crate::support::{
+    Act, Client, End, Mock, Router, TOKEN, TempFile, eventually, refused_start, timed,
+};
 
 async fn urls(router: &Router) -> Vec<String> {
     let listed = router.get("/workers").await.json();
@@ -72,16 +43,6 @@ async fn stale(router: &Router, source: &str, is: bool) {
         router.metric(&line).await == f64::from(u8::from(is))
     })
     .await;
-}
-
-async fn refused_start(flags: &[&str]) -> String {
-    let argv = ["baton-router", "--host", "127.0.0.1", "--port", "0"];
-    let argv: Vec<String> = argv.iter().chain(flags).map(|f| (*f).to_owned()).collect();
-    let config = RouterConfig::parse(&argv).unwrap();
-    match Running::start(config).await {
-        Ok(_) => panic!("{flags:?} should be refused"),
-        Err(text) => text,
-    }
 }
 
 // ---- file ----

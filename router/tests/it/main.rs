@@ -11,3 +11,4 @@ mod process;
 mod regular;
 mod shutdown;
 mod support;
+mod tls;

@@ -82,11 +82,11 @@ impl Started {
 
 #[test]
 fn wrong_flags_exit_with_2_and_say_all_that_is_wrong() {
-    let refused = output(&["--enable-igw", "--tls-cert-path", "x"]);
+    let refused = output(&["--enable-igw", "--jwt-issuer", "x"]);
     assert_eq!(refused.status.code(), Some(2));
     let text = String::from_utf8(refused.stderr).unwrap();
     assert!(
-        text.contains("--enable-igw is not supported") && text.contains("--tls-cert-path is not"),
+        text.contains("--enable-igw is not supported") && text.contains("--jwt-issuer is not"),
         "{text}"
     );
     let unknown = output(&["--no-such-flag"]);

@@ -483,6 +483,45 @@ pub fn chat(stream: bool) -> Value {
     json!({"model": "m", "messages": [{"role": "user", "content": "hi"}], "stream": stream})
 }
 
+/// A file of its own, removed at the end.
+pub struct TempFile(std::path::PathBuf);
+
+impl TempFile {
+    pub fn new(text: &str) -> TempFile {
+        static NEXT: AtomicUsize = AtomicUsize::new(0);
+        let number = NEXT.fetch_add(1, Ordering::Relaxed);
+        let name = format!("baton-router-{}-{number}", std::process::id());
+        let file = TempFile(std::env::temp_dir().join(name));
+        file.write(text);
+        file
+    }
+
+    pub fn write(&self, text: &str) {
+        std::fs::write(&self.0, text).expect("a file");
+    }
+
+    pub fn path(&self) -> &str {
+        self.0.to_str().expect("a file")
+    }
+}
+
+impl Drop for TempFile {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_file(&self.0); // a test may have removed it
+    }
+}
+
+/// The text with which these flags end the start.
+pub async fn refused_start(flags: &[&str]) -> String {
+    let argv = ["baton-router", "--host", "127.0.0.1", "--port", "0"];
+    let argv: Vec<String> = argv.iter().chain(flags).map(|f| (*f).to_owned()).collect();
+    let config = RouterConfig::parse(&argv).expect("good flags");
+    match Running::start(config).await {
+        Ok(_) => panic!("{flags:?} should be refused"),
+        Err(text) => text,
+    }
+}
+
 // ---- client ----
 
 /// One connection; dropping it closes the socket.
@@ -493,7 +532,13 @@ pub struct Client {
 
 impl Client {
     pub async fn connect(addr: SocketAddr) -> Client {
-        let stream = TcpStream::connect(addr).await.expect("the router accepts");
+        Client::over(TcpStream::connect(addr).await.expect("the router accepts")).await
+    }
+
+    pub async fn over<S>(stream: S) -> Client
+    where
+        S: tokio::io::AsyncRead + tokio::io::AsyncWrite + Send + Unpin + 'static,
+    {
         let (sender, driver) = hyper::client::conn::http1::handshake(TokioIo::new(stream))
             .await
             .expect("a connection");

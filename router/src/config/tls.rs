@@ -1,0 +1,94 @@
+//! Flags that say where encryption begins and ends. Paths are read at the start, in crate::tls.
+
+use clap::Args;
+
+#[derive(Debug, Clone, Default, Args)]
+#[command(next_help_heading = "TLS")]
+pub struct Tls {
+    /// Serve HTTPS with this certificate, its chain after it (PEM)
+    #[arg(long, value_name = "PATH")]
+    pub tls_cert_path: Option<String>,
+    /// Its private key (PEM)
+    #[arg(long, value_name = "PATH")]
+    pub tls_key_path: Option<String>,
+    /// Certificates that https:// workers must descend from (PEM); needed for such workers
+    #[arg(long, alias = "ca-cert-path", value_name = "PATH", num_args = 1.., value_delimiter = ',')]
+    pub ca_cert_paths: Vec<String>,
+    /// Certificate that the router shows to https:// workers (PEM)
+    #[arg(long, value_name = "PATH")]
+    pub client_cert_path: Option<String>,
+    /// Its private key (PEM)
+    #[arg(long, value_name = "PATH")]
+    pub client_key_path: Option<String>,
+}
+
+impl Tls {
+    /// What is wrong between these flags.
+    pub fn complaints(&self) -> Vec<String> {
+        let pairs = [
+            (
+                ("--tls-cert-path", &self.tls_cert_path),
+                ("--tls-key-path", &self.tls_key_path),
+            ),
+            (
+                ("--client-cert-path", &self.client_cert_path),
+                ("--client-key-path", &self.client_key_path),
+            ),
+        ];
+        let mut bad = Vec::new();
+        for ((cert, cert_path), (key, key_path)) in pairs {
+            match (cert_path, key_path) {
+                (Some(path), None) => bad.push(format!("{cert} {path}: give its {key} too")),
+                (None, Some(path)) => bad.push(format!("{key} {path}: give its {cert} too")),
+                _ => {}
+            }
+        }
+        if let Some(path) = &self.client_cert_path
+            && self.ca_cert_paths.is_empty()
+        {
+            bad.push(format!(
+                "--client-cert-path {path}: is shown to https:// workers only; give --ca-cert-paths, which they need"
+            ));
+        }
+        bad
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn halves_are_refused() {
+        let some = |text: &str| Some(text.to_owned());
+        let none = Tls::default();
+        assert!(none.complaints().is_empty());
+        for (tls, part) in [
+            (
+                Tls {
+                    tls_cert_path: some("c"),
+                    ..Tls::default()
+                },
+                "--tls-cert-path c: give its --tls-key-path too",
+            ),
+            (
+                Tls {
+                    tls_key_path: some("k"),
+                    ..Tls::default()
+                },
+                "--tls-key-path k: give its --tls-cert-path too",
+            ),
+            (
+                Tls {
+                    client_cert_path: some("c"),
+                    client_key_path: some("k"),
+                    ..Tls::default()
+                },
+                "give --ca-cert-paths",
+            ),
+        ] {
+            let bad = tls.complaints();
+            assert!(bad.iter().any(|text| text.contains(part)), "{bad:?}");
+        }
+    }
+}

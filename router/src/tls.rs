@@ -1,0 +1,86 @@
+//! Certificates and keys, read once at the start: HTTPS for clients, HTTPS with a certificate of our own to workers.
+//!
+//! TLS 1.2 and 1.3 by rustls with ring. HTTP/1.1 inside, as everywhere in this router. A worker's certificate must name the
+//! host of its URL, be it an address, and descend from --ca-cert-paths; the system's roots are not asked, since workers
+//! are no public sites.
+
+use std::sync::Arc;
+
+use rustls::pki_types::pem::PemObject;
+use rustls::pki_types::{CertificateDer, PrivateKeyDer};
+use rustls::{ClientConfig, RootCertStore, ServerConfig, crypto};
+use tokio_rustls::TlsAcceptor;
+
+use crate::config::Tls;
+
+const HTTP_1_1: &[u8] = b"http/1.1";
+
+/// What accepts clients, if they are to speak TLS.
+pub fn acceptor(flags: &Tls) -> Result<Option<TlsAcceptor>, String> {
+    let (Some(cert), Some(key)) = (&flags.tls_cert_path, &flags.tls_key_path) else {
+        return Ok(None);
+    };
+    let refused =
+        |err: rustls::Error| format!("--tls-cert-path {cert}, --tls-key-path {key}: {err}");
+    let provider = Arc::new(crypto::ring::default_provider());
+    let mut config = ServerConfig::builder_with_provider(provider)
+        .with_safe_default_protocol_versions()
+        .map_err(refused)?
+        .with_no_client_auth()
+        .with_single_cert(
+            certificates("--tls-cert-path", cert)?,
+            private_key("--tls-key-path", key)?,
+        )
+        .map_err(refused)?;
+    config.alpn_protocols = vec![HTTP_1_1.to_vec()];
+    Ok(Some(TlsAcceptor::from(Arc::new(config))))
+}
+
+/// How https:// workers are reached, if they can be.
+pub fn to_workers(flags: &Tls) -> Result<Option<Arc<ClientConfig>>, String> {
+    if flags.ca_cert_paths.is_empty() {
+        return Ok(None);
+    }
+    let mut roots = RootCertStore::empty();
+    for path in &flags.ca_cert_paths {
+        for cert in certificates("--ca-cert-paths", path)? {
+            let added = roots.add(cert);
+            added.map_err(|err| format!("--ca-cert-paths {path}: {err}"))?;
+        }
+    }
+    let provider = Arc::new(crypto::ring::default_provider());
+    let builder = ClientConfig::builder_with_provider(provider)
+        .with_safe_default_protocol_versions()
+        .map_err(|err| err.to_string())?
+        .with_root_certificates(roots);
+    let mut config = match (&flags.client_cert_path, &flags.client_key_path) {
+        (Some(cert), Some(key)) => builder
+            .with_client_auth_cert(
+                certificates("--client-cert-path", cert)?,
+                private_key("--client-key-path", key)?,
+            )
+            .map_err(|err| format!("--client-cert-path {cert}, --client-key-path {key}: {err}"))?,
+        _ => builder.with_no_client_auth(),
+    };
+    config.alpn_protocols = vec![HTTP_1_1.to_vec()];
+    Ok(Some(Arc::new(config)))
+}
+
+fn certificates(flag: &str, path: &str) -> Result<Vec<CertificateDer<'static>>, String> {
+    let refused = |err| format!("{flag} {path}: {err}; give a readable PEM file");
+    let read = CertificateDer::pem_file_iter(path).map_err(refused)?;
+    let certs: Vec<_> = read.collect::<Result<_, _>>().map_err(refused)?;
+    match certs.is_empty() {
+        true => Err(format!(
+            "{flag} {path}: holds no certificate; give a PEM file with one"
+        )),
+        false => Ok(certs),
+    }
+}
+
+fn private_key(flag: &str, path: &str) -> Result<PrivateKeyDer<'static>, String> {
+    let read = PrivateKeyDer::from_pem_file(path);
+    read.map_err(|err| {
+        format!("{flag} {path}: {err}; give a readable PEM file with an unencrypted private key")
+    })
+}

@@ -1,0 +1,283 @@
+//! HTTPS to clients, and to workers that ask for the router's certificate. Certificates are made here, for this run.
+
+use std::sync::Arc;
+
+use rcgen::{BasicConstraints, CertificateParams, IsCa, Issuer, KeyPair};
+use rustls::pki_types::pem::PemObject;
+use rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName};
+use rustls::server::WebPkiClientVerifier;
+use rustls::{ClientConfig, RootCertStore, ServerConfig};
+use serde_json::json;
+use tokio::net::{TcpListener, TcpStream};
+use tokio_rustls::{TlsAcceptor, TlsConnector};
+
+use crate::support::{Client, Mock, Router, TempFile, chat, eventually, refused_start, timed};
+
+/// A certificate with its key, as files and as text.
+struct Identity {
+    cert: TempFile,
+    key: TempFile,
+    cert_pem: String,
+    key_pem: String,
+}
+
+impl Identity {
+    fn new(cert_pem: String, key: &KeyPair) -> Identity {
+        let key_pem = key.serialize_pem();
+        Identity {
+            cert: TempFile::new(&cert_pem),
+            key: TempFile::new(&key_pem),
+            cert_pem,
+            key_pem,
+        }
+    }
+
+    fn chain(&self) -> Vec<CertificateDer<'static>> {
+        vec![CertificateDer::from_pem_slice(self.cert_pem.as_bytes()).unwrap()]
+    }
+
+    fn private(&self) -> PrivateKeyDer<'static> {
+        PrivateKeyDer::from_pem_slice(self.key_pem.as_bytes()).unwrap()
+    }
+}
+
+struct Authority {
+    cert: TempFile,
+    pem: String,
+    issuer: Issuer<'static, KeyPair>,
+}
+
+impl Authority {
+    fn new() -> Authority {
+        let key = KeyPair::generate().unwrap();
+        let mut params = CertificateParams::new(Vec::new()).unwrap();
+        params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
+        let pem = params.self_signed(&key).unwrap().pem();
+        Authority {
+            cert: TempFile::new(&pem),
+            pem,
+            issuer: Issuer::new(params, key),
+        }
+    }
+
+    fn issue(&self, name: &str) -> Identity {
+        let key = KeyPair::generate().unwrap();
+        let params = CertificateParams::new(vec![name.to_owned()]).unwrap();
+        let cert = params.signed_by(&key, &self.issuer).unwrap();
+        Identity::new(cert.pem(), &key)
+    }
+
+    fn roots(&self) -> RootCertStore {
+        let mut roots = RootCertStore::empty();
+        let cert = CertificateDer::from_pem_slice(self.pem.as_bytes()).unwrap();
+        roots.add(cert).unwrap();
+        roots
+    }
+}
+
+/// TLS in front of a mock, for clients with a certificate of `clients` only. Returns its URL.
+async fn encrypted(mock: &Mock, own: &Identity, clients: &Authority) -> String {
+    let provider = Arc::new(rustls::crypto::ring::default_provider());
+    let roots = Arc::new(clients.roots());
+    let verifier = WebPkiClientVerifier::builder_with_provider(roots, provider.clone());
+    let config = ServerConfig::builder_with_provider(provider)
+        .with_safe_default_protocol_versions()
+        .unwrap()
+        .with_client_cert_verifier(verifier.build().unwrap())
+        .with_single_cert(own.chain(), own.private())
+        .unwrap();
+    let acceptor = TlsAcceptor::from(Arc::new(config));
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let (addr, behind) = (listener.local_addr().unwrap(), mock.addr);
+    tokio::spawn(async move {
+        while let Ok((stream, _)) = listener.accept().await {
+            let acceptor = acceptor.clone();
+            tokio::spawn(async move {
+                let Ok(mut near) = acceptor.accept(stream).await else {
+                    return; // a client without the certificate
+                };
+                let mut far = TcpStream::connect(behind).await.unwrap();
+                let _ = tokio::io::copy_bidirectional(&mut near, &mut far).await;
+            });
+        }
+    });
+    format!("https://{addr}")
+}
+
+async fn connect(router: &Router, authority: &Authority) -> Result<Client, std::io::Error> {
+    let provider = Arc::new(rustls::crypto::ring::default_provider());
+    let config = ClientConfig::builder_with_provider(provider)
+        .with_safe_default_protocol_versions()
+        .unwrap()
+        .with_root_certificates(authority.roots())
+        .with_no_client_auth();
+    let stream = TcpStream::connect(router.running.addr).await?;
+    let name = ServerName::try_from("127.0.0.1").unwrap();
+    let tls = TlsConnector::from(Arc::new(config));
+    Ok(Client::over(tls.connect(name, stream).await?).await)
+}
+
+async fn get(client: &mut Client, path: &str) -> serde_json::Value {
+    let answer = client.send(http::Method::GET, path, &[], "").await;
+    answer.read().await.json()
+}
+
+#[tokio::test]
+async fn clients_speak_https_with_the_certificate_given() {
+    timed(async {
+        let mock = Mock::start(&[]).await;
+        let authority = Authority::new();
+        let own = authority.issue("127.0.0.1");
+        let url = mock.url();
+        let flags = ["--worker-urls", &url, "--tls-cert-path", own.cert.path()];
+        let flags = [&flags[..], &["--tls-key-path", own.key.path()]].concat();
+        let router = Router::start(&flags).await;
+        let mut client = connect(&router, &authority).await.unwrap();
+        eventually("it is ready", || async {
+            let mut client = connect(&router, &authority).await.unwrap();
+            get(&mut client, "/readyz").await["status"] == "ready"
+        })
+        .await;
+        let streamed = client.chat(true).await.read().await;
+        assert!(streamed.text().ends_with("data: [DONE]\n\n"));
+        assert_eq!(
+            get(&mut client, "/workers").await["total"],
+            1,
+            "the connection is kept"
+        );
+
+        let stranger = Authority::new();
+        let refused = connect(&router, &stranger).await.err().unwrap();
+        assert!(
+            refused.to_string().contains("invalid peer certificate"),
+            "{refused}"
+        );
+        drop(client);
+        router.running.stop().await;
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn workers_are_reached_over_mutual_tls() {
+    timed(async {
+        let mock = Mock::start(&[]).await;
+        let (fleet, clients) = (Authority::new(), Authority::new());
+        let url = encrypted(&mock, &fleet.issue("127.0.0.1"), &clients).await;
+        let own = clients.issue("router");
+        let ca = ["--worker-urls", &url, "--ca-cert-path", fleet.cert.path()];
+        let shown = [
+            "--client-cert-path",
+            own.cert.path(),
+            "--client-key-path",
+            own.key.path(),
+        ];
+        let router = Router::start(&[&ca[..], &shown[..]].concat()).await;
+        router.all_ready(1).await;
+        assert_eq!(
+            router.get("/workers").await.json()["workers"][0]["url"],
+            url
+        );
+        assert_eq!(router.chat().await.status, 200);
+        let streamed = router.post("/v1/chat/completions", &chat(true)).await;
+        assert!(streamed.text().ends_with("data: [DONE]\n\n"));
+        assert_eq!(mock.count(), 2);
+    })
+    .await;
+}
+
+/// The router's view of a worker that it does not take, or that does not take it.
+async fn reason(flags: &[&str]) -> String {
+    let router = Router::start(flags).await;
+    eventually("a probe failed", || async {
+        router
+            .metric("baton_router_health_probes_total{result=\"bad\"")
+            .await
+            > 0.0
+    })
+    .await;
+    let answer = router.chat().await;
+    assert_eq!(answer.code(), "no_worker");
+    router.get("/workers").await.json()["workers"][0]["state"].to_string()
+}
+
+#[tokio::test]
+async fn wrong_certificates_keep_a_worker_out() {
+    timed(async {
+        let mock = Mock::start(&[]).await;
+        let (fleet, clients) = (Authority::new(), Authority::new());
+        let own = clients.issue("router");
+        let shown = [
+            "--client-cert-path",
+            own.cert.path(),
+            "--client-key-path",
+            own.key.path(),
+        ];
+        let right = encrypted(&mock, &fleet.issue("127.0.0.1"), &clients).await;
+        let misnamed = encrypted(&mock, &fleet.issue("elsewhere"), &clients).await;
+        let of_fleet = ["--ca-cert-paths", fleet.cert.path()];
+        let of_others = ["--ca-cert-paths", clients.cert.path()];
+        for (url, ca, shown) in [
+            (&misnamed, &of_fleet, &shown[..]),
+            (&right, &of_others, &shown[..]),
+            (&right, &of_fleet, &[]),
+        ] {
+            let flags = [&["--worker-urls", url.as_str()][..], &ca[..], shown].concat();
+            assert_eq!(reason(&flags).await, "\"starting\"");
+        }
+        assert_eq!(mock.count(), 0);
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn what_cannot_be_used_ends_the_start() {
+    timed(async {
+        let authority = Authority::new();
+        let (own, other) = (authority.issue("a"), authority.issue("b"));
+        let empty = TempFile::new("");
+        let (cert, key) = (own.cert.path(), own.key.path());
+        for (flags, part) in [
+            (
+                ["--tls-cert-path", "/nowhere", "--tls-key-path", key],
+                "--tls-cert-path /nowhere: ",
+            ),
+            (
+                ["--tls-cert-path", empty.path(), "--tls-key-path", key],
+                "holds no certificate",
+            ),
+            (
+                ["--tls-cert-path", cert, "--tls-key-path", cert],
+                "unencrypted private key",
+            ),
+            (
+                ["--tls-cert-path", cert, "--tls-key-path", other.key.path()],
+                "--tls-key-path",
+            ),
+            (
+                ["--ca-cert-paths", key, "--log-level", "info"],
+                "--ca-cert-paths",
+            ),
+            (
+                ["--worker-urls", "https://a:1", "--log-level", "info"],
+                "--ca-cert-paths",
+            ),
+        ] {
+            let text = refused_start(&flags).await;
+            assert!(text.contains(part), "{flags:?}: {text}");
+        }
+        let router = Router::start(&[]).await;
+        let reply = router
+            .post("/workers", &json!({"url": "https://a:1"}))
+            .await;
+        assert_eq!(reply.code(), "invalid_value");
+        assert!(
+            reply
+                .text()
+                .contains("start the router with --ca-cert-paths"),
+            "{}",
+            reply.text()
+        );
+    })
+    .await;
+}
