@@ -178,3 +178,21 @@ def test_short_prompts_fill_the_budget_however_few_may_stay_unfinished(policy: s
     node.flight.append(plan)
     node.run()
     assert node.steps < 4
+
+
+def test_room_that_a_finished_prompt_makes_goes_to_the_first_in_order() -> None:
+    """Room for one unfinished prompt, taken by 0; 1 is due before it and 2 after it."""
+    node = Node(Limits(400, 4, 32, 100, 16, policy="edf", max_partial_prefills=1, role="prefill"), depth=1)
+
+    def due(handle: int, length: int, at: float) -> None:
+        req = request(handle, [handle] * length, 1, room=handle)
+        node.sched.add(dataclasses.replace(req, arrival=0.0, ttft_deadline=at))
+
+    due(0, 20, 500.0)
+    node.step()
+    due(1, 8, 100.0)
+    due(2, 8, 900.0)
+    plan = node.sched.plan()
+    assert plan is not None
+    assert [row.handle for row in plan.rows] == [0, 1, 2]
+    assert plan.num_tokens == 16

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import sys
 from array import array
+from collections import deque
 from collections.abc import Iterable, Iterator
 
 from baton.sched.fairness import Fairness
@@ -331,7 +332,7 @@ class Planner:
                     yield seq
             return
         ahead, room = len(unfinished), self._limits.max_partial_prefills - len(unfinished)
-        passed: list[Seq] = []
+        passed: deque[Seq] = deque()
         for seq in state.waiting.in_order(unfinished):
             is_new = seq.state is SeqState.WAITING
             may_admit = state.slots and not self._is_blocked
@@ -346,11 +347,10 @@ class Planner:
             yield seq
             # Only a prompt that this step leaves unfinished takes room.
             room += (not is_new) - (seq.state is SeqState.RUNNING and is_partial(seq))
-        for seq in passed:
-            if room <= 0 or not state.slots or self._is_blocked:
-                return
-            yield seq
-            room -= is_partial(seq)
+            while passed and room > 0 and state.slots and not self._is_blocked:
+                seq = passed.popleft()
+                yield seq
+                room -= seq.state is SeqState.RUNNING and is_partial(seq)
 
     def _is_too_late(self, seq: Seq) -> bool:
         """Under --deadline-miss-action abort: no first token can come in time any more, so nothing is begun."""
