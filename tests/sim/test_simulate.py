@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gzip
 import json
 import random
 import signal
@@ -362,7 +363,58 @@ def test_shortest_remaining_first_wins_on_a_recorded_trace_and_pays_at_the_end()
     assert found["srpt-aging"].wait.max > found["fcfs"].wait.max
 
 
+def test_policies_rank_on_a_recorded_trace_as_their_descriptions_say() -> None:
+    """Near saturation, prompts only: the shortest remaining wins by far, the longest answer first only does harm.
+
+    A prompt's answer says nothing about its prefill: lof keeps the mean and multiplies what the unlucky wait.
+    """
+    found = simulated("--limit", "2000", "--length-scale", "16", "--schedule-policy", "all")
+    mean = {policy: summary.ttft.mean for policy, summary in found.items()}
+    assert mean["srpt-aging"] < 0.6 * mean["fcfs"]
+    assert min(mean, key=mean.__getitem__) in ("srpt-aging", "short-first")
+    assert mean["lof"] > 0.9 * mean["fcfs"]
+    assert found["lof"].ttft.p99 > 2 * found["fcfs"].ttft.p99
+    assert found["lof"].wait.max > 2 * found["fcfs"].wait.max
+    assert mean["random"] > mean["srpt-aging"]
+    assert mean["hrrn"] < mean["fcfs"]
+    assert found["fcfs"].wait.p99 < found["random"].wait.p99, "nobody overtakes"
+
+
+def test_every_policy_reports_ttft_tpot_and_wait() -> None:
+    found = simulated("--limit", "150", "--length-scale", "32", "--schedule-policy", "all", "--role", "null")
+    assert found.keys() == POLICIES.keys()
+    for summary in found.values():
+        for stat in (summary.ttft, summary.tpot, summary.wait):
+            assert 0 <= stat.p50 <= stat.p95 <= stat.p99 <= stat.max
+        assert summary.completed == summary.requests == 150
+        assert summary.ttft.mean >= summary.wait.mean
+
+
+def test_a_recorded_day_is_decided_alike_every_time() -> None:
+    first, again = (simulated("--limit", "300", "--length-scale", "16", "--schedule-policy", "all") for _ in range(2))
+    assert [s.decisions for s in first.values()] == [s.decisions for s in again.values()]
+
+
+def test_a_compressed_trace_is_the_same_trace(tmp_path: Path) -> None:
+    plain = write(tmp_path / "t.jsonl", GOOD, GOOD.replace("600", "700"))
+    packed = tmp_path / "t.jsonl.gz"
+    packed.write_bytes(gzip.compress(plain.read_bytes()))
+    assert traces.read(packed) == traces.read(plain)
+    assert traces.locate(str(packed)) == packed
+
+
 # ---------------------------------------------------------------------- the command
+
+
+def test_progress_says_how_far_and_how_long_every_two_seconds(capsys: pytest.CaptureFixture[str]) -> None:
+    clock = iter(range(1000))
+    progress = command.Progress("lpm", clock=lambda: next(clock) / 2)
+    node(random_trace(2)).run(progress)
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) > 3
+    assert all(line.startswith("lpm: ") and " requests, " in line and " waiting, at " in line for line in lines)
+    assert "no end in sight yet" in lines[0]
+    assert lines[-1].endswith("s left")
 
 
 def test_command_prints_a_row_per_policy_and_writes_what_is_asked_for(
