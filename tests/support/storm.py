@@ -13,10 +13,14 @@ import random
 from collections import Counter
 from dataclasses import dataclass, field
 
-from baton.errors import PromptTooLong
+from baton.cache.eviction import EVICTION_POLICIES
+from baton.errors import PromptTooLong, WrongState
 from baton.request import FinishReason, Validated
+from baton.sched.classes import parse_classes
+from baton.sched.fairness import FairnessRules
 from baton.sched.limits import Limits
 from baton.sched.policy import POLICIES, PolicyParams, PriorityRule
+from baton.sched.tenants import TenantRule, TenantRules
 from tests.support.sched_pair import Relay
 from tests.support.sched_sim import VOCAB, Node, random_prompt, reference, request
 from tests.support.watched import WatchedScheduler
@@ -26,6 +30,10 @@ CROWD = 12
 """Most requests alive at once."""
 TURN_SECS = 0.01
 LEASE_TICKS = 300
+FAIR = FairnessRules(
+    classes=parse_classes("gold:3,iron:1")[0],
+    tenants=TenantRules(named={"small": TenantRule(max_running=1), "heavy": TenantRule(weight=3.0, max_kv_tokens=90)}),
+)
 
 
 @dataclass(frozen=True)
@@ -73,6 +81,15 @@ class Weather:
             host_pages=rng.choice([0, 0, 4, 60]),
             max_preemptions_per_request=rng.choice([1, 8]),
             preemption_min_remaining_tokens=rng.choice([0, 8]),
+            eviction=rng.choice(["lru", "lru", *EVICTION_POLICIES]),
+            mixed_chunk=rng.random() < 0.3,
+            max_decode_gap_secs=rng.choice([0.0, 0.0, 0.05]),
+            dynamic_chunking=rng.random() < 0.1,
+            step_target_secs=rng.choice([0.0, 0.0, 0.0, 0.005]),
+            watermark=rng.choice([0.0, 0.0, 0.1]),
+            queue_timeout_secs=rng.choice([0.0, 0.0, 0.0, 1.0]),
+            aborts_missed_deadlines=rng.random() < 0.1,
+            fairness=FAIR if rng.random() < 0.25 else FairnessRules(),
         )
 
 
@@ -113,6 +130,9 @@ class Ride:
         )
         self.heads = [[self.rng.randrange(VOCAB) for _ in range(self.rng.randint(2, 30))] for _ in range(3)]
         self.abort_rate = self.rng.choice([0.0, 0.02, 0.1])
+        self.suspend_rate = self.rng.choice([0.0, 0.0, 0.05])
+        self.is_impatient = any(n.limits.queue_timeout_secs or n.limits.aborts_missed_deadlines for n in self.nodes)
+        """An error for a request that had no time limit of its own is a proper end."""
         self.turns = 0
         self.want: dict[int, list[int]] = {}
         self.gone: set[int] = set()
@@ -137,8 +157,12 @@ class Ride:
             self.turn()
             if self.rng.random() < self.abort_rate:
                 self.abort()
+            if self.rng.random() < self.suspend_rate:
+                self.suspend()
             if self.rng.random() < 0.01:
                 self.rng.choice(self.nodes).sched.flush_cache()
+        for node in self.nodes:
+            node.sched.resume(list(self.want))
         for _ in range(5000):
             if not self.alive() and all(self._rests(node) for node in self.nodes):
                 break
@@ -179,10 +203,12 @@ class Ride:
             namespace=rng.choice([b"", b"", b"other"]),
             deadline=now + rng.uniform(0.05, 2.0) if rng.random() < 0.1 else None,
             ttft_deadline=now + rng.uniform(0.01, 0.5) if rng.random() < 0.5 else None,
+            priority_class=rng.choice(["gold", "iron"]),
+            tenant=rng.choice(["small", "heavy", "other"]),
         )
         room = self.front.limits.capacity_tokens - len(prompt)
         self.want[handle] = reference(req.prompt, min(req.params.max_new_tokens, room), req.params.ignore_eos)
-        if req.deadline is not None:
+        if req.deadline is not None or self.is_impatient:
             self.may_fail.add(handle)
         self._send(req)
 
@@ -226,6 +252,19 @@ class Ride:
         for node in halves:
             node.sched.abort(handle)
             node.sched.ledger()
+
+    def suspend(self) -> None:
+        """Some requests of one node may not run for a while; others may again."""
+        node = self.rng.choice(self.nodes)
+        recent = range(max(len(self.want) - 2 * CROWD, 0), len(self.want))
+        for handle in recent:
+            if self.rng.random() < 0.2:
+                try:
+                    self.log.checked["suspend"] += node.sched.suspend([handle])
+                except WrongState:
+                    self.log.checked["suspend refused"] += 1
+        node.sched.resume([handle for handle in recent if self.rng.random() < 0.5])
+        node.sched.ledger()
 
     # ------------------------------------------------------------------ the end
 

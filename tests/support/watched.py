@@ -101,6 +101,7 @@ class WatchedScheduler(Scheduler):
 
     def commit(self, plan: StepPlan, result: StepResult, now: float = 0.0) -> None:
         super().commit(plan, result, self.clock)
+        self.observe(plan, 0.001 + 0.0001 * plan.num_tokens)
         self.ledger()
         self._check_holders()
 
@@ -210,8 +211,8 @@ class WatchedScheduler(Scheduler):
             assert seq.private <= set(seq.pages)
             if seq.slot >= 0:
                 slots.append(seq.slot)
-            if seq.state in (SeqState.WAITING, SeqState.OPENING):
-                assert not seq.pages
+            if seq.state in (SeqState.WAITING, SeqState.OPENING, SeqState.SUSPENDED) and seq.handle not in state.parked:
+                assert not seq.pages, f"request {seq.handle} waits and holds pages"
                 assert seq.slot < 0
                 assert seq.node is None
             node = seq.node
@@ -243,7 +244,8 @@ class WatchedScheduler(Scheduler):
                 continue
             assert plan is not None, f"request {handle} could decode and nothing was planned"
             self._gaps[handle] += 1
-            assert self._gaps[handle] <= 1, f"request {handle} waited two steps for its next token"
+            by_time = self.limits.prefill_first and self.limits.max_decode_gap_secs
+            assert self._gaps[handle] <= 1 or by_time, f"request {handle} waited two steps for its next token"
 
     def _check_preemptions(self, before: Before) -> None:
         """Only a clearly more important waiting request preempts; nobody suffers it more often than allowed."""
@@ -260,7 +262,7 @@ class WatchedScheduler(Scheduler):
 
     def _check_order(self, before: Before, plan: StepPlan) -> None:
         """Admitted requests are the first of the queue, in the order of the policy's definition."""
-        if self.retractions != before.retractions or self._preempted(before):
+        if self.retractions != before.retractions or self._preempted(before) or self.limits.fairness.enabled:
             return
         came = [row.handle for row in plan.rows[plan.num_decode :] if row.handle in before.waiting]
         under_way = len(plan.rows) - plan.num_decode > len(came)
@@ -268,7 +270,8 @@ class WatchedScheduler(Scheduler):
             return
         order = self._brute_order(before.facts) if came else None
         if order is not None:
-            queue = [seq.handle for seq in order if not seq.inflight_steps or seq.handle in came]
+            alive = self._state.seqs  # one whose deadline cannot be met any more may have been ended instead
+            queue = [s.handle for s in order if s.handle in came or (s.handle in alive and not s.inflight_steps)]
             self.checked["order"] += 1
             if isinstance(self._state.policy, ShortFirst):
                 assert self._state.policy._weight == pytest.approx(before.ratio, rel=0.06)
@@ -290,6 +293,8 @@ class WatchedScheduler(Scheduler):
         prompts = len(plan.rows) - plan.num_decode if plan is not None else 0
         if limits.prefill_first and plan is not None and plan.num_decode:
             return  # this step is for decode rows alone
+        if limits.fairness.enabled or limits.dynamic_chunking or limits.step_target_secs:
+            return  # not the token budget decides, but turns, caps or time
         if limits.step_tokens - used < page or prompts == limits.prefill_max_requests:
             return
         rows = {row.handle for row in plan.rows} if plan is not None else set()
@@ -313,6 +318,8 @@ class WatchedScheduler(Scheduler):
             return
         self.checked["admission refused"] += 1
         head = order[0]
+        if head.pages:
+            return  # parked: it needs no prefix
         need, available = self._need(head, before.ratio), self._available_to(head)
         assert need > available, (
             f"request {head.handle} needed {need} of {available} pages and was not admitted, "
