@@ -345,10 +345,14 @@ class WatchedScheduler(Scheduler):
         grown = {s.handle: max(-(-(len(s.tokens) + s.inflight + rest(s)) // page) - len(s.pages), 0) for s in others}
         known = [s for s in others if s.is_decoding and s.req.params.ignore_eos and not s.is_lease]
         unknown = sum(grown.values()) - sum(grown[s.handle] for s in known)
-        return need + min(sum(grown.values()), unknown + max(self._peak(known, rest), 0))
+        return need + min(sum(grown.values()), unknown + max(self._peak(seq, known, rest), 0))
 
-    def _peak(self, known: list[Seq], rest: Callable[[Seq], int]) -> int:
-        """Most pages that answers of known length need at once, token by token; ends are noticed two steps later."""
+    def _peak(self, head: Seq, known: list[Seq], rest: Callable[[Seq], int]) -> int:
+        """Most pages that answers of known length need at once, token by token; ends are noticed two steps later.
+
+        What `head` would share with one of them is not given back by its end.
+        """
+        its_own = set(map(id, self._path(head)))
         page = self.limits.page_size
         most = 0
         for step in range(1, max(map(rest, known), default=0) + 2):
@@ -356,30 +360,34 @@ class WatchedScheduler(Scheduler):
             for seq in known:
                 total = len(seq.tokens) + seq.inflight
                 if step >= rest(seq) + 2:
-                    now -= len(seq.pages) - self._shared(seq)
+                    now -= len(seq.pages) - self._shared(seq, its_own)
                 else:
                     now += -(-(total + min(step, rest(seq))) // page) - len(seq.pages)
             most = max(most, now)
         return most
 
     @staticmethod
-    def _shared(seq: Seq) -> int:
+    def _shared(seq: Seq, also_locked: set[int]) -> int:
         """Pages of a sequence that others lock too, or that lie in the tree twice."""
         alone, node = len(seq.private), seq.node
         while node is not None and node.parent is not None:
-            alone += len(node.pages) if node.locks == 1 else 0
+            alone += len(node.pages) if node.locks == 1 and id(node) not in also_locked else 0
             node = node.parent
         return len(seq.pages) - alone
 
     def _available_to(self, seq: Seq) -> int:
         """Free and evictable pages, less those of its own prefix, which it would lock."""
-        cache = self._state.memory.cache
-        node = cache.match(seq.tokens.tobytes(), seq.req.namespace, len(seq.tokens) - 1).node
-        own = 0
-        while node.parent is not None:
-            own += len(node.pages) if node.locks == 0 else 0
-            node = node.parent
+        own = sum(len(node.pages) for node in self._path(seq) if node.locks == 0)
         return self._state.memory.available - own
+
+    def _path(self, seq: Seq) -> list[Node]:
+        """The tree's nodes along a waiting sequence's cached prefix."""
+        node = self._state.memory.cache.match(seq.tokens.tobytes(), seq.req.namespace, len(seq.tokens) - 1).node
+        path = []
+        while node.parent is not None:
+            path.append(node)
+            node = node.parent
+        return path
 
 
 def _wants(seq: Seq) -> bool:

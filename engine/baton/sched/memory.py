@@ -112,16 +112,16 @@ class Memory:
 
     def growth(self, seq: Seq) -> int:
         """Pages that a sequence is expected to still take."""
-        return max(self.pages(len(seq.tokens) + self.answer_tokens(seq)) - len(seq.pages), 0)
+        return max(self.pages(seq.total_len + self.answer_tokens(seq)) - len(seq.pages), 0)
 
     def total_growth(self, seqs: Iterable[Seq]) -> int:
         """The sum of `growth`, without a call per sequence: it is taken in every step that a waiting request sees."""
         page_size, clip, ratio = self.page_size, self.ratio.clip, self.ratio.value
         total = 0
         for seq in seqs:
-            tokens = len(seq.tokens)
+            tokens = len(seq.tokens) + seq.inflight
             if not seq.is_lease:
-                left = seq.max_new_tokens - (tokens - seq.prompt_len) - seq.inflight
+                left = seq.max_new_tokens - (tokens - seq.prompt_len)
                 tokens += left if seq.req.params.ignore_eos else int((left if left < clip else clip) * ratio)
             pages = -(-tokens // page_size) - len(seq.pages)
             if pages > 0:
@@ -138,11 +138,12 @@ class Memory:
         for seq in seqs:
             is_known = seq.is_decoding and seq.req.params.ignore_eos and not seq.is_lease
             (known if is_known else others).append(seq)
+        coming = [self.pages(seq.total_len) - len(seq.pages) for seq in known]  # for tokens in flight, not held yet
         answers = (
-            KnownAnswer(seq.total_len, seq.max_new_tokens - seq.generated, self._held_alone(seq)) for seq in known
+            KnownAnswer(seq.total_len, seq.max_new_tokens - seq.generated, self._held_alone(seq) + more)
+            for seq, more in zip(known, coming, strict=True)
         )
-        fixed = sum(self.pages(seq.total_len) - len(seq.pages) for seq in known)
-        return max(fixed + peak_growth(answers, self.page_size), 0) + self.total_growth(others)
+        return max(sum(coming) + peak_growth(answers, self.page_size), 0) + self.total_growth(others)
 
     def freed_by(self, seq: Seq) -> tuple[int, int]:
         """(pages that become available, tokens to compute again) if this running sequence let go of everything.

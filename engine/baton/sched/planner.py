@@ -225,7 +225,6 @@ class Planner:
 
     def _grow(self, seq: Seq, tokens: int) -> bool:
         """Make room for `tokens` tokens of a decoding sequence, retracting others if need be. False: not this step."""
-        self._reserved = None
         while not self._memory.extend(seq, tokens):
             if not self._retract_for(seq):
                 return False
@@ -236,7 +235,6 @@ class Planner:
         victim = retraction_victim(self._state.running.values(), keep, self._limits.priority)
         if victim is not None:
             self._state.retract(victim, keep)
-            self._reserved = None
         return victim is not None and victim is not keep
 
     def _preempt_for_priority(self) -> None:
@@ -253,7 +251,6 @@ class Planner:
             return
         for seq in priority_victims(head, short, state.running.values(), self._limits, self._memory.freed_by):
             state.preempt(seq, head)
-            self._reserved = None
 
     def _head(self) -> Seq | None:
         """The waiting sequence whose turn is next."""
@@ -264,6 +261,7 @@ class Planner:
     # ------------------------------------------------------------------ prefill
 
     def _plan_prefill(self, rows: list[Row], admitted: list[Admitted], num_decode: int) -> Stop:
+        self._reserved = None  # decode rows have changed it
         limit = self._limits.prefill_max_requests
         budget = max(self._limits.step_tokens - num_decode, self._limits.page_size)
         self.seconds_budget = seconds = self._prompt_seconds(num_decode)
@@ -286,10 +284,11 @@ class Planner:
                 if blocked is not None:
                     self._is_blocked = True
                     continue
+                before = 0
             else:
+                before = self._memory.growth(seq)
                 self._memory.adopt_prefix(seq)
             n = self._chunk(seq, budget, seconds, is_first=not started)
-            held = len(seq.pages)
             if n and not self._memory.extend(seq, seq.computed + n):
                 if is_new:
                     self._state.unadmit(seq)
@@ -301,13 +300,13 @@ class Planner:
                 self._state.stats.on_admitted(seq, self._state.now)
             if n == 0:
                 return Stop.TOKEN_BUDGET
-            if self._reserved is not None:
-                self._reserved -= len(seq.pages) - held
             if seconds is not None:
                 seconds -= self.times.chunk_seconds(seq.computed, n)
             if self._state.fair is not None:
                 self._state.fair.charge_prompt(seq, n, seq.computed if is_first else 0)
             rows.append(self._row(seq, n, admitted))
+            if self._reserved is not None:
+                self._reserved += self._memory.growth(seq) - before
             self._memory.publish(seq)
             budget -= n
             started += 1
@@ -422,8 +421,6 @@ class Planner:
         memory.share(seq, match)
         memory.restore(seq, len(seq.tokens) - 1)
         seq.computed = seq.published * memory.page_size
-        if self._reserved is not None:
-            self._reserved += memory.growth(seq)
         return None
 
     def _pages_for(self, seq: Seq, cached_pages: int) -> int:
