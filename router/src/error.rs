@@ -25,6 +25,12 @@ pub enum RouteError {
     },
     #[error("missing or wrong API key; send 'Authorization: Bearer KEY' with the key of --api-key")]
     InvalidApiKey,
+    #[error(
+        "missing or wrong key; this path takes 'Authorization: Bearer KEY' with a key of --control-plane-api-keys"
+    )]
+    InvalidControlKey,
+    #[error("key {id} has the role user; this path needs the role admin")]
+    Forbidden { id: String },
     #[error("no such path: {path}; docs/protocol.md lists the paths")]
     NotFound { path: String },
     #[error("no worker {id}; GET /workers lists them")]
@@ -86,6 +92,7 @@ pub const CODES: &[&str] = &[
     "invalid_value",
     "missing_field",
     "invalid_api_key",
+    "forbidden",
     "not_found",
     "method_not_allowed",
     "duplicate_worker",
@@ -109,7 +116,8 @@ impl RouteError {
             RouteError::BodySilent { .. } => "request_timeout",
             RouteError::InvalidValue { .. } => "invalid_value",
             RouteError::MissingField { .. } => "missing_field",
-            RouteError::InvalidApiKey => "invalid_api_key",
+            RouteError::InvalidApiKey | RouteError::InvalidControlKey => "invalid_api_key",
+            RouteError::Forbidden { .. } => "forbidden",
             RouteError::NotFound { .. } | RouteError::UnknownWorker { .. } => "not_found",
             RouteError::MethodNotAllowed { .. } => "method_not_allowed",
             RouteError::DuplicateWorker { .. } => "duplicate_worker",
@@ -133,7 +141,8 @@ impl RouteError {
             | RouteError::InvalidValue { .. }
             | RouteError::MissingField { .. } => StatusCode::BAD_REQUEST,
             RouteError::BodySilent { .. } => StatusCode::REQUEST_TIMEOUT,
-            RouteError::InvalidApiKey => StatusCode::UNAUTHORIZED,
+            RouteError::InvalidApiKey | RouteError::InvalidControlKey => StatusCode::UNAUTHORIZED,
+            RouteError::Forbidden { .. } => StatusCode::FORBIDDEN,
             RouteError::NotFound { .. } | RouteError::UnknownWorker { .. } => StatusCode::NOT_FOUND,
             RouteError::MethodNotAllowed { .. } => StatusCode::METHOD_NOT_ALLOWED,
             RouteError::DuplicateWorker { .. } => StatusCode::CONFLICT,
@@ -155,6 +164,7 @@ impl RouteError {
     fn kind(&self) -> &'static str {
         match self.status().as_u16() {
             401 => "authentication_error",
+            403 => "permission_error",
             429 | 503 => "overloaded_error",
             400..=499 => "invalid_request_error",
             _ => "server_error",

@@ -8,6 +8,7 @@
 //! Kubernetes a Service called `baton-router` sets `BATON_ROUTER_PORT=tcp://…` in every pod.
 
 mod discovery;
+mod keys;
 mod refused;
 mod tls;
 mod worker_url;
@@ -20,6 +21,7 @@ use router_core::{
     PolicyKind, PolicyParams, RetryConfig, Role,
 };
 
+pub use keys::{ControlKey, KeyRole};
 pub use refused::REFUSED;
 pub use tls::Tls;
 pub use worker_url::{Bootstrap, WorkerSpec, WorkerUrl};
@@ -70,6 +72,10 @@ pub struct Listen {
     /// Require 'Authorization: Bearer KEY' on all but health and metrics paths; also sent to workers by health checks
     #[arg(long, value_name = "KEY")]
     pub api_key: Option<String>,
+    /// Keys that alone open the paths which show or change the fleet (/workers, /flush_cache, /get_loads and their older
+    /// names), each ID:NAME:ROLE:KEY with role admin; user is answered 403
+    #[arg(long, value_name = "ID:NAME:ROLE:KEY", num_args = 1.., hide_env_values = true)]
+    pub control_plane_api_keys: Vec<ControlKey>,
     /// Origins a browser page may call from; '*' allows all
     #[arg(long, value_name = "ORIGIN", num_args = 0.., value_delimiter = ',')]
     pub cors_allowed_origins: Vec<String>,
@@ -447,7 +453,11 @@ impl RouterConfig {
                 .to_owned(),
         );
         let discovery = self.discovery.complaints(self.workers.pd_disaggregation);
-        for text in discovery.into_iter().chain(self.tls.complaints()) {
+        for text in discovery
+            .into_iter()
+            .chain(self.tls.complaints())
+            .chain(keys::complaints(&self.listen.control_plane_api_keys))
+        {
             rule(false, text);
         }
         if let Err(problems) = self.worker_specs() {

@@ -13,7 +13,7 @@ const fn refused(name: &'static str, instead: &'static str) -> Refused {
 const TOKENIZER: &str = "the router does not tokenise; it counts characters and learns from what workers report, drop the flag";
 const PARSERS: &str = "answers pass through untouched; give the parser to the engine";
 const HISTORY: &str = "the router keeps no conversations; drop the flag";
-const AUTH: &str = "only one shared key is supported; use --api-key";
+const AUTH: &str = "there are only fixed keys; use --api-key and --control-plane-api-keys";
 const TRACES: &str = "trace export is not in this version; x-request-id ties the logs of all hops";
 
 pub const REFUSED: &[Refused] = &[
@@ -74,8 +74,10 @@ pub const REFUSED: &[Refused] = &[
     refused("redis-retention-days", HISTORY),
     refused("enable-trace", TRACES),
     refused("otlp-traces-endpoint", TRACES),
-    refused("control-plane-api-keys", AUTH),
-    refused("control-plane-audit-enabled", AUTH),
+    refused(
+        "control-plane-audit-enabled",
+        "each use of a key of --control-plane-api-keys is logged anyway; drop the flag",
+    ),
     refused("jwt-issuer", AUTH),
     refused("jwt-audience", AUTH),
     refused("jwt-jwks-uri", AUTH),

@@ -2,6 +2,7 @@
 //!
 //! generate.rs takes generation requests in, admin.rs is everything an operator or a probe asks for.
 
+mod access;
 mod admin;
 mod generate;
 
@@ -33,18 +34,6 @@ pub const HOP_BY_HOP: [&str; 9] = [
     "trailer",
     "transfer-encoding",
     "upgrade",
-];
-
-/// Paths that need no API key: probes and scrapers have none.
-const OPEN_PATHS: [&str; 8] = [
-    "/health",
-    "/livez",
-    "/liveness",
-    "/readyz",
-    "/readiness",
-    "/health_generate",
-    "/ping",
-    "/metrics",
 ];
 
 pub const REQUEST_ID: &str = "x-request-id";
@@ -123,14 +112,14 @@ async fn edge(State(app): State<Arc<App>>, mut request: Request, next: Next) -> 
     let rid = request_id(&app, &request);
     let origin = allowed_origin(&app, request.headers());
     let is_preflight = request.method() == Method::OPTIONS && origin.is_some();
-    let is_authorised = is_authorised(&app, &request);
-    let is_recorded = is_authorised && !is_preflight && is_generation(&request);
+    let access = access::check(&app, &request);
+    let is_recorded = access.is_ok() && !is_preflight && is_generation(&request);
     let path = request.extensions().get::<MatchedPath>().cloned();
     let unrecorded = (!is_recorded).then(|| (label(request.method()), path));
     let mut response = if is_preflight {
         preflight(request.headers())
-    } else if !is_authorised {
-        RouteError::InvalidApiKey.into_response()
+    } else if let Err(refusal) = access {
+        refusal.into_response()
     } else {
         request.headers_mut().insert(REQUEST_ID, rid.clone());
         next.run(request).await
@@ -206,24 +195,6 @@ fn request_id(app: &App, request: &Request) -> HeaderValue {
             .map(char::from),
     );
     HeaderValue::try_from(id).unwrap_or(HeaderValue::from_static("req-unknown"))
-}
-
-fn is_authorised(app: &App, request: &Request) -> bool {
-    let Some(key) = &app.config.listen.api_key else {
-        return true;
-    };
-    if OPEN_PATHS.contains(&request.uri().path()) {
-        return true;
-    }
-    let given = request.headers().get(header::AUTHORIZATION);
-    let given = given.and_then(|value| value.as_bytes().strip_prefix(b"Bearer "));
-    given.is_some_and(|given| is_same(given, key.as_bytes()))
-}
-
-/// Compare in a time that does not depend on where the difference is.
-fn is_same(a: &[u8], b: &[u8]) -> bool {
-    let differing = a.iter().zip(b).fold(0u8, |acc, (a, b)| acc | (a ^ b));
-    a.len() == b.len() && differing == 0
 }
 
 fn allowed_origin(app: &App, headers: &HeaderMap) -> Option<HeaderValue> {
