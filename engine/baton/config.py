@@ -68,7 +68,10 @@ class EngineConfig:
     dp_size: int = opt(1, "data-parallel ranks, each with its own scheduler and KV pool")
     device: str = opt("cpu", "compute device", choices=("cpu",))
     attention_backend: str = opt(
-        "cpu", "cpu: native paged kernels; torch: reference on any device", choices=("cpu", "torch")
+        "auto",
+        "cpu: native paged kernels; flashinfer: CUDA devices only; torch: reference on any device; auto: the fastest "
+        "that can serve here",
+        choices=("auto", "cpu", "torch", "flashinfer"),
     )
     cpu_threads: int = opt(0, "compute threads per DP rank; 0: cores / ranks on this node")
 
@@ -284,6 +287,10 @@ def _violations(c: EngineConfig) -> list[str]:
     rule(
         c.tp_size == 1,
         f"--tp-size {c.tp_size}: tensor parallelism needs a GPU build, which this version is not; use --tp-size 1",
+    )
+    rule(
+        c.attention_backend != "flashinfer" or c.device != "cpu",
+        f"--attention-backend flashinfer: needs a CUDA device, --device is {c.device}; use auto, cpu or torch",
     )
     rule(1 <= c.dp_size <= 64, f"--dp-size {c.dp_size}: give 1 to 64 ranks")
     rule(c.page_size in (1, 2, 4, 8, 16, 32, 64, 128), f"--page-size {c.page_size}: use a power of two from 1 to 128")

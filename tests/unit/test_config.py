@@ -98,3 +98,8 @@ def test_an_eviction_policy_without_a_cache_is_refused() -> None:
 def test_abbreviations_are_no_flags() -> None:
     with pytest.raises(SystemExit):
         config.parse(["--disagg", "prefill"])
+
+
+def test_flashinfer_on_the_cpu_is_refused_before_anything_is_loaded() -> None:
+    with pytest.raises(ConfigError, match="--attention-backend flashinfer: needs a CUDA device, --device is cpu"):
+        config.build({"attention_backend": "flashinfer"})

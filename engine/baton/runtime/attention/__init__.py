@@ -1,24 +1,64 @@
-"""Attention backends behind one interface (`base.AttentionBackend`): `cpu` native kernels, `torch` reference."""
+"""Attention backends behind one interface (`base.AttentionBackend`).
+
+`cpu` native kernels, `flashinfer` on CUDA devices, `torch` the reference on any device; `auto` chooses.
+"""
 
 from __future__ import annotations
+
+import logging
 
 from baton.errors import ConfigError
 from baton.models.spec import ModelSpec
 from baton.runtime.attention.base import AttentionBackend
+from baton.runtime.attention.torch import TorchAttention
 from baton.runtime.kv_pool import KvTensors
+
+log = logging.getLogger("baton.attention")
 
 
 def make_backend(name: str, spec: ModelSpec, kv: KvTensors) -> AttentionBackend:
-    """The backend called `name` (--attention-backend). Raises ConfigError when this build lacks it."""
+    """The backend called `name` (--attention-backend). Raises ConfigError when it cannot serve this pool here."""
+    if name == "auto":
+        return _choose(spec, kv)
     if name == "torch":
-        from baton.runtime.attention.torch import TorchAttention
-
         return TorchAttention(spec, kv)
     if name == "cpu":
-        try:
-            from baton.runtime.attention.cpu import CpuAttention
-        except ImportError as err:
-            hint = "build the native module with maturin, or use torch"
-            raise ConfigError(f"--attention-backend cpu: {err}; {hint}") from err
-        return CpuAttention(spec, kv)
-    raise ConfigError(f"--attention-backend {name}: supported: cpu, torch")
+        return _cpu(spec, kv)
+    if name == "flashinfer":
+        from baton.runtime.attention.flashinfer import FlashInferAttention
+
+        return FlashInferAttention(spec, kv)
+    raise ConfigError(f"--attention-backend {name}: supported: auto, cpu, torch, flashinfer")
+
+
+def _choose(spec: ModelSpec, kv: KvTensors) -> AttentionBackend:
+    """The fastest that can serve this pool; says which one and why."""
+    from baton.runtime.attention import flashinfer
+
+    device = kv.data.device.type
+    if device == "cuda":
+        problem = flashinfer.obstacle(spec, kv)
+        if problem is None:
+            log.info("attention: flashinfer")
+            return flashinfer.FlashInferAttention(spec, kv)
+        return _reference(spec, kv, f"flashinfer cannot be used ({problem})")
+    try:
+        made = _cpu(spec, kv)
+    except ConfigError as err:
+        return _reference(spec, kv, f"the native CPU kernels cannot be used ({err.message})")
+    log.info("attention: native CPU kernels (flashinfer needs a CUDA device, the KV pool is on %s)", device)
+    return made
+
+
+def _reference(spec: ModelSpec, kv: KvTensors, why: str) -> AttentionBackend:
+    log.warning("--attention-backend auto: %s; the slow torch reference is used instead", why)
+    return TorchAttention(spec, kv)
+
+
+def _cpu(spec: ModelSpec, kv: KvTensors) -> AttentionBackend:
+    try:
+        from baton.runtime.attention.cpu import CpuAttention
+    except ImportError as err:
+        hint = "build the native module with maturin, or use torch"
+        raise ConfigError(f"--attention-backend cpu: {err}; {hint}") from err
+    return CpuAttention(spec, kv)

@@ -1,0 +1,121 @@
+"""flashinfer's two paged wrappers as far as the backend uses them, on any device: strict about arguments, naive inside.
+
+It states what we believe the library to take (argument names and order, dtypes, strides, what plan fixes), so that the
+backend's calls are checked where there is no GPU. Whether the belief is right only a GPU can say.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class _Paged:
+    def __init__(self, float_workspace_buffer: Tensor, kv_layout: str, backend: str) -> None:
+        assert float_workspace_buffer.dtype == torch.uint8
+        assert float_workspace_buffer.is_contiguous()
+        assert (kv_layout, backend) == ("NHD", "fa2")
+        self.device = float_workspace_buffer.device
+        self.plans = 0
+        self.planned: dict[str, Any] | None = None
+
+    def _keep(
+        self, qo_indptr: Tensor, indptr: Tensor, indices: Tensor, last_page_len: Tensor, causal: bool, **fixed: Any
+    ) -> None:
+        rows = len(last_page_len)
+        for x in (qo_indptr, indptr, indices, last_page_len):
+            assert x.dtype == torch.int32
+            assert x.is_contiguous()
+        assert rows >= 1
+        assert indptr.shape == qo_indptr.shape == (rows + 1,)
+        assert indptr[0] == qo_indptr[0] == 0
+        assert indptr[-1] == len(indices)
+        assert last_page_len.min() >= 1
+        assert last_page_len.max() <= fixed["page_size"]
+        assert fixed["num_qo_heads"] % fixed["num_kv_heads"] == 0
+        assert fixed["head_dim"] in (64, 128, 256)
+        assert fixed["q_data_type"] in (torch.float16, torch.bfloat16)
+        assert fixed["kv_data_type"] == fixed["q_data_type"]
+        assert fixed["window_left"] >= -1
+        # Copies: the caller may use its arrays again as soon as plan has returned.
+        self.arrays = [x.clone().tolist() for x in (qo_indptr, indptr, indices, last_page_len)]
+        self.planned = fixed | {"causal": causal}
+        self.plans += 1
+
+    def run(self, q: Tensor, paged_kv_cache: tuple[Tensor, Tensor], *, out: Tensor) -> Tensor:
+        assert self.planned is not None, "run before plan"
+        fixed = self.planned
+        keys, values = paged_kv_cache
+        shape = (fixed["page_size"], fixed["num_kv_heads"], fixed["head_dim"])
+        assert keys.shape == values.shape
+        assert keys.shape[1:] == shape
+        assert keys.stride() == values.stride()
+        assert keys.dtype == values.dtype == fixed["kv_data_type"]
+        qo_indptr, indptr, indices, last_page_len = self.arrays
+        assert q.shape == out.shape == (qo_indptr[-1], fixed["num_qo_heads"], fixed["head_dim"])
+        assert q.dtype == out.dtype == fixed["q_data_type"]
+        assert q.stride(-1) == keys.stride(-1) == out.stride(-1) == 1
+        assert q.device == keys.device == out.device == self.device
+        for r, fill in enumerate(last_page_len):
+            pages = indices[indptr[r] : indptr[r + 1]]
+            kv_len = (len(pages) - 1) * fixed["page_size"] + fill
+            k, v = (x[pages].flatten(0, 1)[:kv_len].float() for x in (keys, values))
+            rows = slice(qo_indptr[r], qo_indptr[r + 1])
+            out[rows] = self._attend(q[rows].float(), k, v).to(out.dtype)
+        return out
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        assert self.planned is not None
+        fixed = self.planned
+        group = fixed["num_qo_heads"] // fixed["num_kv_heads"]
+        logits = torch.einsum("qhd,khd->hqk", q, k.repeat_interleave(group, 1)) * fixed["sm_scale"]
+        if cap := fixed["logits_soft_cap"]:
+            logits = cap * torch.tanh(logits / cap)
+        query = torch.arange(len(k) - len(q), len(k))[:, None]
+        key = torch.arange(len(k))[None, :]
+        hidden = key > query if fixed["causal"] else torch.zeros(len(q), len(k), dtype=torch.bool)
+        if fixed["window_left"] >= 0:
+            hidden = hidden | (key < query - fixed["window_left"])
+        return torch.einsum(
+            "hqk,khd->qhd", logits.masked_fill(hidden, -torch.inf).softmax(-1), v.repeat_interleave(group, 1)
+        )
+
+
+class BatchDecodeWithPagedKVCacheWrapper(_Paged):
+    def __init__(
+        self, float_workspace_buffer: Tensor, kv_layout: str = "NHD", *, use_tensor_cores: bool = False, backend: str
+    ) -> None:
+        super().__init__(float_workspace_buffer, kv_layout, backend)
+        self.use_tensor_cores = use_tensor_cores
+
+    def plan(
+        self, indptr: Tensor, indices: Tensor, last_page_len: Tensor, num_qo_heads: int, num_kv_heads: int,
+        head_dim: int, page_size: int, *, window_left: int, logits_soft_cap: float, sm_scale: float,
+        q_data_type: torch.dtype, kv_data_type: torch.dtype,
+    ) -> None:  # fmt: skip
+        assert self.use_tensor_cores or num_qo_heads // num_kv_heads in (1, 2, 4, 8)
+        one_each = torch.arange(len(indptr), dtype=torch.int32)
+        self._keep(
+            one_each, indptr, indices, last_page_len, causal=False, num_qo_heads=num_qo_heads,
+            num_kv_heads=num_kv_heads, head_dim=head_dim, page_size=page_size, window_left=window_left,
+            logits_soft_cap=logits_soft_cap, sm_scale=sm_scale, q_data_type=q_data_type, kv_data_type=kv_data_type,
+        )  # fmt: skip
+
+
+class BatchPrefillWithPagedKVCacheWrapper(_Paged):
+    def __init__(self, float_workspace_buffer: Tensor, kv_layout: str = "NHD", *, backend: str) -> None:
+        super().__init__(float_workspace_buffer, kv_layout, backend)
+
+    def plan(
+        self, qo_indptr: Tensor, paged_kv_indptr: Tensor, paged_kv_indices: Tensor, paged_kv_last_page_len: Tensor,
+        num_qo_heads: int, num_kv_heads: int, head_dim_qk: int, page_size: int, *, causal: bool, window_left: int,
+        logits_soft_cap: float, sm_scale: float, q_data_type: torch.dtype, kv_data_type: torch.dtype,
+    ) -> None:  # fmt: skip
+        self._keep(
+            qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, causal=causal,
+            num_qo_heads=num_qo_heads, num_kv_heads=num_kv_heads, head_dim=head_dim_qk, page_size=page_size,
+            window_left=window_left, logits_soft_cap=logits_soft_cap, sm_scale=sm_scale, q_data_type=q_data_type,
+            kv_data_type=kv_data_type,
+        )  # fmt: skip
