@@ -7,7 +7,7 @@ use std::sync::Arc;
 use axum::body::Body;
 use axum::extract::{Path, Query, State};
 use axum::response::{IntoResponse, Response};
-use http::StatusCode;
+use http::{HeaderMap, StatusCode};
 use parking_lot::Mutex;
 use serde_json::{Value, json};
 use tokio::net::TcpListener;
@@ -16,6 +16,7 @@ use tokio::sync::watch;
 use crate::support::{
     Act, Client, End, Mock, Router, TOKEN, TempFile, eventually, refused_start, timed,
 };
+use crate::tls::{Authority, encrypted};
 
 async fn urls(router: &Router) -> Vec<String> {
     let listed = router.get("/workers").await.json();
@@ -133,6 +134,8 @@ struct Cluster {
     /// Watches that begin before this version are told 410.
     oldest: u64,
     is_forbidden: bool,
+    /// The bearer token wanted.
+    token: Option<String>,
     /// Queries of lists and watches, in order.
     asked: Vec<BTreeMap<String, String>>,
 }
@@ -173,10 +176,15 @@ impl Api {
     }
 
     fn kubeconfig(&self) -> TempFile {
+        let cluster = json!({"server": format!("http://{}", self.addr)});
+        self.kubeconfig_of(cluster, json!({}))
+    }
+
+    fn kubeconfig_of(&self, cluster: Value, user: Value) -> TempFile {
         let config = json!({
             "apiVersion": "v1", "kind": "Config", "current-context": "x",
-            "clusters": [{"name": "c", "cluster": {"server": format!("http://{}", self.addr)}}],
-            "users": [{"name": "u", "user": {}}],
+            "clusters": [{"name": "c", "cluster": cluster}],
+            "users": [{"name": "u", "user": user}],
             "contexts": [{"name": "x", "context": {"cluster": "c", "user": "u", "namespace": "serving"}}],
         });
         TempFile::new(&config.to_string())
@@ -269,6 +277,7 @@ async fn pods(
     State(api): State<Api>,
     Path(namespace): Path<String>,
     Query(query): Query<BTreeMap<String, String>>,
+    headers: HeaderMap,
 ) -> Response {
     assert_eq!(namespace, "serving");
     let mut cluster = api.cluster.lock();
@@ -276,6 +285,9 @@ async fn pods(
     if cluster.is_forbidden {
         let body = status(403, "Forbidden").to_string();
         return (StatusCode::FORBIDDEN, body).into_response();
+    }
+    if let Some(token) = &cluster.token {
+        assert_eq!(headers["authorization"], format!("Bearer {token}"));
     }
     let selector = query.get("labelSelector").cloned().unwrap_or_default();
     if !query.contains_key("watch") {
@@ -482,6 +494,27 @@ async fn a_refusal_is_told_and_the_workers_stay() {
         let failed =
             "baton_router_discovery_updates_total{result=\"failed\",source=\"regular_pods\"}";
         assert!(router.metric(failed).await >= 2.0);
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn a_real_api_server_speaks_tls_and_wants_a_token() {
+    timed(async {
+        let (mocks, port) = on_one_port([&[], &[], &[]]).await;
+        let api = Api::start().await;
+        api.put("a", pod("127.0.0.1", "x", true));
+        api.change(|cluster| cluster.token = Some("t0ken".to_owned()));
+        let authority = Authority::new();
+        let server = encrypted(api.addr, &authority.issue("127.0.0.1"), None).await;
+        let kubeconfig = api.kubeconfig_of(
+            json!({"server": server, "certificate-authority": authority.cert.path()}),
+            json!({"token": "t0ken"}),
+        );
+        let router = api
+            .router(&kubeconfig, port, &["--selector", "app=x"])
+            .await;
+        serve_exactly(&router, &[&mocks[0]]).await;
     })
     .await;
 }

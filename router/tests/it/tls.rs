@@ -1,5 +1,6 @@
 //! HTTPS to clients, and to workers that ask for the router's certificate. Certificates are made here, for this run.
 
+use std::net::SocketAddr;
 use std::sync::Arc;
 
 use rcgen::{BasicConstraints, CertificateParams, IsCa, Issuer, KeyPair};
@@ -14,7 +15,7 @@ use tokio_rustls::{TlsAcceptor, TlsConnector};
 use crate::support::{Client, Mock, Router, TempFile, chat, eventually, refused_start, timed};
 
 /// A certificate with its key, as files and as text.
-struct Identity {
+pub struct Identity {
     cert: TempFile,
     key: TempFile,
     cert_pem: String,
@@ -41,14 +42,14 @@ impl Identity {
     }
 }
 
-struct Authority {
-    cert: TempFile,
+pub struct Authority {
+    pub cert: TempFile,
     pem: String,
     issuer: Issuer<'static, KeyPair>,
 }
 
 impl Authority {
-    fn new() -> Authority {
+    pub fn new() -> Authority {
         let key = KeyPair::generate().unwrap();
         let mut params = CertificateParams::new(Vec::new()).unwrap();
         params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
@@ -60,7 +61,7 @@ impl Authority {
         }
     }
 
-    fn issue(&self, name: &str) -> Identity {
+    pub fn issue(&self, name: &str) -> Identity {
         let key = KeyPair::generate().unwrap();
         let params = CertificateParams::new(vec![name.to_owned()]).unwrap();
         let cert = params.signed_by(&key, &self.issuer).unwrap();
@@ -75,20 +76,24 @@ impl Authority {
     }
 }
 
-/// TLS in front of a mock, for clients with a certificate of `clients` only. Returns its URL.
-async fn encrypted(mock: &Mock, own: &Identity, clients: &Authority) -> String {
+/// TLS in front of a plain server; with `clients`, only for clients with a certificate of theirs. Returns its URL.
+pub async fn encrypted(behind: SocketAddr, own: &Identity, clients: Option<&Authority>) -> String {
     let provider = Arc::new(rustls::crypto::ring::default_provider());
-    let roots = Arc::new(clients.roots());
-    let verifier = WebPkiClientVerifier::builder_with_provider(roots, provider.clone());
-    let config = ServerConfig::builder_with_provider(provider)
+    let builder = ServerConfig::builder_with_provider(provider.clone())
         .with_safe_default_protocol_versions()
-        .unwrap()
-        .with_client_cert_verifier(verifier.build().unwrap())
-        .with_single_cert(own.chain(), own.private())
         .unwrap();
-    let acceptor = TlsAcceptor::from(Arc::new(config));
+    let builder = match clients {
+        None => builder.with_no_client_auth(),
+        Some(clients) => {
+            let roots = Arc::new(clients.roots());
+            let verifier = WebPkiClientVerifier::builder_with_provider(roots, provider);
+            builder.with_client_cert_verifier(verifier.build().unwrap())
+        }
+    };
+    let config = builder.with_single_cert(own.chain(), own.private());
+    let acceptor = TlsAcceptor::from(Arc::new(config.unwrap()));
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-    let (addr, behind) = (listener.local_addr().unwrap(), mock.addr);
+    let addr = listener.local_addr().unwrap();
     tokio::spawn(async move {
         while let Ok((stream, _)) = listener.accept().await {
             let acceptor = acceptor.clone();
@@ -163,7 +168,7 @@ async fn workers_are_reached_over_mutual_tls() {
     timed(async {
         let mock = Mock::start(&[]).await;
         let (fleet, clients) = (Authority::new(), Authority::new());
-        let url = encrypted(&mock, &fleet.issue("127.0.0.1"), &clients).await;
+        let url = encrypted(mock.addr, &fleet.issue("127.0.0.1"), Some(&clients)).await;
         let own = clients.issue("router");
         let ca = ["--worker-urls", &url, "--ca-cert-path", fleet.cert.path()];
         let shown = [
@@ -213,8 +218,8 @@ async fn wrong_certificates_keep_a_worker_out() {
             "--client-key-path",
             own.key.path(),
         ];
-        let right = encrypted(&mock, &fleet.issue("127.0.0.1"), &clients).await;
-        let misnamed = encrypted(&mock, &fleet.issue("elsewhere"), &clients).await;
+        let right = encrypted(mock.addr, &fleet.issue("127.0.0.1"), Some(&clients)).await;
+        let misnamed = encrypted(mock.addr, &fleet.issue("elsewhere"), Some(&clients)).await;
         let of_fleet = ["--ca-cert-paths", fleet.cert.path()];
         let of_others = ["--ca-cert-paths", clients.cert.path()];
         for (url, ca, shown) in [
