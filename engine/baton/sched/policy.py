@@ -25,6 +25,7 @@ SRPT with ageing 0.05 as it did best on recorded traces (docs/scheduling/orders.
 
 from __future__ import annotations
 
+import abc
 import math
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
@@ -97,7 +98,7 @@ class PolicyParams:
     adaptive_tail_weight: float = 0.1
 
 
-class Policy:
+class Policy(abc.ABC):
     """`keys` is the order, the rest says when it changes. An instance belongs to one queue: it may have a memory."""
 
     name: ClassVar[str]
@@ -133,8 +134,9 @@ class Policy:
         """Called before `keys` with the queue's length: as long as the answer is equal, so are the keys."""
         return ()
 
+    @abc.abstractmethod
     def keys(self, queue: Sequence[Seq], view: View) -> Sequence[float]:
-        raise NotImplementedError
+        """A number for each sequence, smallest first."""
 
 
 class Held:
