@@ -117,7 +117,9 @@ def _port_mistakes(config: KvEventsConfig, dp_size: int) -> list[str]:
     bad = []
     taken: dict[str, str] = {}
     for key, endpoint in (("endpoint", config.endpoint), ("replay_endpoint", config.replay_endpoint)):
-        for rank in range(dp_size) if endpoint is not None else ():
+        if endpoint is None:
+            continue
+        for rank in range(dp_size):
             mine = _offset(endpoint, rank)
             found = _TCP.fullmatch(mine)
             if found is not None and found[2] == "*":
