@@ -139,6 +139,21 @@ def test_rows_reach_their_sinks_and_a_finish_ends_them(tmp_path: Path) -> None:
     play(tmp_path, scene)
 
 
+def test_a_start_that_fails_at_once_is_quiet(tmp_path: Path) -> None:
+    """The loop may have planned a look at the sockets before they were closed."""
+
+    async def scene(stage: Stage) -> None:
+        complaints: list[object] = []
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: complaints.append(context))
+        stage.ranks.close()
+        asyncio.get_running_loop().call_soon(stage.ranks._readable)
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert complaints == []
+
+    play(tmp_path, scene)
+
+
 def test_error_rows_become_typed_errors(tmp_path: Path) -> None:
     async def scene(stage: Stage) -> None:
         await stage.ready()

@@ -195,6 +195,8 @@ class Ranks:
     # ---- from the ranks ----------------------------------------------------------------------------------------
 
     def _readable(self) -> None:
+        if self._pull.closed:  # the loop had planned this call already
+            return
         for _ in range(DRAIN_BURST):
             try:
                 raw = self._pull.recv(zmq.DONTWAIT)
@@ -281,6 +283,8 @@ class Ranks:
         return rank
 
     def close(self) -> None:
+        if self._pull.closed:
+            return
         self._loop.remove_reader(self._pull.FD)
         for socket in (self._pull, *(r.socket for r in self.ranks)):
             socket.close(linger=0)
