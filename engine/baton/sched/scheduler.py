@@ -192,7 +192,7 @@ class Scheduler:
             if kind is Kind.WHOLE:
                 error: EngineError = RequestTimeout(
                     f"request {seq.req.rid} passed its deadline while {seq.state.value}; "
-                    "retry, or raise --request-timeout-secs"
+                    "retry, with a longer deadline_ms if it stated one, or raise --request-timeout-secs"
                 )
                 state.stats.on_timeout()
                 state.end_with_error(seq, error, "DEADLINE")
