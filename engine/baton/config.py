@@ -1,21 +1,24 @@
 """Engine configuration: one frozen dataclass; flags, help, defaults and docs/flags.md are all built from its fields.
 
-Two steps: `parse(argv)` does no I/O and reports all mistakes at once; `EngineConfig.resolve(...)` (runtime) reads the
-model's config and the machine. SGLang's flag names are used where the semantics agree.
+Two steps: `parse(argv)` reads no file but --tenant-config's and reports all mistakes at once;
+`EngineConfig.resolve(...)` (runtime) reads the model's config and the machine. SGLang's flag names are used where the
+semantics agree.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import difflib
 import os
+import re
 import sys
 import typing
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
-from baton import kv_events
+from baton import kv_events, tenant_file
 from baton.errors import ConfigError
 from baton.sched.classes import parse_classes
 
@@ -245,6 +248,28 @@ def _base_type(annotation: Any) -> Callable[[str], Any]:
     return typing.cast(Callable[[str], Any], base)
 
 
+@dataclass(frozen=True, slots=True)
+class _Mistake:
+    """Stands where a value would be, so that parsing goes on and finds the other mistakes."""
+
+    text: str
+
+
+def _reader(flag: str, kind: Callable[[str], Any], choices: Sequence[str] | None) -> Callable[[str], Any]:
+    what = {int: "an integer", float: "a number"}.get(typing.cast(type, kind), "text")
+
+    def read(text: str) -> Any:
+        try:
+            value = kind(text)
+        except ValueError:
+            return _Mistake(f"{flag} {text}: give {what}")
+        if choices and value not in choices:
+            return _Mistake(f"{flag} {text}: give one of {', '.join(choices)}")
+        return value
+
+    return read
+
+
 def add_flags(
     parser: argparse._ActionsContainer, cls: type = EngineConfig, skip: Collection[str] = frozenset()
 ) -> None:
@@ -253,20 +278,51 @@ def add_flags(
     for f in dataclasses.fields(cls):
         if f.name in skip:
             continue
-        kind = _base_type(hints[f.name])
-        shown = "" if f.default is None or kind is bool else f" (default: {f.default})"
-        text = f.metadata["help"].replace("%", "%%") + shown
+        flag, kind, choices = flag_name(f.name), _base_type(hints[f.name]), f.metadata["choices"]
+        shown = "" if f.default in (None, "") or kind is bool else f" (default: {f.default})"
+        env = f"; environment {f.metadata['env']}" if f.metadata["env"] else ""
+        text = f.metadata["help"].replace("%", "%%") + env + shown
         if kind is bool:
-            parser.add_argument(flag_name(f.name), action="store_true", default=argparse.SUPPRESS, help=text)
+            parser.add_argument(flag, action="store_true", default=argparse.SUPPRESS, help=text)
         else:
             parser.add_argument(
-                flag_name(f.name),
-                type=kind,
+                flag,
+                type=_reader(flag, kind, choices),
                 default=argparse.SUPPRESS,
                 help=text,
-                choices=f.metadata["choices"],
-                metavar=None if f.metadata["choices"] else f.name.upper().rsplit("_", 1)[-1],
+                metavar="{" + ",".join(choices) + "}" if choices else f.name.upper().rsplit("_", 1)[-1],
             )
+
+
+class FlagParser(argparse.ArgumentParser):
+    """A parser for `add_flags` that collects mistakes, one sentence each, where argparse ends at the first."""
+
+    def __init__(self, prog: str, description: str) -> None:
+        super().__init__(prog=prog, usage=f"{prog} [flags]", description=description, allow_abbrev=False)
+
+    def read(self, argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
+        """The values given, by field name, and what is wrong with the others."""
+        space, rest = self.parse_known_args(argv)
+        values = vars(space)
+        bad = [value.text for value in values.values() if isinstance(value, _Mistake)]
+        return {k: v for k, v in values.items() if not isinstance(v, _Mistake)}, bad + self._unknown(rest)
+
+    def _unknown(self, rest: Sequence[str]) -> list[str]:
+        bad, after_flag = [], False
+        for word in rest:
+            is_flag = word.startswith("-") and not re.fullmatch(r"-[\d.]+", word)
+            if is_flag:
+                name = word.partition("=")[0]
+                near = difflib.get_close_matches(name, self._option_string_actions, n=1, cutoff=0.7)
+                bad.append(f"{name}: there is no such flag; " + (f"is it {near[0]}?" if near else "--help lists them"))
+            elif not after_flag:  # else it is the unknown flag's value
+                bad.append(f"{word!r} follows no flag; leave it out")
+            after_flag = is_flag and "=" not in word
+        return bad
+
+    def error(self, message: str) -> NoReturn:
+        """A flag without its value: argparse cannot go on."""
+        self.exit(2, f"{self.prog}: {message.removeprefix('argument ')}; --help lists the flags\n")
 
 
 def _is_share(text: str) -> bool:
@@ -300,9 +356,16 @@ def _violations(c: EngineConfig) -> list[str]:
     )
     for name in ("max_running_requests", "max_queued_requests", "max_prefill_tokens", "stream_interval", "kv_pool_mib"):
         rule(getattr(c, name) >= 1, f"{flag_name(name)} {getattr(c, name)}: must be at least 1")
+    class_names: Collection[str] = ()
     if c.priority_classes is not None:
-        _, mistakes = parse_classes(c.priority_classes, low_values_first=c.schedule_low_priority_values_first)
+        classes, mistakes = parse_classes(c.priority_classes, low_values_first=c.schedule_low_priority_values_first)
+        class_names = classes.names
         bad.extend(f"--priority-classes {c.priority_classes}: {mistake}" for mistake in mistakes)
+    if c.tenant_config is not None:
+        try:
+            tenant_file.load(c.tenant_config, class_names)
+        except ConfigError as err:
+            bad.append(err.message)
     rule(
         not c.disable_class_charge_decode or c.priority_classes is not None,
         "--disable-class-charge-decode: there are no classes; give --priority-classes, or leave it out",
@@ -428,36 +491,40 @@ def _violations(c: EngineConfig) -> list[str]:
 
 def build(values: dict[str, Any]) -> EngineConfig:
     """Make a checked config from field values. Raises ConfigError that lists every violation."""
+    bad: list[str] = []
     hints = typing.get_type_hints(EngineConfig)
     for f in dataclasses.fields(EngineConfig):
         env = f.metadata["env"]
         if env and f.name not in values and os.environ.get(env):
-            kind = _base_type(hints[f.name])
-            try:
-                values[f.name] = kind(os.environ[env])
-            except ValueError:
-                raise ConfigError(
-                    f"environment {env}={os.environ[env]!r}: {flag_name(f.name)} takes "
-                    f"{'an integer' if kind is int else 'a number'}"
-                ) from None
+            value = _reader(flag_name(f.name), _base_type(hints[f.name]), f.metadata["choices"])(os.environ[env])
+            if isinstance(value, _Mistake):
+                bad.append(f"environment {env}: {value.text}")
+            else:
+                values[f.name] = value
     config = EngineConfig(**values)
-    if bad := _violations(config):
+    if bad := bad + _violations(config):
         raise ConfigError("\n".join(bad))
     return config
 
 
 def parse(argv: Sequence[str], prog: str = "baton engine") -> EngineConfig:
     """Turn flags into a config; prints every mistake and exits with 2 when there is one."""
-    parser = argparse.ArgumentParser(
-        prog=prog, description="One Baton engine: prefill node, decode node, or both in one.", allow_abbrev=False
-    )
+    parser = FlagParser(prog, "One Baton engine: prefill node, decode node, or both in one.")
     add_flags(parser)
-    values = vars(parser.parse_args(argv))
+    values, bad = parser.read(argv)
     try:
-        return build(values)
+        config = build(values)
     except ConfigError as err:
-        print(f"{prog}: {err.message}", file=sys.stderr)
-        raise SystemExit(2) from err
+        bad.append(err.message)
+    if bad:
+        refuse(prog, bad)
+    return config
+
+
+def refuse(prog: str, bad: Sequence[str]) -> NoReturn:
+    """Print every mistake, a line each, and exit with 2."""
+    print("\n".join(f"{prog}: {line}" for text in bad for line in text.splitlines()), file=sys.stderr)
+    raise SystemExit(2)
 
 
 def markdown(cls: type = EngineConfig) -> str:

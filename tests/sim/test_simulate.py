@@ -297,9 +297,9 @@ def test_all_means_every_policy_there_is() -> None:
 @pytest.mark.parametrize(
     ("flags", "complaint"),
     [
-        (["--model-path", "demo"], "unrecognized arguments"),
-        (["--disaggregation-mode", "decode"], "unrecognized arguments"),
-        (["--lim", "3"], "unrecognized arguments"),
+        (["--model-path", "demo"], "there is no such flag"),
+        (["--disaggregation-mode", "decode"], "there is no such flag"),
+        (["--lim", "3"], "there is no such flag"),
         (["--schedule-policy", "fcfs,best"], "--schedule-policy best: there is no such order"),
         (["--schedule-policy", "fcfs,fcfs"], "names an order twice"),
         (["--load", "1", "--speedup", "2"], "give one"),

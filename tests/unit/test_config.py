@@ -59,6 +59,42 @@ def test_mistakes_end_the_program_with_2(argv: list[str], capsys: pytest.Capture
     assert argv[0] in capsys.readouterr().err
 
 
+def test_mistakes_of_every_kind_are_reported_together_a_line_each(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A number that is none, a wrong choice, a flag there is not, the environment, a range, the tenant file."""
+    monkeypatch.setenv("IN_BATCH_PREFIX_CACHING_CHECK_THRESHOLD", "y")
+    argv = ["--port", "x", "--schedule-policy", "best", "--srpt-ageing", "-1", "stray", "--bogus=3", "--watermark", "2"]
+    with pytest.raises(SystemExit) as caught:
+        config.parse([*argv, "--tenant-config", '{"default": {"max_running": -1}}'])
+    assert caught.value.code == 2
+    policies = next(f for f in dataclasses.fields(config.EngineConfig) if f.name == "schedule_policy").metadata[
+        "choices"
+    ]
+    shown = capsys.readouterr().err.splitlines()
+    assert [line.partition(": ")[2] for line in shown[:5]] == [
+        "--port x: give an integer",
+        f"--schedule-policy best: give one of {', '.join(policies)}",
+        "--srpt-ageing: there is no such flag; is it --srpt-aging?",
+        "'stray' follows no flag; leave it out",
+        "--bogus: there is no such flag; --help lists them",
+    ]
+    assert all(line.startswith("baton engine: ") for line in shown)
+    rest = "\n".join(shown[5:])
+    assert (
+        "environment IN_BATCH_PREFIX_CACHING_CHECK_THRESHOLD: --in-batch-prefix-caching-check-threshold y: give" in rest
+    )
+    assert "--watermark 2.0: give a share of the pool" in rest
+    assert "--tenant-config: default.max_running is -1" in rest
+    assert len(shown) == 8
+
+
+def test_a_flag_without_its_value_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        config.parse(["--port"])
+    assert capsys.readouterr().err == "baton engine: --port: expected one argument; --help lists the flags\n"
+
+
 @pytest.mark.parametrize(
     ("values", "remedy"),
     [

@@ -10,7 +10,6 @@ A node that cannot start the first time (a bad flag, no such model) ends `up`; o
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import dataclasses
@@ -31,7 +30,7 @@ from typing import Any
 
 import aiohttp
 
-from baton.config import EngineConfig, add_flags, build, flag_name, markdown, opt
+from baton.config import EngineConfig, FlagParser, add_flags, build, flag_name, markdown, opt, refuse
 from baton.errors import ConfigError
 from baton.server.supervise import Backoff, Child, ChildFailed, describe_exit
 
@@ -87,13 +86,11 @@ class Plan:
 
 
 def parse(argv: Sequence[str]) -> Plan:
-    """Flags → plan; prints mistakes and exits with 2. No I/O."""
-    parser = argparse.ArgumentParser(
-        prog="baton up", description="A whole Baton cluster on this machine.", allow_abbrev=False
-    )
+    """Flags → plan; prints mistakes and exits with 2. Reads no file but --tenant-config's."""
+    parser = FlagParser("baton up", "A whole Baton cluster on this machine.")
     add_flags(parser.add_argument_group("the cluster"), UpConfig)
     add_flags(parser.add_argument_group("every engine"), EngineConfig, skip=PER_NODE)
-    values = vars(parser.parse_args(argv))
+    values, bad = parser.read(argv)
     names = {f.name for f in dataclasses.fields(UpConfig)}
     up = UpConfig(**{name: value for name, value in values.items() if name in names})
     engine = {name: value for name, value in values.items() if name not in names}
@@ -105,8 +102,8 @@ def parse(argv: Sequence[str]) -> Plan:
     }
     if up.transport is not None:
         engine["disaggregation_transfer_backend"] = up.transport
-    if complaint := _complaint(counts) or _engine_complaint(engine):
-        parser.error(complaint)
+    if bad := [*bad, *filter(None, (_complaint(counts), _engine_complaint(engine)))]:
+        refuse("baton up", bad)
     return Plan(up, counts, engine)
 
 

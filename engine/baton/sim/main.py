@@ -9,7 +9,6 @@ With --replay nothing is simulated: recorded decisions are repeated and compared
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import gzip
 import json
@@ -22,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from baton import config as engine_config
-from baton.config import EngineConfig, add_flags, opt
+from baton.config import EngineConfig, FlagParser, add_flags, opt, refuse
 from baton.errors import ConfigError
 from baton.sched.limits import Limits
 from baton.sched.plan import StepPlan
@@ -147,20 +146,18 @@ def check_classes(run: Run, trace: Sequence[TraceRequest]) -> None:
 
 
 def parse(argv: Sequence[str]) -> Run:
-    """Flags → checked settings; prints every mistake and exits with 2. Reads no file."""
-    parser = argparse.ArgumentParser(
-        prog=PROG, description="Replay a trace through the engine's own scheduler in virtual time.", allow_abbrev=False
-    )
+    """Flags → checked settings; prints every mistake and exits with 2. Reads no file but --tenant-config's."""
+    parser = FlagParser(PROG, "Replay a trace through the engine's own scheduler in virtual time.")
     add_flags(parser.add_argument_group("the simulation"), SimConfig)
     add_flags(parser.add_argument_group("the step-time model (defaults: --model reference)"), StepModel)
     add_flags(parser.add_argument_group("the engine"), EngineConfig, skip=NOT_SIMULATED)
     changed = ", ".join(f"{engine_config.flag_name(name)} {value}" for name, value in DEFAULTS.items())
     parser.epilog = f"Engine flags whose default differs here: {changed}."
-    values = vars(parser.parse_args(argv))
+    values, bad = parser.read(argv)
     sim = SimConfig(**_of(SimConfig, values))
     model = dataclasses.replace(PRESETS[sim.model], **_of(StepModel, values))
     policies = tuple(POLICIES) if sim.schedule_policy == "all" else tuple(sim.schedule_policy.split(","))
-    bad = [*_violations(sim, model, policies)]
+    bad += _violations(sim, model, policies)
     if sim.replay is not None and (others := sorted(set(values) - {"replay", "json"})):
         names = ", ".join(map(engine_config.flag_name, others))
         bad.append(f"--replay {sim.replay}: the recorded flags count; leave out {names}")
@@ -175,8 +172,7 @@ def parse(argv: Sequence[str]) -> Run:
         # Its size is counted in tokens here.
         bad.append(err.message.replace("--host-kv-gib 1:", "--host-kv-tokens:").replace("-gib", "-tokens"))
     if bad:
-        print("\n".join(f"{PROG}: {line}" for text in bad for line in text.splitlines()), file=sys.stderr)
-        raise SystemExit(2)
+        refuse(PROG, bad)
     return Run(sim, model, engine, policies)
 
 
