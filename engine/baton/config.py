@@ -69,7 +69,11 @@ class EngineConfig:
 
     tp_size: int = opt(1, "tensor-parallel ranks; only 1 in this version")
     dp_size: int = opt(1, "data-parallel ranks, each with its own scheduler and KV pool")
-    device: str = opt("cpu", "compute device", choices=("cpu",))
+    device: str = opt(
+        "cpu",
+        "compute device; cuda: one GPU, untried so far (docs/gpu.md); auto: cuda where there is one, else cpu",
+        choices=("cpu", "cuda", "auto"),
+    )
     attention_backend: str = opt(
         "auto",
         "cpu: native paged kernels; flashinfer: CUDA devices only; torch: reference on any device; auto: the fastest "

@@ -93,6 +93,7 @@ def check(
     width = case.heads + 2 * case.kv_heads
     layers = range(len(case.windows))
     qkv = [torch.randn(len(layers), n, width, case.dim, generator=rng).to(case.dtype) for n in case.lengths]
+    inputs = [x.to(device) for x in qkv]
     pages = random.Random(case.seed + 1).sample(range(kv.num_pages), kv.num_pages // 2)
     tables = []
     for n in case.lengths:
@@ -100,15 +101,18 @@ def check(
         tables.append(pages[:needed])
         pages = pages[needed:]
     got = [torch.full((len(layers), n, spec.q_size), math.nan) for n in case.lengths]
+    outputs = []
     for step in chunks(case):
         batch = build_batch([Row([0] * n, start, tables[i]) for i, start, n in step], case.page_size)
         backend.plan(replace(batch, slot_mapping=batch.slot_mapping.to(device)))
         for layer in layers:
-            fused = torch.cat([qkv[i][layer, start : start + n] for i, start, n in step]).to(device)
+            fused = torch.cat([inputs[i][layer, start : start + n] for i, start, n in step])
             q, k, v = fused.split((case.heads, case.kv_heads, case.kv_heads), dim=1)
-            outs = backend.forward(layer, q, k, v).float().cpu().split([n for _, _, n in step])
-            for (i, start, n), out in zip(step, outs, strict=True):
-                got[i][layer, start : start + n] = out
+            outputs.append((layer, step, backend.forward(layer, q, k, v)))
+    # Only now: a GPU must not be waited for between steps, or plans that overtake it would go unnoticed.
+    for layer, step, output in outputs:
+        for (i, start, n), out in zip(step, output.float().cpu().split([n for _, _, n in step]), strict=True):
+            got[i][layer, start : start + n] = out
     compare(case, qkv, got, tolerance)
 
 

@@ -10,7 +10,7 @@ Invariant: a row's logits do not depend on the other rows of the batch, beyond r
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
@@ -57,6 +57,19 @@ class Decoder:
         self.weights = weights
         self._rope = RopeTables(spec.rope, spec.head_dim, spec.max_context)
 
+    def to(self, device: torch.device) -> None:
+        """Move weights and tables; before `pack`, which is for the CPU only."""
+        w = self.weights
+        tied = w.lm_head is w.embed
+        for holder in (w, *w.layers):
+            for f in fields(holder):
+                value = getattr(holder, f.name)
+                if isinstance(value, Tensor):
+                    setattr(holder, f.name, value.to(device))
+        if tied:
+            w.lm_head = w.embed
+        self._rope.to(device)
+
     def pack(self) -> None:
         """Re-order the matrices for the CPU kernels, one after the other: peak memory is the model and its largest one.
 
@@ -95,14 +108,15 @@ class Decoder:
             normed, residual = ops.add_rms_norm(x, residual, w.post_norm, eps)
             x = ops.linear(ops.silu_mul(ops.linear(normed, w.gate_up, w.gate_up_bias)), w.down, w.down_bias)
         if len(x) == 0:
-            return torch.empty(0, self.spec.vocab_size)
+            return torch.empty(0, self.spec.vocab_size, device=x.device)
         assert residual is not None, "a spec has at least one layer"
         normed, _ = ops.add_rms_norm(x, residual, self.weights.norm, eps)
         return ops.linear(normed, self.weights.lm_head).float()
 
     def forward_all(self, batch: ForwardBatch, attn: AttentionBackend) -> Tensor:
         """Like `forward`, but logits of every token, [T, vocab]: for prompt logprobs and tests."""
-        return self.forward(replace(batch, sample_index=torch.arange(len(batch.token_ids))), attn)
+        every = torch.arange(len(batch.token_ids), device=batch.token_ids.device)
+        return self.forward(replace(batch, sample_index=every), attn)
 
     def _attend(self, layer: int, w: LayerWeights, x: Tensor, batch: ForwardBatch, attn: AttentionBackend) -> Tensor:
         spec = self.spec

@@ -61,11 +61,15 @@ def _yarn(exponents: Tensor, rope: RopeSpec, head_dim: int) -> Tensor:
 
 
 class RopeTables:
-    """cos and sin, float32 [positions, head_dim / 2], long enough for every position asked for so far."""
+    """cos and sin, float32 [positions, head_dim / 2], long enough for every position asked for so far.
+
+    They are computed on the host, whose rounding the tests know, and then put on `device`.
+    """
 
     def __init__(self, rope: RopeSpec, head_dim: int, max_context: int) -> None:
         self._frequencies = inverse_frequencies(rope, head_dim)
         self._scale = rope.attention_factor
+        self._device = torch.device("cpu")
         self._fill(min(max_context, _FIRST_POSITIONS))
 
     def ensure(self, positions: int) -> None:
@@ -73,7 +77,11 @@ class RopeTables:
         if positions > len(self.cos):
             self._fill(max(positions, 2 * len(self.cos)))
 
+    def to(self, device: torch.device) -> None:
+        self._device = device
+        self._fill(len(self.cos))
+
     def _fill(self, positions: int) -> None:
         angles = torch.arange(positions, dtype=torch.float32)[:, None] * self._frequencies
-        self.cos = angles.cos() * self._scale
-        self.sin = angles.sin() * self._scale
+        self.cos = (angles.cos() * self._scale).to(self._device)
+        self.sin = (angles.sin() * self._scale).to(self._device)

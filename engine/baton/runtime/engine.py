@@ -28,7 +28,7 @@ from baton.disagg.relay import Relay
 from baton.errors import ConfigError, EngineError
 from baton.models.load import load_model
 from baton.request import Validated
-from baton.runtime import ops, priority_hook
+from baton.runtime import device, ops, priority_hook
 from baton.runtime.attention import make_backend
 from baton.runtime.kv_pool import KvTensors, host_pool_pages, make_host_pool, make_pool, pool_pages
 from baton.runtime.priority_hook import PriorityHook
@@ -258,15 +258,19 @@ def load(config: EngineConfig, model_dir: str) -> Loaded:
     started = time.monotonic()
     threads = compute_threads(config)
     ops.set_threads(threads)
+    compute = device.resolve(config)
     model = load_model(model_dir, config.dtype, config.load_format, config.random_seed)
-    model.pack()
+    if compute.type == "cpu":
+        model.pack()
+    else:
+        model.to(compute)
     spec = model.spec
     context = config.context_length or spec.max_context
     if context > spec.max_context:
         raise ConfigError(f"--context-length {context}: the model was made for {spec.max_context} tokens; lower it")
     pages = pool_pages(spec.kv, config.page_size, config.max_total_tokens, config.kv_pool_mib)
     disaggregated = config.disaggregation_mode != "null"
-    kv = make_pool(spec.kv, config.page_size, pages, native=True if disaggregated else None)
+    kv = make_pool(spec.kv, config.page_size, pages, native=True if disaggregated else None, device=compute)
     attn = make_backend(config.attention_backend, spec, kv)
     host_pages = host_pool_pages(spec.kv, config.page_size, config.host_kv_gib, config.dp_size)
     runner = Runner(
@@ -287,6 +291,7 @@ def load(config: EngineConfig, model_dir: str) -> Loaded:
         "dtype": spec.kv.dtype,
         "num_parameters": spec.num_parameters,
         "cpu_threads": threads,
+        "device": str(compute),
         "layout": layout,
     }
     log.info(

@@ -85,15 +85,25 @@ def pool_pages(spec: KVSpec, page_size: int, max_total_tokens: int, kv_pool_mib:
     return pages
 
 
-def make_pool(spec: KVSpec, page_size: int, num_pages: int, *, native: bool | None = None) -> KvTensors:
+def make_pool(
+    spec: KVSpec,
+    page_size: int,
+    num_pages: int,
+    *,
+    native: bool | None = None,
+    device: torch.device | None = None,
+) -> KvTensors:
     """Allocate a zeroed pool.
 
     Args:
+        device: None is the host; elsewhere the memory is torch's and cannot be transferred.
         native: True takes the transferable memory and fails without it; False takes plain memory (tests);
             None takes the native one when this build has it.
     """
     shape = (num_pages, spec.num_layers, spec.tensors_per_layer, page_size, spec.num_kv_heads, spec.head_dim)
     dtype = TORCH_DTYPES[spec.dtype]
+    if device is not None and device.type != "cpu":
+        return KvTensors(spec, page_size, torch.zeros(shape, dtype=dtype, device=device))
     pool_class = None if native is False else _native_pool_class(required=bool(native))
     if pool_class is None:
         return KvTensors(spec, page_size, torch.zeros(shape, dtype=dtype))

@@ -51,6 +51,7 @@ class Runner:
         self._last_token: NDArray[np.int64] = np.full(max_slots, UNKNOWN_TOKEN, np.int64)
         self._sample_rows: list[SampleRow | None] = [None] * max_slots
         self._native_pool = kv.native if announces_writes else None
+        self._compute_device = kv.data.device
 
     @property
     def page_bytes(self) -> int:
@@ -70,7 +71,8 @@ class Runner:
         if not sampling:
             return StepResult((), copy_seconds=copy_seconds)
         sample_rows = [self._sample_row(row) for row in sampling]
-        result = sample(logits, sample_rows)
+        # Elsewhere than on the CPU this waits for the step: sampling is written for the host.
+        result = sample(logits.cpu(), sample_rows)
         for row, sample_row, token in zip(sampling, sample_rows, result.tokens, strict=True):
             sample_row.append(token)
             self._last_token[row.slot] = token
@@ -117,14 +119,18 @@ class Runner:
         page_indices = np.concatenate([self._page_table[slot, :n] for slot, n in zip(slots, num_pages, strict=True)])
         sample_index = np.fromiter((i for i, row in enumerate(rows) if row.sample), np.int64)
         return ForwardBatch(
-            token_ids=torch.from_numpy(token_ids),
-            positions=torch.from_numpy(positions),
+            token_ids=self._on_device(token_ids),
+            positions=self._on_device(positions),
             qo_indptr=torch.from_numpy(qo_indptr),
             kv_lens=torch.from_numpy(kv_lens.astype(np.int32)),
             page_indptr=torch.from_numpy(page_indptr),
             page_indices=torch.from_numpy(page_indices),
-            slot_mapping=torch.from_numpy(pages * self._page_size + positions % self._page_size),
-            sample_index=torch.from_numpy(qo_indptr[1:][sample_index].astype(np.int64) - 1),
+            slot_mapping=self._on_device(pages * self._page_size + positions % self._page_size),
+            sample_index=self._on_device(qo_indptr[1:][sample_index].astype(np.int64) - 1),
             num_decode=plan.num_decode,
             max_kv_len=int(kv_lens.max()),
         )
+
+    def _on_device(self, ids: NDArray[np.int64]) -> Tensor:
+        """On the CPU a view of `ids`."""
+        return torch.from_numpy(ids).to(self._compute_device)

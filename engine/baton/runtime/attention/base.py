@@ -24,7 +24,11 @@ from torch import Tensor
 
 @dataclass(slots=True)
 class ForwardBatch:
-    """One step's rows as tensors: T tokens, R rows, S sampling rows."""
+    """One step's rows as tensors: T tokens, R rows, S sampling rows.
+
+    What each token needs (ids, positions, slots, sample_index) is on the device that computes; what each row needs
+    (indptr, lengths, pages) is on the host, where backends plan.
+    """
 
     token_ids: Tensor
     """int64 [T]"""

@@ -56,7 +56,8 @@ class TorchAttention:
 
     def plan(self, batch: ForwardBatch) -> None:
         size = self._kv.page_size
-        self._slots = (batch.slot_mapping // size, batch.slot_mapping % size)
+        slots = batch.slot_mapping.to(self._kv.data.device)
+        self._slots = (slots // size, slots % size)
         starts, kv_lens = batch.qo_indptr.tolist(), batch.kv_lens.tolist()
         first_page, pages = batch.page_indptr.tolist(), batch.page_indices.long()
         tables = [pages[a:b] for a, b in itertools.pairwise(first_page)]
@@ -95,7 +96,8 @@ class TorchAttention:
         if window:
             visible &= slot > query - window
         row, slot = (~visible.any(1)).nonzero(as_tuple=True)
-        return _Gather(pages, visible, (row, slot))
+        device = self._kv.data.device
+        return _Gather(pages.to(device), visible.to(device), (row.to(device), slot.to(device)))
 
     def _attend(self, layer: int, q: Tensor, rows: _Rows) -> Tensor:
         spec, (r, n) = self._spec, rows.shape

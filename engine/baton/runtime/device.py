@@ -1,0 +1,54 @@
+"""Where an engine computes: --device as a torch device, checked at start.
+
+What is written here holds for one device per process. Everything that is not said to be on the host (index arrays of a
+`ForwardBatch`, sampling) lives on it.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from baton.config import EngineConfig
+from baton.errors import ConfigError
+
+log = logging.getLogger("baton.device")
+
+
+def no_cuda() -> str | None:
+    """Why there is no CUDA device here; None: there is one."""
+    if torch.version.cuda is None:
+        return f"this torch ({torch.__version__}) is built without CUDA"
+    if not torch.cuda.is_available():
+        return f"torch {torch.__version__} finds no CUDA device; check nvidia-smi and CUDA_VISIBLE_DEVICES"
+    return None
+
+
+def resolve(config: EngineConfig) -> torch.device:
+    """The device of --device. `auto` takes CUDA where there is one and nothing asked for is in its way.
+
+    Raises ConfigError when the device is not there, or cannot do what the other flags ask.
+    """
+    if config.device == "cpu":
+        return torch.device("cpu")
+    problem = no_cuda() or _beyond_cuda(config)
+    if problem is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    if config.device == "cuda":
+        raise ConfigError(f"--device cuda: {problem}; or use --device cpu")
+    if config.attention_backend == "flashinfer":
+        raise ConfigError(f"--attention-backend flashinfer: it needs a CUDA device, but {problem}; or use auto")
+    log.warning("--device auto: %s; the CPU is used instead", problem)
+    return torch.device("cpu")
+
+
+def _beyond_cuda(config: EngineConfig) -> str | None:
+    """What this version does on CPUs only."""
+    if config.disaggregation_mode != "null":
+        return f"KV pages travel from host memory only, not with --disaggregation-mode {config.disaggregation_mode}"
+    if config.dp_size > 1:
+        return f"one rank per engine is served, not --dp-size {config.dp_size}"
+    if config.attention_backend == "cpu":
+        return "the kernels of --attention-backend cpu work in host memory; use auto"
+    return None

@@ -1,0 +1,20 @@
+"""Everything below needs a CUDA device: without one each test is skipped, and the reason is printed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from baton.runtime.device import no_cuda
+
+HERE = Path(__file__).parent
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    reason = no_cuda()
+    for item in items:
+        if HERE in item.path.parents:
+            item.add_marker(pytest.mark.gpu)
+            if reason is not None:
+                item.add_marker(pytest.mark.skip(reason=reason))

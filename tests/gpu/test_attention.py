@@ -1,0 +1,77 @@
+"""The flashinfer backend on its own kernels, and what it assumes of them, one by one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from baton.runtime.attention import make_backend
+from baton.runtime.attention.flashinfer import FlashInferAttention, obstacle
+from baton.runtime.attention.torch import TorchAttention
+from tests.support.attention_cases import CASES, Case, check
+
+
+@pytest.fixture(autouse=True)
+def _flashinfer() -> None:
+    pytest.importorskip("flashinfer", reason="flashinfer-python is not installed")
+
+
+@pytest.mark.timeout(600)  # kernels are compiled at their first use
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_requests_come_out_as_dense_attention_has_them(case: Case) -> None:
+    """Strided K and V, q as a view of the projection, windows, soft cap, NaN in unwritten slots: all at once."""
+    check(
+        case,
+        lambda spec, kv: FlashInferAttention(spec, kv, logits_soft_cap=case.soft_cap),
+        device="cuda",
+        tolerance=0.03,
+    )
+
+
+@pytest.mark.timeout(600)
+def test_a_wrong_window_would_be_noticed() -> None:
+    case = Case(windows=(5, 5))
+
+    def off_by_one(spec: Any, kv: Any) -> FlashInferAttention:
+        spec.windows = (6, 6)
+        return FlashInferAttention(spec, kv)
+
+    with pytest.raises(AssertionError, match="window 5"):
+        check(case, off_by_one, device="cuda", tolerance=0.03)
+
+
+@pytest.mark.timeout(600)
+def test_long_rows_are_split_over_thread_blocks() -> None:
+    check(Case(lengths=(3000, 5, 1200), longest_chunk=700, windows=(0, 512)), make("flashinfer"), "cuda", 0.03)
+
+
+@pytest.mark.timeout(600)
+def test_steps_planned_faster_than_they_run_keep_their_indices() -> None:
+    """Plans follow each other without a wait for results in between: the staging memory must not be overwritten."""
+    case = Case(lengths=(400,) * 24, longest_chunk=3, windows=(0,), dim=128, heads=32, kv_heads=8)
+    check(case, make("flashinfer"), "cuda", 0.03)
+
+
+def test_auto_chooses_flashinfer() -> None:
+    case = Case()
+    kv = case.pool("cuda")
+    assert obstacle(case.spec(), kv) is None
+    assert isinstance(make_backend("auto", case.spec(), kv), FlashInferAttention)
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if not c.soft_cap], ids=str)
+def test_the_torch_backend_on_cuda(case: Case) -> None:
+    check(case, TorchAttention, "cuda")
+
+
+def make(name: str) -> Any:
+    return lambda spec, kv: make_backend(name, spec, kv)
+
+
+def test_the_workspace_lies_on_the_device() -> None:
+    before = torch.cuda.memory_allocated()
+    backend = FlashInferAttention(Case().spec(), Case().pool("cuda"))
+    assert torch.cuda.memory_allocated() - before >= 128 << 20
+    del backend

@@ -1,0 +1,52 @@
+"""The whole engine on one GPU gives transformers' greedy tokens, with both attention backends."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+from baton.runtime.attention.flashinfer import FlashInferAttention
+from tests.support.checkpoints import VOCAB, make_checkpoint, reference_greedy, reference_model
+from tests.support.engine_run import answer, greedy, make_engine
+
+STEPS = 24
+
+
+def prompts() -> list[list[int]]:
+    rng = random.Random(3)
+    shared = [rng.randrange(VOCAB) for _ in range(40)]
+    return [shared[: n // 2] + [rng.randrange(VOCAB) for _ in range(n - n // 2)] for n in (1, 3, 16, 17, 33, 70)]
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("flags", [{}, {"page_size": 1, "chunked_prefill_size": 7}, {"disable_overlap_schedule": True}])
+def test_float32_with_the_reference_equals_transformers(tmp_path: Path, flags: dict[str, object]) -> None:
+    path = make_checkpoint("llama", tmp_path)
+    model = reference_model(path)
+    want = [reference_greedy(model, p, STEPS) for p in prompts()]
+    engine = make_engine(path, device="cuda", attention_backend="torch", **flags)
+    assert answer(engine, prompts(), greedy(STEPS)) == want
+    assert answer(engine, prompts()[::-1], greedy(STEPS), stagger=2) == want[::-1], "second round, with prefix hits"
+    engine.close()
+
+
+@pytest.mark.timeout(600)
+def test_the_demo_model_answers_alike_on_cpu_and_gpu() -> None:
+    """bfloat16 rounds differently on the two, so a few near ties may fall the other way; half the tokens may not."""
+    pytest.importorskip("flashinfer", reason="flashinfer-python is not installed")
+    from baton.server.model_dir import resolve
+
+    path = resolve("demo")
+    ask = [[int(t) for t in torch.arange(5, 5 + n)] for n in (3, 20, 50)]
+    flags = {"dtype": "bfloat16", "page_size": 16}
+    cpu = make_engine(path, **flags)
+    gpu = make_engine(path, device="cuda", attention_backend="auto", **flags)
+    assert isinstance(gpu._runner._attn, FlashInferAttention)
+    a, b = (answer(engine, ask, greedy(STEPS)) for engine in (cpu, gpu))
+    pairs = [(x, y) for one, other in zip(a, b, strict=True) for x, y in zip(one, other, strict=False)]
+    assert sum(x == y for x, y in pairs) >= 0.5 * len(pairs)
+    for engine in (cpu, gpu):
+        engine.close()

@@ -1,0 +1,165 @@
+"""--device: what is refused and why; and that a step mixes no devices, shown with tensors without data.
+
+torch's fake tensors carry shapes, types and devices; an operation over two devices raises as it would on a GPU.
+"""
+
+from __future__ import annotations
+
+import logging
+from array import array
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorDeviceMismatchError, FakeTensorMode
+
+from baton import config
+from baton.errors import ConfigError
+from baton.models.load import load_model
+from baton.request import SamplingParams
+from baton.runtime import device, runner
+from baton.runtime.attention.base import ForwardBatch
+from baton.runtime.kv_pool import make_pool
+from baton.sched.plan import Admitted, Row, StepPlan, StepResult, Stop
+from tests.support import tiny_model
+
+CUDA = torch.device("cuda", 0)
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that says it has a GPU."""
+    monkeypatch.setattr(device, "no_cuda", lambda: None)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+
+
+@pytest.fixture
+def no_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "no_cuda", lambda: "there is no CUDA device")
+
+
+def resolve(**flags: object) -> torch.device:
+    return device.resolve(config.build(dict(flags)))
+
+
+def test_the_default_is_the_cpu_even_beside_a_gpu(cuda: None) -> None:
+    assert resolve() == torch.device("cpu")
+
+
+@pytest.mark.usefixtures("no_cuda")
+def test_cuda_without_a_gpu_is_an_error_and_auto_says_what_it_does(caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(ConfigError, match="--device cuda: there is no CUDA device; or use --device cpu"):
+        resolve(device="cuda")
+    with pytest.raises(ConfigError, match="--attention-backend flashinfer: it needs a CUDA device, but there is no"):
+        resolve(device="auto", attention_backend="flashinfer")
+    caplog.clear()
+    with caplog.at_level(logging.INFO):
+        assert resolve(device="auto") == torch.device("cpu")
+    assert caplog.messages == ["--device auto: there is no CUDA device; the CPU is used instead"]
+
+
+BEYOND = [
+    ({"disaggregation_mode": "decode"}, "KV pages travel from host memory only"),
+    ({"dp_size": 2}, "one rank per engine is served, not --dp-size 2"),
+    ({"attention_backend": "cpu"}, "work in host memory; use auto"),
+]
+
+
+@pytest.mark.usefixtures("cuda")
+@pytest.mark.parametrize(("flags", "message"), BEYOND)
+def test_what_only_cpus_do_is_refused_on_cuda(flags: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=f"--device cuda: .*{message}"):
+        resolve(device="cuda", **flags)
+    assert resolve(device="auto", **flags) == torch.device("cpu")
+
+
+@pytest.mark.usefixtures("cuda")
+def test_cuda_is_taken_where_there_is_one() -> None:
+    assert resolve(device="cuda") == resolve(device="auto") == CUDA
+
+
+def test_no_cuda_tells_a_build_from_a_machine_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert "is built without CUDA" in str(device.no_cuda())
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert "finds no CUDA device; check nvidia-smi" in str(device.no_cuda())
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert device.no_cuda() is None
+
+
+class DeviceCheck:
+    """An attention backend that computes nothing and notes where everything lies."""
+
+    def __init__(self) -> None:
+        self.seen: set[tuple[str, str]] = set()
+
+    def plan(self, batch: ForwardBatch) -> None:
+        for name in ForwardBatch.__slots__:
+            value = getattr(batch, name)
+            if isinstance(value, Tensor):
+                self.seen.add((name, value.device.type))
+
+    def forward(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        assert {x.device.type for x in (q, k, v)} == {"cuda"}
+        return q.new_empty(len(q), q.shape[1] * q.shape[2])
+
+
+def plan_of(tokens: int) -> StepPlan:
+    """One decode row and one prompt chunk."""
+    ids = array("i", range(tokens))
+    admitted = tuple(Admitted(slot, slot, SamplingParams(), 1, array("i", [1])) for slot in (0, 1))
+    rows = (
+        Row(0, 0, 4, 1, True, array("i", [5]), 0, array("i", [3, 1])),
+        Row(1, 1, 0, tokens, True, ids, 0, array("i", [2])),
+    )
+    return StepPlan(0, rows, 1, admitted, array("i", [1, 2, 3]), Stop.QUEUE_EMPTY)
+
+
+def test_a_step_on_cuda_mixes_no_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = load_model(tiny_model.make(tmp_path / "m"), load_format="dummy")
+    where: list[str] = []
+
+    def sample(logits: Tensor, rows: list[Any]) -> StepResult:
+        where.append(logits.device.type)
+        assert logits.shape == (len(rows), model.spec.vocab_size)
+        return StepResult([1] * len(rows))
+
+    monkeypatch.setattr(runner, "sample", sample)
+    check = DeviceCheck()
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        model.to(CUDA)
+        kv = make_pool(model.spec.kv, 4, 8, device=CUDA)
+        assert kv.native is None
+        assert kv.data.device == CUDA
+        run = runner.Runner(model, kv, check, max_slots=2)
+        run.execute(plan_of(3))
+        model.forward_all(run._batch(plan_of(3)), check)
+    assert where == ["cpu"], "sampling is on the host"
+    assert check.seen == {
+        ("token_ids", "cuda"), ("positions", "cuda"), ("slot_mapping", "cuda"), ("sample_index", "cuda"),
+        ("qo_indptr", "cpu"), ("kv_lens", "cpu"), ("page_indptr", "cpu"), ("page_indices", "cpu"),
+    }  # fmt: skip
+
+
+def test_the_check_itself_works(tmp_path: Path) -> None:
+    """Were fake tensors lenient, a weight left behind would pass."""
+    model = load_model(tiny_model.make(tmp_path / "m"), load_format="dummy")
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        left_behind = torch.ones(model.spec.hidden_size)
+        model.to(CUDA)
+        model.weights.norm = left_behind
+        kv = make_pool(model.spec.kv, 4, 8, device=CUDA)
+        with pytest.raises(FakeTensorDeviceMismatchError, match="at least two devices"):
+            runner.Runner(model, kv, DeviceCheck(), max_slots=2).execute(plan_of(3))
+
+
+def test_tied_weights_stay_one_object(tmp_path: Path) -> None:
+    model = load_model(tiny_model.make(tmp_path / "m"), load_format="dummy")
+    model.weights.lm_head = model.weights.embed
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        model.to(CUDA)
+    assert model.weights.lm_head is model.weights.embed
+    assert model.weights.embed.device == CUDA
