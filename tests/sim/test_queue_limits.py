@@ -276,3 +276,32 @@ def test_the_door_keeps_no_books_of_those_who_left() -> None:
         door.enter(seq, 1, 0.0)
         door.leave(seq, 0.0)
     assert max(len(door._least), len(door._due)) <= 1025
+
+
+def test_who_came_in_twice_without_having_started_is_turned_away_once() -> None:
+    """A request that was given a slot but found no page goes back to the queue."""
+    door = Door(limits(max_queued_requests=2, queue_timeout_secs=5.0))
+    seqs = [Seq(ask(handle, handle, arrival=0.0), array("i", [1]), 1) for handle in range(2)]
+    for seq in seqs:
+        door.enter(seq, 1, 0.0)
+    door.leave(seqs[0], 1.0)
+    door.enter(seqs[0], 1, 1.0)
+    assert door.make_room(ask(7, 99), 2.0, 1000.0) == [seqs[0]]
+
+    again = Door(limits(queue_timeout_secs=5.0))
+    for _ in range(3):
+        again.enter(seqs[1], 1, 0.0)
+        again.leave(seqs[1], 0.0)
+    again.enter(seqs[1], 1, 0.0)
+    assert again.overdue(5.0) == [seqs[1]]
+    assert again.timed_out == 1
+
+
+def test_two_victims_are_two_requests() -> None:
+    door = Door(limits(max_queued_requests=2, max_queued_tokens=10))
+    seqs = [Seq(ask(handle, handle, arrival=0.0), array("i", [1] * 5), 1) for handle in range(2)]
+    for seq in (*seqs, seqs[0]):
+        if seq is seqs[0]:
+            door.leave(seq, 0.0)
+        door.enter(seq, 5, 0.0)
+    assert door.make_room(ask(7, 99, length=10), 1.0, 1000.0) == seqs

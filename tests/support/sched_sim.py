@@ -170,7 +170,7 @@ class Node:
             elif isinstance(event, GrantPages):
                 assert event.req.rendezvous
                 self.grants[event.req.rendezvous.room] = event
-            else:
+            elif isinstance(event, AbortTransfer):
                 self.aborts.append(event)
 
     def step(self) -> bool:

@@ -66,6 +66,15 @@ class MovingRate:
             self._at = now
 
 
+def _pop(heap: list[Entry]) -> int:
+    """The handle of the first entry, which is there once for each time that its request came in."""
+    entry = heapq.heappop(heap)
+    while heap and heap[0] == entry:
+        heapq.heappop(heap)
+    handle: int = entry[-1]
+    return handle
+
+
 class Door:
     """Counts include requests that started and came back: they use the room, but cannot be turned away."""
 
@@ -135,7 +144,7 @@ class Door:
         """Requests that have waited too long without having started; each is named once."""
         found = []
         while self._due and self._due[0][0] <= now:
-            seq, _ = self._inside.get(heapq.heappop(self._due)[1], (None, 0))
+            seq, _ = self._inside.get(_pop(self._due), (None, 0))
             if seq is not None and not seq.has_started:
                 found.append(seq)
         self.timed_out += len(found)
@@ -159,7 +168,7 @@ class Door:
     def _pop_least(self, above: int) -> Seq | None:
         """The first to be turned away, if it is less important than `above`."""
         while self._least and self._least[0][0] < above:
-            seq, _ = self._inside.get(heapq.heappop(self._least)[-1], (None, 0))
+            seq, _ = self._inside.get(_pop(self._least), (None, 0))
             if seq is not None and not seq.has_started:
                 return seq
         return None
