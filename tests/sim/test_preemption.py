@@ -13,6 +13,7 @@ from baton.sched.limits import Limits
 from baton.sched.policy import PriorityRule
 from baton.sched.preempt import may_preempt, priority_victims, retraction_victim
 from baton.sched.seq import Seq
+from tests.support.sched_pair import Relay
 from tests.support.sched_sim import VOCAB, Node, random_prompt, reference, request
 
 PRIORITY = PriorityRule(enabled=True, preemption_threshold=3)
@@ -86,6 +87,38 @@ def test_a_cheap_row_goes_before_a_less_important_dear_one() -> None:
     node.sched.add(asked(3, [4] * 4, 4, 10))
     node.step()
     assert set(node.sched._state.running) == {0, 2, 3}, "1 costs 8 tokens, 0 costs 100"
+
+
+@pytest.mark.parametrize("scarce", ["slots", "pages"])
+def test_on_a_decode_node_running_requests_give_way_to_an_important_transfer(scarce: str) -> None:
+    pages, slots = (400, 2) if scarce == "slots" else (24, 8)
+    limits = Limits(pages, 4, slots, 100, 64, priority=PRIORITY)
+    p = Node(dataclasses.replace(limits, role="prefill", num_pages=400), depth=1)
+    d = Node(dataclasses.replace(limits, role="decode"), depth=1)
+    relay = Relay(p, d, random.Random(0), break_rate=0.0)
+    asks = [(0, 40, 0), (1, 40, 2), (2, 5, 5), (3, 5, 9)]
+    for handle, answer, priority in asks:
+        if handle >= 2:
+            assert set(d.sched._state.running) == {0, 1}
+        req = request(handle, [handle] * 6, answer, ignore_eos=True, room=100 + handle)
+        req = dataclasses.replace(req, priority=priority)
+        p.sched.add(req)
+        d.sched.add(req)
+        if handle == 2:
+            continue
+        while handle not in d.sched._state.running:
+            p.step()
+            d.step()
+            relay.tick()
+    assert not set(d.sched._state.running) >= {0, 1}, "one was sent back"
+    assert not d.finished.keys() & {0, 1}, "and nobody waited for its end"
+    assert d.sched.preemptions >= 1
+    while not d.sched.is_idle:
+        p.step()
+        d.step()
+        relay.tick()
+    for handle, answer, _ in asks:
+        assert d.outputs[handle] == reference([handle] * 6, answer, True)
 
 
 def test_retraction_spares_the_more_important_and_the_oldest_of_them() -> None:

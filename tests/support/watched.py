@@ -47,6 +47,7 @@ class Before:
     retractions: int
     preemptions: dict[int, int]
     waiting: set[int]
+    opening: set[int]
     decoding: set[int]
     evictions: int
 
@@ -116,6 +117,7 @@ class WatchedScheduler(Scheduler):
             retractions=self.retractions,
             preemptions={seq.handle: seq.preemptions for seq in running},
             waiting={seq.handle for seq in state.waiting},
+            opening={seq.handle for seq in state.opening},
             decoding={seq.handle for seq in running if _decodes(seq)},
             evictions=self._evictions,
         )
@@ -248,7 +250,7 @@ class WatchedScheduler(Scheduler):
             assert self._gaps[handle] <= 1 or by_time, f"request {handle} waited two steps for its next token"
 
     def _check_preemptions(self, before: Before) -> None:
-        """Only a clearly more important waiting request preempts; nobody suffers it more often than allowed."""
+        """Only a clearly more important request that waits or opens preempts; nobody suffers it too often."""
         state, rule = self._state, self.limits.priority
         for handle, count in before.preemptions.items():
             seq = state.seqs.get(handle)
@@ -257,7 +259,7 @@ class WatchedScheduler(Scheduler):
             self.checked["preemption"] += 1
             assert seq.preemptions == count + 1
             assert seq.preemptions <= self.limits.max_preemptions_per_request
-            by = [s for s in (state.seqs[h] for h in before.waiting) if rule.base(s) > rule.base(seq)]
+            by = [s for s in (state.seqs[h] for h in before.waiting | before.opening) if rule.base(s) > rule.base(seq)]
             assert max(map(rule.base, by), default=LOWEST_PRIORITY) - rule.base(seq) > rule.preemption_threshold
 
     def _check_order(self, before: Before, plan: StepPlan) -> None:

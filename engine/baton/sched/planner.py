@@ -19,6 +19,7 @@ from array import array
 from collections import deque
 from collections.abc import Iterable, Iterator
 
+from baton.cache.radix import Match
 from baton.sched.fairness import Fairness
 from baton.sched.plan import UNKNOWN_TOKEN, Admitted, Row, StepPlan, Stop
 from baton.sched.policy import work
@@ -129,25 +130,30 @@ class Planner:
     # ------------------------------------------------------------------ arrivals on D
 
     def _admit_transfers(self) -> None:
-        """D: reserve pages for prompts on their way, leaving room for running answers."""
+        """D: reserve pages for prompts on their way, leaving room for running answers of the same importance."""
         state, memory, limits = self._state, self._memory, self._limits
         if not state.opening:
             return
         self._reserved = None
         first_sent_back = min(map(self._place, self._sent_back()), default=None)
         for seq in self._openings():
-            if not state.slots:
+            if not state.slots and not limits.priority.enabled:
                 return
             # One that ran here and was sent back comes first, as long as somebody runs whose end will make room for it:
             # transfers alone may be waiting for a P that is full of prompts for the very requests held up here.
             if state.running and first_sent_back and first_sent_back < self._place(seq):
                 return
-            match = memory.match(seq, seq.prompt_len)
-            need = memory.pages(seq.prompt_len) - len(match.pages)
-            growth = min(limits.reserved_decode_tokens, memory.answer_tokens(seq))
-            busy = state.running or state.transfer or state.waiting
-            margin = memory.pages(growth) + self._reserved_growth() + memory.watermark if busy else 0
-            if need + margin > memory.available:
+            match, short = self._transfer_needs(seq)
+            if (short > 0 or not state.slots) and limits.priority.enabled:
+                victims = priority_victims(seq, short, state.running.values(), limits, memory.freed_by)
+                memory.cache.unlock(match.node)
+                for victim in victims:
+                    state.preempt(victim, seq)
+                if victims:
+                    self._reserved = None
+                    first_sent_back = min(map(self._place, self._sent_back()), default=None)
+                match, short = self._transfer_needs(seq)
+            if short > 0 or not state.slots:
                 memory.cache.unlock(match.node)
                 return
             state.dequeue(seq)
@@ -165,6 +171,16 @@ class Planner:
             if state.fair is not None:
                 cached = start * memory.page_size
                 state.fair.charge_prompt(seq, seq.prompt_len - cached, cached)
+
+    def _transfer_needs(self, seq: Seq) -> tuple[Match, int]:
+        """Its cached prefix, locked, and how many pages are missing for the rest and for the answers."""
+        state, memory = self._state, self._memory
+        match = memory.match(seq, seq.prompt_len)
+        need = memory.pages(seq.prompt_len) - len(match.pages)
+        growth = min(self._limits.reserved_decode_tokens, memory.answer_tokens(seq))
+        busy = state.running or state.transfer or state.waiting
+        margin = memory.pages(growth) + self._reserved_growth() + memory.watermark if busy else 0
+        return match, need + margin - memory.available
 
     def _openings(self) -> Iterable[Seq]:
         """Prompts on their way, in the order in which they get pages."""
