@@ -138,6 +138,19 @@ def test_a_preempted_request_keeps_its_place_in_a_full_queue() -> None:
     assert node.finished[0] is FinishReason.LENGTH
 
 
+def test_who_came_in_twice_is_turned_away_once() -> None:
+    """An admission that is undone, or a new priority, puts a request in again."""
+    door = Door(limits(queue_timeout_secs=10.0))
+    req = ask(1)
+    seq = Seq(req, req.prompt, 40)
+    for _ in range(2):
+        door.enter(seq, 5, 0.0)
+        door.leave(seq, 0.0)
+    door.enter(seq, 5, 0.0)
+    assert door.overdue(req.arrival + 11) == [seq]
+    assert door.timed_out == 1
+
+
 @pytest.mark.parametrize("role", ["null", "decode"])
 def test_who_has_not_started_in_time_leaves_with_queue_timeout(role: str) -> None:
     room = 7 if role == "decode" else None

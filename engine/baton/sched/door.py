@@ -141,14 +141,14 @@ class Door:
         return victims
 
     def overdue(self, now: float) -> list[Seq]:
-        """Requests that have waited too long without having started; each is named once."""
-        found = []
+        """Requests that have waited too long without having started; each is named once, however often it came in."""
+        found: dict[int, Seq] = {}
         while self._due and self._due[0][0] <= now:
             seq, _ = self._inside.get(_pop(self._due), (None, 0))
             if seq is not None and not seq.has_started:
-                found.append(seq)
+                found[seq.handle] = seq
         self.timed_out += len(found)
-        return found
+        return list(found.values())
 
     def next_due(self) -> float | None:
         return self._due[0][0] if self._due else None
