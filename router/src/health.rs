@@ -4,7 +4,8 @@
 //! 2. good probe: GET /get_server_info (older and newer name tried), check the role, `Ready`;
 //! 3. ready: probe every --health-check-interval-secs, and at once when a request met a refused or broken connection.
 //!    Refused: `Unhealthy` now, since nothing listens there; other failures count up to --health-failure-threshold;
-//! 4. unhealthy: probe every second (or the interval, if shorter) until --health-success-threshold good ones, back to 2.
+//! 4. our engines are asked with each good probe how much they have to do (GET /v1/loads): no answer may tell it;
+//! 5. unhealthy: probe every second (or the interval, if shorter) until --health-success-threshold good ones, back to 2.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -14,6 +15,7 @@ use router_core::{HealthChange, HealthCounter, Role};
 use tokio::time::{Instant, timeout};
 
 use crate::App;
+use crate::load::{self, Fate};
 use crate::registry::{Description, State, Worker};
 use crate::upstream::{Head, SendError};
 
@@ -67,7 +69,11 @@ async fn watch(app: std::sync::Weak<App>, worker: std::sync::Weak<Worker>) {
             seen.pause = seen.longer_pause(&app);
         } else {
             let probe = probe(&app, &worker).await;
+            let is_good = matches!(probe, Probe::Good);
             seen.pause = seen.take(&app, &worker, probe).await;
+            if is_good && worker.is_ready() && worker.tells_loads() {
+                ask_load(&app, &worker).await;
+            }
         }
         drop(app);
         // Sleeping on the worker's own Notify keeps it alive for one pause at most; a removal aborts this task anyway.
@@ -214,6 +220,23 @@ async fn describe(app: &App, worker: &Worker) -> Option<Description> {
         }
     }
     None
+}
+
+/// Tell the policies what a worker has to do. That it does not say is no reason to take it out.
+async fn ask_load(app: &App, worker: &Worker) {
+    let limit = Duration::from_secs(app.config.health.health_check_timeout_secs);
+    let fate = match timeout(limit, get(app, worker, "/v1/loads")).await {
+        Err(_) | Ok(Err(_)) => Fate::Failed,
+        Ok(Ok(body)) => match load::of_loads(&body) {
+            Ok(reports) if app.registry.loads_told(worker, &reports) => Fate::Taken,
+            Ok(_) => Fate::Unused,
+            Err(err) => {
+                tracing::debug!(url = %worker.url(), %err, "cannot read /v1/loads");
+                Fate::Malformed
+            }
+        },
+    };
+    app.metrics.load_report(worker.role(), "poll", fate);
 }
 
 /// The worker answers probes: find out what it is, and let it in unless it is something else.

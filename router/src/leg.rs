@@ -16,6 +16,7 @@ use tokio::time::timeout;
 
 use crate::body::Parts;
 use crate::error::RouteError;
+use crate::load;
 use crate::registry::LoadGuard;
 use crate::upstream::{Answer, Head, SendError, with_source};
 use crate::usage::usage_in;
@@ -329,7 +330,10 @@ impl Leg {
             Ok(Err(err)) => return Err(Failure::send(&self.guard, &err)),
             Ok(Ok(response)) => response,
         };
-        let (head, mut answer) = response.into_parts();
+        let (mut head, mut answer) = response.into_parts();
+        if let Some(told) = load::take(&mut head.headers) {
+            self.guard.load_told(&told);
+        }
         if head.status.as_u16() >= 400 {
             let body = self.collect(Bytes::new(), &mut answer).await?;
             return Err(Failure::answer(

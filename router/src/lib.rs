@@ -18,6 +18,7 @@ mod health;
 mod http;
 mod late;
 mod leg;
+mod load;
 mod metrics;
 mod record;
 mod registry;

@@ -7,7 +7,9 @@ use prometheus::{
     Encoder, Gauge, GaugeVec, Histogram, HistogramOpts, HistogramVec, IntCounterVec, Opts,
     Registry as Exposed, TextEncoder,
 };
+use router_core::Role;
 
+use crate::load::Fate;
 use crate::registry::Registry;
 
 /// One exponential family for everything measured in seconds: × 1.6 from 0.1 ms to about 870 s.
@@ -85,6 +87,8 @@ specs! {
         "1 while the source cannot be read or names nobody, and the workers found before stay";
     DISCOVERED = Gauge "baton_router_discovered_workers" ["source", "state"]
         "Workers found: named now, or kept because no other worker of their role is ready";
+    LOAD_REPORTS = Counter "baton_router_load_reports_total" ["role", "source", "result"]
+        "What workers told of their queues; source is answer or poll, result taken, unused, malformed or failed";
     BACKLOG = Gauge "baton_router_backlog_seconds" ["role", "worker"]
         "Predicted time of the prompts sent to a worker and not begun to be answered (cost)";
     UTILISATION = Gauge "baton_router_utilisation_ratio" ["role"]
@@ -132,6 +136,7 @@ pub struct Metrics {
     pub discovery_updates: IntCounterVec,
     pub discovery_stale: GaugeVec,
     pub discovered: GaugeVec,
+    load_reports: IntCounterVec,
     workers: GaugeVec,
     worker_load: GaugeVec,
     circuit: GaugeVec,
@@ -197,6 +202,7 @@ impl Metrics {
             discovery_updates: counters(&exposed, &DISCOVERY_UPDATES)?,
             discovery_stale: gauges(&exposed, &DISCOVERY_STALE)?,
             discovered: gauges(&exposed, &DISCOVERED)?,
+            load_reports: counters(&exposed, &LOAD_REPORTS)?,
             workers: gauges(&exposed, &WORKERS)?,
             worker_load: gauges(&exposed, &WORKER_LOAD)?,
             circuit: gauges(&exposed, &CIRCUIT)?,
@@ -230,6 +236,12 @@ impl Metrics {
         };
         let error = self.forecast_error.with_label_values(&[role, sign]);
         error.observe(seconds(took_ms.abs_diff(predicted_ms)));
+    }
+
+    /// A worker told of its queue.
+    pub fn load_report(&self, role: Role, source: &str, fate: Fate) {
+        let labels = [role.label(), source, fate.label()];
+        self.load_reports.with_label_values(&labels).inc();
     }
 
     /// A worker reported what it counted of a prompt whose cached tokens had been predicted.

@@ -17,6 +17,7 @@ use std::hash::{DefaultHasher, Hash, Hasher};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
+use http::HeaderValue;
 use parking_lot::{Mutex, RwLock};
 use router_core::{
     Blocks, BreakerConfig, BreakerState, Choice, CircuitBreaker, Event, Forecast, Outcome, Policy,
@@ -30,6 +31,7 @@ use tokio::task::AbortHandle;
 use crate::clock::now_ms;
 use crate::config::{Bootstrap, RouterConfig, WorkerSpec, WorkerUrl};
 use crate::error::RouteError;
+use crate::load::{self, Fate, Report};
 use crate::metrics::Metrics;
 use crate::upstream::Pool;
 
@@ -76,6 +78,8 @@ impl State {
 /// What a worker tells about itself in /get_server_info. All of it is optional: SGLang and mocks tell less.
 #[derive(Debug, Clone, Default, PartialEq, Eq, serde::Deserialize)]
 pub struct Description {
+    /// "baton" for ours, which serve GET /v1/loads as docs/protocol.md has it.
+    pub engine: Option<String>,
     pub dp_size: Option<u32>,
     pub disaggregation_mode: Option<String>,
     pub disaggregation_bootstrap_port: Option<u16>,
@@ -180,6 +184,11 @@ impl Worker {
         hasher.finish() as u32
     }
 
+    /// Whether it serves GET /v1/loads in our form: a worker of another make that has the path means something else by it.
+    pub fn tells_loads(&self) -> bool {
+        self.description().engine.as_deref() == Some("baton")
+    }
+
     pub fn dp_size(&self) -> u32 {
         self.description()
             .dp_size
@@ -218,6 +227,14 @@ impl Candidate {
         self.breaker
             .as_ref()
             .is_none_or(|b| b.lock().allows(now_ms))
+    }
+
+    /// Whether what this rank of the worker reports is all that the candidate stands for.
+    fn is_rank(&self, rank: u32) -> bool {
+        match self.rank {
+            Some(own) => own == rank,
+            None => self.worker.dp_size() == 1,
+        }
     }
 
     /// 0 closed, 1 half open, 2 open.
@@ -275,6 +292,24 @@ impl LoadGuard {
         }
     }
 
+    /// The answer says how much its worker has to do.
+    pub fn load_told(&self, told: &HeaderValue) {
+        let candidate = &self.candidate;
+        let fate = match load::of_header(told) {
+            Ok(Some(report)) if candidate.is_rank(report.rank) => {
+                self.policy.observe(&reported(candidate.id, report));
+                Fate::Taken
+            }
+            Ok(_) => Fate::Unused,
+            Err(err) => {
+                tracing::debug!(worker = %candidate.name, %err, "cannot read {}", load::HEADER);
+                Fate::Malformed
+            }
+        };
+        let role = candidate.worker.role();
+        self.metrics.load_report(role, "answer", fate);
+    }
+
     /// Whether anybody wants to know what the worker counts: looking for it costs microseconds.
     pub fn wants_usage(&self) -> bool {
         self.sent.blocks.is_some()
@@ -315,6 +350,16 @@ impl Drop for LoadGuard {
             hashes: blocks.map_or(&[], |blocks| blocks.prompt().hashes),
             now_ms,
         });
+    }
+}
+
+/// A report that has just arrived, as the policies hear of it.
+fn reported(worker: WorkerId, report: Report) -> Event<'static> {
+    Event::Reported {
+        worker,
+        queued_tokens: report.queued_tokens,
+        age_ms: report.age_ms,
+        now_ms: now_ms(),
     }
 }
 
@@ -625,6 +670,24 @@ impl Registry {
         // By address, so that round robin's order does not depend on who became ready first.
         list.sort_by_key(|c| (c.worker.id, c.rank));
         *shared = Arc::new(list);
+    }
+
+    /// The worker told what its ranks have to do; returns whether that was about any of its candidates.
+    pub fn loads_told(&self, worker: &Worker, reports: &[Report]) -> bool {
+        let table = &self.tables[index(worker.role())];
+        let candidates = table.candidates.read().clone();
+        let mut is_used = false;
+        for candidate in candidates.iter().filter(|c| c.worker.id == worker.id) {
+            let report = match candidate.rank {
+                Some(rank) => reports.iter().find(|report| report.rank == rank).copied(),
+                None => load::sum(reports),
+            };
+            if let Some(report) = report {
+                table.policy.observe(&reported(candidate.id, report));
+                is_used = true;
+            }
+        }
+        is_used
     }
 
     /// Bring the policies' memory under its limits; returns the characters or keys dropped.

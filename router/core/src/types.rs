@@ -230,10 +230,12 @@ pub enum Event<'a> {
         hashes: &'a [u64],
         now_ms: u64,
     },
-    /// What the worker said of its queue: prompt tokens sent to it, by any router, and not yet prefilled.
+    /// What the worker said of its queue: prompt tokens sent to it, by any router, and not yet prefilled. It was true
+    /// `age_ms` before it arrived.
     Reported {
         worker: WorkerId,
         queued_tokens: u64,
+        age_ms: u64,
         now_ms: u64,
     },
     WorkerAdded {

@@ -515,9 +515,17 @@ impl RouterConfig {
             },
             cost: CostParams {
                 max_bytes: given.max_index_bytes,
+                report_interval_ms: self.report_interval_ms(),
                 ..CostParams::default()
             },
         }
+    }
+
+    /// Without traffic, workers are asked what they have to do once in this time.
+    fn report_interval_ms(&self) -> u64 {
+        let usual_ms = CostParams::default().report_interval_ms;
+        let polls_ms = self.health.health_check_interval_secs.saturating_mul(1000);
+        usual_ms.max(polls_ms)
     }
 
     pub fn policy_for(&self, role: Role) -> PolicyKind {

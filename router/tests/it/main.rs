@@ -5,6 +5,7 @@
 mod admin;
 mod discovery;
 mod docs;
+mod loads;
 mod pd;
 mod policies;
 mod process;

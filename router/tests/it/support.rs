@@ -93,6 +93,11 @@ struct Inner {
     seen: Mutex<Vec<Arc<Seen>>>,
     cancelled: AtomicUsize,
     info: Mutex<Value>,
+    /// The header x-baton-load of all answers.
+    load: Mutex<Option<&'static str>>,
+    /// Answer of /v1/loads.
+    loads: Mutex<Value>,
+    polls: AtomicUsize,
     unhealthy: std::sync::atomic::AtomicBool,
     gate: tokio::sync::Notify,
     flooded: AtomicUsize,
@@ -127,6 +132,21 @@ impl Mock {
     pub fn with_info(self, info: Value) -> Mock {
         *self.inner.info.lock() = info;
         self
+    }
+
+    pub fn with_load(self, header: &'static str) -> Mock {
+        *self.inner.load.lock() = Some(header);
+        self
+    }
+
+    pub fn with_loads(self, loads: Value) -> Mock {
+        *self.inner.loads.lock() = loads;
+        self
+    }
+
+    /// How often /v1/loads was asked for.
+    pub fn polls(&self) -> usize {
+        self.inner.polls.load(Ordering::SeqCst)
     }
 
     pub fn acts(&mut self, acts: &[Act]) {
@@ -189,7 +209,7 @@ async fn accept(listener: TcpListener, inner: Arc<Inner>) {
                 let (stream, _) = accepted.expect("a connection");
                 let inner = inner.clone();
                 connections.spawn(async move {
-                    let serve = service_fn(move |request| serve(inner.clone(), request));
+                    let serve = service_fn(move |request| loaded(inner.clone(), request));
                     let _ = hyper::server::conn::http1::Builder::new()
                         .serve_connection(TokioIo::new(stream), serve)
                         .await;
@@ -226,6 +246,19 @@ fn reset() -> std::io::Error {
     std::io::Error::other("told to break")
 }
 
+async fn loaded(
+    inner: Arc<Inner>,
+    request: Request<Incoming>,
+) -> Result<Response<MockBody>, std::io::Error> {
+    let load = *inner.load.lock();
+    let mut response = serve(inner, request).await?;
+    if let Some(load) = load {
+        let load = http::HeaderValue::from_static(load);
+        response.headers_mut().insert("x-baton-load", load);
+    }
+    Ok(response)
+}
+
 async fn serve(
     inner: Arc<Inner>,
     request: Request<Incoming>,
@@ -242,6 +275,10 @@ async fn serve(
     }
     if path == "/get_server_info" {
         return Ok(Response::new(full(inner.info.lock().to_string())));
+    }
+    if path == "/v1/loads" {
+        inner.polls.fetch_add(1, Ordering::SeqCst);
+        return Ok(Response::new(full(inner.loads.lock().to_string())));
     }
     let value: Value = serde_json::from_slice(&raw).unwrap_or_default();
     let act = {

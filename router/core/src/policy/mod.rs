@@ -269,7 +269,7 @@ mod tests {
                 let worker = WorkerId(*id);
                 match what {
                     0 => policy.observe(&Event::WorkerGone { worker }),
-                    1 => policy.observe(&Event::Reported { worker, queued_tokens: 5_000, now_ms: sender.now_ms }),
+                    1 => policy.observe(&Event::Reported { worker, queued_tokens: 5_000, age_ms: 30, now_ms: sender.now_ms }),
                     2 => {
                         let ticket = sender.routed(&*policy, *id, text);
                         sender.finished(&*policy, ticket, *id, text, text.len() % 2 == 0);

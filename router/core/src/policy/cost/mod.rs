@@ -47,7 +47,7 @@ use rand::{Rng, RngCore};
 use serde::{Deserialize, Serialize};
 
 use self::heat::Heat;
-use self::rank::{Pending, Rank, Report};
+use self::rank::{Pending, Rank};
 use self::speed::{Fit, Speed, Work};
 use super::{Policy, PolicyStats, RankStats};
 use crate::prefix_tree::{PrefixTree, Stamp};
@@ -634,18 +634,13 @@ impl State {
         }
     }
 
-    fn reported(&mut self, worker: WorkerId, queued_tokens: u64, now_ms: f64) {
+    fn reported(&mut self, worker: WorkerId, queued_tokens: u64, age_ms: u64, now_ms: f64) {
         let speed = self.speed;
-        let Some(rank) = self.ranks.get_mut(&worker) else {
-            return;
-        };
-        let others = (queued_tokens as f64 - rank.queued_tokens()).max(0.0);
-        let fixed = Work::of(0.0, 0.0);
-        let speed = rank.speed(speed, now_ms);
-        rank.report = Some(Report {
-            others_ms: speed.ms(Work::of(others, 0.0)) - speed.ms(fixed),
-            at_ms: now_ms,
-        });
+        // A rank with nothing to do does not repeat that, so its report is as good as new.
+        let age_ms = if queued_tokens == 0 { 0 } else { age_ms };
+        if let Some(rank) = self.ranks.get_mut(&worker) {
+            rank.reported(queued_tokens as f64, now_ms - age_ms as f64, speed, now_ms);
+        }
     }
 }
 
@@ -719,11 +714,14 @@ impl Policy for Cost {
                 hashes,
                 now_ms,
             } => state.finished(ticket, worker, is_kept, hashes, now_ms as f64),
+            // A decode worker's queue is not of prompts to compute.
+            Event::Reported { .. } if self.role == Role::Decode => {}
             Event::Reported {
                 worker,
                 queued_tokens,
+                age_ms,
                 now_ms,
-            } => state.reported(worker, queued_tokens, now_ms as f64),
+            } => state.reported(worker, queued_tokens, age_ms, now_ms as f64),
             Event::WorkerAdded { worker, facts } => state.add(worker, facts),
             Event::WorkerGone { worker } => {
                 state.ranks.remove(&worker);

@@ -88,9 +88,24 @@ impl Rank {
         self.pace.of(fleet, now_ms)
     }
 
-    /// Prompt tokens sent here and not yet computed.
-    pub fn queued_tokens(&self) -> f64 {
-        self.queue.iter().map(|pending| pending.uncached).sum()
+    /// Prompt tokens sent here until then and not yet computed.
+    fn tokens_sent_until(&self, then_ms: f64) -> f64 {
+        let sent = self.queue.iter().filter(|p| p.sent_ms <= then_ms);
+        sent.map(|pending| pending.uncached).sum()
+    }
+
+    /// The worker had `queued_tokens` to compute at `at_ms`; what this router did not send is others'. Of the report, what
+    /// this router sent and the worker has finished since is taken for others' too, but then it has run off
+    /// ([`Rank::others_ms`]). An older report than the one known says nothing.
+    pub fn reported(&mut self, queued_tokens: f64, at_ms: f64, fleet: Speed, now_ms: f64) {
+        if self.report.is_some_and(|known| known.at_ms > at_ms) {
+            return;
+        }
+        self.settle(now_ms);
+        let others = (queued_tokens - self.tokens_sent_until(at_ms)).max(0.0);
+        let speed = self.speed(fleet, now_ms);
+        let others_ms = speed.ms(Work::of(others, 0.0)) - speed.ms(Work::of(0.0, 0.0));
+        self.report = Some(Report { others_ms, at_ms });
     }
 
     pub fn sent(&mut self, pending: Pending) {

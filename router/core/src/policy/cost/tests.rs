@@ -194,6 +194,7 @@ fn stale_reports_mean_a_draw_among_the_four_cheapest() {
         policy.observe(&Event::Reported {
             worker: WorkerId(id),
             queued_tokens,
+            age_ms: 0,
             now_ms,
         });
     };
@@ -226,6 +227,53 @@ fn stale_reports_mean_a_draw_among_the_four_cheapest() {
         chosen_at(&sender, &policy, "new", &ready, &mut rng).why,
         Why::Sampled(_)
     ));
+}
+
+fn told(policy: &Cost, id: u64, queued_tokens: u64, age_ms: u64, now_ms: u64) {
+    policy.observe(&Event::Reported {
+        worker: WorkerId(id),
+        queued_tokens,
+        age_ms,
+        now_ms,
+    });
+}
+
+fn backlog_ms(policy: &Cost, now_ms: u64) -> f64 {
+    policy.stats(now_ms).ranks[0].backlog_ms
+}
+
+#[test]
+fn a_report_counts_what_others_sent_before_it_was_made() {
+    let policy = prefill(1);
+    let mut sender = Sender {
+        now_ms: 1_000,
+        ..Sender::default()
+    };
+    sender.routed(&policy, 0, &"a".repeat(10)); // 1000 tokens, 105 ms with its fixed part
+    let ours = backlog_ms(&policy, 1_000);
+    // Made while ours was there: half of it is others'. A prompt sent after it was made is in neither.
+    sender.now_ms = 1_200;
+    sender.routed(&policy, 0, &"b".repeat(10));
+    told(&policy, 0, 2_000, 50, 1_200);
+    let both = backlog_ms(&policy, 1_200);
+    assert!((both - (ours + 100.0 - 50.0)).abs() < 6.0, "{both}");
+    // Ours was finished after the report was made: the report's age has run it off.
+    let policy = prefill(1);
+    let mut sender = Sender::default();
+    let gone = sender.routed(&policy, 0, &"c".repeat(10));
+    sender.now_ms = 105;
+    sender.first_token(&policy, gone, 0);
+    told(&policy, 0, 1_000, 105, 105);
+    assert_eq!(backlog_ms(&policy, 105), 0.0);
+    // An older report does not replace a newer one, one of nothing is as good as new.
+    told(&policy, 0, 3_000, 10, 200);
+    told(&policy, 0, 90_000, 500, 210);
+    assert!((backlog_ms(&policy, 210) - 280.0).abs() < 1.0);
+    told(&policy, 0, 0, 900_000, 220);
+    assert_eq!(backlog_ms(&policy, 220), 0.0);
+    let ready = views(&[0, 0, 0]);
+    let why = chosen_at(&sender, &policy, "new", &ready, &mut rng(1)).why;
+    assert!(!matches!(why, Why::Sampled(_)), "{why:?}");
 }
 
 #[test]

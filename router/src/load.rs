@@ -1,0 +1,183 @@
+//! What an engine tells of its queue: the header `x-baton-load` of its answers, and `GET /v1/loads` (docs/protocol.md §2).
+//!
+//! 1. leg.rs takes the header off every answer of a worker: it is meant for routers, not for clients;
+//! 2. health.rs asks for the same with each probe, so that workers without answers are known too;
+//! 3. the policy of the worker's role is told (`Event::Reported`).
+
+use http::{HeaderMap, HeaderValue};
+use serde::Deserialize;
+
+pub const HEADER: &str = "x-baton-load";
+
+/// One rank's queue.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Report {
+    pub rank: u32,
+    /// Prompt tokens it has still to compute, begun or not.
+    pub queued_tokens: u64,
+    /// How long ago that was true [ms].
+    pub age_ms: u64,
+}
+
+/// What became of a report; a metric label.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Fate {
+    Taken,
+    /// The rank has not told yet, or it is one of several behind one candidate.
+    Unused,
+    Malformed,
+    /// The worker was asked and gave no answer.
+    Failed,
+}
+
+impl Fate {
+    pub fn label(self) -> &'static str {
+        match self {
+            Fate::Taken => "taken",
+            Fate::Unused => "unused",
+            Fate::Malformed => "malformed",
+            Fate::Failed => "failed",
+        }
+    }
+}
+
+#[derive(Debug, PartialEq, Eq, thiserror::Error)]
+#[error(
+    "not name=number parts with semicolons between, or rank, started_tokens or age_ms is missing"
+)]
+pub struct Malformed;
+
+/// Take the header off. Only the first is returned, should there be several.
+pub fn take(headers: &mut HeaderMap) -> Option<HeaderValue> {
+    headers.remove(HEADER)
+}
+
+/// Read the header; `None` when the rank has not told anything yet. Cost: one pass, nothing allocated.
+pub fn of_header(value: &HeaderValue) -> Result<Option<Report>, Malformed> {
+    let text = value.to_str().map_err(|_| Malformed)?;
+    let (mut rank, mut queued, mut started, mut age_ms) = (None, None, None, None);
+    for part in text.split(';') {
+        let (name, value) = part.split_once('=').ok_or(Malformed)?;
+        let place = match name.trim() {
+            "rank" => &mut rank,
+            "queued_tokens" => &mut queued,
+            "started_tokens" => &mut started,
+            "age_ms" => &mut age_ms,
+            _ => continue,
+        };
+        *place = Some(value.trim().parse::<u64>().map_err(|_| Malformed)?);
+    }
+    let rank = rank.and_then(|rank| u32::try_from(rank).ok());
+    let rank = rank.ok_or(Malformed)?;
+    let Some(queued) = queued else {
+        return Ok(None);
+    };
+    Ok(Some(Report {
+        rank,
+        queued_tokens: started.ok_or(Malformed)?.saturating_add(queued),
+        age_ms: age_ms.ok_or(Malformed)?,
+    }))
+}
+
+/// Read the answer of `GET /v1/loads`: the ranks that have told something.
+pub fn of_loads(body: &[u8]) -> Result<Vec<Report>, serde_json::Error> {
+    #[derive(Deserialize)]
+    struct Loads {
+        loads: Vec<OfRank>,
+    }
+    #[derive(Deserialize)]
+    struct OfRank {
+        dp_rank: u32,
+        age_ms: Option<u64>,
+        load: Option<Load>,
+    }
+    #[derive(Deserialize)]
+    struct Load {
+        queued_tokens: u64,
+        started_tokens: u64,
+    }
+    let told: Loads = serde_json::from_slice(body)?;
+    let told = told.loads.into_iter().filter_map(|of| {
+        let load = of.load?;
+        Some(Report {
+            rank: of.dp_rank,
+            queued_tokens: load.queued_tokens.saturating_add(load.started_tokens),
+            age_ms: of.age_ms?,
+        })
+    });
+    Ok(told.collect())
+}
+
+/// What one candidate has to do that stands for all these ranks.
+pub fn sum(reports: &[Report]) -> Option<Report> {
+    let mut all = reports.iter().copied();
+    let first = all.next()?;
+    Some(all.fold(first, |sum, report| Report {
+        rank: sum.rank,
+        queued_tokens: sum.queued_tokens.saturating_add(report.queued_tokens),
+        age_ms: sum.age_ms.max(report.age_ms),
+    }))
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    fn read(text: &str) -> Result<Option<Report>, Malformed> {
+        of_header(&HeaderValue::from_str(text).unwrap())
+    }
+
+    const FULL: &str = "rank=3;reqs=2;tokens=900;age_ms=40;running=1;queued=1;queued_tokens=500;started_tokens=70;\
+        pages_free=12;pages=64;prefill_rate=9000;decode_rate=100;bands=high:300,default:200";
+
+    #[test]
+    fn an_engines_header_is_read_in_any_order() {
+        let wanted = Report {
+            rank: 3,
+            queued_tokens: 570,
+            age_ms: 40,
+        };
+        assert_eq!(read(FULL), Ok(Some(wanted)));
+        let mut parts: Vec<&str> = FULL.split(';').collect();
+        parts.reverse();
+        assert_eq!(read(&parts.join("; ")), Ok(Some(wanted)));
+        // Before its first report a rank tells what its front knows.
+        assert_eq!(read("rank=0;reqs=1;tokens=20"), Ok(None));
+    }
+
+    #[test]
+    fn what_is_no_load_is_malformed() {
+        for text in [
+            "",
+            "busy",
+            "rank=0;;queued_tokens=1;started_tokens=0;age_ms=0",
+            "queued_tokens=1;started_tokens=0;age_ms=0",
+            "rank=0;queued_tokens=1;started_tokens=0",
+            "rank=0;queued_tokens=1;age_ms=0",
+            "rank=0;queued_tokens=-1;started_tokens=0;age_ms=0",
+            "rank=0;queued_tokens=1e9;started_tokens=0;age_ms=0",
+            "rank=0;queued_tokens=99999999999999999999;started_tokens=0;age_ms=0",
+            "rank=4294967296;queued_tokens=1;started_tokens=0;age_ms=0",
+            "rank=0;queued_tokens=1;started_tokens=0;age_ms=None",
+        ] {
+            assert_eq!(read(text), Err(Malformed), "{text}");
+        }
+        let bytes = HeaderValue::from_bytes(b"rank=\xff").unwrap();
+        assert_eq!(of_header(&bytes), Err(Malformed));
+    }
+
+    #[test]
+    fn loads_are_read_and_summed() {
+        let body = br#"{"dp_rank_count":3,"loads":[
+            {"dp_rank":0,"num_reqs":1,"age_ms":10,"load":{"queued_tokens":5,"started_tokens":6,"bands":{}}},
+            {"dp_rank":1,"num_reqs":0,"age_ms":null,"load":null},
+            {"dp_rank":2,"num_reqs":1,"age_ms":30,"load":{"queued_tokens":0,"started_tokens":9}}]}"#;
+        let told = of_loads(body).unwrap();
+        assert_eq!(told.iter().map(|r| r.rank).collect::<Vec<_>>(), [0, 2]);
+        let all = sum(&told).unwrap();
+        assert_eq!((all.queued_tokens, all.age_ms), (20, 30));
+        assert_eq!(sum(&[]), None);
+        assert!(of_loads(b"[]").is_err());
+    }
+}
