@@ -29,6 +29,18 @@ def test_the_same_weather_gives_the_same_plans_and_another_seed_others(weather: 
     assert first.digest != ride(dataclasses.replace(weather, seed=weather.seed + 1), TURNS).digest
 
 
+@pytest.mark.parametrize(
+    "weather",
+    [
+        Weather(seed=10053, policy="dfs-weight", role="null", page=4, depth=1, priority=True),
+        Weather(seed=10231, policy="adaptive", role="pair", page=1, depth=2, priority=True),
+    ],
+    ids=str,
+)
+def test_weathers_that_once_broke_a_promise(weather: Weather) -> None:
+    assert ride(weather, 400).steps > 0
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_hundred_thousand_random_steps(capsys: pytest.CaptureFixture[str]) -> None:

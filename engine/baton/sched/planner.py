@@ -45,7 +45,7 @@ class Planner:
         self._is_blocked = False
         """A waiting sequence did not fit: this plan tries no further one."""
         self.times = StepTime()
-        self._prefill_run_secs = 0.0
+        self._prefill_run_secs: float | None = None
         """Predicted time of the steps without decode rows since the last step with some; 0: that was the last one."""
         self._reserved: int | None = None
         """Pages that running requests are expected to still take; None: not counted in this plan yet."""
@@ -89,9 +89,10 @@ class Planner:
                 return None
         if num_decode:
             self._memory.ratio.on_decode_step()
-            self._prefill_run_secs = 0.0
+            self._prefill_run_secs = None
         else:  # a step for copies alone adds nothing
-            self._prefill_run_secs += sum(self.times.chunk_seconds(row.start, row.n) for row in rows)
+            run = sum(self.times.chunk_seconds(row.start, row.n) for row in rows)
+            self._prefill_run_secs = (self._prefill_run_secs or 0.0) + run
         return StepPlan(
             state.step_planned(),
             tuple(rows),
@@ -121,9 +122,10 @@ class Planner:
         limits = self._limits
         if not limits.prefill_first or limits.mixed_chunk:
             return False
-        if self._prefill_run_secs:
+        if self._prefill_run_secs is not None:
             next_secs = self.times.chunk_seconds(0, limits.step_tokens)
-            if self._prefill_run_secs + next_secs > limits.max_decode_gap_secs:
+            most = limits.max_decode_gap_secs
+            if not most or self._prefill_run_secs + next_secs > most:  # predictions may be 0
                 return False
         return bool(self._state.waiting) or any(not seq.is_decoding for seq in self._state.running.values())
 
