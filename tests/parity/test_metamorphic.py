@@ -44,7 +44,7 @@ REQUEST_AXES = {
 SAMPLING = {
     "greedy": greedy(STEPS),
     "seeded": SamplingParams(
-        max_new_tokens=STEPS, temperature=0.9, top_p=0.9, top_k=200, seed=11, ignore_eos=True, frequency_penalty=0.4
+        max_new_tokens=STEPS, temperature=0.9, top_p=0.9, top_k=200, seed=11, frequency_penalty=0.4
     ),
 }
 
@@ -74,7 +74,9 @@ def flags_of(case: Case) -> dict[str, object]:
         "max_total_tokens": 4096,
     }
     if case["disturbance"] == "retract":
-        flags |= {"max_total_tokens": 256, "schedule_conservativeness": 0.01, "num_reserved_decode_tokens": 0}
+        # The longest probe and its answer fit, and hardly anything beside them.
+        pool = -(-160 // page) * page
+        flags |= {"max_total_tokens": pool, "schedule_conservativeness": 0.01, "num_reserved_decode_tokens": 0}
     if case["disturbance"] == "preempt":
         flags |= {
             "enable_priority_scheduling": True,

@@ -116,7 +116,7 @@ class Arena:
         cluster, half = self.cluster, len(self.others) // 2
         before = {"alone": 0, "first": 0, "middle": half, "last": len(self.others)}[place]
         behind = 0 if place == "alone" else len(self.others)
-        noise = SamplingParams(max_new_tokens=params.max_new_tokens * 2, temperature=1.0, seed=1, ignore_eos=True)
+        noise = SamplingParams(max_new_tokens=params.max_new_tokens * 2, temperature=1.0, seed=1)
         for other in self.others[:before]:
             cluster.submit(other, noise)
         handle = cluster.submit(probe, params)
