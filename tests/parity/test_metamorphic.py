@@ -18,7 +18,7 @@ from baton.request import SamplingParams
 from tests.parity.conftest import Reference
 from tests.support.checkpoints import VOCAB, reference_greedy
 from tests.support.engine_run import greedy
-from tests.support.metamorph import Arena, Cluster, preempt_at
+from tests.support.metamorph import Arena, Cluster, preempt_at, suspend_at
 from tests.support.pairwise import Case, pairs, pairwise, product
 
 STEPS = 14
@@ -33,8 +33,8 @@ ENGINE_AXES = {
     "chunk": ["small", "several", "whole"],
     "policy": ["fcfs", "lpm", "srpt-aging"],
     "route": ["one", "shm", "tcp"],
-    "disturbance": ["none", "retract", "preempt"],
-    "publishes": [True, False],
+    "disturbance": ["none", "retract", "preempt", "suspend"],
+    "mode": ["cache", "recompute", "offload"],
 }
 REQUEST_AXES = {
     "prefix": ["cold", "part", "full"],
@@ -50,10 +50,10 @@ SAMPLING = {
 
 
 def is_valid(case: Case) -> bool:
-    """Nobody has to give way to a request that is alone, and only preemption has two ways of giving way."""
+    """Nobody has to give way to a request that is alone; --preemption-mode says how one preempted or suspended does."""
     if case["disturbance"] == "retract" and case.get("place") == "alone":
         return False
-    return bool(case["publishes"]) or case["disturbance"] == "preempt"
+    return case["mode"] == "cache" or case["disturbance"] in ("preempt", "suspend")
 
 
 def named(case: Case) -> str:
@@ -74,17 +74,19 @@ def flags_of(case: Case) -> dict[str, object]:
         "max_total_tokens": 4096,
     }
     if case["disturbance"] == "retract":
-        # The longest probe and its answer fit, and hardly anything beside them.
-        pool = -(-160 // page) * page
+        # The longest probe and its answer fit, and hardly anything beside them; a pair needs room for prompts that the
+        # other side is not ready for.
+        pool = -(-160 // page) * page if case["route"] == "one" else 256
         flags |= {"max_total_tokens": pool, "schedule_conservativeness": 0.01, "num_reserved_decode_tokens": 0}
     if case["disturbance"] == "preempt":
         flags |= {
             "enable_priority_scheduling": True,
             "priority_scheduling_preemption_threshold": 5,
             "preemption_min_remaining_tokens": 0,
-            "preemption_mode": "cache" if case["publishes"] else "recompute",
             "max_running_requests": 2,
         }
+    if case["disturbance"] in ("preempt", "suspend"):
+        flags |= {"preemption_mode": case["mode"]} | ({"host_kv_gib": 0.01} if case["mode"] == "offload" else {})
     return flags
 
 
@@ -114,12 +116,18 @@ def plain(reference: Callable[[str], Reference]) -> Plain:
     return Plain(ref.path, probes, others, want)
 
 
+def disturbance(plain: Plain, cluster: Cluster, kind: str, turn: int) -> Callable[[int], None]:
+    if kind == "preempt":
+        return preempt_at(cluster, turn, plain.others[1])
+    return suspend_at(cluster, turn) if kind == "suspend" else lambda _: None
+
+
 def check(plain: Plain, cluster: Cluster, case: Case, turn: int, which: int) -> None:
     """Probe `which` in this case's surroundings; `turn`: when the disturbance comes."""
     arena = Arena(cluster, plain.others)
     probe, want = plain.probes[which], plain.want[case["sampling"]][which]
     arena.warm(case["prefix"], probe)
-    disturb = preempt_at(cluster, turn, plain.others[1]) if case["disturbance"] == "preempt" else lambda _: None
+    disturb = disturbance(plain, cluster, case["disturbance"], turn)
     handle = arena.ask(probe, SAMPLING[case["sampling"]], case["place"], disturb)
     assert cluster.got[handle] == want, f"{case}, disturbed before turn {turn}, probe of {len(probe)} tokens"
     if case["prefix"] == "full" and case["disturbance"] == "none":
@@ -162,20 +170,24 @@ def test_the_whole_product(plain: Plain, number: int) -> None:
         cluster.close()
 
 
-@pytest.mark.parametrize("publishes", [True, False])
-def test_preempted_before_every_turn_in_turn(plain: Plain, publishes: bool) -> None:
+@pytest.mark.parametrize("mode", ENGINE_AXES["mode"])
+@pytest.mark.parametrize("kind", ["preempt", "suspend"])
+def test_disturbed_before_every_turn_in_turn(plain: Plain, kind: str, mode: str) -> None:
     """One probe, one engine, the disturbance at each moment of its life."""
-    case = {"page": 16, "overlap": True, "chunk": "small", "policy": "fcfs", "route": "one", "disturbance": "preempt"}
-    case |= {"publishes": publishes, "prefix": "cold", "place": "first"}
+    case = {"page": 16, "overlap": True, "chunk": "small", "policy": "fcfs", "route": "one"}
+    case |= {"disturbance": kind, "mode": mode, "prefix": "cold", "place": "first"}
     cluster = Cluster(plain.path, "one", **flags_of(case))
     arena = Arena(cluster, plain.others)
     try:
         for turn in range(LAST_TURN):
             for sampling, params in SAMPLING.items():
                 arena.warm("cold", plain.probes[2])
-                disturb = preempt_at(cluster, turn, plain.others[1])
+                disturb = disturbance(plain, cluster, kind, turn)
                 handle = arena.ask(plain.probes[2], params, "first", disturb)
                 assert cluster.got[handle] == plain.want[sampling][2], f"{sampling}, before turn {turn}"
-        assert cluster.engines[0].sched.preemptions > LAST_TURN
+        if kind == "preempt":
+            assert cluster.engines[0].sched.preemptions > LAST_TURN
+        else:
+            assert cluster.suspended > LAST_TURN
     finally:
         cluster.close()

@@ -6,6 +6,7 @@ adds what surrounds the probe: other prompts, a warmed cache, a disturbance.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import time
 from array import array
@@ -15,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from baton.errors import WrongState
 from baton.request import FinishReason, Rendezvous, SamplingParams, Validated
 from baton.runtime.engine import Engine
 from tests.support.engine_run import greedy, make_engine
@@ -38,6 +40,8 @@ class Cluster:
         self.got: dict[int, list[int]] = {}
         self.cached: dict[int, int] = {}
         self.finished: set[int] = set()
+        self.suspended = 0
+        """Suspensions that `suspend_at` has asked for and got."""
 
     def submit(self, prompt: Sequence[int], params: SamplingParams, priority: int = 0) -> int:
         handle = next(_handles)
@@ -83,6 +87,10 @@ class Cluster:
                 pass
             engine.gauges()
 
+    def resume_all(self) -> None:
+        for engine in self.engines:
+            engine.sched.resume(list(self.got))
+
     def ask(self, prompt: Sequence[int], params: SamplingParams) -> list[int]:
         handle = self.submit(prompt, params)
         self.until(lambda: handle in self.finished)
@@ -123,6 +131,7 @@ class Arena:
         for other in self.others[before:behind]:
             cluster.submit(other, noise)
         cluster.until(lambda: handle in cluster.finished, disturb)
+        cluster.resume_all()
         cluster.rest()
         return handle
 
@@ -133,5 +142,24 @@ def preempt_at(cluster: Cluster, turn: int, prompt: Sequence[int]) -> Callable[[
     def disturb(number: int) -> None:
         if number == turn:
             cluster.submit(prompt, greedy(3), priority=100)
+
+    return disturb
+
+
+SUSPENDED_TURNS = 3
+
+
+def suspend_at(cluster: Cluster, turn: int) -> Callable[[int], None]:
+    """An operator suspends everything that can be before turn `turn`, and lets it go on some turns later."""
+
+    def disturb(number: int) -> None:
+        if number == turn + SUSPENDED_TURNS:
+            cluster.resume_all()
+        if number != turn:
+            return
+        for engine in cluster.engines:
+            for handle in cluster.got:
+                with contextlib.suppress(WrongState):  # its KV is on the way, or leased
+                    cluster.suspended += engine.sched.suspend([handle])
 
     return disturb
