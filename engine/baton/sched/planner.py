@@ -46,7 +46,7 @@ class Planner:
         """A waiting sequence did not fit: this plan tries no further one."""
         self.times = StepTime()
         self._prefill_run_secs: float | None = None
-        """Predicted time of the steps without decode rows since the last step with some; 0: that was the last one."""
+        """Predicted time of the steps without decode rows since the last step with some; None: that was it."""
         self._reserved: int | None = None
         """Pages that running requests are expected to still take; None: not counted in this plan yet."""
 
