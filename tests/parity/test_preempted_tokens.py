@@ -9,7 +9,7 @@ import pytest
 
 from baton.errors import WrongState
 from baton.request import SamplingParams
-from baton.runtime.engine import Engine
+from baton.runtime.loop import Engine
 from tests.parity.conftest import Reference
 from tests.parity.test_engine import prompts_of
 from tests.support.checkpoints import reference_greedy

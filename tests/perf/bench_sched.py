@@ -347,7 +347,7 @@ def bench_host(_seconds: float) -> None:
     import torch
 
     import baton.models
-    from baton.runtime.engine import Engine
+    from baton.runtime.loop import Engine
     from tests.support.engine_run import make_engine
 
     torch.set_num_threads(1)
@@ -381,7 +381,7 @@ def bench_host(_seconds: float) -> None:
 
 def _decode_alone(engine: object, req: Validated) -> tuple[list[int], list[tuple[float, float, float]]]:
     """Tokens, and per decode step (wall, wall - forward, wall - device job)."""
-    from baton.runtime.engine import Engine
+    from baton.runtime.loop import Engine
 
     assert isinstance(engine, Engine)
     runner = engine._runner

@@ -13,7 +13,7 @@ import random
 import pytest
 
 from baton.request import FinishReason, Validated
-from baton.runtime.engine import Engine
+from baton.runtime.loop import Engine
 from baton.sched.limits import Limits
 from baton.sched.plan import StepPlan, StepResult
 from baton.sched.policy import PriorityRule

@@ -11,7 +11,7 @@ from pathlib import Path
 from baton.config import build
 from baton.request import FinishReason, SamplingParams, Validated
 from baton.runtime import engine as runtime
-from baton.runtime.engine import Engine
+from baton.runtime.loop import Engine
 
 _handles = itertools.count(1)
 

@@ -18,7 +18,7 @@ import pytest
 
 from baton.errors import WrongState
 from baton.request import FinishReason, Rendezvous, SamplingParams, Validated
-from baton.runtime.engine import Engine
+from baton.runtime.loop import Engine
 from tests.support.engine_run import greedy, make_engine
 
 _handles = itertools.count(10**6)

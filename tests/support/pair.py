@@ -17,7 +17,7 @@ from baton.config import build
 from baton.disagg.relay import DecodeRelay, PrefillRelay
 from baton.request import FinishReason, Rendezvous, SamplingParams, Validated
 from baton.runtime import engine as runtime
-from baton.runtime.engine import Engine
+from baton.runtime.loop import Engine
 
 _rooms = itertools.count(1000)
 PATIENCE_SECS = 30.0

@@ -9,11 +9,11 @@ import pytest
 
 SCRIPT = """
 import os, queue, torch
-from baton.runtime.engine import DeviceThread
+from baton.runtime.engine import device_thread
 
 torch.set_num_threads(1)
 before = len(os.listdir("/proc/self/task"))
-device = DeviceThread()
+device = device_thread()
 weight, x = torch.randn(2048, 2048), torch.randn(1, 2048)
 device.submit(lambda: [torch.nn.functional.linear(x, weight) for _ in range(20)]).get()
 print(len(os.listdir("/proc/self/task")) - before)

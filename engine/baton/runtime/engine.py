@@ -1,23 +1,10 @@
-"""One rank: scheduler, model, pool and (on P and D) the transfer relay, advanced by one thread.
-
-Life of a step: (1) `advance` takes in transfer events and deadlines, (2) plans, (3) carries out the events (final
-pages leave, reserved pages are granted), (4) hands the plan to the device thread, (5) waits for the oldest
-step if `depth` are in flight or there was nothing to plan, commits it and collects what requests get to hear.
-
-With overlap (`depth` 2) step n+1 is planned and queued while n computes; results, finishes and streaming of step n
-happen while n+1 computes. Output is the same with and without.
-
-Invariants: plans execute and commit in order; every event is carried out before the next plan is made.
-"""
+"""A rank's model in memory with its pool, and the engine (runtime.loop) made of it."""
 
 from __future__ import annotations
 
 import logging
 import os
-import queue
-import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -25,199 +12,23 @@ import torch
 
 from baton.config import EngineConfig
 from baton.disagg.relay import Relay
-from baton.errors import ConfigError, EngineError
+from baton.errors import ConfigError
 from baton.models.load import load_model
-from baton.request import Validated
-from baton.runtime import device, ops, priority_hook
+from baton.runtime import device, ops
 from baton.runtime.attention import make_backend
 from baton.runtime.kv_pool import KvTensors, host_pool_pages, make_host_pool, make_pool, pool_pages
-from baton.runtime.priority_hook import PriorityHook
+from baton.runtime.loop import DeviceThread, Engine, PoolSizes, make_engine
 from baton.runtime.runner import Runner
-from baton.sched import replay, setup
-from baton.sched.events import Emitted, OrderReviewed
+from baton.sched import setup
 from baton.sched.limits import Limits
-from baton.sched.plan import StepPlan, StepResult
-from baton.sched.scheduler import Scheduler
 
 log = logging.getLogger("baton.engine")
 
-Done = tuple[StepResult, float]
-"""A step's result and how long it computed [s]."""
-Job = tuple[Callable[[], StepResult], "queue.SimpleQueue[Done | BaseException]"]
 
-
-class DeviceThread:
-    """Runs jobs in order on one thread, so that the caller can plan meanwhile. Daemon: it ends with the process."""
-
-    def __init__(self) -> None:
-        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
-        self._compute_threads = torch.get_num_threads()
-        self._thread = threading.Thread(target=self._run, name="device", daemon=True)
-        self._thread.start()
-
-    def submit(self, job: Callable[[], StepResult]) -> queue.SimpleQueue[Done | BaseException]:
-        done: queue.SimpleQueue[Done | BaseException] = queue.SimpleQueue()
-        self._jobs.put((job, done))
-        return done
-
-    def close(self) -> None:
-        self._jobs.put(None)
-        self._thread.join()
-
-    def _run(self) -> None:
-        # OpenMP keeps the number per thread: without this, MKL takes all cores here, and its barriers spin.
-        torch.set_num_threads(self._compute_threads)
-        while (item := self._jobs.get()) is not None:
-            job, done = item
-            started = time.monotonic()
-            try:
-                result = job()
-                done.put((result, time.monotonic() - started))
-            except BaseException as err:  # noqa: BLE001 - handed to the waiting thread, which raises it
-                done.put(err)
-
-
-@dataclass(frozen=True, slots=True)
-class Flight:
-    plan: StepPlan
-    result: queue.SimpleQueue[Done | BaseException]
-
-
-class Engine:
-    """Build with `Engine.load`. All methods are called from one thread."""
-
-    def __init__(
-        self,
-        scheduler: Scheduler,
-        runner: Runner,
-        relay: Relay | None,
-        *,
-        overlap: bool,
-        hook: PriorityHook | None = None,
-    ) -> None:
-        self.sched = scheduler
-        self._runner = runner
-        self._relay = relay
-        self._hook = hook
-        self._depth = 2 if overlap else 1
-        self._device = DeviceThread()
-        self._flight: deque[Flight] = deque()
-        self._outputs: list[Emitted] = []
-        self.counters: dict[str, float] = {
-            "engine_steps_total": 0,
-            "engine_step_seconds_total": 0,
-            "prompt_tokens_computed_total": 0,
-            "generated_tokens_total": 0,
-            'kv_host_copies_total{direction="out"}': 0,
-            'kv_host_copies_total{direction="in"}': 0,
-            'kv_host_copy_bytes_total{direction="out"}': 0,
-            'kv_host_copy_bytes_total{direction="in"}': 0,
-            "kv_host_copy_seconds_total": 0,
-        }
-
-    # ------------------------------------------------------------------ requests
-
-    def submit(self, req: Validated) -> None:
-        """Queue a request. Raises EngineError when it is refused; nothing is held for it then."""
-        disaggregated = self._relay is not None and req.rendezvous is not None
-        if disaggregated:
-            assert self._relay is not None
-            self._relay.accept(req)
-        try:
-            self.sched.add(req)
-        except EngineError:
-            if disaggregated:
-                assert self._relay is not None
-                self._relay.refuse(req)
-            raise
-        if self._hook is not None:
-            self._hook.watch(req.handle, req.arrival)
-
-    def abort(self, handle: int) -> None:
-        self.sched.abort(handle)
-
-    # ------------------------------------------------------------------ the loop
-
-    def advance(self, now: float) -> tuple[list[Emitted], bool]:
-        """Do one turn. Returns what requests get to hear, and whether to call again without waiting for messages."""
-        if self._relay is not None:
-            self._relay.pump(self.sched)
-        self.sched.expire(now)
-        if self._hook is not None:
-            self._hook.run(self.sched, now)
-        plan = self.sched.plan(now)
-        self._carry_out()
-        if plan is not None:
-            self._launch(plan)
-        busy = plan is not None
-        if self._flight and (plan is None or len(self._flight) >= self._depth):
-            self._collect()
-            self._carry_out()
-            busy = True
-        outputs, self._outputs = self._outputs, []
-        return outputs, busy
-
-    def _launch(self, plan: StepPlan) -> None:
-        result = self._device.submit(lambda: self._runner.execute(plan))
-        self._flight.append(Flight(plan, result))
-
-    def _collect(self) -> None:
-        flight = self._flight.popleft()
-        done = flight.result.get()
-        if isinstance(done, BaseException):
-            raise RuntimeError(f"step {flight.plan.step} failed on the device") from done
-        result, seconds = done
-        self.sched.commit(flight.plan, result, time.monotonic())
-        self.sched.observe(flight.plan, seconds, result.copy_seconds)
-        for run in flight.plan.copies:
-            label = f'{{direction="{"out" if run.to_host else "in"}"}}'
-            self.counters["kv_host_copies_total" + label] += len(run.pages)
-            self.counters["kv_host_copy_bytes_total" + label] += len(run.pages) * self._runner.page_bytes
-        self.counters["kv_host_copy_seconds_total"] += result.copy_seconds
-        self.counters["engine_steps_total"] += 1
-        self.counters["engine_step_seconds_total"] += seconds
-        self.counters["prompt_tokens_computed_total"] += flight.plan.num_tokens - flight.plan.num_decode
-        self.counters["generated_tokens_total"] += len(result.tokens)
-
-    def _carry_out(self) -> None:
-        for event in self.sched.drain_events():
-            if isinstance(event, Emitted):
-                self._outputs.append(event)
-            elif isinstance(event, OrderReviewed):
-                if event.after != event.before:
-                    log.info("queue order: %s instead of %s", event.after, event.before)
-                log.debug("queue order replay: %s", event.line)
-            elif self._relay is not None:
-                self._relay.carry_out(event)
-
-    def close(self) -> None:
-        self._device.close()
-
-    # ------------------------------------------------------------------ views
-
-    @property
-    def hook_errors(self) -> int:
-        """Calls of --priority-adjustment-function that failed."""
-        return 0 if self._hook is None else self._hook.errors
-
-    def gauges(self) -> dict[str, float]:
-        """Gauges for messages.Stats. Checks the page ledger on the way."""
-        ledger = self.sched.ledger()
-        counts = self.sched.counts()
-        if self.sched.is_idle:
-            ledger.check_idle(self.sched.limits.num_pages)
-        total = self.sched.limits.num_pages
-        values = ledger.gauges()
-        values.update({f'requests{{state="{state}"}}': float(count) for state, count in counts.items()})
-        host = self.sched.host_ledger()
-        if host is not None:
-            if self.sched.is_idle:
-                host.check_idle(self.sched.limits.host_pages)
-            values.update(host.gauges())
-        values["kv_usage_ratio"] = (total - ledger.free - ledger.cached) / total
-        values.update(self.sched.order_gauges())
-        values["new_token_ratio"] = self.sched.new_token_ratio
-        return values
+def device_thread() -> DeviceThread:
+    """For torch's work. OpenMP keeps its number of threads per thread: without this, MKL takes all cores, and spins."""
+    threads = torch.get_num_threads()
+    return DeviceThread(lambda: torch.set_num_threads(threads))
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,20 +43,15 @@ class Loaded:
     host_pages: int = 0
 
     def limits(self) -> Limits:
-        return setup.limits(self.config, self.kv.num_pages, self.host_pages, self.kv.page_bytes)
+        return setup.limits(self.config, *self._sizes)
 
     def engine(self, relay: Relay | None = None, trace: Callable[[str], None] | None = None) -> Engine:
         """`trace` gets every input of the scheduler as a line (sched.replay)."""
-        if trace is None:
-            scheduler = Scheduler(self.limits())
-        else:
-            trace(replay.header(self.config, self.kv.num_pages, self.host_pages, self.kv.page_bytes))
-            scheduler = replay.RecordingScheduler(self.limits(), trace)
-        hook, interval_secs = None, self.config.priority_adjust_interval_ms / 1000
-        if self.config.priority_adjustment_function is not None:
-            hook = PriorityHook(priority_hook.load(self.config.priority_adjustment_function), interval_secs)
-        overlap = not self.config.disable_overlap_schedule
-        return Engine(scheduler, self.runner, relay, overlap=overlap, hook=hook)
+        return make_engine(self.config, self._sizes, self.runner, relay, trace, device_thread())
+
+    @property
+    def _sizes(self) -> PoolSizes:
+        return PoolSizes(self.kv.num_pages, self.host_pages, self.kv.page_bytes)
 
 
 def compute_threads(config: EngineConfig) -> int:

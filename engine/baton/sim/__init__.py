@@ -2,7 +2,7 @@
 
 trace.py   trace files → requests with arrival times, token ids made from block ids
 model.py   how long a step takes: a roofline with five numbers
-node.py    one engine rank: the loop of runtime.engine with a model instead of a device
+node.py    one engine rank: the loop of runtime.loop with a model instead of a device
 report.py  what requests saw, as a table and as JSON
 chart.py   a self-contained SVG of TTFT distributions
 main.py    flags, progress, Ctrl-C

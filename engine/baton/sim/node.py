@@ -1,4 +1,4 @@
-"""One engine rank on a virtual clock: the loop of `runtime.engine`, with a step-time model instead of a device.
+"""One engine rank on a virtual clock: the loop of `runtime.loop`, with a step-time model instead of a device.
 
 A turn, as in production: take in what has arrived, release leases, expire deadlines, plan, launch; then, with `depth`
 steps in flight or nothing to plan, let the clock run to the end of the oldest step and commit it. Without a step in
