@@ -14,6 +14,7 @@ from baton.sched import setup
 from baton.sched.estimate import KnownAnswer, peak_growth
 from baton.sched.limits import Limits
 from baton.sched.plan import ForwardMode, StepPlan
+from baton.sched.seq import is_partial, partial_of
 from baton.sched.step_time import StepTime, attended_pairs
 from tests.support.sched_sim import VOCAB, Node, reference, request
 
@@ -240,12 +241,16 @@ def test_max_decode_gap_without_prefill_first_is_refused() -> None:
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_total_growth_is_the_sum_of_growth(seed: int) -> None:
+def test_total_growth_is_the_sum_of_growth_and_partial_of_a_filter(seed: int) -> None:
     rng = random.Random(seed)
     node = Node(Limits(400, rng.choice([1, 4]), 8, 1000, 16, clip_new_tokens=rng.choice([3, 4096])), depth=2)
+    partial = 0
     for handle in range(20):
         prompt = [rng.randrange(VOCAB) for _ in range(rng.randint(1, 40))]
         node.sched.add(request(handle, prompt, rng.randint(1, 60), ignore_eos=rng.random() < 0.5))
         node.step()
         memory, running = node.sched._state.memory, node.sched._state.running.values()
         assert memory.total_growth(running) == sum(map(memory.growth, running))
+        assert partial_of(running) == [seq for seq in running if is_partial(seq)]
+        partial += len(partial_of(running))
+    assert partial

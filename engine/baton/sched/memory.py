@@ -108,7 +108,7 @@ class Memory:
         left = seq.max_new_tokens - seq.generated
         if seq.is_lease:
             return 0
-        return left if seq.req.params.ignore_eos else self.ratio.estimate(left)
+        return left if seq.ends_by_length else self.ratio.estimate(left)
 
     def growth(self, seq: Seq) -> int:
         """Pages that a sequence is expected to still take."""
@@ -120,12 +120,14 @@ class Memory:
         total = 0
         for seq in seqs:
             tokens = len(seq.tokens) + seq.inflight
-            if not seq.is_lease:
-                left = seq.max_new_tokens - (tokens - seq.prompt_len)
-                tokens += left if seq.req.params.ignore_eos else int((left if left < clip else clip) * ratio)
-            pages = -(-tokens // page_size) - len(seq.pages)
-            if pages > 0:
-                total += pages
+            if seq.ends_by_length:
+                tokens = seq.most_tokens
+            elif not seq.is_lease:
+                left = seq.most_tokens - tokens
+                tokens += int((left if left < clip else clip) * ratio)
+            beyond = tokens - len(seq.pages) * page_size
+            if beyond > 0:
+                total -= -beyond // page_size
         return total
 
     def peak_growth(self, seqs: Sequence[Seq]) -> int:
@@ -136,7 +138,7 @@ class Memory:
         known: list[Seq] = []
         others: list[Seq] = []
         for seq in seqs:
-            is_known = seq.is_decoding and seq.req.params.ignore_eos and not seq.is_lease
+            is_known = seq.ends_by_length and seq.is_decoding
             (known if is_known else others).append(seq)
         coming = [self.pages(seq.total_len) - len(seq.pages) for seq in known]  # for tokens in flight, not held yet
         answers = (

@@ -21,10 +21,10 @@ from collections.abc import Iterable, Iterator
 
 from baton.cache.radix import Match
 from baton.sched.fairness import Fairness
-from baton.sched.plan import UNKNOWN_TOKEN, Admitted, Row, StepPlan, Stop
+from baton.sched.plan import UNKNOWN_TOKEN, Admitted, Row, StepPlan, Stop, new_row
 from baton.sched.policy import work
 from baton.sched.preempt import priority_victims, retraction_victim
-from baton.sched.seq import Seq, SeqState, is_partial
+from baton.sched.seq import Seq, SeqState, is_partial, partial_of
 from baton.sched.state import State
 from baton.sched.step_time import StepTime
 
@@ -215,28 +215,22 @@ class Planner:
                 ready.append(seq)
                 if total > len(seq.pages) * page_size:
                     short.append(seq)
+        retractions = self._state.retractions
         starved = {seq.handle for seq in short if seq.state is SeqState.RUNNING and not self._grow(seq, seq.total_len)}
+        if starved or self._state.retractions > retractions:
+            ready = [seq for seq in ready if seq.state is SeqState.RUNNING and seq.handle not in starved]
         for seq in ready:
-            if seq.state is not SeqState.RUNNING or seq.handle in starved:
-                continue
-            if seq.sent_pages == 0:
+            sent = seq.sent_pages
+            if sent == 0:
                 rows.append(self._row(seq, 1, admitted))
                 continue
-            start = seq.computed
-            sent, held = seq.sent_pages, len(seq.pages)
-            rows.append(
-                Row(
-                    seq.handle,
-                    seq.slot,
-                    start,
-                    1,
-                    True,
-                    UNKNOWN if seq.inflight else seq.tokens[start:],
-                    sent,
-                    NO_PAGES if sent == held else seq.pages[sent:],
-                )
-            )
-            seq.sent_pages = held
+            start, pages = seq.computed, NO_PAGES
+            held = len(seq.pages)
+            if sent < held:
+                pages = seq.pages[sent:]
+                seq.sent_pages = held
+            tokens = UNKNOWN if seq.inflight else seq.tokens[start:]
+            rows.append(new_row((seq.handle, seq.slot, start, 1, True, tokens, sent, pages)))
             seq.computed = start + 1
             seq.inflight += 1
             seq.inflight_steps += 1
@@ -335,7 +329,7 @@ class Planner:
     def _prefill_candidates(self) -> Iterator[Seq]:
         """Prompts under way, then the waiting queue in policy order; or both in policy order if it re-decides."""
         state = self._state
-        unfinished = [s for s in state.running.values() if is_partial(s)]
+        unfinished = partial_of(state.running.values())
         if state.fair is not None:
             yield from self._fair_candidates(state.fair, unfinished)
             return
@@ -449,7 +443,7 @@ class Planner:
             return work  # alone: it must run, and it fits (see Scheduler.add)
         need = work + memory.pages(memory.answer_tokens(seq)) + memory.watermark
         growth = self._reserved_growth()
-        if need + growth > memory.available >= need:
+        if need + growth > memory.available >= need and any(s.ends_by_length for s in state.running.values()):
             growth = min(growth, memory.peak_growth([*state.running.values(), *state.transfer.values()]))
         return need + growth
 

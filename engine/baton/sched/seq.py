@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import enum
 from array import array
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -63,6 +64,10 @@ class Seq:
     """The request's limit, cut so that prompt + answer fit the KV pool."""
     handle: int = field(init=False)
     prompt_len: int = field(init=False)
+    most_tokens: int = field(init=False)
+    """Prompt and the longest allowed answer."""
+    ends_by_length: bool = field(init=False)
+    """The answer has exactly as many tokens as it may (ignore_eos), and is generated here."""
     is_lease: bool = False
     """The request ends here with a lease on its pages: a prompt prefilled for a D node."""
     state: SeqState = SeqState.WAITING
@@ -106,6 +111,8 @@ class Seq:
     def __post_init__(self) -> None:
         self.handle = self.req.handle
         self.prompt_len = len(self.req.prompt)
+        self.most_tokens = self.prompt_len + self.max_new_tokens
+        self.ends_by_length = self.req.params.ignore_eos and not self.is_lease
 
     @property
     def key(self) -> bytes:
@@ -148,3 +155,12 @@ def wants_row(seq: Seq) -> bool:
 def is_partial(seq: Seq) -> bool:
     """Is part of the prompt still to be computed by a later step?"""
     return not seq.is_decoding and wants_row(seq)
+
+
+def partial_of(seqs: Iterable[Seq]) -> list[Seq]:
+    """Those of `seqs` that are partial. Most decode: they are told apart without a call."""
+    return [
+        seq
+        for seq in seqs
+        if (seq.computed < seq.prompt_len or len(seq.tokens) + seq.inflight - seq.computed > 1) and is_partial(seq)
+    ]
