@@ -41,6 +41,11 @@ class EngineConfig:
         "compute type; auto takes the checkpoint's, float16 runs as bfloat16 on CPU",
         choices=("auto", "float32", "bfloat16"),
     )
+    simulate: str | None = opt(
+        None,
+        "no model: steps take the time of this device, reference or h200-8b, followed by name=number with commas "
+        "between for speed, length_scale and single numbers of it (docs/simulate.md)",
+    )
     context_length: int | None = opt(None, "longest prompt + answer accepted (default: the model's) [tokens]")
     chat_template: str | None = opt(None, "file with a Jinja chat template that replaces the model's")
 
@@ -472,6 +477,8 @@ def _violations(c: EngineConfig) -> list[str]:
         f"--radix-eviction-policy {c.radix_eviction_policy}: nothing is cached with --disable-radix-cache; "
         "drop one of the two",
     )
+    if c.simulate is not None:
+        bad += _not_simulated(c)
     bad += kv_events.mistakes(c.kv_events_config, c.dp_size)
     rule(
         not (c.disable_radix_cache and c.kv_events_config),
@@ -493,9 +500,29 @@ def _violations(c: EngineConfig) -> list[str]:
     return bad
 
 
+def _not_simulated(c: EngineConfig) -> list[str]:
+    """Flags about a device, where there is none."""
+    from baton.sim.device import NO_MEANING  # imports this module
+
+    given = {f.name: getattr(c, f.name) for f in dataclasses.fields(c) if f.name in NO_MEANING}
+    usual = {f.name: f.default for f in dataclasses.fields(c)}
+    return [
+        f"{flag_name(name)} {value}: there is no device with --simulate; leave it out"
+        for name, value in given.items()
+        if value != usual[name]
+    ]
+
+
 def build(values: dict[str, Any]) -> EngineConfig:
     """Make a checked config from field values. Raises ConfigError that lists every violation."""
     bad: list[str] = []
+    if values.get("simulate") is not None:
+        from baton.sim.device import defaults  # imports this module
+
+        try:
+            values = {**defaults(values["simulate"]), **values}
+        except ConfigError as err:
+            bad.append(err.message)
     hints = typing.get_type_hints(EngineConfig)
     for f in dataclasses.fields(EngineConfig):
         env = f.metadata["env"]

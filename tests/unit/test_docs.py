@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from baton import config, errors
+from baton.bench import serving
 from baton.sched.load import Load
 
 ROOT = Path(__file__).parents[2]
@@ -84,6 +85,7 @@ def test_engine_flags_in_the_docs_exist() -> None:
     router = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "router" / "src" / "config").glob("*.rs"))
     fields = set(re.findall(r"^    (?:pub )?(\w+):", up + sim, re.MULTILINE)) | set(re.findall(r"pub (\w+):", router))
     known |= {"--" + name.replace("_", "-") for name in fields} | {"--help", "--out", "--steps", "--threads", "--seed"}
+    known |= {f"--{name.replace('_', '-')}" for name in (*serving.ROUNDS, *serving.TRACE)} | {"--url", "--hold-turns"}
     known |= {"--release", "--example", "--order"}  # cargo's, and an example's
     for page in PAGES:
         if page.name == "flags.md":

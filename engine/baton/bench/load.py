@@ -1,7 +1,8 @@
-"""One closed-loop load: `concurrency` clients, each sending its next request when the last is answered.
+"""One request and what its client saw of it; and the closed-loop load made of them.
 
-Prompts are random token ids of a fixed length (the first `shared_tokens` equal in all of them), answers have a fixed
-length, so that two servers get the same work. Clock: monotonic, in this process.
+In a round `concurrency` clients each send their next request when the last is answered. Prompts are random token ids of
+a fixed length (the first `shared_tokens` equal in all of them), answers have a fixed length, so that servers get the
+same work. Clock: monotonic, in this process.
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ import asyncio
 import json
 import random
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import aiohttp
 
@@ -36,6 +39,8 @@ class Timing:
     ttft: float
     e2e: float
     tokens: int
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
 
     @property
     def tpot(self) -> float:
@@ -54,6 +59,15 @@ class Round:
     @property
     def tokens_per_second(self) -> float:
         return sum(t.tokens for t in self.timings) / self.seconds
+
+
+def percentile(values: Sequence[float], q: float) -> float:
+    """Linear between the nearest ranks."""
+    ordered = sorted(values)
+    at = (len(ordered) - 1) * q
+    low = int(at)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (at - low)
 
 
 def prompts(work: Work, seed: int) -> list[list[int]]:
@@ -75,7 +89,7 @@ async def run_round(session: aiohttp.ClientSession, url: str, model: str, work: 
         while queue:
             prompt = queue.pop()
             try:
-                timings.append(await _one(session, url, model, prompt, work.output_tokens))
+                timings.append(await send(session, url, model, prompt, work.output_tokens))
             except (aiohttp.ClientError, asyncio.TimeoutError, ValueError) as err:
                 failures.append(f"{type(err).__name__}: {err}")
 
@@ -84,14 +98,15 @@ async def run_round(session: aiohttp.ClientSession, url: str, model: str, work: 
     return Round(time.perf_counter() - began, tuple(timings), tuple(failures))
 
 
-async def _one(session: aiohttp.ClientSession, url: str, model: str, prompt: list[int], tokens: int) -> Timing:
+async def send(session: aiohttp.ClientSession, url: str, model: str, prompt: list[int] | str, tokens: int) -> Timing:
+    """One streamed completion of exactly `tokens` tokens. Raises ClientError, TimeoutError, or ValueError."""
     body = {
         "model": model, "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True, "stream": True,
         "stream_options": {"include_usage": True},
     }  # fmt: skip
     began = time.perf_counter()
     first = last = 0.0
-    count = 0
+    usage: dict[str, Any] = {}
     async with session.post(f"{url}/v1/completions", json=body) as response:
         if response.status != 200:
             raise ValueError(f"status {response.status}: {(await response.text())[:200]}")
@@ -99,14 +114,15 @@ async def _one(session: aiohttp.ClientSession, url: str, model: str, prompt: lis
             if not line.startswith(b"data: {"):
                 continue
             now = time.perf_counter()
-            event = json.loads(line[6:])
+            # Only usage and errors are read: the client must not become the bottleneck.
+            event = json.loads(line[6:]) if b'"usage"' in line or b'"error"' in line else {"choices": True}
             if "error" in event:
                 raise ValueError(f"error event: {event['error']}")
-            if event.get("usage"):
-                count = event["usage"]["completion_tokens"]
+            usage = event.get("usage") or usage
             if event["choices"]:
                 first = first or now
                 last = now
-    if count != tokens:
-        raise ValueError(f"{count} tokens came, {tokens} were asked for")
-    return Timing(first - began, last - began, count)
+    if usage.get("completion_tokens") != tokens:
+        raise ValueError(f"{usage.get('completion_tokens')} tokens came, {tokens} were asked for")
+    cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+    return Timing(first - began, last - began, tokens, usage.get("prompt_tokens") or 0, cached)

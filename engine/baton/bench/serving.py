@@ -3,12 +3,16 @@
 Without --url it starts two clusters itself: one engine that does both phases, and a prefill/decode pair; only one of
 them works at a time. A ratio is taken within each round, so that what the machine does meanwhile hits both arms; its
 spread over the rounds is shown. One warm-up round per arm is thrown away.
+
+With --trace it replays a recorded trace instead, against one server after the other (bench.replay).
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import json
+import math
 import os
 import platform
 import statistics
@@ -18,13 +22,18 @@ from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 
-from baton.bench.load import Round, Work, run_round
+from baton.bench import replay
+from baton.bench.load import Round, Work, percentile, run_round
+from baton.errors import ConfigError
 from baton.server import up
 from baton.server.smoke import served_model
 from baton.server.supervise import ChildFailed
+from baton.sim import trace as traces
+from baton.sim.trace import BLOCK_TOKENS
 
 BUILT_IN = (("one engine", ("--workers", "1")), ("P + D", ("--prefill", "1", "--decode", "1")))
 
@@ -35,15 +44,6 @@ class Arm:
     url: str
     model: str
     rounds: list[Round] = field(default_factory=list)
-
-
-def percentile(values: Sequence[float], q: float) -> float:
-    """Linear between the nearest ranks."""
-    ordered = sorted(values)
-    at = (len(ordered) - 1) * q
-    low = int(at)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (at - low)
 
 
 COLUMNS: tuple[tuple[str, Callable[[Round], float]], ...] = (
@@ -72,25 +72,79 @@ def table(arms: Sequence[Arm]) -> str:
     return "\n".join(lines)
 
 
+ROUNDS: dict[str, tuple[Any, str]] = {
+    "rounds": (5, "rounds per server"),
+    "requests": (16, "requests per round"),
+    "concurrency": (4, "requests at once"),
+    "prompt_tokens": (512, "prompt length [tokens]"),
+    "output_tokens": (32, "answer length [tokens]"),
+    "shared_tokens": (0, "equal start of all prompts [tokens]"),
+}
+TRACE: dict[str, tuple[Any, str]] = {
+    "speed": (1.0, "let requests arrive this many times faster than recorded"),
+    "rate": (0.0, "instead of --speed: rescale arrivals to this mean rate; 0: as recorded [requests/s]"),
+    "limit": (0, "use only the first so many requests of the trace; 0: all"),
+    "length_scale": (1, "let one token stand for this many of the trace (a divisor of 512)"),
+    "timeout_secs": (600.0, "give up on a request after this long [s]"),
+}
+"""Flag → default and help, of the two things this command does."""
+
+
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="baton bench", description="Same load, several servers, interleaved; ratios.", allow_abbrev=False
+        prog="baton bench",
+        description="Same load, several servers, interleaved; ratios. With --trace: a recorded day, replayed.",
+        allow_abbrev=False,
     )
     parser.add_argument(
         "--url", action="append", default=[], help="server to measure; repeat to compare (default: start two)"
     )
-    parser.add_argument("--rounds", type=int, default=5, help="rounds per server (default: 5)")
-    parser.add_argument("--requests", type=int, default=16, help="requests per round (default: 16)")
-    parser.add_argument("--concurrency", type=int, default=4, help="requests at once (default: 4)")
-    parser.add_argument("--prompt-tokens", type=int, default=512, help="prompt length [tokens] (default: 512)")
-    parser.add_argument("--output-tokens", type=int, default=32, help="answer length [tokens] (default: 32)")
-    parser.add_argument("--shared-tokens", type=int, default=0, help="equal start of all prompts [tokens] (default: 0)")
     parser.add_argument("--model-path", default="demo", help="for the servers started here (default: demo)")
+    _add(parser.add_argument_group("rounds of equal requests"), ROUNDS)
+    group = parser.add_argument_group("a trace, against --url")
+    group.add_argument("--trace", help="trace file (.jsonl or .jsonl.gz), or the name of one that comes with Baton")
+    _add(group, TRACE)
+    group.add_argument(
+        "--hold-turns", action="store_true", help="a request that continues another waits until that one is answered"
+    )
+    group.add_argument("--json", metavar="FILE", help="write the results to this file too")
     options = parser.parse_args(argv)
-    for name in ("rounds", "requests", "concurrency", "prompt_tokens", "output_tokens"):
+    unused = ROUNDS if options.trace else TRACE
+    for name in unused:
+        if hasattr(options, name):
+            parser.error(f"{_flag(name)} means nothing {'with' if options.trace else 'without'} --trace; leave it out")
+    for name, (default, _) in {**ROUNDS, **TRACE}.items():
+        setattr(options, name, getattr(options, name, default))
+    for name in ("rounds", "requests", "concurrency", "prompt_tokens", "output_tokens", "length_scale"):
         if getattr(options, name) < 1:
-            parser.error(f"--{name.replace('_', '-')} {getattr(options, name)}: must be at least 1")
+            parser.error(f"{_flag(name)} {getattr(options, name)}: must be at least 1")
+    for name in ("speed", "timeout_secs"):
+        if not 0 < getattr(options, name) < math.inf:
+            parser.error(f"{_flag(name)} {getattr(options, name)}: must be above 0")
+    for name in ("rate", "limit"):
+        if not 0 <= getattr(options, name) < math.inf:
+            parser.error(f"{_flag(name)} {getattr(options, name)}: must not be negative")
+    if not options.trace and (options.hold_turns or options.json):
+        parser.error("--hold-turns and --json mean nothing without --trace; leave them out")
+    if options.trace and not options.url:
+        parser.error("--trace needs the server to measure: --url http://host:port")
+    if options.speed != 1 and options.rate:
+        parser.error("--speed and --rate both rescale arrivals; give one")
+    if BLOCK_TOKENS % options.length_scale:
+        parser.error(f"--length-scale {options.length_scale}: use a divisor of {BLOCK_TOKENS}")
     return options
+
+
+def _add(group: Any, flags: dict[str, tuple[Any, str]]) -> None:
+    for name, (default, text) in flags.items():
+        group.add_argument(
+            _flag(name), type=type(default), default=argparse.SUPPRESS, help=f"{text} (default: {default})",
+            metavar=name.upper().rpartition("_")[2],
+        )  # fmt: skip
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
 
 
 async def _start_built_in(stack: AsyncExitStack, model_path: str) -> list[tuple[str, str]]:
@@ -135,10 +189,38 @@ async def _bench(options: argparse.Namespace) -> int:
         return 0
 
 
+async def _replay(options: argparse.Namespace) -> int:
+    trace = traces.read(traces.locate(options.trace), options.limit or None)
+    recorded = traces.arrivals(trace)[-1]
+    factor = len(trace) / options.rate / recorded if options.rate and recorded else 1 / options.speed
+    work = replay.asks(trace, factor)
+    held = "; turns wait for the answer before" if options.hold_turns else ""
+    print(f"{options.trace}: {len(work)} requests in {work[-1].at:.1f} s{held}", flush=True)
+    results = []
+    connector = aiohttp.TCPConnector(limit=0)
+    timeout = aiohttp.ClientTimeout(total=options.timeout_secs)
+    async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
+        for url in (url.rstrip("/") for url in options.url):
+            workers = await replay.worker_urls(session, url) or [url]
+            before = await replay.worker_counts(session, workers)
+            outcome = await replay.replay(
+                session, url, await served_model(url), work, scale=options.length_scale, hold_turns=options.hold_turns
+            )
+            after = await replay.worker_counts(session, workers)
+            split = {worker: after[worker] - before[worker] for worker in before if worker in after}
+            print(f"\n{url}\n{replay.report(outcome, split)}", flush=True)
+            results.append({"url": url, **replay.as_json(outcome, split)})
+    if options.json:
+        Path(options.json).write_text(json.dumps({"options": vars(options), "results": results}, indent=1) + "\n")
+    return 1 if any(result["failures"] for result in results) else 0
+
+
 def main(argv: Sequence[str]) -> int:
     options = parse(argv)
     try:
-        return asyncio.run(_bench(options))
-    except (ChildFailed, aiohttp.ClientError) as err:
+        return asyncio.run(_replay(options) if options.trace else _bench(options))
+    except (ChildFailed, ConfigError, aiohttp.ClientError) as err:
         print(f"baton bench: {err}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        return 130

@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -48,6 +49,11 @@ class Loaded:
     def engine(self, relay: Relay | None = None, trace: Callable[[str], None] | None = None) -> Engine:
         """`trace` gets every input of the scheduler as a line (sched.replay)."""
         return make_engine(self.config, self._sizes, self.runner, relay, trace, device_thread())
+
+    @property
+    def native_pool(self) -> Any:
+        """What a TransferNode serves pages of; None for plain memory."""
+        return self.kv.native
 
     @property
     def _sizes(self) -> PoolSizes:

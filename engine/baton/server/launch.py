@@ -38,6 +38,8 @@ from baton.server import model_dir
 from baton.server.app import Front, Phase
 from baton.server.ranks import SEND_QUEUE, Rank, Ranks
 from baton.server.tokenizer import Tokenizer
+from baton.sim.device import uses_four_bytes
+from baton.sim.tokens import FourByteTokenizer
 
 log = logging.getLogger("baton.launch")
 
@@ -94,7 +96,7 @@ class _Launcher:
             loop.add_signal_handler(number, self._on_signal)
         started = time.monotonic()
         facts = model_dir.load(self._config)
-        tokenizer = Tokenizer(facts.tokenizer_path)
+        tokenizer = FourByteTokenizer() if uses_four_bytes(self._config) else Tokenizer(facts.tokenizer_path)
         async with contextlib.AsyncExitStack() as stack:
             stack.callback(tokenizer.close)
             context, addresses, ranks = self._open_sockets(stack)

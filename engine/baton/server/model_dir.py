@@ -18,6 +18,7 @@ import msgspec
 
 from baton.config import EngineConfig
 from baton.errors import ConfigError
+from baton.sim.device import CONTEXT_LENGTH
 
 SAMPLING_DEFAULT_KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 FALLBACK_CONTEXT_LENGTH = 2048
@@ -71,6 +72,8 @@ def load(config: EngineConfig) -> ModelFacts:
     nested = model.get("text_config")  # multimodal checkpoints keep the decoder's part here
     text: dict[str, Any] = nested if isinstance(nested, dict) else model
     limit = text.get("max_position_embeddings") or FALLBACK_CONTEXT_LENGTH
+    if config.simulate is not None:  # there is no model: only its tokenizer, template and name
+        limit = CONTEXT_LENGTH
     if config.context_length is not None and config.context_length > limit:
         raise ConfigError(f"--context-length {config.context_length}: the model's limit is {limit} tokens")
     return ModelFacts(

@@ -5,7 +5,7 @@
    to do it sleeps on its socket and the transfer runtime's event descriptor: an idle rank uses no CPU.
 3. SIGTERM ends it; the front's death ends it (PR_SET_PDEATHSIG); an error it cannot explain is sent as Fatal first.
 
-This is the only process of an engine that imports torch.
+This is the only process of an engine that imports torch, and not with --simulate.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from array import array
 from collections.abc import Callable
 from dataclasses import asdict
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import zmq
 
@@ -31,7 +31,6 @@ from baton.config import EngineConfig, flag_name
 from baton.disagg.relay import DecodeRelay, PrefillRelay, Relay
 from baton.errors import ConfigError, EngineError, WrongState
 from baton.request import FinishReason, Validated
-from baton.runtime import engine as runtime
 from baton.sched.events import Emitted
 from baton.server import model_dir
 from baton.server.kv_publish import KvPublisher
@@ -51,6 +50,10 @@ from baton.server.messages import (
     encoder,
     to_rank_decoder,
 )
+
+if TYPE_CHECKING:
+    from baton.runtime.engine import Loaded
+    from baton.sim.live import SimLoaded
 
 log = logging.getLogger("baton.rank")
 
@@ -94,6 +97,16 @@ def main() -> int:
         context.destroy(linger=1000)
 
 
+def _load(config: EngineConfig) -> Loaded | SimLoaded:
+    if config.simulate is not None:
+        from baton.sim import live
+
+        return live.load(config)
+    from baton.runtime import engine  # torch: seconds, and half a gigabyte
+
+    return engine.load(config, str(model_dir.resolve(config.model_path)))
+
+
 def advertised_host(host: str) -> str:
     """The address peers can reach us at when we listen on `host`: itself, or this machine's outward one."""
     if host not in ("0.0.0.0", "::", ""):
@@ -120,7 +133,7 @@ class RankProcess:
         os.set_blocking(wake, False)
         signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
         signal.signal(signal.SIGTERM, self._on_sigterm)
-        loaded = runtime.load(config, str(model_dir.resolve(config.model_path)))
+        loaded = _load(config)
         self._info = loaded.info
         self._node: Any = None
         relay = None
@@ -167,7 +180,7 @@ class RankProcess:
     def _on_sigterm(self, _signum: int, _frame: FrameType | None) -> None:
         self._stop = True
 
-    def _attach_transfer(self, loaded: runtime.Loaded, job: dict[str, Any]) -> Relay:
+    def _attach_transfer(self, loaded: Loaded | SimLoaded, job: dict[str, Any]) -> Relay:
         from baton._native import TransferNode
 
         c = self.config
@@ -187,11 +200,12 @@ class RankProcess:
             "copy_threads": 1,
             "fault": json.loads(os.environ.get("BATON_TEST_KV_FAULT", "null")),
         }
-        self._node = TransferNode(loaded.kv.native, json.dumps(settings))
+        self._node = TransferNode(loaded.native_pool, json.dumps(settings))
         if c.disaggregation_mode == "decode":
             return DecodeRelay(self._node, c.kv_transfer_timeout_secs)
         self._node.register(job["bootstrap_host"], job["bootstrap_port"], REGISTER_TIMEOUT_MS)
-        return PrefillRelay(self._node, c.request_timeout_secs)
+        node = loaded.paced(self._node) if c.simulate is not None else self._node
+        return PrefillRelay(node, c.request_timeout_secs)
 
     # ------------------------------------------------------------------ the loop
 

@@ -147,7 +147,8 @@ class Node:
         argv += ["--disaggregation-mode", MODE[self.role]]
         if self.role == "prefill":
             argv += ["--disaggregation-bootstrap-port", str(self.bootstrap_port)]
-        values = {"cpu_threads": max(1, _cores() // self.plan.ranks), **self.plan.engine}
+        threads = {} if "simulate" in self.plan.engine else {"cpu_threads": max(1, _cores() // self.plan.ranks)}
+        values = {**threads, **self.plan.engine}
         for name, value in values.items():
             if name not in SECRETS:
                 argv += [flag_name(name)] if value is True else [flag_name(name), str(value)]

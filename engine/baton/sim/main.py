@@ -31,6 +31,7 @@ from baton.sched.setup import fairness, limits
 from baton.sched.tenants import TenantRule, TenantRules
 from baton.sim import trace as traces
 from baton.sim.chart import cdf_svg
+from baton.sim.device import NODE
 from baton.sim.model import PRESETS, StepModel
 from baton.sim.node import Setting, SimNode
 from baton.sim.report import Summary, as_json, summarise, table, ttfts
@@ -41,8 +42,8 @@ INTERRUPTED = 130
 PROGRESS_SECS = 2.0
 
 NOT_SIMULATED = frozenset({
-    "model_path", "tokenizer_path", "served_model_name", "load_format", "dtype", "context_length", "chat_template",
-    "host", "port", "api_key", "disaggregation_mode", "disaggregation_bootstrap_port",
+    "simulate", "model_path", "tokenizer_path", "served_model_name", "load_format", "dtype", "context_length",
+    "chat_template", "host", "port", "api_key", "disaggregation_mode", "disaggregation_bootstrap_port",
     "disaggregation_transfer_backend", "transfer_port", "cluster_key", "kv_lease_secs", "kv_transfer_timeout_secs",
     "num_reserved_decode_tokens", "tp_size", "dp_size", "device", "attention_backend", "cpu_threads", "kv_pool_mib",
     "priority_adjustment_function", "priority_adjust_interval_ms",
@@ -51,13 +52,8 @@ NOT_SIMULATED = frozenset({
 })  # fmt: skip
 """Engine flags without a meaning here: refused, not swallowed. Every other one is taken from EngineConfig."""
 
-DEFAULTS: dict[str, Any] = {
-    "max_total_tokens": 1_000_000,
-    "chunked_prefill_size": 8192,
-    "max_running_requests": 256,
-    "max_queued_requests": 1_000_000,
-}
-"""A node of the size that the step-time models speak of; the engine's own defaults are for a laptop."""
+DEFAULTS: dict[str, Any] = {**NODE, "max_queued_requests": 1_000_000}
+"""Differ from the engine's own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
