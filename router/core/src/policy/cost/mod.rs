@@ -39,22 +39,19 @@
 mod heat;
 mod rank;
 mod speed;
+mod state;
 
-use std::collections::{BTreeMap, HashMap};
 use std::sync::{Mutex, MutexGuard};
 
 use rand::{Rng, RngCore};
 use serde::{Deserialize, Serialize};
 
-use self::heat::Heat;
-use self::rank::{Pending, Rank};
-use self::speed::{Fit, Speed, Work};
+use self::rank::Rank;
+use self::speed::Work;
+use self::state::{Estimate, Size, State};
 use super::{Policy, PolicyStats, RankStats};
-use crate::prefix_tree::{PrefixTree, Stamp};
-use crate::prompt::Prompt;
 use crate::types::{
-    Choice, Event, Forecast, RequestView, Role, Ticket, Usage, Why, WorkerFacts, WorkerId,
-    WorkerView,
+    Choice, Event, Forecast, RequestView, Role, Why, WorkerFacts, WorkerId, WorkerView,
 };
 
 /// Parameters of `cost`.
@@ -112,8 +109,6 @@ const MAX_PAIRS: usize = 4096;
 const BEST_OF_SIDE: usize = 8;
 /// Of this many cheapest, two are drawn when reports are stale.
 const STALE_TOP: usize = 4;
-/// Weight of what a worker just reported against what was believed of its index.
-const CONFIDENCE_STEP: f64 = 0.1;
 /// Share of a KV cache above which the price no longer grows.
 const KV_FULL: f64 = 0.98;
 
@@ -123,89 +118,6 @@ pub struct Cost {
     role: Role,
     params: CostParams,
     state: Mutex<State>,
-}
-
-#[derive(Debug)]
-struct State {
-    tree: PrefixTree<[u64]>,
-    ranks: BTreeMap<WorkerId, Rank>,
-    tickets: HashMap<Ticket, Sent>,
-    heat: Heat,
-    fleet: Fit,
-    speed: Speed,
-    /// Predicted work dispatched to all.
-    work: Decayed,
-    /// Tokens and units of prompts whose tokens were counted, decayed.
-    counted: (f64, f64),
-    /// Mean length of an answer [tokens].
-    answer_tokens: f64,
-    /// Buffers of `choose`, kept so that it allocates nothing once they have grown.
-    scratch: Scratch,
-}
-
-#[derive(Debug, Default)]
-struct Scratch {
-    ids: Vec<WorkerId>,
-    held: Vec<usize>,
-    options: Vec<Estimate>,
-}
-
-/// A sum that fades.
-#[derive(Debug, Clone, Copy, Default)]
-struct Decayed {
-    sum: f64,
-    at_ms: f64,
-}
-
-impl Decayed {
-    fn at(self, now_ms: f64, tau_ms: f64) -> f64 {
-        self.sum * ((self.at_ms - now_ms) / tau_ms).exp()
-    }
-
-    fn add(&mut self, more: f64, now_ms: f64, tau_ms: f64) {
-        let sum = self.at(now_ms, tau_ms) + more;
-        *self = Self { sum, at_ms: now_ms };
-    }
-}
-
-/// What was noted of a request when it was sent.
-#[derive(Debug)]
-struct Sent {
-    stamp: Stamp,
-    /// Blocks the worker held before.
-    held: usize,
-    units: usize,
-    is_estimated: bool,
-    /// Tokens expected in its cache; `None` when that was nothing.
-    expected_cached: Option<f64>,
-    kv_tokens: f64,
-    is_first_token_seen: bool,
-}
-
-/// What a candidate would cost.
-#[derive(Debug, Clone, Copy)]
-struct Estimate {
-    id: WorkerId,
-    host: u32,
-    /// Blocks of this prompt it holds.
-    held: usize,
-    cached: f64,
-    backlog_ms: f64,
-    prefill_ms: f64,
-    /// All of it.
-    cost_ms: f64,
-    /// Blocks in its index.
-    size: usize,
-    load: usize,
-    /// Work sent to it of late [ms].
-    recent_ms: f64,
-}
-
-/// Sizes of a prompt that do not depend on the candidate.
-#[derive(Debug, Clone, Copy)]
-struct Size {
-    tokens: f64,
-    tokens_per_block: f64,
 }
 
 impl Cost {
@@ -374,273 +286,6 @@ fn keep_cheapest(options: &mut Vec<Estimate>) {
     if options.len() > BEST_OF_SIDE {
         options.select_nth_unstable_by(BEST_OF_SIDE, |a, b| a.cost_ms.total_cmp(&b.cost_ms));
         options.truncate(BEST_OF_SIDE);
-    }
-}
-
-impl State {
-    fn new(params: &CostParams) -> Self {
-        Self {
-            tree: PrefixTree::new(params.max_bytes),
-            ranks: BTreeMap::new(),
-            tickets: HashMap::new(),
-            heat: Heat::default(),
-            fleet: Fit::default(),
-            speed: Speed::default(),
-            work: Decayed::default(),
-            // A quarter of a token per character, as if 4 KB had been counted.
-            counted: (1024.0, 4096.0),
-            answer_tokens: 256.0,
-            scratch: Scratch::default(),
-        }
-    }
-
-    fn add(&mut self, worker: WorkerId, facts: WorkerFacts) {
-        self.tree.add(worker, usize::MAX);
-        self.ranks.insert(worker, Rank::new(facts));
-    }
-
-    fn size_of(&self, prompt: &Prompt<'_>) -> Size {
-        let ratio = self.counted.0 / self.counted.1;
-        let tokens = match prompt.tokens {
-            Some(tokens) => f64::from(tokens),
-            None => prompt.units as f64 * ratio,
-        };
-        let blocks = prompt.units as f64 / prompt.block_units.max(1) as f64;
-        Size {
-            tokens,
-            tokens_per_block: if blocks > 0.0 { tokens / blocks } else { 0.0 },
-        }
-    }
-
-    /// Candidates with their costs, in no order, and how many blocks of the prompt anybody holds. The list is the
-    /// scratch's: give it back.
-    fn estimate(
-        &mut self,
-        policy: &Cost,
-        req: &RequestView<'_>,
-        ready: &[WorkerView],
-    ) -> (Vec<Estimate>, usize) {
-        let (now_ms, size) = (req.now_ms as f64, self.size_of(&req.prompt));
-        let mut options = std::mem::take(&mut self.scratch.options);
-        let (mut ids, mut held) = (
-            std::mem::take(&mut self.scratch.ids),
-            std::mem::take(&mut self.scratch.held),
-        );
-        ids.clear();
-        ids.extend(ready.iter().map(|worker| worker.id));
-        ids.sort_unstable();
-        held.clear();
-        held.resize(ids.len(), 0);
-        let deepest = self.tree.held_by(req.prompt.hashes, &ids, &mut held);
-        options.clear();
-        let stranger = Rank::new(WorkerFacts::default());
-        for worker in ready {
-            let rank = self.ranks.get(&worker.id).unwrap_or(&stranger);
-            let held = ids.binary_search(&worker.id).map_or(0, |at| held[at]);
-            let mut option = Estimate {
-                id: worker.id,
-                host: worker.host,
-                held,
-                cached: (held as f64 * size.tokens_per_block * rank.confidence).min(size.tokens),
-                backlog_ms: 0.0,
-                prefill_ms: 0.0,
-                cost_ms: 0.0,
-                size: self.tree.units_of(worker.id),
-                load: worker.load,
-                recent_ms: rank.work.at(now_ms, policy.tau_ms()),
-            };
-            if policy.role != Role::Decode {
-                option.prefill_ms = rank
-                    .speed(self.speed, now_ms)
-                    .ms(Work::of(size.tokens - option.cached, option.cached));
-                option.backlog_ms = rank.backlog_ms(option.prefill_ms, now_ms);
-            }
-            if policy.role != Role::Prefill {
-                option.cost_ms =
-                    policy.decode_ms(rank, worker.load, size.tokens + self.answer_tokens);
-            }
-            options.push(option);
-        }
-        if policy.role != Role::Decode {
-            let price = self.price(policy, req, deepest, now_ms);
-            let least = options.iter().map(|option| option.prefill_ms);
-            let least = least.fold(f64::INFINITY, f64::min);
-            for option in &mut options {
-                option.cost_ms += option.backlog_ms + least + price * (option.prefill_ms - least);
-            }
-        }
-        (self.scratch.ids, self.scratch.held) = (ids, held);
-        (options, deepest)
-    }
-
-    /// (1 + beta) / (1 + 0.1 heat): what a millisecond of computing again costs.
-    fn price(&self, policy: &Cost, req: &RequestView<'_>, deepest: usize, now_ms: f64) -> f64 {
-        let rho = self.utilisation(policy, now_ms);
-        let beta_max = policy.params.beta_max;
-        let beta = if rho < beta_max / (1.0 + beta_max) {
-            rho / (1.0 - rho)
-        } else {
-            beta_max
-        };
-        let shared = deepest.checked_sub(1).map(|at| req.prompt.hashes[at]);
-        let heat = shared.map_or(0.0, |hash| self.heat.of(hash, now_ms));
-        (1.0 + beta) / (1.0 + 0.1 * heat)
-    }
-
-    /// Prefill work dispatched per worker and second, 1 = as much as they can do.
-    fn utilisation(&self, policy: &Cost, now_ms: f64) -> f64 {
-        let tau_ms = policy.tau_ms();
-        self.work.at(now_ms, tau_ms) / (tau_ms * self.ranks.len().max(1) as f64)
-    }
-
-    fn is_stale(&self, params: &CostParams, now_ms: f64) -> bool {
-        let newest = self.ranks.values().filter_map(|rank| rank.report);
-        let newest = newest.map(|report| report.at_ms).max_by(f64::total_cmp);
-        newest.is_some_and(|at_ms| now_ms - at_ms > 2.0 * params.report_interval_ms as f64)
-    }
-
-    fn routed(
-        &mut self,
-        policy: &Cost,
-        ticket: Ticket,
-        worker: WorkerId,
-        req: &RequestView<'_>,
-        tells: bool,
-    ) {
-        if !self.ranks.contains_key(&worker) {
-            return;
-        }
-        let (now_ms, prompt) = (req.now_ms as f64, &req.prompt);
-        if let Some(tokens) = prompt.tokens {
-            self.count(f64::from(tokens), prompt.units as f64);
-        }
-        let size = self.size_of(prompt);
-        let mut held = [0];
-        let deepest = self.tree.held_by(prompt.hashes, &[worker], &mut held);
-        let held = held[0];
-        if let Some(at) = deepest.checked_sub(1) {
-            self.heat.arrived(prompt.hashes[at], now_ms);
-        }
-        let kv_tokens = match policy.role {
-            Role::Prefill => 0.0,
-            Role::Regular | Role::Decode => size.tokens + self.answer_tokens,
-        };
-        let speed = self.speed;
-        let Some(rank) = self.ranks.get_mut(&worker) else {
-            return;
-        };
-        let cached = (held as f64 * size.tokens_per_block * rank.confidence).min(size.tokens);
-        let uncached = size.tokens - cached;
-        rank.kv_tokens += kv_tokens;
-        if policy.role != Role::Decode {
-            let predicted_ms = rank.speed(speed, now_ms).ms(Work::of(uncached, cached));
-            rank.sent(Pending {
-                ticket,
-                uncached,
-                cached,
-                predicted_ms,
-                sent_ms: now_ms,
-                tells,
-            });
-            rank.work.add(predicted_ms, now_ms, policy.tau_ms());
-            self.work.add(predicted_ms, now_ms, policy.tau_ms());
-        }
-        let capacity = rank.facts.capacity_tokens;
-        let capacity = capacity.unwrap_or(policy.params.default_capacity_tokens) as f64;
-        if size.tokens_per_block > 0.0 {
-            self.tree
-                .add(worker, (capacity / size.tokens_per_block) as usize);
-        }
-        let sent = Sent {
-            stamp: self.tree.insert(worker, prompt.hashes),
-            held,
-            units: prompt.units,
-            is_estimated: prompt.tokens.is_none(),
-            expected_cached: (held > 0).then_some(held as f64 * size.tokens_per_block),
-            kv_tokens,
-            is_first_token_seen: false,
-        };
-        self.tickets.insert(ticket, sent);
-    }
-
-    /// A prompt of so many units has so many tokens.
-    fn count(&mut self, tokens: f64, units: f64) {
-        if units > 0.0 {
-            const KEEP: f64 = 0.99;
-            self.counted = (
-                self.counted.0 * KEEP + tokens,
-                self.counted.1 * KEEP + units,
-            );
-        }
-    }
-
-    fn first_token(&mut self, ticket: Ticket, worker: WorkerId, now_ms: f64) {
-        if let Some(sent) = self.tickets.get_mut(&ticket) {
-            sent.is_first_token_seen = true;
-        }
-        let Some(rank) = self.ranks.get_mut(&worker) else {
-            return;
-        };
-        if let Some(learned) = rank.first_token(ticket, now_ms) {
-            self.fleet.observe(learned.0, learned.1);
-            self.speed = self.fleet.solve(Speed::default());
-            rank.learn(learned, self.speed, now_ms);
-        }
-    }
-
-    fn usage(&mut self, role: Role, ticket: Ticket, worker: WorkerId, usage: Usage) {
-        let Some(sent) = self.tickets.get(&ticket) else {
-            return;
-        };
-        let (units, is_estimated, expected) = (sent.units, sent.is_estimated, sent.expected_cached);
-        let prompt_tokens = f64::from(usage.prompt_tokens);
-        if is_estimated && usage.prompt_tokens > 0 {
-            self.count(prompt_tokens, units as f64);
-        }
-        if let Some(tokens) = usage.completion_tokens.filter(|_| role != Role::Prefill) {
-            self.answer_tokens += 0.02 * (f64::from(tokens) - self.answer_tokens);
-        }
-        let (Some(cached), Some(rank)) = (usage.cached_tokens, self.ranks.get_mut(&worker)) else {
-            return;
-        };
-        if role == Role::Decode {
-            return; // what it reports is its prefill worker's
-        }
-        let cached = f64::from(cached.min(usage.prompt_tokens));
-        rank.counted(ticket, prompt_tokens - cached, cached);
-        if let Some(expected) = expected {
-            let found = (cached / expected).min(1.0);
-            rank.confidence += CONFIDENCE_STEP * (found - rank.confidence);
-        }
-    }
-
-    fn finished(
-        &mut self,
-        ticket: Ticket,
-        worker: WorkerId,
-        is_kept: bool,
-        hashes: &[u64],
-        now_ms: f64,
-    ) {
-        let Some(sent) = self.tickets.remove(&ticket) else {
-            return;
-        };
-        if let Some(rank) = self.ranks.get_mut(&worker) {
-            rank.kv_tokens = (rank.kv_tokens - sent.kv_tokens).max(0.0);
-            rank.ended(ticket, now_ms);
-        }
-        if !is_kept && !sent.is_first_token_seen {
-            self.tree.retract(worker, hashes, sent.stamp, sent.held);
-        }
-    }
-
-    fn reported(&mut self, worker: WorkerId, queued_tokens: u64, age_ms: u64, now_ms: f64) {
-        let speed = self.speed;
-        // A rank with nothing to do does not repeat that, so its report is as good as new.
-        let age_ms = if queued_tokens == 0 { 0 } else { age_ms };
-        if let Some(rank) = self.ranks.get_mut(&worker) {
-            rank.reported(queued_tokens as f64, now_ms - age_ms as f64, speed, now_ms);
-        }
     }
 }
 

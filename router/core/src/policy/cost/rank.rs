@@ -13,8 +13,8 @@
 
 use std::collections::VecDeque;
 
-use super::Decayed;
 use super::speed::{Pace, Speed, Work};
+use super::state::Decayed;
 use crate::types::{QueueOrder, Ticket, WorkerFacts};
 
 /// First tokens closer than this came from one step [ms].

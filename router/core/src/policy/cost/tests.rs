@@ -6,7 +6,7 @@ use proptest::prelude::*;
 
 use super::*;
 use crate::policy::testing::{Sender, blocks, chosen, rng, views};
-use crate::types::QueueOrder;
+use crate::types::{QueueOrder, Ticket, Usage};
 
 fn cost(role: Role, workers: u64, params: CostParams) -> Cost {
     let policy = Cost::new(params, role);

@@ -1,0 +1,173 @@
+//! A candidate, and the guard that holds one request's place at it.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use http::HeaderValue;
+use parking_lot::Mutex;
+use router_core::{
+    Blocks, BreakerState, CircuitBreaker, Event, Forecast, Outcome, Policy, Ticket, Usage, WorkerId,
+};
+
+use super::worker::Worker;
+use crate::clock::now_ms;
+use crate::load::{self, Fate, Report};
+use crate::metrics::Metrics;
+
+/// What a policy chooses: a worker, or one DP rank of it.
+pub struct Candidate {
+    pub id: WorkerId,
+    /// Url, with `@rank` when DP-aware: for logs and metrics, never on the wire.
+    pub name: String,
+    pub worker: Arc<Worker>,
+    /// `Some` when DP-aware.
+    pub rank: Option<u32>,
+    pub(super) host: u32,
+    pub(super) load: Arc<AtomicUsize>,
+    pub(super) breaker: Option<Mutex<CircuitBreaker>>,
+}
+
+impl Candidate {
+    pub fn load(&self) -> usize {
+        self.load.load(Ordering::Relaxed)
+    }
+
+    pub(super) fn is_allowed(&self, now_ms: u64) -> bool {
+        self.breaker
+            .as_ref()
+            .is_none_or(|b| b.lock().allows(now_ms))
+    }
+
+    /// Whether what this rank of the worker reports is all that the candidate stands for.
+    fn is_rank(&self, rank: u32) -> bool {
+        match self.rank {
+            Some(own) => own == rank,
+            None => self.worker.dp_size() == 1,
+        }
+    }
+
+    /// 0 closed, 1 half open, 2 open.
+    pub fn circuit_state(&self) -> f64 {
+        match self.breaker.as_ref().map(|b| b.lock().state(now_ms())) {
+            None | Some(BreakerState::Closed) => 0.0,
+            Some(BreakerState::HalfOpen) => 1.0,
+            Some(BreakerState::Open) => 2.0,
+        }
+    }
+}
+
+/// One request in flight to a candidate. Its end frees the load, feeds the breaker and tells the policy.
+pub struct LoadGuard {
+    pub candidate: Arc<Candidate>,
+    pub(super) policy: Arc<dyn Policy>,
+    pub(super) outcome: Outcome,
+    pub(super) sent: Sent,
+    pub(super) metrics: Arc<Metrics>,
+}
+
+/// What the policy will want to hear about again.
+pub(super) struct Sent {
+    pub(super) ticket: Ticket,
+    /// The prompt's hashes, if the policy reads them.
+    pub(super) blocks: Option<Arc<Blocks>>,
+    pub(super) forecast: Option<Forecast>,
+    pub(super) at_ms: u64,
+    /// Nothing more is learned from first tokens: it was seen, or cannot be.
+    pub(super) is_first_token_known: bool,
+}
+
+impl LoadGuard {
+    /// How the request ended, as far as the worker is concerned. Never called: the client left.
+    pub fn settle(&mut self, outcome: Outcome) {
+        self.outcome = outcome;
+    }
+
+    /// Its prefill is over.
+    pub fn first_token(&mut self) {
+        if std::mem::replace(&mut self.sent.is_first_token_known, true) {
+            return;
+        }
+        let now_ms = now_ms();
+        self.policy.observe(&Event::FirstToken {
+            ticket: self.sent.ticket,
+            worker: self.candidate.id,
+            now_ms,
+        });
+        if let Some(forecast) = self.sent.forecast {
+            let role = self.candidate.worker.role().label();
+            let took_ms = now_ms.saturating_sub(self.sent.at_ms);
+            self.metrics
+                .first_token(role, u64::from(forecast.ttft_ms), took_ms);
+        }
+    }
+
+    /// The answer says how much its worker has to do.
+    pub fn load_told(&self, told: &HeaderValue) {
+        let candidate = &self.candidate;
+        let fate = match load::of_header(told) {
+            Ok(Some(report)) if candidate.is_rank(report.rank) => {
+                self.policy.observe(&reported(candidate.id, report));
+                Fate::Taken
+            }
+            Ok(_) => Fate::Unused,
+            Err(err) => {
+                tracing::debug!(worker = %candidate.name, %err, "cannot read {}", load::HEADER);
+                Fate::Malformed
+            }
+        };
+        let role = candidate.worker.role();
+        self.metrics.load_report(role, "answer", fate);
+    }
+
+    /// Whether anybody wants to know what the worker counts: looking for it costs microseconds.
+    pub fn wants_usage(&self) -> bool {
+        self.sent.blocks.is_some()
+    }
+
+    /// What the worker counted.
+    pub fn usage(&mut self, usage: Usage) {
+        self.policy.observe(&Event::Usage {
+            ticket: self.sent.ticket,
+            worker: self.candidate.id,
+            usage,
+        });
+        if let (Some(forecast), Some(cached)) = (self.sent.forecast, usage.cached_tokens) {
+            let role = self.candidate.worker.role().label();
+            self.metrics
+                .counted(role, usage.prompt_tokens, forecast.cached_tokens, cached);
+        }
+    }
+}
+
+impl Drop for LoadGuard {
+    fn drop(&mut self) {
+        let candidate = &self.candidate;
+        if candidate.load.fetch_sub(1, Ordering::Relaxed) == 1 {
+            candidate.worker.idle.notify_waiters();
+        }
+        let now_ms = now_ms();
+        if let Some(breaker) = &candidate.breaker
+            && let Some(state) = breaker.lock().on_result(self.outcome, now_ms)
+        {
+            tracing::warn!(worker = %candidate.name, circuit = state.label(), "circuit breaker changed");
+        }
+        let blocks = self.sent.blocks.as_ref();
+        self.policy.observe(&Event::Finished {
+            ticket: self.sent.ticket,
+            worker: candidate.id,
+            is_kept: self.outcome == Outcome::Success,
+            hashes: blocks.map_or(&[], |blocks| blocks.prompt().hashes),
+            now_ms,
+        });
+    }
+}
+
+/// A report that has just arrived, as the policies hear of it.
+pub(super) fn reported(worker: WorkerId, report: Report) -> Event<'static> {
+    Event::Reported {
+        worker,
+        queued_tokens: report.queued_tokens,
+        age_ms: report.age_ms,
+        now_ms: now_ms(),
+    }
+}

@@ -1,0 +1,181 @@
+//! A worker: its state, what it says about itself, what runs on it.
+
+use std::hash::{DefaultHasher, Hash, Hasher};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use parking_lot::{Mutex, RwLock};
+use router_core::{QueueOrder, Role, WorkerFacts};
+use tokio::sync::Notify;
+use tokio::task::AbortHandle;
+
+use crate::config::{Bootstrap, WorkerSpec, WorkerUrl};
+use crate::upstream::Pool;
+
+/// Most DP ranks of one worker that are believed.
+const MAX_DP_SIZE: u32 = 1024;
+
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum State {
+    /// Registered, never healthy yet.
+    Starting,
+    Ready,
+    Unhealthy {
+        reason: String,
+    },
+    /// It answers, but cannot do what it was registered for.
+    Rejected {
+        reason: String,
+    },
+    /// Gets no new request; removed when those in flight have ended. There is no way back.
+    Draining,
+}
+
+impl State {
+    pub fn label(&self) -> &'static str {
+        match self {
+            State::Starting => "starting",
+            State::Ready => "ready",
+            State::Unhealthy { .. } => "unhealthy",
+            State::Rejected { .. } => "rejected",
+            State::Draining => "draining",
+        }
+    }
+
+    pub fn reason(&self) -> Option<&str> {
+        match self {
+            State::Starting | State::Ready | State::Draining => None,
+            State::Unhealthy { reason } | State::Rejected { reason } => Some(reason),
+        }
+    }
+}
+
+/// What a worker tells about itself in /get_server_info. All of it is optional: SGLang and mocks tell less.
+#[derive(Debug, Clone, Default, PartialEq, Eq, serde::Deserialize)]
+pub struct Description {
+    /// "baton" for ours, which serve GET /v1/loads as docs/protocol.md has it.
+    pub engine: Option<String>,
+    pub dp_size: Option<u32>,
+    pub disaggregation_mode: Option<String>,
+    pub disaggregation_bootstrap_port: Option<u16>,
+    pub page_size: Option<u64>,
+    /// KV slots of one rank.
+    pub max_total_num_tokens: Option<u64>,
+    pub schedule_policy: Option<String>,
+    pub served_model_name: Option<String>,
+    pub version: Option<String>,
+}
+
+pub struct Worker {
+    /// Name in /workers.
+    pub id: u64,
+    pub spec: WorkerSpec,
+    pub pool: Arc<Pool>,
+    /// Told when a request met a refused or broken connection: probe now.
+    pub suspect: Notify,
+    pub(super) state: RwLock<(State, Arc<Description>)>,
+    /// Requests in flight by rank. Kept while the worker is out: what still runs on it counts when it returns.
+    pub(super) loads: Mutex<Vec<Arc<AtomicUsize>>>,
+    /// Told when the load of a rank falls to 0.
+    pub(super) idle: Notify,
+    pub(super) health_task: Mutex<Option<AbortHandle>>,
+}
+
+impl Worker {
+    pub fn url(&self) -> &WorkerUrl {
+        &self.spec.url
+    }
+
+    pub fn role(&self) -> Role {
+        self.spec.role
+    }
+
+    pub fn state(&self) -> State {
+        self.state.read().0.clone()
+    }
+
+    pub fn description(&self) -> Arc<Description> {
+        self.state.read().1.clone()
+    }
+
+    pub fn is_ready(&self) -> bool {
+        self.state.read().0 == State::Ready
+    }
+
+    /// JSON `bootstrap_port` for requests prefilled here.
+    pub fn bootstrap_port(&self) -> Option<u16> {
+        match self.spec.bootstrap {
+            Bootstrap::Port(port) => Some(port),
+            Bootstrap::Null => None,
+            Bootstrap::FromWorker => self.description().disaggregation_bootstrap_port,
+        }
+    }
+
+    /// Requests in flight to all its ranks.
+    pub fn load(&self) -> usize {
+        let loads = self.loads.lock();
+        loads.iter().map(|load| load.load(Ordering::Relaxed)).sum()
+    }
+
+    /// Wait until nothing is in flight.
+    pub async fn until_idle(&self) {
+        loop {
+            // Made before looking: it is woken by what happens from here on.
+            let told = self.idle.notified();
+            if self.load() == 0 {
+                return;
+            }
+            told.await;
+        }
+    }
+
+    pub(super) fn load_of(&self, rank: Option<u32>) -> Arc<AtomicUsize> {
+        let index = rank.unwrap_or(0) as usize;
+        let mut loads = self.loads.lock();
+        let len = loads.len().max(index + 1);
+        loads.resize_with(len, Arc::default);
+        loads[index].clone()
+    }
+
+    /// What policies are told of it. `auto` is srpt-aging on a prefill node (docs/flags.md).
+    pub(super) fn facts(&self) -> WorkerFacts {
+        let told = self.description();
+        let order = match (told.schedule_policy.as_deref(), self.role()) {
+            (Some("srpt-aging" | "short-first"), _) | (Some("auto"), Role::Prefill) => {
+                QueueOrder::ShortestFirst
+            }
+            _ => QueueOrder::Arrival,
+        };
+        WorkerFacts {
+            capacity_tokens: told.max_total_num_tokens.filter(|tokens| *tokens > 0),
+            order,
+        }
+    }
+
+    /// Workers with the same number are on one machine, as far as their addresses tell.
+    pub(super) fn host_number(&self) -> u32 {
+        let mut hasher = DefaultHasher::new();
+        self.spec.url.host.hash(&mut hasher);
+        hasher.finish() as u32
+    }
+
+    /// Whether it serves GET /v1/loads in our form: a worker of another make that has the path means something else by it.
+    pub fn tells_loads(&self) -> bool {
+        self.description().engine.as_deref() == Some("baton")
+    }
+
+    pub fn dp_size(&self) -> u32 {
+        self.description()
+            .dp_size
+            .unwrap_or(1)
+            .clamp(1, MAX_DP_SIZE)
+    }
+}
+
+impl Drop for Worker {
+    fn drop(&mut self) {
+        if let Some(task) = self.health_task.get_mut().take() {
+            task.abort();
+        }
+    }
+}
