@@ -28,7 +28,7 @@ pub use policy::{
     AssignmentMode, CacheAwareParams, CostParams, ManualParams, Miss, Policy, PolicyKind,
     PolicyParams, PolicyStats, RankStats, UnknownName, build, choose_pair,
 };
-pub use prompt::{Blocks, Prompt};
+pub use prompt::{Blocks, Prompt, TokenChain, namespace, token_blocks};
 pub use retry::{RetryConfig, is_retryable_status};
 pub use room::draw_room;
 pub use types::{

@@ -9,6 +9,10 @@
 //! Each hash covers everything before it, so one number names a prefix. The rest behind the last whole block has none: it
 //! is at most a few dozen tokens. 8 bytes stand for 256, and no prompt text stays in memory.
 //!
+//! A router with a tokenizer cuts the prompt's *token ids* into blocks as long as the engines' pages ([`token_blocks`]):
+//! what two prompts share is then what their caches share. Hashes of token ids are continued from any of them
+//! ([`TokenChain`]), so that a page an engine announces gets the hash that a prompt through it has.
+//!
 //! Cost: about 0.1 ns a byte, one allocation.
 
 /// Bytes of text in a block: about 64 tokens of English, a few pages of an engine's cache.
@@ -77,6 +81,68 @@ impl Blocks {
     }
 }
 
+/// Blocks of `block_size` token ids, each hash covering `namespace` and everything before it.
+///
+/// `namespace` says whose prompts may share a cache: see [`namespace`]. `block_size` 0 counts as 1.
+pub fn token_blocks(ids: &[u32], block_size: usize, namespace: &str) -> Blocks {
+    let block_size = block_size.max(1);
+    let mut chain = TokenChain::new(namespace);
+    Blocks {
+        hashes: ids
+            .chunks_exact(block_size)
+            .map(|block| chain.push(block))
+            .collect(),
+        block_units: block_size,
+        units: ids.len(),
+        tokens: Some(u32::try_from(ids.len()).unwrap_or(u32::MAX)),
+    }
+}
+
+/// The namespace of a request with these fields, as our engine names it: empty when it has none of them.
+pub fn namespace(cache_salt: &str, extra_key: &str) -> String {
+    match (cache_salt, extra_key) {
+        ("", "") => String::new(),
+        _ => format!("{cache_salt}\0{extra_key}"),
+    }
+}
+
+/// The chain hash of a growing sequence of token ids, block by block: what [`token_blocks`] computes at once.
+///
+/// Hashes are comparable only between chains cut at the same places.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct TokenChain(u64);
+
+impl TokenChain {
+    /// Before the first block.
+    pub fn new(namespace: &str) -> Self {
+        let mut state = SEED.rotate_left(17);
+        for byte in namespace.bytes() {
+            state = fold(state ^ u64::from(byte), MULTIPLIERS[0]);
+        }
+        Self(state)
+    }
+
+    /// Behind the block with this hash.
+    pub fn resume(hash: u64) -> Self {
+        Self(hash)
+    }
+
+    pub fn hash(self) -> u64 {
+        self.0
+    }
+
+    /// One more block; returns the hash of everything up to its end. Cost: a multiplication for two tokens.
+    pub fn push(&mut self, block: &[u32]) -> u64 {
+        for pair in block.chunks(2) {
+            let low = u64::from(pair[0]);
+            // No id is this large, so that an odd end differs from every id.
+            let high = pair.get(1).map_or(u64::MAX, |id| u64::from(*id));
+            self.0 = fold(self.0 ^ low, MULTIPLIERS[1] ^ high);
+        }
+        self.0
+    }
+}
+
 /// Numbers with bits spread evenly: digits of pi, then of square roots. They must be unrelated: with the golden ratio and
 /// the root of five one flipped bit undid another.
 const SEED: u64 = 0x4528_21e6_38d0_1377;
@@ -130,6 +196,61 @@ mod tests {
             prop_assert_eq!(equal, same);
             prop_assert!(a.hashes.iter().skip(same).all(|hash| !b.hashes.contains(hash)));
         }
+    }
+
+    proptest! {
+        /// Of token ids, too; and a chain continued from any block arrives at the same hashes.
+        #[test]
+        fn token_hashes_are_equal_exactly_along_the_common_prefix(
+            block_size in 1usize..20,
+            common in proptest::collection::vec(0u32..5, 0..200),
+            tails in proptest::array::uniform2(proptest::collection::vec(0u32..2, 0..60)),
+            cut in any::<proptest::sample::Index>(),
+        ) {
+            let [a, b] = tails.map(|tail| [common.clone(), tail].concat());
+            let same = a.iter().zip(&b).take_while(|(x, y)| x == y).count() / block_size;
+            let (first, second) = (token_blocks(&a, block_size, "t"), token_blocks(&b, block_size, "t"));
+            let equal = first.hashes.iter().zip(&second.hashes).take_while(|(x, y)| x == y).count();
+            prop_assert_eq!(equal, same);
+            prop_assert!(first.hashes.iter().skip(same).all(|hash| !second.hashes.contains(hash)));
+            prop_assert_eq!(first.hashes.len(), a.len() / block_size);
+            prop_assert_eq!(first.prompt().tokens, Some(a.len() as u32));
+            if !first.hashes.is_empty() {
+                let at = cut.index(first.hashes.len());
+                let mut chain = TokenChain::resume(first.hashes[at]);
+                let rest = a[(at + 1) * block_size..].chunks_exact(block_size);
+                let rest: Vec<u64> = rest.map(|block| chain.push(block)).collect();
+                prop_assert_eq!(&rest[..], &first.hashes[at + 1..]);
+            }
+            let other = token_blocks(&a, block_size, "u");
+            prop_assert!(first.hashes.iter().all(|hash| !other.hashes.contains(hash)));
+        }
+    }
+
+    /// Places of the cut, padding and namespaces must not be mistaken for ids.
+    #[test]
+    fn token_blocks_of_other_lengths_and_names_stay_apart() {
+        let mut seen = HashSet::new();
+        let names = [
+            ("", ""),
+            ("a", ""),
+            ("", "a"),
+            ("a", "a"),
+            ("aa", ""),
+            ("a\0", ""),
+        ];
+        for (salt, key) in names {
+            let name = namespace(salt, key);
+            for ids in [&[0][..], &[0, 0], &[0, 0, 0], &[u32::MAX], &[0, u32::MAX]] {
+                assert!(
+                    seen.insert(TokenChain::new(&name).push(ids)),
+                    "{name:?} {ids:?}"
+                );
+            }
+        }
+        let zeros = token_blocks(&[0; 40_000], 16, "");
+        assert!(zeros.hashes.iter().all(|hash| seen.insert(*hash)));
+        assert_eq!(token_blocks(&[1, 2, 3], 0, "").prompt().hashes.len(), 3);
     }
 
     /// The multiplier form has one known weakness: a word that cancels a constant makes a product zero. One flipped bit,
