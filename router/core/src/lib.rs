@@ -15,6 +15,7 @@
 pub mod breaker;
 pub mod fleet;
 pub mod health;
+pub mod kv;
 pub mod policy;
 pub mod prefix_tree;
 pub mod prompt;

@@ -123,8 +123,8 @@ pub struct TreeStats {
     pub evicted_units_total: u64,
 }
 
-/// Names one insert.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+/// Names one insert; later ones are larger.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Stamp(u64);
 
 /// The longest prefix some candidate holds.
@@ -345,6 +345,29 @@ where
             self.release(id, worker);
             (id, units) = (parent, above);
         }
+    }
+
+    /// `worker` forgets what it was last sent before the insert `lasting`; `None`: all of it.
+    pub fn expire(&mut self, worker: WorkerId, lasting: Option<Stamp>) {
+        let limit = lasting.map_or(u64::MAX, |stamp| stamp.0);
+        while let Some((key, leaf)) = self.oldest_leaf(worker)
+            && key < limit
+        {
+            if self.holder_mut(leaf, worker).stamp() != key {
+                self.queue(leaf, worker); // touched since it was queued
+            } else {
+                self.release(leaf, worker);
+            }
+        }
+    }
+
+    /// From the next insert on the tree is at most so large.
+    pub fn limit_bytes(&mut self, max_bytes: usize) {
+        self.max_bytes = max_bytes;
+    }
+
+    pub fn evicted_units_total(&self) -> u64 {
+        self.evicted_units_total
     }
 
     /// Bring every worker under its limit; returns the units dropped. Inserts do so already, hence 0 unless an insert was

@@ -38,6 +38,14 @@ pub struct Prompt<'a> {
     pub tokens: Option<u32>,
 }
 
+impl Prompt<'_> {
+    /// Whether its blocks are of token ids, as engines' pages are.
+    pub fn is_of_tokens(&self) -> bool {
+        self.tokens
+            .is_some_and(|tokens| tokens as usize == self.units)
+    }
+}
+
 impl Blocks {
     /// Blocks of text; `tokens` if somebody counted them.
     pub fn of_text(text: &[u8], tokens: Option<u32>) -> Self {

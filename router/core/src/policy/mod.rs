@@ -22,6 +22,7 @@ use std::str::FromStr;
 use rand::RngCore;
 use serde::{Deserialize, Serialize};
 
+use crate::kv::KvRank;
 use crate::types::{Choice, Event, RequestView, Role, WorkerId, WorkerView};
 
 pub use cache_aware::{CacheAware, CacheAwareParams, Miss};
@@ -97,6 +98,8 @@ pub struct PolicyStats {
 pub struct RankStats {
     pub worker: WorkerId,
     pub index_blocks: usize,
+    /// What it announced to hold, if it does.
+    pub announced: Option<KvRank>,
     /// Predicted time of the prompts sent there and not begun to be answered [ms].
     pub backlog_ms: f64,
     /// Share of the prefixes expected there that was found there.

@@ -3,10 +3,11 @@
 use std::collections::{BTreeMap, HashMap};
 
 use super::heat::Heat;
+use super::holdings::{Held, Holdings, Note};
 use super::rank::{Pending, Rank};
 use super::speed::{Fit, Speed, Work};
 use super::{Cost, CostParams};
-use crate::prefix_tree::{PrefixTree, Stamp};
+use crate::kv::{News, NewsError};
 use crate::prompt::Prompt;
 use crate::types::{RequestView, Role, Ticket, Usage, WorkerFacts, WorkerId, WorkerView};
 
@@ -15,7 +16,7 @@ const CONFIDENCE_STEP: f64 = 0.1;
 
 #[derive(Debug)]
 pub(super) struct State {
-    pub(super) tree: PrefixTree<[u64]>,
+    pub(super) holdings: Holdings,
     pub(super) ranks: BTreeMap<WorkerId, Rank>,
     pub(super) tickets: HashMap<Ticket, Sent>,
     heat: Heat,
@@ -34,7 +35,7 @@ pub(super) struct State {
 #[derive(Debug, Default)]
 pub(super) struct Scratch {
     ids: Vec<WorkerId>,
-    held: Vec<usize>,
+    held: Vec<Held>,
     pub(super) options: Vec<Estimate>,
 }
 
@@ -59,7 +60,7 @@ impl Decayed {
 /// What was noted of a request when it was sent.
 #[derive(Debug)]
 pub(super) struct Sent {
-    stamp: Stamp,
+    note: Note,
     /// Blocks the worker held before.
     held: usize,
     units: usize,
@@ -99,7 +100,7 @@ pub(super) struct Size {
 impl State {
     pub(super) fn new(params: &CostParams) -> Self {
         Self {
-            tree: PrefixTree::new(params.max_bytes),
+            holdings: Holdings::new(params.max_bytes),
             ranks: BTreeMap::new(),
             tickets: HashMap::new(),
             heat: Heat::default(),
@@ -114,7 +115,7 @@ impl State {
     }
 
     pub(super) fn add(&mut self, worker: WorkerId, facts: WorkerFacts) {
-        self.tree.add(worker, usize::MAX);
+        self.holdings.add(worker);
         self.ranks.insert(worker, Rank::new(facts));
     }
 
@@ -148,23 +149,22 @@ impl State {
         ids.clear();
         ids.extend(ready.iter().map(|worker| worker.id));
         ids.sort_unstable();
-        held.clear();
-        held.resize(ids.len(), 0);
-        let deepest = self.tree.held_by(req.prompt.hashes, &ids, &mut held);
+        let deepest = self.holdings.held_by(&req.prompt, &ids, &mut held, now_ms);
         options.clear();
         let stranger = Rank::new(WorkerFacts::default());
         for worker in ready {
             let rank = self.ranks.get(&worker.id).unwrap_or(&stranger);
-            let held = ids.binary_search(&worker.id).map_or(0, |at| held[at]);
+            let held = ids.binary_search(&worker.id).map(|at| held[at]);
+            let held = held.unwrap_or_default();
             let mut option = Estimate {
                 id: worker.id,
                 host: worker.host,
-                held,
-                cached: (held as f64 * size.tokens_per_block * rank.confidence).min(size.tokens),
+                held: held.blocks,
+                cached: held.cached_tokens(size.tokens, size.tokens_per_block, rank.confidence),
                 backlog_ms: 0.0,
                 prefill_ms: 0.0,
                 cost_ms: 0.0,
-                size: self.tree.units_of(worker.id),
+                size: self.holdings.size_of(worker.id),
                 load: worker.load,
                 recent_ms: rank.work.at(now_ms, policy.tau_ms()),
             };
@@ -234,9 +234,10 @@ impl State {
             self.count(f64::from(tokens), prompt.units as f64);
         }
         let size = self.size_of(prompt);
-        let mut held = [0];
-        let deepest = self.tree.held_by(prompt.hashes, &[worker], &mut held);
-        let held = held[0];
+        let mut list = std::mem::take(&mut self.scratch.held);
+        let deepest = self.holdings.held_by(prompt, &[worker], &mut list, now_ms);
+        let held = list.first().copied().unwrap_or_default();
+        self.scratch.held = list;
         if let Some(at) = deepest.checked_sub(1) {
             self.heat.arrived(prompt.hashes[at], now_ms);
         }
@@ -248,7 +249,7 @@ impl State {
         let Some(rank) = self.ranks.get_mut(&worker) else {
             return;
         };
-        let cached = (held as f64 * size.tokens_per_block * rank.confidence).min(size.tokens);
+        let cached = held.cached_tokens(size.tokens, size.tokens_per_block, rank.confidence);
         let uncached = size.tokens - cached;
         rank.kv_tokens += kv_tokens;
         if policy.role != Role::Decode {
@@ -266,16 +267,15 @@ impl State {
         }
         let capacity = rank.facts.capacity_tokens;
         let capacity = capacity.unwrap_or(policy.params.default_capacity_tokens) as f64;
-        if size.tokens_per_block > 0.0 {
-            self.tree
-                .add(worker, (capacity / size.tokens_per_block) as usize);
-        }
+        let most = (size.tokens_per_block > 0.0).then(|| capacity / size.tokens_per_block);
+        let most = most.map(|blocks| blocks as usize);
+        let expected = held.cached_tokens(size.tokens, size.tokens_per_block, 1.0);
         let sent = Sent {
-            stamp: self.tree.insert(worker, prompt.hashes),
-            held,
+            note: self.holdings.sent(worker, prompt, most, now_ms),
+            held: held.blocks,
             units: prompt.units,
             is_estimated: prompt.tokens.is_none(),
-            expected_cached: (held > 0).then_some(held as f64 * size.tokens_per_block),
+            expected_cached: (expected > 0.0).then_some(expected),
             kv_tokens,
             is_first_token_seen: false,
         };
@@ -296,6 +296,7 @@ impl State {
     pub(super) fn first_token(&mut self, ticket: Ticket, worker: WorkerId, now_ms: f64) {
         if let Some(sent) = self.tickets.get_mut(&ticket) {
             sent.is_first_token_seen = true;
+            self.holdings.prefilled(worker, sent.note, now_ms);
         }
         let Some(rank) = self.ranks.get_mut(&worker) else {
             return;
@@ -349,8 +350,18 @@ impl State {
             rank.ended(ticket, now_ms);
         }
         if !is_kept && !sent.is_first_token_seen {
-            self.tree.retract(worker, hashes, sent.stamp, sent.held);
+            self.holdings.failed(worker, hashes, sent.note, sent.held);
+        } else {
+            self.holdings.prefilled(worker, sent.note, now_ms);
         }
+    }
+
+    pub(super) fn reconcile(&mut self, worker: WorkerId, news: &News<'_>) -> Result<(), NewsError> {
+        let rank = self.ranks.get_mut(&worker).ok_or(NewsError::Forgotten)?;
+        if *news == (News::Serve { is_exact: true }) {
+            rank.confidence = 1.0; // what was learned of guesses does not hold for it
+        }
+        self.holdings.reconcile(worker, news)
     }
 
     pub(super) fn reported(

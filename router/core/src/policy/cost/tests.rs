@@ -8,7 +8,7 @@ use super::*;
 use crate::policy::testing::{Sender, blocks, chosen, rng, views};
 use crate::types::{QueueOrder, Ticket, Usage};
 
-fn cost(role: Role, workers: u64, params: CostParams) -> Cost {
+pub(super) fn cost(role: Role, workers: u64, params: CostParams) -> Cost {
     let policy = Cost::new(params, role);
     for id in 0..workers {
         policy.observe(&Event::WorkerAdded {
@@ -19,7 +19,7 @@ fn cost(role: Role, workers: u64, params: CostParams) -> Cost {
     policy
 }
 
-fn prefill(workers: u64) -> Cost {
+pub(super) fn prefill(workers: u64) -> Cost {
     cost(Role::Prefill, workers, CostParams::default())
 }
 
@@ -88,10 +88,10 @@ fn what_a_failed_request_shared_with_others_stays() {
     let first = sender.routed(&policy, 0, "abcd");
     let second = sender.routed(&policy, 0, "abxy");
     sender.finished(&policy, first, 0, "abcd", false);
-    assert_eq!(policy.lock().tree.units_of(WorkerId(0)), 4); // a b x y
+    assert_eq!(policy.lock().holdings.size_of(WorkerId(0)), 4); // a b x y
     sender.first_token(&policy, second, 0);
     sender.finished(&policy, second, 0, "abxy", false); // the client left while it streamed
-    assert_eq!(policy.lock().tree.units_of(WorkerId(0)), 4);
+    assert_eq!(policy.lock().holdings.size_of(WorkerId(0)), 4);
 }
 
 #[test]

@@ -1,0 +1,501 @@
+//! Which rank holds which block, as announced: chain hash → holders.
+//!
+//! The life of a rank's entry:
+//!
+//! 1. [`News::Begin`] opens a *set*, [`News::Changed`] fills it, [`News::Serve`] puts it in the place of the rank's set in use.
+//!    A resync builds the new set beside the old one, which answers until then.
+//! 2. A match looks for the longest prefix of a prompt in every set in use at once ([`KvIndex::held_by`]): since sets are
+//!    closed under prefixes, the holders only get fewer along the path, and where they do is found by bisection.
+//! 3. A set that is replaced or forgotten is dead at once and answers nothing; its blocks are swept out a shard at a time, with
+//!    the changes that come after it. Its number is used again when all shards are swept.
+//!
+//! The hash map is cut into shards so that neither growing nor sweeping touches more than a small part of it at once.
+//! Memory, with what the mirrors behind the sets report, is bounded by `max_bytes`: news that do not fit are refused.
+
+use std::collections::{BTreeMap, HashMap};
+use std::hash::{BuildHasherDefault, Hasher};
+
+use serde::Serialize;
+
+use super::{Change, News};
+use crate::types::WorkerId;
+
+const SHARDS: usize = 64;
+/// Shards swept with each piece of news while dead sets are about.
+const SWEEP: usize = 2;
+const WORD: usize = 64;
+
+/// Chain hashes are spread evenly already.
+#[derive(Debug, Default, Clone, Copy)]
+struct AsIs(u64);
+
+impl Hasher for AsIs {
+    fn finish(&self) -> u64 {
+        self.0
+    }
+    fn write(&mut self, bytes: &[u8]) {
+        for byte in bytes {
+            self.0 = self.0.rotate_left(8) ^ u64::from(*byte);
+        }
+    }
+    fn write_u64(&mut self, hash: u64) {
+        // The top bits chose the shard, and are what hash maps compare first: move others there.
+        self.0 = hash.rotate_left(32);
+    }
+}
+
+type Shard = HashMap<u64, Holders, BuildHasherDefault<AsIs>>;
+
+/// Numbers of sets. Most blocks have one holder.
+#[derive(Debug)]
+enum Holders {
+    One(u32),
+    Many(Box<[u64]>),
+}
+
+impl Holders {
+    fn has(&self, set: u32) -> bool {
+        match self {
+            Holders::One(only) => *only == set,
+            Holders::Many(words) => {
+                let word = words.get(set as usize / WORD);
+                word.is_some_and(|word| word >> (set as usize % WORD) & 1 == 1)
+            }
+        }
+    }
+
+    fn heap_bytes(&self) -> usize {
+        match self {
+            Holders::One(_) => 0,
+            Holders::Many(words) => size_of_val(&**words),
+        }
+    }
+
+    /// False: it was there.
+    fn insert(&mut self, set: u32) -> bool {
+        if self.has(set) {
+            return false;
+        }
+        let mut words = match std::mem::replace(self, Holders::One(set)) {
+            Holders::One(first) => bits(&[first, set]),
+            Holders::Many(words) => words.into_vec(),
+        };
+        let len = words.len().max(set as usize / WORD + 1);
+        words.resize(len, 0);
+        words[set as usize / WORD] |= 1 << (set as usize % WORD);
+        *self = Holders::Many(words.into());
+        true
+    }
+
+    /// Returns whether nobody is left.
+    fn remove(&mut self, set: u32) -> bool {
+        match self {
+            Holders::One(only) => *only == set,
+            Holders::Many(words) => {
+                if let Some(word) = words.get_mut(set as usize / WORD) {
+                    *word &= !(1 << (set as usize % WORD));
+                }
+                words.iter().all(|word| *word == 0)
+            }
+        }
+    }
+
+    fn has_all(&self, active: &[u64]) -> bool {
+        let mut words = active.iter().enumerate();
+        words.all(|(at, word)| word & !self.word(at) == 0)
+    }
+
+    fn word(&self, at: usize) -> u64 {
+        match self {
+            Holders::One(only) if *only as usize / WORD == at => 1 << (*only as usize % WORD),
+            Holders::One(_) => 0,
+            Holders::Many(words) => words.get(at).copied().unwrap_or(0),
+        }
+    }
+}
+
+fn bits(sets: &[u32]) -> Vec<u64> {
+    let most = sets.iter().max().map_or(0, |most| *most as usize);
+    let mut words = vec![0; most / WORD + 1];
+    for set in sets {
+        words[*set as usize / WORD] |= 1 << (*set as usize % WORD);
+    }
+    words
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Set {
+    Free,
+    Used {
+        blocks: usize,
+    },
+    /// So many shards may still name it.
+    Dead {
+        shards: usize,
+    },
+}
+
+#[derive(Debug, Default)]
+struct Rank {
+    /// The set that answers.
+    in_use: Option<u32>,
+    /// The set being filled beside it.
+    loading: Option<u32>,
+    is_exact: bool,
+    page_tokens: u32,
+    /// Of its mirror.
+    mirror_bytes: usize,
+}
+
+/// What is known of a rank's entry.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+pub struct KvRank {
+    /// It is the stored set; else a guess.
+    pub is_exact: bool,
+    pub blocks: usize,
+    /// Tokens of the rank's pages, 0 if it told none: it reuses whole pages only.
+    pub page_tokens: u32,
+}
+
+impl KvRank {
+    /// Tokens of a prompt that `held` router blocks save. Engines compute the last token always, and reuse whole pages only.
+    pub fn cached_tokens(&self, held: usize, block_tokens: usize, prompt_tokens: usize) -> usize {
+        let tokens = (held * block_tokens).min(prompt_tokens.saturating_sub(1));
+        let page = match self.page_tokens {
+            0 => block_tokens.max(1),
+            page => page as usize,
+        };
+        tokens / page * page
+    }
+}
+
+/// Why news were not taken in. The sender begins anew, now or later.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+pub enum NewsError {
+    #[error("this rank's entry was forgotten")]
+    Forgotten,
+    #[error(
+        "the index of cached blocks needs more than its {max_bytes} bytes; raise --max-index-bytes"
+    )]
+    Full { max_bytes: usize },
+}
+
+/// See the module.
+#[derive(Debug)]
+pub struct KvIndex {
+    shards: Vec<Shard>,
+    sets: Vec<Set>,
+    /// Sets that may be given out.
+    free: Vec<u32>,
+    dead: usize,
+    /// The next shard to sweep.
+    sweep_at: usize,
+    ranks: BTreeMap<WorkerId, Rank>,
+    max_bytes: usize,
+    heap_bytes: usize,
+    mirror_bytes: usize,
+    active: Vec<u64>,
+    depths: Vec<usize>,
+}
+
+impl KvIndex {
+    pub fn new(max_bytes: usize) -> Self {
+        Self {
+            shards: (0..SHARDS).map(|_| Shard::default()).collect(),
+            sets: Vec::new(),
+            free: Vec::new(),
+            dead: 0,
+            sweep_at: 0,
+            ranks: BTreeMap::new(),
+            max_bytes,
+            heap_bytes: 0,
+            mirror_bytes: 0,
+            active: Vec::new(),
+            depths: Vec::new(),
+        }
+    }
+
+    /// The rank's entry that answers, if there is one.
+    pub fn rank(&self, worker: WorkerId) -> Option<KvRank> {
+        let rank = self.ranks.get(&worker)?;
+        let set = rank.in_use?;
+        Some(KvRank {
+            is_exact: rank.is_exact,
+            blocks: self.blocks_of(set),
+            page_tokens: rank.page_tokens,
+        })
+    }
+
+    /// Whether no rank has an entry: there is nothing to look for.
+    pub fn is_idle(&self) -> bool {
+        self.ranks.is_empty()
+    }
+
+    /// Estimated memory, the mirrors' included.
+    pub fn bytes(&self) -> usize {
+        let shards = self.shards.iter().map(shard_bytes).sum::<usize>();
+        shards + self.heap_bytes + self.mirror_bytes + self.sets.capacity() * size_of::<Set>()
+    }
+
+    /// Blocks in memory, those of dead sets included.
+    #[cfg(test)]
+    pub fn entries(&self) -> usize {
+        self.shards.iter().map(Shard::len).sum()
+    }
+
+    /// Take in what a rank's replica tells.
+    pub fn reconcile(&mut self, worker: WorkerId, news: &News<'_>) -> Result<(), NewsError> {
+        self.sweep();
+        match *news {
+            News::Begin => {
+                let set = self.open();
+                let rank = self.ranks.entry(worker).or_default();
+                if let Some(before) = rank.loading.replace(set) {
+                    self.close(before);
+                }
+                Ok(())
+            }
+            News::Changed {
+                changes,
+                page_tokens,
+                bytes,
+            } => {
+                let rank = self.ranks.get_mut(&worker).ok_or(NewsError::Forgotten)?;
+                rank.page_tokens = page_tokens;
+                self.mirror_bytes = self.mirror_bytes - rank.mirror_bytes + bytes;
+                rank.mirror_bytes = bytes;
+                let set = rank.loading.or(rank.in_use).ok_or(NewsError::Forgotten)?;
+                self.changed(set, changes)
+            }
+            News::Serve { is_exact } => {
+                let rank = self.ranks.get_mut(&worker).ok_or(NewsError::Forgotten)?;
+                rank.is_exact = is_exact;
+                if let Some(new) = rank.loading.take()
+                    && let Some(before) = rank.in_use.replace(new)
+                {
+                    self.close(before);
+                }
+                Ok(())
+            }
+            News::Doubt => {
+                if let Some(rank) = self.ranks.get_mut(&worker) {
+                    rank.is_exact = false;
+                }
+                Ok(())
+            }
+            News::Forget => {
+                self.forget(worker);
+                Ok(())
+            }
+        }
+    }
+
+    /// The rank is gone. O(1); its memory follows.
+    pub fn forget(&mut self, worker: WorkerId) {
+        if let Some(rank) = self.ranks.remove(&worker) {
+            self.mirror_bytes -= rank.mirror_bytes;
+            let sets = [rank.in_use, rank.loading];
+            sets.into_iter().flatten().for_each(|set| self.close(set));
+        }
+    }
+
+    fn changed(&mut self, set: u32, changes: &[Change]) -> Result<(), NewsError> {
+        for change in changes {
+            match *change {
+                Change::Hold(hash) => self.hold(set, hash),
+                Change::Drop(hash) => self.drop_block(set, hash),
+            }
+        }
+        match self.bytes() <= self.max_bytes {
+            true => Ok(()),
+            false => Err(NewsError::Full {
+                max_bytes: self.max_bytes,
+            }),
+        }
+    }
+
+    /// How many blocks of `path` each of `workers` (sorted) holds, into `held`; returns how many anybody holds. Sets that
+    /// are guesses answer too. Cost: one look-up for each doubling of the path, and as many again for each length at which
+    /// holders get fewer.
+    pub fn held_by(&mut self, path: &[u64], workers: &[WorkerId], held: &mut [usize]) -> usize {
+        debug_assert!(workers.is_sorted() && workers.len() == held.len());
+        held.fill(0);
+        let deepest = self.measure(path);
+        if deepest > 0 {
+            for (worker, held) in workers.iter().zip(held) {
+                let set = self.ranks.get(worker).and_then(|rank| rank.in_use);
+                *held = set.map_or(0, |set| self.depths[set as usize]);
+            }
+        }
+        deepest
+    }
+
+    /// Fill `depths`: blocks of `path` held by each set in use.
+    fn measure(&mut self, path: &[u64]) -> usize {
+        let mut active = std::mem::take(&mut self.active);
+        let mut depths = std::mem::take(&mut self.depths);
+        depths.clear();
+        depths.resize(self.sets.len(), 0);
+        active.clear();
+        active.resize(self.sets.len().div_ceil(WORD), 0);
+        for set in self.ranks.values().filter_map(|rank| rank.in_use) {
+            active[set as usize / WORD] |= 1 << (set as usize % WORD);
+        }
+        // All of `active` hold path[..at].
+        let mut at = 0;
+        while active.iter().any(|word| *word != 0) {
+            at = self.common_end(path, at, &active);
+            let next = path.get(at).and_then(|hash| self.holders(*hash));
+            for (word, bits) in active.iter_mut().enumerate() {
+                let stay = next.map_or(0, |holders| holders.word(word));
+                let mut leaving = *bits & !stay;
+                *bits &= stay;
+                while leaving != 0 {
+                    depths[word * WORD + leaving.trailing_zeros() as usize] = at;
+                    leaving &= leaving - 1;
+                }
+            }
+            at += 1;
+        }
+        let deepest = depths.iter().copied().max().unwrap_or(0);
+        (self.active, self.depths) = (active, depths);
+        deepest
+    }
+
+    /// The longest path[..end] that all of `active` hold; they hold path[..at].
+    fn common_end(&self, path: &[u64], at: usize, active: &[u64]) -> usize {
+        let all_hold = |end: usize| {
+            let holders = self.holders(path[end - 1]);
+            holders.is_some_and(|holders| holders.has_all(active))
+        };
+        let (mut low, mut step) = (at, 1);
+        while low + step <= path.len() && all_hold(low + step) {
+            low += step;
+            step *= 2;
+        }
+        let mut high = (low + step).min(path.len() + 1); // not all hold path[..high]
+        while high - low > 1 {
+            let middle = (low + high) / 2;
+            if all_hold(middle) {
+                low = middle;
+            } else {
+                high = middle;
+            }
+        }
+        low
+    }
+
+    fn holders(&self, hash: u64) -> Option<&Holders> {
+        self.shards[shard_of(hash)].get(&hash)
+    }
+
+    fn blocks_of(&self, set: u32) -> usize {
+        match self.sets[set as usize] {
+            Set::Used { blocks } => blocks,
+            Set::Free | Set::Dead { .. } => 0,
+        }
+    }
+
+    // --- sets
+
+    fn open(&mut self) -> u32 {
+        let set = self.free.pop().unwrap_or_else(|| {
+            self.sets.push(Set::Free);
+            (self.sets.len() - 1) as u32
+        });
+        self.sets[set as usize] = Set::Used { blocks: 0 };
+        set
+    }
+
+    fn close(&mut self, set: u32) {
+        if self.blocks_of(set) == 0 {
+            self.sets[set as usize] = Set::Free;
+            self.free.push(set);
+        } else {
+            self.sets[set as usize] = Set::Dead { shards: SHARDS };
+            self.dead += 1;
+        }
+    }
+
+    fn hold(&mut self, set: u32, hash: u64) {
+        let shard = &mut self.shards[shard_of(hash)];
+        let is_new = match shard.entry(hash) {
+            std::collections::hash_map::Entry::Vacant(place) => {
+                place.insert(Holders::One(set));
+                true
+            }
+            std::collections::hash_map::Entry::Occupied(mut place) => {
+                let holders = place.get_mut();
+                let before = holders.heap_bytes();
+                let is_new = holders.insert(set);
+                self.heap_bytes = self.heap_bytes - before + holders.heap_bytes();
+                is_new
+            }
+        };
+        if is_new && let Set::Used { blocks } = &mut self.sets[set as usize] {
+            *blocks += 1;
+        }
+    }
+
+    fn drop_block(&mut self, set: u32, hash: u64) {
+        let shard = &mut self.shards[shard_of(hash)];
+        let Some(holders) = shard.get_mut(&hash).filter(|holders| holders.has(set)) else {
+            return;
+        };
+        let bytes = holders.heap_bytes();
+        if holders.remove(set) {
+            self.heap_bytes -= bytes;
+            shard.remove(&hash);
+        }
+        if let Set::Used { blocks } = &mut self.sets[set as usize] {
+            *blocks -= 1;
+        }
+    }
+
+    /// Take dead sets out of the next few shards.
+    fn sweep(&mut self) {
+        for _ in 0..SWEEP {
+            if self.dead == 0 {
+                return;
+            }
+            let is_dead = |set: &Set| matches!(set, Set::Dead { .. });
+            let dead: Vec<u32> = (0..self.sets.len() as u32)
+                .filter(|set| is_dead(&self.sets[*set as usize]))
+                .collect();
+            let heap_bytes = &mut self.heap_bytes;
+            let shard = &mut self.shards[self.sweep_at];
+            shard.retain(|_, holders| {
+                let bytes = holders.heap_bytes();
+                let is_left = !dead
+                    .iter()
+                    .any(|set| holders.has(*set) && holders.remove(*set));
+                *heap_bytes -= if is_left { 0 } else { bytes };
+                is_left
+            });
+            if shard.len() < shard.capacity() / 4 {
+                shard.shrink_to(shard.len() * 2);
+            }
+            self.sweep_at = (self.sweep_at + 1) % SHARDS;
+            for set in dead {
+                let place = &mut self.sets[set as usize];
+                match place {
+                    Set::Dead { shards: 1 } => {
+                        *place = Set::Free;
+                        self.free.push(set);
+                        self.dead -= 1;
+                    }
+                    Set::Dead { shards } => *shards -= 1,
+                    Set::Free | Set::Used { .. } => {}
+                }
+            }
+        }
+    }
+}
+
+fn shard_of(hash: u64) -> usize {
+    (hash >> 58) as usize
+}
+
+fn shard_bytes(shard: &Shard) -> usize {
+    shard.capacity() * (size_of::<(u64, Holders)>() + 1) * 8 / 7
+}

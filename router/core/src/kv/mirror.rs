@@ -1,0 +1,408 @@
+//! One rank's cache as its events tell it, and what its blocks are called here.
+//!
+//! ```text
+//!   engine's blocks:  ├─ a ─┼─ b ─┼─ c ─┤        page of 4 tokens, router block of 8: b completes one, c begins the next
+//!   router's blocks:  ├──── h0 ───┼──── h1 …
+//! ```
+//!
+//! A block *counts* when it is stored and its parent counts: what lies behind a hole cannot be used. Engines remove inner
+//! blocks now and then (SGLang takes a node out and puts its halves back in one batch; vLLM evicts by its own order), so a
+//! removed block stays as a ghost as long as blocks behind it are stored, and they count again when it returns.
+//!
+//! Invariants: counts(block) = copies > 0 and (it begins a prompt or counts(parent)); the changes handed out add up to the
+//! router blocks completed by blocks that count; a ghost has children. Memory is bounded by the rank's cache, and told
+//! ([`Mirror::bytes`]).
+
+use std::collections::HashMap;
+
+use super::{EngineHash, KvEvent, Stored};
+use crate::prompt::TokenChain;
+
+/// Index into the arena.
+type Slot = u32;
+const NONE: Slot = u32::MAX;
+/// `parent` of a slot that is not in use.
+const FREE: Slot = u32::MAX - 1;
+
+/// A router block that the rank holds now, or no longer does.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Change {
+    Hold(u64),
+    Drop(u64),
+}
+
+/// Events that cannot be true of one cache.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+pub enum Broken {
+    #[error("block {parent:016x} was never announced, and blocks behind it are")]
+    UnknownParent { parent: EngineHash },
+    #[error(
+        "hash {hash:016x} names two different prefixes; this engine's hashes do not cover what is before a block"
+    )]
+    NotAPrefixHash { hash: EngineHash },
+    #[error("{hashes} blocks of {block_tokens} tokens came with {tokens} tokens")]
+    WrongLength {
+        hashes: usize,
+        block_tokens: u32,
+        tokens: usize,
+    },
+}
+
+#[derive(Debug)]
+struct Block {
+    hash: EngineHash,
+    /// Our hash of everything up to the last end of a router block at or before this block's end.
+    chain: u64,
+    parent: Slot,
+    first_child: Slot,
+    /// Siblings.
+    next: Slot,
+    prev: Slot,
+    /// Stored less removed: vLLM may hold the same content twice. 0: a ghost.
+    copies: u32,
+    counts: bool,
+    rest: Rest,
+}
+
+/// What a block completes, and what it leaves for the next one.
+#[derive(Debug)]
+enum Rest {
+    /// It completes one router block, `chain`, with its last token, and no sibling completes the same.
+    Whole,
+    /// It is one token in the middle of a router block: pages of 1 are SGLang's default.
+    Token(u32),
+    Other(Box<Other>),
+}
+
+#[derive(Debug)]
+struct Other {
+    /// Router blocks that end inside. Siblings which begin alike complete the same ones.
+    done: Box<[u64]>,
+    /// Own tokens behind the last end of a router block.
+    tail: Box<[u32]>,
+}
+
+/// See the module.
+#[derive(Debug)]
+pub struct Mirror {
+    /// Tokens of a router block.
+    block_tokens: usize,
+    /// Blocks behind unknown ones are passed over instead of refused: it is known that announcements were missed.
+    pub is_partial: bool,
+    by_hash: HashMap<EngineHash, Slot>,
+    blocks: Vec<Block>,
+    free: Vec<Slot>,
+    /// How many blocks that count complete a router block, for those that several may complete.
+    shared: HashMap<u64, u32>,
+    /// Blocks whose copies changed in this batch.
+    touched: Vec<Slot>,
+    /// Heap memory of `Rest::Other`.
+    rest_bytes: usize,
+    /// Tokens of a page, as last announced.
+    page_tokens: u32,
+}
+
+impl Mirror {
+    pub fn new(block_tokens: usize) -> Self {
+        Self {
+            block_tokens: block_tokens.max(1),
+            is_partial: false,
+            by_hash: HashMap::new(),
+            blocks: Vec::new(),
+            free: Vec::new(),
+            shared: HashMap::new(),
+            touched: Vec::new(),
+            rest_bytes: 0,
+            page_tokens: 0,
+        }
+    }
+
+    /// Blocks known, ghosts included.
+    pub fn len(&self) -> usize {
+        self.by_hash.len()
+    }
+
+    pub fn is_empty(&self) -> bool {
+        self.by_hash.is_empty()
+    }
+
+    /// Tokens of the engine's blocks; 0 before the first one.
+    pub fn page_tokens(&self) -> u32 {
+        self.page_tokens
+    }
+
+    /// Estimated memory.
+    pub fn bytes(&self) -> usize {
+        /// A bucket of a hash map has a control byte, and an eighth of them is empty.
+        const fn map_bytes(capacity: usize, entry: usize) -> usize {
+            capacity * (entry + 1) * 8 / 7
+        }
+        map_bytes(self.by_hash.capacity(), size_of::<(EngineHash, Slot)>())
+            + map_bytes(self.shared.capacity(), size_of::<(u64, u32)>())
+            + self.blocks.capacity() * size_of::<Block>()
+            + self.free.capacity() * size_of::<Slot>()
+            + self.rest_bytes
+    }
+
+    /// There are no blocks, and that is certain.
+    pub fn clear(&mut self) {
+        *self = Self {
+            page_tokens: self.page_tokens,
+            ..Self::new(self.block_tokens)
+        };
+    }
+
+    /// Take in one batch. Appends to `changes` in the order they hold; returns whether the batch began anew (`Cleared`), in
+    /// which case `changes` has only what came after that. An error leaves the mirror unusable until it is cleared.
+    pub fn apply(&mut self, events: &[KvEvent], changes: &mut Vec<Change>) -> Result<bool, Broken> {
+        let mut is_cleared = false;
+        for event in events {
+            match event {
+                KvEvent::Stored(stored) => self.store(stored)?,
+                KvEvent::Removed(hashes) => hashes.iter().for_each(|hash| self.remove(*hash)),
+                KvEvent::Cleared => {
+                    self.clear();
+                    is_cleared = true;
+                }
+            }
+        }
+        let mut touched = std::mem::take(&mut self.touched);
+        for &slot in &touched {
+            self.settle(slot, changes);
+        }
+        for &slot in &touched {
+            self.release(slot);
+        }
+        touched.clear();
+        self.touched = touched;
+        Ok(is_cleared)
+    }
+
+    fn store(&mut self, stored: &Stored) -> Result<(), Broken> {
+        let width = stored.block_tokens as usize;
+        if width == 0 || stored.tokens.len() != width * stored.hashes.len() {
+            return Err(Broken::WrongLength {
+                hashes: stored.hashes.len(),
+                block_tokens: stored.block_tokens,
+                tokens: stored.tokens.len(),
+            });
+        }
+        self.page_tokens = stored.block_tokens;
+        let mut parent = NONE;
+        let mut chain = TokenChain::new(&stored.namespace);
+        let mut tail = Vec::new();
+        if let Some(hash) = stored.parent {
+            match self.by_hash.get(&hash) {
+                Some(&slot) => {
+                    parent = slot;
+                    chain = TokenChain::resume(self.blocks[slot as usize].chain);
+                    tail = self.tail_behind(slot);
+                }
+                None if self.is_partial => return Ok(()),
+                None => return Err(Broken::UnknownParent { parent: hash }),
+            }
+        }
+        let pages = stored.tokens.chunks_exact(width);
+        for (i, (&hash, page)) in stored.hashes.iter().zip(pages).enumerate() {
+            if let Some((_, salt)) = stored.salts.iter().find(|(at, _)| *at == i) {
+                chain.push(&[*salt as u32, (*salt >> 32) as u32]);
+            }
+            tail.extend_from_slice(page);
+            let mut done = Vec::new();
+            let whole = tail.len() / self.block_tokens * self.block_tokens;
+            for block in tail[..whole].chunks_exact(self.block_tokens) {
+                done.push(chain.push(block));
+            }
+            tail.drain(..whole);
+            let own_tail = &tail[tail.len() - tail.len().min(width)..];
+            parent = match self.by_hash.get(&hash) {
+                Some(&slot) => {
+                    let known = &mut self.blocks[slot as usize];
+                    if known.chain != chain.hash() || known.parent != parent {
+                        return Err(Broken::NotAPrefixHash { hash });
+                    }
+                    known.copies += 1;
+                    slot
+                }
+                None => {
+                    let rest = Rest::new(&done, own_tail, width <= self.block_tokens);
+                    self.add(hash, chain.hash(), parent, rest)
+                }
+            };
+            self.touched.push(parent);
+        }
+        Ok(())
+    }
+
+    /// The tokens between the last end of a router block and the end of this block.
+    fn tail_behind(&self, slot: Slot) -> Vec<u32> {
+        let (mut at, mut reversed) = (slot, Vec::new());
+        while at != NONE {
+            let block = &self.blocks[at as usize];
+            match &block.rest {
+                Rest::Whole => break,
+                Rest::Token(token) => reversed.push(*token),
+                Rest::Other(other) => {
+                    reversed.extend(other.tail.iter().rev());
+                    if !other.done.is_empty() {
+                        break;
+                    }
+                }
+            }
+            at = block.parent;
+        }
+        reversed.reverse();
+        reversed
+    }
+
+    /// One that is not known was evicted before it was announced here, or lies behind what was missed.
+    fn remove(&mut self, hash: EngineHash) {
+        if let Some(&slot) = self.by_hash.get(&hash) {
+            let block = &mut self.blocks[slot as usize];
+            block.copies = block.copies.saturating_sub(1);
+            self.touched.push(slot);
+        }
+    }
+
+    /// Make `counts` true to the rule, here and behind.
+    fn settle(&mut self, slot: Slot, changes: &mut Vec<Change>) {
+        let block = &self.blocks[slot as usize];
+        let parent_counts = block.parent == NONE || self.blocks[block.parent as usize].counts;
+        let counts = block.copies > 0 && parent_counts;
+        if counts == block.counts {
+            return;
+        }
+        let mut stack = vec![slot];
+        while let Some(at) = stack.pop() {
+            self.blocks[at as usize].counts = counts;
+            self.tell(at, counts, changes);
+            let mut child = self.blocks[at as usize].first_child;
+            while child != NONE {
+                let behind = &self.blocks[child as usize];
+                if behind.counts != counts && (behind.copies > 0 || !counts) {
+                    stack.push(child);
+                }
+                child = behind.next;
+            }
+        }
+    }
+
+    fn tell(&mut self, slot: Slot, counts: bool, changes: &mut Vec<Change>) {
+        let block = &self.blocks[slot as usize];
+        let done = match &block.rest {
+            Rest::Token(_) => return,
+            Rest::Whole => {
+                changes.push(Change::new(block.chain, counts));
+                return;
+            }
+            Rest::Other(other) => &other.done,
+        };
+        for &hash in done {
+            let users = self.shared.entry(hash).or_default();
+            let before = *users;
+            *users = if counts { before + 1 } else { before - 1 };
+            let now = *users;
+            if now == 0 {
+                self.shared.remove(&hash);
+            }
+            if (before == 0) != (now == 0) {
+                changes.push(Change::new(hash, counts));
+            }
+        }
+    }
+
+    fn add(&mut self, hash: EngineHash, chain: u64, parent: Slot, rest: Rest) -> Slot {
+        self.rest_bytes += rest.heap_bytes();
+        let first_child = match parent {
+            NONE => NONE,
+            _ => self.blocks[parent as usize].first_child,
+        };
+        let block = Block {
+            hash,
+            chain,
+            parent,
+            first_child: NONE,
+            next: first_child,
+            prev: NONE,
+            copies: 1,
+            counts: false,
+            rest,
+        };
+        let slot = match self.free.pop() {
+            Some(slot) => {
+                self.blocks[slot as usize] = block;
+                slot
+            }
+            None => {
+                self.blocks.push(block);
+                (self.blocks.len() - 1) as Slot
+            }
+        };
+        if first_child != NONE {
+            self.blocks[first_child as usize].prev = slot;
+        }
+        if parent != NONE {
+            self.blocks[parent as usize].first_child = slot;
+        }
+        self.by_hash.insert(hash, slot);
+        slot
+    }
+
+    /// Free a block without copies and children, and ghosts before it that are then without children.
+    fn release(&mut self, slot: Slot) {
+        let mut at = slot;
+        while at != NONE {
+            let block = &self.blocks[at as usize];
+            if block.parent == FREE || block.copies > 0 || block.first_child != NONE {
+                return;
+            }
+            let (parent, next, prev) = (block.parent, block.next, block.prev);
+            self.rest_bytes -= block.rest.heap_bytes();
+            self.by_hash.remove(&block.hash);
+            if next != NONE {
+                self.blocks[next as usize].prev = prev;
+            }
+            match prev {
+                NONE if parent != NONE => self.blocks[parent as usize].first_child = next,
+                NONE => {}
+                _ => self.blocks[prev as usize].next = next,
+            }
+            let block = &mut self.blocks[at as usize];
+            (block.parent, block.rest) = (FREE, Rest::Whole);
+            self.free.push(at);
+            at = parent;
+        }
+    }
+}
+
+impl Change {
+    fn new(hash: u64, is_held: bool) -> Self {
+        match is_held {
+            true => Change::Hold(hash),
+            false => Change::Drop(hash),
+        }
+    }
+}
+
+impl Rest {
+    /// `is_alone`: the block is no longer than a router block, so two that complete the same one are the same.
+    fn new(done: &[u64], tail: &[u32], is_alone: bool) -> Self {
+        match (done, tail) {
+            ([_], []) if is_alone => Rest::Whole,
+            ([], [token]) => Rest::Token(*token),
+            _ => Rest::Other(Box::new(Other {
+                done: done.into(),
+                tail: tail.into(),
+            })),
+        }
+    }
+
+    fn heap_bytes(&self) -> usize {
+        match self {
+            Rest::Whole | Rest::Token(_) => 0,
+            Rest::Other(other) => {
+                size_of::<Other>() + size_of_val(&*other.done) + size_of_val(&*other.tail)
+            }
+        }
+    }
+}

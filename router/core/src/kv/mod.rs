@@ -1,0 +1,57 @@
+//! What engines say they have cached: an exact index beside the remembered one of [`crate::prefix_tree`].
+//!
+//! The life of a rank's events (one worker, or one DP rank of it):
+//!
+//! 1. The shell reads numbered batches of [`KvEvent`]s, or a snapshot, and gives them to the rank's [`Replica`].
+//! 2. The replica watches the numbers and keeps a [`Mirror`]: which blocks the rank holds, by the *engine's* names, and what
+//!    each is called *here*. An engine's hash may be SHA-256, Python's `hash` or anything else; ours is the chain hash of
+//!    the tokens ([`crate::prompt`]), computed once, when the block is announced.
+//! 3. What changed leaves as [`News`] in our names, and a policy's [`KvIndex`] takes it in: from [`News::Serve`] on the rank's
+//!    entry is its stored set, no more and no less.
+//! 4. Batches were lost, or contradict each other: [`News::Doubt`]. The entry stays, as a guess, until a snapshot, a replay
+//!    or an `AllBlocksCleared` makes it exact again.
+//! 5. The rank is gone, or is another process with the same address (epoch): its entry is forgotten in O(1).
+//!
+//! The engine's block (a page) and the router's need not have the same length: a router block is held when the pages that
+//! cover it are.
+//!
+//! Invariants (property tests in `model_test`): an exact entry is what a naive set of token prefixes says; what a rank holds
+//! is closed under prefixes, so that a match can be found by bisection.
+
+mod index;
+mod mirror;
+mod replica;
+
+#[cfg(test)]
+mod model_test;
+
+pub use index::{KvIndex, KvRank, NewsError};
+pub use mirror::{Broken, Change, Mirror};
+pub use replica::{News, Replica, ReplicaError, Took};
+
+/// An engine's name for a block, reduced to 64 bits where it is longer. It covers everything before the block.
+pub type EngineHash = u64;
+
+/// What vLLM's, SGLang's and our engines announce.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum KvEvent {
+    Stored(Stored),
+    Removed(Vec<EngineHash>),
+    /// There are no blocks.
+    Cleared,
+}
+
+/// Blocks that follow each other, first one first.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct Stored {
+    pub hashes: Vec<EngineHash>,
+    /// `None`: they begin a prompt.
+    pub parent: Option<EngineHash>,
+    /// `block_tokens` for each hash.
+    pub tokens: Vec<u32>,
+    pub block_tokens: u32,
+    /// Whose prompts may share them, as the request named it ([`crate::prompt`]); read where they begin a prompt.
+    pub namespace: String,
+    /// Other things than tokens that tell blocks apart (images), by place in `hashes`. No prompt here matches them.
+    pub salts: Vec<(usize, u64)>,
+}

@@ -1,0 +1,191 @@
+//! A rank's numbered batches, in order: what to take in, what is missing, and what the index is told.
+//!
+//! ```text
+//!                 snapshot, batch 0, a batch with Cleared
+//!   nothing known ───────────────────────────────────────▶ exact ◀── snapshot, Cleared ──┐
+//!                └── skip (what was before is lost) ──▶ a guess ◀── gap skipped, Broken ──┘ (from exact)
+//! ```
+
+use super::{Broken, Change, KvEvent, Mirror, NewsError};
+
+/// Most changes told at once: the index is locked meanwhile.
+const PIECE: usize = 1024;
+
+/// What a replica tells the index.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum News<'a> {
+    /// A new copy of the rank's cache follows; the one in use answers until it is served.
+    Begin,
+    /// Changes of the copy that was begun, or else of the one in use.
+    Changed {
+        changes: &'a [Change],
+        /// The rank's pages, of which it reuses whole ones only.
+        page_tokens: u32,
+        /// Memory of the mirror.
+        bytes: usize,
+    },
+    /// The copy answers from now on.
+    Serve { is_exact: bool },
+    /// The copy in use is a guess from now on.
+    Doubt,
+    /// There is no copy.
+    Forget,
+}
+
+/// What became of a batch.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Took {
+    Applied,
+    /// It is known already.
+    Old,
+    /// Batches from `first` on are missing; this one was not taken in.
+    Gap {
+        first: u64,
+    },
+}
+
+/// Why a replica cannot go on as it is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+pub enum ReplicaError {
+    #[error(transparent)]
+    Broken(#[from] Broken),
+    #[error(transparent)]
+    Refused(#[from] NewsError),
+}
+
+/// Where the index is told.
+pub type Tell<'a> = &'a mut dyn FnMut(News<'_>) -> Result<(), NewsError>;
+
+/// See the module.
+#[derive(Debug)]
+pub struct Replica {
+    mirror: Mirror,
+    /// Number of the next batch; `None`: nothing is known yet.
+    next: Option<u64>,
+    is_exact: bool,
+    /// A copy was served.
+    is_serving: bool,
+    changes: Vec<Change>,
+}
+
+impl Replica {
+    /// `block_tokens`: of the router's blocks.
+    pub fn new(block_tokens: usize) -> Self {
+        Self {
+            mirror: Mirror::new(block_tokens),
+            next: None,
+            is_exact: false,
+            is_serving: false,
+            changes: Vec::new(),
+        }
+    }
+
+    /// Number of the next batch to be taken in.
+    pub fn next(&self) -> Option<u64> {
+        self.next
+    }
+
+    pub fn is_exact(&self) -> bool {
+        self.is_exact
+    }
+
+    /// Blocks of the engine that are known.
+    pub fn blocks(&self) -> usize {
+        self.mirror.len()
+    }
+
+    /// Everything cached, which stands for the batches before `next`.
+    pub fn snapshot(
+        &mut self,
+        next: u64,
+        events: &[KvEvent],
+        tell: Tell<'_>,
+    ) -> Result<(), ReplicaError> {
+        self.mirror.clear();
+        tell(News::Begin)?;
+        for event in events {
+            self.take_in(std::slice::from_ref(event), tell)?;
+        }
+        self.next = Some(next);
+        self.serve(true, tell)
+    }
+
+    /// A batch, in whatever order it came.
+    pub fn batch(
+        &mut self,
+        number: u64,
+        events: &[KvEvent],
+        tell: Tell<'_>,
+    ) -> Result<Took, ReplicaError> {
+        // What was before `Cleared` does not matter, be it known or lost.
+        let cleared = events.iter().rposition(|event| *event == KvEvent::Cleared);
+        let (events, is_fresh_start) = (&events[cleared.unwrap_or(0)..], cleared.is_some());
+        match self.next {
+            Some(next) if number < next => return Ok(Took::Old),
+            Some(next) if number > next && !is_fresh_start => return Ok(Took::Gap { first: next }),
+            None if number > 0 && !is_fresh_start => return Ok(Took::Gap { first: 0 }),
+            _ => {}
+        }
+        let is_first = self.next.is_none();
+        if is_first && !is_fresh_start {
+            tell(News::Begin)?; // batch 0 of an engine that does not announce that it begins empty
+        }
+        self.take_in(events, tell)?;
+        self.next = Some(number + 1);
+        if is_first || is_fresh_start {
+            self.serve(true, tell)?;
+        }
+        Ok(Took::Applied)
+    }
+
+    /// What was before batch `number` is lost: go on with it, as a guess.
+    pub fn skip_to(&mut self, number: u64, tell: Tell<'_>) -> Result<(), ReplicaError> {
+        if self.next.is_none() {
+            tell(News::Begin)?;
+        }
+        self.mirror.is_partial = true;
+        self.next = Some(number);
+        self.serve(false, tell)
+    }
+
+    /// Nothing more is heard, or something was wrong: the copy is a guess, and the next snapshot replaces it.
+    pub fn doubt(&mut self, tell: Tell<'_>) -> Result<(), ReplicaError> {
+        if std::mem::replace(&mut self.is_exact, false) {
+            tell(News::Doubt)?;
+        }
+        Ok(())
+    }
+
+    /// The rank is another process now: numbers begin anew, and it holds nothing of what this knew.
+    pub fn forget(&mut self, tell: Tell<'_>) -> Result<(), ReplicaError> {
+        self.mirror.clear();
+        (self.next, self.is_exact) = (None, false);
+        if std::mem::replace(&mut self.is_serving, false) {
+            tell(News::Forget)?;
+        }
+        Ok(())
+    }
+
+    fn serve(&mut self, is_exact: bool, tell: Tell<'_>) -> Result<(), ReplicaError> {
+        (self.is_exact, self.is_serving) = (is_exact, true);
+        tell(News::Serve { is_exact })?;
+        Ok(())
+    }
+
+    /// If the events began anew, what follows is told as a new copy.
+    fn take_in(&mut self, events: &[KvEvent], tell: Tell<'_>) -> Result<(), ReplicaError> {
+        self.changes.clear();
+        if self.mirror.apply(events, &mut self.changes)? {
+            tell(News::Begin)?;
+        }
+        let (page_tokens, bytes) = (self.mirror.page_tokens(), self.mirror.bytes());
+        for changes in self.changes.chunks(PIECE) {
+            tell(News::Changed {
+                changes,
+                page_tokens,
+                bytes,
+            })?;
+        }
+        Ok(())
+    }
+}

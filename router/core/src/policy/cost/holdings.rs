@@ -1,0 +1,259 @@
+//! What each rank holds of a prompt, from three sources.
+//!
+//! | rank | prompt | held |
+//! |---|---|---|
+//! | announces what it stores, and nothing was missed | of token ids | *announced* ([`crate::kv`]) or *booked*: sent there and not announced yet |
+//! | announces, but something was missed | of token ids | the most of announced, booked and remembered; half of it is believed |
+//! | else | any | *remembered*: what was sent there, least recently used out ([`crate::prefix_tree`]) |
+//!
+//! A booking ends when its request fails, shortly after its first token (the rank announces what it stored then), or when
+//! it is too old. The bookings of a rank are one tree of paths; what no booking that lasts was made after is dropped from it.
+
+use std::collections::BTreeMap;
+
+use crate::kv::{KvIndex, KvRank, News, NewsError};
+use crate::prefix_tree::{PrefixTree, Stamp};
+use crate::prompt::Prompt;
+use crate::types::WorkerId;
+
+/// How long after a first token the rank's announcement may take [ms]. It comes with the token, or a step later.
+const ANNOUNCED_MS: f64 = 2_000.0;
+/// Longest booking [ms]: a request that does not stream shows no first token.
+const BOOKED_MS: f64 = 60_000.0;
+/// What is believed of a rank's entry when announcements were missed.
+const DOUBT: f64 = 0.5;
+/// Above this share of found prefixes announcements are taken at their word; below, the rank reuses less than it stores.
+const TRUSTED: f64 = 0.95;
+
+/// Of one prompt at one rank.
+#[derive(Debug, Clone, Copy, Default)]
+pub(super) struct Held {
+    pub blocks: usize,
+    source: Source,
+}
+
+#[derive(Debug, Clone, Copy, Default)]
+enum Source {
+    #[default]
+    Remembered,
+    Announced(KvRank),
+    Doubtful,
+}
+
+impl Held {
+    /// Tokens that need not be computed, of `tokens` in blocks of `tokens_per_block`.
+    pub fn cached_tokens(self, tokens: f64, tokens_per_block: f64, confidence: f64) -> f64 {
+        let believed = |share: f64| (self.blocks as f64 * tokens_per_block * share).min(tokens);
+        match self.source {
+            Source::Remembered => believed(confidence),
+            Source::Doubtful => believed(confidence * DOUBT),
+            Source::Announced(rank) => {
+                let block_tokens = tokens_per_block.round() as usize;
+                let cached = rank.cached_tokens(self.blocks, block_tokens, tokens as usize) as f64;
+                if confidence >= TRUSTED {
+                    cached
+                } else {
+                    cached * confidence
+                }
+            }
+        }
+    }
+}
+
+/// What one request was noted with.
+#[derive(Debug, Clone, Copy)]
+pub(super) enum Note {
+    Remembered(Stamp),
+    Booked(Stamp),
+}
+
+#[derive(Debug)]
+pub(super) struct Holdings {
+    remembered: PrefixTree<[u64]>,
+    announced: KvIndex,
+    booked: PrefixTree<[u64]>,
+    /// When each booking ends, in the order they were made.
+    bookings: BTreeMap<WorkerId, BTreeMap<Stamp, f64>>,
+    max_bytes: usize,
+    /// Buffer of `held_by`.
+    found: Vec<usize>,
+}
+
+/// Sizes, for metrics.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct HoldingsStats {
+    pub bytes: usize,
+    pub evicted_total: u64,
+}
+
+impl Holdings {
+    pub fn new(max_bytes: usize) -> Self {
+        Self {
+            remembered: PrefixTree::new(max_bytes),
+            announced: KvIndex::new(max_bytes / 8 * 5),
+            booked: PrefixTree::new(max_bytes / 8),
+            bookings: BTreeMap::new(),
+            max_bytes,
+            found: Vec::new(),
+        }
+    }
+
+    pub fn add(&mut self, worker: WorkerId) {
+        self.remembered.add(worker, usize::MAX);
+        self.booked.add(worker, usize::MAX);
+    }
+
+    pub fn gone(&mut self, worker: WorkerId) {
+        self.announced.forget(worker);
+        self.bookings.remove(&worker);
+        for tree in [&mut self.remembered, &mut self.booked] {
+            while tree.retire(worker, usize::MAX) {}
+        }
+    }
+
+    /// What a rank's replica tells.
+    pub fn reconcile(&mut self, worker: WorkerId, news: &News<'_>) -> Result<(), NewsError> {
+        let taken = self.announced.reconcile(worker, news);
+        // What is announced goes before what is remembered, up to its share.
+        let left = self.max_bytes - self.max_bytes / 8;
+        let left = left.saturating_sub(self.announced.bytes());
+        self.remembered.limit_bytes(left.max(self.max_bytes / 4));
+        taken
+    }
+
+    /// The rank's announced entry, if it has one.
+    pub fn announced(&self, worker: WorkerId) -> Option<KvRank> {
+        self.announced.rank(worker)
+    }
+
+    fn exact(&self, worker: WorkerId, prompt: &Prompt<'_>) -> Option<KvRank> {
+        let rank = self.announced.rank(worker)?;
+        (rank.is_exact && prompt.is_of_tokens()).then_some(rank)
+    }
+
+    /// What each of `workers` (sorted) holds of the prompt, into `held`; returns how many blocks anybody holds.
+    pub fn held_by(
+        &mut self,
+        prompt: &Prompt<'_>,
+        workers: &[WorkerId],
+        held: &mut Vec<Held>,
+        now_ms: f64,
+    ) -> usize {
+        self.expire(now_ms);
+        let found = &mut self.found;
+        found.clear();
+        found.resize(workers.len(), 0);
+        let mut deepest = self.remembered.held_by(prompt.hashes, workers, found);
+        held.clear();
+        held.extend(found.iter().map(|&blocks| Held {
+            blocks,
+            source: Source::Remembered,
+        }));
+        if self.announced.is_idle() || !prompt.is_of_tokens() {
+            return deepest;
+        }
+        deepest = deepest.max(self.announced.held_by(prompt.hashes, workers, found));
+        for ((worker, held), &announced) in workers.iter().zip(held.iter_mut()).zip(&*found) {
+            match self.announced.rank(*worker) {
+                Some(rank) if rank.is_exact => {
+                    *held = Held {
+                        blocks: announced,
+                        source: Source::Announced(rank),
+                    };
+                }
+                Some(_) => {
+                    *held = Held {
+                        blocks: announced.max(held.blocks),
+                        source: Source::Doubtful,
+                    };
+                }
+                None => {}
+            }
+        }
+        if !self.bookings.is_empty() {
+            deepest = deepest.max(self.booked.held_by(prompt.hashes, workers, found));
+            for (held, &booked) in held.iter_mut().zip(&*found) {
+                held.blocks = held.blocks.max(booked);
+            }
+        }
+        deepest
+    }
+
+    /// Blocks in the rank's entry.
+    pub fn size_of(&self, worker: WorkerId) -> usize {
+        match self.announced.rank(worker) {
+            Some(rank) if rank.is_exact => rank.blocks,
+            _ => self.remembered.units_of(worker),
+        }
+    }
+
+    /// The prompt was sent there. `most`: blocks its cache has room for, if that is known.
+    pub fn sent(
+        &mut self,
+        worker: WorkerId,
+        prompt: &Prompt<'_>,
+        most: Option<usize>,
+        now_ms: f64,
+    ) -> Note {
+        if self.exact(worker, prompt).is_some() {
+            let stamp = self.booked.insert(worker, prompt.hashes);
+            let bookings = self.bookings.entry(worker).or_default();
+            bookings.insert(stamp, now_ms + BOOKED_MS);
+            return Note::Booked(stamp);
+        }
+        if let Some(most) = most {
+            self.remembered.add(worker, most);
+        }
+        Note::Remembered(self.remembered.insert(worker, prompt.hashes))
+    }
+
+    /// It was prefilled: the rank announces what it stored.
+    pub fn prefilled(&mut self, worker: WorkerId, note: Note, now_ms: f64) {
+        if let Note::Booked(stamp) = note
+            && let Some(bookings) = self.bookings.get_mut(&worker)
+            && let Some(end_ms) = bookings.get_mut(&stamp)
+        {
+            *end_ms = end_ms.min(now_ms + ANNOUNCED_MS);
+        }
+    }
+
+    /// It failed before it was prefilled: take back what it alone claimed beyond the first `keep` blocks.
+    pub fn failed(&mut self, worker: WorkerId, hashes: &[u64], note: Note, keep: usize) {
+        match note {
+            Note::Remembered(stamp) => self.remembered.retract(worker, hashes, stamp, keep),
+            Note::Booked(stamp) => {
+                self.booked.retract(worker, hashes, stamp, 0);
+                if let Some(bookings) = self.bookings.get_mut(&worker) {
+                    bookings.remove(&stamp);
+                }
+            }
+        }
+    }
+
+    /// Drop the bookings that are over.
+    fn expire(&mut self, now_ms: f64) {
+        let booked = &mut self.booked;
+        self.bookings.retain(|worker, bookings| {
+            let before = bookings.len();
+            while let Some(first) = bookings.first_entry()
+                && *first.get() <= now_ms
+            {
+                first.remove();
+            }
+            if bookings.len() < before || bookings.is_empty() {
+                let lasting = bookings.first_key_value().map(|(stamp, _)| *stamp);
+                booked.expire(*worker, lasting);
+            }
+            !bookings.is_empty()
+        });
+    }
+
+    pub fn stats(&self) -> HoldingsStats {
+        let trees = [&self.remembered, &self.booked];
+        let tree_bytes: usize = trees.iter().map(|tree| tree.bytes()).sum();
+        HoldingsStats {
+            bytes: tree_bytes + self.announced.bytes(),
+            evicted_total: self.remembered.evicted_units_total(),
+        }
+    }
+}
