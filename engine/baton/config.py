@@ -163,7 +163,7 @@ class EngineConfig:
         choices=("demote", "keep", "abort"),
     )
     max_partial_prefills: int = opt(
-        4, "srpt-aging, edf: most prompts under way at once (they hold pages while suspended)"
+        4, "srpt-aging, edf, or with priorities: most prompts under way at once (they hold pages while others go first)"
     )
     priority_classes: str | None = opt(
         None,

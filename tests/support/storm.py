@@ -74,6 +74,7 @@ class Weather:
                 enabled=self.priority,
                 low_values_first=rng.random() < 0.3,
                 aging_rate=rng.choice([0.0, math.pi]),  # no ties but exact ones
+                aging_max=1.5 if self.seed % 3 == 0 else math.inf,
                 preemption_threshold=rng.choice([0, 3]),
             ),
             max_partial_prefills=rng.choice([1, 4]),

@@ -49,6 +49,8 @@ class Before:
     waiting: set[int]
     opening: set[int]
     decoding: set[int]
+    partial: int
+    """Prompts under way."""
     evictions: int
 
 
@@ -96,6 +98,7 @@ class WatchedScheduler(Scheduler):
         else:
             self._plans.update(repr(plan).encode())
             self._check_shape(plan)
+            self._check_rows(before, plan)
             self._check_order(before, plan)
         self._check_work_conserved(before, plan)
         return plan
@@ -119,6 +122,7 @@ class WatchedScheduler(Scheduler):
             waiting={seq.handle for seq in state.waiting},
             opening={seq.handle for seq in state.opening},
             decoding={seq.handle for seq in running if _decodes(seq)},
+            partial=sum(_left(seq) > 0 and not _decodes(seq) and _wants(seq) for seq in running),
             evictions=self._evictions,
         )
 
@@ -182,11 +186,14 @@ class WatchedScheduler(Scheduler):
         raise KeyError(policy.name)
 
     def _priority(self, f: Fact) -> float:
-        rule, given = self.limits.priority, f.seq.req.priority
+        return self._importance(f.seq)
+
+    def _importance(self, seq: Seq) -> float:
+        rule, given = self.limits.priority, seq.req.priority
         if not rule.enabled:
             return 0.0
         base = LOWEST_PRIORITY if given is None else (-given if rule.low_values_first else given)
-        return base + min(rule.aging_rate * f.waited, rule.aging_max)
+        return base + min(rule.aging_rate * (self.clock - seq.req.arrival), rule.aging_max)
 
     # ------------------------------------------------------------------ the checks
 
@@ -200,6 +207,17 @@ class WatchedScheduler(Scheduler):
         if limits.prefill_max_requests is not None:
             assert len(plan.rows) - plan.num_decode <= limits.prefill_max_requests
         assert len(plan.new_pages) == len(set(plan.new_pages)) or plan.retracted, "a page was given out twice"
+
+    def _check_rows(self, before: Before, plan: StepPlan) -> None:
+        """Rows that decode stand by importance, then age; no prompt goes before a more important one."""
+        seqs = [self._state.seqs[row.handle] for row in plan.rows]
+        # Rounded, because the planner's keys leave out "now" where it cancels out.
+        ranks = [(-round(self._importance(seq), 6), seq.req.arrival, seq.handle) for seq in seqs]
+        decode, prompts = ranks[: plan.num_decode], [rank[:1] for rank in ranks[plan.num_decode :]]
+        assert decode == sorted(decode), "decode rows are not in order"
+        self.checked["order of decode rows"] += len(decode) > 1
+        if not self.limits.fairness.enabled and before.partial < self.limits.max_partial_prefills:
+            assert prompts == sorted(prompts), "a prompt went before a more important one"
 
     def _check_holders(self) -> None:
         """Who holds what, counted from the holders' side."""
@@ -302,17 +320,20 @@ class WatchedScheduler(Scheduler):
         rows = {row.handle for row in plan.rows} if plan is not None else set()
         partial = 0
         for seq in state.running.values():
-            left = len(seq.tokens) + seq.inflight - seq.computed
+            left = _left(seq)
             is_prompt = left > 0 and not _decodes(seq) and _wants(seq)
             partial += is_prompt
             if is_prompt and seq.handle not in rows:
                 self.checked["unfinished prompt passed over"] += 1
                 need = -(-(seq.computed + min(left, limits.step_tokens - used)) // page) - len(seq.pages)
                 assert memory.available < need, f"request {seq.handle} had pages and budget for its next chunk"
-        if not state.slots or (state.policy.redecides_chunks and partial >= limits.max_partial_prefills):
+        together = state.policy.redecides_chunks or limits.priority.enabled
+        if not state.slots or (together and partial >= limits.max_partial_prefills):
             return
         if limits.policy in CACHE_AWARE and (prompts or self._evictions != before.evictions):
             return  # the tree has changed since the order was made
+        if limits.priority.enabled and any(h not in before.waiting for h in rows - before.decoding):
+            return  # a less important prompt, planned after the queue was found blocked, may have published its prefix
         order = [
             s for s in self._brute_order(before.facts) or () if s.state is SeqState.WAITING and not s.inflight_steps
         ]
@@ -390,6 +411,10 @@ class WatchedScheduler(Scheduler):
             path.append(node)
             node = node.parent
         return path
+
+
+def _left(seq: Seq) -> int:
+    return len(seq.tokens) + seq.inflight - seq.computed
 
 
 def _wants(seq: Seq) -> bool:

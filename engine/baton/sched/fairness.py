@@ -267,7 +267,7 @@ class Fairness:
                 seq = lanes[c].next(may_start, has_room)
             if seq is None:
                 ready.discard(c)
-                if is_open:
+                if is_open or not self._waiting[c]:
                     self._rounds.leave(c)
                 continue
             was = seq.state

@@ -76,7 +76,7 @@ class Admitted:
 class StepPlan:
     step: int
     rows: tuple[Row, ...]
-    """Decode rows first, then prompt chunks in policy order."""
+    """Decode rows first, by priority and arrival; then prompt chunks, by priority and in policy order."""
     num_decode: int
     admitted: tuple[Admitted, ...]
     new_pages: array[int]

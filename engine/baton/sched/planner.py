@@ -7,6 +7,8 @@ Works on sched.state.State and advances `computed` there, so that the next plan 
 * A prompt page joins the radix tree when its computation is *scheduled*: a later row, even one of the same step, may
   use it, because steps run in order and every layer writes its KV before it reads. Pages leave the engine only after
   commit.
+* Decode rows stand in the order of importance, then age (PriorityRule.place): the first get pages first, and the events
+  of a step follow its rows.
 * Admission is by estimate, the truth comes at allocation; a request that is alone is always admitted.
 
 Sources: token budget after vLLM v1, admission estimate after SGLang 0.5.7, both as specified in docs/architecture.md.
@@ -58,6 +60,7 @@ class Planner:
         if (reviewed := state.waiting.review()) is not None:
             state.outbox.append(reviewed)
         state.settle()
+        state.sort_running()
         self._admit_transfers()
         state.release_grants()
         self._reserved = None
@@ -196,7 +199,7 @@ class Planner:
         return state.sent_back() if state.fair is None else state.fair.startable(state.sent_back(), state.holders())
 
     def _place(self, seq: Seq) -> tuple[float, float, int]:
-        return self._limits.priority.key(seq, self._state.now), seq.req.arrival, seq.handle
+        return self._limits.priority.place(seq, self._state.now)
 
     # ------------------------------------------------------------------ decode
 
@@ -327,14 +330,18 @@ class Planner:
         return blocked or Stop.QUEUE_EMPTY
 
     def _prefill_candidates(self) -> Iterator[Seq]:
-        """Prompts under way, then the waiting queue in policy order; or both in policy order if it re-decides."""
+        """Prompts under way, then the waiting queue in policy order; or both in policy order if it re-decides.
+
+        More important requests come first in any case.
+        """
         state = self._state
+        together = state.policy.redecides_chunks or self._limits.priority.enabled
         unfinished = partial_of(state.running.values())
         if state.fair is not None:
-            yield from self._fair_candidates(state.fair, unfinished)
+            yield from self._fair_candidates(state.fair, unfinished, together)
             return
         # A retracted sequence with a row in flight waits for that step's commit.
-        if not state.policy.redecides_chunks:
+        if not together:
             yield from unfinished
             for seq in state.waiting.in_order() if state.slots and state.waiting else ():
                 if self._is_blocked:
@@ -380,10 +387,9 @@ class Planner:
             return max(limits.step_target_secs - self.times.decode_seconds(num_decode), 0.0)
         return self.times.chunk_seconds(0, limits.step_tokens) if limits.dynamic_chunking else None
 
-    def _fair_candidates(self, fair: Fairness, unfinished: list[Seq]) -> Iterator[Seq]:
+    def _fair_candidates(self, fair: Fairness, unfinished: list[Seq], together: bool) -> Iterator[Seq]:
         """The same with classes and tenants: the policy orders the requests of each."""
         state = self._state
-        together = state.policy.redecides_chunks
         had_slot = bool(state.slots)
 
         def order() -> Iterator[Seq]:

@@ -472,6 +472,16 @@ class PriorityRule:
             return 0.0
         return -(self.unaged(seq) + min(self.aging_rate * (now - seq.req.arrival), self.aging_max))
 
+    @property
+    def is_capped(self) -> bool:
+        """Requests age up to a maximum, so that the order of two may change with time."""
+        return self.enabled and self.aging_rate > 0 and self.aging_max < math.inf
+
+    def place(self, seq: Seq, now: float) -> tuple[float, float, int]:
+        """Order of requests among which no policy decides: (priority, arrival, handle). Without a cap it never changes."""
+        key = self.key(seq, now) if self.is_capped else self.ageing_key(seq)
+        return key, seq.req.arrival, seq.handle
+
 
 Rank = tuple[float, float, float, int]
 

@@ -92,6 +92,7 @@ class WaitingQueue:
     def in_order(self, under_way: Sequence[Seq] = ()) -> Iterator[Seq]:
         """Sequences as the planner should try them, among them those `under_way`, which do not wait any more.
 
+        These compete with waiting ones if the policy re-decides chunks; else they come first among equal priorities.
         The queue may change while the caller iterates: who left is not given, who joins may be.
         """
         view = self._view()
@@ -99,7 +100,7 @@ class WaitingQueue:
         gained = self.priority.aging_rate * view.now if self.priority.enabled else 0.0
         lanes = [_Lane(self, self._ageing, -gained), _Lane(self, self._aged, 0.0)]
         if under_way:
-            keys = self.policy.keys(under_way, view)
+            keys = self.policy.keys(under_way, view) if self.policy.redecides_chunks else [-math.inf] * len(under_way)
             others = sorted(
                 (self.priority.key(seq, view.now), key, seq.req.arrival, seq.handle, seq)
                 for seq, key in zip(under_way, keys, strict=True)

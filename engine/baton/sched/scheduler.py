@@ -150,9 +150,7 @@ class Scheduler:
         for handle, priority in priorities.items():
             seq = self._state.seqs.get(handle)
             if seq is not None and seq.adjusted_priority != priority:
-                seq.adjusted_priority = priority
-                self._state.waiting.reprioritise(seq)
-                self._state.opening.reprioritise(seq)
+                self._state.reprioritise(seq, priority)
 
     def is_alive(self, handle: int) -> bool:
         return self._alive(handle) is not None

@@ -102,6 +102,8 @@ class Seq:
     retractions: int = 0
     preemptions: int = 0
     finish: FinishReason | None = None
+    place: tuple[float, float, int] = (0.0, 0.0, 0)
+    """While it runs: its place among the running (PriorityRule.place), kept because each plan compares them all."""
     adjusted_priority: float | None = None
     """Replaces the priority in the queue order, larger is better (--priority-adjustment-function)."""
     probe: Probe | None = None

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import operator
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -58,6 +59,8 @@ class State:
         self.opening = WaitingQueue(POLICIES["fcfs"](limits.policy_params), limits.priority, self.view, self.fair)
         self.transfer: dict[int, Seq] = {}
         self.running: dict[int, Seq] = {}
+        """In order of place from `sort_running` on, until somebody joins."""
+        self._is_unsorted = False
         self.suspended: dict[int, Seq] = {}
         self.leased: dict[int, Seq] = {}
         self.closing: dict[int, Seq] = {}
@@ -132,7 +135,29 @@ class State:
         """WAITING or TRANSFER → RUNNING."""
         seq.to(SeqState.RUNNING)
         self.parked.pop(seq.handle, None)
+        seq.place = self.limits.priority.place(seq, self.now)
+        last = next(reversed(self.running.values()), None)
+        self._is_unsorted |= last is not None and seq.place < last.place
         self.running[seq.handle] = seq
+
+    def sort_running(self) -> None:
+        """Order the running by place: who gets pages first, and whose row comes first."""
+        rule = self.limits.priority
+        if rule.is_capped:
+            for seq in self.running.values():
+                seq.place = rule.place(seq, self.now)
+        if self._is_unsorted or rule.is_capped:
+            in_order = sorted(self.running.values(), key=operator.attrgetter("place"))
+            self.running = {seq.handle: seq for seq in in_order}
+            self._is_unsorted = False
+
+    def reprioritise(self, seq: Seq, priority: float | None) -> None:
+        """Replace its priority in every order by this one; None: its own again."""
+        seq.adjusted_priority = priority
+        self.waiting.reprioritise(seq)
+        self.opening.reprioritise(seq)
+        seq.place = self.limits.priority.place(seq, self.now)
+        self._is_unsorted = True
 
     def send_back(self, seq: Seq, mode: str) -> None:
         """Send a running sequence back to the queue: it keeps its tokens and its arrival, and holds nothing."""
