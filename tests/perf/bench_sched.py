@@ -26,6 +26,7 @@ from baton.request import Rendezvous, SamplingParams, Validated
 from baton.sched.limits import Limits
 from baton.sched.plan import Row, StepPlan, StepResult, Stop
 from baton.sched.policy import POLICIES, PolicyParams, PriorityRule, View, ordered
+from baton.sched.queue import WaitingQueue
 from baton.sched.scheduler import Scheduler
 from baton.sched.seq import Seq
 
@@ -199,10 +200,10 @@ def _time_admission(limits: Limits, seconds: float) -> None:
 QUEUED, PROMPT = 4096, 4096
 
 
-def waiting_line() -> tuple[list[Seq], View]:
+def waiting_line() -> tuple[list[Seq], RadixCache, PageAllocator]:
     """4096 prompts of 4096 tokens; three in four begin with one of 64 cached heads of 2048."""
     rng = random.Random(3)
-    allocator = PageAllocator(64 * 128)
+    allocator = PageAllocator(1 << 17)
     cache = RadixCache(16, allocator)
     heads = [tokens_of(rng, 2048) for _ in range(64)]
     for head in heads:
@@ -215,16 +216,24 @@ def waiting_line() -> tuple[list[Seq], View]:
         prompt = tail if handle % 4 == 0 else rng.choice(heads) + tail[: PROMPT - 2048]
         queue.append(Seq(request(handle, prompt, rng.randint(1, 500)), prompt[:], 500))
     rng.shuffle(queue)
-    return queue, View(5000.0, 1, cache, 2000.0, 0, lambda tokens: tokens // 2)
+    return queue, cache, allocator
 
 
 def bench_order(seconds: float) -> None:
-    queue, view = waiting_line()
+    queue, cache, allocator = waiting_line()
+    view = View(5000.0, 1, cache, 2000.0, 0, lambda tokens: tokens // 2)
+    rng = random.Random(7)
 
     def forget() -> None:
         """What sequences remember of the tree is out of date."""
         for seq in queue:
             seq.probe = None
+
+    def publish() -> None:
+        """A page that is nobody's prefix."""
+        page = allocator.alloc(1)
+        assert page is not None
+        cache.insert(tokens_of(rng, 16).tobytes(), page, b"")
 
     for name in POLICIES:
         policy = POLICIES[name](PolicyParams())
@@ -232,16 +241,26 @@ def bench_order(seconds: float) -> None:
         keys = list(policy.keys(queue, view))
         ready = [(0.0, key, seq.req.arrival, seq.handle) for key, seq in zip(keys, queue, strict=True)]
         by_key = [handle for _, _, _, handle in sorted(ready)]
-        assert [s.handle for s in ordered(queue, policy, PriorityRule(), view)] == by_key
-        for title, prepare in (("", lambda: None), (", tree changed", forget)):
-            race(
-                f"order {QUEUED} prompts of {PROMPT}, {name}{title} | sorted()",
-                lambda policy=policy: ordered(queue, policy, PriorityRule(), view),
-                lambda ready=ready: sorted(ready),
-                seconds / 2,
-                budget=25e-3,
-                prepare=prepare,
-            )
+        waiting = WaitingQueue(policy, PriorityRule(), lambda: view)
+        for seq in queue:
+            waiting.add(seq)
+        assert [s.handle for s in waiting.in_order()] == by_key
+        race(
+            f"order {QUEUED} prompts of {PROMPT}, {name}, from scratch | sorted()",
+            lambda policy=policy: ordered(queue, policy, PriorityRule(), view),
+            lambda ready=ready: sorted(ready),
+            seconds / 2,
+            budget=25e-3,
+            prepare=forget,
+        )
+        race(
+            f"order {QUEUED} prompts of {PROMPT}, {name}, tree changed | sorted()",
+            lambda waiting=waiting: next(waiting.in_order()),
+            lambda ready=ready: sorted(ready),
+            seconds / 2,
+            budget=25e-3,
+            prepare=publish,
+        )
 
 
 # ---------------------------------------------------------------------- the radix cache

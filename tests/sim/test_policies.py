@@ -5,14 +5,17 @@ from __future__ import annotations
 import dataclasses
 import random
 from array import array
+from collections.abc import Sequence
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from baton.cache.radix import Node as TreeNode
 from baton.cache.radix import Probe
 from baton.config import build
 from baton.sched import setup
-from baton.sched.dfs_weight import dfs_weight_keys
+from baton.sched.dfs_weight import ROOT, Path, Weights
 from baton.sched.limits import Limits
 from baton.sched.policy import POLICIES, PolicyParams, PriorityRule, View, ordered
 from baton.sched.queue import WaitingQueue
@@ -30,7 +33,10 @@ class FixedIndex:
     def probe(self, tokens: bytes, namespace: bytes, max_tokens: int, last: Probe | None) -> Probe:
         found = self.cached.get(tokens[0], 0)
         node = TreeNode(None, tokens[:1] if found else b"", array("i"), 0, tokens[0])
-        return Probe(node, 0, min(found, max_tokens), False, 0)
+        return Probe(node, 0, min(found, max_tokens), 0, b"")
+
+    def outdated(self, probes: Sequence[Probe | None]) -> range:
+        return range(len(probes))
 
     def path_of(self, probe: Probe) -> list[int]:
         return [probe.node.serial] if probe.node.key else []
@@ -138,38 +144,60 @@ def test_lpm_ageing_lets_a_cold_prompt_pass_hits_that_came_later() -> None:
     assert order("lpm", [cold, hit], at, lpm_aging_tokens_per_s=4.0) == [1, 2], "40 tokens of match = 10 s at 4/s"
 
 
+def walk_order(paths: Sequence[Path]) -> list[int]:
+    """Who ends where `Weights` says, in its order; those at one node in the order given."""
+    weights = Weights()
+    for path in paths:
+        weights.add(path)
+    places = weights.places()
+    return sorted(range(len(paths)), key=lambda i: places[paths[i][-1] if paths[i] else ROOT])
+
+
 def test_dfs_weight_walks_the_heaviest_subtree_first_children_before_parents() -> None:
     a, b, c, d, f, g = range(6)
     paths = [[a, c], [b, f], [a, d], [a, c], [a], [b, g], []]
-    keys = dfs_weight_keys(paths)
-    assert sorted(range(7), key=keys.__getitem__) == [0, 3, 2, 4, 1, 5, 6]
+    assert walk_order(paths) == [0, 3, 2, 4, 1, 5, 6]
 
 
 def test_dfs_weight_survives_a_tree_deeper_than_the_recursion_limit() -> None:
-    assert dfs_weight_keys([list(range(50_000)), [0]]) == [0.0, 1.0]
+    assert walk_order([[], list(range(50_000)), [0]]) == [1, 2, 0]
 
 
-@pytest.mark.parametrize("seed", range(30))
-def test_dfs_weight_equals_the_recursive_definition(seed: int) -> None:
-    rng = random.Random(seed)
-    paths: list[list[int]] = []
-    for _ in range(rng.randint(1, 20)):
-        node, path = 1, []
-        for _ in range(rng.randint(0, 4)):
-            node = node * 3 + rng.randrange(3)
-            path.append(node)
-        paths.append(path)
+class Plain:
+    """The definition: weights counted anew at every node, by recursion."""
 
-    def under(prefix: list[int]) -> list[int]:
-        return [i for i, p in enumerate(paths) if p[: len(prefix)] == prefix]
+    def __init__(self, paths: Sequence[Path]) -> None:
+        self.paths = [tuple(path) for path in paths]
 
-    def walk(prefix: list[int]) -> list[int]:
-        kids = list(dict.fromkeys(paths[i][len(prefix)] for i in under(prefix) if len(paths[i]) > len(prefix)))
-        kids.sort(key=lambda kid: -len(under([*prefix, kid])))
-        return [i for kid in kids for i in walk([*prefix, kid])] + [i for i in under(prefix) if paths[i] == prefix]
+    def under(self, prefix: tuple[int, ...]) -> list[tuple[int, ...]]:
+        return [path for path in self.paths if path[: len(prefix)] == prefix]
 
-    keys = dfs_weight_keys(paths)
-    assert sorted(range(len(paths)), key=keys.__getitem__) == walk([])
+    def nodes(self, prefix: tuple[int, ...] = ()) -> list[int]:
+        """Every node of the paths, the root too, in the order of the walk."""
+        children = {path[len(prefix)] for path in self.under(prefix) if len(path) > len(prefix)}
+        heaviest_first = sorted(children, key=lambda child: (-len(self.under((*prefix, child))), child))
+        below = [node for child in heaviest_first for node in self.nodes((*prefix, child))]
+        return [*below, prefix[-1] if prefix else ROOT]
+
+
+@given(st.lists(st.tuples(st.booleans(), st.lists(st.integers(0, 2), max_size=4)), max_size=40))
+def test_dfs_weight_kept_from_change_to_change_equals_the_recursive_definition(
+    changes: list[tuple[bool, list[int]]],
+) -> None:
+    weights = Weights()
+    present: list[tuple[int, ...]] = []
+    for leaves, turns in changes:
+        if leaves and present:
+            gone = present.pop(sum(turns) % len(present))
+            weights.remove(gone)
+        else:
+            path: list[int] = []
+            for turn in turns:
+                path.append((path[-1] if path else 1) * 3 + turn)  # numbers differ for different places
+            present.append(tuple(path))
+            weights.add(path)
+        order = Plain(present).nodes()
+        assert weights.places() == {node: place for place, node in enumerate(order)}
 
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))

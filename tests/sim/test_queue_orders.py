@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import random
 from array import array
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from baton.cache.pages import PageAllocator
 from baton.cache.radix import RadixCache
-from baton.sched.policy import POLICIES, Policy, PolicyParams, PriorityRule, View, ordered
+from baton.sched.dfs_weight import ROOT
+from baton.sched.policy import POLICIES, Policy, PolicyParams, PriorityRule, View, ordered, ranks
 from baton.sched.queue import WaitingQueue
 from baton.sched.seq import Seq
+from tests.sim.test_policies import Plain
 from tests.support.sched_sim import request
 
 PARAMS = PolicyParams(lpm_degrade_threshold=0, lpm_aging_tokens_per_s=0.5, short_first_aging_tokens_per_s=2.0)
@@ -92,7 +97,13 @@ class World:
 
     def defined(self, under_way: list[Seq]) -> list[int]:
         policy: Policy = POLICIES[self.name](PARAMS)
-        return [s.handle for s in ordered(self.members + under_way, policy, self.rule, self.view())]
+        view = self.view()
+        if policy.redecides_chunks:
+            return [s.handle for s in ordered(self.members + under_way, policy, self.rule, view)]
+        policy.inputs(len(self.members), view)
+        entries = ranks(self.members, policy, self.rule, view)
+        entries += [(self.rule.key(s, self.now), -math.inf, s.req.arrival, s.handle) for s in under_way]
+        return [entry[3] for entry in sorted(entries)]
 
 
 RULES = (
@@ -170,6 +181,28 @@ def test_a_blocked_queue_computes_no_key_again(policy: str) -> None:
     world.queue.discard(gone)
     list(world.queue.in_order())
     assert calls == (policy == "dfs-weight"), "leaving changes only weights of the walk"
+
+
+@given(st.integers(0, 2**32), st.integers(0, len(RULES) - 1))
+@settings(max_examples=60, deadline=None)
+def test_dfs_weight_follows_the_tree_from_look_to_look(seed: int, rule: int) -> None:
+    """Requests come and go, edges are cut, pages evicted; looks are rare, so that much changes between two of them."""
+    world = World("dfs-weight", RULES[rule], seed)
+    for _ in range(60):
+        world.change()
+        if world.rng.random() < 0.6:
+            continue
+        paths: dict[int, tuple[int, ...]] = {}
+        for s in world.members:
+            probe = world.cache.probe(s.tokens.tobytes(), s.req.namespace, len(s.tokens) - 1, None)
+            paths[s.handle] = tuple(world.cache.path_of(probe))
+        walk = Plain(list(paths.values())).nodes()
+
+        def rank(s: Seq, walk: list[int] = walk, paths: dict[int, tuple[int, ...]] = paths) -> tuple[float, ...]:
+            end = (ROOT, *paths[s.handle])[-1]
+            return (world.rule.key(s, world.now), walk.index(end), s.req.arrival, s.handle)
+
+        assert list(world.queue.in_order()) == sorted(world.members, key=rank)
 
 
 def test_edf_demotes_at_the_moment_a_deadline_is_lost() -> None:

@@ -1,4 +1,4 @@
-"""The order inside a step: who gets pages and chunk tokens first, who is sent back last, whose token is emitted first."""
+"""The order inside a step: whose are the pages and the chunk tokens, who is sent back last, whose token comes first."""
 
 from __future__ import annotations
 

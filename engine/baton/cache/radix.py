@@ -25,8 +25,9 @@ from __future__ import annotations
 
 import heapq
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from baton.cache.eviction import Key, Memory, eviction_policy
 from baton.cache.kv_events import Edge, KvEventLog
@@ -84,18 +85,17 @@ class Match:
     num_tokens: int
 
 
-@dataclass(frozen=True, slots=True)
-class Probe:
-    """Where a prefix ended in the tree, so that asking again costs two look-ups instead of comparing the prompt."""
+class Probe(NamedTuple):
+    """Where a prefix ended in the tree, so that asking again costs a look-up instead of comparing the prompt."""
 
     node: Node
     node_bytes: int
     """Length of the node's key then: a split shortens it."""
     num_tokens: int
-    is_inside: bool
-    """The prefix ends inside the node's edge."""
     limit: int
     """Pages that it could have had."""
+    beyond: bytes
+    """The prompt's next page: as a child of the node it would lengthen the prefix; b"": nothing below would."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,23 +175,31 @@ class RadixCache:
     def probe(self, tokens: bytes, namespace: bytes, max_tokens: int, last: Probe | None = None) -> Probe:
         """As `peek`; `last` is the answer of an earlier call for these tokens or a part of them, None the first time.
 
-        Cost: two dictionary look-ups if the tree has not changed around the place where `last` ended.
+        Cost: a dictionary look-up if the tree has not changed around the place where `last` ended.
         """
-        limit = min(len(tokens), max_tokens * TOKEN_BYTES) // self._page_bytes
-        if last is not None and last.limit == limit and self._still_holds(last, tokens, namespace):
+        width = self._page_bytes
+        limit = min(len(tokens), max_tokens * TOKEN_BYTES) // width
+        if last is not None and last.limit == limit and not self.outdated((last,)):
             return last
         node, matched, inside = self._walk(tokens, namespace, limit)
-        return Probe(node, len(node.key), matched * self.page_size, inside > 0, limit)
+        beyond = b"" if inside or matched == limit else tokens[matched * width : (matched + 1) * width]
+        return Probe(node, len(node.key), matched * self.page_size, limit, beyond)
 
-    def _still_holds(self, last: Probe, tokens: bytes, namespace: bytes) -> bool:
-        node = last.node
-        if node.is_evicted or len(node.key) != last.node_bytes:
-            return False  # a cut moves the end of the match, or gives its edge to another node
-        if node.parent is None and self._roots.get(namespace, self._nowhere) is not node:
-            return False
-        at = last.num_tokens * TOKEN_BYTES
-        at_end = last.is_inside or at == last.limit * self._page_bytes
-        return at_end or tokens[at : at + self._page_bytes] not in node.children
+    def outdated(self, probes: Iterable[Probe | None]) -> list[int]:
+        """Places of the probes (of unchanged tokens) that would give another answer now, and of those not made yet.
+
+        One loop without calls: a queue asks for all its requests whenever the tree has changed.
+        """
+        roots = self._roots
+        return [
+            i
+            for i, probe in enumerate(probes)
+            if probe is None
+            or probe.beyond in (node := probe.node).children
+            or len(node.key) != probe.node_bytes  # a cut moves the prefix's end, or gives its edge to another node
+            or node.is_evicted
+            or (node.parent is None and roots.get(node.key) is not node)
+        ]
 
     def path_of(self, probe: Probe) -> list[int]:
         """Serial numbers of the nodes along a probe of the present version, from the root's child on.

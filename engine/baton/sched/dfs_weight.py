@@ -1,15 +1,17 @@
-"""dfs-weight: walk the radix tree depth first, heaviest subtree first, and take requests as the walk passes them.
+r"""dfs-weight: walk the radix tree depth first, heaviest subtree first, and take requests as the walk passes them.
 
 The weight of a tree node is the number of waiting requests whose cached prefix ends in its subtree. Children come
-before the requests that end at their parent; equal weights keep the order in which requests arrived at them.
+before the requests that end at their parent; of equal weights the older node comes first, and requests that end at the
+same node go by arrival, as under every policy.
 
         root                queue: r1→C r2→F r3→D r4→C r5→A r6→G      (rX→N: the prefix of rX ends at node N)
-       /    \\              weights: A 4 (C 2, D 1, itself 1), B 2 (F 1, G 1)
+       /    \              weights: A 4 (C 2, D 1, itself 1), B 2 (F 1, G 1)
       A      B              order: r1 r4 (C), r3 (D), r5 (A itself), r2 (F), r6 (G)
-     / \\    / \\
+     / \    / \
     C   D  F   G            Source: SGLang 0.5.7's _calc_weight / _get_dfs_priority, without its recursion.
 
-Only the nodes on the queue's own prefixes are looked at, so the cost is O(sum of path lengths), not the whole tree.
+Weights are kept while requests come and go: each costs the length of its path. Only the nodes on the queue's own
+prefixes are known here, not the whole tree, and only they are walked through when an order is wanted.
 """
 
 from __future__ import annotations
@@ -18,36 +20,55 @@ from collections.abc import Sequence
 
 ROOT = -1
 
+Path = Sequence[int]
+"""Numbers of tree nodes from the root's child down to the end of a cached prefix; () ends at the root, the last."""
 
-def dfs_weight_keys(paths: Sequence[Sequence[int]]) -> list[float]:
-    """Position of every request in the walk.
 
-    Args:
-        paths: per request the node numbers from the root's child down to the end of its cached prefix; () is a request
-            without a cached prefix, which ends at the root and therefore comes last.
-    """
-    weight: dict[int, int] = {}
-    children: dict[int, dict[int, None]] = {ROOT: {}}
-    ends: dict[int, list[int]] = {}
-    for i, path in enumerate(paths):
+class Weights:
+    """How many of the requests end at or below each node."""
+
+    def __init__(self) -> None:
+        self._weight: dict[int, int] = {}
+        self._children: dict[int, set[int]] = {ROOT: set()}
+        self._places: dict[int, int] | None = None
+
+    def add(self, path: Path) -> None:
+        weight, children = self._weight, self._children
         parent = ROOT
         for node in path:
-            weight[node] = weight.get(node, 0) + 1
-            children.setdefault(parent, {})[node] = None
-            children.setdefault(node, {})
+            if node in weight:
+                weight[node] += 1
+            else:
+                weight[node] = 1
+                children[node] = set()
+                children[parent].add(node)
             parent = node
-        ends.setdefault(parent, []).append(i)
-    keys = [0.0] * len(paths)
-    position = 0
-    stack: list[tuple[int, bool]] = [(ROOT, False)]
-    while stack:
-        node, children_done = stack.pop()
-        if children_done:
-            for i in ends.get(node, ()):
-                keys[i] = float(position)
-                position += 1
-            continue
-        stack.append((node, True))
-        heaviest_first = sorted(children[node], key=lambda child: -weight[child])
-        stack.extend((child, False) for child in reversed(heaviest_first))
-    return keys
+        self._places = None
+
+    def remove(self, path: Path) -> None:
+        """Undo one `add` of this path."""
+        weight, children = self._weight, self._children
+        parent = ROOT
+        for node in path:
+            weight[node] -= 1
+            if not weight[node]:
+                del weight[node], children[node]
+                if parent == ROOT or parent in weight:
+                    children[parent].remove(node)
+            parent = node
+        self._places = None
+
+    def places(self) -> dict[int, int]:
+        """Node → its place in the walk, children before their parent. O(nodes) after a change."""
+        if self._places is None:
+            self._places = self._walk()
+        return self._places
+
+    def _walk(self) -> dict[int, int]:
+        # Backwards, a walk in which a parent comes before its children is a matter of one stack.
+        weight, stack, backwards = self._weight, [ROOT], []
+        while stack:
+            node = stack.pop()
+            backwards.append(node)
+            stack.extend(sorted(self._children[node], key=lambda child: (-weight[child], child)))
+        return {node: place for place, node in enumerate(reversed(backwards))}

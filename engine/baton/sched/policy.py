@@ -31,10 +31,10 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
-from baton.cache.radix import Probe
+from baton.cache.radix import Node, Probe
 from baton.request import Validated
 from baton.sched import adaptive
-from baton.sched.dfs_weight import dfs_weight_keys
+from baton.sched.dfs_weight import ROOT, Path, Weights
 from baton.sched.events import OrderReviewed
 from baton.sched.mix import uniform
 from baton.sched.seq import Seq
@@ -50,6 +50,10 @@ class PrefixIndex(Protocol):
 
     def probe(self, tokens: bytes, namespace: bytes, max_tokens: int, last: Probe | None) -> Probe:
         """The longest cached prefix of `tokens` (little-endian int32); `last` makes it cheap when it still holds."""
+        ...
+
+    def outdated(self, probes: Sequence[Probe | None]) -> Sequence[int]:
+        """Places of the probes that have to be made again, or for the first time."""
         ...
 
     def path_of(self, probe: Probe) -> Sequence[int]:
@@ -127,11 +131,16 @@ class Policy(abc.ABC):
         """The orders among which a policy chooses, and which it has chosen."""
         return {}
 
+    @property
+    def reads_tree(self) -> bool:
+        """A sequence's number also depends on its cached prefix (if `each_alone`: on nothing else in the tree)."""
+        return False
+
     def review(self, queue: Sequence[Seq], view: View) -> OrderReviewed | None:
         return None
 
     def inputs(self, count: int, view: View) -> Hashable:
-        """Called before `keys` with the queue's length: as long as the answer is equal, so are the keys."""
+        """Called before `keys` with the queue's length: while it and what `reads_tree` means are equal, so are keys."""
         return ()
 
     @abc.abstractmethod
@@ -155,8 +164,30 @@ def cached_tokens(seq: Seq, index: PrefixIndex) -> int:
     """Prompt tokens of a sequence that need no computing."""
     if seq.pages:
         return seq.computed
-    seq.probe = index.probe(seq.key, seq.req.namespace, len(seq.tokens) - 1, seq.probe)
-    return seq.probe.num_tokens
+    return _probed(seq, index).num_tokens
+
+
+def _probed(seq: Seq, index: PrefixIndex) -> Probe:
+    seq.probe = probe = index.probe(seq.key, seq.req.namespace, len(seq.tokens) - 1, seq.probe)
+    return probe
+
+
+def all_cached_tokens(queue: Sequence[Seq], index: PrefixIndex) -> list[int]:
+    """`cached_tokens` of each. Asks again only where the tree has changed."""
+    probes = [seq.probe for seq in queue]
+    for i in index.outdated(probes):
+        if not queue[i].pages:
+            probes[i] = _probed(queue[i], index)
+    return [
+        seq.computed if seq.pages or probe is None else probe.num_tokens
+        for seq, probe in zip(queue, probes, strict=True)
+    ]
+
+
+def all_work(queue: Sequence[Seq], view: View) -> list[int]:
+    """`work` of each."""
+    found = all_cached_tokens(queue, view.index)
+    return [len(seq.tokens) + seq.inflight - cached for seq, cached in zip(queue, found, strict=True)]
 
 
 def work(seq: Seq, view: View) -> int:
@@ -219,14 +250,19 @@ class Lpm(Policy):
         was_degraded = self.is_degraded
         self.is_degraded = bool(limit) and count > (limit * 0.75 if was_degraded else limit)
         self._degraded_total += self.is_degraded and not was_degraded
-        return None if self.is_degraded else view.index.version
+        return ()
+
+    @property
+    def reads_tree(self) -> bool:
+        return not self.is_degraded
 
     def keys(self, queue: Sequence[Seq], view: View) -> Sequence[float]:
         if self.is_degraded:
             return [seq.req.arrival for seq in queue]
         aging = self.params.lpm_aging_tokens_per_s
         # cached + aging * (now - arrival), less the term that is equal for all: the order needs no clock.
-        found = [aging * seq.req.arrival - cached_tokens(seq, view.index) for seq in queue]
+        cached = all_cached_tokens(queue, view.index)
+        found = [aging * seq.req.arrival - tokens for seq, tokens in zip(queue, cached, strict=True)]
         if self.params.in_batch_check_threshold >= 0:
             for at in self._followers(queue, view):
                 found[at] = math.inf
@@ -247,29 +283,68 @@ class Lpm(Policy):
 
 
 class DfsWeight(Policy):
+    """Weights are kept from look to look; those move whose cached prefix, or whose path to it, is another one now."""
+
     name = "dfs-weight"
     each_alone = False
 
-    def inputs(self, count: int, view: View) -> Hashable:
-        return view.index.version
+    def __init__(self, params: PolicyParams) -> None:
+        super().__init__(params)
+        self._weights = Weights()
+        self._known: dict[int, tuple[Probe, Path]] = {}
+        """Of every sequence that waited at the last look, by handle."""
+        self._version: int | None = None
+
+    @property
+    def reads_tree(self) -> bool:
+        return True
 
     def keys(self, queue: Sequence[Seq], view: View) -> Sequence[float]:
-        index = view.index
-        paths = []
-        for seq in queue:
-            seq.probe = index.probe(seq.key, seq.req.namespace, len(seq.tokens) - 1, seq.probe)
-            paths.append(index.path_of(seq.probe))
-        return dfs_weight_keys(paths)
+        index, known, weights = view.index, self._known, self._weights
+        for handle in known.keys() - {seq.handle for seq in queue}:
+            weights.remove(known.pop(handle)[1])
+        asked = queue if index.version != self._version else self._unknown(queue)
+        self._version = index.version
+        for i in index.outdated([seq.probe for seq in asked]):
+            _probed(asked[i], index)
+        now: dict[int, tuple[Probe, Path]] = {}
+        of_node: dict[Node, Path] = {}
+        for seq in asked:
+            assert seq.probe is not None, "outdated names those without"
+            node = seq.probe.node
+            if node not in of_node:
+                of_node[node] = tuple(index.path_of(seq.probe))
+            now[seq.handle] = seq.probe, of_node[node]
+        # First all that leave a place: a node that has a new parent is gone before it comes back below that.
+        moved = [handle for handle, (_, path) in now.items() if handle not in known or known[handle][1] != path]
+        for handle in moved:
+            if handle in known:
+                weights.remove(known[handle][1])
+        for handle in moved:
+            weights.add(now[handle][1])
+        known |= now
+        places = weights.places()
+        return [places[path[-1] if (path := known[seq.handle][1]) else ROOT] for seq in queue]
+
+    def _unknown(self, queue: Sequence[Seq]) -> list[Seq]:
+        """Those that joined since the last look, or left and came back with more tokens."""
+        known = self._known
+        return [seq for seq in queue if seq.handle not in known or known[seq.handle][0] is not seq.probe]
 
 
 class Hrrn(Policy):
     name = "hrrn"
 
+    @property
+    def reads_tree(self) -> bool:
+        return True
+
     def inputs(self, count: int, view: View) -> Hashable:
-        return view.index.version, view.computed_tokens
+        return view.computed_tokens
 
     def keys(self, queue: Sequence[Seq], view: View) -> Sequence[float]:
-        return [-(view.computed_tokens - seq.born_tokens) / max(work(seq, view), 1) for seq in queue]
+        done, own = view.computed_tokens, all_work(queue, view)
+        return [-(done - seq.born_tokens) / max(tokens, 1) for seq, tokens in zip(queue, own, strict=True)]
 
 
 class ShortFirst(Policy):
@@ -283,15 +358,17 @@ class ShortFirst(Policy):
     def inputs(self, count: int, view: View) -> Hashable:
         if self.params.short_first_output_weight is None:
             self._weight = self._ratio(view.estimate(view.clip_new_tokens) / view.clip_new_tokens)
-        return view.index.version, self._weight
+        return self._weight
+
+    @property
+    def reads_tree(self) -> bool:
+        return True
 
     def keys(self, queue: Sequence[Seq], view: View) -> Sequence[float]:
         aging, weight = self.params.short_first_aging_tokens_per_s, self._weight or 0.0
         return [
-            work(seq, view)
-            + weight * min(seq.max_new_tokens - seq.generated, view.clip_new_tokens)
-            + aging * seq.req.arrival
-            for seq in queue
+            tokens + weight * min(seq.max_new_tokens - seq.generated, view.clip_new_tokens) + aging * seq.req.arrival
+            for seq, tokens in zip(queue, all_work(queue, view), strict=True)
         ]
 
 
@@ -315,11 +392,15 @@ class SrptAging(Policy):
         self._rate = self._held(view.prefill_rate)
         most, backlog_secs = self.params.srpt_aging_backlog_secs, view.queued_tokens / view.prefill_rate
         self._share = self._held_share(most / backlog_secs) if 0 < most < backlog_secs else 1.0
-        return view.index.version, self._rate, self._share
+        return self._rate, self._share
+
+    @property
+    def reads_tree(self) -> bool:
+        return True
 
     def keys(self, queue: Sequence[Seq], view: View) -> Sequence[float]:
         aging = self.params.srpt_aging * self._rate * self._share
-        return [work(seq, view) + aging * seq.req.arrival for seq in queue]
+        return [tokens + aging * seq.req.arrival for seq, tokens in zip(queue, all_work(queue, view), strict=True)]
 
 
 HOPELESS = 1e9
@@ -350,15 +431,20 @@ class Edf(Policy):
         if view.now > self._next_lost:
             self._lost += 1
             self._next_lost = math.inf
-        return view.index.version, self._rate, self._lost
+        return self._rate, self._lost
+
+    @property
+    def reads_tree(self) -> bool:
+        return self.params.demote_hopeless
 
     def keys(self, queue: Sequence[Seq], view: View) -> Sequence[float]:
         found = []
-        for seq in queue:
+        own = all_work(queue, view) if self.params.demote_hopeless else [0] * len(queue)
+        for seq, tokens in zip(queue, own, strict=True):
             deadline = seq.req.ttft_deadline
             key = seq.req.arrival + self.params.default_deadline_secs if deadline is None else deadline
             if self.params.demote_hopeless:
-                latest_start = key - work(seq, view) / self._rate
+                latest_start = key - tokens / self._rate
                 if view.now > latest_start:
                     key += HOPELESS
                 else:
@@ -395,6 +481,10 @@ class Adaptive(Policy):
     @property
     def chosen(self) -> dict[str, bool]:
         return {name: name == self.choice.active for name in self._orders}
+
+    @property
+    def reads_tree(self) -> bool:
+        return self.order.reads_tree
 
     def inputs(self, count: int, view: View) -> Hashable:
         return self.choice.active, self.order.inputs(count, view)
@@ -478,7 +568,7 @@ class PriorityRule:
         return self.enabled and self.aging_rate > 0 and self.aging_max < math.inf
 
     def place(self, seq: Seq, now: float) -> tuple[float, float, int]:
-        """Order of requests among which no policy decides: (priority, arrival, handle). Without a cap it never changes."""
+        """Where no policy decides: (priority, arrival, handle). Without a cap it never changes."""
         key = self.key(seq, now) if self.is_capped else self.ageing_key(seq)
         return key, seq.req.arrival, seq.handle
 

@@ -1,8 +1,9 @@
 """The waiting queue: sequences that hold nothing, in the order of a policy, kept sorted as long as the order holds.
 
-The sorted list is valid for the `inputs` of its policy (nothing for fcfs and lof, the radix tree's version for lpm, …).
+The sorted list is valid for the `inputs` of its policy (nothing for fcfs and lof, a measured rate for srpt-aging, …).
 While they are equal, a sequence joins by insertion and leaves by bisection; when they have changed, the next look
-computes all keys again. So a blocked queue of 10 000 costs no sort per step, under any policy but `random`.
+computes all keys again. So a blocked queue of 10 000 costs no sort per step, under any policy but `random`. When only
+the radix tree has changed, sequences with another cached prefix than before move, the others stay where they are.
 
 Priority ageing with a maximum needs two lists: among requests that still age the order never changes, among those that
 have aged all they can neither does; a look merges the two at the present time. A request moves from the first to the
@@ -49,6 +50,8 @@ class WaitingQueue:
         self._aged: list[Entry] = []
         self._moves: list[tuple[float, int]] = []
         self._valid_for: Hashable = None
+        self._tree: int | None = None
+        """The tree's version that the sorted lists know; None: they depend on no tree."""
         self.changes = 0
         """Grows with every change of a sorted list in place."""
 
@@ -63,6 +66,7 @@ class WaitingQueue:
         return iter(list(self._seqs.values()))
 
     def add(self, seq: Seq) -> None:
+        seq.probe = None  # it may have run meanwhile, and have more tokens
         self._seqs[seq.handle] = seq
         if self.policy.each_alone and self._entries:
             view = self._view()
@@ -123,9 +127,13 @@ class WaitingQueue:
 
     def _bring_up_to_date(self, view: View) -> None:
         inputs = self._inputs(view)
-        if inputs != self._valid_for or len(self._entries) != len(self._seqs):
+        tree = view.index.version if self.policy.reads_tree else None
+        is_as_before = inputs == self._valid_for and len(self._entries) == len(self._seqs)
+        if not is_as_before or (tree != self._tree and not self.policy.each_alone):
             self._sort(view)
-            self._valid_for = inputs
+        elif tree != self._tree:
+            self._move_changed(view)
+        self._valid_for, self._tree = inputs, tree
         while self._moves and self._moves[0][0] <= view.now:
             _, handle = heapq.heappop(self._moves)
             entry = self._entries.get(handle)
@@ -134,12 +142,30 @@ class WaitingQueue:
                 self._remove(seq)
                 self._insert(seq, entry[1], view.now)
 
+    def _move_changed(self, view: View) -> None:
+        """Only the tree has changed: bring those whose cached prefix is another one now to their new places."""
+        seqs = list(self._seqs.values())
+        stale = [seqs[i] for i in view.index.outdated([seq.probe for seq in seqs])]
+        if len(stale) > len(seqs) // 4:
+            self._sort(view)  # is cheaper then
+            return
+        keys = self.policy.keys(stale, view)
+        moved = [(seq, key) for seq, key in zip(stale, keys, strict=True) if self._entries[seq.handle][1] != key]
+        if moved:
+            self._ageing, self._aged = self._ageing[:], self._aged[:]  # iterators over the old ones go on undisturbed
+        for seq, key in moved:
+            self._remove(seq)
+            self._insert(seq, key, view.now)
+
     def _sort(self, view: View) -> None:
         seqs = list(self._seqs.values())
         rule, now = self.priority, view.now
         # New lists: iterators over the old ones go on undisturbed.
         self._ageing, self._aged, self._moves = [], [], []
-        for seq, key in zip(seqs, self.policy.keys(seqs, view), strict=True):
+        keys = self.policy.keys(seqs, view)
+        if not rule.enabled:
+            self._ageing = [(0.0, key, seq.req.arrival, seq.handle, seq) for seq, key in zip(seqs, keys, strict=True)]
+        for seq, key in zip(seqs, keys, strict=True) if rule.enabled else ():
             until = rule.capped_from(seq)
             if until <= now:
                 self._aged.append((rule.capped_key(seq), key, seq.req.arrival, seq.handle, seq))

@@ -358,6 +358,8 @@ class Scheduler:
         if generated == 1 and seq.req.ttft_deadline is not None:
             state.stats.on_first_token(seq.req, state.now)
         seq.tokens.append(token)
+        if seq.state is not SeqState.RUNNING:
+            seq.probe = None  # made for fewer tokens
         if state.fair is not None:
             state.fair.charge_generated(seq)
         params = seq.req.params
