@@ -8,10 +8,13 @@ from itertools import combinations
 
 import pytest
 
+from baton.errors import QueueFull
 from baton.request import Validated
 from baton.sched.limits import Limits
+from baton.sched.plan import StepResult
 from baton.sched.policy import PriorityRule
 from baton.sched.preempt import may_preempt, priority_victims, retraction_victim
+from baton.sched.scheduler import Scheduler
 from baton.sched.seq import Seq
 from tests.support.sched_pair import Relay
 from tests.support.sched_sim import VOCAB, Node, random_prompt, reference, request
@@ -170,3 +173,51 @@ def test_priority_storms_are_bounded_and_exact(seed: int) -> None:
     assert all(s.preemptions <= most for s in seqs)
     assert node.sched.preemptions == sum(s.preemptions for s in seqs)
     node.sched.ledger().check_idle(node.limits.num_pages)
+
+
+def test_an_aged_request_preempts_nobody() -> None:
+    """It goes before all that wait, but only what it stated decides whether others give way for it."""
+    rule = PriorityRule(enabled=True, aging_rate=1000.0, preemption_threshold=2)
+    sched = Scheduler(Limits(100, 4, 1, 100, 64, priority=rule))
+    for handle, priority in ((0, 3), (1, 5), (2, 5)):
+        plain = request(handle, [handle] * 4, 50, ignore_eos=True)
+        sched.add(dataclasses.replace(plain, priority=priority, arrival=float(handle)))
+        plan = sched.plan(900.0)
+        assert plan is not None
+        assert [row.handle for row in plan.rows] == [0]
+        sched.commit(plan, StepResult([1]), 900.0)
+    assert sched.preemptions == 0, "5 against 3 is no more than the threshold, however long it has waited"
+
+
+@pytest.mark.parametrize("lacks", ["slots", "pages", "queue"])
+@pytest.mark.parametrize("ends", ["finish", "abort", "suspend"])
+def test_nothing_stays_full_when_room_was_made(lacks: str, ends: str) -> None:
+    """Whether somebody may start is asked in every step anew, whatever it was that ended."""
+    slots, pages = (1, 100) if lacks == "slots" else (8, 6)
+    sched = Scheduler(Limits(pages, 4, slots, 1 if lacks == "queue" else 100, 64, radix_cache=False))
+
+    def turn() -> list[int]:
+        plan = sched.plan()
+        if plan is None:
+            return []
+        sched.commit(plan, StepResult([1] * sum(row.sample for row in plan.rows)))
+        return [row.handle for row in plan.rows]
+
+    sched.add(request(0, [1] * 9, 10, ignore_eos=True))  # all that there is, at its end
+    assert turn() == [0]
+    sched.add(request(1, [2] * 9, 10, ignore_eos=True))
+    if lacks == "queue":
+        with pytest.raises(QueueFull):
+            sched.add(request(2, [3] * 9, 2, ignore_eos=True))
+    for _ in range(5):
+        assert turn() == [0]
+    if ends == "finish":
+        while 0 in turn():
+            pass
+    elif ends == "abort":
+        sched.abort(0)
+    else:
+        sched.suspend([0])
+    assert 1 in turn()
+    if lacks == "queue":
+        sched.add(request(2, [3] * 9, 2, ignore_eos=True))
