@@ -1,10 +1,14 @@
 //! --max-concurrent-requests: places for running requests, and a bounded queue in front of them.
+//!
+//! With --rate-limit-tokens-per-second the places are tokens of a bucket, as in SGLang's router: taken by a request, given
+//! back at its end, and added at that rate while the bucket is not full. So --max-concurrent-requests bounds a burst, and
+//! a flow of that many per second passes however long its answers take.
 
 use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
-use tokio::time::{Instant, timeout};
+use tokio::time::{Instant, interval, timeout};
 
 use crate::clock::ms_since;
 use crate::config::Limits;
@@ -21,7 +25,33 @@ pub struct Admission {
     queue_timeout: Duration,
 }
 
+/// How often a bucket is filled.
+const FILL_EVERY: Duration = Duration::from_millis(10);
+
 impl Admission {
+    /// Fill the bucket, if there is one, as long as this router lives.
+    pub fn keep_filling(&self, limits: &Limits) {
+        let (Some(rate), Some(places)) = (limits.rate_limit_tokens_per_second, &self.places) else {
+            return;
+        };
+        let (places, size) = (Arc::downgrade(places), self.running);
+        tokio::spawn(async move {
+            let mut turn = interval(FILL_EVERY);
+            let (mut last, mut owed) = (Instant::now(), 0.0);
+            loop {
+                let now = turn.tick().await;
+                let Some(places) = places.upgrade() else {
+                    return;
+                };
+                owed += f64::from(rate) * (now - last).as_secs_f64();
+                last = now;
+                let (add, forget) = fill(&mut owed, places.available_permits(), size);
+                places.add_permits(add);
+                places.forget_permits(forget);
+            }
+        });
+    }
+
     pub fn new(limits: &Limits) -> Self {
         let running = usize::try_from(limits.max_concurrent_requests).ok();
         let running = running.map(|n| n.min(Semaphore::MAX_PERMITS));
@@ -68,6 +98,15 @@ impl Admission {
     }
 }
 
+/// (tokens to add, tokens to take out) of a bucket that has `there` of `size`, when `owed` have come in the meantime.
+/// Ended requests give theirs back to a bucket that may have been filled: it never keeps more than its size.
+fn fill(owed: &mut f64, there: usize, size: usize) -> (usize, usize) {
+    let whole = owed.floor();
+    *owed -= whole;
+    let add = size.saturating_sub(there).min(whole as usize);
+    (add, there.saturating_sub(size))
+}
+
 /// Counts a waiting request in the gauge while it waits.
 struct Shown<'a>(&'a prometheus::Gauge);
 
@@ -81,5 +120,25 @@ impl<'a> Shown<'a> {
 impl Drop for Shown<'_> {
     fn drop(&mut self) {
         self.0.dec();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::fill;
+
+    #[test]
+    fn a_bucket_takes_whole_tokens_up_to_its_size() {
+        let mut owed = 2.75;
+        assert_eq!(fill(&mut owed, 0, 8), (2, 0));
+        owed += 0.25;
+        assert_eq!(fill(&mut owed, 2, 8), (1, 0));
+        owed += 100.0;
+        assert_eq!(
+            (fill(&mut owed, 7, 8), owed),
+            ((1, 0), 0.0),
+            "a full bucket overflows"
+        );
+        assert_eq!(fill(&mut owed, 11, 8), (0, 3));
     }
 }

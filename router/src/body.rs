@@ -61,6 +61,8 @@ pub struct Scan {
     prompt: Option<Range<usize>>,
     /// /generate with `return_logprob`: the prefill leg's input logprobs belong into the answer.
     pub wants_input_logprobs: bool,
+    /// `ttft_deadline_ms` or `deadline_ms`, the lesser: the first token is of use within this.
+    pub deadline_ms: Option<u64>,
     /// Members the client sent under our names, each from the end of the member before (so with its comma).
     ours: Vec<(Ours, Range<usize>)>,
     /// Index of the last `}`.
@@ -200,6 +202,8 @@ struct Members<'a> {
     input_ids: Option<&'a RawValue>,
     sampling_params: Option<&'a RawValue>,
     return_logprob: Option<&'a RawValue>,
+    /// The lesser of those given; what is no such number is the engine's to refuse.
+    deadline_ms: Option<u64>,
 }
 
 #[derive(Deserialize)]
@@ -220,6 +224,7 @@ impl<'a> Members<'a> {
             input_ids: None,
             sampling_params: None,
             return_logprob: None,
+            deadline_ms: None,
         }
     }
 
@@ -245,6 +250,14 @@ impl<'a> Members<'a> {
             "input_ids" => self.input_ids = Some(value),
             "sampling_params" => self.sampling_params = Some(value),
             "return_logprob" => self.return_logprob = Some(value),
+            "ttft_deadline_ms" | "deadline_ms" => {
+                let given = value.get().parse::<f64>().ok().filter(|ms| *ms >= 0.0);
+                self.deadline_ms = self
+                    .deadline_ms
+                    .into_iter()
+                    .chain(given.map(|ms| ms as u64))
+                    .min();
+            }
             _ => {}
         }
     }
@@ -283,6 +296,7 @@ impl<'a> Members<'a> {
             prompt: prompt.map(|value| self.span(value)),
             wants_input_logprobs: api == Api::Generate
                 && self.return_logprob.is_some_and(|v| v.get() == "true"),
+            deadline_ms: self.deadline_ms,
             ours: self.ours,
             close,
             count: self.count,

@@ -56,7 +56,7 @@ pub struct Inbound {
 }
 
 impl Inbound {
-    fn wanted(&self) -> Wanted<'_> {
+    pub fn wanted(&self) -> Wanted<'_> {
         Wanted {
             text: match self.needs_text {
                 true => self.scan.routing_text(&self.body),
@@ -406,7 +406,7 @@ fn answer(app: &App, request: Inbound, opened: Opened, prefill: Option<PrefillLe
     response
 }
 
-fn refuse(mut request: Inbound, err: RouteError) -> Response {
+pub fn refuse(mut request: Inbound, err: RouteError) -> Response {
     request.record.end(err.status(), err.code());
     err.into_response()
 }

@@ -50,6 +50,25 @@ pub enum RouteError {
     #[error("nothing more of the body came for {waited_ms} ms")]
     BodySilent { waited_ms: u64 },
     #[error(
+        "the body did not end within {limit_secs} s, {got_bytes} bytes came; send it faster or raise --body-read-timeout-secs"
+    )]
+    BodySlow { limit_secs: u64, got_bytes: usize },
+    #[error(
+        "the first token is predicted in {predicted_ms} ms at the best {role} worker, the limit is {limit_ms} ms (--max-ttft-ms or the request's own); try again later, or add workers"
+    )]
+    TooLate {
+        role: Role,
+        predicted_ms: u64,
+        limit_ms: u64,
+        excess_ms: u64,
+    },
+    #[error(
+        "{prefill} prefill and {decode} decode workers are ready, but no two fit together; GET /workers tells in what they differ"
+    )]
+    NoPair { prefill: usize, decode: usize },
+    #[error("no worker runs a request {rid}; it has ended, or went to workers that are not ready")]
+    UnknownRequest { rid: String },
+    #[error(
         "{running} requests are running and {queued} wait, which is the limit; try again later, or raise --max-concurrent-requests or --queue-size"
     )]
     QueueFull { running: usize, queued: usize },
@@ -79,6 +98,8 @@ pub enum RouteError {
         worker: String,
         waited_ms: u64,
     },
+    #[error("{detail}")]
+    Unasked { detail: String },
     #[error("prefill worker {worker} could not prefill: {cause}")]
     PrefillFailed { worker: String, cause: String },
     #[error("internal error: {detail}; please report it")]
@@ -100,6 +121,8 @@ pub const CODES: &[&str] = &[
     "payload_too_large",
     "rate_limit_exceeded",
     "queue_timeout",
+    "ttft_too_late",
+    "no_pair",
     "draining",
     "no_worker",
     "upstream_error",
@@ -113,12 +136,16 @@ impl RouteError {
     pub fn code(&self) -> &'static str {
         match self {
             RouteError::InvalidJson { .. } | RouteError::BodyBroken { .. } => "invalid_json",
-            RouteError::BodySilent { .. } => "request_timeout",
+            RouteError::BodySilent { .. } | RouteError::BodySlow { .. } => "request_timeout",
+            RouteError::TooLate { .. } => "ttft_too_late",
+            RouteError::NoPair { .. } => "no_pair",
             RouteError::InvalidValue { .. } => "invalid_value",
             RouteError::MissingField { .. } => "missing_field",
             RouteError::InvalidApiKey | RouteError::InvalidControlKey => "invalid_api_key",
             RouteError::Forbidden { .. } => "forbidden",
-            RouteError::NotFound { .. } | RouteError::UnknownWorker { .. } => "not_found",
+            RouteError::NotFound { .. }
+            | RouteError::UnknownWorker { .. }
+            | RouteError::UnknownRequest { .. } => "not_found",
             RouteError::MethodNotAllowed { .. } => "method_not_allowed",
             RouteError::DuplicateWorker { .. } => "duplicate_worker",
             RouteError::TooManyWorkers { .. } => "too_many_workers",
@@ -127,7 +154,7 @@ impl RouteError {
             RouteError::QueueTimeout { .. } => "queue_timeout",
             RouteError::Draining => "draining",
             RouteError::NoWorker { .. } => "no_worker",
-            RouteError::Upstream { .. } => "upstream_error",
+            RouteError::Upstream { .. } | RouteError::Unasked { .. } => "upstream_error",
             RouteError::UpstreamSilent { .. } => "timeout",
             RouteError::PrefillFailed { .. } => "prefill_failed",
             RouteError::Internal { .. } => "internal_error",
@@ -140,21 +167,27 @@ impl RouteError {
             | RouteError::BodyBroken { .. }
             | RouteError::InvalidValue { .. }
             | RouteError::MissingField { .. } => StatusCode::BAD_REQUEST,
-            RouteError::BodySilent { .. } => StatusCode::REQUEST_TIMEOUT,
+            RouteError::BodySilent { .. } | RouteError::BodySlow { .. } => {
+                StatusCode::REQUEST_TIMEOUT
+            }
             RouteError::InvalidApiKey | RouteError::InvalidControlKey => StatusCode::UNAUTHORIZED,
             RouteError::Forbidden { .. } => StatusCode::FORBIDDEN,
-            RouteError::NotFound { .. } | RouteError::UnknownWorker { .. } => StatusCode::NOT_FOUND,
+            RouteError::NotFound { .. }
+            | RouteError::UnknownWorker { .. }
+            | RouteError::UnknownRequest { .. } => StatusCode::NOT_FOUND,
             RouteError::MethodNotAllowed { .. } => StatusCode::METHOD_NOT_ALLOWED,
             RouteError::DuplicateWorker { .. } => StatusCode::CONFLICT,
             RouteError::PayloadTooLarge { .. } => StatusCode::PAYLOAD_TOO_LARGE,
             RouteError::QueueFull { .. } => StatusCode::TOO_MANY_REQUESTS,
             RouteError::QueueTimeout { .. }
             | RouteError::Draining
+            | RouteError::TooLate { .. }
+            | RouteError::NoPair { .. }
             | RouteError::TooManyWorkers { .. }
             | RouteError::NoWorker { .. } => StatusCode::SERVICE_UNAVAILABLE,
-            RouteError::Upstream { .. } | RouteError::PrefillFailed { .. } => {
-                StatusCode::BAD_GATEWAY
-            }
+            RouteError::Upstream { .. }
+            | RouteError::Unasked { .. }
+            | RouteError::PrefillFailed { .. } => StatusCode::BAD_GATEWAY,
             RouteError::UpstreamSilent { .. } => StatusCode::GATEWAY_TIMEOUT,
             RouteError::Internal { .. } => StatusCode::INTERNAL_SERVER_ERROR,
         }
@@ -177,6 +210,14 @@ impl RouteError {
                 Some(param)
             }
             _ => None,
+        }
+    }
+
+    /// When it may be worth trying again. One second is about a worker's restart or a queue's turn.
+    fn retry_after_secs(&self) -> Option<u64> {
+        match self {
+            RouteError::TooLate { excess_ms, .. } => Some(excess_ms.div_ceil(1000).max(1)),
+            _ => matches!(self.status().as_u16(), 429 | 502 | 503).then_some(1),
         }
     }
 
@@ -207,11 +248,9 @@ impl IntoResponse for RouteError {
             self.body(),
         )
             .into_response();
-        // A client that may come back is told when; one second is about a worker's restart or a queue's turn.
-        if matches!(status.as_u16(), 429 | 502 | 503) {
-            response
-                .headers_mut()
-                .insert(header::RETRY_AFTER, HeaderValue::from_static("1"));
+        if let Some(secs) = self.retry_after_secs() {
+            let headers = response.headers_mut();
+            headers.insert(header::RETRY_AFTER, HeaderValue::from(secs));
         }
         response.extensions_mut().insert(Code(self.code()));
         response
@@ -238,8 +277,20 @@ mod tests {
 
     #[test]
     fn overload_answers_carry_retry_after() {
-        let response = RouteError::Draining.into_response();
-        assert_eq!(response.status(), 503);
-        assert_eq!(response.headers()[header::RETRY_AFTER], "1");
+        let late = |excess_ms| RouteError::TooLate {
+            role: Role::Prefill,
+            predicted_ms: 9000,
+            limit_ms: 2000,
+            excess_ms,
+        };
+        for (err, secs) in [
+            (RouteError::Draining, "1"),
+            (late(1), "1"),
+            (late(6001), "7"),
+        ] {
+            let response = err.into_response();
+            assert_eq!(response.status(), 503);
+            assert_eq!(response.headers()[header::RETRY_AFTER], secs);
+        }
     }
 }

@@ -242,15 +242,18 @@ async fn ask_load(app: &App, worker: &Worker) {
 /// The worker answers probes: find out what it is, and let it in unless it is something else.
 async fn admit(app: &App, worker: &Arc<Worker>) {
     let description = describe(app, worker).await.unwrap_or_default();
-    let state = match objection(app, worker, &description) {
+    let state = match objection(worker, &description) {
         Some(reason) => State::Rejected { reason },
         None => State::Ready,
     };
-    app.registry.set_state(worker, state, Some(description));
+    let is_news = app.registry.set_state(worker, state, Some(description));
+    if is_news && let Some(why) = app.registry.misfit(worker) {
+        tracing::warn!(url = %worker.url(), role = %worker.role(), why, "worker cannot be paired");
+    }
 }
 
 /// Why this worker cannot serve in its role.
-fn objection(app: &App, worker: &Worker, told: &Description) -> Option<String> {
+fn objection(worker: &Worker, told: &Description) -> Option<String> {
     let wanted = match worker.role() {
         Role::Regular => "null",
         Role::Prefill => "prefill",
@@ -263,22 +266,5 @@ fn objection(app: &App, worker: &Worker, told: &Description) -> Option<String> {
             worker.role()
         ));
     }
-    // KV pages travel whole: nodes of different page size cannot be paired.
-    let peers = app.registry.workers();
-    let other = peers.iter().find(|peer| {
-        let size = peer.description().page_size;
-        peer.id != worker.id
-            && peer.role() != Role::Regular
-            && worker.role() != Role::Regular
-            && peer.is_ready()
-            && size.is_some()
-            && told.page_size.is_some()
-            && size != told.page_size
-    })?;
-    Some(format!(
-        "its --page-size is {}, that of {} is {}; use the same on all nodes",
-        told.page_size.unwrap_or_default(),
-        other.url(),
-        other.description().page_size.unwrap_or_default()
-    ))
+    None
 }

@@ -53,6 +53,12 @@ specs! {
         "Wait for one of --max-concurrent-requests";
     QUEUED = Gauge "baton_router_queued_requests" []
         "Requests waiting for one of --max-concurrent-requests";
+    CONNECTIONS = Gauge "baton_router_client_connections" []
+        "Open connections of clients";
+    CLIENT_CUTS = Counter "baton_router_client_cuts_total" ["reason"]
+        "Clients cut for taking too long; reason is handshake (TLS), head (of a request) or stalled (an HTTP/2 stream not read)";
+    SHED = Counter "baton_router_shed_requests_total" ["role"]
+        "Requests refused because their first token was predicted too late (--max-ttft-ms)";
     DECISIONS = Counter "baton_router_policy_decisions_total" ["role", "policy", "why"]
         "Workers chosen, by reason (docs/routing.md)";
     FORECAST = Histogram "baton_router_forecast_ttft_seconds" ["role"]
@@ -122,6 +128,9 @@ pub struct Metrics {
     pub overhead: HistogramVec,
     pub queue: Histogram,
     pub queued: Gauge,
+    pub connections: Gauge,
+    pub client_cuts: IntCounterVec,
+    pub shed: IntCounterVec,
     pub decisions: IntCounterVec,
     forecast: HistogramVec,
     observed: HistogramVec,
@@ -188,6 +197,9 @@ impl Metrics {
             overhead: histograms(&exposed, &OVERHEAD)?,
             queue: histograms(&exposed, &QUEUE)?.with_label_values(no_labels),
             queued: gauges(&exposed, &QUEUED)?.with_label_values(no_labels),
+            connections: gauges(&exposed, &CONNECTIONS)?.with_label_values(no_labels),
+            client_cuts: counters(&exposed, &CLIENT_CUTS)?,
+            shed: counters(&exposed, &SHED)?,
             decisions: counters(&exposed, &DECISIONS)?,
             forecast: histograms(&exposed, &FORECAST)?,
             observed: histograms(&exposed, &OBSERVED)?,

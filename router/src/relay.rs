@@ -26,6 +26,8 @@ use crate::sse::{Ending, Tail, epilogue};
 use crate::upstream::{Answer, with_source};
 use crate::usage::usage_in;
 
+const DONE: &[u8] = b"\ndata: [DONE]\n\n";
+
 /// The answer broke and cannot be mended by an event: the connection to the client is cut, so that it sees the break.
 #[derive(Debug, thiserror::Error)]
 #[error("{0}")]
@@ -103,6 +105,9 @@ impl Relay {
         match ending {
             Some(Ending::Open) => self.broke("ended the stream without finishing it".into()),
             _ => {
+                if ending == Some(Ending::Finished) {
+                    self.out.push_back(Bytes::from_static(DONE)); // a client may wait for it
+                }
                 let has_error = self.tail.as_ref().is_some_and(Tail::has_error);
                 self.finish(if has_error { "error_event" } else { "ok" });
             }

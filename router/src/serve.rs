@@ -13,38 +13,25 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use axum::Router;
-use hyper::server::conn::http1;
-use hyper_util::rt::{TokioIo, TokioTimer};
-use hyper_util::server::graceful::{GracefulShutdown, Watcher};
-use hyper_util::service::TowerToHyperService;
-use tokio::io::{AsyncRead, AsyncWrite};
+use hyper_util::server::graceful::GracefulShutdown;
 use tokio::net::TcpListener;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::{oneshot, watch};
 use tokio::task::JoinHandle;
 use tokio::time::{Instant, interval, sleep, timeout};
+
 use tokio_rustls::TlsAcceptor;
 
 use crate::App;
 use crate::config::{ParseStop, RouterConfig, flags_markdown};
+use crate::connections::{Terms, accept};
 use crate::discovery;
 use crate::http::{metrics_router, router};
 use crate::metrics::metrics_markdown;
-use crate::tcp::tune_client;
 use crate::tls;
 
-/// How long a client may take over a request's head; also the idle limit of a kept connection (nginx's 75 s).
-const HEAD_TIMEOUT: Duration = Duration::from_secs(75);
-/// Longest request head accepted [bytes].
-const MAX_HEAD: usize = 256 << 10;
-const MAX_HEADERS: usize = 100;
-/// How long a client may take over its TLS handshake (nginx: 60 s; nobody needs it).
-const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(10);
 /// After the cut streams still get their last event within this.
 const AFTER_CUT: Duration = Duration::from_secs(2);
-/// Out of file descriptors: wait for some to be closed.
-const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
-
 /// Parse `argv` (program name first), run the router until it is told to stop, return the exit code.
 pub fn run(argv: Vec<String>) -> i32 {
     let config = match RouterConfig::parse(&argv) {
@@ -160,7 +147,7 @@ impl Running {
                 Some(bind(host, port, "--prometheus-port").await?)
             }
         };
-        let tls = tls::acceptor(&config.tls)?;
+        let tls = tls::acceptor(&config.tls, config.limits.http2_max_streams > 0)?;
         let scheme = if tls.is_some() { "https" } else { "http" };
         let to_workers = tls::to_workers(&config.tls)?;
         let (cut, cut_seen) = watch::channel(false);
@@ -176,18 +163,21 @@ impl Running {
             }
         }
         evict_regularly(&app);
+        app.admission.keep_filling(&app.config.limits);
         let metrics = match metrics_listener {
             None => None,
             Some(listener) => {
                 let addr = listener.local_addr().map_err(|err| err.to_string())?;
                 let (open, closed) = oneshot::channel();
-                tokio::spawn(accept(listener, None, metrics_router(app.clone()), closed));
+                let terms = terms(&app, metrics_router(app.clone()), None);
+                tokio::spawn(accept(listener, terms, closed));
                 Some((addr, open))
             }
         };
         let (metrics_addr, _metrics_open) = metrics.unzip();
         let (close, closed) = oneshot::channel();
-        let accepting = tokio::spawn(accept(listener, tls, router(app.clone()), closed));
+        let terms = terms(&app, router(app.clone()), tls);
+        let accepting = tokio::spawn(accept(listener, terms, closed));
         tracing::info!(%addr, pd = app.is_pd(), "listening on {scheme}://{addr}");
         Ok(Self {
             addr,
@@ -231,58 +221,12 @@ async fn bind(host: &str, port: u16, flag: &str) -> Result<TcpListener, String> 
     })
 }
 
-/// Accept until told to close; returns the connections that are still open.
-async fn accept(
-    listener: TcpListener,
-    tls: Option<TlsAcceptor>,
-    routes: Router,
-    mut closed: oneshot::Receiver<()>,
-) -> GracefulShutdown {
-    let connections = GracefulShutdown::new();
-    loop {
-        let stream = tokio::select! {
-            _ = &mut closed => return connections,
-            accepted = listener.accept() => match accepted {
-                Ok((stream, _)) => stream,
-                Err(err) => {
-                    tracing::warn!(%err, "cannot accept a connection");
-                    sleep(ACCEPT_PAUSE).await;
-                    continue;
-                }
-            },
-        };
-        if let Err(err) = tune_client(&stream) {
-            tracing::debug!(%err, "client left at once");
-            continue;
-        }
-        let (routes, watcher) = (routes.clone(), connections.watcher());
-        match tls.clone() {
-            None => tokio::spawn(serve(stream, routes, watcher)),
-            Some(tls) => tokio::spawn(async move {
-                match timeout(HANDSHAKE_TIMEOUT, tls.accept(stream)).await {
-                    Ok(Ok(stream)) => serve(stream, routes, watcher).await,
-                    Ok(Err(err)) => tracing::debug!(%err, "no TLS with a client"),
-                    Err(_) => tracing::debug!("a client did not finish its TLS handshake"),
-                }
-            }),
-        };
-    }
-}
-
-async fn serve<S>(stream: S, routes: Router, watcher: Watcher)
-where
-    S: AsyncRead + AsyncWrite + Send + Unpin + 'static,
-{
-    let service = TowerToHyperService::new(routes);
-    let connection = http1::Builder::new()
-        .timer(TokioTimer::new())
-        .header_read_timeout(HEAD_TIMEOUT)
-        .max_buf_size(MAX_HEAD)
-        .max_headers(MAX_HEADERS)
-        .serve_connection(TokioIo::new(stream), service);
-    // The client left, or sent no HTTP: its request's record says so where there was one.
-    if let Err(err) = watcher.watch(connection).await {
-        tracing::debug!(%err, "connection ended");
+fn terms(app: &App, routes: Router, tls: Option<TlsAcceptor>) -> Terms {
+    Terms {
+        routes,
+        tls,
+        limits: app.config.limits.clone(),
+        metrics: app.metrics.clone(),
     }
 }
 

@@ -12,9 +12,6 @@ use tokio::net::TcpStream;
 const IDLE: Duration = Duration::from_secs(15);
 const INTERVAL: Duration = Duration::from_secs(5);
 const PROBES: u32 = 3;
-/// A client that takes no byte of its answer for this long is cut (smg: stream-body-stall-timeout-secs).
-#[cfg(target_os = "linux")]
-const CLIENT_STALL: Duration = Duration::from_secs(300);
 
 /// A connection to a worker.
 pub fn tune_upstream(stream: &TcpStream) -> io::Result<()> {
@@ -26,10 +23,12 @@ pub fn tune_upstream(stream: &TcpStream) -> io::Result<()> {
     SockRef::from(stream).set_tcp_keepalive(&probing)
 }
 
-/// A connection from a client.
-pub fn tune_client(stream: &TcpStream) -> io::Result<()> {
+/// A connection from a client. One that takes no byte of its answer for `stall` is cut by the kernel.
+pub fn tune_client(stream: &TcpStream, stall: Duration) -> io::Result<()> {
     tune_upstream(stream)?;
     #[cfg(target_os = "linux")]
-    SockRef::from(stream).set_tcp_user_timeout(Some(CLIENT_STALL))?;
+    SockRef::from(stream).set_tcp_user_timeout(Some(stall))?;
+    #[cfg(not(target_os = "linux"))]
+    let _ = stall; // no such option there
     Ok(())
 }

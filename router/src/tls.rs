@@ -1,6 +1,7 @@
 //! Certificates and keys, read once at the start: HTTPS for clients, HTTPS with a certificate of our own to workers.
 //!
-//! TLS 1.2 and 1.3 by rustls with ring. HTTP/1.1 inside, as everywhere in this router. A worker's certificate must name the
+//! TLS 1.2 and 1.3 by rustls with ring. Clients choose HTTP/1.1 or HTTP/2 inside, workers are
+//! spoken to in HTTP/1.1. A worker's certificate must name the
 //! host of its URL, be it an address, and descend from --ca-cert-paths; the system's roots are not asked, since workers
 //! are no public sites.
 
@@ -14,9 +15,10 @@ use tokio_rustls::TlsAcceptor;
 use crate::config::Tls;
 
 const HTTP_1_1: &[u8] = b"http/1.1";
+pub const HTTP_2: &[u8] = b"h2";
 
 /// What accepts clients, if they are to speak TLS.
-pub fn acceptor(flags: &Tls) -> Result<Option<TlsAcceptor>, String> {
+pub fn acceptor(flags: &Tls, has_h2: bool) -> Result<Option<TlsAcceptor>, String> {
     let (Some(cert), Some(key)) = (&flags.tls_cert_path, &flags.tls_key_path) else {
         return Ok(None);
     };
@@ -32,7 +34,10 @@ pub fn acceptor(flags: &Tls) -> Result<Option<TlsAcceptor>, String> {
             private_key("--tls-key-path", key)?,
         )
         .map_err(refused)?;
-    config.alpn_protocols = vec![HTTP_1_1.to_vec()];
+    config.alpn_protocols = match has_h2 {
+        true => vec![HTTP_2.to_vec(), HTTP_1_1.to_vec()],
+        false => vec![HTTP_1_1.to_vec()],
+    };
     Ok(Some(TlsAcceptor::from(Arc::new(config))))
 }
 

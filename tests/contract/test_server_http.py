@@ -279,7 +279,9 @@ def test_facts(http: httpx.Client) -> None:
     assert (info["dp_size"], info["page_size"], info["disaggregation_mode"]) == (2, 16, "null")
     assert info["max_total_num_tokens"] == 100_000
     assert info["served_model_name"] == "tiny"
-    assert (info["engine"], info["layout"]) == ("baton", "test")
+    assert (info["engine"], info["layout"]["order"]) == ("baton", "test")
+    assert sorted(info["fingerprint"]) == ["chat_template", "dtype", "kv_layout", "model", "page_size", "tokenizer"]
+    assert (info["fingerprint"]["page_size"], info["fingerprint"]["model"]) == ("16", "test")
     assert [s["ready"] for s in info["internal_states"]] == [True, True]
     assert http.get("/server_info").json()["version"] == info["version"]
     assert http.get("/model_info").json() == http.get("/get_model_info").json()

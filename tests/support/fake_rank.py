@@ -176,7 +176,11 @@ class FakeRank:
             await self.send(Fatal(self.order["dp_rank"], self.script["fail_start"]))
             return
         await asyncio.sleep(self.script.get("ready_after", 0))
-        info = {"max_total_num_tokens": self.script.get("pool_tokens", 100_000), "dtype": "float32", "layout": "test"}
+        layout = {
+            "order": "test", "layers": 1, "kv_heads": 1, "head_dim": 1, "dtype": "float32", "page_size": 16,
+            "page_bytes": 1, "model_hash": "test",
+        }  # fmt: skip
+        info = {"max_total_num_tokens": self.script.get("pool_tokens", 100_000), "dtype": "float32", "layout": layout}
         rank = self.order["dp_rank"]
         await self.send(Ready(rank, info))
         gauges = {'requests{state="waiting"}': 2.0, 'requests{state="running"}': 1.0, "kv_usage_ratio": 0.25}

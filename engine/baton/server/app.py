@@ -41,6 +41,7 @@ from baton.sched import decisions
 from baton.server import loads
 from baton.server.answering import Answering
 from baton.server.fields import Fields
+from baton.server.fingerprint import fingerprint, tokenizer_hash
 from baton.server.generation import Generation
 from baton.server.kv_stream import KvStreams
 from baton.server.metrics import Metrics
@@ -82,6 +83,7 @@ class Front:
         self.facts = facts
         self.tokenizer = tokenizer
         self.ranks = ranks
+        self._tokenizer_hash = tokenizer_hash(facts.tokenizer_path)
         self.validator = Validator(config, facts, tokenizer)
         self.metrics = Metrics(
             version(), config.disaggregation_mode, facts.name, config.page_size, config.metrics_compat
@@ -205,6 +207,9 @@ class Front:
         if self.bootstrap_port is not None:
             config["disaggregation_bootstrap_port"] = self.bootstrap_port
         ranks = self.ranks.ranks
+        layout = ranks[0].info.get("layout")  # absent until the rank has loaded
+        if isinstance(layout, dict):
+            config["fingerprint"] = fingerprint(self.facts, self._tokenizer_hash, layout)
         return json_response(
             {
                 **config,

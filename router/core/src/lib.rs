@@ -16,6 +16,7 @@ pub mod breaker;
 pub mod fleet;
 pub mod health;
 pub mod kv;
+pub mod make;
 pub mod policy;
 pub mod prefix_tree;
 pub mod prompt;
@@ -25,14 +26,15 @@ pub mod types;
 
 pub use breaker::{BreakerConfig, BreakerState, CircuitBreaker, Outcome};
 pub use health::{HealthChange, HealthConfig, HealthCounter};
+pub use make::{ASPECTS, Make};
 pub use policy::{
     AssignmentMode, CacheAwareParams, CostParams, ManualParams, Miss, Policy, PolicyKind,
-    PolicyParams, PolicyStats, RankStats, UnknownName, build, choose_pair,
+    PolicyParams, PolicyStats, RankStats, UnknownName, build, choose_fitting_pair, choose_pair,
 };
 pub use prompt::{Blocks, Prompt, TokenChain, namespace, token_blocks};
 pub use retry::{RetryConfig, is_retryable_status};
 pub use room::draw_room;
 pub use types::{
-    Choice, Event, Forecast, QueueOrder, RequestView, Role, Ticket, Usage, Why, WorkerFacts,
+    Ahead, Choice, Event, Forecast, QueueOrder, RequestView, Role, Ticket, Usage, Why, WorkerFacts,
     WorkerId, WorkerView,
 };

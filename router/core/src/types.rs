@@ -99,6 +99,30 @@ pub struct Forecast {
     pub ttft_ms: u32,
 }
 
+/// When a worker would begin to answer.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
+pub struct Ahead {
+    /// Prompts it has to compute before [ms].
+    pub queue_ms: f64,
+    /// This prompt [ms].
+    pub prefill_ms: f64,
+}
+
+impl Ahead {
+    pub fn ttft_ms(&self) -> u64 {
+        (self.queue_ms + self.prefill_ms).round() as u64
+    }
+
+    /// How much later than `limit_ms` that is, as far as waiting can help; `None`: it is in time, or there is no queue.
+    /// Without a queue the request is the one that teaches how long it takes: a prediction that was too high must not
+    /// turn all requests away for ever.
+    pub fn excess_ms(&self, limit_ms: u64) -> Option<u64> {
+        let excess_ms = self.ttft_ms().checked_sub(limit_ms).filter(|ms| *ms > 0)?;
+        let queue_ms = self.queue_ms.ceil() as u64;
+        (queue_ms > 0).then_some(excess_ms.min(queue_ms))
+    }
+}
+
 /// Why a worker was chosen. [`Why::label`] is a metric label, so dashboards explain decisions.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(tag = "why", rename_all = "snake_case")]
@@ -253,4 +277,29 @@ pub struct Usage {
     pub prompt_tokens: u32,
     pub cached_tokens: Option<u32>,
     pub completion_tokens: Option<u32>,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::Ahead;
+
+    #[test]
+    fn too_late_is_what_a_queue_makes_too_late() {
+        let ahead = |queue_ms, prefill_ms| Ahead {
+            queue_ms,
+            prefill_ms,
+        };
+        assert_eq!(ahead(900.0, 100.0).excess_ms(1000), None);
+        assert_eq!(ahead(900.0, 101.0).excess_ms(1000), Some(1));
+        assert_eq!(
+            ahead(0.0, 5000.0).excess_ms(1000),
+            None,
+            "no queue, no wait"
+        );
+        assert_eq!(
+            ahead(10.0, 5000.0).excess_ms(1000),
+            Some(10),
+            "waiting helps no more than the queue is long"
+        );
+    }
 }

@@ -10,6 +10,7 @@
 mod discovery;
 mod docs;
 mod keys;
+mod limits;
 mod refused;
 mod tls;
 mod worker_url;
@@ -24,6 +25,7 @@ use router_core::{
 
 pub use docs::flags_markdown;
 pub use keys::{ControlKey, KeyRole};
+pub use limits::Limits;
 pub use refused::REFUSED;
 pub use tls::Tls;
 pub use worker_url::{Bootstrap, WorkerSpec, WorkerUrl};
@@ -163,30 +165,6 @@ pub struct Routing {
     /// manual: a key not seen for this long is forgotten [s]
     #[arg(long, default_value_t = 14_400, value_name = "SECS")]
     pub max_idle_secs: u64,
-}
-
-#[derive(Debug, Clone, Args)]
-#[command(next_help_heading = "Limits")]
-pub struct Limits {
-    /// Longest request body accepted [bytes]
-    #[arg(long, default_value_t = 536_870_912, value_name = "BYTES")]
-    pub max_payload_size: usize,
-    /// A worker silent for this long fails the request [s]
-    #[arg(long, default_value_t = 1800, value_name = "SECS")]
-    pub request_timeout_secs: u64,
-    /// A stream that has not begun after this long gets a comment, again and again, so that proxies keep it; 0: never
-    /// [s]
-    #[arg(long, default_value_t = 15, value_name = "SECS")]
-    pub sse_keepalive_secs: u64,
-    /// Most generation requests running at once; -1: no limit
-    #[arg(long, default_value_t = -1, value_name = "N", allow_negative_numbers = true)]
-    pub max_concurrent_requests: i64,
-    /// Most requests waiting for one of --max-concurrent-requests; more are answered 429
-    #[arg(long, default_value_t = 100, value_name = "N")]
-    pub queue_size: usize,
-    /// Longest wait in that queue [s]
-    #[arg(long, default_value_t = 60, value_name = "SECS")]
-    pub queue_timeout_secs: u64,
 }
 
 #[derive(Debug, Clone, Args)]
@@ -368,11 +346,6 @@ impl RouterConfig {
             (0.0..=1.0).contains(&jitter),
             format!("--retry-jitter-factor {jitter}: give a fraction from 0 to 1"),
         );
-        let most = self.limits.max_concurrent_requests;
-        rule(
-            most == -1 || most >= 1,
-            format!("--max-concurrent-requests {most}: give at least 1, or -1 for no limit"),
-        );
         for (flag, value) in [
             (
                 "--retry-max-retries",
@@ -411,8 +384,6 @@ impl RouterConfig {
                 self.routing.eviction_interval_secs,
             ),
             ("--max-idle-secs", self.routing.max_idle_secs),
-            ("--request-timeout-secs", self.limits.request_timeout_secs),
-            ("--max-payload-size", self.limits.max_payload_size as u64),
         ] {
             rule(value >= 1, format!("{flag} {value}: must be at least 1"));
         }
@@ -458,6 +429,7 @@ impl RouterConfig {
         for text in discovery
             .into_iter()
             .chain(self.tls.complaints())
+            .chain(self.limits.complaints(self.forecasts()))
             .chain(keys::complaints(&self.listen.control_plane_api_keys))
         {
             rule(false, text);
@@ -536,6 +508,15 @@ impl RouterConfig {
             Role::Prefill => self.routing.prefill_policy.unwrap_or(self.routing.policy),
             Role::Decode => self.routing.decode_policy.unwrap_or(self.routing.policy),
         }
+    }
+
+    /// Whether the policy of those who compute prompts predicts when their first token comes.
+    fn forecasts(&self) -> bool {
+        let role = match self.workers.pd_disaggregation {
+            true => Role::Prefill,
+            false => Role::Regular,
+        };
+        self.policy_for(role) == PolicyKind::Cost
     }
 
     pub fn retry(&self) -> RetryConfig {

@@ -38,8 +38,8 @@ pub const REFUSED: &[Refused] = &[
         "histograms share one fixed exponential family, see docs/metrics.md; drop the flag",
     ),
     refused(
-        "rate-limit-tokens-per-second",
-        "use --max-concurrent-requests with --queue-size",
+        "upstream-http2",
+        "workers are reached over HTTP/1.1, one connection per request in flight, so that no answer waits behind another; drop the flag",
     ),
     refused("model-path", TOKENIZER),
     refused("tokenizer-path", TOKENIZER),

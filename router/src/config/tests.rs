@@ -120,6 +120,36 @@ fn all_mistakes_are_reported_at_once() {
 }
 
 #[test]
+fn limits_that_need_another_flag_say_which() {
+    for (flags, part) in [
+        (
+            &["--rate-limit-tokens-per-second", "5"][..],
+            "needs --max-concurrent-requests",
+        ),
+        (
+            &["--max-ttft-ms", "5", "--policy", "round_robin"],
+            "the policy cost",
+        ),
+        (
+            &[
+                "--max-ttft-ms",
+                "5",
+                "--pd-disaggregation",
+                "--prefill-policy",
+                "random",
+            ],
+            "the policy cost",
+        ),
+        (&["--max-header-bytes", "100"], "--max-header-bytes 100"),
+        (&["--max-connections", "0"], "--max-connections 0"),
+        (&["--upstream-http2"], "HTTP/1.1"),
+    ] {
+        let text = complaint(flags);
+        assert!(text.contains(part), "{part} not in {text}");
+    }
+}
+
+#[test]
 fn unknown_name_is_answered_with_the_known_ones() {
     for (flag, known) in [
         ("--policy", "cache_aware, manual, cost"),

@@ -13,7 +13,8 @@ use serde_json::{Value, json};
 use tokio::task::JoinSet;
 use tokio::time::timeout;
 
-use super::generate::{forwarded, read_body};
+use super::exposition;
+use super::generate::{forwarded, read_at_most, read_body};
 use crate::App;
 use crate::body::Parts;
 use crate::config::{WorkerSpec, WorkerUrl};
@@ -26,8 +27,10 @@ use crate::upstream::Head;
 const ASK_TIMEOUT: Duration = Duration::from_secs(30);
 /// Bodies of these requests are small [bytes].
 const MAX_ADMIN_BODY: usize = 1 << 20;
-/// Longest part of each worker's answer that a fan-out repeats [bytes].
+/// Longest part of each worker's answer that a fan-out repeats [characters].
 const MAX_REPEATED: usize = 1 << 16;
+/// Longest answer of a worker that is asked along with all others [bytes].
+const MAX_ASKED: usize = 4 << 20;
 
 fn answer(status: StatusCode, body: &Value) -> Response {
     let kind = [(header::CONTENT_TYPE, "application/json")];
@@ -65,11 +68,19 @@ fn not_ready_because(app: &App) -> Option<RouteError> {
     if app.is_draining() {
         return Some(RouteError::Draining);
     }
-    app.serving_roles().iter().find_map(|role| {
-        let (known, ready) = app.registry.count(*role);
-        let role = *role;
-        (ready == 0).then_some(RouteError::NoWorker { role, known, ready })
-    })
+    app.serving_roles()
+        .iter()
+        .find_map(|role| {
+            let (known, ready) = app.registry.count(*role);
+            let role = *role;
+            (ready == 0).then_some(RouteError::NoWorker { role, known, ready })
+        })
+        .or_else(|| {
+            let [prefill, decode] =
+                [Role::Prefill, Role::Decode].map(|role| app.registry.count(role).1);
+            let lacks_pair = app.is_pd() && !app.registry.has_pair();
+            lacks_pair.then_some(RouteError::NoPair { prefill, decode })
+        })
 }
 
 /// Every ready worker is asked to generate something.
@@ -97,7 +108,7 @@ pub async fn metrics(State(app): State<Arc<App>>) -> Response {
 
 // ---- workers ----
 
-fn show(worker: &Worker) -> Value {
+fn show(app: &App, worker: &Worker) -> Value {
     let (state, told) = (worker.state(), worker.description());
     json!({
         "id": worker.id.to_string(),
@@ -105,13 +116,14 @@ fn show(worker: &Worker) -> Value {
         "worker_type": worker.role().label(),
         "is_healthy": worker.is_ready(),
         "state": state.label(),
-        "reason": state.reason(),
+        "reason": state.reason().map(str::to_owned).or_else(|| app.registry.misfit(worker)),
         "load": worker.load(),
         "bootstrap_port": worker.bootstrap_port(),
         "dp_size": worker.dp_size(),
         "model_id": told.served_model_name,
         "version": told.version,
         "page_size": told.page_size,
+        "fingerprint": told.fingerprint,
     })
 }
 
@@ -119,7 +131,7 @@ pub async fn list_workers(State(app): State<Arc<App>>) -> Response {
     let workers = app.registry.workers();
     let count = |role| workers.iter().filter(|w| w.role() == role).count();
     let body = json!({
-        "workers": workers.iter().map(|w| show(w)).collect::<Vec<_>>(),
+        "workers": workers.iter().map(|w| show(&app, w)).collect::<Vec<_>>(),
         "total": workers.len(),
         "stats": {
             "regular_count": count(Role::Regular),
@@ -140,7 +152,7 @@ pub async fn show_worker(
     Path(id): Path<String>,
 ) -> Result<Response, RouteError> {
     let worker = find(&app, &id)?;
-    Ok(answer(StatusCode::OK, &show(&worker)))
+    Ok(answer(StatusCode::OK, &show(&app, &worker)))
 }
 
 pub async fn remove_worker(
@@ -189,7 +201,7 @@ pub async fn add_worker(
     request: Request,
 ) -> Result<Response, RouteError> {
     let (parts, body) = request.into_parts();
-    let body = read_body(body, &parts.headers, MAX_ADMIN_BODY).await?;
+    let body = read_at_most(body, &parts.headers, MAX_ADMIN_BODY, &app.config.limits).await?;
     let asked: NewWorker =
         serde_json::from_slice(&body).map_err(|err| RouteError::InvalidJson {
             detail: format!(
@@ -309,15 +321,8 @@ pub async fn forward(
     request: Request,
 ) -> Result<Response, RouteError> {
     let (parts, body) = request.into_parts();
-    let body = read_body(body, &parts.headers, app.config.limits.max_payload_size).await?;
-    let uri = parts.uri.path_and_query().map(|pq| pq.as_str().to_owned());
-    let head = Head {
-        method: parts.method,
-        uri: Uri::try_from(uri.unwrap_or_default()).map_err(|err| RouteError::Internal {
-            detail: err.to_string(),
-        })?,
-        headers: forwarded(parts.headers),
-    };
+    let body = read_body(body, &parts.headers, &app.config.limits).await?;
+    let head = head_of(parts)?;
     let mut avoid = Vec::new();
     loop {
         // The prefill workers come last: tokenising on them delays prompts.
@@ -377,18 +382,109 @@ fn passed_on(status: StatusCode, kind: Option<HeaderValue>, body: Bytes) -> Resp
     response
 }
 
+/// Every worker's list of models, as one. Those that do not answer are left out.
+pub async fn models(State(app): State<Arc<App>>, request: Request) -> Result<Response, RouteError> {
+    if let Some(err) = no_worker(&app) {
+        return Err(err);
+    }
+    let head = Head {
+        method: Method::GET,
+        uri: Uri::from_static("/v1/models"),
+        headers: forwarded(request.into_parts().0.headers),
+    };
+    let told = ask_each(&app, &head, &Bytes::new()).await;
+    let mut merged: Vec<Value> = Vec::new();
+    for asked in told.iter().filter(|told| told.is_success()) {
+        let Ok(mut list) = serde_json::from_str::<Value>(&asked.text) else {
+            continue;
+        };
+        for model in list["data"].as_array_mut().into_iter().flatten() {
+            if merged.iter().all(|known| known["id"] != model["id"]) {
+                merged.push(model.take());
+            }
+        }
+    }
+    if merged.is_empty()
+        && let Some(asked) = told.into_iter().next()
+    {
+        return Ok(asked.passed_on());
+    }
+    let body = json!({"object": "list", "data": merged});
+    Ok(answer(StatusCode::OK, &body))
+}
+
+/// The metrics of all ready workers on one page, each line with the label `worker`.
+pub async fn engine_metrics(State(app): State<Arc<App>>) -> Response {
+    let head = Head {
+        method: Method::GET,
+        uri: Uri::from_static("/metrics"),
+        headers: app.worker_headers(),
+    };
+    let told = ask_each(&app, &head, &Bytes::new()).await;
+    let pages = told.iter().filter(|told| told.is_success());
+    let text = exposition::merge(pages.map(|told| (told.url.as_str(), told.text.as_str())));
+    ([(header::CONTENT_TYPE, "text/plain; version=0.0.4")], text).into_response()
+}
+
+/// A verb about one request, which only the workers that run it know: all are asked, since it may have come through
+/// another router. 404 when nobody knows it.
+pub async fn about_request(
+    State(app): State<Arc<App>>,
+    Path((rid, _)): Path<(String, String)>,
+    request: Request,
+) -> Result<Response, RouteError> {
+    if let Some(err) = no_worker(&app) {
+        return Err(err);
+    }
+    let (parts, body) = request.into_parts();
+    let body = read_at_most(body, &parts.headers, MAX_ADMIN_BODY, &app.config.limits).await?;
+    let head = head_of(parts)?;
+    let mut told = ask_each(&app, &head, &body).await;
+    told.retain(|told| told.status != Some(StatusCode::NOT_FOUND));
+    if told.is_empty() {
+        return Err(RouteError::UnknownRequest { rid });
+    }
+    // A worker that runs it and refuses speaks before one that did as told, and that before one that could not be asked.
+    told.sort_by_key(|told| match told.status {
+        Some(status) if !status.is_success() => 0,
+        Some(_) => 1,
+        None => 2,
+    });
+    Ok(told.swap_remove(0).passed_on())
+}
+
+fn no_worker(app: &App) -> Option<RouteError> {
+    let counts = ROLES.map(|role| app.registry.count(role));
+    let known = counts.iter().map(|count| count.0).sum();
+    let role = app.serving_roles()[0];
+    let none = counts.iter().all(|count| count.1 == 0);
+    none.then_some(RouteError::NoWorker {
+        role,
+        known,
+        ready: 0,
+    })
+}
+
+/// What goes to workers of a client's request: the path without what belongs to the client's connection.
+fn head_of(parts: http::request::Parts) -> Result<Head, RouteError> {
+    let uri = parts.uri.path_and_query().map(|pq| pq.as_str().to_owned());
+    Ok(Head {
+        method: parts.method,
+        uri: Uri::try_from(uri.unwrap_or_default()).map_err(|err| RouteError::Internal {
+            detail: err.to_string(),
+        })?,
+        headers: forwarded(parts.headers),
+    })
+}
+
 /// The same request to every ready worker.
 pub async fn fan_out(
     State(app): State<Arc<App>>,
     request: Request,
 ) -> Result<Response, RouteError> {
     let (parts, body) = request.into_parts();
-    let body = read_body(body, &parts.headers, MAX_ADMIN_BODY).await?;
-    let head = Head {
-        method: parts.method,
-        uri: parts.uri,
-        headers: forwarded(parts.headers),
-    };
+    let body = read_at_most(body, &parts.headers, MAX_ADMIN_BODY, &app.config.limits).await?;
+    let head = head_of(parts)?;
     Ok(ask_all(&app, head, body).await.0)
 }
 
@@ -406,32 +502,14 @@ pub async fn flush_cache(State(app): State<Arc<App>>) -> Response {
 
 /// 200 when all of them agreed, else 502; the body tells each worker's answer.
 async fn ask_all(app: &Arc<App>, head: Head, body: Bytes) -> (Response, bool) {
-    let mut asked = JoinSet::new();
-    for worker in app.registry.workers() {
-        if worker.is_ready() {
-            let (head, body) = (head.clone(), Parts::from(body.clone()));
-            asked.spawn(async move {
-                let url = worker.url().to_string();
-                match timeout(ASK_TIMEOUT, ask(&worker, &head, body)).await {
-                    Ok(Ok((status, text))) => (url, status.is_success(), text),
-                    Ok(Err(cause)) => (url, false, cause),
-                    Err(_) => (url, false, format!("no answer for {ASK_TIMEOUT:?}")),
-                }
-            });
-        }
-    }
     let (mut told, mut is_ok) = (serde_json::Map::new(), true);
-    while let Some(joined) = asked.join_next().await {
-        match joined {
-            Ok((url, worker_ok, text)) => {
-                is_ok &= worker_ok;
-                told.insert(url, json!({"ok": worker_ok, "answer": text}));
-            }
-            Err(err) => {
-                is_ok = false;
-                tracing::error!(%err, "asking a worker panicked");
-            }
-        }
+    for worker in ask_each(app, &head, &body).await {
+        is_ok &= worker.is_success();
+        let text: String = worker.text.chars().take(MAX_REPEATED).collect();
+        told.insert(
+            worker.url.clone(),
+            json!({"ok": worker.is_success(), "answer": text}),
+        );
     }
     let status = if is_ok {
         StatusCode::OK
@@ -442,18 +520,84 @@ async fn ask_all(app: &Arc<App>, head: Head, body: Bytes) -> (Response, bool) {
     (answer(status, &body), is_ok)
 }
 
-async fn ask(worker: &Worker, head: &Head, body: Parts) -> Result<(StatusCode, String), String> {
+/// What a worker said when all were asked.
+struct Asked {
+    url: String,
+    /// `None`: it could not be asked, and `text` says why.
+    status: Option<StatusCode>,
+    kind: Option<HeaderValue>,
+    text: String,
+}
+
+impl Asked {
+    fn is_success(&self) -> bool {
+        self.status.is_some_and(|status| status.is_success())
+    }
+
+    fn passed_on(self) -> Response {
+        match self.status {
+            Some(status) => passed_on(status, self.kind, self.text.into()),
+            None => {
+                let detail = format!("worker {}: {}", self.url, self.text);
+                RouteError::Unasked { detail }.into_response()
+            }
+        }
+    }
+}
+
+/// Ask every ready worker the same, at once; ordered by address.
+async fn ask_each(app: &Arc<App>, head: &Head, body: &Bytes) -> Vec<Asked> {
+    let mut asked = JoinSet::new();
+    for worker in app.registry.workers() {
+        if worker.is_ready() {
+            let (head, body) = (head.clone(), Parts::from(body.clone()));
+            asked.spawn(async move {
+                let (status, kind, text) =
+                    match timeout(ASK_TIMEOUT, ask(&worker, &head, body)).await {
+                        Ok(Ok((status, kind, text))) => (Some(status), kind, text),
+                        Ok(Err(cause)) => (None, None, cause),
+                        Err(_) => (None, None, format!("no answer for {ASK_TIMEOUT:?}")),
+                    };
+                let url = worker.url().to_string();
+                Asked {
+                    url,
+                    status,
+                    kind,
+                    text,
+                }
+            });
+        }
+    }
+    let mut told = Vec::new();
+    while let Some(joined) = asked.join_next().await {
+        match joined {
+            Ok(one) => told.push(one),
+            Err(err) => tracing::error!(%err, "asking a worker panicked"),
+        }
+    }
+    told.sort_by(|a, b| a.url.cmp(&b.url));
+    told
+}
+
+async fn ask(
+    worker: &Worker,
+    head: &Head,
+    body: Parts,
+) -> Result<(StatusCode, Option<HeaderValue>, String), String> {
     let sent = worker.pool.send(head, body).await;
     let response = sent.map_err(|err| err.to_string())?;
     let status = response.status();
+    let kind = response.headers().get(header::CONTENT_TYPE).cloned();
     let mut from = response.into_body();
     let mut text = Vec::new();
     while let Some(piece) = from.piece().await {
         let piece = piece.map_err(|err| err.to_string())?;
-        let room = MAX_REPEATED.saturating_sub(text.len());
-        text.extend_from_slice(&piece[..piece.len().min(room)]);
+        text.extend_from_slice(&piece);
+        if text.len() > MAX_ASKED {
+            return Err(format!("its answer is longer than {MAX_ASKED} bytes"));
+        }
     }
-    Ok((status, String::from_utf8_lossy(&text).into_owned()))
+    Ok((status, kind, String::from_utf8_lossy(&text).into_owned()))
 }
 
 impl App {

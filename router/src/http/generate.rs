@@ -11,11 +11,12 @@ use http::{HeaderMap, HeaderValue, Method, Uri};
 use http_body::Body;
 use http_body_util::BodyExt;
 use tokio::sync::OwnedSemaphorePermit;
-use tokio::time::{Instant, timeout};
+use tokio::time::{Instant, timeout_at};
 
 use super::{HOP_BY_HOP, REQUEST_ID};
 use crate::App;
 use crate::body::{Api, Scan};
+use crate::config::Limits;
 use crate::dispatch::{self, Inbound};
 use crate::error::RouteError;
 use crate::record::Record;
@@ -23,6 +24,10 @@ use crate::upstream::Head;
 
 /// A client that sends nothing of its body for this long is gone or means harm.
 const BODY_SILENCE: Duration = Duration::from_secs(60);
+/// The first token is of use within this [ms]; the engines' names (docs/protocol.md).
+const TTFT_DEADLINE: &str = "x-slo-ttft-ms";
+/// The whole answer is of use within this [ms].
+const DEADLINE: &str = "x-deadline-remaining-ms";
 /// A client's own affinity key.
 const ROUTING_KEY: &str = "x-smg-routing-key";
 
@@ -47,7 +52,7 @@ async fn serve(app: Arc<App>, api: Api, request: Request) -> Response {
     let mut record = Record::new(app.metrics.clone(), api.path(), method);
     record.rid = text_header(request.headers(), REQUEST_ID).unwrap_or_default();
     match take_in(&app, api, request).await {
-        Ok((head, routing_key, body, scan, ready_at, permit)) => {
+        Ok((head, routing_key, body, scan, ready_at, permit, deadline_ms)) => {
             let (needs_text, needs_blocks) = app.registry.needs(app.serving_roles());
             let inbound = Inbound {
                 head,
@@ -60,6 +65,9 @@ async fn serve(app: Arc<App>, api: Api, request: Request) -> Response {
                 record,
                 permit,
             };
+            if let Err(err) = shed(&app, &inbound, deadline_ms) {
+                return dispatch::refuse(inbound, err);
+            }
             dispatch::generate(app, inbound).await
         }
         Err(err) => {
@@ -76,16 +84,18 @@ type TakenIn = (
     Scan,
     Instant,
     Option<OwnedSemaphorePermit>,
+    Option<u64>,
 );
 
 async fn take_in(app: &App, api: Api, request: Request) -> Result<TakenIn, RouteError> {
     let (parts, body) = request.into_parts();
     let routing_key = text_header(&parts.headers, ROUTING_KEY);
-    let body = read_body(body, &parts.headers, app.config.limits.max_payload_size).await?;
+    let body = read_body(body, &parts.headers, &app.config.limits).await?;
     let permit = app.admission.enter(&app.metrics).await?;
     let ready_at = Instant::now();
     let scan = Scan::of(&body, api)?;
     let mut headers = forwarded(parts.headers);
+    let deadline_ms = deadline_ms(&headers, &scan);
     // It was read as JSON, whatever the client called it (curl -d calls it a form).
     let json = HeaderValue::from_static("application/json");
     headers.insert(CONTENT_TYPE, json);
@@ -94,7 +104,35 @@ async fn take_in(app: &App, api: Api, request: Request) -> Result<TakenIn, Route
         uri: Uri::from_static(api.path()),
         headers,
     };
-    Ok((head, routing_key, body, scan, ready_at, permit))
+    Ok((head, routing_key, body, scan, ready_at, permit, deadline_ms))
+}
+
+/// The least of the times the client gives for the first token or for all of the answer.
+fn deadline_ms(headers: &HeaderMap, scan: &Scan) -> Option<u64> {
+    let named = [TTFT_DEADLINE, DEADLINE].map(|name| text_header(headers, name)?.parse().ok());
+    named.into_iter().flatten().chain(scan.deadline_ms).min()
+}
+
+/// --max-ttft-ms: refuse what would begin too late wherever it went.
+fn shed(app: &App, request: &Inbound, deadline_ms: Option<u64>) -> Result<(), RouteError> {
+    let Some(max_ms) = app.config.limits.max_ttft_ms else {
+        return Ok(());
+    };
+    let limit_ms = deadline_ms.map_or(max_ms, |deadline_ms| deadline_ms.min(max_ms));
+    let role = app.serving_roles()[0];
+    let Some(ahead) = app.registry.least_ttft(role, &request.wanted()) else {
+        return Ok(());
+    };
+    let Some(excess_ms) = ahead.excess_ms(limit_ms) else {
+        return Ok(());
+    };
+    app.metrics.shed.with_label_values(&[role.label()]).inc();
+    Err(RouteError::TooLate {
+        role,
+        predicted_ms: ahead.ttft_ms(),
+        limit_ms,
+        excess_ms,
+    })
 }
 
 fn text_header(headers: &HeaderMap, name: &str) -> Option<String> {
@@ -113,12 +151,23 @@ pub fn forwarded(mut headers: HeaderMap) -> HeaderMap {
     headers
 }
 
-/// Read a body of at most `limit_bytes`. One piece, the usual case, is not copied.
+/// Read a body of at most --max-payload-size within --body-read-timeout-secs.
 pub async fn read_body(
+    body: axum::body::Body,
+    headers: &HeaderMap,
+    limits: &Limits,
+) -> Result<Bytes, RouteError> {
+    read_at_most(body, headers, limits.max_payload_size, limits).await
+}
+
+/// Read a body of at most `limit_bytes`. One piece, the usual case, is not copied.
+pub async fn read_at_most(
     mut body: axum::body::Body,
     headers: &HeaderMap,
     limit_bytes: usize,
+    limits: &Limits,
 ) -> Result<Bytes, RouteError> {
+    let until = Instant::now() + limits.body_timeout();
     let too_large = || RouteError::PayloadTooLarge { limit_bytes };
     let announced = headers.get(CONTENT_LENGTH);
     let announced = announced.and_then(|value| value.to_str().ok()?.parse::<usize>().ok());
@@ -128,9 +177,16 @@ pub async fn read_body(
     let mut first = Bytes::new();
     let mut all = BytesMut::new();
     loop {
-        let Ok(frame) = timeout(BODY_SILENCE, body.frame()).await else {
-            let waited_ms = BODY_SILENCE.as_millis() as u64;
-            return Err(RouteError::BodySilent { waited_ms });
+        let patience = Instant::now() + BODY_SILENCE;
+        let Ok(frame) = timeout_at(until.min(patience), body.frame()).await else {
+            if until > patience {
+                let waited_ms = BODY_SILENCE.as_millis() as u64;
+                return Err(RouteError::BodySilent { waited_ms });
+            }
+            return Err(RouteError::BodySlow {
+                limit_secs: limits.body_read_timeout_secs,
+                got_bytes: first.len() + all.len(),
+            });
         };
         let Some(frame) = frame else { break };
         let frame = frame.map_err(|err| RouteError::BodyBroken {

@@ -4,6 +4,7 @@
 
 mod access;
 mod admin;
+mod exposition;
 mod generate;
 
 use std::sync::Arc;
@@ -50,7 +51,7 @@ pub fn router(app: Arc<App>) -> Router {
         .route("/v1/tokenize", post(admin::forward))
         .route("/detokenize", post(admin::forward))
         .route("/v1/detokenize", post(admin::forward))
-        .route("/v1/models", get(admin::forward))
+        .route("/v1/models", get(admin::models))
         .route("/v1/models/{id}", get(admin::forward))
         .route("/get_model_info", get(admin::forward))
         .route("/model_info", get(admin::forward))
@@ -77,7 +78,11 @@ pub fn router(app: Arc<App>) -> Router {
             post(admin::flush_cache).get(admin::flush_cache),
         )
         .route("/get_loads", get(admin::loads))
+        .route("/engine_metrics", get(admin::engine_metrics))
         .route("/abort_request", post(admin::fan_out))
+        .route("/start_profile", post(admin::fan_out))
+        .route("/stop_profile", post(admin::fan_out))
+        .route("/v1/requests/{rid}/{verb}", post(admin::about_request))
         .route("/metrics", get(admin::metrics))
         .fallback(not_found)
         .method_not_allowed_fallback(method_not_allowed)

@@ -6,7 +6,8 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use http::HeaderValue;
 use parking_lot::Mutex;
 use router_core::{
-    Blocks, BreakerState, CircuitBreaker, Event, Forecast, Outcome, Policy, Ticket, Usage, WorkerId,
+    Blocks, BreakerState, CircuitBreaker, Event, Forecast, Make, Outcome, Policy, Ticket, Usage,
+    WorkerId,
 };
 
 use super::worker::Worker;
@@ -22,6 +23,7 @@ pub struct Candidate {
     pub worker: Arc<Worker>,
     /// `Some` when DP-aware.
     pub rank: Option<u32>,
+    pub(super) make: Make,
     pub(super) host: u32,
     pub(super) load: Arc<AtomicUsize>,
     pub(super) breaker: Option<Mutex<CircuitBreaker>>,

@@ -17,12 +17,12 @@ mod guard;
 mod worker;
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use parking_lot::{Mutex, RwLock};
 use router_core::{
-    Blocks, BreakerConfig, Choice, CircuitBreaker, Event, Outcome, Policy, PolicyStats,
-    RequestView, Role, Ticket, Why, WorkerId, WorkerView, build, choose_pair,
+    Ahead, Blocks, BreakerConfig, Choice, CircuitBreaker, Event, Outcome, Policy, PolicyStats,
+    RequestView, Role, Ticket, Why, WorkerId, WorkerView, build, choose_fitting_pair, choose_pair,
 };
 use rustls::ClientConfig;
 use tokio::sync::{Notify, watch};
@@ -104,9 +104,18 @@ struct RoleTable {
     candidates: RwLock<Arc<Vec<Arc<Candidate>>>>,
 }
 
+impl RoleTable {
+    fn list(&self) -> Arc<Vec<Arc<Candidate>>> {
+        self.candidates.read().clone()
+    }
+}
+
 pub struct Registry {
     workers: RwLock<Vec<Arc<Worker>>>,
     tables: [RoleTable; 3],
+    /// Whether every prefill worker can hand its pages to every decode worker; set under `changing`.
+    all_fit: AtomicBool,
+    changing: Mutex<()>,
     next_worker: AtomicU64,
     next_candidate: AtomicU64,
     next_ticket: AtomicU64,
@@ -145,6 +154,8 @@ impl Registry {
                 turn: Mutex::default(),
                 candidates: RwLock::default(),
             }),
+            all_fit: AtomicBool::new(true),
+            changing: Mutex::default(),
             next_worker: AtomicU64::new(1),
             next_candidate: AtomicU64::new(1),
             dp_aware: config.workers.dp_aware,
@@ -303,7 +314,7 @@ impl Registry {
         } else {
             vec![None]
         };
-        let ranks = ranks.into_iter();
+        let (ranks, make) = (ranks.into_iter(), worker.description().make());
         ranks
             .map(|rank| {
                 Arc::new(Candidate {
@@ -314,6 +325,7 @@ impl Registry {
                     },
                     worker: worker.clone(),
                     rank,
+                    make,
                     host: worker.host_number(),
                     load: worker.load_of(rank),
                     breaker: self
@@ -328,6 +340,16 @@ impl Registry {
 
     /// Put `new` in the place of all candidates of `worker`.
     fn replace_candidates(&self, worker: &Arc<Worker>, new: Vec<Arc<Candidate>>) {
+        self.swap_candidates(worker, new);
+        let _one = self.changing.lock();
+        let [_, prefill, decode] = &self.tables;
+        let (p_list, d_list) = (prefill.list(), decode.list());
+        let fits_all = |p: &Arc<Candidate>| d_list.iter().all(|d| p.make.fits(&d.make));
+        self.all_fit
+            .store(p_list.iter().all(fits_all), Ordering::Relaxed);
+    }
+
+    fn swap_candidates(&self, worker: &Arc<Worker>, new: Vec<Arc<Candidate>>) {
         let table = &self.tables[index(worker.role())];
         let _turn = table.turn.lock();
         let mut shared = table.candidates.write();
@@ -437,17 +459,80 @@ impl Registry {
             let d_views = views(&d_list, &avoid.worker, now_ms);
             let (p_policy, d_policy) = (&*prefill.policy, &*decode.policy);
             let rng = &mut rand::rng();
-            let pair = choose_pair(p_policy, d_policy, &view, &p_views, &d_views, rng);
+            let pair = if self.all_fit.load(Ordering::Relaxed) {
+                choose_pair(p_policy, d_policy, &view, &p_views, &d_views, rng)
+            } else {
+                let make = |list: &[Arc<Candidate>], id| {
+                    let found = list.iter().find(|c| c.id == id);
+                    found.map(|c| c.make).unwrap_or_default()
+                };
+                let fits = |p, d| make(&p_list, p).fits(&make(&d_list, d));
+                choose_fitting_pair(p_policy, d_policy, &view, &p_views, &d_views, &fits, rng)
+            };
             let taken = pair.and_then(|(p, d)| {
                 let p = self.take(prefill, &p_list, p, wanted, &view)?;
                 Some((p, self.take(decode, &d_list, d, wanted, &view)?))
             });
-            taken.ok_or(match p_views.is_empty() {
-                true => Role::Prefill,
-                false => Role::Decode,
+            taken.ok_or(match (p_views.len(), d_views.len()) {
+                (0, _) => Err(Role::Prefill),
+                (_, 0) => Err(Role::Decode),
+                (prefill, decode) => Ok(RouteError::NoPair { prefill, decode }),
             })
         };
-        pair.map_err(|role| self.nobody(role))
+        pair.map_err(|why| why.unwrap_or_else(|role| self.nobody(role)))
+    }
+
+    /// The worker of this role that would begin to answer first, if its policy predicts that.
+    pub fn least_ttft(&self, role: Role, wanted: &Wanted<'_>) -> Option<Ahead> {
+        let table = &self.tables[index(role)];
+        let now_ms = now_ms();
+        let views = views(&table.list(), &[], now_ms);
+        table.policy.soonest(&wanted.view(now_ms), &views)
+    }
+
+    /// Why nobody of the other role can be paired with this ready worker, though somebody is there.
+    pub fn misfit(&self, worker: &Worker) -> Option<String> {
+        let other_role = match worker.role() {
+            Role::Regular => return None,
+            Role::Prefill => Role::Decode,
+            Role::Decode => Role::Prefill,
+        };
+        if self.all_fit.load(Ordering::Relaxed) || !worker.is_ready() {
+            return None;
+        }
+        let told = worker.description();
+        let make = told.make();
+        let others = self.workers();
+        let others = others
+            .iter()
+            .filter(|w| w.role() == other_role && w.is_ready());
+        let theirs = |w: &Arc<Worker>| w.description().make();
+        if others.clone().any(|w| make.fits(&theirs(w))) {
+            return None;
+        }
+        let nearest = others.min_by_key(|w| make.differs(&theirs(w)).count())?;
+        let there = nearest.description();
+        let there_make = there.make();
+        let differences = make.differs(&there_make).map(|aspect| {
+            let tell = |told: &Description| told.aspect(aspect).unwrap_or_default();
+            let (here, there) = (tell(&told), tell(&there));
+            format!("its {aspect} is {here}, there it is {there}")
+        });
+        let differences: Vec<_> = differences.collect();
+        Some(format!(
+            "no {other_role} worker fits it; nearest is {}: {}",
+            nearest.url(),
+            differences.join(", ")
+        ))
+    }
+
+    /// Whether some prefill and some decode worker can work together.
+    pub fn has_pair(&self) -> bool {
+        let [_, prefill, decode] = &self.tables;
+        let (p_list, d_list) = (prefill.list(), decode.list());
+        p_list
+            .iter()
+            .any(|p| d_list.iter().any(|d| p.make.fits(&d.make)))
     }
 
     fn nobody(&self, role: Role) -> RouteError {

@@ -1,11 +1,12 @@
 //! A worker: its state, what it says about itself, what runs on it.
 
+use std::collections::BTreeMap;
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use parking_lot::{Mutex, RwLock};
-use router_core::{QueueOrder, Role, WorkerFacts};
+use router_core::{Make, QueueOrder, Role, WorkerFacts};
 use tokio::sync::Notify;
 use tokio::task::AbortHandle;
 
@@ -52,6 +53,7 @@ impl State {
 
 /// What a worker tells about itself in /get_server_info. All of it is optional: SGLang and mocks tell less.
 #[derive(Debug, Clone, Default, PartialEq, Eq, serde::Deserialize)]
+#[serde(default)]
 pub struct Description {
     /// "baton" for ours, which serve GET /v1/loads as docs/protocol.md has it.
     pub engine: Option<String>,
@@ -64,6 +66,21 @@ pub struct Description {
     pub schedule_policy: Option<String>,
     pub served_model_name: Option<String>,
     pub version: Option<String>,
+    /// Ours tell what a partner must have in common with them; see `router_core::ASPECTS`.
+    pub fingerprint: BTreeMap<String, String>,
+}
+
+impl Description {
+    pub fn make(&self) -> Make {
+        Make::of(|aspect| self.aspect(aspect))
+    }
+
+    /// What it tells under `aspect`. SGLang's workers tell their page size, if nothing else.
+    pub fn aspect(&self, aspect: &str) -> Option<String> {
+        let size = || self.page_size.map(|size| size.to_string());
+        let told = self.fingerprint.get(aspect).cloned();
+        told.or_else(|| (aspect == "page_size").then(size).flatten())
+    }
 }
 
 pub struct Worker {

@@ -450,7 +450,10 @@ async fn fan_out_reaches_all_and_forwarding_one() {
             assert_eq!(paths, ["/flush_cache", "/abort_request"]);
             assert_eq!(mock.seen()[1].body["rid"], "x");
         }
-        assert_eq!(router.get("/v1/models").await.json(), json!({"ok": true}));
+        assert_eq!(
+            router.get("/get_model_info").await.json(),
+            json!({"ok": true})
+        );
         assert_eq!(
             router
                 .post("/tokenize", &json!({"prompt": "x"}))

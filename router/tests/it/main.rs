@@ -3,9 +3,13 @@
 #![allow(clippy::unwrap_used)]
 
 mod admin;
+mod compat;
 mod discovery;
 mod docs;
+mod faults;
+mod limits;
 mod loads;
+mod pairing;
 mod pd;
 mod policies;
 mod process;
@@ -13,3 +17,4 @@ mod regular;
 mod shutdown;
 mod support;
 mod tls;
+mod verbs;

@@ -23,7 +23,7 @@ use rand::RngCore;
 use serde::{Deserialize, Serialize};
 
 use crate::kv::KvRank;
-use crate::types::{Choice, Event, RequestView, Role, WorkerId, WorkerView};
+use crate::types::{Ahead, Choice, Event, RequestView, Role, WorkerId, WorkerView};
 
 pub use cache_aware::{CacheAware, CacheAwareParams, Miss};
 pub use cost::{Cost, CostParams};
@@ -59,6 +59,11 @@ pub trait Policy: Send + Sync {
         ready: &[WorkerView],
         rng: &mut dyn RngCore,
     ) -> Option<Choice>;
+
+    /// The candidate that would begin to answer first; `None` when there is none, or the policy does not predict.
+    fn soonest(&self, _req: &RequestView<'_>, _ready: &[WorkerView]) -> Option<Ahead> {
+        None
+    }
 
     /// Learn what happened. Locks inside are held briefly.
     fn observe(&self, _event: &Event<'_>) {}
@@ -122,6 +127,37 @@ pub fn choose_pair(
     }
     let p = prefill.choose(req, prefill_ready, rng)?;
     Some((p, decode.choose(req, decode_ready, rng)?))
+}
+
+/// [`choose_pair`] in a fleet where not every prefill worker can hand its pages to every decode worker: `fits` tells who
+/// can. The prefill policy chooses among those that have a partner; `cost` then decides anew among the workers like that
+/// one, jointly. `None`: no two fit.
+pub fn choose_fitting_pair(
+    prefill: &dyn Policy,
+    decode: &dyn Policy,
+    req: &RequestView<'_>,
+    prefill_ready: &[WorkerView],
+    decode_ready: &[WorkerView],
+    fits: &dyn Fn(WorkerId, WorkerId) -> bool,
+    rng: &mut dyn RngCore,
+) -> Option<(Choice, Choice)> {
+    let chosen = |views: &[WorkerView], passes: &dyn Fn(WorkerId) -> bool| -> Vec<WorkerView> {
+        views
+            .iter()
+            .copied()
+            .filter(|view| passes(view.id))
+            .collect()
+    };
+    let with_partner = chosen(prefill_ready, &|p| {
+        decode_ready.iter().any(|d| fits(p, d.id))
+    });
+    let p = prefill.choose(req, &with_partner, rng)?;
+    let partners = chosen(decode_ready, &|d| fits(p.worker, d));
+    if let (Some(both), Some(other)) = (prefill.as_cost(), decode.as_cost()) {
+        let alike = chosen(&with_partner, &|p| partners.iter().all(|d| fits(p, d.id)));
+        return both.choose_pair(other, req, &alike, &partners, rng);
+    }
+    Some((p, decode.choose(req, &partners, rng)?))
 }
 
 /// The policies an operator can name.

@@ -53,7 +53,7 @@ use self::state::{Estimate, Size, State};
 use super::{Policy, PolicyStats, RankStats};
 use crate::kv::{News, NewsError};
 use crate::types::{
-    Choice, Event, Forecast, RequestView, Role, Why, WorkerFacts, WorkerId, WorkerView,
+    Ahead, Choice, Event, Forecast, RequestView, Role, Why, WorkerFacts, WorkerId, WorkerView,
 };
 
 /// Parameters of `cost`.
@@ -338,6 +338,24 @@ impl Policy for Cost {
         let chosen = self.pick(&options, deepest, size, is_stale, rng);
         state.scratch.options = options;
         chosen.map(|(_, choice)| choice)
+    }
+
+    fn soonest(&self, req: &RequestView<'_>, ready: &[WorkerView]) -> Option<Ahead> {
+        if self.role == Role::Decode {
+            return None; // it computes no prompts
+        }
+        let mut state = self.lock();
+        let (options, _) = state.estimate(self, req, ready);
+        let ahead = options.iter().map(|option| Ahead {
+            queue_ms: option.backlog_ms,
+            prefill_ms: option.prefill_ms,
+        });
+        let soonest = ahead.min_by(|a, b| {
+            let sum = |ahead: &Ahead| ahead.queue_ms + ahead.prefill_ms;
+            sum(a).total_cmp(&sum(b))
+        });
+        state.scratch.options = options;
+        soonest
     }
 
     fn observe(&self, event: &Event<'_>) {

@@ -1,0 +1,65 @@
+//! What two workers must have in common before one decodes what the other prefilled.
+
+use std::hash::{DefaultHasher, Hash, Hasher};
+
+use serde::{Deserialize, Serialize};
+
+/// What a worker may tell of itself under `fingerprint`, in the order of a [`Make`].
+pub const ASPECTS: [&str; 6] = [
+    "model",
+    "tokenizer",
+    "chat_template",
+    "page_size",
+    "dtype",
+    "kv_layout",
+];
+
+/// One number per aspect; 0 is one the worker did not tell, which fits every other: SGLang's and vLLM's tell none.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+pub struct Make([u64; ASPECTS.len()]);
+
+impl Make {
+    /// `told` is asked for each aspect.
+    pub fn of(told: impl Fn(&str) -> Option<String>) -> Self {
+        Self(ASPECTS.map(|aspect| told(aspect).map_or(0, |text| number(&text))))
+    }
+
+    pub fn fits(&self, other: &Make) -> bool {
+        self.differs(other).next().is_none()
+    }
+
+    /// Aspects that both tell and that are not equal.
+    pub fn differs(&self, other: &Make) -> impl Iterator<Item = &'static str> + use<> {
+        let pairs: [(u64, u64); ASPECTS.len()] = std::array::from_fn(|i| (self.0[i], other.0[i]));
+        let all = ASPECTS.into_iter().zip(pairs);
+        all.filter(|(_, (a, b))| *a != 0 && *b != 0 && a != b)
+            .map(|(aspect, _)| aspect)
+    }
+}
+
+fn number(text: &str) -> u64 {
+    let mut hasher = DefaultHasher::new();
+    text.hash(&mut hasher);
+    hasher.finish().max(1)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn make(page_size: &str, dtype: &str) -> Make {
+        Make::of(|aspect| match aspect {
+            "page_size" if !page_size.is_empty() => Some(page_size.to_owned()),
+            "dtype" if !dtype.is_empty() => Some(dtype.to_owned()),
+            _ => None,
+        })
+    }
+
+    #[test]
+    fn only_what_both_tell_can_differ() {
+        let (a, b, untold) = (make("16", "bf16"), make("32", "bf16"), Make::default());
+        assert_eq!(a.differs(&b).collect::<Vec<_>>(), ["page_size"]);
+        assert!(a.fits(&a) && a.fits(&untold) && untold.fits(&b));
+        assert!(make("", "bf16").fits(&a) && !make("", "f32").fits(&a));
+    }
+}

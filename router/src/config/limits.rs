@@ -1,0 +1,134 @@
+//! Limits: what a client may take, how long it may take it, and how many at once.
+
+use std::time::Duration;
+
+use clap::Args;
+
+/// The least that holds a request line and a few headers; hyper takes no less.
+const MIN_HEADER_BYTES: usize = 8 << 10;
+
+#[derive(Debug, Clone, Args)]
+#[command(next_help_heading = "Limits")]
+pub struct Limits {
+    /// Longest request body accepted [bytes]
+    #[arg(long, default_value_t = 536_870_912, value_name = "BYTES")]
+    pub max_payload_size: usize,
+    /// Longest head of a request accepted; a longer one is answered 431 [bytes]
+    #[arg(long, default_value_t = 262_144, value_name = "BYTES")]
+    pub max_header_bytes: usize,
+    /// Most connections of clients at once; more wait in the kernel's queue
+    #[arg(long, default_value_t = 65_536, value_name = "N")]
+    pub max_connections: usize,
+    /// Longest time from the first byte of a request's head to its last [s]
+    #[arg(long, default_value_t = 30, value_name = "SECS")]
+    pub header_read_timeout_secs: u64,
+    /// Longest time a client's connection may lie idle; longer than that of load balancers in front (60 s) [s]
+    #[arg(long, default_value_t = 90, value_name = "SECS")]
+    pub idle_connection_timeout_secs: u64,
+    /// Longest time from a request's head to the end of its body [s]
+    #[arg(long, default_value_t = 300, value_name = "SECS")]
+    pub body_read_timeout_secs: u64,
+    /// A client that takes nothing of its answer for this long is cut, and its worker freed [s]
+    #[arg(long, default_value_t = 300, value_name = "SECS")]
+    pub stream_body_stall_timeout_secs: u64,
+    /// Most requests at once on one HTTP/2 connection (h2 over TLS, prior knowledge without); 0 turns HTTP/2 off
+    #[arg(long, default_value_t = 256, value_name = "N")]
+    pub http2_max_streams: u32,
+    /// A worker silent for this long fails the request [s]
+    #[arg(long, default_value_t = 1800, value_name = "SECS")]
+    pub request_timeout_secs: u64,
+    /// A stream that has not begun after this long gets a comment, again and again, so that proxies keep it; 0: never
+    /// [s]
+    #[arg(long, default_value_t = 15, value_name = "SECS")]
+    pub sse_keepalive_secs: u64,
+    /// Most generation requests running at once; -1: no limit
+    #[arg(long, default_value_t = -1, value_name = "N", allow_negative_numbers = true)]
+    pub max_concurrent_requests: i64,
+    /// Let so many requests per second through beyond --max-concurrent-requests, which becomes the size of a token bucket:
+    /// a request takes a token, its end gives it back, and so many more come every second (as in SGLang's router)
+    #[arg(long, value_name = "N")]
+    pub rate_limit_tokens_per_second: Option<u32>,
+    /// Most requests waiting for one of --max-concurrent-requests; more are answered 429
+    #[arg(long, default_value_t = 100, value_name = "N")]
+    pub queue_size: usize,
+    /// Longest wait in that queue [s]
+    #[arg(long, default_value_t = 60, value_name = "SECS")]
+    pub queue_timeout_secs: u64,
+    /// Refuse a request (503, Retry-After) when no worker is predicted to begin its answer within this time or the
+    /// deadline the request names itself, and all have work; needs the policy cost [ms]
+    #[arg(long, value_name = "MS")]
+    pub max_ttft_ms: Option<u64>,
+}
+
+impl Limits {
+    /// `forecasts`: the policy predicts first tokens.
+    pub fn complaints(&self, forecasts: bool) -> Vec<String> {
+        let mut bad = Vec::new();
+        let at_least_one = [
+            ("--max-payload-size", self.max_payload_size as u64),
+            ("--max-connections", self.max_connections as u64),
+            ("--header-read-timeout-secs", self.header_read_timeout_secs),
+            (
+                "--idle-connection-timeout-secs",
+                self.idle_connection_timeout_secs,
+            ),
+            ("--body-read-timeout-secs", self.body_read_timeout_secs),
+            (
+                "--stream-body-stall-timeout-secs",
+                self.stream_body_stall_timeout_secs,
+            ),
+            ("--request-timeout-secs", self.request_timeout_secs),
+            (
+                "--rate-limit-tokens-per-second",
+                self.rate_limit_tokens_per_second.unwrap_or(1).into(),
+            ),
+            ("--max-ttft-ms", self.max_ttft_ms.unwrap_or(1)),
+        ];
+        for (flag, value) in at_least_one {
+            if value == 0 {
+                bad.push(format!("{flag} {value}: must be at least 1"));
+            }
+        }
+        let head = self.max_header_bytes;
+        if head < MIN_HEADER_BYTES {
+            bad.push(format!(
+                "--max-header-bytes {head}: give at least {MIN_HEADER_BYTES}"
+            ));
+        }
+        let most = self.max_concurrent_requests;
+        if most != -1 && most < 1 {
+            bad.push(format!(
+                "--max-concurrent-requests {most}: give at least 1, or -1 for no limit"
+            ));
+        }
+        if self.rate_limit_tokens_per_second.is_some() && most == -1 {
+            bad.push(
+                "--rate-limit-tokens-per-second needs --max-concurrent-requests, the size of its bucket"
+                    .to_owned(),
+            );
+        }
+        if self.max_ttft_ms.is_some() && !forecasts {
+            bad.push(
+                "--max-ttft-ms needs predictions, which only the policy cost makes; use it for prefill (or regular) workers"
+                    .to_owned(),
+            );
+        }
+        bad
+    }
+
+    pub fn header_read_timeout(&self) -> Duration {
+        Duration::from_secs(self.header_read_timeout_secs)
+    }
+
+    pub fn idle_timeout(&self) -> Duration {
+        Duration::from_secs(self.idle_connection_timeout_secs)
+    }
+
+    pub fn body_timeout(&self) -> Duration {
+        Duration::from_secs(self.body_read_timeout_secs)
+    }
+
+    pub fn stall_timeout(&self) -> Duration {
+        Duration::from_secs(self.stream_body_stall_timeout_secs)
+    }
+}

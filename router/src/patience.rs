@@ -1,0 +1,140 @@
+//! How long an HTTP/1 client may take over a request's head: hyper has one timer for that, which begins when the
+//! connection begins to wait. Here a connection may lie idle for one time and take another, shorter one from the first byte.
+
+use std::io;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::task::{Context, Poll};
+use std::time::Duration;
+
+use hyper::rt::{Sleep, Timer};
+use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+use tokio::time::Instant;
+
+/// Of one connection: its timer, and what its reads tell the timer.
+#[derive(Clone)]
+pub struct Patience {
+    idle: Duration,
+    head: Duration,
+    /// A byte came since the connection began to wait for a head.
+    has_begun: Arc<AtomicBool>,
+}
+
+impl Patience {
+    pub fn new(idle: Duration, head: Duration) -> Self {
+        Self {
+            idle,
+            head,
+            has_begun: Arc::default(),
+        }
+    }
+
+    /// What hyper is to be told: it starts the timer, this one decides how long it runs.
+    pub fn idle(&self) -> Duration {
+        self.idle
+    }
+
+    /// Whether a head was begun, and, as the connection ended for its time, never finished.
+    pub fn has_begun(&self) -> bool {
+        self.has_begun.load(Ordering::Relaxed)
+    }
+
+    pub fn watch<S>(&self, stream: S) -> Heard<S> {
+        Heard {
+            stream,
+            has_begun: self.has_begun.clone(),
+        }
+    }
+}
+
+impl Timer for Patience {
+    fn sleep(&self, _duration: Duration) -> Pin<Box<dyn Sleep>> {
+        self.has_begun.store(false, Ordering::Relaxed);
+        Box::pin(Wait {
+            head: self.head,
+            has_begun: self.has_begun.clone(),
+            is_head: false,
+            sleep: Box::pin(tokio::time::sleep(self.idle)),
+        })
+    }
+
+    fn sleep_until(&self, _deadline: std::time::Instant) -> Pin<Box<dyn Sleep>> {
+        self.sleep(self.idle)
+    }
+}
+
+/// hyper asks it after each read that did not complete the head.
+struct Wait {
+    head: Duration,
+    has_begun: Arc<AtomicBool>,
+    /// It runs for a head already.
+    is_head: bool,
+    sleep: Pin<Box<tokio::time::Sleep>>,
+}
+
+impl Sleep for Wait {}
+
+impl Future for Wait {
+    type Output = ();
+
+    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<()> {
+        if !self.is_head && self.has_begun.load(Ordering::Relaxed) {
+            self.is_head = true;
+            let until = Instant::now() + self.head;
+            self.sleep.as_mut().reset(until);
+        }
+        self.sleep.as_mut().poll(cx)
+    }
+}
+
+/// A stream that notes when something is read.
+pub struct Heard<S> {
+    stream: S,
+    has_begun: Arc<AtomicBool>,
+}
+
+impl<S: AsyncRead + Unpin> AsyncRead for Heard<S> {
+    fn poll_read(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        buf: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
+        let before = buf.filled().len();
+        let read = Pin::new(&mut self.stream).poll_read(cx, buf);
+        if buf.filled().len() > before {
+            self.has_begun.store(true, Ordering::Relaxed);
+        }
+        read
+    }
+}
+
+impl<S: AsyncWrite + Unpin> AsyncWrite for Heard<S> {
+    fn poll_write(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        buf: &[u8],
+    ) -> Poll<io::Result<usize>> {
+        Pin::new(&mut self.stream).poll_write(cx, buf)
+    }
+
+    fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.stream).poll_flush(cx)
+    }
+
+    fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.stream).poll_shutdown(cx)
+    }
+
+    fn poll_write_vectored(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        bufs: &[io::IoSlice<'_>],
+    ) -> Poll<io::Result<usize>> {
+        Pin::new(&mut self.stream).poll_write_vectored(cx, bufs)
+    }
+
+    fn is_write_vectored(&self) -> bool {
+        self.stream.is_write_vectored()
+    }
+}

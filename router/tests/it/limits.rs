@@ -1,0 +1,382 @@
+//! What a client may take: heads, bodies, connections, time, HTTP/2 streams, requests per second.
+
+use std::time::Duration;
+
+use bytes::Bytes;
+use http::{Method, Request};
+use http_body_util::{BodyExt, Full};
+use hyper::client::conn::http2::{self, SendRequest};
+use hyper_util::rt::{TokioExecutor, TokioIo};
+use serde_json::json;
+use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
+use tokio::net::TcpStream;
+
+use crate::support::{Act, Client, End, Mock, Router, TOKEN, chat, eventually, timed};
+
+/// All that comes until the router closes.
+async fn rest(stream: &mut TcpStream) -> String {
+    let mut all = Vec::new();
+    let _ = stream.read_to_end(&mut all).await; // a reset is an end, too
+    String::from_utf8_lossy(&all).into_owned()
+}
+
+async fn cuts(router: &Router, reason: &str) -> f64 {
+    let line = format!("baton_router_client_cuts_total{{reason=\"{reason}\"}}");
+    router.metric(&line).await
+}
+
+#[tokio::test]
+async fn a_head_that_drips_is_cut_and_an_idle_connection_lives_longer() {
+    timed(async {
+        for first in ["P", "POST /v1/chat/completions HTTP/1.1\r\nx-a: "] {
+            let flags = [
+                "--header-read-timeout-secs",
+                "1",
+                "--idle-connection-timeout-secs",
+                "600",
+            ];
+            let router = Router::regular(&[&Mock::start(&[]).await], &flags).await;
+            let mut kept = Client::connect(router.running.addr).await;
+            let path = "/health";
+            let reply = kept.send(Method::GET, path, &[], "").await.read().await;
+            assert_eq!(reply.status, 200);
+            let mut slow = TcpStream::connect(router.running.addr).await.unwrap();
+            slow.write_all(first.as_bytes()).await.unwrap();
+            // It keeps dripping: what counts is the time since the first byte.
+            let (mut read, mut write) = slow.into_split();
+            let drip = tokio::spawn(async move {
+                while first.len() > 1 && write.write_all(b"a").await.is_ok() {
+                    tokio::time::sleep(Duration::from_millis(50)).await;
+                }
+                write
+            });
+            let mut all = Vec::new();
+            let _ = read.read_to_end(&mut all).await;
+            drip.abort();
+            assert_eq!(cuts(&router, "head").await, 1.0, "{first}");
+            let reply = kept.send(Method::GET, path, &[], "").await.read().await;
+            assert_eq!(reply.status, 200, "the idle connection is still good");
+        }
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn an_idle_connection_is_closed_in_its_time_and_no_cut() {
+    timed(async {
+        let flags = ["--idle-connection-timeout-secs", "1"];
+        let router = Router::start(&flags).await;
+        for first in ["", "GET /health HTTP/1.1\r\nhost: r\r\n\r\n"] {
+            let mut stream = TcpStream::connect(router.running.addr).await.unwrap();
+            stream.write_all(first.as_bytes()).await.unwrap();
+            let answer = rest(&mut stream).await;
+            assert_eq!(answer.is_empty(), first.is_empty(), "{answer}");
+        }
+        assert_eq!(cuts(&router, "head").await, 0.0);
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn a_body_that_drips_is_a_408() {
+    timed(async {
+        let mock = Mock::start(&[]).await;
+        let router = Router::regular(&[&mock], &["--body-read-timeout-secs", "1"]).await;
+        let mut stream = TcpStream::connect(router.running.addr).await.unwrap();
+        let head = "POST /v1/chat/completions HTTP/1.1\r\nhost: r\r\ncontent-length: 1000\r\n\r\n";
+        stream.write_all(head.as_bytes()).await.unwrap();
+        let (mut read, mut write) = stream.into_split();
+        let drip = tokio::spawn(async move {
+            while write.write_all(b" ").await.is_ok() {
+                tokio::time::sleep(Duration::from_millis(50)).await;
+            }
+        });
+        let mut all = Vec::new();
+        let _ = read.read_to_end(&mut all).await;
+        drip.abort();
+        let answer = String::from_utf8_lossy(&all);
+        assert!(answer.starts_with("HTTP/1.1 408"), "{answer}");
+        assert!(answer.contains("\"code\":\"request_timeout\""), "{answer}");
+        assert!(answer.contains("--body-read-timeout-secs"), "{answer}");
+        assert_eq!(mock.count(), 0);
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn a_head_too_long_is_a_431() {
+    timed(async {
+        let mock = Mock::start(&[]).await;
+        let router = Router::regular(&[&mock], &["--max-header-bytes", "300000"]).await;
+        let mut client = Client::connect(router.running.addr).await;
+        let long = "x".repeat(280_000);
+        let headers = [("x-long", long.as_str())];
+        let body = chat(false).to_string();
+        let path = "/v1/chat/completions";
+        let reply = client.send(Method::POST, path, &headers, &body).await;
+        assert_eq!(reply.read().await.status, 200);
+        assert_eq!(mock.seen()[0].headers["x-long"].len(), 280_000);
+        let mut stream = TcpStream::connect(router.running.addr).await.unwrap();
+        let head = format!("GET /health HTTP/1.1\r\nx-long: {}", "x".repeat(310_000));
+        let _ = stream.write_all(head.as_bytes()).await; // it may hang up before the last byte
+        let answer = rest(&mut stream).await;
+        assert!(
+            answer.is_empty() || answer.starts_with("HTTP/1.1 431"),
+            "{answer}"
+        );
+        assert_eq!(mock.count(), 1);
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn connections_beyond_the_limit_wait_for_a_place() {
+    timed(async {
+        let router = Router::start(&["--max-connections", "1"]).await;
+        let mut first = Client::connect(router.running.addr).await;
+        let get = |client: Client| async move {
+            let mut client = client;
+            let answer = client.send(Method::GET, "/health", &[], "").await;
+            answer.read().await.status
+        };
+        let answer = first.send(Method::GET, "/metrics", &[], "").await;
+        let text = answer.read().await.text();
+        assert!(text.contains("baton_router_client_connections 1"), "{text}");
+        // The kernel accepts it, the router does not.
+        let second = Client::connect(router.running.addr).await;
+        let waiting = tokio::spawn(get(second));
+        for _ in 0..20 {
+            let answer = first.send(Method::GET, "/health", &[], "").await;
+            assert_eq!(answer.read().await.status, 200);
+        }
+        assert!(!waiting.is_finished());
+        drop(first);
+        assert_eq!(waiting.await.unwrap(), 200);
+    })
+    .await;
+}
+
+// ---- HTTP/2 ----
+
+struct H2(SendRequest<Full<Bytes>>);
+
+impl H2 {
+    async fn over<S>(stream: S) -> H2
+    where
+        S: AsyncRead + AsyncWrite + Send + Unpin + 'static,
+    {
+        let (sender, driver) = http2::Builder::new(TokioExecutor::new())
+            .initial_stream_window_size(64 << 10)
+            .handshake(TokioIo::new(stream))
+            .await
+            .unwrap();
+        tokio::spawn(driver);
+        H2(sender)
+    }
+
+    async fn connect(router: &Router) -> H2 {
+        H2::over(TcpStream::connect(router.running.addr).await.unwrap()).await
+    }
+
+    async fn post(&mut self, body: &serde_json::Value) -> http::Response<hyper::body::Incoming> {
+        let request = Request::post("http://router/v1/chat/completions")
+            .body(Full::new(Bytes::from(body.to_string())))
+            .unwrap();
+        self.0.send_request(request).await.unwrap()
+    }
+}
+
+async fn text(response: http::Response<hyper::body::Incoming>) -> String {
+    let body = response.into_body().collect().await.unwrap().to_bytes();
+    String::from_utf8(body.to_vec()).unwrap()
+}
+
+#[tokio::test]
+async fn http2_by_prior_knowledge_serves_many_at_once() {
+    timed(async {
+        let mock = Mock::start(&[Act::Stream(vec![TOKEN], End::Gate), Act::Answer]).await;
+        let router = Router::regular(&[&mock], &[]).await;
+        let mut client = H2::connect(&router).await;
+        let mut waiting = client.post(&chat(true)).await;
+        assert_eq!(waiting.version(), http::Version::HTTP_2);
+        waiting.frame().await.unwrap().unwrap();
+        // Another one on the same connection does not wait behind it.
+        let response = client.post(&chat(false)).await;
+        assert_eq!(response.status(), 200);
+        assert!(response.headers().contains_key("x-request-id"));
+        assert_eq!(text(response).await, json!({"ok": true}).to_string());
+        mock.release();
+        assert!(text(waiting).await.ends_with("data: [DONE]\n\n"));
+        let refused = client.post(&json!([])).await;
+        assert_eq!(refused.status(), 400);
+        assert!(text(refused).await.contains("invalid_json"));
+        router.no_load().await;
+        assert_eq!(mock.seen()[1].headers["host"], mock.addr.to_string());
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn http2_can_be_turned_off() {
+    timed(async {
+        let router = Router::start(&["--http2-max-streams", "0"]).await;
+        let mut stream = TcpStream::connect(router.running.addr).await.unwrap();
+        stream
+            .write_all(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n")
+            .await
+            .unwrap();
+        let answer = rest(&mut stream).await;
+        assert!(
+            !answer.as_bytes().contains(&0),
+            "no HTTP/2 frame: {answer:?}"
+        );
+        assert!(router.get("/health").await.status == 200);
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn an_http2_client_that_leaves_or_stalls_frees_its_worker() {
+    timed(async {
+        let mock = Mock::start(&[Act::Stream(vec![TOKEN], End::Flood)]).await;
+        let flags = ["--stream-body-stall-timeout-secs", "1"];
+        let router = Router::regular(&[&mock], &flags).await;
+        let mut client = H2::connect(&router).await;
+        let left = client.post(&chat(true)).await;
+        drop(left); // RST_STREAM; the connection stays
+        eventually("the worker is told", || async { mock.cancelled() == 1 }).await;
+        // The stream's window fills and is not opened again, while the connection answers pings.
+        let _unread = client.post(&chat(true)).await;
+        eventually("the stalled stream is cut", || async {
+            mock.cancelled() == 2
+        })
+        .await;
+        assert_eq!(cuts(&router, "stalled").await, 1.0);
+        assert!(mock.flooded() < 64 << 20, "{} bytes", mock.flooded());
+        router.no_load().await;
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn an_http1_client_that_takes_nothing_is_cut() {
+    timed(async {
+        let mock = Mock::start(&[Act::Stream(vec![TOKEN], End::Flood)]).await;
+        let flags = ["--stream-body-stall-timeout-secs", "1"];
+        let router = Router::regular(&[&mock], &flags).await;
+        let mut client = Client::connect(router.running.addr).await;
+        let _unread = client.chat(true).await;
+        eventually("the kernel gives up on it", || async {
+            mock.cancelled() == 1
+        })
+        .await;
+        router.no_load().await;
+    })
+    .await;
+}
+
+// ---- rate ----
+
+#[tokio::test]
+async fn a_token_bucket_lets_more_through_with_time() {
+    timed(async {
+        let mock = Mock::start(&[Act::Stream(vec![TOKEN], End::Hang)]).await;
+        let flags = [
+            "--max-concurrent-requests",
+            "2",
+            "--rate-limit-tokens-per-second",
+            "20",
+            "--queue-size",
+            "1",
+        ];
+        let router = Router::regular(&[&mock], &flags).await;
+        // None of them ever ends: without the rate the third would wait for ever.
+        let mut running = Vec::new();
+        for _ in 0..6 {
+            let mut client = Client::connect(router.running.addr).await;
+            let answering = client.chat(true).await;
+            assert_eq!(answering.response.status(), 200);
+            running.push((client, answering));
+        }
+        assert_eq!(mock.count(), 6);
+    })
+    .await;
+}
+
+// ---- predicted time to first token ----
+
+/// 100 s of work, as far as anybody knows.
+const BUSY: &str = "rank=0;reqs=9;tokens=9;age_ms=0;queued_tokens=1000000;started_tokens=0";
+
+#[tokio::test]
+async fn what_would_begin_too_late_is_refused_with_the_time_to_come_back() {
+    timed(async {
+        let busy = Mock::start(&[]).await.with_load(BUSY);
+        let flags = ["--policy", "cost", "--max-ttft-ms", "20000"];
+        let router = Router::regular(&[&busy], &flags).await;
+        // Nothing is known yet, and then one answer has told.
+        assert_eq!(router.chat().await.status, 200);
+        for reply in [router.chat().await, router.chat_stream().await] {
+            assert_eq!(
+                (reply.status, reply.code().as_str()),
+                (503, "ttft_too_late")
+            );
+            let secs: u64 = reply.headers["retry-after"]
+                .to_str()
+                .unwrap()
+                .parse()
+                .unwrap();
+            assert!((60..=81).contains(&secs), "{secs}");
+            assert!(
+                reply.text().contains("the limit is 20000 ms"),
+                "{}",
+                reply.text()
+            );
+        }
+        assert_eq!(busy.count(), 1);
+        let shed = "baton_router_shed_requests_total{role=\"regular\"}";
+        assert_eq!(router.metric(shed).await, 2.0);
+        // One worker without a queue is enough.
+        let idle = Mock::start(&[]).await;
+        let new = json!({"url": idle.url()});
+        assert_eq!(router.post("/workers", &new).await.status, 202);
+        router.all_ready(2).await;
+        assert_eq!(router.chat().await.status, 200);
+        assert_eq!(idle.count(), 1);
+        router.no_load().await;
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn a_request_may_have_less_time_than_all() {
+    timed(async {
+        let busy = Mock::start(&[]).await.with_load(BUSY);
+        let flags = ["--policy", "cost", "--max-ttft-ms", "3600000"];
+        let router = Router::regular(&[&busy], &flags).await;
+        let path = "/v1/chat/completions";
+        let plain = chat(false).to_string();
+        for _ in 0..2 {
+            let reply = router.send(Method::POST, path, &[], &plain).await;
+            assert_eq!(reply.status, 200, "{}", reply.text());
+        }
+        for header in ["x-slo-ttft-ms", "x-deadline-remaining-ms"] {
+            let reply = router
+                .send(Method::POST, path, &[(header, "500")], &plain)
+                .await;
+            assert_eq!(reply.code(), "ttft_too_late", "{header}");
+        }
+        for (field, value, code) in [
+            ("ttft_deadline_ms", json!(500), "ttft_too_late"),
+            ("deadline_ms", json!(500.5), "ttft_too_late"),
+            ("deadline_ms", json!(1e7), "no code"),
+            ("deadline_ms", json!("soon"), "no code"), // the engine's to refuse
+        ] {
+            let mut body = chat(false);
+            body[field] = value;
+            let reply = router.post(path, &body).await;
+            assert_eq!(reply.code(), code, "{body}");
+        }
+    })
+    .await;
+}

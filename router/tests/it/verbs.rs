@@ -1,0 +1,132 @@
+//! What operators ask of the workers through the router.
+
+use http::Method;
+use serde_json::json;
+
+use crate::support::{Mock, Router, timed};
+
+#[tokio::test]
+async fn models_of_all_workers_are_one_list() {
+    timed(async {
+        let model = |id: &str| json!({"id": id, "object": "model", "owned_by": "x"});
+        let (a, b, broken) = (
+            Mock::start(&[]).await,
+            Mock::start(&[]).await,
+            Mock::start(&[]).await,
+        );
+        a.answers(
+            "/v1/models",
+            200,
+            json!({"object": "list", "data": [model("m"), model("lora")]}),
+        );
+        b.answers(
+            "/v1/models",
+            200,
+            json!({"object": "list", "data": [model("m"), model("n")]}),
+        );
+        broken.answers("/v1/models", 500, json!({"error": "x"}));
+        let router = Router::regular(&[&a, &b, &broken], &[]).await;
+        let list = router.get("/v1/models").await;
+        assert_eq!(list.status, 200);
+        let list = list.json();
+        assert_eq!(list["object"], "list");
+        let mut ids: Vec<_> = list["data"]
+            .as_array()
+            .unwrap()
+            .iter()
+            .map(|m| m["id"].as_str().unwrap())
+            .collect();
+        ids.sort_unstable();
+        assert_eq!(ids, ["lora", "m", "n"]);
+        // Nobody has a list: the first one's own words.
+        let router = Router::regular(&[&broken], &[]).await;
+        assert_eq!(router.get("/v1/models").await.status, 500);
+        let router = Router::start(&[]).await;
+        assert_eq!(router.get("/v1/models").await.code(), "no_worker");
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn a_verb_about_a_request_finds_the_worker_that_runs_it() {
+    timed(async {
+        let (p, d1, d2) = (
+            Mock::start(&[]).await,
+            Mock::start(&[]).await,
+            Mock::start(&[]).await,
+        );
+        let unknown = json!({"error": {"code": "not_found", "message": "no such request"}});
+        let path = "/v1/requests/r-1/suspend";
+        for mock in [&p, &d1, &d2] {
+            mock.answers(path, 404, unknown.clone());
+        }
+        let router = Router::pd(&[&p], &[&d1, &d2], &[]).await;
+        let reply = router.post(path, &json!({})).await;
+        assert_eq!((reply.status, reply.code().as_str()), (404, "not_found"));
+        assert!(reply.text().contains("r-1"), "{}", reply.text());
+        d2.answers(path, 200, json!({"rid": "r-1", "suspended": 1}));
+        let reply = router.post(path, &json!({})).await;
+        assert_eq!(
+            (reply.status, reply.json()["suspended"].clone()),
+            (200, json!(1))
+        );
+        d2.answers(
+            path,
+            409,
+            json!({"error": {"code": "wrong_state", "message": "it is finished"}}),
+        );
+        let reply = router.post(path, &json!({})).await;
+        assert_eq!((reply.status, reply.code().as_str()), (409, "wrong_state"));
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn an_abort_reaches_every_worker_of_both_roles() {
+    timed(async {
+        let (p, d) = (Mock::start(&[]).await, Mock::start(&[]).await);
+        for mock in [&p, &d] {
+            mock.answers(
+                "/abort_request",
+                200,
+                json!({"success": true, "aborted": 1}),
+            );
+        }
+        let router = Router::pd(&[&p], &[&d], &[]).await;
+        let reply = router.post("/abort_request", &json!({"rid": "r-1"})).await;
+        assert_eq!(
+            (reply.status, reply.json()["ok"].clone()),
+            (200, json!(true))
+        );
+        for mock in [&p, &d] {
+            let answer = reply.json()["workers"][mock.url()]["answer"].clone();
+            assert!(
+                answer.as_str().unwrap().contains("\"aborted\":1"),
+                "{answer}"
+            );
+        }
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn engine_metrics_are_one_page() {
+    timed(async {
+        let (a, b) = (Mock::start(&[]).await, Mock::start(&[]).await);
+        let page = |n: u32| {
+            format!("# HELP q_total q\n# TYPE q_total counter\nq_total{{dp_rank=\"0\"}} {n}\n")
+        };
+        a.answers_text("/metrics", page(1));
+        b.answers_text("/metrics", page(2));
+        let router = Router::regular(&[&a, &b], &[]).await;
+        let reply = router.send(Method::GET, "/engine_metrics", &[], "").await;
+        assert_eq!(reply.headers["content-type"], "text/plain; version=0.0.4");
+        let text = reply.text();
+        assert_eq!(text.matches("# TYPE q_total").count(), 1, "{text}");
+        for (mock, n) in [(&a, 1), (&b, 2)] {
+            let line = format!("q_total{{worker=\"{}\",dp_rank=\"0\"}} {n}\n", mock.url());
+            assert!(text.contains(&line), "{text}");
+        }
+    })
+    .await;
+}
