@@ -95,3 +95,17 @@ def test_the_demo_model_answers_alike_in_transformers_in_one_process_and_across_
     finally:
         pair.close()
         engine.close()
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_two_pools_that_hold_one_prompt_each_serve_many(reference: Callable[[str], Reference], overlap: bool) -> None:
+    """P computes the shortest first, D sets pages aside for the oldest: pages must be taken back, and no room fails."""
+    ref = reference("llama")
+    prompts = prompts_of(random.Random(9), [24, 23, 22, 21, 20, 19, 18, 17])
+    want = [reference_greedy(ref.model, p, 4) for p in prompts]
+    flags = {"num_reserved_decode_tokens": 0, "disable_overlap_schedule": not overlap}
+    pair = Pair(ref.path, "shm", max_total_tokens=36, **flags)
+    try:
+        assert pair.answer(prompts, greedy(4)) == want
+    finally:
+        pair.close()

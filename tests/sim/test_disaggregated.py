@@ -9,6 +9,7 @@ import pytest
 from baton.sched.limits import Limits
 from tests.support.sched_pair import Relay
 from tests.support.sched_sim import VOCAB, Node, random_prompt, reference, request
+from tests.support.storm import Ride, Weather, weathers
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -91,6 +92,62 @@ def test_a_full_decode_node_delays_no_prefill() -> None:
     assert set(p.done) == {1, 2, 3, 4}
     assert set(d.opened) == {1, 2, 3, 4}
     assert set(d.grants) == {1}, "the decode node has room for one prompt only"
+
+
+def test_two_full_nodes_do_not_wait_for_each_other() -> None:
+    """D set pages aside for the prompt that P has no room for, while P holds the one that D has no room for."""
+    p = Node(Limits(8, 4, 8, 100, 64, role="prefill"), depth=1)
+    d = Node(Limits(8, 4, 8, 100, 64, role="decode", reserved_decode_tokens=0), depth=1)
+    relay = Relay(p, d, random.Random(0), 0.0)
+    late, early = (request(handle, [handle] * 20, 3, ignore_eos=True, room=handle) for handle in (1, 2))
+    for req in (late, early):
+        d.sched.add(req)
+        d.step()
+    assert set(d.grants) == {1}
+    p.sched.add(early)
+    p.run()
+    p.sched.add(late)
+    for _ in range(60):
+        p.step()
+        d.step()
+        relay.tick()
+    d.absorb()
+    assert d.finished.keys() == {1, 2}
+    assert relay.revoked == 1
+    assert d.outputs == {req.handle: reference(req.prompt, 3, True) for req in (late, early)}
+    for node in (p, d):
+        node.sched.ledger().check_idle(8)
+
+
+@pytest.mark.parametrize("weather", [w for w in weathers(0) if w.role == "pair"][5::6], ids=str)
+def test_no_lease_ends_before_its_time_while_both_nodes_live(weather: Weather) -> None:
+    ride = Ride(weather)
+    ride.abort_rate = ride.suspend_rate = 0.0
+    ride.run(60)
+    assert ride.relay is not None
+    assert ride.relay.expired == 0, weather
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_answers_that_outgrow_p_take_no_page_that_d_may_be_reading(depth: int) -> None:
+    """P also answers a request of its own, the oldest, whose answer is longer than expected."""
+    p = Node(Limits(12, 4, 8, 100, 8, role="prefill", conservativeness=0.01), depth=depth)
+    own = request(0, [3] * 5, 40, ignore_eos=True, is_length_known=False)
+    p.sched.add(own)
+    for handle in (1, 2):
+        p.sched.add(request(handle, [handle] * 29, 1, room=handle))
+    for _ in range(80):
+        p.step()
+        for book in p.final_pages.values():
+            for page, content in book.values():
+                assert p.device.memory[page][: len(content)] == content, "an announced page was given away"
+        for room in list(p.done):
+            del p.done[room], p.final_pages[room]
+            p.sched.release(room)
+    assert p.sched.retractions > 0
+    assert p.sched.is_idle
+    assert p.outputs[0] == reference(own.prompt, 40, True)
+    p.sched.ledger().check_idle(12)
 
 
 def test_a_whole_prompt_in_ds_cache_needs_no_page() -> None:

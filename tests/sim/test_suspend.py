@@ -120,6 +120,7 @@ def test_storms_on_both_nodes_of_a_pair_change_no_token(seed: int) -> None:
         relay.tick()
         if d.sched.is_idle and p.sched.is_idle:
             break
+    d.absorb()
     assert d.outputs == want
     assert p.sched.suspensions + d.sched.suspensions > 0
     for each in (p, d):

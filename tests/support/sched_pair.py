@@ -22,6 +22,8 @@ class Relay:
         self.leased_at: dict[int, int] = {}
         self.expired = 0
         self.copied: dict[int, int] = {}
+        self.announced: set[int] = set()
+        self.revoked = 0
         self.broken: set[int] = set()
         self.over: set[int] = set()
 
@@ -46,11 +48,33 @@ class Relay:
             if self.d.sched.counts()["opening"] and room not in self.d.grants:
                 self._break(room, "the prefill node gave up before the decode node asked")
             del self.d.opened[room]
+        for room in self.p.final_pages.keys() - self.announced - self.over - self.d.grants.keys():
+            self._announce(room)
+        for revoke in self.d.revokes:
+            assert revoke.req.rendezvous
+            self._revoke(revoke.req.rendezvous.room)
+        self.d.revokes.clear()
         for room in list(self.d.grants):
             if self.rng.random() < self.break_rate:
                 self._break(room, "the wire was cut")
             else:
                 self._copy(room)
+
+    def _announce(self, room: int) -> None:
+        if room in self.d.opened:
+            self.announced.add(room)
+            self.d.sched.transfer_announced(room)
+
+    def _revoke(self, room: int) -> None:
+        if room in self.over:
+            return
+        if room in self.p.final_pages:
+            self._announce(room)
+            return
+        assert not self.copied.get(room)
+        del self.d.grants[room]
+        self.revoked += 1
+        self.d.sched.grant_revoked(room)
 
     def _break(self, room: int, why: str) -> None:
         self.broken.add(room)

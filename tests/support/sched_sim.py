@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from baton.cache.host import CopyRun
 from baton.request import FinishReason, Rendezvous, SamplingParams, Validated
-from baton.sched.events import AbortTransfer, Emitted, GrantPages, OpenTransfer, PagesFinal, PrefillDone
+from baton.sched.events import AbortTransfer, Emitted, GrantPages, OpenTransfer, PagesFinal, PrefillDone, RevokeGrant
 from baton.sched.limits import Limits
 from baton.sched.plan import UNKNOWN_TOKEN, StepPlan, StepResult
 from baton.sched.scheduler import Scheduler
@@ -141,6 +141,7 @@ class Node:
         self.done: dict[int, PrefillDone] = {}
         self.opened: dict[int, OpenTransfer] = {}
         self.grants: dict[int, GrantPages] = {}
+        self.revokes: list[RevokeGrant] = []
         self.aborts: list[AbortTransfer] = []
         self.last_row: dict[int, int] = {}
         self.steps = 0
@@ -170,6 +171,8 @@ class Node:
             elif isinstance(event, GrantPages):
                 assert event.req.rendezvous
                 self.grants[event.req.rendezvous.room] = event
+            elif isinstance(event, RevokeGrant):
+                self.revokes.append(event)
             elif isinstance(event, AbortTransfer):
                 self.aborts.append(event)
 

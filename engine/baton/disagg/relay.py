@@ -2,6 +2,8 @@
 
     P   offer ──▶ publish* (final pages, per chunk) ──▶ finish (first token, lease) ──▶ released ─▶ sched.release
     D   open ──▶ grant (pages reserved) ──▶ committed (all verified) ─▶ sched.transfer_committed
+        announced (P holds pages, no grant yet) ─▶ sched.transfer_announced
+        revoke ──▶ revoked ─▶ sched.grant_revoked, or announced: P came first
                                         └─▶ failed ─▶ sched.transfer_failed
         abort ──▶ aborted ─▶ sched.transfer_closed
 
@@ -27,7 +29,7 @@ from baton.errors import (
     PrefillFailed,
 )
 from baton.request import Rendezvous, Validated
-from baton.sched.events import AbortTransfer, Event, GrantPages, OpenTransfer, PagesFinal, PrefillDone
+from baton.sched.events import AbortTransfer, Event, GrantPages, OpenTransfer, PagesFinal, PrefillDone, RevokeGrant
 from baton.sched.plan import TokenLogprobs
 from baton.sched.scheduler import Scheduler
 
@@ -56,6 +58,7 @@ class TransferNode(Protocol):
         prompt_hash: bytes, deadline_ms: int,
     ) -> None: ...  # fmt: skip
     def grant(self, room: int, start_page: int, dst_pages: bytes) -> None: ...
+    def revoke(self, room: int) -> None: ...
     def abort(self, room: int, code: str) -> None: ...
     def poll(self, max: int) -> Sequence[tuple[object, ...]]: ...
 
@@ -158,13 +161,19 @@ class DecodeRelay:
             )  # fmt: skip
         elif isinstance(event, GrantPages):
             self._node.grant(_meeting(event.req).room, event.start_page, event.pages.tobytes())
+        elif isinstance(event, RevokeGrant):
+            self._node.revoke(_meeting(event.req).room)
         elif isinstance(event, AbortTransfer):
             self._node.abort(_meeting(event.req).room, event.code)
 
     def pump(self, sched: Scheduler) -> None:
         for kind, room, *rest in self._node.poll(POLL_BATCH):
             assert isinstance(room, int)
-            if kind == "committed":
+            if kind == "announced":
+                sched.transfer_announced(room)
+            elif kind == "revoked":
+                sched.grant_revoked(room)
+            elif kind == "committed":
                 payload = rest[0]
                 assert isinstance(payload, bytes)
                 first = _payload_decoder.decode(payload)

@@ -62,6 +62,13 @@ class GrantPages:
 
 
 @dataclass(frozen=True, slots=True)
+class RevokeGrant:
+    """D: take the granted pages back if nothing has come for them; `grant_revoked` or `transfer_announced` answers."""
+
+    req: Validated
+
+
+@dataclass(frozen=True, slots=True)
 class AbortTransfer:
     """Tell the peer that this room is over. On D the pages stay reserved until `transfer_closed`."""
 
@@ -78,4 +85,4 @@ class OrderReviewed:
     line: str
 
 
-Event = Emitted | PagesFinal | PrefillDone | OpenTransfer | GrantPages | AbortTransfer | OrderReviewed
+Event = Emitted | PagesFinal | PrefillDone | OpenTransfer | GrantPages | RevokeGrant | AbortTransfer | OrderReviewed

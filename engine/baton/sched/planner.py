@@ -16,6 +16,7 @@ Sources: token budget after vLLM v1, admission estimate after SGLang 0.5.7, both
 
 from __future__ import annotations
 
+import itertools
 import sys
 from array import array
 from collections import deque
@@ -115,10 +116,11 @@ class Planner:
     def _reclaim(self, stopped_by: Stop) -> bool:
         """P: prompts wait for pages and nothing runs: have a parked one let go.
 
-        Leases are not waited for: D may keep them until P has finished the very prompt that waits here.
+        Leases come first: D takes them before anything that is still to be computed here (`_openings`).
         """
         state = self._state
-        return stopped_by is Stop.NO_PAGES and state.planned_step == state.committed_step and state.unpark()
+        is_stuck = stopped_by is Stop.NO_PAGES and state.planned_step == state.committed_step and not state.leased
+        return is_stuck and state.unpark()
 
     def _skips_decode(self) -> bool:
         """Under prefill_first: does this step leave decode rows out, because prompts wait and the gap allows it?"""
@@ -135,7 +137,11 @@ class Planner:
     # ------------------------------------------------------------------ arrivals on D
 
     def _admit_transfers(self) -> None:
-        """D: reserve pages for prompts on their way, leaving room for running answers of the same importance."""
+        """D: reserve pages for prompts on their way, leaving room for running answers of the same importance.
+
+        Pages are set aside before P has computed anything, so that they can be filled without asking here again. But P
+        may be full of finished prompts that wait for room here, which the room set aside is not: it is taken back then.
+        """
         state, memory, limits = self._state, self._memory, self._limits
         if not state.opening:
             return
@@ -160,6 +166,8 @@ class Planner:
                 match, short = self._transfer_needs(seq)
             if short > 0 or not state.slots:
                 memory.cache.unlock(match.node)
+                if seq.is_announced and self._may_pass():
+                    self._take_back(short)
                 return
             state.dequeue(seq)
             seq.to(SeqState.TRANSFER)
@@ -191,7 +199,38 @@ class Planner:
         """Prompts on their way, in the order in which they get pages."""
         state = self._state
         order = state.opening.in_order()
-        return order if state.fair is None else state.fair.merge((), order, state.holders())
+        if state.fair is not None:
+            order = state.fair.merge((), order, state.holders())
+        if not state.announced or not self._may_pass():
+            return order
+        return itertools.chain(list(state.announced.values()), (seq for seq in order if not seq.is_announced))
+
+    def _may_pass(self) -> bool:
+        """D: do prompts whose pages P holds go before all others?
+
+        Where requests differ in importance only if nothing else here can end by itself; that they go first at least
+        then is what keeps two full nodes from waiting for each other.
+        """
+        state = self._state
+        if state.fair is None and not self._limits.priority.enabled:
+            return True
+        return not state.running and not any(seq.is_announced for seq in state.transfer.values())
+
+    def _take_back(self, short: int) -> None:
+        """D: revoke grants of which nothing has come, the newest first, for one that needs a slot and `short` pages."""
+        state = self._state
+        idle = [seq for seq in state.transfer.values() if not seq.is_announced]
+        if any(seq.is_revoking for seq in idle):
+            return
+        chosen = []
+        for seq in reversed(idle):
+            if short <= 0 and (chosen or state.slots):
+                break
+            chosen.append(seq)
+            short -= self._memory.freed_by(seq)[0]
+        if short <= 0 or not (state.running or len(idle) < len(state.transfer)):
+            for seq in chosen:
+                state.revoke(seq)
 
     def _sent_back(self) -> Iterable[Seq]:
         """Requests that ran here and wait for room again, less those that their tenant's limits hold back."""
@@ -293,15 +332,14 @@ class Planner:
                 self._state.miss_deadline(seq)
                 continue
             is_first = is_new and seq.cached_tokens < 0
+            before = self._memory.growth(seq) if not is_new or seq.handle in self._state.parked else 0
             if is_new:
                 # One that cannot be admitted blocks those behind it; prompts under way go on.
                 blocked = self._admit(seq)
                 if blocked is not None:
                     self._is_blocked = True
                     continue
-                before = 0
             else:
-                before = self._memory.growth(seq)
                 self._memory.adopt_prefix(seq)
             n = self._chunk(seq, budget, seconds, is_first=not started)
             if n and not self._memory.extend(seq, seq.computed + n):
@@ -450,14 +488,20 @@ class Planner:
         need = work + memory.pages(memory.answer_tokens(seq)) + memory.watermark
         growth = self._reserved_growth()
         if need + growth > memory.available >= need and any(s.ends_by_length for s in state.running.values()):
-            growth = min(growth, memory.peak_growth([*state.running.values(), *state.transfer.values()]))
+            growth = min(growth, memory.peak_growth(list(self._growing())))
+        if seq.handle in state.parked:
+            growth -= memory.growth(seq)
         return need + growth
 
     def _reserved_growth(self) -> int:
         if self._reserved is None:
-            state, memory = self._state, self._memory
-            self._reserved = memory.total_growth(state.running.values()) + memory.total_growth(state.transfer.values())
+            self._reserved = self._memory.total_growth(self._growing())
         return self._reserved
+
+    def _growing(self) -> Iterator[Seq]:
+        """Sequences for whose growth room is kept: a parked one could not be finished later without."""
+        state = self._state
+        return itertools.chain(state.running.values(), state.transfer.values(), state.parked.values())
 
     # ------------------------------------------------------------------ rows
 

@@ -1,9 +1,10 @@
 """Who has to give way: choices only; the planner carries them out.
 
 Retraction is for memory that the estimate did not foresee, preemption for a waiting request of clearly higher priority.
-Both take what is cheapest to compute again, and neither can go on for ever: the oldest running sequence (of the most
-important ones) is never retracted for another, only a strictly higher base priority preempts, and a sequence that was
-preempted `max_preemptions_per_request` times is immune.
+Both take what is cheapest to compute again, and never a prompt with pages promised to a decode node: it was admitted
+with room for all of it. Neither can go on for ever: the oldest running sequence (of the most important ones) is never
+retracted for another, only a strictly higher base priority preempts, and a sequence that was preempted
+`max_preemptions_per_request` times is immune.
 """
 
 from __future__ import annotations
@@ -20,16 +21,16 @@ def retraction_victim(running: Collection[Seq], keep: Seq, rule: PriorityRule) -
     """The running sequence to send back so that `keep` can grow: `keep` itself when it is the last but the first.
 
     Less important ones go before more important ones, then the cheapest to compute again, then the newest.
-    None: only the first in (importance, age) is left, which stays.
+    None: only the first in (importance, age) is left, which stays, and prompts of which D is reading pages.
     """
 
     def base(seq: Seq) -> int:
         return rule.base(seq) if rule.enabled else 0
 
-    first = min(running, key=lambda s: (-base(s), s.req.arrival, s.handle))
-    victims = [s for s in running if s is not first and s is not keep and s.pages]
+    first = min(running, key=lambda s: (not s.is_promised, -base(s), s.req.arrival, s.handle))
+    victims = [s for s in running if s is not first and s is not keep and s.pages and not s.is_promised]
     if not victims:
-        return None if keep is first else keep
+        return None if keep is first or keep.is_promised else keep
     return min(victims, key=lambda s: (base(s), s.computed, -s.req.arrival, -s.handle))
 
 

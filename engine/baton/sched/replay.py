@@ -32,8 +32,9 @@ from baton.sched.scheduler import Scheduler
 VERSION = 1
 SECRETS = ("api_key", "cluster_key")
 INPUTS = (
-    "add", "abort", "suspend", "resume", "expire", "fail", "transfer_committed", "transfer_failed", "transfer_closed",
-    "release", "adjust_priorities", "plan", "observe", "commit", "flush_cache",
+    "add", "abort", "suspend", "resume", "expire", "fail", "transfer_announced", "transfer_committed",
+    "transfer_failed", "transfer_closed", "grant_revoked", "release", "adjust_priorities", "plan", "observe", "commit",
+    "flush_cache",
 )  # fmt: skip
 """Methods of Scheduler that change what it decides. All its other public members only look (a test compares)."""
 

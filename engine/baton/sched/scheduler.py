@@ -223,6 +223,18 @@ class Scheduler:
 
     # ------------------------------------------------------------------ KV transfer
 
+    def transfer_announced(self, room: int) -> None:
+        """D: P holds pages for this prompt: they are fetched before pages are set aside for others, and not revoked."""
+        seq = self._state.rooms.get(room)
+        if seq is not None and seq.state in (SeqState.OPENING, SeqState.TRANSFER):
+            self._state.announce(seq)
+
+    def grant_revoked(self, room: int) -> None:
+        """D: the transfer runtime has carried out a RevokeGrant; the pages may be used again."""
+        seq = self._state.rooms.get(room)
+        if seq is not None and seq.state is SeqState.TRANSFER and seq.is_revoking:
+            self._state.ungrant(seq)
+
     def transfer_committed(self, room: int, token: int, cached_tokens: int, logprobs: TokenLogprobs | None) -> None:
         """D: every prompt page has arrived and was verified; `token` is the first one, drawn by P."""
         state = self._state

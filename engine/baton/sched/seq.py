@@ -5,6 +5,7 @@ Life of a sequence, by node role (`pages` in brackets = what it holds):
     null     WAITING ─▶ RUNNING [tree lock + private] ─▶ FINISHED
     prefill  WAITING ─▶ RUNNING ─▶ LEASED [same pages, for D to pull] ─▶ FINISHED
     decode   OPENING ─▶ TRANSFER [tree lock + private pages being filled] ─▶ RUNNING ─▶ FINISHED
+    revoke   TRANSFER ─▶ OPENING (D: nothing had come; pages that P holds already go first)
     retract  RUNNING ─▶ WAITING (pages published to the tree, nothing held)
     suspend  WAITING | RUNNING ─▶ SUSPENDED ─▶ WAITING (by an operator; a prompt already announced to D keeps its pages)
     abort    OPENING | TRANSFER ─▶ ABORTING (until the transfer runtime has let go of the pages) ─▶ FINISHED
@@ -42,7 +43,7 @@ class SeqState(enum.Enum):
 LEGAL: dict[SeqState, frozenset[SeqState]] = {
     SeqState.WAITING: frozenset({SeqState.RUNNING, SeqState.SUSPENDED, SeqState.LEASED, SeqState.FINISHED}),
     SeqState.OPENING: frozenset({SeqState.TRANSFER, SeqState.ABORTING, SeqState.FINISHED}),
-    SeqState.TRANSFER: frozenset({SeqState.RUNNING, SeqState.ABORTING, SeqState.FINISHED}),
+    SeqState.TRANSFER: frozenset({SeqState.RUNNING, SeqState.OPENING, SeqState.ABORTING, SeqState.FINISHED}),
     SeqState.RUNNING: frozenset({SeqState.WAITING, SeqState.SUSPENDED, SeqState.LEASED, SeqState.FINISHED}),
     SeqState.SUSPENDED: frozenset({SeqState.WAITING, SeqState.LEASED, SeqState.FINISHED}),
     SeqState.LEASED: frozenset({SeqState.FINISHED}),
@@ -89,6 +90,10 @@ class Seq:
     """How much of `pages` the runner knows."""
     announced_pages: int = 0
     """P: prompt pages already offered to D."""
+    is_announced: bool = False
+    """D: P holds pages of it, and will finish it whatever happens here."""
+    is_revoking: bool = False
+    """D: it was asked to give its pages back."""
     cached_tokens: int = -1
     """Prompt tokens that this request got from the cache instead of computing them; -1: has not run."""
     has_let_go: bool = False
@@ -142,6 +147,11 @@ class Seq:
     def is_decoding(self) -> bool:
         total = len(self.tokens) + self.inflight
         return total - self.computed == 1 and total > self.prompt_len
+
+    @property
+    def is_promised(self) -> bool:
+        """P: D may be reading some of its pages, so they stay where they are."""
+        return self.is_lease and self.announced_pages > 0
 
     def to(self, state: SeqState) -> None:
         if state not in LEGAL[self.state]:

@@ -5,6 +5,7 @@ Facade (ingress, results) and planner share this state; each move leaves slots, 
 * A waiting sequence holds nothing. A retracted one publishes prompt and answer to the tree before it lets go.
 * A suspended one holds nothing either and is not planned until it is resumed. Exception, on P: a prompt whose pages
   were announced to D keeps them through a suspension (`parked`), because D may be reading them.
+* D takes pages back only from rooms of which P has announced nothing; the others P finishes by itself.
 * D's granted pages are written by the transfer runtime beside the compute, so they are handed over only when no
   step in flight can still write to them (`grant` waits for the commits of all steps planned before it).
 """
@@ -23,7 +24,7 @@ from baton.errors import DeadlineMissed, EngineError
 from baton.request import FinishReason
 from baton.sched.bands import class_of
 from baton.sched.door import Door
-from baton.sched.events import AbortTransfer, Emitted, Event, GrantPages, OpenTransfer
+from baton.sched.events import AbortTransfer, Emitted, Event, GrantPages, OpenTransfer, RevokeGrant
 from baton.sched.fairness import Fairness
 from baton.sched.limits import Limits
 from baton.sched.memory import Memory
@@ -57,6 +58,8 @@ class State:
             label = self.fair.label if limits.fairness.classes.classes else label
         self.waiting = WaitingQueue(self.policy, limits.priority, self.view, self.fair)
         self.opening = WaitingQueue(POLICIES["fcfs"](limits.policy_params), limits.priority, self.view, self.fair)
+        self.announced: dict[int, Seq] = {}
+        """D: those of `opening` whose pages P holds, longest first. A view, not a table."""
         self.transfer: dict[int, Seq] = {}
         self.running: dict[int, Seq] = {}
         """In order of place from `sort_running` on, until somebody joins."""
@@ -119,15 +122,19 @@ class State:
         """Out of the waiting or the opening queue; one that is in neither is ignored."""
         self.waiting.discard(seq)
         self.opening.discard(seq)
+        self.announced.pop(seq.handle, None)
         self.door.leave(seq, self.now)
 
     def open(self, seq: Seq) -> None:
         """D: shake hands with P at once; pages come later, so that a full D delays no P."""
         seq.state = SeqState.OPENING
+        self._enter_opening(seq)
+        self.outbox.append(OpenTransfer(seq.req))
+
+    def _enter_opening(self, seq: Seq) -> None:
         self.opening.add(seq)
         self.stats.on_queued(seq, self.now)
         self.door.enter(seq, 0, self.now)
-        self.outbox.append(OpenTransfer(seq.req))
 
     # ------------------------------------------------------------------ running
 
@@ -189,12 +196,15 @@ class State:
             self.send_back(seq, "recompute")
 
     def unpark(self) -> bool:
-        """P: let go of one parked sequence's pages, the newest's. D has read most of them long ago; should it come for
-        one that has been reused meanwhile, its transfer fails and no wrong token comes of it. False: nothing is parked.
+        """P: let go of one parked sequence's pages, the newest's, suspended ones first. False: nothing is parked.
+
+        D has read most of them long ago; should it come for one that has been reused meanwhile, its transfer fails and
+        no wrong token comes of it.
         """
         if not self.parked:
             return False
-        _, seq = self.parked.popitem()
+        seq = max(self.parked.values(), key=lambda s: (s.state is SeqState.SUSPENDED, s.req.arrival, s.handle))
+        del self.parked[seq.handle]
         self._vacate(seq, "cache")
         return True
 
@@ -260,6 +270,30 @@ class State:
         """
         after = self.planned_step + self.memory.has_copies
         self._grants.append((after, seq, GrantPages(seq.req, start_page, pages)))
+
+    def announce(self, seq: Seq) -> None:
+        """D: P holds pages for a prompt on its way."""
+        seq.is_announced, seq.is_revoking = True, False
+        if seq.state is SeqState.OPENING:
+            self.announced[seq.handle] = seq
+
+    def revoke(self, seq: Seq) -> None:
+        """D: ask for the pages of a transfer of which nothing has come; at once if its grant has not left yet."""
+        pending = len(self._grants)
+        self._grants = deque(entry for entry in self._grants if entry[1] is not seq)
+        if len(self._grants) < pending:
+            self.ungrant(seq)
+        else:
+            seq.is_revoking = True
+            self.outbox.append(RevokeGrant(seq.req))
+
+    def ungrant(self, seq: Seq) -> None:
+        """D: TRANSFER → OPENING: nobody writes to its pages any more."""
+        seq.is_revoking = False
+        del self.transfer[seq.handle]
+        self._let_go(seq)
+        seq.to(SeqState.OPENING)
+        self._enter_opening(seq)
 
     def sent_back(self) -> list[Seq]:
         """Waiting sequences that have generated already: retracted or preempted ones."""

@@ -167,6 +167,8 @@ fn event_tuple<'py>(py: Python<'py>, event: NodeEvent) -> PyResult<Bound<'py, Py
             message,
         } => ("failed", room, code.as_str(), message, code.retryable()).into_pyobject(py),
         NodeEvent::Aborted { room } => ("aborted", room).into_pyobject(py),
+        NodeEvent::Announced { room } => ("announced", room).into_pyobject(py),
+        NodeEvent::Revoked { room } => ("revoked", room).into_pyobject(py),
         NodeEvent::Released { room, code } => {
             ("released", room, code.map_or("DONE", |code| code.as_str())).into_pyobject(py)
         }
@@ -306,6 +308,12 @@ impl PyTransferNode {
             .map_err(node_error)
     }
 
+    /// D: give the granted pages back. `poll` answers "revoked" (nobody writes them any more) or "announced" (too late: they stay
+    /// granted, and P finishes the room by itself), unless the room ends before.
+    fn revoke(&self, py: Python<'_>, room: u64) -> PyResult<()> {
+        py.detach(|| self.node.revoke(room)).map_err(node_error)
+    }
+
     /// Either side; idempotent. `code` is a reason code (ValueError otherwise). On P also for a room that was never offered: a D that
     /// waits for it is told at once.
     fn abort(&self, py: Python<'_>, room: u64, code: &str) -> PyResult<()> {
@@ -313,9 +321,10 @@ impl PyTransferNode {
             .map_err(node_error)
     }
 
-    /// Up to `max` events, exactly one per room:
+    /// Up to `max` events. Exactly one of these ends each room:
     /// D: ("committed", room, payload, total_pages, last_page_tokens, stats_json), ("failed", room, code, message, retryable), ("aborted", room);
     /// P: ("released", room, "DONE" or code).
+    /// Before it on D: ("announced", room) when P holds pages for a room without a grant, and the answers to `revoke`.
     fn poll<'py>(&self, py: Python<'py>, max: usize) -> PyResult<Vec<Bound<'py, PyTuple>>> {
         self.node
             .poll(max)

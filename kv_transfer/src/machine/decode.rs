@@ -9,6 +9,9 @@
 //! every pull is verified by generation and checksum when it completes. The room commits when FINAL is known, every page from
 //! `start_page` on is verified, and the root over their checksums equals P's.
 //!
+//! A room that is announced while it has no grant is reported to the engine: P holds pages for it, and will finish it by itself. A
+//! grant can be revoked until then, so that a full D can give the pages to a room whose pages P is holding already.
+//!
 //! A room that ends early first stops its pulls; the terminal action comes when none is in flight, so that the engine may give
 //! the pages to somebody else the moment it hears of the end.
 
@@ -160,6 +163,8 @@ pub enum Event {
         start_page: u32,
         pages: Vec<u32>,
     },
+    /// Own engine: it wants the granted pages back, unless some of them are being filled.
+    Revoke,
     /// Own engine; the code is what the peer is told.
     Abort(Code),
     Pulled {
@@ -190,6 +195,7 @@ impl Event {
             Event::PeerAbort { .. } => "ABORT",
             Event::PeerGone { .. } => "peer gone",
             Event::Grant { .. } => "grant",
+            Event::Revoke => "revoke",
             Event::Abort(_) => "abort",
             Event::Pulled { .. } => "pulled",
             Event::PullFailed { .. } => "pull failed",
@@ -215,14 +221,34 @@ impl Event {
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub enum Action {
-    Open { peer: Peer },
-    Pull { ticket: u64, pages: Vec<PullPage> },
+    Open {
+        peer: Peer,
+    },
+    Pull {
+        ticket: u64,
+        pages: Vec<PullPage>,
+    },
     CancelPulls,
-    Done { peer: Peer, root: u64 },
-    SendAbort { peer: Peer, code: Code },
-    AckAbort { peer: Peer },
+    /// The engine may learn that P holds pages for this room.
+    Announced,
+    /// The granted pages are the engine's again.
+    Revoked,
+    Done {
+        peer: Peer,
+        root: u64,
+    },
+    SendAbort {
+        peer: Peer,
+        code: Code,
+    },
+    AckAbort {
+        peer: Peer,
+    },
     Commit(Final),
-    Fail { code: Code, why: String },
+    Fail {
+        code: Code,
+        why: String,
+    },
     Aborted,
 }
 
@@ -319,6 +345,14 @@ impl Room {
                 self.held = start_page.saturating_sub(self.start_page) as usize;
                 self.grant = Some(pages.clone());
             }
+            Event::Revoke if self.grant.is_none() => {
+                return Err(self.illegal(&event, "no pages are granted"));
+            }
+            Event::Revoke if self.is_announced() => return Ok(vec![Action::Announced]),
+            Event::Revoke => {
+                (self.grant, self.held) = (None, 0);
+                return Ok(vec![Action::Revoked]);
+            }
             Event::Pulled { ticket } => {
                 for index in self.in_flight.remove(&ticket).unwrap_or_default() {
                     if let Slot::Pulling(sealed) = self.pages[index] {
@@ -346,16 +380,20 @@ impl Room {
                 first_page, pages, ..
             } => {
                 self.admit();
+                let is_news = self.grant.is_none() && !self.is_announced();
                 if let Err(why) = self.announce(first_page, &pages) {
                     return Ok(self.end(
                         Ending::Fail(Code::TransportBroken, why),
                         Some(Code::TransportBroken),
                     ));
                 }
+                return Ok(self.advance_with(is_news));
             }
             Event::Final { fin, .. } => {
                 self.admit();
+                let is_news = self.grant.is_none() && !self.is_announced();
                 self.fin.get_or_insert(fin);
+                return Ok(self.advance_with(is_news));
             }
             Event::Unreachable { code, why } => return Ok(self.end(Ending::Fail(code, why), None)),
             Event::Rejected { code, why, .. } => {
@@ -407,6 +445,11 @@ impl Room {
         if self.phase == Phase::Opening {
             self.phase = Phase::Admitted;
         }
+    }
+
+    /// P holds pages for this room and needs nobody to finish it.
+    fn is_announced(&self) -> bool {
+        !self.pages.is_empty() || self.fin.is_some()
     }
 
     fn announce(&mut self, first_page: u32, pages: &[Sealed]) -> Result<(), String> {
@@ -484,6 +527,16 @@ impl Room {
             self.phase = Phase::Verifying;
             actions.extend(self.commit());
         }
+        actions
+    }
+
+    fn advance_with(&mut self, is_news: bool) -> Vec<Action> {
+        let mut actions = if is_news {
+            vec![Action::Announced]
+        } else {
+            vec![]
+        };
+        actions.extend(self.advance());
         actions
     }
 
@@ -705,6 +758,34 @@ mod tests {
             "{end:?}"
         );
         assert_eq!(room.phase, Phase::Committed);
+    }
+
+    #[test]
+    fn a_grant_can_be_revoked_until_the_peer_holds_pages_for_the_room() {
+        let grant = |pages: &[u32]| Event::Grant {
+            start_page: 0,
+            pages: pages.to_vec(),
+        };
+        let mut room = connected(0);
+        room.step(grant(&[50, 51]), 0).expect("legal");
+        assert_eq!(room.step(Event::Revoke, 0), Ok(vec![Action::Revoked]));
+        assert!(room.step(Event::Revoke, 0).is_err(), "nothing is granted");
+        assert_eq!(
+            room.step(progress(0, 1), 0),
+            Ok(vec![Action::Announced]),
+            "the engine hears once that this one is worth pages"
+        );
+        assert_eq!(room.step(progress(1, 1), 0), Ok(vec![]));
+        assert_eq!(
+            pulls(&room.step(grant(&[60, 61]), 0).expect("legal")),
+            vec![(0, 2)]
+        );
+        assert_eq!(
+            room.step(Event::Revoke, 0),
+            Ok(vec![Action::Announced]),
+            "too late: the pages are being filled"
+        );
+        assert_eq!(room.pulls_in_flight(), 1);
     }
 
     #[test]

@@ -57,6 +57,7 @@ const NOTHING: Budget = Budget {
     stale: 0,
     p_aborts: 0,
     d_aborts: 0,
+    revokes: 0,
     cuts: 0,
     ticks: 0,
 };
@@ -81,6 +82,35 @@ fn without_faults_every_order_of_events_ends_in_commit_and_done() {
         );
         assert!(explored.states > 50, "{}", explored.states);
     }
+}
+
+#[test]
+fn revoked_grants_and_repeated_ones_change_no_outcome() {
+    let budget = Budget {
+        revokes: 2,
+        ..NOTHING
+    };
+    for (total, start) in [(2, 0), (2, 1), (2, 2)] {
+        let explored = explore(World::new(total, start, ONE_PAGE, budget.clone()));
+        assert_eq!(
+            explored.ends,
+            HashSet::from([(Some("committed"), "DONE".to_owned())]),
+            "{total} pages from {start}"
+        );
+    }
+    let faulty = Budget {
+        revokes: 1,
+        d_aborts: 1,
+        losses: 1,
+        ticks: 1,
+        ..NOTHING
+    };
+    let explored = explore(World::new(2, 0, ONE_PAGE, faulty));
+    assert!(
+        reaches(&explored, "aborted", "CLIENT_GONE") && reaches(&explored, "committed", "DONE"),
+        "{:?}",
+        explored.ends
+    );
 }
 
 #[test]

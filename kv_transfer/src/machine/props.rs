@@ -14,17 +14,28 @@ fn limits() -> impl Strategy<Value = PullLimits> {
 }
 
 fn budget() -> impl Strategy<Value = Budget> {
-    (0u8..4, 0u8..4, 0u8..3, 0u8..2, 0u8..2, 0u8..2, 0u8..2).prop_map(
-        |(losses, doubles, stale, p_aborts, d_aborts, cuts, ticks)| Budget {
-            losses,
-            doubles,
-            stale,
-            p_aborts,
-            d_aborts,
-            cuts,
-            ticks,
-        },
+    (
+        0u8..4,
+        0u8..4,
+        0u8..3,
+        0u8..2,
+        0u8..2,
+        0u8..3,
+        0u8..2,
+        0u8..2,
     )
+        .prop_map(
+            |(losses, doubles, stale, p_aborts, d_aborts, revokes, cuts, ticks)| Budget {
+                losses,
+                doubles,
+                stale,
+                p_aborts,
+                d_aborts,
+                revokes,
+                cuts,
+                ticks,
+            },
+        )
 }
 
 /// Make moves until none is left (or the walk is long enough).
@@ -54,7 +65,7 @@ proptest! {
 
     #[test]
     fn without_faults_the_prompt_always_arrives(total in 1u32..8, start in 0u32..8, limits in limits(), choices in proptest::collection::vec(any::<prop::sample::Index>(), 200)) {
-        let none = Budget { losses: 0, doubles: 0, stale: 0, p_aborts: 0, d_aborts: 0, cuts: 0, ticks: 0 };
+        let none = Budget { losses: 0, doubles: 0, stale: 0, p_aborts: 0, d_aborts: 0, revokes: 3, cuts: 0, ticks: 0 };
         let mut world = World::new(total, start.min(total), limits, none);
         walk(&mut world, &choices);
         prop_assert_eq!((world.d_end, world.p_end), (Some("committed"), Some(None)));

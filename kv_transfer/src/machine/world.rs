@@ -46,6 +46,7 @@ pub struct Budget {
     pub stale: u8,
     pub p_aborts: u8,
     pub d_aborts: u8,
+    pub revokes: u8,
     pub cuts: u8,
     pub ticks: u8,
 }
@@ -82,6 +83,7 @@ pub enum Move {
     PAbort,
     DConnect,
     DGrant,
+    DRevoke,
     DAbort,
     Hash,
     ToP(usize),
@@ -147,6 +149,10 @@ impl World {
         may(p_live && self.budget.p_aborts > 0, Move::PAbort);
         may(d_live && !self.connected && !self.cut, Move::DConnect);
         may(d_live && !self.granted, Move::DGrant);
+        may(
+            d_live && self.granted && self.budget.revokes > 0,
+            Move::DRevoke,
+        );
         may(d_live && self.budget.d_aborts > 0, Move::DAbort);
         may(!self.hashing.is_empty(), Move::Hash);
         for i in 0..self.to_p.len() {
@@ -219,6 +225,10 @@ impl World {
                     },
                     0,
                 );
+            }
+            Move::DRevoke => {
+                self.budget.revokes -= 1;
+                self.step_d(decode::Event::Revoke, 0);
             }
             Move::DAbort => {
                 self.budget.d_aborts -= 1;
@@ -522,6 +532,14 @@ impl World {
                         self.total
                     );
                     self.end_d("committed");
+                }
+                decode::Action::Announced => {}
+                decode::Action::Revoked => {
+                    assert!(
+                        self.pulls.is_empty() && self.written.is_empty(),
+                        "pages that are being filled were given back"
+                    );
+                    self.granted = false;
                 }
                 decode::Action::Fail { .. } => self.end_d("failed"),
                 decode::Action::Aborted => self.end_d("aborted"),

@@ -261,6 +261,7 @@ impl Core {
                 start_page,
                 pages,
             } => self.grant(room, start_page, pages),
+            Command::Revoke { room } => self.revoke(room),
             Command::Abort { room, code } => self.abort(room, code),
             Command::Register {
                 host,

@@ -150,6 +150,10 @@ impl Core {
         self.step_decode(room, Event::Grant { start_page, pages });
     }
 
+    pub fn revoke(&mut self, room: u64) {
+        self.step_decode(room, Event::Revoke);
+    }
+
     pub fn abort_decode(&mut self, room: u64, code: Code) {
         self.step_decode(room, Event::Abort(code));
     }
@@ -725,6 +729,8 @@ impl Core {
             Action::Open { peer } => self.send_open(room, attempt, peer),
             Action::Pull { ticket, pages } => self.start_pull(room, ticket, pages),
             Action::CancelPulls => self.cancel_pulls(room),
+            Action::Announced => self.push(NodeEvent::Announced { room }),
+            Action::Revoked => self.push(NodeEvent::Revoked { room }),
             Action::Done { peer, root } => {
                 let bytes = self.decode.get(&room).map_or(0, |entry| entry.bytes);
                 self.send(

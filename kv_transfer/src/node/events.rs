@@ -39,6 +39,14 @@ pub enum NodeEvent {
     Aborted {
         room: u64,
     },
+    /// D: P holds pages for a room without a grant, or for one whose grant was to be revoked; the room goes on.
+    Announced {
+        room: u64,
+    },
+    /// D: the granted pages are free again; the room goes on.
+    Revoked {
+        room: u64,
+    },
     /// `None` = DONE.
     Released {
         room: u64,
@@ -52,8 +60,17 @@ impl NodeEvent {
             NodeEvent::Committed { room, .. }
             | NodeEvent::Failed { room, .. }
             | NodeEvent::Aborted { room }
+            | NodeEvent::Announced { room }
+            | NodeEvent::Revoked { room }
             | NodeEvent::Released { room, .. } => *room,
         }
+    }
+
+    fn is_end(&self) -> bool {
+        !matches!(
+            self,
+            NodeEvent::Announced { .. } | NodeEvent::Revoked { .. }
+        )
     }
 
     fn side(&self) -> Side {
@@ -77,7 +94,8 @@ struct Inner {
     live: HashSet<(Side, u64)>,
 }
 
-/// Bounded: each live room puts in one event, and `claim` limits live rooms plus undelivered events.
+/// Bounded: each live room puts in one end, one `Announced` and an answer to each revocation, and `claim` limits live rooms plus
+/// undelivered events.
 pub struct EventQueue {
     inner: Mutex<Inner>,
     fd: OwnedFd,
@@ -120,10 +138,16 @@ impl EventQueue {
         self.inner.lock().live.iter().copied().collect()
     }
 
-    /// A room ends. False if it was not live: a second end of the same room is dropped.
+    /// News of a room, or its end. False if it was not live: a second end of the same room is dropped.
     pub fn push(&self, event: NodeEvent) -> bool {
         let mut inner = self.inner.lock();
-        if !inner.live.remove(&(event.side(), event.room())) {
+        let room = (event.side(), event.room());
+        let is_live = if event.is_end() {
+            inner.live.remove(&room)
+        } else {
+            inner.live.contains(&room)
+        };
+        if !is_live {
             return false;
         }
         inner.queue.push_back(event);
@@ -163,6 +187,18 @@ impl AsFd for EventQueue {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn news_of_a_room_does_not_end_it() {
+        let events = EventQueue::new(1).expect("eventfd");
+        assert!(!events.push(NodeEvent::Announced { room: 1 }), "unknown");
+        events.claim(Side::Decode, 1).expect("room for one");
+        assert!(events.push(NodeEvent::Announced { room: 1 }));
+        assert!(events.push(NodeEvent::Revoked { room: 1 }));
+        assert!(events.push(NodeEvent::Aborted { room: 1 }));
+        assert!(!events.push(NodeEvent::Revoked { room: 1 }), "over");
+        assert_eq!(events.poll(9).len(), 3);
+    }
 
     #[test]
     fn the_eventfd_is_readable_exactly_while_events_wait() {

@@ -104,6 +104,9 @@ enum Command {
         start_page: u32,
         pages: Vec<u32>,
     },
+    Revoke {
+        room: u64,
+    },
     Abort {
         room: u64,
         code: Code,
@@ -397,6 +400,11 @@ impl TransferNode {
             start_page,
             pages,
         })
+    }
+
+    /// D: give the granted pages back. `poll` answers with `Revoked`, or with `Announced`: then they stay granted, P is filling its own.
+    pub fn revoke(&self, room: u64) -> Result<(), NodeError> {
+        self.command(Command::Revoke { room })
     }
 
     /// Either side; idempotent. The end is reported by `poll`.
