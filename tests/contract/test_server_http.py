@@ -167,6 +167,14 @@ def test_abort_request_by_rid(engine: FakeEngine, http: httpx.Client) -> None:
     assert http.post("/abort_request", json={}).json()["error"]["param"] == "rid"
 
 
+def test_abort_request_by_room_asks_every_rank(http: httpx.Client) -> None:
+    r = http.post("/abort_request", json={"bootstrap_room": [7, 8]})
+    assert r.json() == {"success": True, "aborted": 2 * http.get("/get_server_info").json()["dp_size"]}
+    assert http.post("/abort_request", json={"bootstrap_room": 7}).json()["aborted"] > 0
+    for wrong in (-1, "seven", [1.5]):
+        assert http.post("/abort_request", json={"bootstrap_room": wrong}).json()["error"]["param"] == "bootstrap_room"
+
+
 def test_timeout_is_enforced_by_the_front_when_the_rank_does_not(engine: FakeEngine) -> None:
     flags = ("--model-path", model(), "--request-timeout-secs", "0.2")
     with fake_engine(*flags, script={"silent": True}, grace_secs=0.1) as deaf:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
+from array import array
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 import baton.models
-from baton.request import SamplingParams
+from baton.request import Rendezvous, SamplingParams, Validated
 from tests.parity.conftest import Reference
 from tests.parity.test_engine import prompts_of
 from tests.support.checkpoints import VARIANTS, reference_greedy, reference_model
@@ -107,5 +108,21 @@ def test_two_pools_that_hold_one_prompt_each_serve_many(reference: Callable[[str
     pair = Pair(ref.path, "shm", max_total_tokens=36, **flags)
     try:
         assert pair.answer(prompts, greedy(4)) == want
+    finally:
+        pair.close()
+
+
+def test_a_prompt_for_which_nobody_comes_is_let_go_on_request(reference: Callable[[str], Reference]) -> None:
+    pair = Pair(reference("llama").path, "shm")
+    try:
+        p = pair.p.engine
+        meet = Rendezvous("127.0.0.1", pair.bootstrap.port, 77)
+        p.submit(Validated(1, "orphan", array("i", range(1, 20)), greedy(4), rendezvous=meet))
+        while not p.sched.counts()["leased"]:
+            pair.p.turn()
+        assert p.abort_where([], "another", all_leases=False) == 0
+        assert p.abort_where([77], None, all_leases=False) == 1
+        pair.until(lambda: p.sched.is_idle)  # long before the lease is over
+        p.gauges()
     finally:
         pair.close()

@@ -150,6 +150,27 @@ def test_answers_that_outgrow_p_take_no_page_that_d_may_be_reading(depth: int) -
     p.sched.ledger().check_idle(12)
 
 
+def test_an_abort_ends_a_lease_for_which_nobody_came() -> None:
+    p = Node(Limits(8, 4, 8, 100, 64, role="prefill"), depth=1)
+    for handle in (1, 2):
+        p.sched.add(request(handle, [handle] * 12, 3, room=handle + 100))
+    p.run()
+    assert p.sched.leased("r2") == [2]
+    assert p.sched.in_rooms([102, 7, 101]) == [2, 1]
+    p.sched.abort(1)
+    p.absorb()
+    (told,) = p.aborts
+    assert told.req.handle == 1
+    assert p.sched.ledger().held + p.sched.ledger().in_transfer == 6, (
+        "D may be reading until the runtime says it is not"
+    )
+    p.sched.release(101)
+    assert p.sched.leased(None) == [2]
+    assert 1 in p.finished, "it had been answered before: nothing more is said"
+    p.sched.release(102)
+    p.sched.ledger().check_idle(8)
+
+
 def test_a_whole_prompt_in_ds_cache_needs_no_page() -> None:
     d = Node(Limits(32, 4, 4, 100, 64, role="decode"), depth=1)
     prompt = [1, 2, 3, 4, 1, 2, 3, 4]

@@ -129,6 +129,8 @@ class FakeRank:
 
     async def control(self, message: Control) -> None:
         result: dict[str, Any] = {}
+        if message.op == "abort":
+            result = {"aborted": len(message.args["rooms"])}
         if message.op == "ledger":
             leased = time.monotonic() < self.leased_until
             result = {"submits": self.submits, "aborts": self.aborts, "running": len(self.running), "pid": os.getpid()}

@@ -19,13 +19,13 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from baton.config import EngineConfig
 from baton.disagg.relay import Relay
-from baton.errors import EngineError
+from baton.errors import Aborted, EngineError
 from baton.request import Validated
 from baton.runtime import priority_hook
 from baton.runtime.priority_hook import PriorityHook
@@ -143,6 +143,22 @@ class Engine:
 
     def abort(self, handle: int) -> None:
         self.sched.abort(handle)
+
+    def abort_where(self, rooms: Collection[int], rid: str | None, *, all_leases: bool) -> int:
+        """POST /abort_request: end what has one of these bootstrap rooms, and prompts leased to D by rid or altogether.
+
+        Returns:
+            How many. Requests that are still answered hear of it; those the front knows by rid it ends itself.
+        """
+        handles = set(self.sched.in_rooms(rooms))
+        if rid is not None or all_leases:
+            handles.update(self.sched.leased(rid))
+        for handle in handles:
+            if self.sched.is_alive(handle):
+                self.sched.fail(handle, Aborted("the request was aborted with /abort_request"), "CLIENT_GONE")
+            else:
+                self.sched.abort(handle)
+        return len(handles)
 
     # ------------------------------------------------------------------ the loop
 

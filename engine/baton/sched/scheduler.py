@@ -12,7 +12,7 @@ free + cached + locked + private pages = capacity (`ledger()`).
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from baton.cache.kv_events import KvEventLog, Stored
 from baton.cache.ledger import HostLedger, PageLedger
@@ -29,7 +29,7 @@ from baton.request import FinishReason, Validated
 from baton.sched.adjust import LoadView, RequestView
 from baton.sched.deadlines import Deadlines, Kind
 from baton.sched.decisions import Decision, Decisions
-from baton.sched.events import Emitted, Event, PagesFinal, PrefillDone
+from baton.sched.events import AbortTransfer, Emitted, Event, PagesFinal, PrefillDone
 from baton.sched.fairness import Fairness
 from baton.sched.limits import Limits
 from baton.sched.load import Load, measure
@@ -103,7 +103,13 @@ class Scheduler:
             state.end_with_error(seq, error, "NO_CAPACITY")
 
     def abort(self, handle: int, code: str = "CLIENT_GONE") -> None:
-        """Stop a request and free what it holds; unknown or finished handles are ignored. No Emitted follows."""
+        """Stop a request and free what it holds; unknown or finished handles are ignored. No Emitted follows.
+
+        P: a prompt that is computed and waits for D is let go, too, as soon as the transfer runtime releases it.
+        """
+        leased = self._state.leased.get(handle)
+        if leased is not None:
+            self._state.outbox.append(AbortTransfer(leased.req, code))
         seq = self._alive(handle)
         if seq is not None:
             seq.finish = FinishReason.ABORT
@@ -151,6 +157,15 @@ class Scheduler:
             seq = self._state.seqs.get(handle)
             if seq is not None and seq.adjusted_priority != priority:
                 self._state.reprioritise(seq, priority)
+
+    def in_rooms(self, rooms: Collection[int]) -> list[int]:
+        """Handles of the requests with these bootstrap rooms, leased ones included."""
+        known = self._state.rooms
+        return [known[room].handle for room in rooms if room in known]
+
+    def leased(self, rid: str | None) -> list[int]:
+        """P: handles of computed prompts that wait for D, of this rid or (None) all."""
+        return [seq.handle for seq in self._state.leased.values() if rid in (None, seq.req.rid)]
 
     def is_alive(self, handle: int) -> bool:
         return self._alive(handle) is not None

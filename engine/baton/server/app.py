@@ -40,7 +40,7 @@ from baton.request import SamplingParams
 from baton.sched import decisions
 from baton.server import loads
 from baton.server.answering import Answering
-from baton.server.fields import Fields
+from baton.server.fields import INT64_MAX, Fields
 from baton.server.fingerprint import fingerprint, tokenizer_hash
 from baton.server.generation import Generation
 from baton.server.kv_stream import KvStreams
@@ -50,7 +50,7 @@ from baton.server.native import GenerateFormat
 from baton.server.openai import ChatFormat, CompletionFormat
 from baton.server.ranks import Rank, Ranks
 from baton.server.tokenizer import Tokenizer
-from baton.server.validate import Accepted, Item, TextRules, Validator
+from baton.server.validate import MAX_ITEMS, Accepted, Item, TextRules, Validator
 from baton.server.wire import MAX_BODY_BYTES, REQUEST_ID, error_response, json_response, new_id, read_object
 
 log = logging.getLogger("baton.front")
@@ -307,9 +307,14 @@ class Front:
         f = Fields(await read_object(request))
         everything = f.boolean("abort_all", False)
         rid = f.string(f.first("rid", "request_id"))
-        if not everything and rid is None:
-            raise BadRequest("give rid, or abort_all: true", param="rid")
-        return json_response({"success": True, "aborted": self.answering.cancel(None if everything else rid)})
+        rooms = f.integers("bootstrap_room", MAX_ITEMS, 0, INT64_MAX)
+        if not everything and rid is None and not rooms:
+            raise BadRequest("give rid, bootstrap_room, or abort_all: true", param="rid")
+        count = self.answering.cancel(None if everything else rid) if everything or rid is not None else 0
+        if any(r.ready for r in self.ranks.ranks):
+            replies = await self._ask_all("abort", rooms=list(rooms), rid=rid, all=everything)
+            count += sum(reply["aborted"] for _, reply in replies)
+        return json_response({"success": True, "aborted": count})
 
     async def suspend_request(self, request: web.Request) -> web.Response:
         """All items of the request, or none: what one rank suspended is resumed when another one cannot."""

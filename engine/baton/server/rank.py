@@ -303,6 +303,10 @@ class RankProcess:
             return Reply(message.id, True, result)
         if message.op == "steps":
             return Reply(message.id, True, {"steps": self.engine.sched.decisions.recent(message.args["n"])})
+        if message.op == "abort":
+            asked = message.args
+            count = self.engine.abort_where(asked["rooms"], asked["rid"], all_leases=asked["all"])
+            return Reply(message.id, True, {"aborted": count})
         if message.op == "drain":
             if self._node is not None:
                 self._node.drain()
