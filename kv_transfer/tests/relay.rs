@@ -47,6 +47,29 @@ fn pages_are_pulled_while_later_chunks_are_still_computed() {
 }
 
 #[test]
+fn a_grant_is_revoked_until_prefill_has_announced_pages() {
+    for transport in TRANSPORTS {
+        let pair = Pair::new(transport);
+        let heard = |wanted: NodeEvent| {
+            assert!(pair.d.node.wait(PATIENCE), "no {wanted:?}");
+            assert_eq!(pair.d.node.poll(1), [wanted]);
+        };
+        let (first, dst) = (span(500, 20), span(600, 20));
+        pair.open(1);
+        pair.grant(1, &first);
+        pair.d.node.revoke(1).unwrap();
+        heard(NodeEvent::Revoked { room: 1 });
+        pair.p.prefill(1, &span(0, 20), 7);
+        heard(NodeEvent::Announced { room: 1 });
+        pair.grant(1, &dst);
+        assert_eq!(pair.d.end_code(1), "COMMITTED");
+        assert!(pair.d.holds(&dst, 1, 0));
+        assert!(!pair.d.holds(&first, 1, 0), "nobody wrote there");
+        pair.assert_idle();
+    }
+}
+
+#[test]
 fn only_the_pages_that_decode_lacks_are_pulled() {
     for transport in TRANSPORTS {
         let pair = Pair::new(transport);

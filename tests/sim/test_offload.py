@@ -50,9 +50,9 @@ def test_offload_frees_the_pages_at_once_and_keeps_them_for_their_request(mode: 
         assert (plan.mode, plan.rows, len(plan.copies)) == (ForwardMode.IDLE, (), 1), "a step for the copies alone"
         node.sched.commit(plan, node.device.execute(plan))
     assert node.sched.plan() is None
-    for handle in range(1, 6):  # more than device and host hold
-        node.sched.add(request(handle, [handle + 1] * 100, 2, ignore_eos=True))
-    node.run()
+    for handle in range(1, 11):  # more than device and host hold, each asked for twice
+        node.sched.add(request(handle, [handle // 2 + 2] * 100, 2, ignore_eos=True))
+        node.run()
     before = node.sched._state.computed_tokens
     node.sched.resume([0])
     node.run()

@@ -62,6 +62,7 @@ class Machine:
         whole = len(tokens) // self.page_size
         match = self.cache.match(key(tokens), namespace, len(tokens))
         self.cache.lock(match.node)
+        self.cache.reuse(match.node)
         node, have = match.node, len(match.pages)
         found = self.host.find(node, key(tokens), namespace, have, whole)
         if found:
@@ -174,11 +175,35 @@ def test_a_page_survives_the_loss_of_its_prefix() -> None:
 @pytest.mark.parametrize(("eviction", "kept"), [("lru", 3), ("mru", 1), ("fifo", 3), ("filo", 1)])
 def test_the_eviction_policy_decides_who_stays_on_the_host(eviction: str, kept: int) -> None:
     m = Machine(pages=9, slots=3, eviction=eviction)
-    for token in (1, 2, 3):
+    for token in (1, 2, 3, 1, 2, 3):
         m.use([token] * 6)
     m.cache.evict(9)
     m.carry_out()
     assert [t for t in (1, 2, 3) if m.use([t] * 6) == 3] == [kept]
+
+
+def test_what_was_never_asked_for_again_takes_nobodys_place() -> None:
+    m = Machine(pages=4, slots=4)
+    m.use([1] * 8)
+    m.cache.evict(4)
+    for token in range(10, 20):
+        m.use([token] * 8)  # free slots are all it may take
+    m.cache.flush()
+    m.check()
+    assert m.copied == {True: 4, False: 0}
+    assert m.use([1] * 8) == 4, "still here"
+
+
+def test_the_next_turn_of_a_conversation_takes_the_place_of_what_nobody_continued() -> None:
+    m = Machine(pages=8, slots=6)
+    m.use([9] * 8)
+    m.cache.evict(4)
+    for turn in (4, 8, 12):
+        m.use([1] * turn)
+    m.cache.evict(8)
+    m.check()
+    assert m.copied[True] == 4 + 6
+    assert m.use([1] * 12) == 6, "the third turn, too, though nobody had asked for its pages yet"
 
 
 def test_duplicates_go_first_and_pinned_pages_never() -> None:

@@ -6,7 +6,8 @@ Life of a host page:
  2. `find` follows the prompt of a request beyond what the tree holds; `copy_in` asks for copies into device pages.
  3. The slot keeps the content of a page that went back to the device, but such slots are the first to be reused; if
     the page is evicted again before that, nothing needs to be copied.
- 4. Without free or duplicate slots the eviction policy decides between what is here and what wants to come in.
+ 4. Without free or duplicate slots the eviction policy decides between what is here and what wants to come in, and
+    nothing comes in that was never reused and continues nothing that was.
  5. `pin` keeps pages of a preempted request until it runs again or ends, up to `PIN_SHARE` of the pool.
 
 Copies are only *asked for*: they are taken with `take_copies` and carried out in order before the rows of the next
@@ -105,7 +106,11 @@ class HostTier:
             self._keys.pop(page, None)
 
     def demote(self, node: Node) -> None:
-        """Keep what a leaf holds, as far as there is room; the pages closest to the root first."""
+        """Keep what a leaf holds, as far as there is room; the pages closest to the root first.
+
+        In a full pool only what was reused, or continues what was, takes the place of something: most pages are never
+        asked for again, and copying them costs every step that evicts (docs/scheduling/preemption.md has figures).
+        """
         keys = self._keys_of(node)
         index = self._depth(node) - len(keys)
         room = -1
@@ -113,8 +118,10 @@ class HostTier:
             known = self._pages.get(key)
             if known is None:
                 if room < 0:
-                    missing = sum(k not in self._pages for k in keys[at:])
-                    room = self._make_room(missing, (self._policy.key(node), -index - at))
+                    wanted = sum(k not in self._pages for k in keys[at:])
+                    if not _may_come_back(node):
+                        wanted = min(wanted, self._slots.free_count + len(self._duplicates))
+                    room = self._make_room(wanted, (self._policy.key(node), -index - at))
                 if room == 0:
                     continue
                 room -= 1
@@ -302,6 +309,11 @@ class HostTier:
             pages += len(node.pages)
             node = node.parent
         return pages
+
+
+def _may_come_back(node: Node) -> bool:
+    """Did a request start with these pages, or with those right before them, as a conversation's next turn does?"""
+    return node.reuses > 0 or (node.parent is not None and node.parent.reuses > 0)
 
 
 def _root_key(namespace: bytes) -> bytes:

@@ -66,7 +66,8 @@ impl NodeEvent {
         }
     }
 
-    fn is_end(&self) -> bool {
+    /// Nothing more is heard of its room.
+    pub fn is_end(&self) -> bool {
         !matches!(
             self,
             NodeEvent::Announced { .. } | NodeEvent::Revoked { .. }

@@ -64,7 +64,8 @@ impl Rank {
                 self.node.rooms_json(Some(room)),
                 self.node.stats_json()
             );
-            self.heard.borrow_mut().extend(self.node.poll(100));
+            let ends = self.node.poll(100).into_iter().filter(NodeEvent::is_end);
+            self.heard.borrow_mut().extend(ends);
         }
     }
 
@@ -74,6 +75,7 @@ impl Rank {
             NodeEvent::Committed { .. } => "COMMITTED".into(),
             NodeEvent::Failed { code, .. } => code.to_string(),
             NodeEvent::Aborted { .. } => "ABORTED".into(),
+            NodeEvent::Announced { .. } | NodeEvent::Revoked { .. } => unreachable!("no end"),
             NodeEvent::Released { code, .. } => code.map_or("DONE".into(), |code| code.to_string()),
         }
     }
