@@ -14,7 +14,7 @@ import os
 import re
 import sys
 import typing
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -246,6 +246,24 @@ class EngineConfig:
     log_level: str = opt("info", "least severe log line shown", choices=("debug", "info", "warning", "error"))
 
 
+GROUPS = (
+    ("model", "model_path"),
+    ("HTTP server", "host"),
+    ("prefill and decode nodes", "disaggregation_mode"),
+    ("ranks and device", "tp_size"),
+    ("KV memory", "page_size"),
+    ("limits", "max_running_requests"),
+    ("what one step holds", "chunked_prefill_size"),
+    ("order of the queue", "schedule_policy"),
+    ("classes and tenants", "priority_classes"),
+    ("priority and preemption", "enable_priority_scheduling"),
+    ("estimates and cache", "starvation_threshold_ms"),
+    ("the loop", "disable_overlap_schedule"),
+    ("time limits, metrics and logs", "request_timeout_secs"),
+)
+"""Headings of --help and docs/flags.md: title, and the first field of EngineConfig that it stands above."""
+
+
 def flag_name(field_name: str) -> str:
     return "--" + field_name.replace("_", "-")
 
@@ -279,12 +297,23 @@ def _reader(flag: str, kind: Callable[[str], Any], choices: Sequence[str] | None
     return read
 
 
+def _headings() -> dict[str, str]:
+    return {first: title for title, first in GROUPS}
+
+
 def add_flags(
     parser: argparse._ActionsContainer, cls: type = EngineConfig, skip: Collection[str] = frozenset()
 ) -> None:
-    """Add one flag per field of `cls` to `parser` (or to a group of it), except the fields in `skip`."""
+    """Add one flag per field of `cls` to `parser` (or to a group of it), except the fields in `skip`.
+
+    Those of EngineConfig come under their headings (GROUPS), unless `parser` is a group already.
+    """
     hints = typing.get_type_hints(cls)
+    into: argparse._ActionsContainer = parser
+    headings = {} if cls is not EngineConfig or not isinstance(parser, FlagParser) else _headings()
     for f in dataclasses.fields(cls):
+        if f.name in headings:
+            into = parser.add_argument_group(headings[f.name])
         if f.name in skip:
             continue
         flag, kind, choices = flag_name(f.name), _base_type(hints[f.name]), f.metadata["choices"]
@@ -292,9 +321,9 @@ def add_flags(
         env = f"; environment {f.metadata['env']}" if f.metadata["env"] else ""
         text = f.metadata["help"].replace("%", "%%") + env + shown
         if kind is bool:
-            parser.add_argument(flag, action="store_true", default=argparse.SUPPRESS, help=text)
+            into.add_argument(flag, action="store_true", default=argparse.SUPPRESS, help=text)
         else:
-            parser.add_argument(
+            into.add_argument(
                 flag,
                 type=_reader(flag, kind, choices),
                 default=argparse.SUPPRESS,
@@ -306,8 +335,10 @@ def add_flags(
 class FlagParser(argparse.ArgumentParser):
     """A parser for `add_flags` that collects mistakes, one sentence each, where argparse ends at the first."""
 
-    def __init__(self, prog: str, description: str) -> None:
+    def __init__(self, prog: str, description: str, elsewhere: Mapping[str, str] | None = None) -> None:
+        """`elsewhere`: flags that are not for this program, with what to do instead."""
         super().__init__(prog=prog, usage=f"{prog} [flags]", description=description, allow_abbrev=False)
+        self._elsewhere = elsewhere or {}
 
     def read(self, argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
         """The values given, by field name, and what is wrong with the others."""
@@ -322,6 +353,10 @@ class FlagParser(argparse.ArgumentParser):
             is_flag = word.startswith("-") and not re.fullmatch(r"-[\d.]+", word)
             if is_flag:
                 name = word.partition("=")[0]
+                if name in self._elsewhere:
+                    bad.append(f"{name}: {self._elsewhere[name]}")
+                    after_flag = "=" not in word
+                    continue
                 near = difflib.get_close_matches(name, self._option_string_actions, n=1, cutoff=0.7)
                 bad.append(f"{name}: there is no such flag; " + (f"is it {near[0]}?" if near else "--help lists them"))
             elif not after_flag:  # else it is the unknown flag's value
@@ -561,8 +596,12 @@ def refuse(prog: str, bad: Sequence[str]) -> NoReturn:
 def markdown(cls: type = EngineConfig) -> str:
     """A flags table of docs/flags.md."""
     hints = typing.get_type_hints(cls)
-    rows = ["| flag | value | default | meaning |", "|---|---|---|---|"]
+    head = ["| flag | value | default | meaning |", "|---|---|---|---|"]
+    headings = _headings() if cls is EngineConfig else {}
+    rows = [] if headings else head[:]
     for f in dataclasses.fields(cls):
+        if f.name in headings:
+            rows += [*([""] if rows else []), f"**{headings[f.name][:1].upper()}{headings[f.name][1:]}**", "", *head]
         kind = _base_type(hints[f.name])
         names = {int: "integer", float: "number", str: "text", bool: "switch"}
         value = " ".join(f"`{c}`" for c in f.metadata["choices"] or ()) or names[typing.cast(type, kind)]

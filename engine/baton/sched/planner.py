@@ -222,7 +222,7 @@ class Planner:
         idle = [seq for seq in state.transfer.values() if not seq.is_announced]
         if any(seq.is_revoking for seq in idle):
             return
-        chosen = []
+        chosen: list[Seq] = []
         for seq in reversed(idle):
             if short <= 0 and (chosen or state.slots):
                 break

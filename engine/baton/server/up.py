@@ -36,6 +36,12 @@ from baton.server.supervise import Backoff, Child, ChildFailed, describe_exit
 
 PER_NODE = {"host", "port", "disaggregation_mode", "disaggregation_bootstrap_port", "transfer_port"}
 """Engine flags that `up` sets itself, different for each node."""
+_OWN = {
+    flag_name(name): "baton up sets it for each node; say how many of which with --prefill, --decode or --workers, and "
+    "give nodes of one role more flags with --prefill-args, --decode-args or --worker-args"
+    for name in sorted(PER_NODE - {"host", "port"})
+}
+"""Flags of an engine that mean nothing to a whole cluster."""
 SECRETS = {"api_key": "BATON_API_KEY", "cluster_key": "BATON_CLUSTER_KEY"}
 """Handed on through the environment: command lines are public on a machine."""
 ROUTER_GRACE_SECS = 5.0
@@ -87,9 +93,11 @@ class Plan:
 
 def parse(argv: Sequence[str]) -> Plan:
     """Flags → plan; prints mistakes and exits with 2. Reads no file but --tenant-config's."""
-    parser = FlagParser("baton up", "A whole Baton cluster on this machine.")
+    parser = FlagParser(
+        "baton up", "A whole Baton cluster on this machine; the flags of engines go to every engine.", _OWN
+    )
     add_flags(parser.add_argument_group("the cluster"), UpConfig)
-    add_flags(parser.add_argument_group("every engine"), EngineConfig, skip=PER_NODE)
+    add_flags(parser, EngineConfig, skip=PER_NODE)
     values, bad = parser.read(argv)
     names = {f.name for f in dataclasses.fields(UpConfig)}
     up = UpConfig(**{name: value for name, value in values.items() if name in names})
@@ -102,7 +110,7 @@ def parse(argv: Sequence[str]) -> Plan:
     }
     if up.transport is not None:
         engine["disaggregation_transfer_backend"] = up.transport
-    if bad := [*bad, *filter(None, (_complaint(counts), _engine_complaint(engine)))]:
+    if bad := [*bad, *filter(None, (_complaint(counts), _engine_complaint(engine))), *_role_complaints(up, engine)]:
         refuse("baton up", bad)
     return Plan(up, counts, engine)
 
@@ -114,6 +122,24 @@ def _engine_complaint(engine: dict[str, Any]) -> str | None:
     except ConfigError as err:
         return err.message
     return None
+
+
+def _role_complaints(up: UpConfig, engine: dict[str, Any]) -> list[str]:
+    """The same for the flags of one role."""
+    bad = []
+    for role in ROLES:
+        name = f"{role}_args"
+        try:
+            words = shlex.split(getattr(up, name))
+            parser = FlagParser(f"baton up: {flag_name(name)}", "")
+            add_flags(parser)
+            values, mistakes = parser.read(words)
+            complaint = _engine_complaint({**engine, **values}) if values else None
+        except ValueError as err:  # a quote without its other half
+            mistakes, complaint = [f"{err}; it is read as a shell would"], None
+        texts = [*mistakes, *([] if complaint is None else complaint.splitlines())]
+        bad += [f"{flag_name(name)}: {text}" for text in texts]
+    return bad
 
 
 def _complaint(counts: dict[str, int]) -> str | None:

@@ -131,6 +131,9 @@ class PacedTransfer:
     def grant(self, room: int, start_page: int, dst_pages: bytes) -> None:
         raise AssertionError("a P node grants no pages")
 
+    def revoke(self, room: int) -> None:
+        raise AssertionError("a P node grants no pages")
+
     def _run(self) -> None:
         while True:
             with self._changed:
