@@ -262,6 +262,22 @@ def test_any_json_is_accepted_or_refused_on_purpose(
 # ---- what is accepted --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("form", [chat, completion, generate])
+def test_all_mistakes_of_a_body_are_told_at_once(make: Make, form: Any) -> None:
+    wrong: dict[str, Any] = {"deadline_ms": "soon", "priority": 2**40, "stream": 1, "logprobs": None}
+    sampling = {"temperature": 9 * 10**40, "top_p": 0, "logit_bias": {"x": 1}}
+    wrong |= {"sampling_params": sampling} if form is generate else sampling
+    with pytest.raises(BadRequest) as caught:
+        form(make(), **wrong)
+    names = ("deadline_ms", "priority", "stream", "temperature", "top_p", "logit_bias")
+    said = caught.value.message
+    assert [name for name in names if name not in said] == []
+    first = said.split(" ", 1)[0]
+    assert caught.value.param == first
+    assert said.count("; ") == len(names) - 1
+    assert form(make(), **dict.fromkeys(wrong)), "a validator has no memory"
+
+
 def test_defaults_of_the_three_forms(make: Make) -> None:
     v = make()
     one = chat(v).items[0]

@@ -123,23 +123,27 @@ class Validator:
 
     async def chat(self, body: dict[str, Any]) -> Accepted:
         f = Fields(body)
-        self._check_model(f)
-        known.refuse(f, known.CHAT, known.OPENAI, known.SHARED)
-        messages = read_messages(f)
-        template_kwargs = dict(f.object("chat_template_kwargs"))
-        if (effort := f.string("reasoning_effort")) is not None:
-            template_kwargs.setdefault("reasoning_effort", effort)
-        continue_final = f.boolean("continue_final_message", False)
-        generation_prompt = f.boolean("add_generation_prompt", not continue_final)
-        if continue_final and generation_prompt:
-            raise f.bad("continue_final_message", "and add_generation_prompt exclude each other")
-        logprobs = -1
-        top = f.integer("top_logprobs", None, 0, MAX_LOGPROBS)
-        if f.boolean("logprobs", False):
-            logprobs = top or 0
-        elif top:
-            raise f.bad("top_logprobs", "needs logprobs: true")
-        special = f.boolean("add_special_tokens", False)
+        with f.all_mistakes():
+            self._check_model(f)
+            known.refuse(f, known.CHAT, known.OPENAI, known.SHARED)
+            messages = read_messages(f)
+            template_kwargs = dict(f.object("chat_template_kwargs"))
+            if (effort := f.string("reasoning_effort")) is not None:
+                template_kwargs.setdefault("reasoning_effort", effort)
+            continue_final = f.boolean("continue_final_message", False)
+            generation_prompt = f.boolean("add_generation_prompt", not continue_final)
+            if continue_final and generation_prompt:
+                f.note(f.bad("continue_final_message", "and add_generation_prompt exclude each other"), None)
+            logprobs = -1
+            top = f.integer("top_logprobs", None, 0, MAX_LOGPROBS)
+            if f.boolean("logprobs", False):
+                logprobs = top or 0
+            elif top:
+                f.note(f.bad("top_logprobs", "needs logprobs: true"), None)
+            special = f.boolean("add_special_tokens", False)
+
+            common = self._common(f)
+            max_tokens = f.integer(f.first("max_completion_tokens", "max_tokens"), None, 1)
 
         def tokens() -> list[int]:
             text = self._template.render(
@@ -150,26 +154,28 @@ class Validator:
             )
             return self._tokenizer.encode(text, add_special_tokens=special)
 
-        common = self._common(f)
-        max_tokens = f.integer(f.first("max_completion_tokens", "max_tokens"), None, 1)
         prompt = await self._tokenizer.offload(chars_of(messages), tokens)
         return self._accept(f, [prompt], common, max_tokens, None, logprobs, "messages")
 
     async def completion(self, body: dict[str, Any]) -> Accepted:
         f = Fields(body)
-        self._check_model(f)
-        known.refuse(f, known.COMPLETION, known.OPENAI, known.SHARED)
-        n = f.integer("n", 1, 1, MAX_CHOICES)
-        if f.integer("best_of", n, 1) != n:
-            raise UnsupportedParameter("best_of other than n is not supported; leave it out", param="best_of")
-        wanted = f.integer("logprobs", None, 0, MAX_LOGPROBS)
-        echo = f.boolean("echo", False)
-        if echo and wanted is not None:
-            raise UnsupportedParameter("echo together with logprobs is not supported by this version", param="logprobs")
-        special = f.boolean("add_special_tokens", True)
-        max_tokens = f.integer(f.first("max_tokens", "max_completion_tokens"), None, 0 if echo else 1)
-        common = self._common(f)
-        prompts = await self._prompts(_prompt_list(f, "prompt"), "prompt", special)
+        with f.all_mistakes():
+            self._check_model(f)
+            known.refuse(f, known.COMPLETION, known.OPENAI, known.SHARED)
+            n = f.integer("n", 1, 1, MAX_CHOICES)
+            if f.integer("best_of", n, 1) != n:
+                raise UnsupportedParameter("best_of other than n is not supported; leave it out", param="best_of")
+            wanted = f.integer("logprobs", None, 0, MAX_LOGPROBS)
+            echo = f.boolean("echo", False)
+            if echo and wanted is not None:
+                raise UnsupportedParameter(
+                    "echo together with logprobs is not supported by this version", param="logprobs"
+                )
+            special = f.boolean("add_special_tokens", True)
+            max_tokens = f.integer(f.first("max_tokens", "max_completion_tokens"), None, 0 if echo else 1)
+            common = self._common(f)
+            raw = _prompt_list(f, "prompt")
+        prompts = await self._prompts(raw, "prompt", special)
         accepted = self._accept(
             f, prompts, common, max_tokens, COMPLETION_MAX_TOKENS, -1 if wanted is None else wanted, "prompt"
         )
@@ -187,31 +193,34 @@ class Validator:
 
     async def generate(self, body: dict[str, Any]) -> Accepted:
         f = Fields(body)
-        known.refuse(f, known.GENERATE, known.SHARED)
-        if f.string("model") != "unknown":  # smg 1.13 adds this one: the native body has no such field in SGLang
-            self._check_model(f)
-        nested = f.get("sampling_params")
-        if type(nested) is list:
-            raise UnsupportedParameter("sampling_params must be one object for all prompts", param="sampling_params")
-        s = Fields(f.object("sampling_params"), "sampling_params.")
-        known.refuse(s, known.SHARED)
-        name = f.first("text", "prompt", "input_ids")
-        if f.get(name) is None:
-            raise MissingField("text or input_ids is required", param="text")
-        value = f.get(name)
-        raw = _prompt_list(f, name)
-        is_batch = type(value) is list and len(value) > 0 and type(value[0]) is not int
-        logprobs = -1
-        top = f.integer("top_logprobs_num", 0, 0, MAX_LOGPROBS)
-        if f.boolean("return_logprob", False):
-            logprobs = top or 0
-        start = f.integer("logprob_start_len", -1, -1)
-        if logprobs >= 0 and start not in (-1, None):
-            raise UnsupportedParameter(
-                "logprobs of the prompt are not supported by this version", param="logprob_start_len"
-            )
-        max_tokens = s.integer(s.first("max_new_tokens", "max_tokens"), None, 1)
-        common = self._common(f, s)
+        with f.all_mistakes():
+            known.refuse(f, known.GENERATE, known.SHARED)
+            if f.string("model") != "unknown":  # smg 1.13 adds this one: the native body has no such field in SGLang
+                self._check_model(f)
+            nested = f.get("sampling_params")
+            if type(nested) is list:
+                raise UnsupportedParameter(
+                    "sampling_params must be one object for all prompts", param="sampling_params"
+                )
+            s = Fields(f.object("sampling_params"), "sampling_params.", within=f)
+            known.refuse(s, known.SHARED)
+            name = f.first("text", "prompt", "input_ids")
+            if f.get(name) is None:
+                raise MissingField("text or input_ids is required", param="text")
+            value = f.get(name)
+            raw = _prompt_list(f, name)
+            is_batch = type(value) is list and len(value) > 0 and type(value[0]) is not int
+            logprobs = -1
+            top = f.integer("top_logprobs_num", 0, 0, MAX_LOGPROBS)
+            if f.boolean("return_logprob", False):
+                logprobs = top or 0
+            start = f.integer("logprob_start_len", -1, -1)
+            if logprobs >= 0 and start not in (-1, None):
+                raise UnsupportedParameter(
+                    "logprobs of the prompt are not supported by this version", param="logprob_start_len"
+                )
+            max_tokens = s.integer(s.first("max_new_tokens", "max_tokens"), None, 1)
+            common = self._common(f, s)
         prompts = await self._prompts(raw, name, True)
         accepted = self._accept(f, prompts, common, max_tokens, GENERATE_MAX_TOKENS, logprobs, name, s)
         return replace(accepted, is_batch=is_batch or accepted.n > 1)
@@ -292,7 +301,7 @@ class Validator:
         top_k = s.integer("top_k", int(defaults.get("top_k", 0)), -1) or 0
         stops = s.strings("stop", MAX_STOPS)
         if any(len(t) > MAX_STOP_CHARS for t in stops):
-            raise s.bad("stop", f"has a string of more than {MAX_STOP_CHARS} characters")
+            s.note(s.bad("stop", f"has a string of more than {MAX_STOP_CHARS} characters"), None)
         min_name = s.first("min_tokens", "min_new_tokens")
         min_tokens = s.integer(min_name, 0, 0) or 0
         params = SamplingParams(
@@ -311,7 +320,7 @@ class Validator:
             logit_bias=self._logit_bias(s),
         )
         seed_name = s.first("seed", "sampling_seed")
-        options = Fields(f.object("stream_options"), "stream_options.")
+        options = Fields(f.object("stream_options"), "stream_options.", within=f)
         keys = [f.string(name, max_chars=1024) for name in ("cache_salt", "extra_key")]
         f.ignore(known.IGNORED)
         return _Common(
@@ -341,11 +350,12 @@ class Validator:
         value = f.integer("priority", None, -(2**31), 2**31 - 1)
         config = self._config
         if value is not None and config.abort_on_priority_when_disabled and not config.enable_priority_scheduling:
-            raise UnsupportedParameter(
+            refused = UnsupportedParameter(
                 "this engine runs without --enable-priority-scheduling and refuses requests with a priority; "
                 "leave priority out",
                 param="priority",
             )
+            return f.note(refused, None)
         return value
 
     def _rid(self, f: Fields) -> str | None:
@@ -353,25 +363,24 @@ class Validator:
         if type(value) is list and len(value) == 1:
             value = value[0]
         if type(value) is list:
-            raise UnsupportedParameter("rid must be one string for the whole request", param="rid")
+            return f.note(UnsupportedParameter("rid must be one string for the whole request", param="rid"), None)
         if value is None:
             return None
         if type(value) is not str or not 0 < len(value) <= 256 or not value.isprintable():
-            raise f.bad("rid", "must be a printable string of 1 to 256 characters")
+            return f.note(f.bad("rid", "must be a printable string of 1 to 256 characters"), None)
         return value
 
     def _logit_bias(self, s: Fields) -> tuple[tuple[int, float], ...]:
         table = s.object("logit_bias")
         if len(table) > MAX_BIAS:
-            raise s.bad("logit_bias", f"has {len(table)} entries, at most {MAX_BIAS} are accepted")
+            return s.note(s.bad("logit_bias", f"has {len(table)} entries, at most {MAX_BIAS} are accepted"), ())
         out = []
         for key, value in table.items():
             if not key.isascii() or not key.isdigit() or int(key[:12]) >= self._tokenizer.vocab_size:
-                raise s.bad(
-                    "logit_bias", f"has the key {key[:50]!r}, which is no token id below {self._tokenizer.vocab_size}"
-                )
+                text = f"has the key {key[:50]!r}, which is no token id below {self._tokenizer.vocab_size}"
+                return s.note(s.bad("logit_bias", text), ())
             if type(value) not in (int, float) or not -100 <= value <= 100:
-                raise s.bad("logit_bias", f"of token {key} must be a number from -100 to 100")
+                return s.note(s.bad("logit_bias", f"of token {key} must be a number from -100 to 100"), ())
             out.append((int(key), float(value)))
         return tuple(out)
 
