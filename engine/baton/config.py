@@ -436,7 +436,7 @@ def _violations(c: EngineConfig) -> list[str]:
         "priority_aging_rate",
         "adaptive_tail_weight",
     ):
-        rule(0 <= getattr(c, name) < 1e12, f"{flag_name(name)} {getattr(c, name)}: must not be negative")
+        rule(0 <= getattr(c, name) < 1e12, f"{flag_name(name)} {getattr(c, name)}: give a number from 0 to below 1e12")
     rule(
         c.short_first_output_weight == "auto" or _is_share(c.short_first_output_weight),
         f"--short-first-output-weight {c.short_first_output_weight}: use auto, or a number from 0 to 1",
@@ -497,8 +497,19 @@ def _violations(c: EngineConfig) -> list[str]:
         f"--max-decode-gap-ms {c.max_decode_gap_ms}: decode rows wait only with --prefill-first and without "
         "--enable-mixed-chunk; otherwise they join every step: leave it out",
     )
-    for name in ("kv_lease_secs", "kv_transfer_timeout_secs", "request_timeout_secs", "schedule_conservativeness"):
-        rule(getattr(c, name) > 0, f"{flag_name(name)} {getattr(c, name)}: must be above 0")
+    for name in ("kv_lease_secs", "kv_transfer_timeout_secs", "request_timeout_secs"):
+        rule(0 < getattr(c, name) < 1e9, f"{flag_name(name)} {getattr(c, name)}: give seconds above 0 and below 1e9")
+    rule(
+        0 <= c.drain_timeout_secs < 1e9,
+        f"--drain-timeout-secs {c.drain_timeout_secs}: give seconds from 0 (do not wait) to below 1e9",
+    )
+    rule(
+        0 < c.schedule_conservativeness < 1e6,
+        f"--schedule-conservativeness {c.schedule_conservativeness}: give a number above 0 and below 1e6",
+    )
+    for name in ("prefill_max_requests", "context_length"):
+        value = getattr(c, name)
+        rule(value is None or value >= 1, f"{flag_name(name)} {value}: must be at least 1, or left out")
     for name in ("port", "disaggregation_bootstrap_port", "transfer_port"):
         rule(0 <= getattr(c, name) <= 65535, f"{flag_name(name)} {getattr(c, name)}: ports are 0 to 65535")
     for name in ("max_total_tokens", "cpu_threads", "num_reserved_decode_tokens"):
