@@ -1,11 +1,13 @@
 //! The HTTP face: routes, the API key, request ids, CORS, and errors for everything else.
 //!
-//! generate.rs takes generation requests in, admin.rs is everything an operator or a probe asks for.
+//! generate.rs takes generation requests in, admin.rs is what an operator or a probe asks the router, passing.rs what
+//! it only passes on.
 
 mod access;
 mod admin;
 mod exposition;
 mod generate;
+mod passing;
 
 use std::sync::Arc;
 
@@ -40,23 +42,26 @@ pub const HOP_BY_HOP: [&str; 9] = [
 pub const REQUEST_ID: &str = "x-request-id";
 
 pub fn router(app: Arc<App>) -> Router {
-    Router::new()
+    let passed = passing::PASSED.iter().fold(Router::new(), |routes, path| {
+        routes.route(path, post(passing::forward_work))
+    });
+    passed
         .route(Api::Chat.path(), post(generate::chat))
         .route(Api::Completions.path(), post(generate::completions))
         .route(
             Api::Generate.path(),
             post(generate::generate).put(generate::generate),
         )
-        .route("/tokenize", post(admin::forward))
-        .route("/v1/tokenize", post(admin::forward))
-        .route("/detokenize", post(admin::forward))
-        .route("/v1/detokenize", post(admin::forward))
-        .route("/v1/models", get(admin::models))
-        .route("/v1/models/{id}", get(admin::forward))
-        .route("/get_model_info", get(admin::forward))
-        .route("/model_info", get(admin::forward))
-        .route("/get_server_info", get(admin::forward))
-        .route("/server_info", get(admin::forward))
+        .route("/tokenize", post(passing::forward))
+        .route("/v1/tokenize", post(passing::forward))
+        .route("/detokenize", post(passing::forward))
+        .route("/v1/detokenize", post(passing::forward))
+        .route("/v1/models", get(passing::models))
+        .route("/v1/models/{id}", get(passing::forward))
+        .route("/get_model_info", get(passing::forward))
+        .route("/model_info", get(passing::forward))
+        .route("/get_server_info", get(passing::forward))
+        .route("/server_info", get(passing::forward))
         .route("/health", get(admin::live))
         .route("/ping", get(admin::live))
         .route("/livez", get(admin::live))
@@ -75,14 +80,14 @@ pub fn router(app: Arc<App>) -> Router {
         .route("/list_workers", get(admin::legacy_list))
         .route(
             "/flush_cache",
-            post(admin::flush_cache).get(admin::flush_cache),
+            post(passing::flush_cache).get(passing::flush_cache),
         )
         .route("/get_loads", get(admin::loads))
-        .route("/engine_metrics", get(admin::engine_metrics))
-        .route("/abort_request", post(admin::fan_out))
-        .route("/start_profile", post(admin::fan_out))
-        .route("/stop_profile", post(admin::fan_out))
-        .route("/v1/requests/{rid}/{verb}", post(admin::about_request))
+        .route("/engine_metrics", get(passing::engine_metrics))
+        .route("/abort_request", post(passing::fan_out))
+        .route("/start_profile", post(passing::fan_out))
+        .route("/stop_profile", post(passing::fan_out))
+        .route("/v1/requests/{rid}/{verb}", post(passing::about_request))
         .route("/metrics", get(admin::metrics))
         .fallback(not_found)
         .method_not_allowed_fallback(method_not_allowed)

@@ -292,7 +292,7 @@ async fn errors_are_json_on_every_path() {
     timed(async {
         let mock = Mock::start(&[]).await;
         let router = Router::regular(&[&mock], &["--max-payload-size", "1000"]).await;
-        let reply = router.get("/v1/embeddings").await;
+        let reply = router.get("/v1/audio/speech").await;
         assert_eq!((reply.status, reply.code().as_str()), (404, "not_found"));
         let reply = router.get("/v1/chat/completions").await;
         assert_eq!(

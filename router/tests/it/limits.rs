@@ -158,10 +158,10 @@ async fn connections_beyond_the_limit_wait_for_a_place() {
 
 // ---- HTTP/2 ----
 
-struct H2(SendRequest<Full<Bytes>>);
+pub struct H2(SendRequest<Full<Bytes>>);
 
 impl H2 {
-    async fn over<S>(stream: S) -> H2
+    pub async fn over<S>(stream: S) -> H2
     where
         S: AsyncRead + AsyncWrite + Send + Unpin + 'static,
     {
@@ -178,7 +178,10 @@ impl H2 {
         H2::over(TcpStream::connect(router.running.addr).await.unwrap()).await
     }
 
-    async fn post(&mut self, body: &serde_json::Value) -> http::Response<hyper::body::Incoming> {
+    pub async fn post(
+        &mut self,
+        body: &serde_json::Value,
+    ) -> http::Response<hyper::body::Incoming> {
         let request = Request::post("http://router/v1/chat/completions")
             .body(Full::new(Bytes::from(body.to_string())))
             .unwrap();

@@ -10,7 +10,10 @@ use rustls::server::WebPkiClientVerifier;
 use rustls::{ClientConfig, RootCertStore, ServerConfig};
 use serde_json::json;
 use tokio::net::{TcpListener, TcpStream};
+use tokio_rustls::client::TlsStream;
 use tokio_rustls::{TlsAcceptor, TlsConnector};
+
+use crate::limits::H2;
 
 use crate::support::{Client, Mock, Router, TempFile, chat, eventually, refused_start, timed};
 
@@ -110,16 +113,60 @@ pub async fn encrypted(behind: SocketAddr, own: &Identity, clients: Option<&Auth
 }
 
 async fn connect(router: &Router, authority: &Authority) -> Result<Client, std::io::Error> {
+    Ok(Client::over(encrypted_to(router, authority, &[]).await?).await)
+}
+
+/// `offers`: what the client would speak inside.
+async fn encrypted_to(
+    router: &Router,
+    authority: &Authority,
+    offers: &[&[u8]],
+) -> Result<TlsStream<TcpStream>, std::io::Error> {
     let provider = Arc::new(rustls::crypto::ring::default_provider());
-    let config = ClientConfig::builder_with_provider(provider)
+    let mut config = ClientConfig::builder_with_provider(provider)
         .with_safe_default_protocol_versions()
         .unwrap()
         .with_root_certificates(authority.roots())
         .with_no_client_auth();
+    config.alpn_protocols = offers.iter().map(|offer| offer.to_vec()).collect();
     let stream = TcpStream::connect(router.running.addr).await?;
     let name = ServerName::try_from("127.0.0.1").unwrap();
     let tls = TlsConnector::from(Arc::new(config));
-    Ok(Client::over(tls.connect(name, stream).await?).await)
+    tls.connect(name, stream).await
+}
+
+#[tokio::test]
+async fn tls_agrees_on_the_http_inside() {
+    timed(async {
+        let authority = Authority::new();
+        let own = authority.issue("127.0.0.1");
+        for (streams, agreed) in [("256", &b"h2"[..]), ("0", b"http/1.1")] {
+            let flags = [
+                "--tls-cert-path",
+                own.cert.path(),
+                "--tls-key-path",
+                own.key.path(),
+                "--http2-max-streams",
+                streams,
+            ];
+            let router = Router::start(&flags).await;
+            let both = [&b"h2"[..], b"http/1.1"];
+            let stream = encrypted_to(&router, &authority, &both).await.unwrap();
+            assert_eq!(stream.get_ref().1.alpn_protocol(), Some(agreed));
+            if agreed == b"h2" {
+                let mut client = H2::over(stream).await;
+                let response = client.post(&chat(false)).await;
+                assert_eq!(
+                    (response.status(), response.version()),
+                    (http::StatusCode::SERVICE_UNAVAILABLE, http::Version::HTTP_2,)
+                );
+            } else {
+                let mut client = Client::over(stream).await;
+                assert_eq!(get(&mut client, "/health").await["status"], "ok");
+            }
+        }
+    })
+    .await;
 }
 
 async fn get(client: &mut Client, path: &str) -> serde_json::Value {

@@ -110,6 +110,26 @@ async fn an_abort_reaches_every_worker_of_both_roles() {
 }
 
 #[tokio::test]
+async fn embeddings_pass_to_one_worker_however_long_they_are() {
+    timed(async {
+        let (a, b) = (Mock::start(&[]).await, Mock::start(&[]).await);
+        let long = json!({"data": [{"embedding": vec![0.123; 1 << 20]}]});
+        assert!(long.to_string().len() > 5 << 20);
+        for mock in [&a, &b] {
+            mock.answers("/v1/embeddings", 200, long.clone());
+            mock.answers("/v1/rerank", 400, json!({"error": {"code": "bad"}}));
+        }
+        let router = Router::regular(&[&a, &b], &[]).await;
+        let reply = router.post("/v1/embeddings", &json!({"input": "x"})).await;
+        assert_eq!((reply.status, reply.json()), (200, long));
+        let reply = router.post("/v1/rerank", &json!({})).await;
+        assert_eq!((reply.status, reply.code().as_str()), (400, "bad"));
+        router.no_load().await;
+    })
+    .await;
+}
+
+#[tokio::test]
 async fn engine_metrics_are_one_page() {
     timed(async {
         let (a, b) = (Mock::start(&[]).await, Mock::start(&[]).await);
