@@ -84,6 +84,12 @@ class QueueFull(EngineError):
     code, status, type = "queue_full", 503, "overloaded_error"
 
 
+class TenantQueueFull(QueueFull):
+    """A tenant's own limit: other nodes have room, but not for this tenant (a router does not try them)."""
+
+    code, status = "tenant_queue_full", 429
+
+
 class QueueTimeout(EngineError):
     code, status, type = "queue_timeout", 503, "overloaded_error"
 

@@ -18,16 +18,17 @@ use std::time::Duration;
 use axum::response::{IntoResponse, Response};
 use bytes::Bytes;
 use http::{HeaderMap, HeaderValue, StatusCode, header};
-use router_core::{Blocks, Role, draw_room};
+use router_core::{Blocks, RetryClass, Role, draw_room};
 use tokio::sync::OwnedSemaphorePermit;
 use tokio::task::JoinHandle;
 use tokio::time::{Instant, timeout};
 
 use crate::App;
 use crate::body::{Ours, Parts, Scan};
+use crate::clock::now_ms;
 use crate::error::RouteError;
 use crate::late::{sse_headers, with_keepalive};
-use crate::leg::{Failure, Leg, Opened, Retry, Told};
+use crate::leg::{Failure, Leg, Opened, Told};
 use crate::metrics::Metrics;
 use crate::record::Record;
 use crate::registry::{Avoid, Candidate, Chosen, Wanted};
@@ -145,6 +146,7 @@ async fn attempts(app: Arc<App>, mut request: Inbound) -> Response {
     let app = &app;
     let mut avoid = Avoid::default();
     let mut had_second_opinion = false;
+    app.retry_budget.lock().on_request(now_ms());
     loop {
         request.record.attempts += 1;
         let attempt = if app.is_pd() {
@@ -159,12 +161,12 @@ async fn attempts(app: Arc<App>, mut request: Inbound) -> Response {
         };
         let labels = [failure.role.label(), failure.reason];
         app.metrics.upstream_errors.with_label_values(&labels).inc();
-        let may_retry = match failure.retry {
-            Retry::Never => false,
-            Retry::Once => !std::mem::replace(&mut had_second_opinion, true),
-            Retry::Allowed => true,
+        let may_retry = match failure.class {
+            RetryClass::Refused => false,
+            RetryClass::Unexplained => !std::mem::replace(&mut had_second_opinion, true),
+            RetryClass::Broken | RetryClass::Leaving | RetryClass::Overloaded => true,
         };
-        if !may_retry || !app.retry.allows_another(request.record.attempts) {
+        if !may_retry || !may_try_again(app, &request) {
             return tell(request, failure);
         }
         tracing::debug!(rid = %request.record.rid, attempt = request.record.attempts, reason = failure.reason, "trying again");
@@ -177,13 +179,27 @@ async fn attempts(app: Arc<App>, mut request: Inbound) -> Response {
             _ => &mut avoid.worker,
         };
         list.push(failure.worker);
-        if failure.is_overload || !app.registry.has_other(failure.role, list) {
+        if failure.class == RetryClass::Overloaded || !app.registry.has_other(failure.role, list) {
             let pause_ms = app
                 .retry
                 .backoff_ms(request.record.attempts, &mut rand::rng());
             tokio::time::sleep(Duration::from_millis(pause_ms)).await;
         }
     }
+}
+
+/// Whether the request's attempts and the fleet's budget have another retry; takes it.
+fn may_try_again(app: &App, request: &Inbound) -> bool {
+    let refused_by = if !app.retry.allows_another(request.record.attempts) {
+        "attempts"
+    } else if !app.retry_budget.lock().try_retry(now_ms()) {
+        "budget"
+    } else {
+        return true;
+    };
+    let labels = [refused_by];
+    app.metrics.retries_refused.with_label_values(&labels).inc();
+    false
 }
 
 type Committed = (Opened, Option<PrefillLeg>);

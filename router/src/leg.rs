@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use http::{HeaderMap, StatusCode, header};
-use router_core::{Outcome, Role, WorkerId};
+use router_core::{Outcome, RetryClass, Role, WorkerId};
 use serde::Deserialize;
 use serde_json::value::RawValue;
 use tokio::time::timeout;
@@ -50,16 +50,6 @@ pub struct Opened {
     pub counts: bool,
 }
 
-/// Whether another attempt may do better.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Retry {
-    /// The same request would fail anywhere.
-    Never,
-    /// Unexplained: one other worker gives a second opinion.
-    Once,
-    Allowed,
-}
-
 /// What the client gets if nobody else can do better.
 #[derive(Debug)]
 pub enum Told {
@@ -72,32 +62,19 @@ pub enum Told {
     },
 }
 
+/// Reason of a worker that said nothing for too long. The request's time is over, and the worker is to blame.
+const SILENT: &str = "silent";
+
 #[derive(Debug)]
 pub struct Failure {
     pub role: Role,
     pub worker: WorkerId,
     /// Label of metrics: a code, or connect, reset, silent.
     pub reason: &'static str,
-    pub retry: Retry,
-    /// The worker asks for less work: wait before the next attempt even if others are free.
-    pub is_overload: bool,
+    pub class: RetryClass,
     pub told: Told,
 }
 
-/// Codes of errors.py that another pair, or a moment later the same one, may not give.
-const RETRYABLE: [&str; 11] = [
-    "kv_transfer_failed",
-    "kv_transfer_timeout",
-    "prefill_failed",
-    "bootstrap_unreachable",
-    "pair_incompatible",
-    "duplicate_room",
-    "engine_dead",
-    "queue_full",
-    "queue_timeout",
-    "draining",
-    "not_ready",
-];
 /// Codes by which a decode worker reports trouble that is more likely its prefill worker's.
 const PARTNERS_FAULT: [&str; 4] = [
     "kv_transfer_failed",
@@ -105,7 +82,6 @@ const PARTNERS_FAULT: [&str; 4] = [
     "prefill_failed",
     "bootstrap_unreachable",
 ];
-const OVERLOAD: [&str; 4] = ["queue_full", "draining", "not_ready", "queue_timeout"];
 
 impl Failure {
     /// Whether it may be the other leg's worker that failed.
@@ -113,13 +89,12 @@ impl Failure {
         PARTNERS_FAULT.contains(&self.reason)
     }
 
-    fn error(leg: &LoadGuard, reason: &'static str, retry: Retry, told: RouteError) -> Self {
+    fn error(leg: &LoadGuard, reason: &'static str, class: RetryClass, told: RouteError) -> Self {
         Self {
             role: leg.candidate.worker.role(),
             worker: leg.candidate.id,
             reason,
-            retry,
-            is_overload: false,
+            class,
             told: Told::Error(told),
         }
     }
@@ -130,37 +105,27 @@ impl Failure {
             SendError::Broken(_) => "reset",
         };
         let told = upstream_error(leg, err.to_string());
-        Self::error(leg, reason, Retry::Allowed, told)
+        Self::error(leg, reason, RetryClass::Broken, told)
     }
 
     fn broke(leg: &LoadGuard, cause: &hyper::Error) -> Self {
         let told = upstream_error(leg, format!("answer broke off: {}", with_source(cause)));
-        Self::error(leg, "reset", Retry::Allowed, told)
+        Self::error(leg, "reset", RetryClass::Broken, told)
     }
 
     fn silent(leg: &LoadGuard, limit: Duration) -> Self {
-        Self::error(leg, "silent", Retry::Never, silent_error(leg, limit))
+        Self::error(leg, SILENT, RetryClass::Refused, silent_error(leg, limit))
     }
 
     fn answer(leg: &LoadGuard, status: StatusCode, headers: HeaderMap, body: Bytes) -> Self {
-        let code = code_of(&body);
-        let known = code.as_deref().and_then(|code| {
-            let mut known = RETRYABLE.iter();
-            known.find(|known| **known == code).copied()
-        });
-        let retry = match (known, status.as_u16()) {
-            (Some(_), _) | (_, 408 | 429 | 502 | 503 | 504) => Retry::Allowed,
-            (_, 500) => Retry::Once,
-            _ => Retry::Never,
-        };
-        let is_overload =
-            status.as_u16() == 429 || known.is_some_and(|code| OVERLOAD.contains(&code));
+        let known = code_of(&body).and_then(|code| RetryClass::of_code(&code));
+        let (reason, class) =
+            known.unwrap_or((status_label(status), RetryClass::of_status(status.as_u16())));
         Self {
             role: leg.candidate.worker.role(),
             worker: leg.candidate.id,
-            reason: known.unwrap_or(status_label(status)),
-            retry,
-            is_overload,
+            reason,
+            class,
             told: Told::Answer {
                 status,
                 headers,
@@ -174,7 +139,8 @@ impl Failure {
         let is_client_error =
             matches!(&self.told, Told::Answer { status, .. } if status.is_client_error());
         let is_partners = self.role == Role::Decode && self.blames_partner();
-        if is_client_error || self.is_overload || is_partners {
+        let is_blamed = self.class.blames_worker() || self.reason == SILENT;
+        if is_client_error || is_partners || !is_blamed {
             Outcome::Unknown
         } else {
             Outcome::Failure
@@ -351,7 +317,12 @@ impl Leg {
                     None => {
                         let cause = "ended the stream before it began".into();
                         let told = upstream_error(&self.guard, cause);
-                        return Err(Failure::error(&self.guard, "reset", Retry::Allowed, told));
+                        return Err(Failure::error(
+                            &self.guard,
+                            "reset",
+                            RetryClass::Broken,
+                            told,
+                        ));
                     }
                 }
             };
@@ -392,11 +363,8 @@ impl Leg {
             Err(failure) => return failure,
         };
         let mut failure = Failure::answer(&self.guard, StatusCode::OK, headers, body);
-        let known = code.and_then(|code| RETRYABLE.iter().find(|known| **known == code).copied());
-        if let Some(code) = known {
-            failure.reason = code;
-            failure.retry = Retry::Allowed;
-            failure.is_overload = OVERLOAD.contains(&code);
+        if let Some((code, class)) = code.and_then(|code| RetryClass::of_code(&code)) {
+            (failure.reason, failure.class) = (code, class);
         }
         failure
     }
@@ -409,7 +377,12 @@ impl Leg {
             if body.len() > MAX_ERROR_BODY {
                 let cause = format!("error answer is longer than {MAX_ERROR_BODY} bytes");
                 let told = upstream_error(&self.guard, cause);
-                return Err(Failure::error(&self.guard, "reset", Retry::Allowed, told));
+                return Err(Failure::error(
+                    &self.guard,
+                    "reset",
+                    RetryClass::Broken,
+                    told,
+                ));
             }
         }
         Ok(Bytes::from(body))

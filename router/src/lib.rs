@@ -35,7 +35,8 @@ mod usage;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use router_core::{RetryConfig, Role};
+use parking_lot::Mutex;
+use router_core::{RetryBudget, RetryConfig, Role};
 use tokio::sync::watch;
 
 pub use config::{ParseStop, RouterConfig, flags_markdown};
@@ -50,6 +51,7 @@ pub struct App {
     pub(crate) metrics: Arc<metrics::Metrics>,
     pub(crate) admission: admission::Admission,
     pub(crate) retry: RetryConfig,
+    pub(crate) retry_budget: Mutex<RetryBudget>,
     draining: AtomicBool,
 }
 
@@ -65,6 +67,7 @@ impl App {
             metrics,
             admission: admission::Admission::new(&config.limits),
             retry: config.retry(),
+            retry_budget: Mutex::new(RetryBudget::new(config.retry_budget())),
             draining: AtomicBool::new(false),
             config,
         })

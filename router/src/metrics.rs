@@ -75,6 +75,8 @@ specs! {
         "Of these, tokens that the worker found in its cache";
     RETRIES = Counter "baton_router_retries_total" ["reason"]
         "Attempts after the first, by what failed before";
+    RETRIES_REFUSED = Counter "baton_router_retries_refused_total" ["by"]
+        "Failures that another worker could have mended, but for attempts (--retry-max-retries) or budget (--retry-budget-ratio)";
     UPSTREAM_ERRORS = Counter "baton_router_upstream_errors_total" ["role", "reason"]
         "Failures of workers, by reason";
     LEG_ABORTS = Counter "baton_router_leg_aborts_total" ["role", "reason"]
@@ -139,6 +141,7 @@ pub struct Metrics {
     expected_cached: IntCounterVec,
     reported_cached: IntCounterVec,
     pub retries: IntCounterVec,
+    pub retries_refused: IntCounterVec,
     pub upstream_errors: IntCounterVec,
     pub leg_aborts: IntCounterVec,
     pub probes: IntCounterVec,
@@ -208,6 +211,7 @@ impl Metrics {
             expected_cached: counters(&exposed, &EXPECTED_CACHED)?,
             reported_cached: counters(&exposed, &REPORTED_CACHED)?,
             retries: counters(&exposed, &RETRIES)?,
+            retries_refused: counters(&exposed, &RETRIES_REFUSED)?,
             upstream_errors: counters(&exposed, &UPSTREAM_ERRORS)?,
             leg_aborts: counters(&exposed, &LEG_ABORTS)?,
             probes: counters(&exposed, &PROBES)?,

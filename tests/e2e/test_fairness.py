@@ -67,7 +67,7 @@ def test_refusals_come_through_the_router_with_their_codes(cluster: Cluster) -> 
     status, answer, _ = ask(cluster, "acme", priority_class="gold")
     assert (status, answer["error"]["code"], answer["error"]["param"]) == (400, "invalid_value", "priority_class")
     status, answer, _ = ask(cluster, "closed")
-    assert (status, answer["error"]["code"]) == (503, "queue_full")
+    assert (status, answer["error"]["code"]) == (429, "tenant_queue_full")
     assert "tenant 'closed'" in answer["error"]["message"]
     while (result := ask(cluster, "metered", max_tokens=20, ignore_eos=True))[0] == 200:
         pass

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from baton.errors import PromptTooLong, QueueFull
+from baton.errors import PromptTooLong, TenantQueueFull
 from baton.request import Validated
 from baton.sched.classes import parse_classes
 from baton.sched.fairness import MAX_LABELS, FairnessRules
@@ -291,7 +291,7 @@ def test_a_full_queue_and_a_prompt_above_the_limit_are_refused() -> None:
     sched = Scheduler(limits(fair(tenants={"t": TenantRule(max_queued=2, max_kv_tokens=50)})))
     for handle in (0, 1):
         sched.add(ask(handle, 4, by="t"))
-    with pytest.raises(QueueFull, match=r"2 requests of tenant 't' are waiting, its limit is 2") as full:
+    with pytest.raises(TenantQueueFull, match=r"2 requests of tenant 't' are waiting, its limit is 2") as full:
         sched.add(ask(2, 4, by="t"))
     assert (full.value.param, full.value.retry_after_secs) == ("tenant", 1)
     sched.add(ask(3, 4, by="other"))

@@ -27,6 +27,7 @@ from baton.errors import (
     KvTransferTimeout,
     PairIncompatible,
     PrefillFailed,
+    PromptTooLong,
 )
 from baton.request import Rendezvous, Validated
 from baton.sched.events import AbortTransfer, Event, GrantPages, OpenTransfer, PagesFinal, PrefillDone, RevokeGrant
@@ -44,6 +45,7 @@ _ERROR_OF_REASON: dict[str, type[EngineError]] = {
     "AUTH": PairIncompatible,
     "DUP_ROOM": DuplicateRoom,
     "CLIENT_GONE": PrefillFailed,
+    "PROMPT_TOO_LONG": PromptTooLong,
 }
 
 

@@ -26,7 +26,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from baton.errors import PromptTooLong, QueueFull
+from baton.errors import PromptTooLong, TenantQueueFull
 from baton.request import Validated
 from baton.sched.classes import ClassRules, DeficitRoundRobin, PriorityClass
 from baton.sched.seq import Seq, SeqState, is_partial
@@ -183,7 +183,7 @@ class Fairness:
     # ------------------------------------------------------------------ the queue (sched.queue.Watcher)
 
     def check(self, req: Validated, retry_secs: int = 1) -> None:
-        """Raises what keeps a request from being queued: QueueFull, or PromptTooLong for its tenant's KV limit."""
+        """Raises what keeps a request from being queued: TenantQueueFull, or PromptTooLong for its tenant's KV limit."""
         tenant = self.tenant_of(req)
         rule = self._rule(tenant)
         if rule.max_kv_tokens is not None and len(req.prompt) + 1 > rule.max_kv_tokens:
@@ -194,7 +194,7 @@ class Fairness:
         waiting = self._queued.get(tenant, 0)
         if rule.max_queued is not None and waiting >= rule.max_queued:
             self._throttled["queue"] += 1
-            raise QueueFull(
+            raise TenantQueueFull(
                 f"{waiting} requests of tenant {tenant!r} are waiting, its limit is {rule.max_queued}; retry after "
                 f"{retry_secs} s or raise the tenant's max_queued",
                 param="tenant",

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from baton.errors import EngineError, QueueFull, RateLimited
+from baton.errors import EngineError, QueueFull, RateLimited, by_code
 from baton.request import FinishReason, Rendezvous, SamplingParams, Validated
 from baton.sched.events import Emitted, PrefillDone
 from baton.sched.limits import Limits
@@ -248,4 +248,4 @@ def _outcome(event: Emitted) -> Outcome:
     """Of a request's last event; one that lost its place to a higher priority was refused, only later."""
     if event.finish is not FinishReason.ERROR or event.error is None:
         return Outcome.COMPLETED
-    return Outcome.REFUSED if event.error[0] == QueueFull.code else Outcome.TIMED_OUT
+    return Outcome.REFUSED if issubclass(by_code(event.error[0]), QueueFull) else Outcome.TIMED_OUT

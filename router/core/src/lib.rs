@@ -32,7 +32,7 @@ pub use policy::{
     PolicyParams, PolicyStats, RankStats, UnknownName, build, choose_fitting_pair, choose_pair,
 };
 pub use prompt::{Blocks, Prompt, TokenChain, namespace, token_blocks};
-pub use retry::{RetryConfig, is_retryable_status};
+pub use retry::{BudgetConfig, RetryBudget, RetryClass, RetryConfig};
 pub use room::draw_room;
 pub use types::{
     Ahead, Choice, Event, Forecast, QueueOrder, RequestView, Role, Ticket, Usage, Why, WorkerFacts,

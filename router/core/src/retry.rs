@@ -1,4 +1,5 @@
-//! Whether and when to try again. The budget, the sleeping and "no byte reached the client yet" are the shell's.
+//! Whether and when to try again: what a failure says about it, how much the fleet can afford, how long to wait.
+//! The sleeping and "no byte reached the client yet" are the shell's.
 
 use rand::{Rng, RngCore};
 use serde::{Deserialize, Serialize};
@@ -53,13 +54,166 @@ impl RetryConfig {
     }
 }
 
-/// Statuses another worker, or a later moment, may answer better. A deterministic refusal (other 4xx) is not one.
-pub fn is_retryable_status(status: u16) -> bool {
-    matches!(status, 408 | 429 | 500 | 502 | 503 | 504)
+/// What a failure says about trying again.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum RetryClass {
+    /// About this request: it would be refused anywhere, or its time or its sender's quota is used up.
+    Refused,
+    /// An error nobody explains: one other worker gives a second opinion.
+    Unexplained,
+    /// The worker or the pair broke: another may do it.
+    Broken,
+    /// The worker is going or has just come: another may do it at once, and nothing is wrong with this one.
+    Leaving,
+    /// The worker has too much to do: another may do it, after a pause.
+    Overloaded,
+}
+
+/// The class of every code of docs/protocol.md §5.
+const CODES: &[(&str, RetryClass)] = &[
+    ("invalid_value", RetryClass::Refused),
+    ("invalid_json", RetryClass::Refused),
+    ("missing_field", RetryClass::Refused),
+    ("unsupported_parameter", RetryClass::Refused),
+    ("context_length_exceeded", RetryClass::Refused),
+    ("invalid_api_key", RetryClass::Refused),
+    ("forbidden", RetryClass::Refused),
+    ("model_not_found", RetryClass::Refused),
+    ("not_found", RetryClass::Refused),
+    ("method_not_allowed", RetryClass::Refused),
+    ("request_timeout", RetryClass::Refused),
+    ("duplicate_worker", RetryClass::Refused),
+    ("wrong_state", RetryClass::Refused),
+    ("payload_too_large", RetryClass::Refused),
+    ("rate_limit_exceeded", RetryClass::Refused),
+    ("tenant_queue_full", RetryClass::Refused),
+    ("aborted", RetryClass::Refused),
+    ("config_error", RetryClass::Refused),
+    ("too_many_workers", RetryClass::Refused),
+    ("timeout", RetryClass::Refused),
+    ("deadline", RetryClass::Refused),
+    ("internal_error", RetryClass::Unexplained),
+    ("duplicate_room", RetryClass::Broken),
+    ("prefill_failed", RetryClass::Broken),
+    ("kv_transfer_failed", RetryClass::Broken),
+    ("kv_transfer_timeout", RetryClass::Broken),
+    ("upstream_error", RetryClass::Broken),
+    ("pair_incompatible", RetryClass::Broken),
+    ("bootstrap_unreachable", RetryClass::Broken),
+    ("engine_dead", RetryClass::Broken),
+    ("draining", RetryClass::Leaving),
+    ("not_ready", RetryClass::Leaving),
+    ("queue_full", RetryClass::Overloaded),
+    ("queue_timeout", RetryClass::Overloaded),
+    ("no_worker", RetryClass::Overloaded),
+];
+
+impl RetryClass {
+    /// Of an error's `code`, with the code's static form. `None`: not a code of ours.
+    pub fn of_code(code: &str) -> Option<(&'static str, RetryClass)> {
+        CODES.iter().find(|(known, _)| *known == code).copied()
+    }
+
+    /// Of the status of an answer without a code of ours: another engine's, or a proxy's.
+    pub fn of_status(status: u16) -> RetryClass {
+        match status {
+            500 => RetryClass::Unexplained,
+            408 | 502 | 503 | 504 => RetryClass::Broken,
+            429 => RetryClass::Overloaded,
+            _ => RetryClass::Refused,
+        }
+    }
+
+    /// Whether the worker counts as having failed (circuit breaker).
+    pub fn blames_worker(self) -> bool {
+        matches!(self, RetryClass::Unexplained | RetryClass::Broken)
+    }
+}
+
+/// How many slices of time a budget's window has.
+const SLICES: usize = 16;
+
+/// How much of the recent load retries may be: a dying worker must not bring the others its whole load several times over.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct BudgetConfig {
+    /// Retries per request of the window.
+    pub ratio: f64,
+    /// Retries in the window that are always allowed: what one worker had in flight when it died.
+    pub floor: u32,
+    pub window_ms: u64,
+}
+
+impl Default for BudgetConfig {
+    fn default() -> Self {
+        Self {
+            ratio: 0.1,
+            floor: 64,
+            window_ms: 30_000,
+        }
+    }
+}
+
+/// Requests and retries of the fleet in a sliding window.
+///
+/// Invariant: the retries granted in the window are at most `floor + ratio * requests` of it. The window is kept in
+/// slices, so that it is between 15/16 and 16/16 of `window_ms` long. O(1) memory; time that goes back counts as standing still.
+#[derive(Debug)]
+pub struct RetryBudget {
+    config: BudgetConfig,
+    /// (requests, retries)
+    slices: [(u64, u64); SLICES],
+    /// Number of the newest slice since the epoch of `now_ms`.
+    newest: u64,
+}
+
+impl RetryBudget {
+    pub fn new(config: BudgetConfig) -> Self {
+        Self {
+            config,
+            slices: [(0, 0); SLICES],
+            newest: 0,
+        }
+    }
+
+    /// A request came in.
+    pub fn on_request(&mut self, now_ms: u64) {
+        self.advance(now_ms).0 += 1;
+    }
+
+    /// Take a retry out of the budget. False: it is used up.
+    pub fn try_retry(&mut self, now_ms: u64) -> bool {
+        self.advance(now_ms);
+        let (requests, retries) = self.seen();
+        let allowed = f64::from(self.config.floor) + self.config.ratio * requests as f64;
+        let is_granted = (retries + 1) as f64 <= allowed;
+        if is_granted {
+            self.advance(now_ms).1 += 1;
+        }
+        is_granted
+    }
+
+    fn seen(&self) -> (u64, u64) {
+        let slices = self.slices.iter();
+        slices.fold((0, 0), |sum, slice| (sum.0 + slice.0, sum.1 + slice.1))
+    }
+
+    /// Forget what has left the window; returns the present slice.
+    fn advance(&mut self, now_ms: u64) -> &mut (u64, u64) {
+        let slice_ms = (self.config.window_ms / SLICES as u64).max(1);
+        let now = now_ms / slice_ms;
+        let gone = now.saturating_sub(self.newest).min(SLICES as u64);
+        self.newest = self.newest.max(now);
+        for back in 0..gone {
+            self.slices[((self.newest - back) % SLICES as u64) as usize] = (0, 0);
+        }
+        &mut self.slices[(self.newest % SLICES as u64) as usize]
+    }
 }
 
 #[cfg(test)]
 mod tests {
+    use proptest::prelude::*;
     use rand::SeedableRng;
     use rand::rngs::StdRng;
 
@@ -99,10 +253,92 @@ mod tests {
     }
 
     #[test]
-    fn retryable_statuses_are_exactly_these() {
-        let retryable: Vec<u16> = (100..600)
-            .filter(|&status| is_retryable_status(status))
+    fn every_code_of_the_protocol_has_a_class() {
+        let page = include_str!("../../../docs/protocol.md");
+        let (_, errors) = page.split_once("\n## 5. Errors").unwrap();
+        let rows = errors.split("\n## ").next().unwrap().lines();
+        let codes: Vec<_> = rows
+            .filter_map(|row| row.strip_prefix("| `")?.split_once('`'))
             .collect();
-        assert_eq!(retryable, [408, 429, 500, 502, 503, 504]);
+        assert!(codes.len() > 30, "the table has moved");
+        for (code, rest) in codes {
+            let (known, class) =
+                RetryClass::of_code(code).unwrap_or_else(|| panic!("{code} has no class"));
+            assert_eq!(known, code);
+            let status: u16 = rest
+                .trim_start_matches([' ', '|'])
+                .split(' ')
+                .next()
+                .unwrap()
+                .parse()
+                .unwrap();
+            // What the sender can change is never tried again.
+            if (400..500).contains(&status) && code != "duplicate_room" {
+                assert_eq!(class, RetryClass::Refused, "{code}");
+            }
+        }
+        assert_eq!(RetryClass::of_code("no_such_code"), None);
+    }
+
+    #[test]
+    fn statuses_of_other_engines_have_these_classes() {
+        for (class, expected) in [
+            (RetryClass::Unexplained, vec![500]),
+            (RetryClass::Broken, vec![408, 502, 503, 504]),
+            (RetryClass::Overloaded, vec![429]),
+            (RetryClass::Leaving, vec![]),
+        ] {
+            let of_class: Vec<u16> = (100..600)
+                .filter(|&status| RetryClass::of_status(status) == class)
+                .collect();
+            assert_eq!(of_class, expected, "{class:?}");
+        }
+    }
+
+    proptest! {
+        /// Against a list of all that happened.
+        #[test]
+        fn retries_stay_within_floor_and_ratio_of_any_window(
+            ratio in 0.0f64..1.0, floor in 0u32..5, window_ms in 1u64..5_000,
+            steps in proptest::collection::vec((0u64..700, any::<bool>()), 0..400),
+        ) {
+            let config = BudgetConfig { ratio, floor, window_ms };
+            let mut budget = RetryBudget::new(config);
+            let slice_ms = (window_ms / SLICES as u64).max(1);
+            let (mut now_ms, mut requests, mut granted) = (0, Vec::new(), Vec::new());
+            for (wait_ms, is_retry) in steps {
+                now_ms += wait_ms;
+                let slice = now_ms / slice_ms;
+                if !is_retry {
+                    budget.on_request(now_ms);
+                    requests.push(slice);
+                    continue;
+                }
+                let since = |list: &[u64]| list.iter().filter(|at| **at + SLICES as u64 > slice).count();
+                let allowed = f64::from(floor) + ratio * since(&requests) as f64;
+                let expected = (since(&granted) + 1) as f64 <= allowed;
+                prop_assert_eq!(budget.try_retry(now_ms), expected);
+                if expected {
+                    granted.push(slice);
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn a_budget_used_up_comes_back_when_the_window_has_passed() {
+        let mut budget = RetryBudget::new(BudgetConfig {
+            ratio: 0.1,
+            floor: 2,
+            window_ms: 1_600,
+        });
+        (0..10).for_each(|_| budget.on_request(1_000));
+        let granted =
+            |budget: &mut RetryBudget, now_ms| (0..10).filter(|_| budget.try_retry(now_ms)).count();
+        assert_eq!(granted(&mut budget, 1_000), 3);
+        assert_eq!(granted(&mut budget, 2_499), 0);
+        // Time that goes back brings nothing back.
+        assert_eq!(granted(&mut budget, 0), 0);
+        assert_eq!(granted(&mut budget, 2_600), 2);
     }
 }

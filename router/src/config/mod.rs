@@ -19,8 +19,8 @@ use std::time::Duration;
 
 use clap::{Args, CommandFactory, FromArgMatches, Parser};
 use router_core::{
-    AssignmentMode, BreakerConfig, CacheAwareParams, CostParams, HealthConfig, ManualParams, Miss,
-    PolicyKind, PolicyParams, RetryConfig, Role,
+    AssignmentMode, BreakerConfig, BudgetConfig, CacheAwareParams, CostParams, HealthConfig,
+    ManualParams, Miss, PolicyKind, PolicyParams, RetryConfig, Role,
 };
 
 pub use docs::flags_markdown;
@@ -188,6 +188,12 @@ pub struct Retry {
     /// One attempt per request
     #[arg(long)]
     pub disable_retries: bool,
+    /// Retries of the whole fleet in 30 s, per request of these 30 s; 0 leaves --retry-budget-floor
+    #[arg(long, default_value_t = 0.1, value_name = "RATIO")]
+    pub retry_budget_ratio: f64,
+    /// Retries in 30 s that are allowed however few requests there are: as many as one worker has in flight
+    #[arg(long, default_value_t = 64, value_name = "N")]
+    pub retry_budget_floor: u32,
 }
 
 #[derive(Debug, Clone, Args)]
@@ -345,6 +351,11 @@ impl RouterConfig {
         rule(
             (0.0..=1.0).contains(&jitter),
             format!("--retry-jitter-factor {jitter}: give a fraction from 0 to 1"),
+        );
+        let ratio = self.retry.retry_budget_ratio;
+        rule(
+            ratio >= 0.0 && ratio.is_finite(),
+            format!("--retry-budget-ratio {ratio}: give retries per request, at least 0"),
         );
         for (flag, value) in [
             (
@@ -530,6 +541,14 @@ impl RouterConfig {
             max_backoff_ms: self.retry.retry_max_backoff_ms,
             multiplier: self.retry.retry_backoff_multiplier,
             jitter: self.retry.retry_jitter_factor,
+        }
+    }
+
+    pub fn retry_budget(&self) -> BudgetConfig {
+        BudgetConfig {
+            ratio: self.retry.retry_budget_ratio,
+            floor: self.retry.retry_budget_floor,
+            ..BudgetConfig::default()
         }
     }
 

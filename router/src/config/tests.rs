@@ -167,6 +167,7 @@ fn defaults_are_the_fields() {
     assert_eq!(config.listen.port, 8000);
     assert_eq!(config.routing.policy, PolicyKind::Cost);
     assert_eq!(config.retry(), RetryConfig::default());
+    assert_eq!(config.retry_budget(), BudgetConfig::default());
     assert_eq!(config.breaker(), Some(BreakerConfig::default()));
     assert_eq!(config.health(), HealthConfig::default());
     assert_eq!(config.policy_params(), PolicyParams::default());

@@ -14,6 +14,7 @@ mod pd;
 mod policies;
 mod process;
 mod regular;
+mod retries;
 mod shutdown;
 mod support;
 mod tls;

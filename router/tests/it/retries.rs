@@ -1,0 +1,68 @@
+//! What is tried again, and how much of it the fleet can afford.
+
+use serde_json::json;
+
+use crate::support::{Act, Mock, Router, timed};
+
+#[tokio::test]
+async fn a_refusal_of_the_request_is_told_and_an_error_of_the_worker_tried_elsewhere() {
+    timed(async {
+        for (status, code, is_tried_again) in [
+            (400, "context_length_exceeded", false),
+            (404, "model_not_found", false),
+            (429, "rate_limit_exceeded", false),
+            (429, "tenant_queue_full", false),
+            (504, "deadline", false),
+            (504, "timeout", false),
+            (429, "some_other_engine", true),
+            (503, "queue_full", true),
+            (503, "draining", true),
+            (503, "not_ready", true),
+            (502, "upstream_error", true),
+            (500, "internal_error", true),
+        ] {
+            let bad = Mock::start(&[Act::Status(status, code)]).await;
+            let good = Mock::start(&[]).await;
+            let router = Router::regular(&[&bad, &good], &[]).await;
+            // Round robin: one of the two requests meets the bad worker first.
+            let answers = [router.chat().await.status, router.chat().await.status];
+            let told = match is_tried_again {
+                true => 200,
+                false => status,
+            };
+            assert!(answers.contains(&told), "{code}: {answers:?}");
+            assert_eq!(bad.count(), 1, "{code}");
+            assert_eq!(good.count(), 1 + usize::from(is_tried_again), "{code}");
+        }
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn retries_end_with_the_budget_and_the_clients_get_the_workers_words() {
+    timed(async {
+        let workers = [
+            Mock::start(&[Act::Status(502, "upstream_error")]).await,
+            Mock::start(&[Act::Status(502, "upstream_error")]).await,
+        ];
+        let flags = [
+            "--retry-budget-floor",
+            "3",
+            "--retry-budget-ratio",
+            "0.5",
+            "--disable-circuit-breaker",
+        ];
+        let router = Router::regular(&[&workers[0], &workers[1]], &flags).await;
+        for _ in 0..10 {
+            let reply = router.chat().await;
+            assert_eq!((reply.status, reply.code().as_str()), (502, "upstream_error"));
+        }
+        // 10 requests, 3 + 10 / 2 retries
+        assert_eq!(workers[0].count() + workers[1].count(), 18);
+        let refused = "baton_router_retries_refused_total{by=\"budget\"}";
+        assert!(router.metric(refused).await > 0.0);
+        let body = json!({"messages": [], "n": 1});
+        assert_eq!(router.post("/v1/chat/completions", &body).await.status, 502);
+    })
+    .await;
+}
