@@ -63,7 +63,7 @@ pub struct Scan {
     pub wants_input_logprobs: bool,
     /// `ttft_deadline_ms` or `deadline_ms`, the lesser: the first token is of use within this.
     pub deadline_ms: Option<u64>,
-    /// Members the client sent under our names, each from the end of the member before (so with its comma).
+    /// Members the client sent under names that the router sets, each from the end of the member before (so with its comma).
     ours: Vec<(Ours, Range<usize>)>,
     /// Index of the last `}`.
     close: usize,
@@ -76,6 +76,10 @@ pub struct Scan {
 pub enum Ours {
     Bootstrap,
     Rank,
+    /// How much of an answer, and in which form: a vLLM prefill worker is asked for one token.
+    Output,
+    /// vLLM's counterpart of `Bootstrap`.
+    KvParams,
 }
 
 impl Ours {
@@ -86,6 +90,10 @@ impl Ours {
             | "data_parallel_rank_decode"
             | "routed_dp_rank"
             | "disagg_prefill_dp_rank" => Some(Ours::Rank),
+            "stream" | "stream_options" | "max_tokens" | "max_completion_tokens" | "min_tokens" => {
+                Some(Ours::Output)
+            }
+            "kv_transfer_params" => Some(Ours::KvParams),
             _ => None,
         }
     }
@@ -108,6 +116,16 @@ impl Scan {
             .clone()
             .and_then(|span| std::str::from_utf8(&body[span]).ok())
             .unwrap_or_default()
+    }
+
+    /// Bytes of the prompt's JSON.
+    pub fn prompt_len(&self) -> usize {
+        self.prompt.as_ref().map_or(0, |span| span.len())
+    }
+
+    /// How many tokens, if the prompt comes as tokens. Cost: one pass over it.
+    pub fn prompt_tokens(&self, body: &[u8]) -> Option<u32> {
+        token_count(self.prompt.clone().map_or(&[][..], |span| &body[span]))
     }
 
     /// The prompt's block hashes. Cost: one pass over it.

@@ -78,6 +78,10 @@ pub enum RouteError {
     QueueTimeout { waited_ms: u64, running: usize },
     #[error("the router is shutting down; send the request to another one")]
     Draining,
+    #[error(
+        "{live} bootstrap rooms are in use, too many to give this request its own; try again later"
+    )]
+    TooManyRooms { live: usize },
     #[error("no {role} worker is ready: {known} known, {ready} ready; see GET /workers")]
     NoWorker {
         role: Role,
@@ -120,6 +124,7 @@ pub const CODES: &[&str] = &[
     "too_many_workers",
     "payload_too_large",
     "rate_limit_exceeded",
+    "queue_full",
     "queue_timeout",
     "ttft_too_late",
     "no_pair",
@@ -153,6 +158,7 @@ impl RouteError {
             RouteError::QueueFull { .. } => "rate_limit_exceeded",
             RouteError::QueueTimeout { .. } => "queue_timeout",
             RouteError::Draining => "draining",
+            RouteError::TooManyRooms { .. } => "queue_full",
             RouteError::NoWorker { .. } => "no_worker",
             RouteError::Upstream { .. } | RouteError::Unasked { .. } => "upstream_error",
             RouteError::UpstreamSilent { .. } => "timeout",
@@ -184,6 +190,7 @@ impl RouteError {
             | RouteError::TooLate { .. }
             | RouteError::NoPair { .. }
             | RouteError::TooManyWorkers { .. }
+            | RouteError::TooManyRooms { .. }
             | RouteError::NoWorker { .. } => StatusCode::SERVICE_UNAVAILABLE,
             RouteError::Upstream { .. }
             | RouteError::Unasked { .. }

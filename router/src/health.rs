@@ -219,7 +219,24 @@ async fn describe(app: &App, worker: &Worker) -> Option<Description> {
             }
         }
     }
-    None
+    // vLLM describes itself nowhere, but tells its version; SGLang and Baton do not under this path.
+    match timeout(limit, get(app, worker, "/version")).await {
+        Ok(Ok(body)) if app.is_pd() => {
+            serde_json::from_slice::<Version>(&body)
+                .ok()
+                .map(|told| Description {
+                    engine: Some("vllm".to_owned()),
+                    version: Some(told.version),
+                    ..Description::default()
+                })
+        }
+        _ => None,
+    }
+}
+
+#[derive(serde::Deserialize)]
+struct Version {
+    version: String,
 }
 
 /// Tell the policies what a worker has to do. That it does not say is no reason to take it out.

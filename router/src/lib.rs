@@ -1,7 +1,7 @@
 //! baton-router: HTTP router in front of prefill and decode nodes.
 //!
 //! The life of a request: `http` (routes, key, request id) → `http::generate` (body, `body::Scan`, `admission`) →
-//! `dispatch` (`registry` chooses P and D, `leg`s go out over `upstream`, retries) → `relay` (the answer's body); `late`
+//! `dispatch` and `pair` (`registry` chooses P and D, `leg`s go out over `upstream`, retries) → `relay` (the answer's body); `late`
 //! keeps a stream's client company while dispatch works.
 //! `health` keeps the registry true, `record` turns each request into one log line and its metrics.
 //!
@@ -20,7 +20,9 @@ mod http;
 mod late;
 mod leg;
 mod load;
+mod logprobs;
 mod metrics;
+mod pair;
 mod patience;
 mod record;
 mod registry;
@@ -31,18 +33,22 @@ mod tcp;
 mod tls;
 mod upstream;
 mod usage;
+mod vllm;
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use parking_lot::Mutex;
-use router_core::{RetryBudget, RetryConfig, Role};
+use router_core::{LiveRooms, RetryBudget, RetryConfig, Role};
 use tokio::sync::watch;
 
 pub use config::{ParseStop, RouterConfig, flags_markdown};
 pub use error::{CODES, RouteError};
 pub use metrics::metrics_markdown;
 pub use serve::{Running, run};
+
+/// Most bootstrap rooms in use at once, of all requests together: 16 MiB.
+const MAX_ROOMS: usize = 1 << 20;
 
 /// Everything the request path shares.
 pub struct App {
@@ -52,6 +58,8 @@ pub struct App {
     pub(crate) admission: admission::Admission,
     pub(crate) retry: RetryConfig,
     pub(crate) retry_budget: Mutex<RetryBudget>,
+    /// Bootstrap rooms of requests in flight.
+    pub(crate) rooms: Arc<Mutex<LiveRooms>>,
     draining: AtomicBool,
 }
 
@@ -68,6 +76,7 @@ impl App {
             admission: admission::Admission::new(&config.limits),
             retry: config.retry(),
             retry_budget: Mutex::new(RetryBudget::new(config.retry_budget())),
+            rooms: Arc::new(Mutex::new(LiveRooms::new(MAX_ROOMS))),
             draining: AtomicBool::new(false),
             config,
         })

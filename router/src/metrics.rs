@@ -77,6 +77,10 @@ specs! {
         "Attempts after the first, by what failed before";
     RETRIES_REFUSED = Counter "baton_router_retries_refused_total" ["by"]
         "Failures that another worker could have mended, but for attempts (--retry-max-retries) or budget (--retry-budget-ratio)";
+    DECODE_RETRIES = Counter "baton_router_decode_retries_total" ["result"]
+        "Attempts in which another decode worker was to fetch a prompt that was prefilled already; result is opened or failed";
+    LOCAL_PREFILLS = Counter "baton_router_local_prefills_total" ["why"]
+        "Prompts that a decode worker was given to prefill itself: no_prefill, short, prefix_here or batch (docs/routing.md)";
     UPSTREAM_ERRORS = Counter "baton_router_upstream_errors_total" ["role", "reason"]
         "Failures of workers, by reason";
     LEG_ABORTS = Counter "baton_router_leg_aborts_total" ["role", "reason"]
@@ -142,6 +146,8 @@ pub struct Metrics {
     reported_cached: IntCounterVec,
     pub retries: IntCounterVec,
     pub retries_refused: IntCounterVec,
+    pub decode_retries: IntCounterVec,
+    pub local_prefills: IntCounterVec,
     pub upstream_errors: IntCounterVec,
     pub leg_aborts: IntCounterVec,
     pub probes: IntCounterVec,
@@ -212,6 +218,8 @@ impl Metrics {
             reported_cached: counters(&exposed, &REPORTED_CACHED)?,
             retries: counters(&exposed, &RETRIES)?,
             retries_refused: counters(&exposed, &RETRIES_REFUSED)?,
+            decode_retries: counters(&exposed, &DECODE_RETRIES)?,
+            local_prefills: counters(&exposed, &LOCAL_PREFILLS)?,
             upstream_errors: counters(&exposed, &UPSTREAM_ERRORS)?,
             leg_aborts: counters(&exposed, &LEG_ABORTS)?,
             probes: counters(&exposed, &PROBES)?,

@@ -17,9 +17,9 @@ use router_core::Outcome;
 use tokio::sync::OwnedSemaphorePermit;
 use tokio::time::{Instant, Sleep};
 
-use crate::dispatch::PrefillLeg;
 use crate::error::RouteError;
 use crate::leg::{Opened, silent_error};
+use crate::pair::PrefillLeg;
 use crate::record::Record;
 use crate::registry::LoadGuard;
 use crate::sse::{Ending, Tail, epilogue};

@@ -183,7 +183,7 @@ class Fairness:
     # ------------------------------------------------------------------ the queue (sched.queue.Watcher)
 
     def check(self, req: Validated, retry_secs: int = 1) -> None:
-        """Raises what keeps a request from being queued: TenantQueueFull, or PromptTooLong for its tenant's KV limit."""
+        """Raises what keeps a request out of the queue: TenantQueueFull, or PromptTooLong for its tenant's KV limit."""
         tenant = self.tenant_of(req)
         rule = self._rule(tenant)
         if rule.max_kv_tokens is not None and len(req.prompt) + 1 > rule.max_kv_tokens:

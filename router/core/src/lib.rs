@@ -16,6 +16,7 @@ pub mod breaker;
 pub mod fleet;
 pub mod health;
 pub mod kv;
+pub mod local;
 pub mod make;
 pub mod policy;
 pub mod prefix_tree;
@@ -26,6 +27,7 @@ pub mod types;
 
 pub use breaker::{BreakerConfig, BreakerState, CircuitBreaker, Outcome};
 pub use health::{HealthChange, HealthConfig, HealthCounter};
+pub use local::{LocalRule, LocalView, LocalWhy};
 pub use make::{ASPECTS, Make};
 pub use policy::{
     AssignmentMode, CacheAwareParams, CostParams, ManualParams, Miss, Policy, PolicyKind,
@@ -33,7 +35,7 @@ pub use policy::{
 };
 pub use prompt::{Blocks, Prompt, TokenChain, namespace, token_blocks};
 pub use retry::{BudgetConfig, RetryBudget, RetryClass, RetryConfig};
-pub use room::draw_room;
+pub use room::{LiveRooms, draw_room};
 pub use types::{
     Ahead, Choice, Event, Forecast, QueueOrder, RequestView, Role, Ticket, Usage, Why, WorkerFacts,
     WorkerId, WorkerView,

@@ -1,5 +1,7 @@
 //! Drawing bootstrap rooms: where P and D meet for one request.
 
+use std::collections::HashSet;
+
 use rand::{Rng, RngCore};
 
 /// Rooms are below this: SGLang keeps them in a signed 64 bit integer.
@@ -23,6 +25,68 @@ pub fn draw_room(rng: &mut dyn RngCore, prefill_dp: Option<(u64, u64)>) -> u64 {
     rng.random_range(0..rounds) * dp_size + rank
 }
 
+/// Draws until one is free; a fleet uses so little of the range that the first nearly always is.
+const DRAWS: usize = 64;
+
+/// The rooms in use by requests in flight: no two of them meet in the same one.
+///
+/// Invariant: at most `limit` rooms are live; what [`LiveRooms::draw`] gave out is live until it is freed.
+#[derive(Debug)]
+pub struct LiveRooms {
+    live: HashSet<u64>,
+    limit: usize,
+}
+
+impl LiveRooms {
+    pub fn new(limit: usize) -> Self {
+        Self {
+            live: HashSet::new(),
+            limit,
+        }
+    }
+
+    /// Take `count` rooms that nobody uses, drawn as by [`draw_room`]. `None`: there would be more than the limit, or
+    /// the rank has no free room left; then nothing is taken.
+    pub fn draw(
+        &mut self,
+        count: usize,
+        rng: &mut dyn RngCore,
+        prefill_dp: Option<(u64, u64)>,
+    ) -> Option<Vec<u64>> {
+        if self.live.len().saturating_add(count) > self.limit {
+            return None;
+        }
+        let mut rooms = Vec::with_capacity(count);
+        for _ in 0..count {
+            let free = (0..DRAWS)
+                .map(|_| draw_room(rng, prefill_dp))
+                .find(|room| self.live.insert(*room));
+            match free {
+                Some(room) => rooms.push(room),
+                None => {
+                    self.free(&rooms);
+                    return None;
+                }
+            }
+        }
+        Some(rooms)
+    }
+
+    pub fn free(&mut self, rooms: &[u64]) {
+        for room in rooms {
+            self.live.remove(room);
+        }
+    }
+
+    pub fn len(&self) -> usize {
+        self.live.len()
+    }
+
+    pub fn is_empty(&self) -> bool {
+        self.live.is_empty()
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use proptest::prelude::*;
@@ -38,6 +102,39 @@ mod tests {
             let room = draw_room(&mut StdRng::seed_from_u64(seed), Some((dp_size, rank)));
             prop_assert!(room < ROOMS);
             prop_assert_eq!(room % dp_size, rank);
+        }
+    }
+
+    proptest! {
+        /// Few rooms per rank, so that draws collide.
+        #[test]
+        fn live_rooms_are_distinct_and_bounded(
+            steps in proptest::collection::vec((1usize..4, any::<bool>()), 1..60), seed in any::<u64>(),
+        ) {
+            let mut rng = StdRng::seed_from_u64(seed);
+            let mut rooms = LiveRooms::new(12);
+            let mut taken: Vec<Vec<u64>> = Vec::new();
+            for (count, frees) in steps {
+                if frees && !taken.is_empty() {
+                    rooms.free(&taken.swap_remove(0));
+                }
+                // Eight rooms have this remainder.
+                let dp = Some((ROOMS / 8, 5));
+                let before = rooms.len();
+                match rooms.draw(count, &mut rng, dp) {
+                    Some(new) => taken.push(new),
+                    None => {
+                        prop_assert_eq!(rooms.len(), before);
+                        prop_assert!(before + count > 7);
+                    }
+                }
+                let mut all: Vec<u64> = taken.concat();
+                prop_assert_eq!(all.len(), rooms.len());
+                prop_assert!(all.len() <= 8);
+                all.sort_unstable();
+                all.dedup();
+                prop_assert_eq!(all.len(), rooms.len());
+            }
         }
     }
 

@@ -11,6 +11,7 @@ mod discovery;
 mod docs;
 mod keys;
 mod limits;
+mod pair;
 mod refused;
 mod tls;
 mod worker_url;
@@ -26,6 +27,7 @@ use router_core::{
 pub use docs::flags_markdown;
 pub use keys::{ControlKey, KeyRole};
 pub use limits::Limits;
+pub use pair::{Pairs, PdProtocol};
 pub use refused::REFUSED;
 pub use tls::Tls;
 pub use worker_url::{Bootstrap, WorkerSpec, WorkerUrl};
@@ -56,6 +58,8 @@ pub struct RouterConfig {
     pub limits: Limits,
     #[command(flatten)]
     pub retry: Retry,
+    #[command(flatten)]
+    pub pairs: Pairs,
     #[command(flatten)]
     pub breaker: Breaker,
     #[command(flatten)]

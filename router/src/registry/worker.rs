@@ -55,7 +55,7 @@ impl State {
 #[derive(Debug, Clone, Default, PartialEq, Eq, serde::Deserialize)]
 #[serde(default)]
 pub struct Description {
-    /// "baton" for ours, which serve GET /v1/loads as docs/protocol.md has it.
+    /// "baton" for ours, which serve GET /v1/loads as docs/protocol.md has it; "vllm" is concluded (health.rs).
     pub engine: Option<String>,
     pub dp_size: Option<u32>,
     pub disaggregation_mode: Option<String>,
@@ -68,6 +68,8 @@ pub struct Description {
     pub version: Option<String>,
     /// Ours tell what a partner must have in common with them; see `router_core::ASPECTS`.
     pub fingerprint: BTreeMap<String, String>,
+    /// What it can do that a router may rely on; only ours say it (docs/protocol.md §2).
+    pub baton_features: Vec<String>,
 }
 
 impl Description {
@@ -179,6 +181,16 @@ impl Worker {
     /// Whether it serves GET /v1/loads in our form: a worker of another make that has the path means something else by it.
     pub fn tells_loads(&self) -> bool {
         self.description().engine.as_deref() == Some("baton")
+    }
+
+    pub fn is_vllm(&self) -> bool {
+        self.description().engine.as_deref() == Some("vllm")
+    }
+
+    /// Whether it can do something of docs/protocol.md §2.
+    pub fn has_feature(&self, name: &str) -> bool {
+        let told = self.description();
+        told.baton_features.iter().any(|feature| feature == name)
     }
 
     pub fn dp_size(&self) -> u32 {

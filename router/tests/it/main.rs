@@ -9,6 +9,7 @@ mod docs;
 mod faults;
 mod limits;
 mod loads;
+mod pair_attempts;
 mod pairing;
 mod pd;
 mod policies;

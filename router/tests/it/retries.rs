@@ -55,7 +55,10 @@ async fn retries_end_with_the_budget_and_the_clients_get_the_workers_words() {
         let router = Router::regular(&[&workers[0], &workers[1]], &flags).await;
         for _ in 0..10 {
             let reply = router.chat().await;
-            assert_eq!((reply.status, reply.code().as_str()), (502, "upstream_error"));
+            assert_eq!(
+                (reply.status, reply.code().as_str()),
+                (502, "upstream_error")
+            );
         }
         // 10 requests, 3 + 10 / 2 retries
         assert_eq!(workers[0].count() + workers[1].count(), 18);

@@ -102,6 +102,8 @@ struct Inner {
     load: Mutex<Option<&'static str>>,
     /// Answer of /v1/loads.
     loads: Mutex<Value>,
+    /// What /version tells, as vLLM's does; then there is no server info.
+    version: Mutex<Option<&'static str>>,
     polls: AtomicUsize,
     /// Answers of other paths: status and body.
     answers: Mutex<HashMap<&'static str, (u16, String)>>,
@@ -143,6 +145,12 @@ impl Mock {
 
     pub fn with_load(self, header: &'static str) -> Mock {
         *self.inner.load.lock() = Some(header);
+        self
+    }
+
+    /// A worker that looks like vLLM.
+    pub fn with_version(self, version: &'static str) -> Mock {
+        *self.inner.version.lock() = Some(version);
         self
     }
 
@@ -292,8 +300,18 @@ async fn serve(
         }
         return Ok(response);
     }
+    if path.ends_with("server_info") && inner.version.lock().is_some() {
+        return Ok(error_response(404, "not_found"));
+    }
     if path == "/get_server_info" {
         return Ok(Response::new(full(inner.info.lock().to_string())));
+    }
+    if path == "/version" {
+        let version = *inner.version.lock();
+        return Ok(match version {
+            Some(version) => json_response(200, &json!({"version": version})),
+            None => error_response(404, "not_found"),
+        });
     }
     if path == "/v1/loads" {
         inner.polls.fetch_add(1, Ordering::SeqCst);

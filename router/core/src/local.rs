@@ -1,0 +1,108 @@
+//! Whether a decode worker should compute a prompt itself instead of fetching its pages from a prefill worker.
+//!
+//! A transfer costs a round trip through another node's queue; a few tokens cost the decode worker one step that its
+//! running requests hardly notice. A long prompt would hold them up, so it stays here only if there is nobody else.
+
+use serde::Serialize;
+
+/// What is known of a request and its decode worker.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+pub struct LocalView {
+    /// Of the prompt, counted or estimated.
+    pub prompt_tokens: u32,
+    /// Of these, tokens that the decode worker is expected to hold.
+    pub cached_tokens: u32,
+    /// A prefill worker could be chosen.
+    pub has_prefill: bool,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+pub struct LocalRule {
+    /// Most tokens to compute on a decode worker while a prefill worker is there; 0: none.
+    pub max_tokens: u32,
+    /// Without a prefill worker: compute any prompt on a decode worker, rather than refuse it.
+    pub when_no_prefill: bool,
+}
+
+/// Why it computes the prompt itself. [`LocalWhy::label`] is a metric label.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum LocalWhy {
+    NoPrefill,
+    Short,
+    PrefixHere,
+}
+
+impl LocalWhy {
+    pub fn label(self) -> &'static str {
+        match self {
+            LocalWhy::NoPrefill => "no_prefill",
+            LocalWhy::Short => "short",
+            LocalWhy::PrefixHere => "prefix_here",
+        }
+    }
+}
+
+impl LocalRule {
+    /// `None`: let a prefill worker do it.
+    pub fn decide(&self, view: &LocalView) -> Option<LocalWhy> {
+        if !view.has_prefill {
+            return self.when_no_prefill.then_some(LocalWhy::NoPrefill);
+        }
+        let is_few = |tokens| tokens <= self.max_tokens && self.max_tokens > 0;
+        if is_few(view.prompt_tokens) {
+            return Some(LocalWhy::Short);
+        }
+        let uncached = view.prompt_tokens.saturating_sub(view.cached_tokens);
+        is_few(uncached).then_some(LocalWhy::PrefixHere)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn few_tokens_to_compute_stay_and_without_prefill_all_do() {
+        let rule = |max_tokens, when_no_prefill| LocalRule {
+            max_tokens,
+            when_no_prefill,
+        };
+        let view = |prompt_tokens, cached_tokens, has_prefill| LocalView {
+            prompt_tokens,
+            cached_tokens,
+            has_prefill,
+        };
+        for (rule, view, why) in [
+            (rule(32, true), view(32, 0, true), Some(LocalWhy::Short)),
+            (rule(32, true), view(33, 0, true), None),
+            (
+                rule(32, true),
+                view(1_000, 968, true),
+                Some(LocalWhy::PrefixHere),
+            ),
+            (rule(32, true), view(1_000, 967, true), None),
+            // An index may expect more than the prompt has.
+            (
+                rule(32, true),
+                view(100, 4_000, true),
+                Some(LocalWhy::PrefixHere),
+            ),
+            (
+                rule(32, true),
+                view(100_000, 0, false),
+                Some(LocalWhy::NoPrefill),
+            ),
+            (rule(32, false), view(1, 0, false), None),
+            (rule(0, true), view(0, 0, true), None),
+            (rule(0, true), view(10, 10, true), None),
+            (
+                rule(0, true),
+                view(10, 10, false),
+                Some(LocalWhy::NoPrefill),
+            ),
+        ] {
+            assert_eq!(rule.decide(&view), why, "{rule:?} {view:?}");
+        }
+    }
+}

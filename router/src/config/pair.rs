@@ -1,0 +1,43 @@
+//! How a pair's request is sent.
+
+use clap::{Args, ValueEnum};
+use router_core::LocalRule;
+
+/// How prefill and decode workers are told of each other.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum PdProtocol {
+    /// vLLM's for workers that answer GET /version and have no server info, else SGLang's.
+    Auto,
+    /// Both at once, with bootstrap fields.
+    Sglang,
+    /// One after the other, with kv_transfer_params.
+    Vllm,
+}
+
+#[derive(Debug, Clone, Args)]
+#[command(next_help_heading = "Pairs")]
+pub struct Pairs {
+    /// Prefill and decode at once with bootstrap fields (sglang: also Baton's), or one after the other with
+    /// kv_transfer_params (vllm)
+    #[arg(long, value_enum, default_value_t = PdProtocol::Auto, value_name = "PROTOCOL")]
+    pub pd_protocol: PdProtocol,
+    /// Prompts of which a decode worker would compute at most this much are not sent to a prefill worker; 0: all are
+    /// [tokens]
+    #[arg(long, default_value_t = 0, value_name = "TOKENS")]
+    pub local_prefill_max_tokens: u32,
+    /// Answer 503 while no prefill worker is ready, rather than let decode workers compute prompts
+    #[arg(long)]
+    pub disable_local_prefill: bool,
+}
+
+impl Pairs {
+    pub fn local_rule(&self) -> LocalRule {
+        LocalRule {
+            max_tokens: match self.disable_local_prefill {
+                true => 0,
+                false => self.local_prefill_max_tokens,
+            },
+            when_no_prefill: !self.disable_local_prefill,
+        }
+    }
+}
