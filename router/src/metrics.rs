@@ -87,6 +87,8 @@ specs! {
         "Legs of a pair dropped before their end, because the other leg failed or the client left";
     WORKERS = Gauge "baton_router_workers" ["role", "state"]
         "Registered workers";
+    UNPAIRED = Gauge "baton_router_unpaired_workers" ["role"]
+        "Of the ready ones, workers whose fingerprint fits nobody of the other role; GET /workers says why";
     WORKER_LOAD = Gauge "baton_router_worker_load" ["role", "worker"]
         "Requests in flight, per worker and DP rank";
     CIRCUIT = Gauge "baton_router_circuit_state" ["role", "worker"]
@@ -156,6 +158,7 @@ pub struct Metrics {
     pub discovered: GaugeVec,
     load_reports: IntCounterVec,
     workers: GaugeVec,
+    unpaired: GaugeVec,
     worker_load: GaugeVec,
     circuit: GaugeVec,
     backlog: GaugeVec,
@@ -228,6 +231,7 @@ impl Metrics {
             discovered: gauges(&exposed, &DISCOVERED)?,
             load_reports: counters(&exposed, &LOAD_REPORTS)?,
             workers: gauges(&exposed, &WORKERS)?,
+            unpaired: gauges(&exposed, &UNPAIRED)?,
             worker_load: gauges(&exposed, &WORKER_LOAD)?,
             circuit: gauges(&exposed, &CIRCUIT)?,
             backlog: gauges(&exposed, &BACKLOG)?,
@@ -292,6 +296,7 @@ impl Metrics {
         // Gone workers must not stay on the page.
         for family in [
             &self.workers,
+            &self.unpaired,
             &self.worker_load,
             &self.circuit,
             &self.backlog,
@@ -306,6 +311,10 @@ impl Metrics {
             self.workers
                 .with_label_values(&[worker.role().label(), worker.state().label()])
                 .inc();
+            if registry.misfit(&worker).is_some() {
+                let role = worker.role().label();
+                self.unpaired.with_label_values(&[role]).inc();
+            }
         }
         let names: std::collections::HashMap<_, _> = registry
             .candidates()

@@ -74,6 +74,8 @@ async fn a_worker_nobody_fits_gets_nothing_and_says_why() {
         );
         assert_eq!(reason, wanted);
         assert_eq!((shown(&p), shown(&d)), (Value::Null, Value::Null));
+        let unpaired = "baton_router_unpaired_workers{role=\"prefill\"}";
+        assert_eq!(router.metric(unpaired).await, 1.0);
     })
     .await;
 }
