@@ -285,6 +285,86 @@ mod tests {
         );
     }
 
+    #[test]
+    fn the_soonest_has_the_least_queue_and_prefill_together() {
+        let ask = |policy: &dyn Policy, sender: &Sender, ids: std::ops::Range<u64>| {
+            let blocks = super::testing::blocks("bb");
+            let request = RequestView {
+                prompt: blocks.prompt(),
+                now_ms: sender.now_ms,
+                ..RequestView::default()
+            };
+            let ready: Vec<_> = ids.map(view).collect();
+            policy.soonest(&request, &ready)
+        };
+        for role in ROLES {
+            let policy = build(PolicyKind::Cost, role, &PolicyParams::default());
+            let mut sender = Sender::default();
+            for id in 0..2 {
+                let (worker, facts) = (WorkerId(id), WorkerFacts::default());
+                policy.observe(&Event::WorkerAdded { worker, facts });
+            }
+            sender.routed(&*policy, 0, &"a".repeat(100));
+            let told = [0..0, 0..1, 0..2].map(|ids| ask(&*policy, &sender, ids));
+            if role == Role::Decode {
+                assert_eq!(told, [None; 3], "no prompts are computed there");
+                continue;
+            }
+            let [nobody, busy, either] = told;
+            let (Some(busy), Some(either)) = (busy, either) else {
+                panic!("{told:?}");
+            };
+            assert_eq!(nobody, None);
+            assert!(busy.queue_ms > 100.0 && busy.prefill_ms > 0.0, "{busy:?}");
+            assert_eq!((either.queue_ms, either.prefill_ms), (0.0, busy.prefill_ms));
+        }
+        let other = build(
+            PolicyKind::RoundRobin,
+            Role::Regular,
+            &PolicyParams::default(),
+        );
+        assert_eq!(ask(&*other, &Sender::default(), 0..2), None);
+    }
+
+    fn view(id: u64) -> WorkerView {
+        WorkerView {
+            id: WorkerId(id),
+            load: 0,
+            host: 0,
+        }
+    }
+
+    proptest! {
+        /// A pair is found exactly when one fits, and it is one that fits.
+        #[test]
+        fn fitting_pairs_are_found(
+            prefill in proptest::sample::select(PolicyKind::ALL.to_vec()),
+            decode in proptest::sample::select(PolicyKind::ALL.to_vec()),
+            table in proptest::collection::vec(proptest::bool::weighted(0.3), 16),
+            (p, d) in (0u64..5, 0u64..5),
+            seed in any::<u64>(),
+        ) {
+            let params = PolicyParams::default();
+            let policies = (build(prefill, Role::Prefill, &params), build(decode, Role::Decode, &params));
+            for id in 0..p {
+                policies.0.observe(&Event::WorkerAdded { worker: WorkerId(id), facts: WorkerFacts::default() });
+            }
+            for id in 10..10 + d {
+                policies.1.observe(&Event::WorkerAdded { worker: WorkerId(id), facts: WorkerFacts::default() });
+            }
+            let (p_views, d_views): (Vec<_>, Vec<_>) = ((0..p).map(view).collect(), (10..10 + d).map(view).collect());
+            let fits = |p: WorkerId, d: WorkerId| table[(p.0 * 4 + d.0 - 10) as usize % 16];
+            let is_possible = (0..p).any(|p| (10..10 + d).any(|d| fits(WorkerId(p), WorkerId(d))));
+            let pair = choose_fitting_pair(
+                &*policies.0, &*policies.1, &RequestView::default(), &p_views, &d_views, &fits, &mut rng(seed),
+            );
+            prop_assert_eq!(pair.is_some(), is_possible);
+            if let Some((p, d)) = pair {
+                prop_assert!(fits(p.worker, d.worker));
+            }
+        }
+    }
+
     proptest! {
         /// Whatever was routed, added or lost before: `None` without candidates, else one of them, and `Only` for one.
         #[test]
