@@ -86,9 +86,10 @@ def test_engine_flags_in_the_docs_exist() -> None:
     fields = set(re.findall(r"^    (?:pub )?(\w+):", up + sim, re.MULTILINE)) | set(re.findall(r"pub (\w+):", router))
     known |= {"--" + name.replace("_", "-") for name in fields} | {"--help", "--out", "--steps", "--threads", "--seed"}
     known |= {f"--{name.replace('_', '-')}" for name in (*serving.ROUNDS, *serving.TRACE)} | {"--url", "--hold-turns"}
-    known |= {"--release", "--example", "--order"}  # cargo's, and an example's
+    known |= {"--release", "--example", "--order", "--nocapture"}  # cargo's, an example's, a test run's
+    known |= {"--http2-prior-knowledge"}  # curl's
     for page in PAGES:
         if page.name == "flags.md":
             continue
-        named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+[a-z]", page.read_text(encoding="utf-8")))
+        named = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+[a-z0-9]", page.read_text(encoding="utf-8")))
         assert named - known == set(), page.name

@@ -45,6 +45,9 @@ _OWN = {
 SECRETS = {"api_key": "BATON_API_KEY", "cluster_key": "BATON_CLUSTER_KEY"}
 """Handed on through the environment: command lines are public on a machine."""
 ROUTER_GRACE_SECS = 5.0
+"""Running requests get this long to end by themselves."""
+ROUTER_STOP_SECS = ROUTER_GRACE_SECS + 5.0
+"""The router is killed after this: it waits half a second before the grace, and up to two after it for last events."""
 NODE_GRACE_SECS = 10.0
 PORTS_TRIED = 100
 PROBE_PAUSE_SECS = 0.05
@@ -224,7 +227,7 @@ class Cluster:
     async def stop(self) -> None:
         """Router first, so that no request finds half a cluster; then all nodes at once."""
         self._stopping.set()
-        await self.router.stop(ROUTER_GRACE_SECS)
+        await self.router.stop(ROUTER_STOP_SECS)
         await asyncio.gather(*(node.child.stop(NODE_GRACE_SECS) for node in self.nodes))
         if self.plan.up.state_file:
             Path(self.plan.up.state_file).unlink(missing_ok=True)
