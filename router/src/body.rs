@@ -13,7 +13,7 @@ use std::borrow::Cow;
 use std::ops::Range;
 
 use bytes::Bytes;
-use router_core::Blocks;
+use router_core::{Blocks, namespace, token_blocks};
 use serde::Deserialize;
 use serde::de::{Deserializer, IgnoredAny, MapAccess, Visitor};
 use serde_json::value::RawValue;
@@ -59,6 +59,10 @@ pub struct Scan {
     /// Where the prompt lies in the body: JSON text of messages, prompt or token ids. Two requests with a common prompt
     /// prefix have a common prefix here, so it serves as routing text without being decoded.
     prompt: Option<Range<usize>>,
+    /// Where the prompt lies as token ids, if the client sent it as such: one list, or one per prompt.
+    ids: Option<Range<usize>>,
+    /// Whose prompts may share a cache with this one, as our engines name it.
+    pub namespace: String,
     /// /generate with `return_logprob`: the prefill leg's input logprobs belong into the answer.
     pub wants_input_logprobs: bool,
     /// `ttft_deadline_ms` or `deadline_ms`, the lesser: the first token is of use within this.
@@ -123,20 +127,38 @@ impl Scan {
         self.prompt.as_ref().map_or(0, |span| span.len())
     }
 
-    /// How many tokens, if the prompt comes as tokens. Cost: one pass over it.
-    pub fn prompt_tokens(&self, body: &[u8]) -> Option<u32> {
-        token_count(self.prompt.clone().map_or(&[][..], |span| &body[span]))
+    /// The client's own token ids, those of several prompts one behind the other.
+    pub fn ids(&self, body: &[u8]) -> Option<Vec<u32>> {
+        let list = &body[self.ids.clone()?];
+        let one = serde_json::from_slice(list).ok();
+        one.or_else(|| Some(serde_json::from_slice::<Vec<Vec<u32>>>(list).ok()?.concat()))
     }
 
-    /// The prompt's block hashes. Cost: one pass over it.
-    pub fn blocks(&self, body: &[u8]) -> Blocks {
+    /// Hashes of the prompt's text. Cost: one pass over it.
+    pub fn text_blocks(&self, body: &[u8]) -> Blocks {
         let prompt = self.prompt.clone().map_or(&[][..], |span| &body[span]);
-        Blocks::of_text(prompt, token_count(prompt))
+        Blocks::of_text(prompt, None)
+    }
+
+    /// Hashes of its token ids.
+    pub fn token_blocks(&self, ids: &[u32], block_size: usize) -> Blocks {
+        token_blocks(ids, block_size, &self.namespace)
     }
 
     /// The client's bytes without its own fields of the groups in `replaced`, then `fields` (`"name":value,…`, no
     /// braces), then `}`.
     pub fn splice(&self, body: &Bytes, replaced: &[Ours], fields: &str) -> Parts {
+        self.splice_with(body, replaced, None, fields)
+    }
+
+    /// The same with `added` (`,"name":value`) before the fields; only to a body with members that stay.
+    pub fn splice_with(
+        &self,
+        body: &Bytes,
+        replaced: &[Ours],
+        added: Option<&Bytes>,
+        fields: &str,
+    ) -> Parts {
         let out = self
             .ours
             .iter()
@@ -150,6 +172,7 @@ impl Scan {
             from = span.end;
         }
         parts.push(body.slice(from..self.close));
+        parts.push(added.cloned().unwrap_or_default());
         let mut tail = String::with_capacity(fields.len() + 2);
         if has_members && !fields.is_empty() {
             tail.push(',');
@@ -222,6 +245,8 @@ struct Members<'a> {
     return_logprob: Option<&'a RawValue>,
     /// The lesser of those given; what is no such number is the engine's to refuse.
     deadline_ms: Option<u64>,
+    cache_salt: Option<&'a RawValue>,
+    extra_key: Option<&'a RawValue>,
 }
 
 #[derive(Deserialize)]
@@ -243,6 +268,8 @@ impl<'a> Members<'a> {
             sampling_params: None,
             return_logprob: None,
             deadline_ms: None,
+            cache_salt: None,
+            extra_key: None,
         }
     }
 
@@ -276,6 +303,8 @@ impl<'a> Members<'a> {
                     .chain(given.map(|ms| ms as u64))
                     .min();
             }
+            "cache_salt" => self.cache_salt = Some(value),
+            "extra_key" => self.extra_key = Some(value),
             _ => {}
         }
     }
@@ -308,7 +337,12 @@ impl<'a> Members<'a> {
                 problem: format!("asks for {items} answers, at most {MAX_ITEMS} are possible"),
             });
         }
+        // Beside a text, ids are the same prompt tokenized (docs/protocol.md).
+        let ids = self.input_ids.or(prompt.filter(|_| api != Api::Chat));
+        let ids = ids.filter(|value| holds_ids(value.get()));
         Ok(Scan {
+            ids: ids.map(|value| self.span(value)),
+            namespace: namespace(&text_of(self.cache_salt), &text_of(self.extra_key)),
             stream: self.stream.is_some_and(|v| v.get() == "true"),
             batch: (prompts.is_some() || n > 1).then_some(items),
             prompt: prompt.map(|value| self.span(value)),
@@ -389,15 +423,16 @@ fn n_of_sampling_params(value: &RawValue) -> Result<usize, RouteError> {
     }
 }
 
-/// How many tokens, if the prompt is a list of them or a list of such lists: numbers are what commas separate.
-fn token_count(prompt: &[u8]) -> Option<u32> {
-    let is_inside = |b: &u8| !matches!(b, b'[' | b' ' | b'\n' | b'\r' | b'\t');
-    let first = prompt.strip_prefix(b"[")?.iter().find(|b| is_inside(b))?;
-    if !first.is_ascii_digit() {
-        return None;
-    }
-    let commas = prompt.iter().filter(|b| **b == b',').count();
-    u32::try_from(commas + 1).ok()
+/// Whether this is a list of numbers, or of lists.
+fn holds_ids(value: &str) -> bool {
+    let inside = value.strip_prefix('[').map(str::trim_start);
+    inside.is_some_and(|inside| inside.starts_with(|c: char| c == '[' || c.is_ascii_digit()))
+}
+
+/// A string's text; anything else is left to the engine's validation.
+fn text_of(value: Option<&RawValue>) -> String {
+    let text = value.and_then(|value| serde_json::from_str(value.get()).ok());
+    text.unwrap_or_default()
 }
 
 /// How many prompts: `Some` for a list of strings or of token lists, `None` for one string or one token list.
@@ -475,22 +510,80 @@ mod tests {
     }
 
     #[test]
-    fn tokens_are_counted_where_the_prompt_is_tokens() {
-        for (prompt, tokens) in [
-            ("[1,22 , 333]", Some(3)),
-            ("[ [1,2],\n[3] ]", Some(3)),
+    fn token_ids_are_read_where_the_client_sent_them() {
+        let read = |api, body: &str| Scan::of(body.as_bytes(), api).unwrap().ids(body.as_bytes());
+        for (prompt, ids) in [
+            ("[1,22 , 333]", Some(vec![1, 22, 333])),
+            ("[ [1,2],\n[3] ]", Some(vec![1, 2, 3])),
             ("\"1,2\"", None),
             ("[\"1,2\",\"3\"]", None),
+            ("[1,-2]", None),
+            ("[1.0]", None),
             ("[]", None),
         ] {
-            let body = format!("{{\"prompt\":{prompt}}}");
-            let scan = Scan::of(body.as_bytes(), Api::Completions).unwrap();
-            let blocks = scan.blocks(body.as_bytes());
-            assert_eq!(blocks.prompt().tokens, tokens, "{prompt}");
-            assert_eq!(blocks.prompt().units, prompt.len());
+            assert_eq!(
+                read(Api::Completions, &format!("{{\"prompt\":{prompt}}}")),
+                ids,
+                "{prompt}"
+            );
+            assert_eq!(
+                read(Api::Generate, &format!("{{\"input_ids\":{prompt}}}")),
+                ids,
+                "{prompt}"
+            );
+            // Beside a text they are the same prompt.
+            assert_eq!(
+                read(
+                    Api::Generate,
+                    &format!("{{\"text\":\"a\",\"input_ids\":{prompt}}}")
+                ),
+                ids
+            );
+            assert_eq!(
+                read(
+                    Api::Chat,
+                    &format!("{{\"messages\":[],\"input_ids\":{prompt}}}")
+                ),
+                ids
+            );
         }
+        assert_eq!(read(Api::Chat, r#"{"messages":[1,2]}"#), None);
         let scan = Scan::of(b"{}", Api::Chat).unwrap();
-        assert_eq!(scan.blocks(b"{}").prompt().units, 0);
+        assert_eq!(scan.text_blocks(b"{}").prompt().units, 0);
+    }
+
+    #[test]
+    fn prompts_with_another_salt_share_no_block() {
+        let blocks = |body: &str| {
+            let scan = Scan::of(body.as_bytes(), Api::Chat).unwrap();
+            scan.token_blocks(&[1, 2, 3, 4], 2)
+        };
+        let bare = blocks("{}");
+        assert_eq!(bare, blocks(r#"{"cache_salt":null,"extra_key":7}"#));
+        let salted = blocks(r#"{"cache_salt":"a"}"#);
+        assert_eq!(salted, blocks(r#"{"cache_salt":"\u0061"}"#));
+        for other in [
+            &bare,
+            &blocks(r#"{"extra_key":"a"}"#),
+            &blocks(r#"{"cache_salt":"b"}"#),
+        ] {
+            assert_ne!(salted.prompt().hashes[0], other.prompt().hashes[0]);
+        }
+    }
+
+    #[test]
+    fn what_is_added_stands_before_the_fields_and_once() {
+        let body = Bytes::from_static(br#"{"a":1, "routed_dp_rank":1}"#);
+        let scan = Scan::of(&body, Api::Chat).unwrap();
+        let added = Bytes::from_static(br#","input_ids":[1,2]"#);
+        for (fields, expected) in [
+            ("", r#"{"a":1,"input_ids":[1,2]}"#),
+            (r#""x":0"#, r#"{"a":1,"input_ids":[1,2],"x":0}"#),
+        ] {
+            let parts = scan.splice_with(&body, &[Ours::Rank], Some(&added), fields);
+            assert_eq!(parts.len(), expected.len() as u64);
+            assert_eq!(parts.into_pieces().concat(), expected.as_bytes());
+        }
     }
 
     #[test]

@@ -28,7 +28,7 @@ use crate::late::{sse_headers, with_keepalive};
 use crate::leg::{Failure, Leg, Opened, Told};
 use crate::pair::{self, PrefillLeg};
 use crate::record::Record;
-use crate::registry::{Avoid, Chosen, Wanted};
+use crate::registry::{Avoid, Candidate, Chosen, Wanted};
 use crate::relay::Relay;
 use crate::upstream::Head;
 
@@ -40,6 +40,10 @@ pub struct Inbound {
     pub routing_key: Option<String>,
     /// The prompt's hashes, if a policy reads them.
     pub blocks: Option<Arc<Blocks>>,
+    /// If they were counted.
+    pub prompt_tokens: Option<u32>,
+    /// `,"input_ids":[…]` for workers that take it, with --forward-input-ids.
+    pub input_ids: Option<Bytes>,
     /// Whether a policy reads the prompt's text.
     pub needs_text: bool,
     /// When the body was complete.
@@ -164,16 +168,32 @@ async fn single(app: &Arc<App>, request: &mut Inbound, avoid: &Avoid) -> Result<
     let chosen = registry.choose(Role::Regular, &request.wanted(), &avoid.worker)?;
     let candidate = &chosen.guard.candidate;
     request.record.worker = Some((candidate.name.clone(), chosen.why));
-    let body = match candidate.rank {
-        None => Parts::from(request.body.clone()),
-        Some(rank) => {
+    let ids = ids_for(app, request, candidate);
+    let body = match (candidate.rank, ids) {
+        (None, None) => Parts::from(request.body.clone()),
+        (None, ids) => request.scan.splice_with(&request.body, &[], ids, ""),
+        (Some(rank), ids) => {
             let fields = format!("\"data_parallel_rank\":{rank},\"routed_dp_rank\":{rank}");
-            request.scan.splice(&request.body, &[Ours::Rank], &fields)
+            request
+                .scan
+                .splice_with(&request.body, &[Ours::Rank], ids, &fields)
         }
     };
     observe_overhead(app, request);
     let opened = leg(app, request, chosen, body).open().await?;
     Ok((opened, None))
+}
+
+/// The prompt's token ids as a member of the body, if this worker would have come to the same.
+pub fn ids_for<'a>(app: &App, request: &'a Inbound, candidate: &Candidate) -> Option<&'a Bytes> {
+    let ids = request.input_ids.as_ref()?;
+    let worker = &candidate.worker;
+    if !worker.takes_ids_of(&app.tokens.as_ref()?.fingerprint) {
+        return None;
+    }
+    let labels = [worker.role().label()];
+    app.metrics.ids_forwarded.with_label_values(&labels).inc();
+    Some(ids)
 }
 
 pub fn leg(app: &App, request: &Inbound, chosen: Chosen, body: Parts) -> Leg {

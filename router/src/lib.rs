@@ -1,6 +1,6 @@
 //! baton-router: HTTP router in front of prefill and decode nodes.
 //!
-//! The life of a request: `http` (routes, key, request id) → `http::generate` (body, `body::Scan`, `admission`) →
+//! The life of a request: `http` (routes, key, request id) → `http::generate` (body, `body::Scan`, `admission`, `tokens`) →
 //! `dispatch` and `pair` (`registry` chooses P and D, `leg`s go out over `upstream`, retries) → `relay` (the answer's body); `late`
 //! keeps a stream's client company while dispatch works.
 //! `health` keeps the registry true, `record` turns each request into one log line and its metrics.
@@ -31,6 +31,7 @@ mod serve;
 mod sse;
 mod tcp;
 mod tls;
+mod tokens;
 mod upstream;
 mod usage;
 mod vllm;
@@ -60,6 +61,8 @@ pub struct App {
     pub(crate) retry_budget: Mutex<RetryBudget>,
     /// Bootstrap rooms of requests in flight.
     pub(crate) rooms: Arc<Mutex<LiveRooms>>,
+    /// `None`: prompts are counted in characters.
+    pub(crate) tokens: Option<Arc<tokens::Tokens>>,
     draining: AtomicBool,
 }
 
@@ -77,6 +80,7 @@ impl App {
             retry: config.retry(),
             retry_budget: Mutex::new(RetryBudget::new(config.retry_budget())),
             rooms: Arc::new(Mutex::new(LiveRooms::new(MAX_ROOMS))),
+            tokens: None,
             draining: AtomicBool::new(false),
             config,
         })

@@ -59,6 +59,18 @@ specs! {
         "Clients cut for taking too long; reason is handshake (TLS), head (of a request) or stalled (an HTTP/2 stream not read)";
     SHED = Counter "baton_router_shed_requests_total" ["role"]
         "Requests refused because their first token was predicted too late (--max-ttft-ms)";
+    TOKENIZE = Histogram "baton_router_tokenize_seconds" ["route"]
+        "Template and tokenizer of a prompt, the wait for a thread included";
+    TOKENIZE_FALLBACKS = Counter "baton_router_tokenize_fallbacks_total" ["reason"]
+        "Prompts counted in characters though there is a tokenizer; reason is too_long, busy, unread, no_template, template or failed";
+    TOKENIZER_LOOKUPS = Counter "baton_router_tokenizer_cache_lookups_total" ["cache", "result"]
+        "Texts (l0) and segments of texts (l1) looked up; result is hit or miss";
+    TOKENIZER_CACHE_BYTES = Gauge "baton_router_tokenizer_cache_bytes" ["cache"]
+        "Memory of that cache";
+    IDS_FORWARDED = Counter "baton_router_input_ids_forwarded_total" ["role"]
+        "Requests sent with their token ids (--forward-input-ids)";
+    TOKEN_COUNTS = Counter "baton_router_token_counts_total" ["role", "result"]
+        "Prompts counted in tokens here and by the worker; result is equal or different";
     DECISIONS = Counter "baton_router_policy_decisions_total" ["role", "policy", "why"]
         "Workers chosen, by reason (docs/routing.md)";
     FORECAST = Histogram "baton_router_forecast_ttft_seconds" ["role"]
@@ -112,7 +124,7 @@ specs! {
     CONFIDENCE = Gauge "baton_router_index_confidence_ratio" ["role", "worker"]
         "Share of the prefixes expected in a worker's cache that it found there, mean of late (cost)";
     INDEX_BLOCKS = Gauge "baton_router_index_blocks" ["role", "worker"]
-        "Blocks of 256 bytes of prompts remembered for a worker (cost)";
+        "Blocks of prompts remembered for a worker: of --block-size tokens, or of 256 bytes (cost)";
     TREE_CHARS = Gauge "baton_router_tree_chars" ["role", "worker"]
         "Characters of prompts remembered for a worker (cache_aware)";
     TREE_BYTES = Gauge "baton_router_tree_bytes" ["role"]
@@ -139,6 +151,12 @@ pub struct Metrics {
     pub connections: Gauge,
     pub client_cuts: IntCounterVec,
     pub shed: IntCounterVec,
+    pub tokenize: HistogramVec,
+    pub tokenize_fallbacks: IntCounterVec,
+    pub tokenizer_lookups: IntCounterVec,
+    pub tokenizer_cache_bytes: GaugeVec,
+    pub ids_forwarded: IntCounterVec,
+    pub token_counts: IntCounterVec,
     pub decisions: IntCounterVec,
     forecast: HistogramVec,
     observed: HistogramVec,
@@ -212,6 +230,12 @@ impl Metrics {
             connections: gauges(&exposed, &CONNECTIONS)?.with_label_values(no_labels),
             client_cuts: counters(&exposed, &CLIENT_CUTS)?,
             shed: counters(&exposed, &SHED)?,
+            tokenize: histograms(&exposed, &TOKENIZE)?,
+            tokenize_fallbacks: counters(&exposed, &TOKENIZE_FALLBACKS)?,
+            tokenizer_lookups: counters(&exposed, &TOKENIZER_LOOKUPS)?,
+            tokenizer_cache_bytes: gauges(&exposed, &TOKENIZER_CACHE_BYTES)?,
+            ids_forwarded: counters(&exposed, &IDS_FORWARDED)?,
+            token_counts: counters(&exposed, &TOKEN_COUNTS)?,
             decisions: counters(&exposed, &DECISIONS)?,
             forecast: histograms(&exposed, &FORECAST)?,
             observed: histograms(&exposed, &OBSERVED)?,

@@ -21,7 +21,7 @@ use tokio::time::timeout;
 use crate::App;
 use crate::body::{Ours, Parts};
 use crate::config::PdProtocol;
-use crate::dispatch::{Committed, Inbound, Stop, leg, observe_overhead};
+use crate::dispatch::{Committed, Inbound, Stop, ids_for, leg, observe_overhead};
 use crate::error::RouteError;
 use crate::leg::{Failure, Leg};
 use crate::logprobs;
@@ -156,9 +156,9 @@ pub async fn attempt(
         },
     };
     request.record.worker = Some((decode.guard.candidate.name.clone(), decode.why));
-    let body = prefilled
-        .meeting
-        .decode_body(request, &decode.guard.candidate);
+    let candidate = &decode.guard.candidate;
+    let ids = ids_for(app, request, candidate);
+    let body = prefilled.meeting.decode_body(request, candidate, ids);
     observe_overhead(app, request);
     let prefill_id = prefilled.meeting.prefill.id;
     let decode_id = decode.guard.candidate.id;
@@ -299,7 +299,7 @@ fn view(request: &Inbound, decode: &Chosen) -> LocalView {
     let forecast = decode.why.forecast();
     let estimate = request.scan.prompt_len() / BYTES_PER_TOKEN;
     LocalView {
-        prompt_tokens: match (request.scan.prompt_tokens(&request.body), forecast) {
+        prompt_tokens: match (request.prompt_tokens, forecast) {
             (Some(counted), _) => counted,
             (None, Some(forecast)) => forecast.prompt_tokens,
             (None, None) => u32::try_from(estimate).unwrap_or(u32::MAX),
@@ -328,7 +328,10 @@ async fn local(
             format!("\"data_parallel_rank_decode\":{rank},\"routed_dp_rank\":{rank}"),
         ),
     };
-    let body = request.scan.splice(&request.body, replaced, &fields);
+    let ids = ids_for(app, request, candidate);
+    let body = request
+        .scan
+        .splice_with(&request.body, replaced, ids, &fields);
     observe_overhead(app, request);
     let opened = leg(app, request, decode, body).open().await?;
     Ok((opened, None))
@@ -347,7 +350,8 @@ fn start_prefill(
     let is_batch = request.scan.batch.is_some();
     let with_ranks = decode.guard.candidate.rank.is_some();
     let meeting = Meeting::new(candidate, &rooms.rooms, is_batch, with_ranks);
-    let body = meeting.prefill_body(request);
+    let ids = ids_for(app, request, &meeting.prefill);
+    let body = meeting.prefill_body(request, ids);
     let keep = request.scan.wants_input_logprobs;
     let leg = leg(app, request, prefill, body);
     Ok(Prefilled {
@@ -393,30 +397,32 @@ impl Meeting {
         }
     }
 
-    fn prefill_body(&self, request: &Inbound) -> Parts {
+    fn prefill_body(&self, request: &Inbound, ids: Option<&Bytes>) -> Parts {
         let mut fields = self.shared.clone();
         if let (true, Some(p)) = (self.with_ranks, self.prefill.rank) {
             fields += &format!(",\"data_parallel_rank\":{p},\"routed_dp_rank\":{p}");
         }
-        self.splice(request, &fields)
+        self.splice(request, ids, &fields)
     }
 
-    fn decode_body(&self, request: &Inbound, decode: &Candidate) -> Parts {
+    fn decode_body(&self, request: &Inbound, decode: &Candidate, ids: Option<&Bytes>) -> Parts {
         let mut fields = self.shared.clone();
         if let (true, Some(p), Some(d)) = (self.with_ranks, self.prefill.rank, decode.rank) {
             fields += &format!(
                 ",\"data_parallel_rank\":{p},\"data_parallel_rank_decode\":{d},\"routed_dp_rank\":{d},\"disagg_prefill_dp_rank\":{p}"
             );
         }
-        self.splice(request, &fields)
+        self.splice(request, ids, &fields)
     }
 
-    fn splice(&self, request: &Inbound, fields: &str) -> Parts {
+    fn splice(&self, request: &Inbound, ids: Option<&Bytes>, fields: &str) -> Parts {
         // Without DP awareness a client's own ranks stay.
         let replaced: &[Ours] = match self.with_ranks {
             true => &[Ours::Bootstrap, Ours::Rank],
             false => &[Ours::Bootstrap],
         };
-        request.scan.splice(&request.body, replaced, fields)
+        request
+            .scan
+            .splice_with(&request.body, replaced, ids, fields)
     }
 }

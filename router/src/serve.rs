@@ -29,6 +29,7 @@ use crate::discovery;
 use crate::http::{metrics_router, router};
 use crate::metrics::metrics_markdown;
 use crate::tls;
+use crate::tokens::Tokens;
 
 /// After the cut streams still get their last event within this.
 const AFTER_CUT: Duration = Duration::from_secs(2);
@@ -151,7 +152,8 @@ impl Running {
         let scheme = if tls.is_some() { "https" } else { "http" };
         let to_workers = tls::to_workers(&config.tls)?;
         let (cut, cut_seen) = watch::channel(false);
-        let app = App::new(config, to_workers, cut_seen).map_err(|err| err.to_string())?;
+        let mut app = App::new(config, to_workers, cut_seen).map_err(|err| err.to_string())?;
+        app.tokens = Tokens::load(&app.config.tokens, app.metrics.clone())?.map(Arc::new);
         let app = Arc::new(app);
         for spec in specs {
             app.register(spec).map_err(|err| err.to_string())?;

@@ -93,3 +93,20 @@ def test_a_checkpoints_truncation_does_not_cut_prompts(path: Path) -> None:
         truncation={"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0},
     )
     assert len(Tokenizer(path).encode("hello world, how are you today?")) > 4
+
+
+def test_fingerprint_tells_tokenizers_templates_and_special_tokens_apart(path: Path) -> None:
+    prints = [load(path).tokenizer_fingerprint]
+    assert load(path).tokenizer_fingerprint == prints[0]
+    assert len(prints[0]) == 64
+    edit(path / "tokenizer_config.json", model_max_length=99)  # nothing a prompt depends on
+    assert load(path).tokenizer_fingerprint == prints[0]
+    (path / "chat_template.jinja").write_text("{{ messages }}")
+    prints.append(load(path).tokenizer_fingerprint)
+    edit(path / "tokenizer_config.json", bos_token="<pad>")
+    prints.append(load(path).tokenizer_fingerprint)
+    with (path / "tokenizer.json").open("a") as file:
+        file.write("\n")
+    prints.append(load(path).tokenizer_fingerprint)
+    assert len(set(prints)) == 4
+    assert load("demo", simulate="h200-8b").tokenizer_fingerprint == ""

@@ -262,22 +262,6 @@ def test_any_json_is_accepted_or_refused_on_purpose(
 # ---- what is accepted --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("form", [chat, completion, generate])
-def test_all_mistakes_of_a_body_are_told_at_once(make: Make, form: Any) -> None:
-    wrong: dict[str, Any] = {"deadline_ms": "soon", "priority": 2**40, "stream": 1, "logprobs": None}
-    sampling = {"temperature": 9 * 10**40, "top_p": 0, "logit_bias": {"x": 1}}
-    wrong |= {"sampling_params": sampling} if form is generate else sampling
-    with pytest.raises(BadRequest) as caught:
-        form(make(), **wrong)
-    names = ("deadline_ms", "priority", "stream", "temperature", "top_p", "logit_bias")
-    said = caught.value.message
-    assert [name for name in names if name not in said] == []
-    first = said.split(" ", 1)[0]
-    assert caught.value.param == first
-    assert said.count("; ") == len(names) - 1
-    assert form(make(), **dict.fromkeys(wrong)), "a validator has no memory"
-
-
 def test_defaults_of_the_three_forms(make: Make) -> None:
     v = make()
     one = chat(v).items[0]
@@ -333,6 +317,38 @@ def test_all_forms_of_prompts(make: Make, tokenizer: Tokenizer) -> None:
     assert [list(i.prompt) for i in completion(v, prompt=ids).items] == [ids]
     assert [list(i.prompt) for i in completion(v, prompt=[ids, [5]], n=2).items] == [ids, ids, [5], [5]]
     assert [i.choice for i in completion(v, prompt=[ids, [5]], n=2).items] == [0, 1, 0, 1]
+
+
+def test_ids_beside_a_text_are_the_prompt(make: Make) -> None:
+    """What a router that tokenized already sends; everything else of the body means what it did."""
+    v = make()
+    accepted = chat(v, input_ids=[5, 6, 7])
+    assert [list(i.prompt) for i in accepted.items] == [[5, 6, 7]]
+    assert not accepted.ignored
+    assert [list(i.prompt) for i in completion(v, input_ids=[5, 6]).items] == [[5, 6]]
+    many = completion(v, prompt=["a", "b"], input_ids=[[5], [6, 7]], echo=True, max_tokens=1)
+    assert [list(i.prompt) for i in many.items] == [[5], [6, 7]]
+    assert many.echo == ("a", "b")
+    assert [list(i.prompt) for i in completion(v, prompt=["a"], input_ids=[[5]]).items] == [[5]]
+    both = asyncio.run(v.generate({"text": "hello", "input_ids": [5, 6]}))
+    assert [list(i.prompt) for i in both.items] == [[5, 6]]
+    assert not both.is_batch
+    assert asyncio.run(v.generate({"text": ["a", "b"], "input_ids": [[5], [6]]})).is_batch
+
+
+@pytest.mark.parametrize("ids", [[], [10**9], [-1], "5", [[5]], [1.0], [True], {"a": 1}])
+def test_bad_ids_beside_a_text_are_named(make: Make, ids: Any) -> None:
+    for form in (chat, completion):
+        with pytest.raises(BadRequest) as err:
+            form(make(), input_ids=ids)
+        assert err.value.param == "input_ids"
+
+
+def test_ids_must_be_as_many_as_the_texts(make: Make) -> None:
+    for prompt, ids in ((["a", "b"], [[5]]), (["a", "b"], [5, 6]), (["a"], [5]), ("a", [[5]])):
+        with pytest.raises(BadRequest) as err:
+            completion(make(), prompt=prompt, input_ids=ids)
+        assert err.value.param == "input_ids"
 
 
 def test_content_parts_equal_plain_content(make: Make) -> None:

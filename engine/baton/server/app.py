@@ -215,6 +215,7 @@ class Front:
                 **config,
                 **ranks[0].info,  # max_total_num_tokens, dtype, layout: equal on all ranks
                 "engine": "baton",
+                "tokenizer_fingerprint": self.facts.tokenizer_fingerprint,
                 "status": self.phase.value,
                 "version": version(),
                 "priority_order": "lower first" if self.config.schedule_low_priority_values_first else "higher first",

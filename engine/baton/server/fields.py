@@ -6,13 +6,11 @@ OpenAI's API. Errors are BadRequest with `param`, e.g. `sampling_params.top_p`.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterable, Iterator
-from typing import Any, TypeVar
+from collections.abc import Iterable
+from typing import Any
 
 from baton.errors import BadRequest, MissingField
 
-_T = TypeVar("_T")
 INT64_MAX = 2**63 - 1
 LARGEST = 1e30
 """Above any sensible number, and far from overflow in what is computed with it."""
@@ -38,31 +36,10 @@ def _shown(value: float) -> str:
 class Fields:
     """A view of one JSON object of the request."""
 
-    def __init__(self, body: dict[str, Any], prefix: str = "", within: Fields | None = None) -> None:
+    def __init__(self, body: dict[str, Any], prefix: str = "") -> None:
         self._body = body
         self._prefix = prefix
         self._known: set[str] = set()
-        self._mistakes: list[BadRequest] | None = None if within is None else within._mistakes
-
-    @contextlib.contextmanager
-    def all_mistakes(self) -> Iterator[None]:
-        """Inside, a reader that finds a mistake notes it and gives the default, so that the reading goes on.
-
-        What was noted, and an error that ends the block, is raised at its end as one; `param` and code are the first's.
-        Inside, nothing may be done with what was read but reading on.
-        """
-        self._mistakes = found = []
-        try:
-            yield
-        except BadRequest as err:
-            found.append(err)
-        finally:
-            self._mistakes = None
-        if len(found) > 1:
-            texts = list(dict.fromkeys(err.message for err in found))
-            raise type(found[0])("; ".join(texts), param=found[0].param)
-        if found:
-            raise found[0]
 
     def name(self, field: str) -> str:
         return self._prefix + field
@@ -72,13 +49,6 @@ class Fields:
 
     def _wrong(self, field: str, wanted: str, value: Any) -> BadRequest:
         return self.bad(field, f"must be {wanted}, got {_kind(value)}")
-
-    def note(self, mistake: BadRequest, default: _T) -> _T:
-        """Inside `all_mistakes` go on with `default`, elsewhere raise."""
-        if self._mistakes is None:
-            raise mistake
-        self._mistakes.append(mistake)
-        return default
 
     def get(self, field: str) -> Any:
         """The raw value; None when absent or null."""
@@ -103,10 +73,10 @@ class Fields:
         if isinstance(value, float) and value.is_integer():
             value = int(value)  # JSON has one number type; some clients send 16.0
         if type(value) is not int:
-            return self.note(self._wrong(field, "an integer", value), default)
+            raise self._wrong(field, "an integer", value)
         if not low <= value <= high:
             limit = f"at least {low}" if high == INT64_MAX and value < low else f"from {low} to {high}"
-            return self.note(self.bad(field, f"is {_shown(value)}, must be {limit}"), default)
+            raise self.bad(field, f"is {_shown(value)}, must be {limit}")
         return value
 
     def number(self, field: str, default: float, low: float, high: float, *, above_low: bool = False) -> float:
@@ -114,11 +84,10 @@ class Fields:
         if value is None:
             return default
         if type(value) not in (int, float):
-            return self.note(self._wrong(field, "a number", value), default)
+            raise self._wrong(field, "a number", value)
         if not (low <= value <= min(high, LARGEST)) or (above_low and value == low):
             limit = f"above {low:g}" if above_low else f"at least {low:g}"
-            text = f"is {_shown(value)}, must be {limit} and at most {min(high, LARGEST):g}"
-            return self.note(self.bad(field, text), default)
+            raise self.bad(field, f"is {_shown(value)}, must be {limit} and at most {min(high, LARGEST):g}")
         return float(value)
 
     def boolean(self, field: str, default: bool) -> bool:
@@ -126,7 +95,7 @@ class Fields:
         if value is None:
             return default
         if type(value) is not bool:
-            return self.note(self._wrong(field, "a boolean", value), default)
+            raise self._wrong(field, "a boolean", value)
         return value
 
     def string(self, field: str, default: str | None = None, max_chars: int = 4096) -> str | None:
@@ -134,10 +103,9 @@ class Fields:
         if value is None:
             return default
         if type(value) is not str:
-            return self.note(self._wrong(field, "a string", value), default)
+            raise self._wrong(field, "a string", value)
         if len(value) > max_chars:
-            text = f"has {len(value)} characters, at most {max_chars} are accepted"
-            return self.note(self.bad(field, text), default)
+            raise self.bad(field, f"has {len(value)} characters, at most {max_chars} are accepted")
         return value
 
     def object(self, field: str) -> dict[str, Any]:
@@ -145,7 +113,7 @@ class Fields:
         if value is None:
             return {}
         if type(value) is not dict:
-            return self.note(self._wrong(field, "an object", value), {})
+            raise self._wrong(field, "an object", value)
         return value
 
     def strings(self, field: str, most: int) -> tuple[str, ...]:
@@ -155,11 +123,11 @@ class Fields:
             return ()
         values = [value] if isinstance(value, str) else value
         if type(values) is not list or not all(type(v) is str for v in values):
-            return self.note(self.bad(field, "must be a string or an array of strings"), ())
+            raise self.bad(field, "must be a string or an array of strings")
         if len(values) > most:
-            return self.note(self.bad(field, f"has {len(values)} entries, at most {most} are accepted"), ())
+            raise self.bad(field, f"has {len(values)} entries, at most {most} are accepted")
         if not all(values):
-            return self.note(self.bad(field, "must not contain an empty string"), ())
+            raise self.bad(field, "must not contain an empty string")
         return tuple(values)
 
     def integers(self, field: str, most: int, low: int, high: int) -> tuple[int, ...]:
@@ -168,9 +136,9 @@ class Fields:
             return ()
         values = value if type(value) is list else [value]
         if len(values) > most:
-            return self.note(self.bad(field, f"has {len(values)} entries, at most {most} are accepted"), ())
+            raise self.bad(field, f"has {len(values)} entries, at most {most} are accepted")
         if not all(type(v) is int and low <= v <= high for v in values):
-            return self.note(self.bad(field, f"must be an array of integers from {low} to {high}"), ())
+            raise self.bad(field, f"must be an array of integers from {low} to {high}")
         return tuple(values)
 
     def ignore(self, fields: Iterable[str]) -> None:

@@ -45,5 +45,6 @@ def refuse(f: Fields, *tables: dict[str, tuple[Any, ...]]) -> None:
         for name, harmless in table.items():
             value = f.get(name)
             if value is not None and value not in harmless:
-                text = f"{f.name(name)} is not supported by this version; leave it out"
-                f.note(UnsupportedParameter(text, param=f.name(name)), None)
+                raise UnsupportedParameter(
+                    f"{f.name(name)} is not supported by this version; leave it out", param=f.name(name)
+                )

@@ -9,6 +9,7 @@ Every problem is a ConfigError that names the file and what to do, because it is
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,7 +19,7 @@ import msgspec
 
 from baton.config import EngineConfig
 from baton.errors import ConfigError
-from baton.sim.device import CONTEXT_LENGTH
+from baton.sim.device import CONTEXT_LENGTH, uses_four_bytes
 
 SAMPLING_DEFAULT_KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 FALLBACK_CONTEXT_LENGTH = 2048
@@ -41,6 +42,8 @@ class ModelFacts:
     """bos_token, eos_token, pad_token …: chat templates read them as variables."""
     sampling_defaults: dict[str, float] = field(default_factory=dict)
     """From generation_config.json, for the OpenAI endpoints (matches SGLang 0.5.7 and vLLM)."""
+    tokenizer_fingerprint: str = ""
+    """Equal where tokenizer.json, template and special tokens are (`_fingerprint`); empty with --simulate's own."""
     model_type: str = ""
     architectures: tuple[str, ...] = ()
 
@@ -76,14 +79,18 @@ def load(config: EngineConfig) -> ModelFacts:
         limit = CONTEXT_LENGTH
     if config.context_length is not None and config.context_length > limit:
         raise ConfigError(f"--context-length {config.context_length}: the model's limit is {limit} tokens")
+    four_bytes = uses_four_bytes(config)
+    special_tokens = _special_tokens(tokenizer_path, tokenizer)
+    chat_template = _chat_template(config, tokenizer_path, tokenizer)
     return ModelFacts(
         path=path,
         tokenizer_path=tokenizer_path,
         name=config.served_model_name or path.name,
         context_length=config.context_length or limit,
         eos_token_ids=_union(_ids(text.get("eos_token_id")), _ids(generation.get("eos_token_id"))),
-        chat_template=_chat_template(config, tokenizer_path, tokenizer),
-        special_tokens=_special_tokens(tokenizer_path, tokenizer),
+        chat_template=chat_template,
+        special_tokens=special_tokens,
+        tokenizer_fingerprint="" if four_bytes else _fingerprint(tokenizer_path, chat_template, special_tokens),
         sampling_defaults={
             k: float(generation[k]) for k in SAMPLING_DEFAULT_KEYS if isinstance(generation.get(k), int | float)
         },
@@ -126,6 +133,26 @@ def _special_tokens(path: Path, tokenizer: dict[str, Any]) -> dict[str, str]:
     merged = {**_read_json(path / "special_tokens_map.json"), **tokenizer}
     names = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
     return {name: text for name in names if (text := _content(merged.get(name))) is not None}
+
+
+def _fingerprint(path: Path, chat_template: str | None, special_tokens: dict[str, str]) -> str:
+    """SHA-256 over all that decides which ids a request gets, as the router computes it (router/src/tokens/files.rs).
+
+    Parts, each preceded by its length: tokenizer.json, names and texts of the special tokens by name, the template if
+    there is one. Empty without a tokenizer.json: loading the tokenizer says so.
+    """
+    try:
+        parts = [(path / "tokenizer.json").read_bytes()]
+    except OSError:
+        return ""
+    for name, text in sorted(special_tokens.items()):
+        parts += [name.encode(), text.encode()]
+    if chat_template is not None:
+        parts.append(chat_template.encode())
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(len(part).to_bytes(8, "little") + part)
+    return digest.hexdigest()
 
 
 def _chat_template(config: EngineConfig, path: Path, tokenizer: dict[str, Any]) -> str | None:

@@ -123,27 +123,23 @@ class Validator:
 
     async def chat(self, body: dict[str, Any]) -> Accepted:
         f = Fields(body)
-        with f.all_mistakes():
-            self._check_model(f)
-            known.refuse(f, known.CHAT, known.OPENAI, known.SHARED)
-            messages = read_messages(f)
-            template_kwargs = dict(f.object("chat_template_kwargs"))
-            if (effort := f.string("reasoning_effort")) is not None:
-                template_kwargs.setdefault("reasoning_effort", effort)
-            continue_final = f.boolean("continue_final_message", False)
-            generation_prompt = f.boolean("add_generation_prompt", not continue_final)
-            if continue_final and generation_prompt:
-                f.note(f.bad("continue_final_message", "and add_generation_prompt exclude each other"), None)
-            logprobs = -1
-            top = f.integer("top_logprobs", None, 0, MAX_LOGPROBS)
-            if f.boolean("logprobs", False):
-                logprobs = top or 0
-            elif top:
-                f.note(f.bad("top_logprobs", "needs logprobs: true"), None)
-            special = f.boolean("add_special_tokens", False)
-
-            common = self._common(f)
-            max_tokens = f.integer(f.first("max_completion_tokens", "max_tokens"), None, 1)
+        self._check_model(f)
+        known.refuse(f, known.CHAT, known.OPENAI, known.SHARED)
+        messages = read_messages(f)
+        template_kwargs = dict(f.object("chat_template_kwargs"))
+        if (effort := f.string("reasoning_effort")) is not None:
+            template_kwargs.setdefault("reasoning_effort", effort)
+        continue_final = f.boolean("continue_final_message", False)
+        generation_prompt = f.boolean("add_generation_prompt", not continue_final)
+        if continue_final and generation_prompt:
+            raise f.bad("continue_final_message", "and add_generation_prompt exclude each other")
+        logprobs = -1
+        top = f.integer("top_logprobs", None, 0, MAX_LOGPROBS)
+        if f.boolean("logprobs", False):
+            logprobs = top or 0
+        elif top:
+            raise f.bad("top_logprobs", "needs logprobs: true")
+        special = f.boolean("add_special_tokens", False)
 
         def tokens() -> list[int]:
             text = self._template.render(
@@ -154,33 +150,34 @@ class Validator:
             )
             return self._tokenizer.encode(text, add_special_tokens=special)
 
-        prompt = await self._tokenizer.offload(chars_of(messages), tokens)
-        return self._accept(f, [prompt], common, max_tokens, None, logprobs, "messages")
+        common = self._common(f)
+        max_tokens = f.integer(f.first("max_completion_tokens", "max_tokens"), None, 1)
+        prompts = self._tokenized(f, 1, many=False)
+        if prompts is None:
+            prompts = [await self._tokenizer.offload(chars_of(messages), tokens)]
+        return self._accept(f, prompts, common, max_tokens, None, logprobs, "messages")
 
     async def completion(self, body: dict[str, Any]) -> Accepted:
         f = Fields(body)
-        with f.all_mistakes():
-            self._check_model(f)
-            known.refuse(f, known.COMPLETION, known.OPENAI, known.SHARED)
-            n = f.integer("n", 1, 1, MAX_CHOICES)
-            if f.integer("best_of", n, 1) != n:
-                raise UnsupportedParameter("best_of other than n is not supported; leave it out", param="best_of")
-            wanted = f.integer("logprobs", None, 0, MAX_LOGPROBS)
-            echo = f.boolean("echo", False)
-            if echo and wanted is not None:
-                raise UnsupportedParameter(
-                    "echo together with logprobs is not supported by this version", param="logprobs"
-                )
-            special = f.boolean("add_special_tokens", True)
-            max_tokens = f.integer(f.first("max_tokens", "max_completion_tokens"), None, 0 if echo else 1)
-            common = self._common(f)
-            raw = _prompt_list(f, "prompt")
-        prompts = await self._prompts(raw, "prompt", special)
+        self._check_model(f)
+        known.refuse(f, known.COMPLETION, known.OPENAI, known.SHARED)
+        n = f.integer("n", 1, 1, MAX_CHOICES)
+        if f.integer("best_of", n, 1) != n:
+            raise UnsupportedParameter("best_of other than n is not supported; leave it out", param="best_of")
+        wanted = f.integer("logprobs", None, 0, MAX_LOGPROBS)
+        echo = f.boolean("echo", False)
+        if echo and wanted is not None:
+            raise UnsupportedParameter("echo together with logprobs is not supported by this version", param="logprobs")
+        special = f.boolean("add_special_tokens", True)
+        max_tokens = f.integer(f.first("max_tokens", "max_completion_tokens"), None, 0 if echo else 1)
+        common = self._common(f)
+        given = f.require("prompt")
+        raw = _prompt_list(f, "prompt")
+        prompts = self._tokenized(f, len(raw), many=_is_batch(given)) or await self._prompts(raw, "prompt", special)
         accepted = self._accept(
             f, prompts, common, max_tokens, COMPLETION_MAX_TOKENS, -1 if wanted is None else wanted, "prompt"
         )
         if echo:
-            given = f.get("prompt")
             texts = [given] if isinstance(given, str) else given
             decoded = [
                 t
@@ -193,35 +190,33 @@ class Validator:
 
     async def generate(self, body: dict[str, Any]) -> Accepted:
         f = Fields(body)
-        with f.all_mistakes():
-            known.refuse(f, known.GENERATE, known.SHARED)
-            if f.string("model") != "unknown":  # smg 1.13 adds this one: the native body has no such field in SGLang
-                self._check_model(f)
-            nested = f.get("sampling_params")
-            if type(nested) is list:
-                raise UnsupportedParameter(
-                    "sampling_params must be one object for all prompts", param="sampling_params"
-                )
-            s = Fields(f.object("sampling_params"), "sampling_params.", within=f)
-            known.refuse(s, known.SHARED)
-            name = f.first("text", "prompt", "input_ids")
-            if f.get(name) is None:
-                raise MissingField("text or input_ids is required", param="text")
-            value = f.get(name)
-            raw = _prompt_list(f, name)
-            is_batch = type(value) is list and len(value) > 0 and type(value[0]) is not int
-            logprobs = -1
-            top = f.integer("top_logprobs_num", 0, 0, MAX_LOGPROBS)
-            if f.boolean("return_logprob", False):
-                logprobs = top or 0
-            start = f.integer("logprob_start_len", -1, -1)
-            if logprobs >= 0 and start not in (-1, None):
-                raise UnsupportedParameter(
-                    "logprobs of the prompt are not supported by this version", param="logprob_start_len"
-                )
-            max_tokens = s.integer(s.first("max_new_tokens", "max_tokens"), None, 1)
-            common = self._common(f, s)
-        prompts = await self._prompts(raw, name, True)
+        known.refuse(f, known.GENERATE, known.SHARED)
+        if f.string("model") != "unknown":  # smg 1.13 adds this one: the native body has no such field in SGLang
+            self._check_model(f)
+        nested = f.get("sampling_params")
+        if type(nested) is list:
+            raise UnsupportedParameter("sampling_params must be one object for all prompts", param="sampling_params")
+        s = Fields(f.object("sampling_params"), "sampling_params.")
+        known.refuse(s, known.SHARED)
+        name = f.first("text", "prompt", "input_ids")
+        if f.get(name) is None:
+            raise MissingField("text or input_ids is required", param="text")
+        value = f.get(name)
+        raw = _prompt_list(f, name)
+        is_batch = _is_batch(value)
+        logprobs = -1
+        top = f.integer("top_logprobs_num", 0, 0, MAX_LOGPROBS)
+        if f.boolean("return_logprob", False):
+            logprobs = top or 0
+        start = f.integer("logprob_start_len", -1, -1)
+        if logprobs >= 0 and start not in (-1, None):
+            raise UnsupportedParameter(
+                "logprobs of the prompt are not supported by this version", param="logprob_start_len"
+            )
+        max_tokens = s.integer(s.first("max_new_tokens", "max_tokens"), None, 1)
+        common = self._common(f, s)
+        prompts = self._tokenized(f, len(raw), many=is_batch) if name != "input_ids" else None
+        prompts = prompts or await self._prompts(raw, name, True)
         accepted = self._accept(f, prompts, common, max_tokens, GENERATE_MAX_TOKENS, logprobs, name, s)
         return replace(accepted, is_batch=is_batch or accepted.n > 1)
 
@@ -280,6 +275,25 @@ class Validator:
             sum(map(len, texts)), lambda: [self._tokenizer.encode(t, add_special_tokens=special) for t in texts]
         )
 
+    def _tokenized(self, f: Fields, count: int, *, many: bool) -> list[list[int]] | None:
+        """`input_ids` beside messages or texts: one list of ids, or one for each prompt where the body holds `many`.
+
+        They are the same prompts, tokenized by a router with this engine's tokenizer and template (it compares
+        fingerprints), and take the place of the texts.
+        """
+        value = f.get("input_ids")
+        if value is None:
+            return None
+        rows = value if many else [value]
+        if type(rows) is not list or len(rows) != count or count > MAX_ITEMS:
+            wanted = f"an array of {min(count, MAX_ITEMS)} arrays of token ids" if many else "an array of token ids"
+            raise f.bad("input_ids", f"must be {wanted}, the prompts as they are tokenized")
+        for ids in rows:
+            self._check_ids(ids, "input_ids")
+            if not ids:
+                raise f.bad("input_ids", "is empty; give at least one token")
+        return rows
+
     async def _prompts(self, raw: list[Any], param: str, special: bool) -> list[list[int]]:
         """Token ids of each prompt; texts are encoded, ids are checked."""
         if len(raw) > MAX_ITEMS:
@@ -301,7 +315,7 @@ class Validator:
         top_k = s.integer("top_k", int(defaults.get("top_k", 0)), -1) or 0
         stops = s.strings("stop", MAX_STOPS)
         if any(len(t) > MAX_STOP_CHARS for t in stops):
-            s.note(s.bad("stop", f"has a string of more than {MAX_STOP_CHARS} characters"), None)
+            raise s.bad("stop", f"has a string of more than {MAX_STOP_CHARS} characters")
         min_name = s.first("min_tokens", "min_new_tokens")
         min_tokens = s.integer(min_name, 0, 0) or 0
         params = SamplingParams(
@@ -320,7 +334,7 @@ class Validator:
             logit_bias=self._logit_bias(s),
         )
         seed_name = s.first("seed", "sampling_seed")
-        options = Fields(f.object("stream_options"), "stream_options.", within=f)
+        options = Fields(f.object("stream_options"), "stream_options.")
         keys = [f.string(name, max_chars=1024) for name in ("cache_salt", "extra_key")]
         f.ignore(known.IGNORED)
         return _Common(
@@ -350,12 +364,11 @@ class Validator:
         value = f.integer("priority", None, -(2**31), 2**31 - 1)
         config = self._config
         if value is not None and config.abort_on_priority_when_disabled and not config.enable_priority_scheduling:
-            refused = UnsupportedParameter(
+            raise UnsupportedParameter(
                 "this engine runs without --enable-priority-scheduling and refuses requests with a priority; "
                 "leave priority out",
                 param="priority",
             )
-            return f.note(refused, None)
         return value
 
     def _rid(self, f: Fields) -> str | None:
@@ -363,24 +376,25 @@ class Validator:
         if type(value) is list and len(value) == 1:
             value = value[0]
         if type(value) is list:
-            return f.note(UnsupportedParameter("rid must be one string for the whole request", param="rid"), None)
+            raise UnsupportedParameter("rid must be one string for the whole request", param="rid")
         if value is None:
             return None
         if type(value) is not str or not 0 < len(value) <= 256 or not value.isprintable():
-            return f.note(f.bad("rid", "must be a printable string of 1 to 256 characters"), None)
+            raise f.bad("rid", "must be a printable string of 1 to 256 characters")
         return value
 
     def _logit_bias(self, s: Fields) -> tuple[tuple[int, float], ...]:
         table = s.object("logit_bias")
         if len(table) > MAX_BIAS:
-            return s.note(s.bad("logit_bias", f"has {len(table)} entries, at most {MAX_BIAS} are accepted"), ())
+            raise s.bad("logit_bias", f"has {len(table)} entries, at most {MAX_BIAS} are accepted")
         out = []
         for key, value in table.items():
             if not key.isascii() or not key.isdigit() or int(key[:12]) >= self._tokenizer.vocab_size:
-                text = f"has the key {key[:50]!r}, which is no token id below {self._tokenizer.vocab_size}"
-                return s.note(s.bad("logit_bias", text), ())
+                raise s.bad(
+                    "logit_bias", f"has the key {key[:50]!r}, which is no token id below {self._tokenizer.vocab_size}"
+                )
             if type(value) not in (int, float) or not -100 <= value <= 100:
-                return s.note(s.bad("logit_bias", f"of token {key} must be a number from -100 to 100"), ())
+                raise s.bad("logit_bias", f"of token {key} must be a number from -100 to 100")
             out.append((int(key), float(value)))
         return tuple(out)
 
@@ -498,6 +512,11 @@ def _header_secs(headers: Mapping[str, str], name: str) -> float | None:
 
 def _least(values: Iterable[float | None]) -> float | None:
     return min((v for v in values if v is not None), default=None)
+
+
+def _is_batch(value: Any) -> bool:
+    """Several prompts, or a list of one: anything but a text or an array of token ids."""
+    return type(value) is list and len(value) > 0 and type(value[0]) is not int
 
 
 def _prompt_list(f: Fields, name: str) -> list[Any]:

@@ -33,7 +33,7 @@ pub use policy::{
     AssignmentMode, CacheAwareParams, CostParams, ManualParams, Miss, Policy, PolicyKind,
     PolicyParams, PolicyStats, RankStats, UnknownName, build, choose_fitting_pair, choose_pair,
 };
-pub use prompt::{Blocks, Prompt, TokenChain, namespace, token_blocks};
+pub use prompt::{Blocks, Prompt, TokenChain, Unit, namespace, token_blocks};
 pub use retry::{BudgetConfig, RetryBudget, RetryClass, RetryConfig};
 pub use room::{LiveRooms, draw_room};
 pub use types::{

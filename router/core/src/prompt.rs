@@ -18,10 +18,20 @@
 /// Bytes of text in a block: about 64 tokens of English, a few pages of an engine's cache.
 pub const BLOCK_BYTES: usize = 256;
 
-/// A prompt's hashes and size. A *unit* is what sizes are counted in: bytes of text, or tokens.
+/// What a prompt's size is counted in.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub enum Unit {
+    /// Of text.
+    #[default]
+    Bytes,
+    Tokens,
+}
+
+/// A prompt's hashes and size.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Blocks {
     hashes: Box<[u64]>,
+    unit: Unit,
     block_units: usize,
     units: usize,
     tokens: Option<u32>,
@@ -31,6 +41,7 @@ pub struct Blocks {
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Prompt<'a> {
     pub hashes: &'a [u64],
+    pub unit: Unit,
     pub block_units: usize,
     /// Of the whole prompt, the rest behind the last block included.
     pub units: usize,
@@ -41,8 +52,7 @@ pub struct Prompt<'a> {
 impl Prompt<'_> {
     /// Whether its blocks are of token ids, as engines' pages are.
     pub fn is_of_tokens(&self) -> bool {
-        self.tokens
-            .is_some_and(|tokens| tokens as usize == self.units)
+        self.unit == Unit::Tokens
     }
 }
 
@@ -58,6 +68,7 @@ impl Blocks {
                     state
                 })
                 .collect(),
+            unit: Unit::Bytes,
             block_units: BLOCK_BYTES,
             units: text.len(),
             tokens,
@@ -73,6 +84,7 @@ impl Blocks {
         });
         Self {
             hashes: named.collect(),
+            unit: Unit::Tokens,
             block_units: block_tokens,
             units: tokens as usize,
             tokens: Some(tokens),
@@ -82,6 +94,7 @@ impl Blocks {
     pub fn prompt(&self) -> Prompt<'_> {
         Prompt {
             hashes: &self.hashes,
+            unit: self.unit,
             block_units: self.block_units,
             units: self.units,
             tokens: self.tokens,
@@ -100,6 +113,7 @@ pub fn token_blocks(ids: &[u32], block_size: usize, namespace: &str) -> Blocks {
             .chunks_exact(block_size)
             .map(|block| chain.push(block))
             .collect(),
+        unit: Unit::Tokens,
         block_units: block_size,
         units: ids.len(),
         tokens: Some(u32::try_from(ids.len()).unwrap_or(u32::MAX)),

@@ -14,6 +14,7 @@ mod limits;
 mod pair;
 mod refused;
 mod tls;
+mod tokens;
 mod worker_url;
 
 use std::time::Duration;
@@ -30,6 +31,7 @@ pub use limits::Limits;
 pub use pair::{Pairs, PdProtocol};
 pub use refused::REFUSED;
 pub use tls::Tls;
+pub use tokens::Tokens;
 pub use worker_url::{Bootstrap, WorkerSpec, WorkerUrl};
 
 const ENV_PREFIX: &str = "BATON_ROUTER_FLAG_";
@@ -54,6 +56,8 @@ pub struct RouterConfig {
     pub discovery: discovery::Discovery,
     #[command(flatten)]
     pub routing: Routing,
+    #[command(flatten)]
+    pub tokens: Tokens,
     #[command(flatten)]
     pub limits: Limits,
     #[command(flatten)]
@@ -445,6 +449,7 @@ impl RouterConfig {
             .into_iter()
             .chain(self.tls.complaints())
             .chain(self.limits.complaints(self.forecasts()))
+            .chain(self.tokens.complaints())
             .chain(keys::complaints(&self.listen.control_plane_api_keys))
         {
             rule(false, text);

@@ -10,7 +10,6 @@ const fn refused(name: &'static str, instead: &'static str) -> Refused {
     Refused { name, instead }
 }
 
-const TOKENIZER: &str = "the router does not tokenise; it counts characters and learns from what workers report, drop the flag";
 const PARSERS: &str = "answers pass through untouched; give the parser to the engine";
 const HISTORY: &str = "the router keeps no conversations; drop the flag";
 const AUTH: &str = "there are only fixed keys; use --api-key and --control-plane-api-keys";
@@ -40,16 +39,6 @@ pub const REFUSED: &[Refused] = &[
     refused(
         "upstream-http2",
         "workers are reached over HTTP/1.1, one connection per request in flight, so that no answer waits behind another; drop the flag",
-    ),
-    refused("model-path", TOKENIZER),
-    refused("tokenizer-path", TOKENIZER),
-    refused("tokenizer-cache-enable-l0", TOKENIZER),
-    refused("tokenizer-cache-l0-max-entries", TOKENIZER),
-    refused("tokenizer-cache-enable-l1", TOKENIZER),
-    refused("tokenizer-cache-l1-max-memory", TOKENIZER),
-    refused(
-        "chat-template",
-        "the engine applies the chat template; give --chat-template to it",
     ),
     refused("reasoning-parser", PARSERS),
     refused("tool-call-parser", PARSERS),

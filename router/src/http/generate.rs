@@ -10,6 +10,7 @@ use http::header::{ACCEPT_ENCODING, CONTENT_LENGTH, CONTENT_TYPE, EXPECT, HOST};
 use http::{HeaderMap, HeaderValue, Method, Uri};
 use http_body::Body;
 use http_body_util::BodyExt;
+use router_core::Blocks;
 use tokio::sync::OwnedSemaphorePermit;
 use tokio::time::{Instant, timeout_at};
 
@@ -54,9 +55,12 @@ async fn serve(app: Arc<App>, api: Api, request: Request) -> Response {
     match take_in(&app, api, request).await {
         Ok((head, routing_key, body, scan, ready_at, permit, deadline_ms)) => {
             let (needs_text, needs_blocks) = app.registry.needs(app.serving_roles());
+            let prompt = prompt_of(&app, api, &scan, &body, needs_blocks).await;
             let inbound = Inbound {
                 head,
-                blocks: needs_blocks.then(|| Arc::new(scan.blocks(&body))),
+                blocks: prompt.blocks.map(Arc::new),
+                prompt_tokens: prompt.tokens,
+                input_ids: prompt.input_ids,
                 needs_text,
                 body,
                 scan,
@@ -133,6 +137,39 @@ fn shed(app: &App, request: &Inbound, deadline_ms: Option<u64>) -> Result<(), Ro
         limit_ms,
         excess_ms,
     })
+}
+
+/// What is known of a prompt before anybody is chosen.
+#[derive(Default)]
+struct Known {
+    /// What policies are told of it, if one of them reads it.
+    blocks: Option<Blocks>,
+    tokens: Option<u32>,
+    /// Token ids for workers that take them.
+    input_ids: Option<Bytes>,
+}
+
+/// In tokens where the client sent ids or the router has a tokenizer that can read the request, else in bytes of text.
+async fn prompt_of(app: &App, api: Api, scan: &Scan, body: &Bytes, needs_blocks: bool) -> Known {
+    let config = &app.config.tokens;
+    let of_ids = |ids: &[u32], input_ids| Known {
+        blocks: needs_blocks.then(|| scan.token_blocks(ids, config.block_size)),
+        tokens: u32::try_from(ids.len()).ok(),
+        input_ids,
+    };
+    if let Some(ids) = scan.ids(body) {
+        return of_ids(&ids, None);
+    }
+    let forwards = config.forward_input_ids;
+    if let Some(tokens) = app.tokens.as_ref().filter(|_| needs_blocks || forwards)
+        && let Ok(made) = tokens.read(api, body, scan.prompt_len()).await
+    {
+        return of_ids(&made.joined(), forwards.then(|| made.member()));
+    }
+    Known {
+        blocks: needs_blocks.then(|| scan.text_blocks(body)),
+        ..Known::default()
+    }
 }
 
 fn text_header(headers: &HeaderMap, name: &str) -> Option<String> {

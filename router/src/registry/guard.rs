@@ -138,6 +138,15 @@ impl LoadGuard {
             self.metrics
                 .counted(role, usage.prompt_tokens, forecast.cached_tokens, cached);
         }
+        let counted = self.sent.blocks.as_ref().map(|blocks| blocks.prompt());
+        if let Some(tokens) = counted.and_then(|prompt| prompt.tokens) {
+            let result = match tokens == usage.prompt_tokens {
+                true => "equal",
+                false => "different",
+            };
+            let labels = [self.candidate.worker.role().label(), result];
+            self.metrics.token_counts.with_label_values(&labels).inc();
+        }
     }
 }
 

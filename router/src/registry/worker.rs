@@ -64,6 +64,8 @@ pub struct Description {
     /// KV slots of one rank.
     pub max_total_num_tokens: Option<u64>,
     pub schedule_policy: Option<String>,
+    /// Of its tokenizer and chat template (tokens/files.rs).
+    pub tokenizer_fingerprint: Option<String>,
     pub served_model_name: Option<String>,
     pub version: Option<String>,
     /// Ours tell what a partner must have in common with them; see `router_core::ASPECTS`.
@@ -191,6 +193,12 @@ impl Worker {
     pub fn has_feature(&self, name: &str) -> bool {
         let told = self.description();
         told.baton_features.iter().any(|feature| feature == name)
+    }
+
+    /// Whether it takes token ids beside a body, and would have come to the same.
+    pub fn takes_ids_of(&self, fingerprint: &str) -> bool {
+        let told = self.description();
+        self.tells_loads() && told.tokenizer_fingerprint.as_deref() == Some(fingerprint)
     }
 
     pub fn dp_size(&self) -> u32 {

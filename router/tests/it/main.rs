@@ -19,4 +19,5 @@ mod retries;
 mod shutdown;
 mod support;
 mod tls;
+mod tokens;
 mod verbs;

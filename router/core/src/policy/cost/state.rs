@@ -8,7 +8,7 @@ use super::rank::{Pending, Rank};
 use super::speed::{Fit, Speed, Work};
 use super::{Cost, CostParams};
 use crate::kv::{News, NewsError};
-use crate::prompt::Prompt;
+use crate::prompt::{Prompt, Unit};
 use crate::types::{RequestView, Role, Ticket, Usage, WorkerFacts, WorkerId, WorkerView};
 
 /// Weight of what a worker just reported against what was believed of its index.
@@ -24,8 +24,10 @@ pub(super) struct State {
     pub(super) speed: Speed,
     /// Predicted work dispatched to all.
     pub(super) work: Decayed,
-    /// Tokens and units of prompts whose tokens were counted, decayed.
+    /// Tokens and bytes of texts whose tokens were counted, decayed.
     pub(super) counted: (f64, f64),
+    /// Mean tokens in a block; 0 before the first.
+    block_tokens: f64,
     /// Mean length of an answer [tokens].
     answer_tokens: f64,
     /// Buffers of `choose`, kept so that it allocates nothing once they have grown.
@@ -109,6 +111,7 @@ impl State {
             work: Decayed::default(),
             // A quarter of a token per character, as if 4 KB had been counted.
             counted: (1024.0, 4096.0),
+            block_tokens: 0.0,
             answer_tokens: 256.0,
             scratch: Scratch::default(),
         }
@@ -230,7 +233,7 @@ impl State {
             return;
         }
         let (now_ms, prompt) = (req.now_ms as f64, &req.prompt);
-        if let Some(tokens) = prompt.tokens {
+        if let (Unit::Bytes, Some(tokens)) = (prompt.unit, prompt.tokens) {
             self.count(f64::from(tokens), prompt.units as f64);
         }
         let size = self.size_of(prompt);
@@ -267,8 +270,7 @@ impl State {
         }
         let capacity = rank.facts.capacity_tokens;
         let capacity = capacity.unwrap_or(policy.params.default_capacity_tokens) as f64;
-        let most = (size.tokens_per_block > 0.0).then(|| capacity / size.tokens_per_block);
-        let most = most.map(|blocks| blocks as usize);
+        let most = self.blocks_of(capacity, size);
         let expected = held.cached_tokens(size.tokens, size.tokens_per_block, 1.0);
         let sent = Sent {
             note: self.holdings.sent(worker, prompt, most, now_ms),
@@ -282,7 +284,21 @@ impl State {
         self.tickets.insert(ticket, sent);
     }
 
-    /// A prompt of so many units has so many tokens.
+    /// Blocks in a cache of so many tokens. One limit for blocks of text and of token ids: by their mean, so that the rare
+    /// kind evicts nothing of the other.
+    fn blocks_of(&mut self, tokens: f64, size: Size) -> Option<usize> {
+        const KEEP: f64 = 0.99;
+        if size.tokens_per_block <= 0.0 {
+            return None;
+        }
+        self.block_tokens = match self.block_tokens {
+            0.0 => size.tokens_per_block,
+            mean => KEEP * mean + (1.0 - KEEP) * size.tokens_per_block,
+        };
+        Some((tokens / self.block_tokens) as usize)
+    }
+
+    /// A text of so many bytes has so many tokens.
     fn count(&mut self, tokens: f64, units: f64) {
         if units > 0.0 {
             const KEEP: f64 = 0.99;

@@ -1,0 +1,183 @@
+//! Text to token ids, with the checkpoint's tokenizer.json, as the `tokenizers` wheel does it for the engines.
+//!
+//! Two caches, named as in SGLang's router:
+//!
+//! * L0 remembers whole texts;
+//! * L1 remembers *segments*: a text is cut behind its special tokens (`<|im_end|>`), where encoding starts anew, so the ids of
+//!   the pieces are the ids of the whole. The turns of a conversation and its system prompt are found again wherever they
+//!   stand, and only what is new is encoded.
+//!
+//! A tokenizer that treats the first word of a text in its own way (`prepend_scheme: first`) cannot be cut: no L1 then.
+
+use std::sync::Arc;
+
+use aho_corasick::{AhoCorasick, MatchKind};
+use parking_lot::Mutex;
+use prometheus::IntCounterVec;
+use tokenizers::Tokenizer;
+
+use super::cache::TextCache;
+use crate::config::Tokens as TokensConfig;
+
+/// Segments are joined until they are this long: a shorter one is encoded as fast as it is found [bytes].
+const MIN_SEGMENT: usize = 64;
+/// Segments remembered at most; their bytes are what usually limits them.
+const MAX_SEGMENTS: usize = 1 << 20;
+
+pub struct Encoder {
+    hf: Tokenizer,
+    /// By whether special tokens were added, which gives other ids.
+    whole: Option<[Mutex<TextCache>; 2]>,
+    segments: Option<Segments>,
+    /// Labels cache, result.
+    lookups: IntCounterVec,
+}
+
+struct Segments {
+    cuts: Cuts,
+    cache: Mutex<TextCache>,
+}
+
+/// Finds where a text may be cut.
+struct Cuts {
+    /// All tokens that the tokenizer looks for in the raw text, found as it finds them.
+    tokens: AhoCorasick,
+    /// Of these, the ones that leave the text behind them alone.
+    is_plain: Vec<bool>,
+}
+
+impl Encoder {
+    pub fn new(json: &[u8], config: &TokensConfig, lookups: IntCounterVec) -> Result<Self, String> {
+        let mut hf = Tokenizer::from_bytes(json).map_err(|err| err.to_string())?;
+        // A checkpoint may come with them switched on; the prompt is the whole text and only it.
+        hf.with_truncation(None).map_err(|err| err.to_string())?;
+        hf.with_padding(None);
+        let whole = config.tokenizer_cache_enable_l0.then(|| {
+            // Half for each kind: chat prompts bring their special tokens, completions get them added.
+            let bytes = config.tokenizer_cache_l0_max_memory / 2;
+            let entries = config.tokenizer_cache_l0_max_entries.div_ceil(2);
+            [(); 2].map(|()| Mutex::new(TextCache::new(bytes, entries)))
+        });
+        let cuts = match config.tokenizer_cache_enable_l1 {
+            true => Cuts::of(&hf)?,
+            false => None,
+        };
+        let segments = cuts.map(|cuts| {
+            let cache = TextCache::new(config.tokenizer_cache_l1_max_memory, MAX_SEGMENTS);
+            Segments {
+                cuts,
+                cache: Mutex::new(cache),
+            }
+        });
+        Ok(Self {
+            hf,
+            whole,
+            segments,
+            lookups,
+        })
+    }
+
+    pub fn vocab_size(&self) -> usize {
+        self.hf.get_vocab_size(true)
+    }
+
+    /// Bytes in the L0 and the L1 cache.
+    pub fn cache_bytes(&self) -> [usize; 2] {
+        let whole = self.whole.as_ref();
+        let whole = whole.map_or(0, |both| both.iter().map(|one| one.lock().bytes()).sum());
+        let segments = self.segments.as_ref();
+        [whole, segments.map_or(0, |some| some.cache.lock().bytes())]
+    }
+
+    /// Cost: about 1 µs for four characters that no cache knows.
+    pub fn encode(&self, text: &str, add_special_tokens: bool) -> Result<Arc<[u32]>, String> {
+        let Some(both) = &self.whole else {
+            return self.encode_pieces(text, add_special_tokens);
+        };
+        let cache = &both[usize::from(add_special_tokens)];
+        let known = cache.lock().get(text);
+        self.count("l0", known.is_some());
+        if let Some(ids) = known {
+            return Ok(ids);
+        }
+        let ids = self.encode_pieces(text, add_special_tokens)?;
+        cache.lock().put(text, &ids);
+        Ok(ids)
+    }
+
+    fn encode_pieces(&self, text: &str, add_special_tokens: bool) -> Result<Arc<[u32]>, String> {
+        // What is added around a text would be added around every piece.
+        let Some(segments) = self.segments.as_ref().filter(|_| !add_special_tokens) else {
+            return self.encode_plain(text, add_special_tokens);
+        };
+        let mut ids = Vec::with_capacity(text.len() / 3);
+        let mut from = 0;
+        for end in segments.cuts.of_text(text) {
+            let piece = &text[from..end];
+            from = end;
+            let known = segments.cache.lock().get(piece);
+            self.count("l1", known.is_some());
+            match known {
+                Some(known) => ids.extend_from_slice(&known),
+                None => {
+                    let made = self.encode_plain(piece, false)?;
+                    ids.extend_from_slice(&made);
+                    segments.cache.lock().put(piece, &made);
+                }
+            }
+        }
+        if from < text.len() {
+            ids.extend_from_slice(&self.encode_plain(&text[from..], false)?);
+        }
+        Ok(ids.into())
+    }
+
+    fn encode_plain(&self, text: &str, add_special_tokens: bool) -> Result<Arc<[u32]>, String> {
+        let encoding = self.hf.encode_fast(text, add_special_tokens);
+        let encoding = encoding.map_err(|err| err.to_string())?;
+        Ok(Arc::from(encoding.get_ids()))
+    }
+
+    fn count(&self, cache: &str, is_hit: bool) {
+        let result = if is_hit { "hit" } else { "miss" };
+        self.lookups.with_label_values(&[cache, result]).inc();
+    }
+}
+
+impl Cuts {
+    /// `None`: texts of this tokenizer cannot be cut.
+    fn of(hf: &Tokenizer) -> Result<Option<Self>, String> {
+        let shown =
+            serde_json::to_string(&hf.get_pre_tokenizer()).map_err(|err| err.to_string())?;
+        if shown.contains("\"prepend_scheme\":\"first\"") {
+            return Ok(None);
+        }
+        let added = hf.get_added_tokens_decoder();
+        let raw: Vec<_> = added.values().filter(|token| !token.normalized).collect();
+        if raw.is_empty() {
+            return Ok(None);
+        }
+        let tokens = AhoCorasick::builder()
+            .match_kind(MatchKind::LeftmostLongest)
+            .build(raw.iter().map(|token| &token.content))
+            .map_err(|err| err.to_string())?;
+        let is_plain = raw.iter().map(|token| !token.rstrip && !token.single_word);
+        Ok(Some(Self {
+            tokens,
+            is_plain: is_plain.collect(),
+        }))
+    }
+
+    /// Ends of the segments of at least [`MIN_SEGMENT`] bytes; what is behind the last is no segment.
+    fn of_text<'a>(&'a self, text: &'a str) -> impl Iterator<Item = usize> + 'a {
+        let mut last = 0;
+        self.tokens.find_iter(text).filter_map(move |found| {
+            let is_end =
+                self.is_plain[found.pattern().as_usize()] && found.end() - last >= MIN_SEGMENT;
+            is_end.then(|| {
+                last = found.end();
+                last
+            })
+        })
+    }
+}

@@ -1,0 +1,298 @@
+//! Chat messages to the text of a prompt, with the checkpoint's own Jinja template.
+//!
+//! Trimming, helpers and variables are those of transformers' `apply_chat_template` and so of our engines; golden files
+//! rendered by transformers hold both to it. The template is data from the internet: it gets no loader, and a render ends
+//! when its fuel does.
+
+use std::collections::BTreeMap;
+
+use minijinja::syntax::SyntaxConfig;
+use minijinja::value::{Kwargs, ValueKind};
+use minijinja::{AutoEscape, Environment, Error, ErrorKind, Value};
+use minijinja_contrib::pycompat;
+
+const NAME: &str = "chat";
+/// Instructions of one render: a conversation of 10 000 messages takes a few hundred thousand.
+const FUEL: u64 = 20_000_000;
+/// Deepest nesting of what `tojson` prints, as deep as JSON is read.
+const MAX_DEPTH: usize = 128;
+
+pub struct Template {
+    env: Environment<'static>,
+    special_tokens: BTreeMap<String, String>,
+}
+
+impl Template {
+    /// `special_tokens`: bos_token, eos_token and so on, which templates read as variables.
+    pub fn compile(source: &str, special_tokens: BTreeMap<String, String>) -> Result<Self, Error> {
+        let mut env = Environment::new();
+        let mut syntax = SyntaxConfig::builder();
+        env.set_syntax(syntax.trim_blocks(true).lstrip_blocks(true).build()?);
+        env.set_auto_escape_callback(|_| AutoEscape::None);
+        env.set_unknown_method_callback(pycompat::unknown_method_callback);
+        env.set_fuel(Some(FUEL));
+        env.add_function("raise_exception", |text: String| -> Result<Value, Error> {
+            Err(Error::new(ErrorKind::InvalidOperation, text))
+        });
+        env.add_function("strftime_now", strftime_now);
+        env.add_filter("tojson", tojson);
+        env.add_template_owned(NAME, without_generation_tags(source))?;
+        Ok(Self {
+            env,
+            special_tokens,
+        })
+    }
+
+    /// `variables` go before the special tokens of the same name.
+    pub fn render(&self, variables: Vec<(String, Value)>) -> Result<String, Error> {
+        let special = self.special_tokens.iter();
+        let special = special.map(|(name, text)| (name.clone(), Value::from(text.as_str())));
+        let all = Value::from_pairs(special.chain(variables));
+        self.env.get_template(NAME)?.render(all)
+    }
+}
+
+/// `{% generation %}` marks the assistant's turn for training; a prompt ignores it. `{% if true %}` keeps the whitespace
+/// control of the tag.
+fn without_generation_tags(source: &str) -> String {
+    let mut out = String::with_capacity(source.len());
+    let mut rest = source;
+    while let Some(at) = rest.find("{%") {
+        let (before, tag) = rest.split_at(at);
+        out += before;
+        let Some(end) = tag.find("%}") else {
+            rest = tag;
+            break;
+        };
+        let (tag, behind) = tag.split_at(end);
+        let inside = tag[2..].trim_matches(|c: char| c == '-' || c == '+' || c.is_whitespace());
+        match inside {
+            "generation" => out += &tag.replace("generation", "if true"),
+            "endgeneration" => out += &tag.replace("endgeneration", "endif"),
+            _ => out += tag,
+        }
+        rest = behind;
+    }
+    out + rest
+}
+
+fn strftime_now(format: String) -> Result<Value, Error> {
+    let broken = jiff::fmt::strtime::BrokenDownTime::from(&jiff::Zoned::now());
+    let text = broken.to_string(&format);
+    text.map(Value::from).map_err(|err| {
+        let text = format!("strftime_now({format:?}): {err}");
+        Error::new(ErrorKind::InvalidOperation, text)
+    })
+}
+
+/// Python's `json.dumps` with `ensure_ascii=False`: Jinja's own filter would escape HTML characters.
+fn tojson(value: &Value, options: Kwargs) -> Result<Value, Error> {
+    let indent: Option<usize> = options.get("indent")?;
+    let separators: Option<Vec<String>> = options.get("separators")?;
+    let mut writer = JsonWriter {
+        out: String::new(),
+        ascii: options
+            .get::<Option<bool>>("ensure_ascii")?
+            .unwrap_or(false),
+        sort_keys: options.get::<Option<bool>>("sort_keys")?.unwrap_or(false),
+        indent,
+        item: if indent.is_some() { "," } else { ", " }.to_owned(),
+        key: ": ".to_owned(),
+    };
+    match separators.as_deref() {
+        None => {}
+        Some([item, key]) => (writer.item, writer.key) = (item.clone(), key.clone()),
+        Some(_) => return Err(unfit("separators must be two strings")),
+    }
+    options.assert_all_used()?;
+    writer.value(value, 0)?;
+    Ok(Value::from(writer.out))
+}
+
+fn unfit(text: &str) -> Error {
+    Error::new(ErrorKind::InvalidOperation, format!("tojson: {text}"))
+}
+
+struct JsonWriter {
+    out: String,
+    ascii: bool,
+    sort_keys: bool,
+    indent: Option<usize>,
+    item: String,
+    key: String,
+}
+
+impl JsonWriter {
+    fn value(&mut self, value: &Value, depth: usize) -> Result<(), Error> {
+        if depth > MAX_DEPTH {
+            return Err(unfit("nested too deeply"));
+        }
+        match value.kind() {
+            ValueKind::None => self.out += "null",
+            ValueKind::Bool => self.out += if value.is_true() { "true" } else { "false" },
+            ValueKind::Number if value.is_integer() => self.out += &value.to_string(),
+            ValueKind::Number => self.out += &float(f64::try_from(value.clone())?),
+            ValueKind::String => self.string(value.as_str().unwrap_or_default()),
+            ValueKind::Seq | ValueKind::Iterable => {
+                let items: Vec<Value> = value.try_iter()?.collect();
+                self.list('[', ']', items.len(), depth, |writer, at| {
+                    writer.value(&items[at], depth + 1)
+                })?;
+            }
+            ValueKind::Map => {
+                let mut keys: Vec<Value> = value.try_iter()?.collect();
+                if self.sort_keys {
+                    keys.sort();
+                }
+                self.list('{', '}', keys.len(), depth, |writer, at| {
+                    let key = &keys[at];
+                    writer.string(key.as_str().ok_or_else(|| unfit("a key is no string"))?);
+                    let separator = writer.key.clone();
+                    writer.out += &separator;
+                    writer.value(&value.get_item(key)?, depth + 1)
+                })?;
+            }
+            other => return Err(unfit(&format!("cannot print {other}"))),
+        }
+        Ok(())
+    }
+
+    fn list(
+        &mut self,
+        open: char,
+        close: char,
+        len: usize,
+        depth: usize,
+        mut write: impl FnMut(&mut Self, usize) -> Result<(), Error>,
+    ) -> Result<(), Error> {
+        self.out.push(open);
+        for at in 0..len {
+            if at > 0 {
+                let separator = self.item.clone();
+                self.out += &separator;
+            }
+            self.line(depth + 1);
+            write(self, at)?;
+        }
+        if len > 0 {
+            self.line(depth);
+        }
+        self.out.push(close);
+        Ok(())
+    }
+
+    fn line(&mut self, depth: usize) {
+        if let Some(indent) = self.indent {
+            self.out.push('\n');
+            self.out.extend(std::iter::repeat_n(' ', indent * depth));
+        }
+    }
+
+    fn string(&mut self, text: &str) {
+        // serde_json's escapes are Python's.
+        let quoted = serde_json::Value::from(text).to_string();
+        if !self.ascii {
+            self.out += &quoted;
+            return;
+        }
+        for c in quoted.chars() {
+            // DEL is ASCII to Python.
+            match c.is_ascii() {
+                true => self.out.push(c),
+                false => {
+                    let mut units = [0; 2];
+                    for unit in c.encode_utf16(&mut units) {
+                        self.out += &format!("\\u{unit:04x}");
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// Python's `repr`: the shortest digits that read back the same, in scientific form below 1e-4 and from 1e16 on.
+fn float(value: f64) -> String {
+    if value.is_nan() {
+        return "NaN".to_owned();
+    }
+    if value.is_infinite() {
+        return if value > 0.0 { "Infinity" } else { "-Infinity" }.to_owned();
+    }
+    let scientific = format!("{value:e}");
+    let (digits, exponent) = scientific.split_once('e').unwrap_or((&scientific, "0"));
+    let exponent: i32 = exponent.parse().unwrap_or(0);
+    if value == 0.0 || (-4..16).contains(&exponent) {
+        let plain = value.to_string();
+        return if plain.contains('.') {
+            plain
+        } else {
+            plain + ".0"
+        };
+    }
+    let sign = if exponent < 0 { '-' } else { '+' };
+    format!("{digits}e{sign}{:02}", exponent.abs())
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    fn render(source: &str, value: &str) -> Result<String, String> {
+        let template = Template::compile(source, BTreeMap::new()).map_err(|err| err.to_string())?;
+        let value: Value = serde_json::from_str(value).unwrap();
+        let rendered = template.render(vec![("x".to_owned(), value)]);
+        rendered.map_err(|err| err.to_string())
+    }
+
+    /// What Python's json.dumps prints for the same values.
+    #[test]
+    fn tojson_is_json_dumps() {
+        let value = r#"{"b":[1,-2.50,1e20,1e-5,123456789012345680.0,0.0001,true,null,[],{}],"a":"<é\u007f\n\u0001😀'\">"}"#;
+        assert_eq!(
+            render("{{ x|tojson }}", value).unwrap(),
+            "{\"b\": [1, -2.5, 1e+20, 1e-05, 1.2345678901234568e+17, 0.0001, true, null, [], {}], \"a\": \"<é\u{7f}\\n\\u0001😀'\\\">\"}"
+        );
+        assert_eq!(
+            render(
+                "{{ x|tojson(ensure_ascii=true, sort_keys=true, separators=(',', ':')) }}",
+                r#"{"b":1,"a":"é😀"}"#
+            )
+            .unwrap(),
+            r#"{"a":"\u00e9\ud83d\ude00","b":1}"#
+        );
+        assert_eq!(
+            render("{{ x|tojson(indent=2) }}", r#"{"b":[1,{}],"a":{"c":2}}"#).unwrap(),
+            "{\n  \"b\": [\n    1,\n    {}\n  ],\n  \"a\": {\n    \"c\": 2\n  }\n}"
+        );
+        assert!(render("{{ y|tojson }}", "1").is_err());
+    }
+
+    #[test]
+    fn generation_tags_are_passed_over_with_their_whitespace_control() {
+        let source = "a\n  {%- generation -%}\n b {{ x }}{%+ if x %}!{% endif %}\n{% endgeneration %}\nc {% raw %}{% x";
+        assert!(render(source, "1").is_err()); // an open tag stays an error
+        let source = "a\n  {%- generation -%}\n b {{ x }}\n{% endgeneration %}\nc";
+        assert_eq!(render(source, "1").unwrap(), "ab 1\nc");
+    }
+
+    #[test]
+    fn a_template_cannot_run_for_ever_nor_read_files() {
+        let endless = "{% for a in range(100000) %}{% for b in range(100000) %}{{ b }}{% endfor %}{% endfor %}";
+        assert!(render(endless, "1").unwrap_err().contains("fuel"));
+        assert!(render("{% include 'other' %}", "1").is_err());
+        assert!(
+            render("{{ raise_exception('roles must alternate') }}", "1")
+                .unwrap_err()
+                .contains("roles must alternate")
+        );
+    }
+
+    #[test]
+    fn strftime_now_is_todays_date() {
+        let text = render("{{ strftime_now('%d %b %Y|%Y-%m-%d') }}", "1").unwrap();
+        let (long, short) = text.split_once('|').unwrap();
+        assert_eq!((long.len(), short.len()), (11, 10));
+        assert!(long.ends_with(&short[..4]), "{text}");
+    }
+}

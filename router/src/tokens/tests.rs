@@ -1,0 +1,329 @@
+//! Against what transformers and the engines make of the same requests: tests/support/token_goldens.py.
+
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+
+use proptest::prelude::*;
+use serde::Deserialize;
+use serde_json::Value;
+use serde_json::value::RawValue;
+
+use super::*;
+use crate::config::RouterConfig;
+
+#[derive(Deserialize)]
+struct Model {
+    fingerprint: String,
+    chats: Vec<ChatCase>,
+    texts: Vec<TextCase>,
+}
+
+#[derive(Deserialize)]
+struct ChatCase {
+    /// As it is written: the order of members reaches the template.
+    body: Box<RawValue>,
+    /// `None`: the template refuses.
+    text: Option<String>,
+    ids: Option<Vec<u32>>,
+}
+
+#[derive(Deserialize)]
+struct TextCase {
+    text: String,
+    ids: Vec<u32>,
+    /// Without special tokens.
+    bare_ids: Vec<u32>,
+}
+
+fn root() -> PathBuf {
+    PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("..")
+}
+
+fn models() -> BTreeMap<String, Model> {
+    let file = root().join("tests/contract/golden/tokens/cases.json");
+    serde_json::from_slice(&std::fs::read(file).unwrap()).unwrap()
+}
+
+fn load(name: &str, flags: &[&str]) -> Arc<Tokens> {
+    let dir = match name {
+        "demo" => root().join("engine/baton/models/demo"),
+        style => root().join("tests/contract/golden/tokens").join(style),
+    };
+    let path = dir.display().to_string();
+    let argv = ["baton-router", "--tokenizer-path", &path]
+        .into_iter()
+        .chain(flags.iter().copied());
+    let argv: Vec<String> = argv.map(str::to_owned).collect();
+    let config = RouterConfig::parse(&argv).unwrap().tokens;
+    let metrics = Arc::new(Metrics::new().unwrap());
+    Arc::new(Tokens::load(&config, metrics).unwrap().unwrap())
+}
+
+fn json(value: &Value) -> Bytes {
+    Bytes::from(value.to_string())
+}
+
+const NO_CACHE: &[&str] = &["--tokenizer-cache-enable-l1=false"];
+const BOTH_CACHES: &[&str] = &["--tokenizer-cache-enable-l0"];
+
+#[test]
+fn rendered_text_is_transformers() {
+    for (name, model) in models() {
+        let tokens = load(&name, NO_CACHE);
+        for case in &model.chats {
+            let made = prompt::texts_of(
+                case.body.get().as_bytes(),
+                Api::Chat,
+                tokens.template.as_ref(),
+            );
+            let expected = match &case.text {
+                Some(text) => Ok(vec![text.clone()]),
+                None => Err(Fallback::Template),
+            };
+            assert_eq!(
+                made.map(|made| made.texts),
+                expected,
+                "{name}: {}",
+                case.body
+            );
+        }
+    }
+}
+
+#[test]
+fn ids_are_transformers_with_and_without_caches() {
+    for (name, model) in models() {
+        for flags in [NO_CACHE, &[], BOTH_CACHES] {
+            let tokens = load(&name, flags);
+            // Twice: what the caches give back must be the same.
+            for _ in 0..2 {
+                for case in model.chats.iter().filter(|case| case.text.is_some()) {
+                    let made = tokens
+                        .ids_of(Api::Chat, case.body.get().as_bytes())
+                        .unwrap();
+                    assert_eq!(
+                        Some(made.joined()),
+                        case.ids,
+                        "{name} {flags:?}: {}",
+                        case.body
+                    );
+                }
+                for case in &model.texts {
+                    let text = &case.text;
+                    let ids = |api, body: &Value| tokens.ids_of(api, &json(body)).unwrap().joined();
+                    let completion = serde_json::json!({"prompt": text});
+                    assert_eq!(
+                        ids(Api::Completions, &completion),
+                        case.ids,
+                        "{name} {text:?}"
+                    );
+                    let bare = serde_json::json!({"prompt": text, "add_special_tokens": false});
+                    assert_eq!(
+                        ids(Api::Completions, &bare),
+                        case.bare_ids,
+                        "{name} {text:?}"
+                    );
+                    assert_eq!(
+                        ids(Api::Generate, &serde_json::json!({"text": text})),
+                        case.ids
+                    );
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn fingerprints_are_the_engines() {
+    for (name, model) in models() {
+        assert_eq!(load(&name, &[]).fingerprint, model.fingerprint, "{name}");
+    }
+    let other = root().join("tests/contract/golden/tokens/chatml/chat_template.jinja");
+    let other = load("demo", &["--chat-template", &other.display().to_string()]);
+    assert_ne!(other.fingerprint, models()["demo"].fingerprint);
+}
+
+#[test]
+fn a_second_turn_is_mostly_found_in_the_cache() {
+    let tokens = load("chatml", &[]);
+    let long = "word ".repeat(100);
+    let messages = |turns: usize| {
+        let turns = (0..turns).map(|i| {
+            let role = if i % 2 == 0 { "user" } else { "assistant" };
+            serde_json::json!({"role": role, "content": format!("{i} {long}")})
+        });
+        serde_json::json!({"messages": turns.collect::<Vec<_>>()})
+    };
+    let count = |result| {
+        tokens
+            .metrics
+            .tokenizer_lookups
+            .with_label_values(&["l1", result])
+            .get()
+    };
+    tokens.ids_of(Api::Chat, &json(&messages(5))).unwrap();
+    assert_eq!((count("hit"), count("miss")), (0, 6)); // the template's own system prompt is the sixth
+    tokens.ids_of(Api::Chat, &json(&messages(7))).unwrap();
+    assert_eq!((count("hit"), count("miss")), (6, 8));
+    let [whole, segments] = tokens.encoder.cache_bytes();
+    assert!(whole == 0 && segments > 8 * long.len());
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 64, ..ProptestConfig::default() })]
+    /// Cutting at special tokens changes nothing, whatever stands around them.
+    #[test]
+    fn a_text_in_segments_has_the_ids_of_the_whole(
+        pieces in proptest::collection::vec(
+            prop_oneof![
+                Just("<|im_start|>"), Just("<|im_end|>"), Just("<think>"), Just("</think>"), Just("<|eot_id|>"),
+                Just("</s>"), Just("[INST]"), Just("<eos>"), Just("<start_of_turn>"), Just("<|eos|>"), Just("<|assistant|>"),
+                Just("user\n"), Just("  "), Just("\n\n"), Just("e\u{301}"), Just("\u{301}"), Just("x"), Just("<|im"),
+                Just("The relay runner hands the baton over; it must not be dropped. Isn't that what we call it? "),
+            ],
+            0..40,
+        ),
+    ) {
+        thread_local! {
+            static PAIRS: Vec<(Arc<Tokens>, Arc<Tokens>)> = ["chatml", "llama3", "mistral", "gemma", "demo"]
+                .map(|name| (load(name, NO_CACHE), load(name, &[])))
+                .to_vec();
+        }
+        let text = pieces.concat();
+        PAIRS.with(|pairs| {
+            for (plain, cut) in pairs {
+                let ids = plain.encoder.encode(&text, false).unwrap();
+                prop_assert_eq!(&cut.encoder.encode(&text, false).unwrap(), &ids);
+                prop_assert_eq!(&cut.encoder.encode(&text, false).unwrap(), &ids);
+            }
+            Ok(())
+        })?;
+    }
+}
+
+#[test]
+fn what_cannot_be_read_falls_back_with_its_reason() {
+    let tokens = load("chatml", &[]);
+    for (api, body, why) in [
+        (Api::Chat, r#"{"messages":[]}"#, Fallback::Unread),
+        (Api::Chat, r#"{"messages":"Hi"}"#, Fallback::Unread),
+        (
+            Api::Chat,
+            r#"{"messages":[{"content":"x"}]}"#,
+            Fallback::Unread,
+        ),
+        (
+            Api::Chat,
+            r#"{"messages":[{"role":"user"}]}"#,
+            Fallback::Unread,
+        ),
+        (
+            Api::Chat,
+            r#"{"messages":[{"role":"user","content":[{"type":"image_url","image_url":{}}]}]}"#,
+            Fallback::Unread,
+        ),
+        (
+            Api::Chat,
+            r#"{"messages":[{"role":"user","content":"x"}],"chat_template":"{{ x }}"}"#,
+            Fallback::Unread,
+        ),
+        (Api::Completions, r#"{"prompt":[1,2]}"#, Fallback::Unread),
+        (Api::Completions, r#"{"prompt":["a",1]}"#, Fallback::Unread),
+        (Api::Generate, r#"{"input_ids":7}"#, Fallback::Unread),
+    ] {
+        assert_eq!(tokens.ids_of(api, body.as_bytes()), Err(why), "{body}");
+    }
+    let refuses = r#"{"messages":[{"role":"tool","content":"x"},{"role":"user","content":"y"}]}"#;
+    assert_eq!(
+        load("mistral", &[]).ids_of(Api::Chat, refuses.as_bytes()),
+        Err(Fallback::Template)
+    );
+}
+
+#[tokio::test]
+async fn reading_is_bounded_and_counted() {
+    let tokens = load("demo", &[]);
+    let body = Bytes::from_static(br#"{"prompt":"Hi there"}"#);
+    let made = tokens.read(Api::Completions, &body, 10).await.unwrap();
+    assert_eq!(
+        made.member(),
+        format!(",\"input_ids\":{:?}", made.joined()).replace(' ', "")
+    );
+    let too_long = tokens.read(Api::Completions, &body, MAX_BYTES + 1).await;
+    assert_eq!(too_long, Err(Fallback::TooLong));
+    // As many wait as may.
+    tokens.waiting.store(MAX_WAITING, Ordering::Relaxed);
+    assert_eq!(
+        tokens.read(Api::Completions, &body, 10).await,
+        Err(Fallback::Busy)
+    );
+    assert_eq!(tokens.waiting.load(Ordering::Relaxed), MAX_WAITING);
+    let fallbacks = |why| {
+        tokens
+            .metrics
+            .tokenize_fallbacks
+            .with_label_values(&[why])
+            .get()
+    };
+    assert_eq!((fallbacks("too_long"), fallbacks("busy")), (1, 1));
+    let took = tokens
+        .metrics
+        .tokenize
+        .with_label_values(&["/v1/completions"]);
+    assert_eq!(took.get_sample_count(), 1);
+}
+
+#[tokio::test]
+async fn a_place_that_does_not_come_free_is_not_waited_for_long() {
+    let tokens = load("demo", &[]);
+    let all = tokens.places.available_permits() as u32;
+    let _held = tokens.places.clone().acquire_many_owned(all).await.unwrap();
+    let body = Bytes::from_static(br#"{"prompt":"Hi"}"#);
+    assert_eq!(
+        tokens.read(Api::Completions, &body, 4).await,
+        Err(Fallback::Busy)
+    );
+    assert_eq!(tokens.waiting.load(Ordering::Relaxed), 0);
+}
+
+#[test]
+fn a_batch_has_a_list_for_each_prompt() {
+    let tokens = load("demo", &[]);
+    let made = tokens
+        .ids_of(
+            Api::Completions,
+            br#"{"prompt":["a","b"],"add_special_tokens":false}"#,
+        )
+        .unwrap();
+    let [a, b] =
+        [&made.prompts[0], &made.prompts[1]].map(|ids| format!("{ids:?}").replace(' ', ""));
+    assert_eq!(made.member(), format!(",\"input_ids\":[{a},{b}]"));
+    let one = tokens
+        .ids_of(
+            Api::Completions,
+            br#"{"prompt":["a"],"add_special_tokens":false}"#,
+        )
+        .unwrap();
+    assert_eq!(one.member(), format!(",\"input_ids\":[{a}]"));
+}
+
+#[test]
+fn what_is_missing_at_the_start_is_named_with_the_remedy() {
+    let load = |args: &[&str]| {
+        let argv: Vec<String> = std::iter::once("baton-router")
+            .chain(args.iter().copied())
+            .map(str::to_owned)
+            .collect();
+        let config = RouterConfig::parse(&argv).unwrap().tokens;
+        Tokens::load(&config, Arc::new(Metrics::new().unwrap())).map(|made| made.is_some())
+    };
+    assert_eq!(load(&[]), Ok(false));
+    let hub = load(&["--model-path", "meta-llama/Llama-3"]).unwrap_err();
+    assert!(
+        hub.contains("--model-path meta-llama/Llama-3: not a directory"),
+        "{hub}"
+    );
+    let empty = env!("CARGO_MANIFEST_DIR");
+    let empty = load(&["--tokenizer-path", empty]).unwrap_err();
+    assert!(empty.contains("tokenizer.json cannot be read"), "{empty}");
+}
