@@ -85,7 +85,7 @@ pub struct Listen {
     #[arg(long, value_name = "KEY")]
     pub api_key: Option<String>,
     /// Keys that alone open the paths which show or change the fleet (/workers, /flush_cache, /get_loads and their older
-    /// names), each ID:NAME:ROLE:KEY with role admin; user is answered 403
+    /// names, profiles) or others' requests (/v1/requests), each ID:NAME:ROLE:KEY with role admin; user is answered 403
     #[arg(long, value_name = "ID:NAME:ROLE:KEY", num_args = 1.., hide_env_values = true)]
     pub control_plane_api_keys: Vec<ControlKey>,
     /// Origins a browser page may call from; '*' allows all

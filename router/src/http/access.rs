@@ -22,14 +22,17 @@ const OPEN_PATHS: [&str; 8] = [
     "/metrics",
 ];
 
-/// Paths that show or change the fleet, and everything below them.
-const CONTROL_PATHS: [&str; 6] = [
+/// Paths that show or change the fleet or others' requests, and everything below them.
+const CONTROL_PATHS: [&str; 9] = [
     "/workers",
     "/add_worker",
     "/remove_worker",
     "/list_workers",
     "/flush_cache",
     "/get_loads",
+    "/start_profile",
+    "/stop_profile",
+    "/v1/requests",
 ];
 
 fn is_control(path: &str) -> bool {

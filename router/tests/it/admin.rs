@@ -149,6 +149,8 @@ async fn control_paths_take_control_keys_only() {
             (Method::GET, "/list_workers"),
             (Method::POST, "/flush_cache"),
             (Method::GET, "/get_loads"),
+            (Method::POST, "/start_profile"),
+            (Method::POST, "/v1/requests/r/suspend"),
         ] {
             for (key, status, code) in [
                 ("shared", 401, "invalid_api_key"),
