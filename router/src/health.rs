@@ -15,6 +15,7 @@ use router_core::{HealthChange, HealthCounter, Role};
 use tokio::time::{Instant, timeout};
 
 use crate::App;
+use crate::kv_events;
 use crate::load::{self, Fate};
 use crate::registry::{Description, State, Worker};
 use crate::upstream::{Head, SendError};
@@ -63,6 +64,7 @@ async fn watch(app: std::sync::Weak<App>, worker: std::sync::Weak<Worker>) {
             let description = describe(&app, &worker).await;
             let is_described = description.is_some();
             app.registry.set_state(&worker, State::Ready, description);
+            kv_events::start(&app, &worker);
             if is_described {
                 return;
             }
@@ -267,6 +269,7 @@ async fn admit(app: &App, worker: &Arc<Worker>) {
     if is_news && let Some(why) = app.registry.misfit(worker) {
         tracing::warn!(url = %worker.url(), role = %worker.role(), why, "worker cannot be paired");
     }
+    kv_events::start(app, worker);
 }
 
 /// Why this worker cannot serve in its role.

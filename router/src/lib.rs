@@ -3,7 +3,7 @@
 //! The life of a request: `http` (routes, key, request id) → `http::generate` (body, `body::Scan`, `admission`, `tokens`) →
 //! `dispatch` and `pair` (`registry` chooses P and D, `leg`s go out over `upstream`, retries) → `relay` (the answer's body); `late`
 //! keeps a stream's client company while dispatch works.
-//! `health` keeps the registry true, `record` turns each request into one log line and its metrics.
+//! `kv_events` follows what workers have cached, `health` keeps the registry true, `record` turns each request into one log line and its metrics.
 //!
 //! What this crate does not do: decide. Policies, breakers, backoff and health verdicts are `router-core`'s.
 
@@ -17,6 +17,7 @@ mod dispatch;
 mod error;
 mod health;
 mod http;
+mod kv_events;
 mod late;
 mod leg;
 mod load;

@@ -125,6 +125,16 @@ specs! {
         "Share of the prefixes expected in a worker's cache that it found there, mean of late (cost)";
     INDEX_BLOCKS = Gauge "baton_router_index_blocks" ["role", "worker"]
         "Blocks of prompts remembered for a worker: of --block-size tokens, or of 256 bytes (cost)";
+    KV_RANKS = Gauge "baton_router_kv_event_ranks" ["role", "state"]
+        "Workers (DP ranks) by what is known of their caches: off, connecting, exact, doubtful (docs/routing.md)";
+    KV_BATCHES = Counter "baton_router_kv_event_batches_total" ["role", "result"]
+        "Batches of KV events: applied, known (a repetition), ahead (something before it is missing)";
+    KV_RESYNCS = Counter "baton_router_kv_event_resyncs_total" ["role", "how"]
+        "Caches known again: by snapshot, replay, cleared; or skipped, what was missed is lost";
+    KV_FAILURES = Counter "baton_router_kv_event_failures_total" ["role", "reason"]
+        "Streams of KV events that ended, by reason";
+    KV_LAG = Histogram "baton_router_kv_event_lag_seconds" ["role"]
+        "From a batch's time on the worker's clock until it is in the index";
     TREE_CHARS = Gauge "baton_router_tree_chars" ["role", "worker"]
         "Characters of prompts remembered for a worker (cache_aware)";
     TREE_BYTES = Gauge "baton_router_tree_bytes" ["role"]
@@ -184,6 +194,11 @@ pub struct Metrics {
     prefill_speed: GaugeVec,
     confidence: GaugeVec,
     index_blocks: GaugeVec,
+    kv_ranks: GaugeVec,
+    kv_batches: IntCounterVec,
+    kv_resyncs: IntCounterVec,
+    kv_failures: IntCounterVec,
+    kv_lag: HistogramVec,
     tree_chars: GaugeVec,
     tree_bytes: GaugeVec,
     tree_evicted: GaugeVec,
@@ -263,6 +278,11 @@ impl Metrics {
             prefill_speed: gauges(&exposed, &PREFILL_SPEED)?,
             confidence: gauges(&exposed, &CONFIDENCE)?,
             index_blocks: gauges(&exposed, &INDEX_BLOCKS)?,
+            kv_ranks: gauges(&exposed, &KV_RANKS)?,
+            kv_batches: counters(&exposed, &KV_BATCHES)?,
+            kv_resyncs: counters(&exposed, &KV_RESYNCS)?,
+            kv_failures: counters(&exposed, &KV_FAILURES)?,
+            kv_lag: histograms(&exposed, &KV_LAG)?,
             tree_chars: gauges(&exposed, &TREE_CHARS)?,
             tree_bytes: gauges(&exposed, &TREE_BYTES)?,
             tree_evicted: gauges(&exposed, &TREE_EVICTED)?,
@@ -296,6 +316,30 @@ impl Metrics {
         self.load_reports.with_label_values(&labels).inc();
     }
 
+    pub fn kv_batch(&self, role: Role, result: &str) {
+        self.kv_batches
+            .with_label_values(&[role.label(), result])
+            .inc();
+    }
+
+    pub fn kv_resync(&self, role: Role, how: &str) {
+        self.kv_resyncs
+            .with_label_values(&[role.label(), how])
+            .inc();
+    }
+
+    pub fn kv_failure(&self, role: Role, reason: &str) {
+        self.kv_failures
+            .with_label_values(&[role.label(), reason])
+            .inc();
+    }
+
+    pub fn kv_lag(&self, role: Role, seconds: f64) {
+        self.kv_lag
+            .with_label_values(&[role.label()])
+            .observe(seconds);
+    }
+
     /// A worker reported what it counted of a prompt whose cached tokens had been predicted.
     pub fn counted(&self, role: &str, prompt_tokens: u32, expected: u32, reported: u32) {
         for (family, tokens) in [
@@ -327,6 +371,7 @@ impl Metrics {
             &self.prefill_speed,
             &self.confidence,
             &self.index_blocks,
+            &self.kv_ranks,
             &self.tree_chars,
         ] {
             family.reset();
@@ -346,6 +391,8 @@ impl Metrics {
             .map(|c| {
                 let role = c.worker.role().label();
                 let labels = [role, c.name.as_str()];
+                let state = c.feed.status().state.label();
+                self.kv_ranks.with_label_values(&[role, state]).inc();
                 self.worker_load
                     .with_label_values(&labels)
                     .set(c.load() as f64);

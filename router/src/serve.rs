@@ -27,6 +27,7 @@ use crate::config::{ParseStop, RouterConfig, flags_markdown};
 use crate::connections::{Terms, accept};
 use crate::discovery;
 use crate::http::{metrics_router, router};
+use crate::kv_events;
 use crate::metrics::metrics_markdown;
 use crate::tls;
 use crate::tokens::Tokens;
@@ -164,6 +165,7 @@ impl Running {
                 tracing::warn!(%role, "no worker of this role yet; wait for discovery, or POST one to /workers");
             }
         }
+        kv_events::announce(&app);
         evict_regularly(&app);
         app.admission.keep_filling(&app.config.limits);
         let metrics = match metrics_listener {

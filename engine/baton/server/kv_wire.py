@@ -29,7 +29,7 @@ class BlockStored(_Event):
     medium: str | None
     lora_name: str | None = None
     extra_keys: list[tuple[str, ...] | None] | None = None
-    """For a block that begins a sequence of a namespace: cache_salt and extra_key, as the request had them."""
+    """For a block that begins a sequence of a namespace: cache_salt and extra_key, each empty if absent."""
 
 
 class BlockRemoved(_Event):
@@ -74,7 +74,7 @@ def _to_wire(event: KvEvent, page_size: int) -> WireEvent:
 
 
 def _extra_keys(event: Stored) -> list[tuple[str, ...] | None]:
-    first = tuple(part for part in event.namespace.decode().split("\0") if part) if event.parent is None else None
+    first = tuple(event.namespace.decode().split("\0")) if event.parent is None else None
     return [first, *[None] * (len(event.hashes) - 1)]
 
 

@@ -10,6 +10,7 @@
 mod discovery;
 mod docs;
 mod keys;
+mod kv_events;
 mod limits;
 mod pair;
 mod refused;
@@ -27,6 +28,7 @@ use router_core::{
 
 pub use docs::flags_markdown;
 pub use keys::{ControlKey, KeyRole};
+pub use kv_events::{Endpoint, KvEvents, KvEventsMode};
 pub use limits::Limits;
 pub use pair::{Pairs, PdProtocol};
 pub use refused::REFUSED;
@@ -58,6 +60,8 @@ pub struct RouterConfig {
     pub routing: Routing,
     #[command(flatten)]
     pub tokens: Tokens,
+    #[command(flatten)]
+    pub kv_events: KvEvents,
     #[command(flatten)]
     pub limits: Limits,
     #[command(flatten)]
@@ -450,6 +454,7 @@ impl RouterConfig {
             .chain(self.tls.complaints())
             .chain(self.limits.complaints(self.forecasts()))
             .chain(self.tokens.complaints())
+            .chain(self.kv_events.complaints())
             .chain(keys::complaints(&self.listen.control_plane_api_keys))
         {
             rule(false, text);

@@ -113,6 +113,7 @@ fn show(app: &App, worker: &Worker) -> Value {
         "version": told.version,
         "page_size": told.page_size,
         "fingerprint": told.fingerprint,
+        "kv_events": app.registry.feeds_of(worker.id),
     })
 }
 

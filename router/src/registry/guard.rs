@@ -12,6 +12,7 @@ use router_core::{
 
 use super::worker::Worker;
 use crate::clock::now_ms;
+use crate::kv_events::Feed;
 use crate::load::{self, Fate, Report};
 use crate::metrics::Metrics;
 
@@ -27,6 +28,8 @@ pub struct Candidate {
     pub(super) host: u32,
     pub(super) load: Arc<AtomicUsize>,
     pub(super) breaker: Option<Mutex<CircuitBreaker>>,
+    /// What it announces of its cache.
+    pub feed: Feed,
 }
 
 impl Candidate {

@@ -34,6 +34,7 @@ pub use self::worker::{Description, State, Worker};
 use crate::clock::now_ms;
 use crate::config::{RouterConfig, WorkerSpec};
 use crate::error::RouteError;
+use crate::kv_events::{Feed, Status};
 use crate::load::{self, Report};
 use crate::metrics::Metrics;
 use crate::upstream::Pool;
@@ -246,6 +247,13 @@ impl Registry {
             .collect()
     }
 
+    /// What is known of the caches of a worker's ranks, in their order.
+    pub fn feeds_of(&self, worker: u64) -> Vec<Status> {
+        let candidates = self.candidates().into_iter();
+        let its = candidates.filter(|c| c.worker.id == worker);
+        its.map(|c| c.feed.status()).collect()
+    }
+
     pub fn policy_stats(&self) -> Vec<(Role, PolicyStats)> {
         let now_ms = now_ms();
         ROLES
@@ -333,6 +341,7 @@ impl Registry {
                         .clone()
                         .map(CircuitBreaker::new)
                         .map(Mutex::new),
+                    feed: Feed::default(),
                 })
             })
             .collect()
@@ -357,6 +366,7 @@ impl Registry {
         list.retain(|c| {
             let stays = c.worker.id != worker.id;
             if !stays {
+                c.feed.stop();
                 table.policy.observe(&Event::WorkerGone { worker: c.id });
             }
             stays

@@ -11,6 +11,7 @@ use tokio::sync::Notify;
 use tokio::task::AbortHandle;
 
 use crate::config::{Bootstrap, WorkerSpec, WorkerUrl};
+use crate::kv_events::{RankState, lenient};
 use crate::upstream::Pool;
 
 /// Most DP ranks of one worker that are believed.
@@ -66,6 +67,12 @@ pub struct Description {
     pub schedule_policy: Option<String>,
     /// Of its tokenizer and chat template (tokens/files.rs).
     pub tokenizer_fingerprint: Option<String>,
+    /// By rank.
+    #[serde(default, deserialize_with = "lenient")]
+    pub internal_states: Vec<RankState>,
+    /// SGLang's flag.
+    #[serde(default, deserialize_with = "lenient")]
+    pub kv_events_config: Option<String>,
     pub served_model_name: Option<String>,
     pub version: Option<String>,
     /// Ours tell what a partner must have in common with them; see `router_core::ASPECTS`.

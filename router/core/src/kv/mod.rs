@@ -27,7 +27,7 @@ mod model_test;
 
 pub use index::{KvIndex, KvRank, NewsError};
 pub use mirror::{Broken, Change, Mirror};
-pub use replica::{News, Replica, ReplicaError, Took};
+pub use replica::{News, Replica, ReplicaError, Tell, Took};
 
 /// An engine's name for a block, reduced to 64 bits where it is longer. It covers everything before the block.
 pub type EngineHash = u64;

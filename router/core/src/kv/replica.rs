@@ -156,6 +156,21 @@ impl Replica {
         Ok(())
     }
 
+    /// All that was missed has come: what was doubted is exact again. False: it was not doubted, or is not complete.
+    pub fn resume(&mut self, tell: Tell<'_>) -> Result<bool, ReplicaError> {
+        let is_due = self.next.is_some() && !self.is_exact && !self.mirror.is_partial;
+        if is_due {
+            self.serve(true, tell)?;
+        }
+        Ok(is_due)
+    }
+
+    /// Another copy follows from number 0 on; the one in use stays a guess until that is served.
+    pub fn begin_anew(&mut self) {
+        self.mirror.clear();
+        (self.next, self.is_exact) = (None, false);
+    }
+
     /// The rank is another process now: numbers begin anew, and it holds nothing of what this knew.
     pub fn forget(&mut self, tell: Tell<'_>) -> Result<(), ReplicaError> {
         self.mirror.clear();
