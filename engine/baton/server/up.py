@@ -32,7 +32,9 @@ import aiohttp
 
 from baton.config import EngineConfig, FlagParser, add_flags, build, flag_name, markdown, opt, refuse
 from baton.errors import ConfigError
+from baton.server.model_dir import resolve
 from baton.server.supervise import Backoff, Child, ChildFailed, describe_exit
+from baton.sim.device import uses_four_bytes
 
 PER_NODE = {"host", "port", "disaggregation_mode", "disaggregation_bootstrap_port", "transfer_port"}
 """Engine flags that `up` sets itself, different for each node."""
@@ -294,7 +296,7 @@ class Cluster:
                 argv += ["--decode", node.url]
         if int(self.plan.engine.get("dp_size", 1)) > 1:
             argv += ["--dp-aware"]
-        return argv + _router_flags(up)
+        return argv + _tokenizer_flags(self.plan.engine) + _router_flags(up)
 
     async def _keep_alive(self, child: Child, start: Callable[[], Coroutine[Any, Any, None]]) -> None:
         backoff = Backoff()
@@ -463,6 +465,18 @@ async def _run(plan: Plan) -> int:
         await asyncio.gather(serving, stopping, return_exceptions=True)
         await cluster.stop()
         say("stopped")
+
+
+def _tokenizer_flags(engine: dict[str, Any]) -> list[str]:
+    """The router tokenizes as the engines do, once for both nodes of a pair. Not what --simulate makes of text."""
+    config = build(dict(engine))
+    if uses_four_bytes(config):
+        return []
+    flags = ["--model-path", str(resolve(config.model_path)), "--forward-input-ids"]
+    for name in ("tokenizer_path", "chat_template"):
+        if value := getattr(config, name):
+            flags += [flag_name(name), str(Path(value).expanduser())]
+    return flags
 
 
 def _router_flags(up: UpConfig) -> list[str]:
