@@ -99,6 +99,20 @@ def test_expected_is_counted_after_stores_evictions_and_a_flush(cluster: Cluster
     assert asked(cluster, prompt(29)) == (0, 0)
 
 
+@pytest.mark.slow
+def test_restarted_engine_is_known_anew(cluster: Cluster) -> None:
+    asked(cluster, prompt(50))
+    settled(cluster)
+    for index in range(2):
+        cluster.kill("worker", index)
+    for index in range(2):
+        cluster.await_restart("worker", index)
+    eventually("both caches are known", lambda: states(cluster.url) == ["exact", "exact"])
+    assert asked(cluster, prompt(50)) == (0, 0)
+    settled(cluster)
+    assert asked(cluster, prompt(50)) == (5 * PAGE, 5 * PAGE)
+
+
 # ---- vLLM's format, published by libzmq ----------------------------------------------------------------------------
 
 
