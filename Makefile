@@ -17,11 +17,14 @@ test-all: setup ## the slow ones too
 	@tests/peers/setup.sh
 	cargo test --locked --workspace --quiet
 	$(py)pytest -m "not gpu" $(ARGS)
-bench: setup ## ratios of two interleaved arms: engine against transformers, page pulls against memcpy, planner against its floor
+bench: setup ## ratios of interleaved arms, the quick ones; the long ones and all results: docs/benchmarks.md
 	$(py)python -W ignore -m tests.perf.bench_engine
 	cargo bench --locked --quiet -p baton-kv-transfer --bench transfer
 	$(py)python -m tests.perf.bench_kernels
 	$(py)python -W ignore -m tests.perf.bench_sched
+	$(py)python -m tests.perf.bench_hot --rounds 1 --concurrency 48
+	$(py)python -m tests.perf.bench_routing --limit 600 --arms cost,cache_aware,round_robin
+	cargo bench --locked --quiet -p baton-router --bench cpu_per_request
 lint: setup ## formatters, linters, types
 	cargo fmt --all --check
 	cargo clippy --locked --workspace --all-targets --quiet -- -D warnings

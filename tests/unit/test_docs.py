@@ -85,7 +85,8 @@ def test_engine_flags_in_the_docs_exist() -> None:
     router = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "router" / "src" / "config").glob("*.rs"))
     fields = set(re.findall(r"^    (?:pub )?(\w+):", up + sim, re.MULTILINE)) | set(re.findall(r"pub (\w+):", router))
     known |= {"--" + name.replace("_", "-") for name in fields} | {"--help", "--out", "--steps", "--threads", "--seed"}
-    known |= {f"--{name.replace('_', '-')}" for name in (*serving.ROUNDS, *serving.TRACE)} | {"--url", "--hold-turns"}
+    known |= {f"--{name.replace('_', '-')}" for name in (*serving.ROUNDS, *serving.TRACE)}
+    known |= {"--url", "--hold-turns", "--chat", "--arms", "--fronts", "--bench", "--memory"}
     known |= {"--release", "--example", "--order", "--nocapture"}  # cargo's, an example's, a test run's
     known |= {"--http2-prior-knowledge"}  # curl's
     for page in PAGES:

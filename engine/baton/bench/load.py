@@ -98,31 +98,46 @@ async def run_round(session: aiohttp.ClientSession, url: str, model: str, work: 
     return Round(time.perf_counter() - began, tuple(timings), tuple(failures))
 
 
-async def send(session: aiohttp.ClientSession, url: str, model: str, prompt: list[int] | str, tokens: int) -> Timing:
-    """One streamed completion of exactly `tokens` tokens. Raises ClientError, TimeoutError, or ValueError."""
+async def send(
+    session: aiohttp.ClientSession, url: str, model: str, prompt: list[int] | str, tokens: int, *, chat: bool = False
+) -> Timing:
+    """One streamed answer of exactly `tokens` tokens. Raises ClientError, TimeoutError, or ValueError.
+
+    `chat`: the prompt is a user's message, not a completion's; it is text then.
+    """
+    path = "chat/completions" if chat else "completions"
+    what = {"messages": [{"role": "user", "content": prompt}]} if chat else {"prompt": prompt}
     body = {
-        "model": model, "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True, "stream": True,
+        "model": model, **what, "max_tokens": tokens, "temperature": 0, "ignore_eos": True, "stream": True,
         "stream_options": {"include_usage": True},
     }  # fmt: skip
     began = time.perf_counter()
     first = last = 0.0
     usage: dict[str, Any] = {}
-    async with session.post(f"{url}/v1/completions", json=body) as response:
+    async with session.post(f"{url}/v1/{path}", json=body) as response:
         if response.status != 200:
             raise ValueError(f"status {response.status}: {(await response.text())[:200]}")
         async for line in response.content:
             if not line.startswith(b"data: {"):
                 continue
-            now = time.perf_counter()
-            # Only usage and errors are read: the client must not become the bottleneck.
-            event = json.loads(line[6:]) if b'"usage"' in line or b'"error"' in line else {"choices": True}
+            last, before = time.perf_counter(), last
+            # After the first token only usage and errors are read: the client must not become the bottleneck.
+            if first and b'"usage"' not in line and b'"error"' not in line:
+                continue
+            event = json.loads(line[6:])
             if "error" in event:
                 raise ValueError(f"error event: {event['error']}")
             usage = event.get("usage") or usage
-            if event["choices"]:
-                first = first or now
-                last = now
+            if not event["choices"]:
+                last = before
+            elif not first and _has_text(event["choices"][0]):
+                first = last
     if usage.get("completion_tokens") != tokens:
         raise ValueError(f"{usage.get('completion_tokens')} tokens came, {tokens} were asked for")
     cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
-    return Timing(first - began, last - began, tokens, usage.get("prompt_tokens") or 0, cached)
+    return Timing((first or last) - began, last - began, tokens, usage.get("prompt_tokens") or 0, cached)
+
+
+def _has_text(choice: dict[str, Any]) -> bool:
+    """Not only the role; a token may be part of a character and show nothing, then the next one counts."""
+    return bool(choice.get("text") or choice.get("delta", {}).get("content") or choice.get("finish_reason"))

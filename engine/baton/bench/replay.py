@@ -99,6 +99,7 @@ async def replay(
     work: Sequence[Ask],
     *,
     scale: int = 1,
+    chat: bool = False,
     hold_turns: bool = False,
 ) -> Outcome:
     """Send everything; returns when the last answer has ended. A failed request is counted and raises nothing."""
@@ -113,7 +114,7 @@ async def replay(
             if hold_turns and ask.continues is not None:
                 await done[ask.continues].wait()
             prompt, answer = prompt_text(ask.request, scale), scaled(ask.request.output_length, scale)
-            timings[index] = await send(session, url, model, prompt, answer)
+            timings[index] = await send(session, url, model, prompt, answer, chat=chat)
         except (aiohttp.ClientError, asyncio.TimeoutError, ValueError) as err:
             failures.append(f"{type(err).__name__}: {err}")
         finally:

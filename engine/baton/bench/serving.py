@@ -107,6 +107,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     group.add_argument(
         "--hold-turns", action="store_true", help="a request that continues another waits until that one is answered"
     )
+    group.add_argument("--chat", action="store_true", help="send chat messages, not completions")
     group.add_argument("--json", metavar="FILE", help="write the results to this file too")
     options = parser.parse_args(argv)
     unused = ROUNDS if options.trace else TRACE
@@ -124,8 +125,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     for name in ("rate", "limit"):
         if not 0 <= getattr(options, name) < math.inf:
             parser.error(f"{_flag(name)} {getattr(options, name)}: must not be negative")
-    if not options.trace and (options.hold_turns or options.json):
-        parser.error("--hold-turns and --json mean nothing without --trace; leave them out")
+    if not options.trace and (options.hold_turns or options.chat or options.json):
+        parser.error("--hold-turns, --chat and --json mean nothing without --trace; leave them out")
     if options.trace and not options.url:
         parser.error("--trace needs the server to measure: --url http://host:port")
     if options.speed != 1 and options.rate:
@@ -204,8 +205,9 @@ async def _replay(options: argparse.Namespace) -> int:
             workers = await replay.worker_urls(session, url) or [url]
             before = await replay.worker_counts(session, workers)
             outcome = await replay.replay(
-                session, url, await served_model(url), work, scale=options.length_scale, hold_turns=options.hold_turns
-            )
+                session, url, await served_model(url), work, scale=options.length_scale, chat=options.chat,
+                hold_turns=options.hold_turns,
+            )  # fmt: skip
             after = await replay.worker_counts(session, workers)
             split = {worker: after[worker] - before[worker] for worker in before if worker in after}
             print(f"\n{url}\n{replay.report(outcome, split)}", flush=True)
