@@ -13,27 +13,35 @@
 //! same code runs in the server, in unit tests and in the simulator, and the same seed gives the same decisions.
 
 pub mod breaker;
+pub mod deciders;
+pub mod explain;
 pub mod fleet;
 pub mod health;
+pub mod journal;
 pub mod kv;
 pub mod local;
 pub mod make;
 pub mod policy;
 pub mod prefix_tree;
 pub mod prompt;
+pub mod replay;
 pub mod retry;
 pub mod room;
 pub mod types;
 
 pub use breaker::{BreakerConfig, BreakerState, CircuitBreaker, Outcome};
+pub use deciders::{Decided, Deciders, Seeded, Sending};
+pub use explain::Explanation;
 pub use health::{HealthChange, HealthConfig, HealthCounter};
 pub use local::{LocalRule, LocalView, LocalWhy};
 pub use make::{ASPECTS, Make};
 pub use policy::{
     AssignmentMode, CacheAwareParams, CostParams, ManualParams, Miss, Policy, PolicyKind,
     PolicyParams, PolicyStats, RankStats, UnknownName, build, choose_fitting_pair, choose_pair,
+    explain_pair,
 };
 pub use prompt::{Blocks, Prompt, TokenChain, Unit, namespace, token_blocks};
+pub use replay::Replay;
 pub use retry::{BudgetConfig, RetryBudget, RetryClass, RetryConfig};
 pub use room::{LiveRooms, draw_room};
 pub use types::{

@@ -79,7 +79,7 @@ impl Blocks {
     pub fn of_ids(ids: &[u64], block_tokens: usize, tokens: u32) -> Self {
         let mut state = SEED;
         let named = ids.iter().map(|id| {
-            state = fold(state ^ id.wrapping_add(MULTIPLIERS[0]), MULTIPLIERS[1]);
+            state = mix(state, *id);
             state
         });
         Self {
@@ -174,6 +174,11 @@ const MULTIPLIERS: [u64; 4] = [
     0xa54f_f53a_5f1d_36f1,
     0x510e_527f_ade6_82d1,
 ];
+
+/// A state that depends on all that was mixed in before, in order.
+pub(crate) fn mix(state: u64, next: u64) -> u64 {
+    fold(state ^ next.wrapping_add(MULTIPLIERS[0]), MULTIPLIERS[1])
+}
 
 /// 64 × 64 → 128 bits, both halves folded together: one multiplication mixes sixteen bytes.
 fn fold(a: u64, b: u64) -> u64 {

@@ -28,6 +28,17 @@ pub enum Role {
 }
 
 impl Role {
+    pub const ALL: [Role; 3] = [Role::Regular, Role::Prefill, Role::Decode];
+
+    /// Its place in [`Role::ALL`].
+    pub fn index(self) -> usize {
+        match self {
+            Role::Regular => 0,
+            Role::Prefill => 1,
+            Role::Decode => 2,
+        }
+    }
+
     pub fn label(self) -> &'static str {
         match self {
             Role::Regular => "regular",
@@ -90,13 +101,16 @@ pub struct RequestView<'a> {
 }
 
 /// What `cost` expects of the worker it chose.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Forecast {
     pub prompt_tokens: u32,
     /// Of these, tokens it holds already or is about to compute for another request.
     pub cached_tokens: u32,
     /// Until the first token: its queue and this prompt [ms].
     pub ttft_ms: u32,
+    /// The best that any candidate promised, in both: what the choice passed over.
+    pub best_cached_tokens: u32,
+    pub best_ttft_ms: u32,
 }
 
 /// When a worker would begin to answer.
@@ -124,7 +138,7 @@ impl Ahead {
 }
 
 /// Why a worker was chosen. [`Why::label`] is a metric label, so dashboards explain decisions.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "why", rename_all = "snake_case")]
 pub enum Why {
     Random,
@@ -212,7 +226,7 @@ impl fmt::Display for Why {
 }
 
 /// A decision.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Choice {
     pub worker: WorkerId,
     #[serde(flatten)]

@@ -27,6 +27,7 @@ use serde::{Deserialize, Serialize};
 
 use super::pick::{least_loaded, min_by_key_random_tie};
 use super::{Policy, PolicyStats, UnknownName};
+use crate::explain::{Basis, Explanation, Terms};
 use crate::prefix_tree::PrefixTree;
 use crate::types::{Choice, Event, RequestView, Why, WorkerId, WorkerView};
 
@@ -212,6 +213,31 @@ impl Policy for CacheAware {
             _ if self.is_unbalanced(ready) => choose_least_loaded(ready, rng),
             _ => self.choose_by_prefix(req.text, ready, rng),
         }
+    }
+
+    fn explain(
+        &self,
+        req: &RequestView<'_>,
+        ready: &[WorkerView],
+        rng: &mut dyn RngCore,
+    ) -> Option<(Choice, Explanation)> {
+        let choice = self.choose(req, ready, rng)?;
+        let mut ids: Vec<WorkerId> = ready.iter().map(|worker| worker.id).collect();
+        ids.sort_unstable();
+        let mut held = vec![0; ids.len()];
+        let tree = self.read();
+        tree.held_by(req.text, &ids, &mut held);
+        let basis = Basis::Prefix {
+            total_chars: req.text.chars().count(),
+            matched_chars: held.iter().copied().max().unwrap_or(0),
+            cache_threshold: self.params.cache_threshold,
+            is_unbalanced: self.is_unbalanced(ready),
+        };
+        let terms = |worker: &WorkerView| Terms::Prefix {
+            matched_chars: ids.binary_search(&worker.id).map_or(0, |at| held[at]),
+            tree_chars: tree.units_of(worker.id),
+        };
+        Some((choice, Explanation::of(self.name(), basis, ready, terms)))
     }
 
     fn observe(&self, event: &Event<'_>) {

@@ -22,6 +22,7 @@ use serde::{Deserialize, Serialize};
 
 use super::pick::{least_loaded, min_by_key_random_tie};
 use super::{Policy, PolicyStats, UnknownName};
+use crate::explain::{Basis, Explanation, Terms};
 use crate::types::{Choice, Event, RequestView, Why, WorkerId, WorkerView};
 
 /// Workers remembered for a key: the assigned one and its stand-in.
@@ -228,6 +229,25 @@ impl Policy for Manual {
                 why: Why::NewKey,
             }),
         }
+    }
+
+    fn explain(
+        &self,
+        req: &RequestView<'_>,
+        ready: &[WorkerView],
+        rng: &mut dyn RngCore,
+    ) -> Option<(Choice, Explanation)> {
+        let choice = self.choose(req, ready, rng)?;
+        let key = req.routing_key.filter(|key| !key.is_empty()).map(hashed);
+        let state = self.lock();
+        let known = key.and_then(|key| state.keys.get(&key));
+        let terms = |worker: &WorkerView| Terms::Key {
+            keys: state.groups.get(&worker.id).copied().unwrap_or(0),
+            holds_key: known.is_some_and(|entry| entry.workers.contains(&worker.id)),
+        };
+        let has_key = key.is_some();
+        let told = Explanation::of(self.name(), Basis::Key { has_key }, ready, terms);
+        Some((choice, told))
     }
 
     fn observe(&self, event: &Event<'_>) {

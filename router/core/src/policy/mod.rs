@@ -14,7 +14,7 @@ mod power_of_two;
 mod random;
 mod round_robin;
 #[cfg(test)]
-mod testing;
+pub(crate) mod testing;
 
 use std::fmt;
 use std::str::FromStr;
@@ -22,6 +22,7 @@ use std::str::FromStr;
 use rand::RngCore;
 use serde::{Deserialize, Serialize};
 
+use crate::explain::{Basis, Explanation, Terms};
 use crate::kv::KvRank;
 use crate::types::{Ahead, Choice, Event, RequestView, Role, WorkerId, WorkerView};
 
@@ -63,6 +64,19 @@ pub trait Policy: Send + Sync {
     /// The candidate that would begin to answer first; `None` when there is none, or the policy does not predict.
     fn soonest(&self, _req: &RequestView<'_>, _ready: &[WorkerView]) -> Option<Ahead> {
         None
+    }
+
+    /// [`Policy::choose`], telling what it weighed. With the same arguments and state the choice is the same one: it is
+    /// made by the same code.
+    fn explain(
+        &self,
+        req: &RequestView<'_>,
+        ready: &[WorkerView],
+        rng: &mut dyn RngCore,
+    ) -> Option<(Choice, Explanation)> {
+        let choice = self.choose(req, ready, rng)?;
+        let told = Explanation::of(self.name(), Basis::Nothing, ready, |_| Terms::Load {});
+        Some((choice, told))
     }
 
     /// Learn what happened. Locks inside are held briefly.
@@ -129,35 +143,80 @@ pub fn choose_pair(
     Some((p, decode.choose(req, decode_ready, rng)?))
 }
 
-/// [`choose_pair`] in a fleet where not every prefill worker can hand its pages to every decode worker: `fits` tells who
-/// can. The prefill policy chooses among those that have a partner; `cost` then decides anew among the workers like that
-/// one, jointly. `None`: no two fit.
+/// Who can be paired, in a fleet where not every prefill worker can hand its pages to every decode worker.
+pub type Fits<'a> = dyn Fn(WorkerId, WorkerId) -> bool + 'a;
+
+/// [`choose_pair`] among those that fit. The prefill policy chooses among those that have a partner; `cost` then decides
+/// anew among the workers like that one, jointly. `None`: no two fit.
 pub fn choose_fitting_pair(
     prefill: &dyn Policy,
     decode: &dyn Policy,
     req: &RequestView<'_>,
     prefill_ready: &[WorkerView],
     decode_ready: &[WorkerView],
-    fits: &dyn Fn(WorkerId, WorkerId) -> bool,
+    fits: &Fits<'_>,
     rng: &mut dyn RngCore,
 ) -> Option<(Choice, Choice)> {
-    let chosen = |views: &[WorkerView], passes: &dyn Fn(WorkerId) -> bool| -> Vec<WorkerView> {
-        views
-            .iter()
-            .copied()
-            .filter(|view| passes(view.id))
-            .collect()
-    };
-    let with_partner = chosen(prefill_ready, &|p| {
-        decode_ready.iter().any(|d| fits(p, d.id))
-    });
+    let with_partner = with_partner(prefill_ready, decode_ready, fits);
     let p = prefill.choose(req, &with_partner, rng)?;
-    let partners = chosen(decode_ready, &|d| fits(p.worker, d));
+    let (alike, partners) = narrowed(p.worker, &with_partner, decode_ready, fits);
     if let (Some(both), Some(other)) = (prefill.as_cost(), decode.as_cost()) {
-        let alike = chosen(&with_partner, &|p| partners.iter().all(|d| fits(p, d.id)));
         return both.choose_pair(other, req, &alike, &partners, rng);
     }
     Some((p, decode.choose(req, &partners, rng)?))
+}
+
+/// [`choose_pair`], or [`choose_fitting_pair`] if `fits` is given, telling what both sides weighed.
+pub fn explain_pair(
+    prefill: &dyn Policy,
+    decode: &dyn Policy,
+    req: &RequestView<'_>,
+    [prefill_ready, decode_ready]: [&[WorkerView]; 2],
+    fits: Option<&Fits<'_>>,
+    rng: &mut dyn RngCore,
+) -> Option<[(Choice, Explanation); 2]> {
+    let costs = prefill.as_cost().zip(decode.as_cost());
+    let Some(fits) = fits else {
+        if let Some((p, d)) = costs {
+            return p.explain_pair(d, req, prefill_ready, decode_ready, rng);
+        }
+        let p = prefill.explain(req, prefill_ready, rng)?;
+        return Some([p, decode.explain(req, decode_ready, rng)?]);
+    };
+    let with_partner = with_partner(prefill_ready, decode_ready, fits);
+    let p = prefill.explain(req, &with_partner, rng)?;
+    let (alike, partners) = narrowed(p.0.worker, &with_partner, decode_ready, fits);
+    if let Some((both, other)) = costs {
+        return both.explain_pair(other, req, &alike, &partners, rng);
+    }
+    Some([p, decode.explain(req, &partners, rng)?])
+}
+
+fn passing(views: &[WorkerView], passes: impl Fn(WorkerId) -> bool) -> Vec<WorkerView> {
+    let views = views.iter().copied();
+    views.filter(|view| passes(view.id)).collect()
+}
+
+fn with_partner(
+    prefill_ready: &[WorkerView],
+    decode_ready: &[WorkerView],
+    fits: &Fits<'_>,
+) -> Vec<WorkerView> {
+    passing(prefill_ready, |p| {
+        decode_ready.iter().any(|d| fits(p, d.id))
+    })
+}
+
+/// Prefill workers that fit whatever `p` fits, and the decode workers that it fits.
+fn narrowed(
+    p: WorkerId,
+    prefill_ready: &[WorkerView],
+    decode_ready: &[WorkerView],
+    fits: &Fits<'_>,
+) -> (Vec<WorkerView>, Vec<WorkerView>) {
+    let partners = passing(decode_ready, |d| fits(p, d));
+    let alike = passing(prefill_ready, |p| partners.iter().all(|d| fits(p, d.id)));
+    (alike, partners)
 }
 
 /// The policies an operator can name.
@@ -262,7 +321,7 @@ pub fn build(kind: PolicyKind, role: Role, params: &PolicyParams) -> Box<dyn Pol
 mod tests {
     use proptest::prelude::*;
 
-    use super::testing::{Sender, rng};
+    use super::testing::{Sender, blocks, rng};
     use super::*;
     use crate::types::WorkerFacts;
 
@@ -400,8 +459,12 @@ mod tests {
             }
             let ready: Vec<WorkerView> =
                 candidates.iter().map(|(&id, &load)| WorkerView { id: WorkerId(id), load, host: 0 }).collect();
-            let (choice, mut rng) = (|rng: &mut _| sender.choose(&*policy, &text, &ready, rng), rng(seed));
-            let choice = choice(&mut rng);
+            let choice = sender.choose(&*policy, &text, &ready, &mut rng(seed));
+            let blocks = blocks(&text);
+            let request = RequestView { text: &text, prompt: blocks.prompt(), now_ms: sender.now_ms, ..RequestView::default() };
+            let explained = policy.explain(&request, &ready, &mut rng(seed));
+            prop_assert_eq!(explained.as_ref().map(|(same, _)| *same), choice);
+            prop_assert_eq!(explained.map_or(0, |(_, told)| told.candidates.len()), ready.len());
             prop_assert_eq!(choice.is_none(), ready.is_empty());
             if let Some(choice) = choice {
                 prop_assert!(ready.iter().any(|worker| worker.id == choice.worker));

@@ -3,7 +3,8 @@
 use rand::{Rng, RngCore};
 
 use super::Policy;
-use crate::types::{Choice, RequestView, Why, WorkerView};
+use crate::explain::{Basis, Explanation, Terms};
+use crate::types::{Choice, RequestView, Why, WorkerId, WorkerView};
 
 /// Best of two random choices: nearly as even as the global minimum, without every router herding on one worker.
 #[derive(Debug, Default)]
@@ -20,25 +21,41 @@ impl Policy for PowerOfTwo {
         ready: &[WorkerView],
         rng: &mut dyn RngCore,
     ) -> Option<Choice> {
-        match ready {
-            [] => None,
-            [only] => Some(Choice {
-                worker: only.id,
-                why: Why::Only,
-            }),
-            _ => {
-                let (first, second) = two_distinct(ready.len(), rng);
-                // On equal loads `first` wins; it is as random as `second`.
-                let lower = if ready[second].load < ready[first].load {
-                    second
-                } else {
-                    first
-                };
-                Some(Choice {
-                    worker: ready[lower].id,
-                    why: Why::LowerOfTwo,
-                })
-            }
+        decide(ready, rng).map(|(choice, _)| choice)
+    }
+
+    fn explain(
+        &self,
+        _req: &RequestView<'_>,
+        ready: &[WorkerView],
+        rng: &mut dyn RngCore,
+    ) -> Option<(Choice, Explanation)> {
+        let (choice, drawn) = decide(ready, rng)?;
+        let told = Explanation::of(self.name(), Basis::Nothing, ready, |worker| Terms::Drawn {
+            is_drawn: drawn.contains(&worker.id),
+        });
+        Some((choice, told))
+    }
+}
+
+/// The choice and the two it was made from.
+fn decide(ready: &[WorkerView], rng: &mut dyn RngCore) -> Option<(Choice, [WorkerId; 2])> {
+    match ready {
+        [] => None,
+        [only] => {
+            let (worker, why) = (only.id, Why::Only);
+            Some((Choice { worker, why }, [worker; 2]))
+        }
+        _ => {
+            let (first, second) = two_distinct(ready.len(), rng);
+            let (first, second) = (ready[first], ready[second]);
+            // On equal loads `first` wins; it is as random as `second`.
+            let lower = match second.load < first.load {
+                true => second.id,
+                false => first.id,
+            };
+            let (worker, why) = (lower, Why::LowerOfTwo);
+            Some((Choice { worker, why }, [first.id, second.id]))
         }
     }
 }

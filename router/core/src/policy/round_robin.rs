@@ -1,18 +1,21 @@
 //! `round_robin`: the candidates in turn.
 
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
 use rand::RngCore;
 
 use super::Policy;
-use crate::types::{Choice, RequestView, Why, WorkerView};
+use crate::types::{Choice, Event, RequestView, Why, WorkerView};
 
 /// Takes the candidates in the order given, each in turn. Exactly fair while the candidates stay the same; when they
 /// change the turn goes on from wherever the counter stands.
 #[derive(Debug, Default)]
 pub struct RoundRobin {
-    /// Decisions so far. Its advance is the only thing a `choose` of any policy changes.
+    /// Requests sent so far that had a choice.
     turn: AtomicUsize,
+    /// Whether the last one asked about had one. With a single candidate (a retry that avoids the others) nobody's turn
+    /// passes.
+    had_choice: AtomicBool,
 }
 
 impl Policy for RoundRobin {
@@ -26,6 +29,7 @@ impl Policy for RoundRobin {
         ready: &[WorkerView],
         _rng: &mut dyn RngCore,
     ) -> Option<Choice> {
+        self.had_choice.store(ready.len() > 1, Ordering::Relaxed);
         match ready {
             [] => None,
             [only] => Some(Choice {
@@ -33,7 +37,7 @@ impl Policy for RoundRobin {
                 why: Why::Only,
             }),
             _ => {
-                let turn = self.turn.fetch_add(1, Ordering::Relaxed);
+                let turn = self.turn.load(Ordering::Relaxed);
                 Some(Choice {
                     worker: ready[turn % ready.len()].id,
                     why: Why::RoundRobin,
@@ -41,38 +45,37 @@ impl Policy for RoundRobin {
             }
         }
     }
+
+    fn observe(&self, event: &Event<'_>) {
+        if let Event::Routed { .. } = event
+            && self.had_choice.load(Ordering::Relaxed)
+        {
+            self.turn.fetch_add(1, Ordering::Relaxed);
+        }
+    }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::policy::testing::{chosen, rng, views};
+    use crate::policy::testing::{Sender, chosen, rng, views};
 
     #[test]
-    fn turns_are_exactly_equal_also_between_threads() {
+    fn order_is_that_of_the_candidates_and_only_what_is_sent_takes_a_turn() {
         let (policy, ready) = (RoundRobin::default(), views(&[3, 0, 1]));
-        let turns = || -> Vec<u64> {
-            (0..300)
-                .map(|_| chosen(&policy, "", &ready, &mut rng(1)).worker.0)
-                .collect()
-        };
-        let all: Vec<u64> = std::thread::scope(|scope| {
-            let threads: Vec<_> = (0..4).map(|_| scope.spawn(turns)).collect();
-            threads
-                .into_iter()
-                .flat_map(|thread| thread.join().expect("no panic"))
-                .collect()
-        });
-        let count = |worker| all.iter().filter(|&&chosen| chosen == worker).count();
-        assert_eq!([count(0), count(1), count(2)], [400, 400, 400]);
-    }
-
-    #[test]
-    fn order_is_that_of_the_candidates() {
-        let (policy, ready) = (RoundRobin::default(), views(&[0, 0, 0]));
+        let mut sender = Sender::default();
         let turns: Vec<u64> = (0..6)
-            .map(|_| chosen(&policy, "", &ready, &mut rng(1)).worker.0)
+            .map(|_| {
+                let asked = || chosen(&policy, "", &ready, &mut rng(1)).worker.0;
+                assert_eq!(asked(), asked());
+                let worker = asked();
+                sender.routed(&policy, worker, "");
+                worker
+            })
             .collect();
         assert_eq!(turns, [0, 1, 2, 0, 1, 2]);
+        assert_eq!(chosen(&policy, "", &ready[2..], &mut rng(1)).worker.0, 2);
+        sender.routed(&policy, 2, "");
+        assert_eq!(chosen(&policy, "", &ready, &mut rng(1)).worker.0, 0);
     }
 }

@@ -41,6 +41,7 @@ mod holdings;
 mod rank;
 mod speed;
 mod state;
+mod told;
 
 use std::sync::{Mutex, MutexGuard};
 
@@ -50,7 +51,9 @@ use serde::{Deserialize, Serialize};
 use self::rank::Rank;
 use self::speed::Work;
 use self::state::{Estimate, Size, State};
+use self::told::{Picked, Weighing, explain};
 use super::{Policy, PolicyStats, RankStats};
+use crate::explain::{Explanation, Rule};
 use crate::kv::{News, NewsError};
 use crate::types::{
     Ahead, Choice, Event, Forecast, RequestView, Role, Why, WorkerFacts, WorkerId, WorkerView,
@@ -140,32 +143,64 @@ impl Cost {
         decode_ready: &[WorkerView],
         rng: &mut dyn RngCore,
     ) -> Option<(Choice, Choice)> {
+        let pair = self.decide_pair(decode, req, [prefill_ready, decode_ready], rng, |_, _| ());
+        pair.map(|[(p, ()), (d, ())]| (p, d))
+    }
+
+    /// [`Cost::choose_pair`] with what was weighed.
+    pub fn explain_pair(
+        &self,
+        decode: &Cost,
+        req: &RequestView<'_>,
+        prefill_ready: &[WorkerView],
+        decode_ready: &[WorkerView],
+        rng: &mut dyn RngCore,
+    ) -> Option<[(Choice, Explanation); 2]> {
+        self.decide_pair(decode, req, [prefill_ready, decode_ready], rng, explain)
+    }
+
+    /// `tell` sees each side's decision and what was weighed for it.
+    fn decide_pair<T>(
+        &self,
+        decode: &Cost,
+        req: &RequestView<'_>,
+        [prefill_ready, decode_ready]: [&[WorkerView]; 2],
+        rng: &mut dyn RngCore,
+        tell: impl Fn(&Weighing<'_>, &Picked) -> T,
+    ) -> Option<[(Choice, T); 2]> {
         let (mut ours, mut theirs) = (self.lock(), decode.lock());
         let (mut p, deepest) = ours.estimate(self, req, prefill_ready);
-        let (mut d, _) = theirs.estimate(decode, req, decode_ready);
+        let (mut d, known) = theirs.estimate(decode, req, decode_ready);
         if p.len() * d.len() > MAX_PAIRS {
             keep_cheapest(&mut p);
             keep_cheapest(&mut d);
         }
         let size = ours.size_of(&req.prompt);
-        let to_pull = |j: &Estimate| (size.tokens - j.cached).max(0.0);
-        let joint = |i: &Estimate, j: &Estimate| {
-            let pull_ms = to_pull(j) * decode.pull_ms(i.host == j.host);
-            j.cost_ms + (pull_ms - i.prefill_ms).max(0.0)
+        let hidden_not_ms = |i: &Estimate, j: &Estimate| {
+            let to_pull = (size.tokens - j.cached).max(0.0);
+            (to_pull * decode.pull_ms(i.host == j.host) - i.prefill_ms).max(0.0)
         };
         // What the best decode worker for i adds decides over i; then the best for the chosen one.
         for i in &mut p {
-            i.cost_ms += d.iter().map(|j| joint(i, j)).fold(f64::INFINITY, f64::min);
+            let joint = d.iter().map(|j| j.cost_ms + hidden_not_ms(i, j));
+            i.partner_ms = joint.fold(f64::INFINITY, f64::min);
+            i.cost_ms += i.partner_ms;
         }
         let is_stale = ours.is_stale(&self.params, req.now_ms as f64);
-        let chosen = self.pick(&p, deepest, size, is_stale, rng);
-        let other = chosen.and_then(|(i, _)| {
-            d.iter_mut().for_each(|j| j.cost_ms = joint(&i, j));
-            decode.pick(&d, usize::MAX, size, false, rng)
+        let first = self.pick(&p, deepest, size, is_stale, rng);
+        let pair = first.and_then(|first| {
+            for j in &mut d {
+                j.partner_ms = hidden_not_ms(&first.best, j);
+                j.cost_ms += j.partner_ms;
+            }
+            let second = decode.pick(&d, usize::MAX, size, false, rng)?;
+            let told = tell(&Weighing::of(self, &ours, req, &p, deepest), &first);
+            let other = tell(&Weighing::of(decode, &theirs, req, &d, known), &second);
+            Some([(first.choice, told), (second.choice, other)])
         });
         ours.scratch.options = p;
         theirs.scratch.options = d;
-        Some((chosen?.1, other?.1))
+        pair
     }
 
     /// A worker's replica tells what the worker has cached ([`crate::kv`]).
@@ -184,6 +219,35 @@ impl Cost {
         }
     }
 
+    /// `tell` sees the decision and what was weighed for it.
+    fn decide<T>(
+        &self,
+        req: &RequestView<'_>,
+        ready: &[WorkerView],
+        rng: &mut dyn RngCore,
+        tell: impl Fn(&Weighing<'_>, &Picked) -> T,
+    ) -> Option<(Choice, T)> {
+        let mut state = self.lock();
+        let (mut options, deepest) = state.estimate(self, req, ready);
+        let size = state.size_of(&req.prompt);
+        if self.role == Role::Decode {
+            // Nobody knows here where the pages come from: as if from another machine, hidden by no prefill.
+            for option in &mut options {
+                option.partner_ms = (size.tokens - option.cached) * self.params.pull_far_ms;
+                option.cost_ms += option.partner_ms;
+            }
+        }
+        let is_stale = self.role != Role::Decode && state.is_stale(&self.params, req.now_ms as f64);
+        let decided = self
+            .pick(&options, deepest, size, is_stale, rng)
+            .map(|picked| {
+                let told = tell(&Weighing::of(self, &state, req, &options, deepest), &picked);
+                (picked.choice, told)
+            });
+        state.scratch.options = options;
+        decided
+    }
+
     /// The cheapest, with the rules for ties, hysteresis and stale reports. `deepest`: blocks of the prompt that anybody
     /// holds; above any number for decode workers, which have no holder to stay with.
     fn pick(
@@ -193,37 +257,51 @@ impl Cost {
         size: Size,
         is_stale: bool,
         rng: &mut dyn RngCore,
-    ) -> Option<(Estimate, Choice)> {
-        let why = |best: &Estimate, kind: fn(Forecast) -> Why| Choice {
-            worker: best.id,
-            why: match options.len() {
-                1 => Why::Only,
-                _ => kind(Forecast {
-                    prompt_tokens: size.tokens.round() as u32,
-                    cached_tokens: best.cached.round() as u32,
-                    ttft_ms: (best.backlog_ms + best.prefill_ms).round() as u32,
-                }),
+    ) -> Option<Picked> {
+        let ttft_ms = |option: &Estimate| (option.backlog_ms + option.prefill_ms).round() as u32;
+        let cached = |option: &Estimate| option.cached.round() as u32;
+        let picked = |(best, equals): (Estimate, usize), rule, kind: fn(Forecast) -> Why| Picked {
+            choice: Choice {
+                worker: best.id,
+                why: match options.len() {
+                    1 => Why::Only,
+                    _ => kind(Forecast {
+                        prompt_tokens: size.tokens.round() as u32,
+                        cached_tokens: cached(&best),
+                        ttft_ms: ttft_ms(&best),
+                        best_cached_tokens: options.iter().map(cached).max().unwrap_or(0),
+                        best_ttft_ms: options.iter().map(ttft_ms).min().unwrap_or(0),
+                    }),
+                },
             },
+            best,
+            equals,
+            rule,
+            hysteresis_ms: None,
         };
         if is_stale && options.len() > 2 {
             let best = sampled(options, rng)?;
-            return Some((best, why(&best, Why::Sampled)));
+            return Some(picked((best, 1), Rule::Sampled, Why::Sampled));
         }
         let cheapest = cheapest(options, |_| true, rng)?;
         let most = options.iter().map(|option| option.held).max().unwrap_or(0);
         if most == 0 || deepest == 0 {
-            return Some((cheapest, why(&cheapest, Why::NoPrefix)));
+            return Some(picked(cheapest, Rule::LeastCost, Why::NoPrefix));
         }
-        if cheapest.held == most {
-            return Some((cheapest, why(&cheapest, Why::BestHolder)));
+        if cheapest.0.held == most {
+            return Some(picked(cheapest, Rule::LeastCost, Why::BestHolder));
         }
         let holder = self::cheapest(options, |option| option.held == most, rng)?;
         let margin =
-            (self.params.hysteresis_fraction * holder.cost_ms).max(self.params.hysteresis_ms);
-        if self.role != Role::Decode && holder.cost_ms - cheapest.cost_ms < margin {
-            return Some((holder, why(&holder, Why::BestHolder)));
-        }
-        Some((cheapest, why(&cheapest, Why::Cheaper)))
+            (self.params.hysteresis_fraction * holder.0.cost_ms).max(self.params.hysteresis_ms);
+        let hysteresis_ms = (self.role != Role::Decode).then_some(margin);
+        let is_near = hysteresis_ms.is_some_and(|ms| holder.0.cost_ms - cheapest.0.cost_ms < ms);
+        let mut picked = match is_near {
+            true => picked(holder, Rule::Hysteresis, Why::BestHolder),
+            false => picked(cheapest, Rule::LeastCost, Why::Cheaper),
+        };
+        picked.hysteresis_ms = hysteresis_ms;
+        Some(picked)
     }
 
     /// A panic inside may have left the state half changed. It only predicts, so it starts anew with the same workers
@@ -246,12 +324,12 @@ impl Cost {
     }
 }
 
-/// The option with the least cost among those that pass; see the module for ties.
+/// The option with the least cost among those that pass, and of how many equal ones; see the module for ties.
 fn cheapest(
     options: &[Estimate],
     passes: impl Fn(&Estimate) -> bool,
     rng: &mut dyn RngCore,
-) -> Option<Estimate> {
+) -> Option<(Estimate, usize)> {
     let passing = || options.iter().filter(|option| passes(option));
     let least = passing()
         .map(|option| option.cost_ms)
@@ -265,11 +343,12 @@ fn cheapest(
     let first = tied().min_by(|a, b| rank(a, b))?;
     // Those that are equal in everything: one of them, each with the same chance.
     let equals = || tied().filter(|option| rank(option, first).is_eq());
-    let at = match equals().count() {
+    let many = equals().count();
+    let at = match many {
         1 => 0,
-        many => rng.random_range(0..many),
+        _ => rng.random_range(0..many),
     };
-    equals().nth(at).copied()
+    equals().nth(at).map(|option| (*option, many))
 }
 
 /// The cheaper of two drawn from the cheapest few.
@@ -325,19 +404,17 @@ impl Policy for Cost {
         ready: &[WorkerView],
         rng: &mut dyn RngCore,
     ) -> Option<Choice> {
-        let mut state = self.lock();
-        let (mut options, deepest) = state.estimate(self, req, ready);
-        let size = state.size_of(&req.prompt);
-        if self.role == Role::Decode {
-            // Nobody knows here where the pages come from: as if from another machine, hidden by no prefill.
-            for option in &mut options {
-                option.cost_ms += (size.tokens - option.cached) * self.params.pull_far_ms;
-            }
-        }
-        let is_stale = self.role != Role::Decode && state.is_stale(&self.params, req.now_ms as f64);
-        let chosen = self.pick(&options, deepest, size, is_stale, rng);
-        state.scratch.options = options;
-        chosen.map(|(_, choice)| choice)
+        let decided = self.decide(req, ready, rng, |_, _| ());
+        decided.map(|(choice, ())| choice)
+    }
+
+    fn explain(
+        &self,
+        req: &RequestView<'_>,
+        ready: &[WorkerView],
+        rng: &mut dyn RngCore,
+    ) -> Option<(Choice, Explanation)> {
+        self.decide(req, ready, rng, explain)
     }
 
     fn soonest(&self, req: &RequestView<'_>, ready: &[WorkerView]) -> Option<Ahead> {

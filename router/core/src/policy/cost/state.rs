@@ -83,6 +83,10 @@ pub(super) struct Estimate {
     pub(super) cached: f64,
     pub(super) backlog_ms: f64,
     pub(super) prefill_ms: f64,
+    /// Requests and KV that run there.
+    pub(super) decode_ms: f64,
+    /// What the other one of a pair adds: see [`crate::explain::CostTerms`].
+    pub(super) partner_ms: f64,
     /// All of it.
     pub(super) cost_ms: f64,
     /// Blocks in its index.
@@ -90,6 +94,15 @@ pub(super) struct Estimate {
     pub(super) load: usize,
     /// Work sent to it of late [ms].
     pub(super) recent_ms: f64,
+}
+
+/// (1 + beta) / (1 + 0.1 heat) and what it is made of; see the module `cost`.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Price {
+    pub(super) utilisation: f64,
+    pub(super) beta: f64,
+    pub(super) heat: f64,
+    pub(super) price: f64,
 }
 
 /// Sizes of a prompt that do not depend on the candidate.
@@ -166,6 +179,8 @@ impl State {
                 cached: held.cached_tokens(size.tokens, size.tokens_per_block, rank.confidence),
                 backlog_ms: 0.0,
                 prefill_ms: 0.0,
+                decode_ms: 0.0,
+                partner_ms: 0.0,
                 cost_ms: 0.0,
                 size: self.holdings.size_of(worker.id),
                 load: worker.load,
@@ -178,13 +193,14 @@ impl State {
                 option.backlog_ms = rank.backlog_ms(option.prefill_ms, now_ms);
             }
             if policy.role != Role::Prefill {
-                option.cost_ms =
+                option.decode_ms =
                     policy.decode_ms(rank, worker.load, size.tokens + self.answer_tokens);
+                option.cost_ms = option.decode_ms;
             }
             options.push(option);
         }
         if policy.role != Role::Decode {
-            let price = self.price(policy, req, deepest, now_ms);
+            let price = self.price(policy, req, deepest).price;
             let least = options.iter().map(|option| option.prefill_ms);
             let least = least.fold(f64::INFINITY, f64::min);
             for option in &mut options {
@@ -195,18 +211,24 @@ impl State {
         (options, deepest)
     }
 
-    /// (1 + beta) / (1 + 0.1 heat): what a millisecond of computing again costs.
-    fn price(&self, policy: &Cost, req: &RequestView<'_>, deepest: usize, now_ms: f64) -> f64 {
-        let rho = self.utilisation(policy, now_ms);
+    /// What a millisecond of computing again costs, and why.
+    pub(super) fn price(&self, policy: &Cost, req: &RequestView<'_>, deepest: usize) -> Price {
+        let now_ms = req.now_ms as f64;
+        let utilisation = self.utilisation(policy, now_ms);
         let beta_max = policy.params.beta_max;
-        let beta = if rho < beta_max / (1.0 + beta_max) {
-            rho / (1.0 - rho)
+        let beta = if utilisation < beta_max / (1.0 + beta_max) {
+            utilisation / (1.0 - utilisation)
         } else {
             beta_max
         };
         let shared = deepest.checked_sub(1).map(|at| req.prompt.hashes[at]);
         let heat = shared.map_or(0.0, |hash| self.heat.of(hash, now_ms));
-        (1.0 + beta) / (1.0 + 0.1 * heat)
+        Price {
+            utilisation,
+            beta,
+            heat,
+            price: (1.0 + beta) / (1.0 + 0.1 * heat),
+        }
     }
 
     /// Prefill work dispatched per worker and second, 1 = as much as they can do.

@@ -5,6 +5,7 @@ use std::collections::BTreeSet;
 use proptest::prelude::*;
 
 use super::*;
+use crate::explain::{Basis, CostTerms, Terms, Weighed};
 use crate::policy::testing::{Sender, blocks, chosen, rng, views};
 use crate::types::{QueueOrder, Ticket, Usage};
 
@@ -660,4 +661,50 @@ fn choosing_changes_nothing_that_is_seen() {
         chosen(&policy, "abcdef", &views(&[0, 0, 0]), &mut rng(seed));
     }
     assert_eq!(policy.stats(0), before);
+}
+
+#[test]
+fn terms_of_an_explanation_add_up_to_the_cost_that_decided() {
+    let (p, d) = (prefill(3), cost(Role::Decode, 2, CostParams::default()));
+    let mut sender = Sender::default();
+    for (worker, text) in [(0, "abcdef"), (1, "abc"), (2, "xyz")] {
+        sender.routed(&p, worker, text);
+        sender.routed(&d, worker % 2, text);
+    }
+    let blocks = blocks("abcdefgh");
+    let request = RequestView {
+        prompt: blocks.prompt(),
+        ..RequestView::default()
+    };
+    let (p_ready, d_ready) = (views(&[0, 4, 0]), views(&[2, 1]));
+    let pair = || p.choose_pair(&d, &request, &p_ready, &d_ready, &mut rng(4));
+    let told = p
+        .explain_pair(&d, &request, &p_ready, &d_ready, &mut rng(4))
+        .expect("a pair");
+    assert_eq!(pair(), Some((told[0].0, told[1].0)));
+    for (side, (choice, told)) in told.iter().enumerate() {
+        let Basis::Cost(basis) = told.basis else {
+            panic!("{told:?}");
+        };
+        let terms = |weighed: &Weighed| match weighed.terms {
+            Terms::Cost(terms) => terms,
+            other => panic!("{other:?}"),
+        };
+        let all: Vec<CostTerms> = told.candidates.iter().map(terms).collect();
+        let least = all
+            .iter()
+            .map(|t| t.prefill_ms)
+            .fold(f64::INFINITY, f64::min);
+        for t in &all {
+            let again = basis.price * (t.prefill_ms - least);
+            let sum = t.backlog_ms + least + again + t.decode_ms + t.partner_ms;
+            assert!((sum - t.cost_ms).abs() < 1e-9, "side {side}: {t:?}");
+            assert_eq!(t.cached_tokens + t.uncached_tokens, basis.prompt_tokens);
+        }
+        let forecast = choice.why.forecast().expect("predicted");
+        let chosen = told.candidates.iter().find(|c| c.id == choice.worker);
+        let chosen = terms(chosen.expect("a candidate"));
+        assert_eq!(forecast.cached_tokens, chosen.cached_tokens.round() as u32);
+    }
+    assert_eq!(told[0].1.candidates.len(), 3);
 }

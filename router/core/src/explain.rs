@@ -1,0 +1,140 @@
+//! What a policy weighed: filled in on demand only, by the code that decides ([`Policy::explain`](crate::Policy::explain)).
+
+use serde::Serialize;
+
+use crate::types::{WorkerId, WorkerView};
+
+/// One decision of one policy about one role.
+#[derive(Debug, Clone, Default, PartialEq, Serialize)]
+pub struct Explanation {
+    pub policy: &'static str,
+    /// What held for all candidates alike.
+    #[serde(flatten)]
+    pub basis: Basis,
+    /// In the order they were given; of a fleet with too many pairs only those that were weighed together.
+    pub candidates: Vec<Weighed>,
+}
+
+/// A candidate and what spoke for or against it.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct Weighed {
+    pub id: WorkerId,
+    /// Requests in flight.
+    pub load: usize,
+    #[serde(flatten)]
+    pub terms: Terms,
+}
+
+/// Numbers behind a decision that belong to no candidate.
+#[derive(Debug, Clone, Default, PartialEq, Serialize)]
+#[serde(untagged)]
+pub enum Basis {
+    #[default]
+    Nothing,
+    Cost(CostBasis),
+    Prefix {
+        total_chars: usize,
+        /// Of the longest prefix that a candidate holds.
+        matched_chars: usize,
+        cache_threshold: f32,
+        /// Loads differ by more than both balance thresholds: the prefix was not asked for.
+        is_unbalanced: bool,
+    },
+    Key {
+        has_key: bool,
+    },
+}
+
+/// See `policy/cost/mod.rs` for the rule.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
+pub struct CostBasis {
+    pub prompt_tokens: f64,
+    pub tokens_per_block: f64,
+    /// Blocks of the prompt that any worker holds, candidate or not.
+    pub known_blocks: usize,
+    /// rho.
+    pub utilisation: f64,
+    pub beta: f64,
+    /// Recent arrivals on the deepest known block.
+    pub heat: f64,
+    /// (1 + beta) / (1 + 0.1 heat): what a millisecond of computing again costs.
+    pub price: f64,
+    pub rule: Rule,
+    /// Candidates equal in cost, index, load and recent work, of which chance took one.
+    pub equals: usize,
+    /// What a worker without the longest prefix had to be cheaper by, if it came to that [ms].
+    pub hysteresis_ms: Option<f64>,
+}
+
+/// Which rule of `cost` took the winner.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Rule {
+    LeastCost,
+    /// Not the least cost, but near enough: it holds the longest prefix.
+    Hysteresis,
+    /// Reports are stale: the cheaper of two drawn from the cheapest.
+    Sampled,
+}
+
+/// What a policy knows of a candidate.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
+#[serde(untagged)]
+pub enum Terms {
+    /// The load alone, or nothing.
+    Load {},
+    /// `power_of_two`.
+    Drawn {
+        is_drawn: bool,
+    },
+    Prefix {
+        matched_chars: usize,
+        tree_chars: usize,
+    },
+    Key {
+        /// Routing keys it was given.
+        keys: usize,
+        holds_key: bool,
+    },
+    Cost(CostTerms),
+}
+
+/// `cost_ms` is the sum: backlog_ms + least prefill + price × (prefill_ms - least) + decode_ms + partner_ms.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
+pub struct CostTerms {
+    pub cost_ms: f64,
+    pub held_blocks: usize,
+    pub cached_tokens: f64,
+    pub uncached_tokens: f64,
+    pub backlog_ms: f64,
+    pub prefill_ms: f64,
+    /// Price of its running requests and its KV cache; 0 for prefill workers.
+    pub decode_ms: f64,
+    /// Of a prefill worker: the least a decode worker adds for it. Of a decode worker: the part of the KV transfer that
+    /// the prefill does not hide.
+    pub partner_ms: f64,
+    /// Blocks in its index, and work sent to it of late: they decide between equal costs.
+    pub index_blocks: usize,
+    pub recent_ms: f64,
+}
+
+impl Explanation {
+    /// For a policy that looks at each candidate alone.
+    pub fn of(
+        policy: &'static str,
+        basis: Basis,
+        ready: &[WorkerView],
+        terms: impl Fn(&WorkerView) -> Terms,
+    ) -> Self {
+        let weighed = ready.iter().map(|worker| Weighed {
+            id: worker.id,
+            load: worker.load,
+            terms: terms(worker),
+        });
+        Self {
+            policy,
+            basis,
+            candidates: weighed.collect(),
+        }
+    }
+}
