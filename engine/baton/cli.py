@@ -23,6 +23,12 @@ def _router(argv: Sequence[str]) -> int:
     return int(router_main(["baton router", *argv]))
 
 
+def _replay(argv: Sequence[str]) -> int:
+    from baton._native import router_main
+
+    return int(router_main(["baton", "replay", *argv]))
+
+
 def _engine(argv: Sequence[str]) -> int:
     from baton.config import parse
     from baton.server.launch import run_engine
@@ -60,6 +66,7 @@ class Command:
 COMMANDS = {
     "up": Command("start a whole cluster on this machine: router, prefill and decode nodes", _up),
     "router": Command("run the router", _router),
+    "replay": Command("decide a router's decision log again, and compare", _replay),
     "engine": Command("run one engine: a prefill node, a decode node, or both in one", _engine),
     "bench": Command("send the same load to several servers and compare them", _bench),
     "simulate": Command("replay a trace through the scheduler in virtual time and compare queue orders", _simulate),

@@ -30,6 +30,7 @@ use crate::pair::{self, PrefillLeg};
 use crate::record::Record;
 use crate::registry::{Avoid, Candidate, Chosen, Wanted};
 use crate::relay::Relay;
+use crate::trace::TRACEPARENT;
 use crate::upstream::Head;
 
 /// A generation request, read and checked.
@@ -46,6 +47,8 @@ pub struct Inbound {
     pub input_ids: Option<Bytes>,
     /// Whether a policy reads the prompt's text.
     pub needs_text: bool,
+    /// Whether the client wants to know what is weighed.
+    pub explains: bool,
     /// When the body was complete.
     pub ready_at: Instant,
     pub record: Record,
@@ -62,6 +65,8 @@ impl Inbound {
             blocks: self.blocks.clone(),
             routing_key: self.routing_key.as_deref(),
             streams: self.scan.stream,
+            story: Some(self.record.story.clone()),
+            explains: self.explains,
         }
     }
 }
@@ -115,6 +120,7 @@ async fn attempts(app: Arc<App>, mut request: Inbound) -> Response {
             Err(Stop::Failed(failure)) => (failure, false),
             Err(Stop::Stale(failure)) => (failure, true),
         };
+        request.record.story.failed(failure.role, failure.reason);
         let labels = [failure.role.label(), failure.reason];
         app.metrics.upstream_errors.with_label_values(&labels).inc();
         let may_retry = match failure.class {
@@ -197,9 +203,13 @@ pub fn ids_for<'a>(app: &App, request: &'a Inbound, candidate: &Candidate) -> Op
 }
 
 pub fn leg(app: &App, request: &Inbound, chosen: Chosen, body: Parts) -> Leg {
+    let mut head = request.head.clone();
+    if let Some(traceparent) = chosen.guard.traceparent() {
+        head.headers.insert(TRACEPARENT, traceparent);
+    }
     Leg {
         guard: chosen.guard,
-        head: request.head.clone(),
+        head,
         body,
         limit: app.config.request_timeout(),
         counts: request.scan.batch.is_none(),

@@ -35,6 +35,10 @@ pub enum RouteError {
     NotFound { path: String },
     #[error("no worker {id}; GET /workers lists them")]
     UnknownWorker { id: String },
+    #[error(
+        "no request {id} is known; it was never here, or more than --request-history others ended since"
+    )]
+    NoStory { id: String },
     #[error("{method} is not allowed on {path}")]
     MethodNotAllowed { method: String, path: String },
     #[error("worker {url} is registered already as {role} (id {id}); DELETE /workers/{id} first")]
@@ -150,7 +154,8 @@ impl RouteError {
             RouteError::Forbidden { .. } => "forbidden",
             RouteError::NotFound { .. }
             | RouteError::UnknownWorker { .. }
-            | RouteError::UnknownRequest { .. } => "not_found",
+            | RouteError::UnknownRequest { .. }
+            | RouteError::NoStory { .. } => "not_found",
             RouteError::MethodNotAllowed { .. } => "method_not_allowed",
             RouteError::DuplicateWorker { .. } => "duplicate_worker",
             RouteError::TooManyWorkers { .. } => "too_many_workers",
@@ -180,7 +185,8 @@ impl RouteError {
             RouteError::Forbidden { .. } => StatusCode::FORBIDDEN,
             RouteError::NotFound { .. }
             | RouteError::UnknownWorker { .. }
-            | RouteError::UnknownRequest { .. } => StatusCode::NOT_FOUND,
+            | RouteError::UnknownRequest { .. }
+            | RouteError::NoStory { .. } => StatusCode::NOT_FOUND,
             RouteError::MethodNotAllowed { .. } => StatusCode::METHOD_NOT_ALLOWED,
             RouteError::DuplicateWorker { .. } => StatusCode::CONFLICT,
             RouteError::PayloadTooLarge { .. } => StatusCode::PAYLOAD_TOO_LARGE,

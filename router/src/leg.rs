@@ -290,7 +290,8 @@ impl Leg {
         &self,
     ) -> Result<(StatusCode, HeaderMap, Vec<Bytes>, Option<Answer>), Failure> {
         let pool = &self.guard.candidate.worker.pool;
-        let sending = pool.send(&self.head, self.body.clone());
+        let sent = || self.guard.sent();
+        let sending = pool.send(&self.head, self.body.clone(), &sent);
         let response = match timeout(self.limit, sending).await {
             Err(_) => return Err(Failure::silent(&self.guard, self.limit)),
             Ok(Err(err)) => return Err(Failure::send(&self.guard, &err)),

@@ -12,9 +12,11 @@ mod body;
 mod clock;
 mod config;
 mod connections;
+mod decision_log;
 mod discovery;
 mod dispatch;
 mod error;
+mod explain;
 mod health;
 mod http;
 mod kv_events;
@@ -28,11 +30,14 @@ mod patience;
 mod record;
 mod registry;
 mod relay;
+mod replay;
 mod serve;
 mod sse;
+mod story;
 mod tcp;
 mod tls;
 mod tokens;
+mod trace;
 mod upstream;
 mod usage;
 mod vllm;
@@ -41,7 +46,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use parking_lot::Mutex;
-use router_core::{LiveRooms, RetryBudget, RetryConfig, Role};
+use router_core::{Deciders, LiveRooms, RetryBudget, RetryConfig, Role};
 use tokio::sync::watch;
 
 pub use config::{ParseStop, RouterConfig, flags_markdown};
@@ -64,27 +69,33 @@ pub struct App {
     pub(crate) rooms: Arc<Mutex<LiveRooms>>,
     /// `None`: prompts are counted in characters.
     pub(crate) tokens: Option<Arc<tokens::Tokens>>,
+    pub(crate) requests: Arc<story::Requests>,
+    /// With --enable-trace.
+    pub(crate) tracer: Option<Arc<trace::Exporter>>,
     draining: AtomicBool,
 }
 
 impl App {
     pub(crate) fn new(
         config: RouterConfig,
+        metrics: Arc<metrics::Metrics>,
+        deciders: Deciders,
         tls: Option<Arc<rustls::ClientConfig>>,
         cut: watch::Receiver<bool>,
-    ) -> prometheus::Result<Self> {
-        let metrics = Arc::new(metrics::Metrics::new()?);
-        Ok(Self {
-            registry: registry::Registry::new(&config, metrics.clone(), tls, cut),
+    ) -> Self {
+        Self {
+            registry: registry::Registry::new(&config, deciders, metrics.clone(), tls, cut),
+            requests: Arc::new(story::Requests::new(config.observe.request_history)),
             metrics,
             admission: admission::Admission::new(&config.limits),
             retry: config.retry(),
             retry_budget: Mutex::new(RetryBudget::new(config.retry_budget())),
             rooms: Arc::new(Mutex::new(LiveRooms::new(MAX_ROOMS))),
             tokens: None,
+            tracer: None,
             draining: AtomicBool::new(false),
             config,
-        })
+        }
     }
 
     pub(crate) fn is_pd(&self) -> bool {

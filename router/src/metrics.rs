@@ -7,10 +7,11 @@ use prometheus::{
     Encoder, Gauge, GaugeVec, Histogram, HistogramOpts, HistogramVec, IntCounterVec, Opts,
     Registry as Exposed, TextEncoder,
 };
-use router_core::Role;
+use router_core::{Forecast, Role};
 
 use crate::load::Fate;
 use crate::registry::Registry;
+use crate::story::Stages;
 
 /// One exponential family for everything measured in seconds: × 1.6 from 0.1 ms to about 870 s.
 fn seconds_buckets() -> Vec<f64> {
@@ -49,6 +50,8 @@ specs! {
         "From the request's head to the first byte of a worker's answer";
     OVERHEAD = Histogram "baton_router_overhead_seconds" ["route"]
         "The router's own time: from the complete request body to its dispatch";
+    STAGES = Histogram "baton_router_stage_seconds" ["stage"]
+        "The first attempt by stage: read (the body), queue, parse, tokenise (count and hash the prompt), decide, connect (build and send), first_token (the worker's)";
     QUEUE = Histogram "baton_router_queue_seconds" []
         "Wait for one of --max-concurrent-requests";
     QUEUED = Gauge "baton_router_queued_requests" []
@@ -79,12 +82,16 @@ specs! {
         "The same requests' first token as it was seen, from their dispatch";
     FORECAST_ERROR = Histogram "baton_router_forecast_error_seconds" ["role", "sign"]
         "Difference of the two; sign is early (it came before the prediction) or late";
+    REGRET = Histogram "baton_router_ttft_regret_seconds" ["role"]
+        "What was observed over the least that any candidate had promised; 0 where it was not more";
     COUNTED_TOKENS = Counter "baton_router_counted_prompt_tokens_total" ["role"]
         "Prompt tokens of requests whose worker reported what it counted";
     EXPECTED_CACHED = Counter "baton_router_expected_cached_tokens_total" ["role"]
         "Of these, tokens that cost expected in the worker's cache";
     REPORTED_CACHED = Counter "baton_router_reported_cached_tokens_total" ["role"]
         "Of these, tokens that the worker found in its cache";
+    PASSED_OVER = Counter "baton_router_passed_over_cached_tokens_total" ["role"]
+        "Of these, tokens that the chosen worker was not expected to have cached, but another candidate was";
     RETRIES = Counter "baton_router_retries_total" ["reason"]
         "Attempts after the first, by what failed before";
     RETRIES_REFUSED = Counter "baton_router_retries_refused_total" ["by"]
@@ -143,9 +150,24 @@ specs! {
         "Characters (cache_aware), blocks (cost) or keys (manual) dropped for a limit since the start";
     ROUTING_KEYS = Gauge "baton_router_routing_keys" ["role"]
         "Routing keys remembered (manual)";
+    DECISION_LOG = Counter "baton_router_decision_log_lines_total" ["result"]
+        "Lines of --decision-log: written, dropped (its queue was full) or failed (the disk)";
+    TRACE_SPANS = Counter "baton_router_trace_spans_total" ["result"]
+        "Spans of --enable-trace: exported, dropped (the queue was full) or failed (the collector)";
     BUILD = Gauge "baton_router_build_info" ["version"]
         "Always 1";
 }
+
+/// Label values of [`STAGES`], as `Metrics::stages` has them.
+const STAGE_NAMES: [&str; 7] = [
+    "read",
+    "queue",
+    "parse",
+    "tokenise",
+    "decide",
+    "connect",
+    "first_token",
+];
 
 /// Handles of everything in [`METRICS`].
 pub struct Metrics {
@@ -156,6 +178,7 @@ pub struct Metrics {
     pub duration: HistogramVec,
     pub ttft: HistogramVec,
     pub overhead: HistogramVec,
+    stages: [Histogram; 7],
     pub queue: Histogram,
     pub queued: Gauge,
     pub connections: Gauge,
@@ -171,9 +194,13 @@ pub struct Metrics {
     forecast: HistogramVec,
     observed: HistogramVec,
     forecast_error: HistogramVec,
+    regret: HistogramVec,
     counted_tokens: IntCounterVec,
+    passed_over: IntCounterVec,
     expected_cached: IntCounterVec,
     reported_cached: IntCounterVec,
+    pub decision_log_lines: IntCounterVec,
+    pub trace_spans: IntCounterVec,
     pub retries: IntCounterVec,
     pub retries_refused: IntCounterVec,
     pub decode_retries: IntCounterVec,
@@ -235,11 +262,13 @@ impl Metrics {
             .with_label_values(&[env!("CARGO_PKG_VERSION")])
             .set(1.0);
         let no_labels: &[&str] = &[];
+        let stages = histograms(&exposed, &STAGES)?;
         Ok(Self {
             requests: counters(&exposed, &REQUESTS)?,
             duration: histograms(&exposed, &DURATION)?,
             ttft: histograms(&exposed, &TTFT)?,
             overhead: histograms(&exposed, &OVERHEAD)?,
+            stages: STAGE_NAMES.map(|stage| stages.with_label_values(&[stage])),
             queue: histograms(&exposed, &QUEUE)?.with_label_values(no_labels),
             queued: gauges(&exposed, &QUEUED)?.with_label_values(no_labels),
             connections: gauges(&exposed, &CONNECTIONS)?.with_label_values(no_labels),
@@ -255,9 +284,13 @@ impl Metrics {
             forecast: histograms(&exposed, &FORECAST)?,
             observed: histograms(&exposed, &OBSERVED)?,
             forecast_error: histograms(&exposed, &FORECAST_ERROR)?,
+            regret: histograms(&exposed, &REGRET)?,
+            passed_over: counters(&exposed, &PASSED_OVER)?,
             counted_tokens: counters(&exposed, &COUNTED_TOKENS)?,
             expected_cached: counters(&exposed, &EXPECTED_CACHED)?,
             reported_cached: counters(&exposed, &REPORTED_CACHED)?,
+            decision_log_lines: counters(&exposed, &DECISION_LOG)?,
+            trace_spans: counters(&exposed, &TRACE_SPANS)?,
             retries: counters(&exposed, &RETRIES)?,
             retries_refused: counters(&exposed, &RETRIES_REFUSED)?,
             decode_retries: counters(&exposed, &DECODE_RETRIES)?,
@@ -292,8 +325,27 @@ impl Metrics {
         })
     }
 
+    /// How long the stages of a request took, those it came to.
+    pub fn stages(&self, took: &Stages) {
+        let seconds = [
+            took.read,
+            took.queue,
+            took.parse,
+            took.tokenise,
+            took.decide,
+            took.connect,
+            took.first_token,
+        ];
+        for (histogram, seconds) in self.stages.iter().zip(seconds) {
+            if let Some(seconds) = seconds {
+                histogram.observe(seconds);
+            }
+        }
+    }
+
     /// A first token that had been predicted was seen.
-    pub fn first_token(&self, role: &str, predicted_ms: u64, took_ms: u64) {
+    pub fn first_token(&self, role: &str, forecast: Forecast, took_ms: u64) {
+        let predicted_ms = u64::from(forecast.ttft_ms);
         let seconds = |ms: u64| ms as f64 / 1e3;
         let role_only = [role];
         let observe = |family: &HistogramVec, ms| {
@@ -306,6 +358,8 @@ impl Metrics {
         } else {
             "late"
         };
+        let best_ms = u64::from(forecast.best_ttft_ms);
+        observe(&self.regret, took_ms.saturating_sub(best_ms));
         let error = self.forecast_error.with_label_values(&[role, sign]);
         error.observe(seconds(took_ms.abs_diff(predicted_ms)));
     }
@@ -341,11 +395,14 @@ impl Metrics {
     }
 
     /// A worker reported what it counted of a prompt whose cached tokens had been predicted.
-    pub fn counted(&self, role: &str, prompt_tokens: u32, expected: u32, reported: u32) {
+    pub fn counted(&self, role: &str, prompt_tokens: u32, forecast: Forecast, reported: u32) {
+        let expected = forecast.cached_tokens;
+        let passed_over = forecast.best_cached_tokens.saturating_sub(expected);
         for (family, tokens) in [
             (&self.counted_tokens, prompt_tokens),
             (&self.expected_cached, expected),
             (&self.reported_cached, reported),
+            (&self.passed_over, passed_over),
         ] {
             family.with_label_values(&[role]).inc_by(u64::from(tokens));
         }

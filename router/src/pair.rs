@@ -347,6 +347,9 @@ fn start_prefill(
     request.record.prefill = Some((candidate.name.clone(), prefill.why));
     let rooms = RoomLease::take(app, request.scan.batch.unwrap_or(1), &candidate)?;
     request.record.room = rooms.rooms.first().copied();
+    if let Some(room) = request.record.room {
+        request.record.story.room(room);
+    }
     let is_batch = request.scan.batch.is_some();
     let with_ranks = decode.guard.candidate.rank.is_some();
     let meeting = Meeting::new(candidate, &rooms.rooms, is_batch, with_ranks);

@@ -2,16 +2,22 @@
 
 use std::sync::Arc;
 
-use http::StatusCode;
+use http::{HeaderMap, StatusCode};
 use router_core::{Role, Why};
 use tokio::time::Instant;
 
+use crate::App;
 use crate::clock::ms_since;
 use crate::metrics::Metrics;
+use crate::story::{Requests, Stage, Story};
+use crate::trace::{Context, Exporter};
 
 /// Dropped with the response body. Nobody called [`Record::end`]: the client left.
 pub struct Record {
     metrics: Arc<Metrics>,
+    requests: Arc<Requests>,
+    tracer: Option<Arc<Exporter>>,
+    pub story: Arc<Story>,
     pub rid: String,
     route: &'static str,
     method: &'static str,
@@ -27,10 +33,20 @@ pub struct Record {
 }
 
 impl Record {
-    pub fn new(metrics: Arc<Metrics>, route: &'static str, method: &'static str) -> Self {
+    pub fn new(
+        app: &App,
+        route: &'static str,
+        method: &'static str,
+        headers: &HeaderMap,
+        rid: String,
+    ) -> Self {
+        let trace = app.tracer.as_ref().map(|_| Context::of(headers));
         Self {
-            metrics,
-            rid: String::new(),
+            tracer: app.tracer.clone(),
+            metrics: app.metrics.clone(),
+            requests: app.requests.clone(),
+            story: app.requests.begin(route, &rid, trace),
+            rid,
             route,
             method,
             started: Instant::now(),
@@ -52,6 +68,7 @@ impl Record {
     pub fn first_byte(&mut self, status: StatusCode) {
         if self.ttft_ms.is_none() {
             self.status = status;
+            self.story.mark(Stage::FirstByte);
             self.ttft_ms = Some(ms_since(self.started));
             let ttft = self.metrics.ttft.with_label_values(&[self.route]);
             ttft.observe(self.started.elapsed().as_secs_f64());
@@ -86,6 +103,16 @@ impl Drop for Record {
         self.metrics.requests.with_label_values(&labels).inc();
         let duration = self.metrics.duration.with_label_values(&[self.route]);
         duration.observe(self.started.elapsed().as_secs_f64());
+        self.requests.end(&self.story, status, outcome);
+        if let Some(tracer) = &self.tracer
+            && let Some(spans) = self.story.spans(self.method)
+        {
+            tracer.put(spans);
+        }
+        let stages = self.story.stages();
+        self.metrics.stages(&stages);
+        let ms = |seconds: Option<f64>| seconds.map(|seconds| (seconds * 1e6).round() / 1e3);
+        let usage = self.story.usage();
         let show = |chosen: &Option<(String, Why)>| match chosen {
             Some((name, why)) => format!("{name} ({why})"),
             None => "-".to_owned(),
@@ -93,6 +120,7 @@ impl Drop for Record {
         tracing::info!(
             target: "access",
             rid = %self.rid,
+            trace_id = self.story.trace_id(),
             route = self.route,
             prefill = %show(&self.prefill),
             worker = %show(&self.worker),
@@ -100,6 +128,16 @@ impl Drop for Record {
             attempts = self.attempts,
             status,
             outcome,
+            read_ms = ms(stages.read),
+            queue_ms = ms(stages.queue),
+            parse_ms = ms(stages.parse),
+            tokenise_ms = ms(stages.tokenise),
+            decide_ms = ms(stages.decide),
+            connect_ms = ms(stages.connect),
+            first_token_ms = ms(stages.first_token),
+            prompt_tokens = usage.map(|usage| usage.prompt_tokens),
+            cached_tokens = usage.and_then(|usage| usage.cached_tokens),
+            completion_tokens = usage.and_then(|usage| usage.completion_tokens),
             ttft_ms = self.ttft_ms,
             total_ms = ms_since(self.started),
             "request"

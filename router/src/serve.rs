@@ -14,6 +14,8 @@ use std::time::Duration;
 
 use axum::Router;
 use hyper_util::server::graceful::GracefulShutdown;
+use rand::RngCore;
+use router_core::Deciders;
 use tokio::net::TcpListener;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::{oneshot, watch};
@@ -25,17 +27,31 @@ use tokio_rustls::TlsAcceptor;
 use crate::App;
 use crate::config::{ParseStop, RouterConfig, flags_markdown};
 use crate::connections::{Terms, accept};
+use crate::decision_log;
 use crate::discovery;
 use crate::http::{metrics_router, router};
 use crate::kv_events;
-use crate::metrics::metrics_markdown;
+use crate::metrics::{Metrics, metrics_markdown};
+use crate::replay;
 use crate::tls;
 use crate::tokens::Tokens;
+use crate::trace::Exporter;
 
 /// After the cut streams still get their last event within this.
 const AFTER_CUT: Duration = Duration::from_secs(2);
-/// Parse `argv` (program name first), run the router until it is told to stop, return the exit code.
+
+/// Parse `argv` (program name first), run the router until it is told to stop, return the exit code. `replay` as the first
+/// argument decides a log again instead.
 pub fn run(argv: Vec<String>) -> i32 {
+    if argv.get(1).is_some_and(|word| word == "replay") {
+        return match replay::run(&argv[2..]) {
+            Ok((text, code)) => print(&text, code),
+            Err(text) => {
+                eprintln!("baton replay: {text}");
+                2
+            }
+        };
+    }
     let config = match RouterConfig::parse(&argv) {
         Ok(config) => config,
         Err(ParseStop::Help(text)) => return print(&text, 0),
@@ -129,6 +145,7 @@ pub struct Running {
     /// Held to the end: the last scrape may come late.
     _metrics_open: Option<oneshot::Sender<()>>,
     app: Arc<App>,
+    log: Option<decision_log::Writer>,
     cut: watch::Sender<bool>,
     /// Told to stop accepting.
     close: oneshot::Sender<()>,
@@ -153,7 +170,15 @@ impl Running {
         let scheme = if tls.is_some() { "https" } else { "http" };
         let to_workers = tls::to_workers(&config.tls)?;
         let (cut, cut_seen) = watch::channel(false);
-        let mut app = App::new(config, to_workers, cut_seen).map_err(|err| err.to_string())?;
+        let metrics = Arc::new(Metrics::new().map_err(|err| err.to_string())?);
+        let (deciders, log) = deciders(&config, &metrics)?;
+        let observe = &config.observe;
+        let tracer = observe.enable_trace.then(|| {
+            let endpoint = observe.otlp_traces_endpoint.clone();
+            Exporter::start(endpoint, metrics.trace_spans.clone())
+        });
+        let mut app = App::new(config, metrics, deciders, to_workers, cut_seen);
+        app.tracer = tracer;
         app.tokens = Tokens::load(&app.config.tokens, app.metrics.clone())?.map(Arc::new);
         let app = Arc::new(app);
         for spec in specs {
@@ -188,6 +213,7 @@ impl Running {
             metrics_addr,
             _metrics_open,
             app,
+            log,
             cut,
             close,
             accepting,
@@ -195,7 +221,16 @@ impl Running {
     }
 
     /// The way down; returns when all requests are answered or the grace is over.
-    pub async fn stop(self) {
+    pub async fn stop(mut self) {
+        let log = self.log.take();
+        self.finish_requests().await;
+        if let Some(log) = log {
+            // It waits for a disk.
+            let _ = tokio::task::spawn_blocking(|| log.stop()).await; // a panic there loses the end of the log
+        }
+    }
+
+    async fn finish_requests(self) {
         let config = &self.app.config.listen;
         self.app.start_draining();
         sleep(Duration::from_millis(config.shutdown_delay_ms)).await;
@@ -214,6 +249,28 @@ impl Running {
             let _ = timeout(AFTER_CUT, finished).await; // whoever does not read its last event is not waited for
         }
     }
+}
+
+/// The policies, with the decision log if there is to be one.
+pub fn deciders(
+    config: &RouterConfig,
+    metrics: &Metrics,
+) -> Result<(Deciders, Option<decision_log::Writer>), String> {
+    let deciders = Deciders::new(|role| config.policy_for(role), &config.policy_params());
+    let Some(path) = config.observe.decision_log.clone() else {
+        return Ok((deciders, None));
+    };
+    let place = decision_log::Place {
+        path,
+        max_bytes: config.observe.decision_log_max_bytes,
+        max_files: config.observe.decision_log_files,
+    };
+    let flags = config.routing.resolved.clone();
+    let counts = metrics.decision_log_lines.clone();
+    let (queue, writer) = decision_log::start(place, flags, counts)?;
+    let secret = rand::rng().next_u64();
+    let deciders = deciders.with_journal(Box::new(queue), secret);
+    Ok((deciders, Some(writer)))
 }
 
 async fn bind(host: &str, port: u16, flag: &str) -> Result<TcpListener, String> {

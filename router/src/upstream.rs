@@ -116,12 +116,15 @@ impl Pool {
     }
 
     /// Send one request and wait for the head of the answer. No timeout: the caller bounds it and may drop the future.
+    /// `on_sent` is called when a connection is there, and again if the request is sent once more on another.
     pub async fn send(
         self: &Arc<Self>,
         head: &Head,
         body: Parts,
+        on_sent: &(dyn Fn() + Sync),
     ) -> Result<Response<Answer>, SendError> {
         if let Some(connection) = self.take_idle().await {
+            on_sent();
             match self
                 .exchange(connection, Keep::Yes, head, body.clone())
                 .await
@@ -133,6 +136,7 @@ impl Pool {
             }
         }
         let connection = self.connect().await?;
+        on_sent();
         self.exchange(connection, Keep::Yes, head, body).await
     }
 

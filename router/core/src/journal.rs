@@ -16,7 +16,7 @@ use serde::{Deserialize, Serialize};
 use crate::deciders::Sending;
 use crate::kv::{Change, News};
 use crate::make::Make;
-use crate::prompt::{Prompt, mix};
+use crate::prompt::{Prompt, Unit, mix};
 use crate::types::{
     Choice, Event, QueueOrder, RequestView, Role, Ticket, Usage, WorkerFacts, WorkerId, WorkerView,
 };
@@ -86,6 +86,7 @@ pub struct Asked {
     pub seed: u64,
     pub streams: bool,
     pub hashes: Hashes,
+    pub unit: Unit,
     pub block_units: usize,
     pub units: usize,
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -300,6 +301,7 @@ impl Asked {
             seed: sending.seed,
             streams: sending.streams,
             hashes: Hashes(prompt.hashes.to_vec()),
+            unit: prompt.unit,
             block_units: prompt.block_units,
             units: prompt.units,
             tokens: prompt.tokens,
@@ -316,6 +318,7 @@ impl Asked {
     pub fn prompt(&self) -> Prompt<'_> {
         Prompt {
             hashes: &self.hashes.0,
+            unit: self.unit,
             block_units: self.block_units,
             units: self.units,
             tokens: self.tokens,

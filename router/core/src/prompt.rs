@@ -15,11 +15,14 @@
 //!
 //! Cost: about 0.1 ns a byte, one allocation.
 
+use serde::{Deserialize, Serialize};
+
 /// Bytes of text in a block: about 64 tokens of English, a few pages of an engine's cache.
 pub const BLOCK_BYTES: usize = 256;
 
 /// What a prompt's size is counted in.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
 pub enum Unit {
     /// Of text.
     #[default]

@@ -478,8 +478,8 @@ mod tests {
             let sending = Sending {
                 request,
                 seed,
-                explains: seed % 3 == 0,
-                streams: seed % 2 == 0,
+                explains: seed.is_multiple_of(3),
+                streams: seed.is_multiple_of(2),
             };
             let ready = views(&[0, seed as usize % 5, 1, 0]);
             let mut sent = |role, ticket, choice: Choice| {
@@ -574,7 +574,7 @@ mod tests {
                 bytes: 64,
             };
             let serve = News::Serve {
-                is_exact: seed % 2 == 0,
+                is_exact: seed.is_multiple_of(2),
             };
             for news in [News::Begin, changed, serve] {
                 let worker = WorkerId(seed % 4);

@@ -26,7 +26,9 @@ use router_core::{
     ManualParams, Miss, PolicyKind, PolicyParams, RetryConfig, Role,
 };
 
+use crate::trace;
 pub use docs::flags_markdown;
+
 pub use keys::{ControlKey, KeyRole};
 pub use kv_events::{Endpoint, KvEvents, KvEventsMode};
 pub use limits::Limits;
@@ -177,6 +179,9 @@ pub struct Routing {
     /// manual: a key not seen for this long is forgotten [s]
     #[arg(long, default_value_t = 14_400, value_name = "SECS")]
     pub max_idle_secs: u64,
+    /// The values of all that decisions depend on, as flags: for the decision log.
+    #[arg(skip)]
+    pub resolved: Vec<String>,
 }
 
 #[derive(Debug, Clone, Args)]
@@ -266,6 +271,24 @@ pub struct Observe {
     /// Address of that listener [default: --host]
     #[arg(long, value_name = "HOST")]
     pub prometheus_host: Option<String>,
+    /// Ended requests that GET /v1/requests/{id} still knows, 16 MiB of them at most; 0: none
+    #[arg(long, default_value_t = 4096, value_name = "N")]
+    pub request_history: usize,
+    /// Write every decision, and all it was made from, to this file as JSON lines; 'baton replay' decides them again
+    #[arg(long, value_name = "PATH")]
+    pub decision_log: Option<std::path::PathBuf>,
+    /// A decision log of this size becomes PATH.1, and a new file begins [bytes]
+    #[arg(long, default_value_t = 256 << 20, value_name = "BYTES")]
+    pub decision_log_max_bytes: u64,
+    /// Files of the decision log kept, the one being written included
+    #[arg(long, default_value_t = 4, value_name = "N")]
+    pub decision_log_files: u32,
+    /// Export a trace of each request: spans for the request, its decisions and its legs
+    #[arg(long)]
+    pub enable_trace: bool,
+    /// Where traces go: HOST:PORT for OTLP/gRPC, http://HOST:PORT[/PATH] for OTLP/HTTP
+    #[arg(long, default_value = "localhost:4317", value_name = "ENDPOINT")]
+    pub otlp_traces_endpoint: trace::Endpoint,
     /// Print docs/metrics.md and exit
     #[arg(long, hide = true)]
     pub print_metrics: bool,
@@ -286,6 +309,9 @@ pub enum ParseStop {
 /// Less than a few hundred prompts' worth of index is a mistake.
 const MIN_INDEX_BYTES: usize = 1 << 20;
 
+/// One line with the candidates of a large fleet has tens of kilobytes.
+const MIN_LOG_BYTES: u64 = 1 << 20;
+
 /// Headers searched for a request id when --request-id-headers is absent.
 const REQUEST_ID_HEADERS: [&str; 4] = [
     "x-request-id",
@@ -293,6 +319,31 @@ const REQUEST_ID_HEADERS: [&str; 4] = [
     "x-trace-id",
     "request-id",
 ];
+
+/// The flags under Routing, and the one that says how old a report may be, with the values they have.
+fn decisive_flags(matches: &clap::ArgMatches) -> Vec<String> {
+    let command = RouterConfig::command();
+    let is_decisive = |arg: &&clap::Arg| {
+        arg.get_help_heading() == Some("Routing")
+            || arg.get_long() == Some("health-check-interval-secs")
+    };
+    let mut flags = Vec::new();
+    for arg in command.get_arguments().filter(is_decisive) {
+        let Some(long) = arg.get_long() else { continue };
+        if matches!(arg.get_action(), clap::ArgAction::SetTrue) {
+            if matches.get_flag(arg.get_id().as_str()) {
+                flags.push(format!("--{long}"));
+            }
+            continue;
+        }
+        let values = matches.get_raw(arg.get_id().as_str());
+        for value in values.into_iter().flatten() {
+            flags.push(format!("--{long}"));
+            flags.push(value.to_string_lossy().into_owned());
+        }
+    }
+    flags
+}
 
 impl RouterConfig {
     /// The clap command, each flag with its environment variable.
@@ -319,7 +370,11 @@ impl RouterConfig {
         }
         let mut config = RouterConfig::command_with_env()
             .try_get_matches_from(argv)
-            .and_then(|matches| RouterConfig::from_arg_matches(&matches))
+            .and_then(|matches| {
+                let mut config = RouterConfig::from_arg_matches(&matches)?;
+                config.routing.resolved = decisive_flags(&matches);
+                Ok(config)
+            })
             .map_err(|err| match err.kind() {
                 clap::error::ErrorKind::DisplayHelp | clap::error::ErrorKind::DisplayVersion => {
                     ParseStop::Help(err.to_string())
@@ -353,6 +408,16 @@ impl RouterConfig {
         rule(
             ratio >= 1.0,
             format!("--balance-rel-threshold {ratio}: give a ratio of at least 1"),
+        );
+        let bytes = self.observe.decision_log_max_bytes;
+        rule(
+            bytes >= MIN_LOG_BYTES,
+            format!("--decision-log-max-bytes {bytes}: give at least {MIN_LOG_BYTES}"),
+        );
+        let files = self.observe.decision_log_files;
+        rule(
+            (1..=1000).contains(&files),
+            format!("--decision-log-files {files}: give a number from 1 to 1000"),
         );
         let factor = self.retry.retry_backoff_multiplier;
         rule(

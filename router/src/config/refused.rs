@@ -13,7 +13,6 @@ const fn refused(name: &'static str, instead: &'static str) -> Refused {
 const PARSERS: &str = "answers pass through untouched; give the parser to the engine";
 const HISTORY: &str = "the router keeps no conversations; drop the flag";
 const AUTH: &str = "there are only fixed keys; use --api-key and --control-plane-api-keys";
-const TRACES: &str = "trace export is not in this version; x-request-id ties the logs of all hops";
 
 pub const REFUSED: &[Refused] = &[
     refused(
@@ -61,8 +60,6 @@ pub const REFUSED: &[Refused] = &[
     refused("redis-url", HISTORY),
     refused("redis-pool-max", HISTORY),
     refused("redis-retention-days", HISTORY),
-    refused("enable-trace", TRACES),
-    refused("otlp-traces-endpoint", TRACES),
     refused(
         "control-plane-audit-enabled",
         "each use of a key of --control-plane-api-keys is logged anyway; drop the flag",

@@ -257,7 +257,9 @@ mod tests {
             let argv = ["baton-router", "--pd-disaggregation"].map(str::to_owned);
             let config = RouterConfig::parse(&argv).unwrap();
             let (_cut, seen) = watch::channel(false);
-            let app = Arc::new(App::new(config, None, seen).unwrap());
+            let metrics = Arc::new(crate::metrics::Metrics::new().unwrap());
+            let (deciders, _) = crate::serve::deciders(&config, &metrics).unwrap();
+            let app = Arc::new(App::new(config, metrics, deciders, None, seen));
             let feed = Feed::new(&app, "file");
             World { app, feed }
         }

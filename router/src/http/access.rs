@@ -9,6 +9,7 @@ use axum::extract::Request;
 use crate::App;
 use crate::config::KeyRole;
 use crate::error::RouteError;
+use crate::explain;
 
 /// Paths that need no API key: probes and scrapers have none.
 const OPEN_PATHS: [&str; 8] = [
@@ -42,13 +43,22 @@ fn is_control(path: &str) -> bool {
     })
 }
 
+pub fn has_control_keys(app: &App) -> bool {
+    !app.config.listen.control_plane_api_keys.is_empty()
+}
+
+/// A dry run shows the fleet, whatever its path.
+fn is_dry_run(request: &Request) -> bool {
+    explain::Asks::of(request.headers()).is_ok_and(|asks| asks == explain::Asks::DryRun)
+}
+
 /// An error is the answer to the request.
 pub fn check(app: &App, request: &Request) -> Result<(), RouteError> {
     let path = request.uri().path();
     let given = request.headers().get(header::AUTHORIZATION);
     let given = given.and_then(|value| value.as_bytes().strip_prefix(b"Bearer "));
     let control = &app.config.listen.control_plane_api_keys;
-    if !control.is_empty() && is_control(path) {
+    if !control.is_empty() && (is_control(path) || is_dry_run(request)) {
         let known = given.and_then(|given| {
             // All are compared: the time does not tell which one is nearly right.
             control.iter().fold(None, |found, key| {
@@ -95,6 +105,7 @@ mod tests {
             "/workers/3",
             "/workers/3/drain",
             "/flush_cache",
+            "/v1/requests/chatcmpl-1",
         ] {
             assert!(is_control(path), "{path}");
         }

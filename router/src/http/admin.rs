@@ -145,6 +145,16 @@ pub async fn show_worker(
     Ok(answer(StatusCode::OK, &show(&app, &worker)))
 }
 
+/// The story of a recent request, by the id it came or was answered with.
+pub async fn show_request(
+    State(app): State<Arc<App>>,
+    Path(id): Path<String>,
+) -> Result<Response, RouteError> {
+    let story = app.requests.find(&id);
+    let story = story.ok_or(RouteError::NoStory { id })?;
+    Ok(answer(StatusCode::OK, &story))
+}
+
 pub async fn remove_worker(
     State(app): State<Arc<App>>,
     Path(id): Path<String>,

@@ -7,20 +7,22 @@ use axum::extract::{Request, State};
 use axum::response::{IntoResponse, Response};
 use bytes::{Bytes, BytesMut};
 use http::header::{ACCEPT_ENCODING, CONTENT_LENGTH, CONTENT_TYPE, EXPECT, HOST};
-use http::{HeaderMap, HeaderValue, Method, Uri};
+use http::{HeaderMap, HeaderValue, Method, StatusCode, Uri};
 use http_body::Body;
 use http_body_util::BodyExt;
 use router_core::Blocks;
 use tokio::sync::OwnedSemaphorePermit;
 use tokio::time::{Instant, timeout_at};
 
-use super::{HOP_BY_HOP, REQUEST_ID};
+use super::{HOP_BY_HOP, REQUEST_ID, access};
 use crate::App;
 use crate::body::{Api, Scan};
 use crate::config::Limits;
 use crate::dispatch::{self, Inbound};
 use crate::error::RouteError;
+use crate::explain::{self, Asks};
 use crate::record::Record;
+use crate::story::{Stage, Story};
 use crate::upstream::Head;
 
 /// A client that sends nothing of its body for this long is gone or means harm.
@@ -50,17 +52,23 @@ async fn serve(app: Arc<App>, api: Api, request: Request) -> Response {
     } else {
         "POST"
     };
-    let mut record = Record::new(app.metrics.clone(), api.path(), method);
-    record.rid = text_header(request.headers(), REQUEST_ID).unwrap_or_default();
-    match take_in(&app, api, request).await {
+    let rid = text_header(request.headers(), REQUEST_ID).unwrap_or_default();
+    let record = Record::new(&app, api.path(), method, request.headers(), rid);
+    let asks = match Asks::of(request.headers()) {
+        Ok(asks) => asks,
+        Err(err) => return refused(record, err),
+    };
+    match take_in(&app, api, request, asks, &record.story).await {
         Ok((head, routing_key, body, scan, ready_at, permit, deadline_ms)) => {
             let (needs_text, needs_blocks) = app.registry.needs(app.serving_roles());
             let prompt = prompt_of(&app, api, &scan, &body, needs_blocks).await;
+            let story = record.story.clone();
             let inbound = Inbound {
                 head,
                 blocks: prompt.blocks.map(Arc::new),
                 prompt_tokens: prompt.tokens,
                 input_ids: prompt.input_ids,
+                explains: asks == Asks::Explain,
                 needs_text,
                 body,
                 scan,
@@ -69,15 +77,42 @@ async fn serve(app: Arc<App>, api: Api, request: Request) -> Response {
                 record,
                 permit,
             };
+            story.mark(Stage::Tokenised);
+            if let Some(blocks) = &inbound.blocks {
+                story.prompt(blocks);
+            }
+            if asks == Asks::DryRun {
+                return dry_run(&app, inbound);
+            }
             if let Err(err) = shed(&app, &inbound, deadline_ms) {
                 return dispatch::refuse(inbound, err);
             }
-            dispatch::generate(app, inbound).await
+            let is_shown = asks == Asks::Explain && !access::has_control_keys(&app);
+            let mut response = dispatch::generate(app, inbound).await;
+            if is_shown {
+                explain::put_header(response.headers_mut(), story.summary());
+            }
+            response
         }
-        Err(err) => {
-            record.end(err.status(), err.code());
-            err.into_response()
+        Err(err) => refused(record, err),
+    }
+}
+
+fn refused(mut record: Record, err: RouteError) -> Response {
+    record.end(err.status(), err.code());
+    err.into_response()
+}
+
+/// What would be done with it.
+fn dry_run(app: &App, mut inbound: Inbound) -> Response {
+    let decisions = app.registry.dry_run(app.serving_roles(), &inbound.wanted());
+    match decisions {
+        Ok(decisions) => {
+            inbound.record.first_byte(StatusCode::OK);
+            inbound.record.end(StatusCode::OK, "dry_run");
+            explain::dry_run_answer(&decisions)
         }
+        Err(err) => refused(inbound.record, err),
     }
 }
 
@@ -91,15 +126,30 @@ type TakenIn = (
     Option<u64>,
 );
 
-async fn take_in(app: &App, api: Api, request: Request) -> Result<TakenIn, RouteError> {
+/// A dry run takes no place.
+async fn take_in(
+    app: &App,
+    api: Api,
+    request: Request,
+    asks: Asks,
+    story: &Story,
+) -> Result<TakenIn, RouteError> {
     let (parts, body) = request.into_parts();
     let routing_key = text_header(&parts.headers, ROUTING_KEY);
     let body = read_body(body, &parts.headers, &app.config.limits).await?;
-    let permit = app.admission.enter(&app.metrics).await?;
+    story.mark(Stage::Read);
+    story.body(body.len());
+    let permit = match asks {
+        Asks::DryRun => None,
+        _ => app.admission.enter(&app.metrics).await?,
+    };
+    story.mark(Stage::Admitted);
     let ready_at = Instant::now();
     let scan = Scan::of(&body, api)?;
+    story.mark(Stage::Parsed);
     let mut headers = forwarded(parts.headers);
     let deadline_ms = deadline_ms(&headers, &scan);
+    headers.remove(explain::HEADER);
     // It was read as JSON, whatever the client called it (curl -d calls it a form).
     let json = HeaderValue::from_static("application/json");
     headers.insert(CONTENT_TYPE, json);

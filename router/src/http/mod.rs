@@ -84,6 +84,7 @@ pub fn router(app: Arc<App>) -> Router {
         )
         .route("/get_loads", get(admin::loads))
         .route("/engine_metrics", get(passing::engine_metrics))
+        .route("/v1/requests/{id}", get(admin::show_request))
         .route("/abort_request", post(passing::fan_out))
         .route("/start_profile", post(passing::fan_out))
         .route("/stop_profile", post(passing::fan_out))

@@ -351,7 +351,7 @@ async fn ask(
     head: &Head,
     body: Parts,
 ) -> Result<(StatusCode, Option<HeaderValue>, String), String> {
-    let sent = worker.pool.send(head, body).await;
+    let sent = worker.pool.send(head, body, &|| ()).await;
     let response = sent.map_err(|err| err.to_string())?;
     let status = response.status();
     let kind = response.headers().get(header::CONTENT_TYPE).cloned();

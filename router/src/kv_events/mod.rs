@@ -121,9 +121,9 @@ fn follow(app: &App, candidate: &Candidate, source: Source) -> AbortHandle {
         status.source = Some(source.to_string());
     }
     let who = (candidate.id, candidate.name.clone(), worker.role());
-    let policy = app.registry.policy(worker.role()).clone();
+    let deciders = app.registry.deciders();
     let block_tokens = app.config.tokens.block_size;
-    let reader = Reader::new(who, policy, app.metrics.clone(), status, block_tokens);
+    let reader = Reader::new(who, deciders, app.metrics.clone(), status, block_tokens);
     let (pool, headers) = (worker.pool.clone(), app.worker_headers());
     tokio::spawn(run(reader, source, pool, headers)).abort_handle()
 }

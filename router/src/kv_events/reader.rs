@@ -5,7 +5,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use parking_lot::Mutex;
 use router_core::kv::{KvEvent, News, NewsError, Replica, ReplicaError, Tell, Took};
-use router_core::{Policy, Role, WorkerId};
+use router_core::{Deciders, Role, WorkerId};
 use serde::Serialize;
 
 use super::zmtp::ZmtpError;
@@ -98,7 +98,7 @@ pub struct Reader {
     pub name: String,
     pub role: Role,
     id: WorkerId,
-    policy: Arc<dyn Policy>,
+    deciders: Arc<Deciders>,
     metrics: Arc<Metrics>,
     status: Arc<Mutex<Status>>,
     replica: Replica,
@@ -107,7 +107,7 @@ pub struct Reader {
 impl Reader {
     pub fn new(
         (id, name, role): (WorkerId, String, Role),
-        policy: Arc<dyn Policy>,
+        deciders: Arc<Deciders>,
         metrics: Arc<Metrics>,
         status: Arc<Mutex<Status>>,
         block_tokens: usize,
@@ -116,7 +116,7 @@ impl Reader {
             name,
             role,
             id,
-            policy,
+            deciders,
             metrics,
             status,
             replica: Replica::new(block_tokens),
@@ -128,11 +128,8 @@ impl Reader {
         &mut self,
         act: impl FnOnce(&mut Replica, Tell<'_>) -> Result<T, ReplicaError>,
     ) -> Result<T, End> {
-        let (policy, id) = (&self.policy, self.id);
-        let mut tell = |news: News<'_>| match policy.as_cost() {
-            Some(cost) => cost.reconcile(id, &news),
-            None => Err(NewsError::Forgotten),
-        };
+        let (deciders, role, id) = (&self.deciders, self.role, self.id);
+        let mut tell = |news: News<'_>| deciders.reconcile(role, id, &news);
         Ok(act(&mut self.replica, &mut tell)?)
     }
 

@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use http::HeaderValue;
 use parking_lot::Mutex;
 use router_core::{
-    Blocks, BreakerState, CircuitBreaker, Event, Forecast, Make, Outcome, Policy, Ticket, Usage,
+    Blocks, BreakerState, CircuitBreaker, Deciders, Event, Forecast, Make, Outcome, Ticket, Usage,
     WorkerId,
 };
 
@@ -15,6 +15,7 @@ use crate::clock::now_ms;
 use crate::kv_events::Feed;
 use crate::load::{self, Fate, Report};
 use crate::metrics::Metrics;
+use crate::story::LegStory;
 
 /// What a policy chooses: a worker, or one DP rank of it.
 pub struct Candidate {
@@ -64,9 +65,10 @@ impl Candidate {
 /// One request in flight to a candidate. Its end frees the load, feeds the breaker and tells the policy.
 pub struct LoadGuard {
     pub candidate: Arc<Candidate>,
-    pub(super) policy: Arc<dyn Policy>,
+    pub(super) deciders: Arc<Deciders>,
     pub(super) outcome: Outcome,
     pub(super) sent: Sent,
+    pub(super) story: Option<LegStory>,
     pub(super) metrics: Arc<Metrics>,
 }
 
@@ -87,13 +89,33 @@ impl LoadGuard {
         self.outcome = outcome;
     }
 
+    fn observe(&self, event: &Event<'_>) {
+        let role = self.candidate.worker.role();
+        self.deciders.observe(role, event);
+    }
+
+    /// Names this leg to its worker, if there is a trace.
+    pub fn traceparent(&self) -> Option<HeaderValue> {
+        self.story.as_ref()?.traceparent()
+    }
+
+    /// A connection is there, the request goes out.
+    pub fn sent(&self) {
+        if let Some(story) = &self.story {
+            story.sent();
+        }
+    }
+
     /// Its prefill is over.
     pub fn first_token(&mut self) {
         if std::mem::replace(&mut self.sent.is_first_token_known, true) {
             return;
         }
+        if let Some(story) = &self.story {
+            story.first_token();
+        }
         let now_ms = now_ms();
-        self.policy.observe(&Event::FirstToken {
+        self.observe(&Event::FirstToken {
             ticket: self.sent.ticket,
             worker: self.candidate.id,
             now_ms,
@@ -101,8 +123,7 @@ impl LoadGuard {
         if let Some(forecast) = self.sent.forecast {
             let role = self.candidate.worker.role().label();
             let took_ms = now_ms.saturating_sub(self.sent.at_ms);
-            self.metrics
-                .first_token(role, u64::from(forecast.ttft_ms), took_ms);
+            self.metrics.first_token(role, forecast, took_ms);
         }
     }
 
@@ -111,7 +132,7 @@ impl LoadGuard {
         let candidate = &self.candidate;
         let fate = match load::of_header(told) {
             Ok(Some(report)) if candidate.is_rank(report.rank) => {
-                self.policy.observe(&reported(candidate.id, report));
+                self.observe(&reported(candidate.id, report));
                 Fate::Taken
             }
             Ok(_) => Fate::Unused,
@@ -131,7 +152,10 @@ impl LoadGuard {
 
     /// What the worker counted.
     pub fn usage(&mut self, usage: Usage) {
-        self.policy.observe(&Event::Usage {
+        if let Some(story) = &self.story {
+            story.usage(usage);
+        }
+        self.observe(&Event::Usage {
             ticket: self.sent.ticket,
             worker: self.candidate.id,
             usage,
@@ -139,7 +163,7 @@ impl LoadGuard {
         if let (Some(forecast), Some(cached)) = (self.sent.forecast, usage.cached_tokens) {
             let role = self.candidate.worker.role().label();
             self.metrics
-                .counted(role, usage.prompt_tokens, forecast.cached_tokens, cached);
+                .counted(role, usage.prompt_tokens, forecast, cached);
         }
         let counted = self.sent.blocks.as_ref().map(|blocks| blocks.prompt());
         if let Some(tokens) = counted.and_then(|prompt| prompt.tokens) {
@@ -165,8 +189,11 @@ impl Drop for LoadGuard {
         {
             tracing::warn!(worker = %candidate.name, circuit = state.label(), "circuit breaker changed");
         }
+        if let Some(story) = &self.story {
+            story.ended(self.outcome);
+        }
         let blocks = self.sent.blocks.as_ref();
-        self.policy.observe(&Event::Finished {
+        self.observe(&Event::Finished {
             ticket: self.sent.ticket,
             worker: candidate.id,
             is_kept: self.outcome == Outcome::Success,

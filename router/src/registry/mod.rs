@@ -20,9 +20,10 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use parking_lot::{Mutex, RwLock};
+use rand::RngCore;
 use router_core::{
-    Ahead, Blocks, BreakerConfig, Choice, CircuitBreaker, Event, Outcome, Policy, PolicyStats,
-    RequestView, Role, Ticket, Why, WorkerId, WorkerView, build, choose_fitting_pair, choose_pair,
+    Ahead, Blocks, BreakerConfig, CircuitBreaker, Decided, Deciders, Event, Make, Outcome, Policy,
+    PolicyStats, RequestView, Role, Sending, Ticket, Why, WorkerId, WorkerView,
 };
 use rustls::ClientConfig;
 use tokio::sync::{Notify, watch};
@@ -34,9 +35,11 @@ pub use self::worker::{Description, State, Worker};
 use crate::clock::now_ms;
 use crate::config::{RouterConfig, WorkerSpec};
 use crate::error::RouteError;
+use crate::explain::{DryRun, name_of, named};
 use crate::kv_events::{Feed, Status};
 use crate::load::{self, Report};
 use crate::metrics::Metrics;
+use crate::story::Story;
 use crate::upstream::Pool;
 
 /// Most workers registered at once: the registry is open to the network.
@@ -50,9 +53,23 @@ pub struct Wanted<'a> {
     pub routing_key: Option<&'a str>,
     /// The answer streams: a regular worker's first token will be seen.
     pub streams: bool,
+    /// Told what is decided, if anybody wants to know.
+    pub story: Option<Arc<Story>>,
+    /// With all that is weighed.
+    pub explains: bool,
 }
 
 impl Wanted<'_> {
+    fn sending(&self, now_ms: u64) -> Sending<'_> {
+        Sending {
+            request: self.view(now_ms),
+            // 53 bits: what every reader of JSON keeps exactly.
+            seed: rand::rng().next_u64() >> 11,
+            explains: self.explains,
+            streams: self.streams,
+        }
+    }
+
     fn view(&self, now_ms: u64) -> RequestView<'_> {
         RequestView {
             text: self.text,
@@ -99,7 +116,6 @@ fn views(candidates: &[Arc<Candidate>], avoid: &[WorkerId], now_ms: u64) -> Vec<
 }
 
 struct RoleTable {
-    policy: Arc<dyn Policy>,
     /// Held while deciding.
     turn: Mutex<()>,
     candidates: RwLock<Arc<Vec<Arc<Candidate>>>>,
@@ -113,6 +129,8 @@ impl RoleTable {
 
 pub struct Registry {
     workers: RwLock<Vec<Arc<Worker>>>,
+    deciders: Arc<Deciders>,
+    /// By [`Role::index`].
     tables: [RoleTable; 3],
     /// Whether every prefill worker can hand its pages to every decode worker; set under `changing`.
     all_fit: AtomicBool,
@@ -128,30 +146,22 @@ pub struct Registry {
     cut: watch::Receiver<bool>,
 }
 
-pub const ROLES: [Role; 3] = [Role::Regular, Role::Prefill, Role::Decode];
-
-fn index(role: Role) -> usize {
-    match role {
-        Role::Regular => 0,
-        Role::Prefill => 1,
-        Role::Decode => 2,
-    }
-}
+pub const ROLES: [Role; 3] = Role::ALL;
 
 impl Registry {
     pub fn new(
         config: &RouterConfig,
+        deciders: Deciders,
         metrics: Arc<Metrics>,
         tls: Option<Arc<ClientConfig>>,
         cut: watch::Receiver<bool>,
     ) -> Self {
-        let params = config.policy_params();
         Self {
             metrics,
             next_ticket: AtomicU64::new(1),
             workers: RwLock::default(),
-            tables: ROLES.map(|role| RoleTable {
-                policy: Arc::from(build(config.policy_for(role), role, &params)),
+            deciders: Arc::new(deciders),
+            tables: ROLES.map(|_| RoleTable {
                 turn: Mutex::default(),
                 candidates: RwLock::default(),
             }),
@@ -166,8 +176,12 @@ impl Registry {
         }
     }
 
-    pub fn policy(&self, role: Role) -> &Arc<dyn Policy> {
-        &self.tables[index(role)].policy
+    pub fn deciders(&self) -> Arc<Deciders> {
+        self.deciders.clone()
+    }
+
+    pub fn policy(&self, role: Role) -> &dyn Policy {
+        self.deciders.policy(role)
     }
 
     /// Register a worker; the caller starts its health task.
@@ -359,7 +373,7 @@ impl Registry {
     }
 
     fn swap_candidates(&self, worker: &Arc<Worker>, new: Vec<Arc<Candidate>>) {
-        let table = &self.tables[index(worker.role())];
+        let table = self.table(worker.role());
         let _turn = table.turn.lock();
         let mut shared = table.candidates.write();
         let mut list: Vec<_> = shared.iter().cloned().collect();
@@ -367,14 +381,15 @@ impl Registry {
             let stays = c.worker.id != worker.id;
             if !stays {
                 c.feed.stop();
-                table.policy.observe(&Event::WorkerGone { worker: c.id });
+                let gone = Event::WorkerGone { worker: c.id };
+                self.deciders.observe(worker.role(), &gone);
             }
             stays
         });
         let facts = worker.facts();
         for candidate in &new {
-            let worker = candidate.id;
-            table.policy.observe(&Event::WorkerAdded { worker, facts });
+            let (role, name) = (worker.role(), &candidate.name);
+            self.deciders.added(role, candidate.id, facts, name);
         }
         list.extend(new);
         // By address, so that round robin's order does not depend on who became ready first.
@@ -384,7 +399,7 @@ impl Registry {
 
     /// The worker told what its ranks have to do; returns whether that was about any of its candidates.
     pub fn loads_told(&self, worker: &Worker, reports: &[Report]) -> bool {
-        let table = &self.tables[index(worker.role())];
+        let table = self.table(worker.role());
         let candidates = table.candidates.read().clone();
         let mut is_used = false;
         for candidate in candidates.iter().filter(|c| c.worker.id == worker.id) {
@@ -393,7 +408,8 @@ impl Registry {
                 None => load::sum(reports),
             };
             if let Some(report) = report {
-                table.policy.observe(&reported(candidate.id, report));
+                let told = reported(candidate.id, report);
+                self.deciders.observe(worker.role(), &told);
                 is_used = true;
             }
         }
@@ -402,30 +418,25 @@ impl Registry {
 
     /// Bring the policies' memory under its limits; returns the characters or keys dropped.
     pub fn evict(&self) -> usize {
-        let now_ms = now_ms();
-        let tables = self.tables.iter();
-        tables.map(|table| table.policy.evict(now_ms)).sum()
+        self.deciders.evict(now_ms())
     }
 
     /// Policies forget all prompts: the workers' caches were flushed.
     pub fn forget_prompts(&self) {
-        for table in &self.tables {
+        for role in ROLES {
+            let table = self.table(role);
             let _turn = table.turn.lock();
             for candidate in table.candidates.read().iter() {
                 let (worker, facts) = (candidate.id, candidate.worker.facts());
-                table.policy.observe(&Event::WorkerGone { worker });
-                table.policy.observe(&Event::WorkerAdded { worker, facts });
+                self.deciders.observe(role, &Event::WorkerGone { worker });
+                self.deciders.added(role, worker, facts, &candidate.name);
             }
         }
     }
 
     /// Whether a policy of these roles reads text, and block hashes: what nobody reads is not made.
     pub fn needs(&self, roles: &[Role]) -> (bool, bool) {
-        let policies = || roles.iter().map(|role| self.policy(*role));
-        (
-            policies().any(|policy| policy.needs_text()),
-            policies().any(|policy| policy.needs_blocks()),
-        )
+        self.deciders.needs(roles)
     }
 
     /// Let the role's policy choose among ready candidates whose breaker allows it. Workers in `avoid` (they just failed
@@ -437,14 +448,14 @@ impl Registry {
         avoid: &[WorkerId],
     ) -> Result<Chosen, RouteError> {
         let chosen = {
-            let table = &self.tables[index(role)];
+            let table = self.table(role);
             let _turn = table.turn.lock();
-            let now_ms = now_ms();
-            let view = wanted.view(now_ms);
+            let sending = wanted.sending(now_ms());
             let list = table.candidates.read().clone();
-            let views = views(&list, avoid, now_ms);
-            let choice = table.policy.choose(&view, &views, &mut rand::rng());
-            choice.and_then(|choice| self.take(table, &list, choice, wanted, &view))
+            let views = views(&list, avoid, sending.request.now_ms);
+            let ticket = self.ticket();
+            let decided = self.deciders.decide(role, &sending, &views, ticket);
+            decided.and_then(|decided| self.take(&list, decided, ticket, wanted, &sending))
         };
         // Counted without the role's turn: remove() takes the worker list first and the turn second.
         chosen.ok_or_else(|| self.nobody(role))
@@ -456,32 +467,26 @@ impl Registry {
         wanted: &Wanted<'_>,
         avoid: &Avoid,
     ) -> Result<(Chosen, Chosen), RouteError> {
-        let [_, prefill, decode] = &self.tables;
+        let [prefill, decode] = [Role::Prefill, Role::Decode].map(|role| self.table(role));
         let pair = {
             let (_p_turn, _d_turn) = (prefill.turn.lock(), decode.turn.lock());
-            let now_ms = now_ms();
-            let view = wanted.view(now_ms);
+            let sending = wanted.sending(now_ms());
+            let now_ms = sending.request.now_ms;
             let (p_list, d_list) = (
                 prefill.candidates.read().clone(),
                 decode.candidates.read().clone(),
             );
             let p_views = views(&p_list, &avoid.prefill, now_ms);
             let d_views = views(&d_list, &avoid.worker, now_ms);
-            let (p_policy, d_policy) = (&*prefill.policy, &*decode.policy);
-            let rng = &mut rand::rng();
-            let pair = if self.all_fit.load(Ordering::Relaxed) {
-                choose_pair(p_policy, d_policy, &view, &p_views, &d_views, rng)
-            } else {
-                let make = |list: &[Arc<Candidate>], id| {
-                    let found = list.iter().find(|c| c.id == id);
-                    found.map(|c| c.make).unwrap_or_default()
-                };
-                let fits = |p, d| make(&p_list, p).fits(&make(&d_list, d));
-                choose_fitting_pair(p_policy, d_policy, &view, &p_views, &d_views, &fits, rng)
-            };
-            let taken = pair.and_then(|(p, d)| {
-                let p = self.take(prefill, &p_list, p, wanted, &view)?;
-                Some((p, self.take(decode, &d_list, d, wanted, &view)?))
+            let tickets = [self.ticket(), self.ticket()];
+            let sides = [(p_list.as_slice(), p_views.as_slice()), (&d_list, &d_views)];
+            let makes = self.makes(sides);
+            let makes = makes.as_ref().map(|[p, d]| [p.as_slice(), d]);
+            let ready = [p_views.as_slice(), &d_views];
+            let decided = self.deciders.decide_pair(&sending, ready, makes, tickets);
+            let taken = decided.and_then(|[p, d]| {
+                let p = self.take(&p_list, p, tickets[0], wanted, &sending)?;
+                Some((p, self.take(&d_list, d, tickets[1], wanted, &sending)?))
             });
             taken.ok_or(match (p_views.len(), d_views.len()) {
                 (0, _) => Err(Role::Prefill),
@@ -494,10 +499,10 @@ impl Registry {
 
     /// The worker of this role that would begin to answer first, if its policy predicts that.
     pub fn least_ttft(&self, role: Role, wanted: &Wanted<'_>) -> Option<Ahead> {
-        let table = &self.tables[index(role)];
         let now_ms = now_ms();
-        let views = views(&table.list(), &[], now_ms);
-        table.policy.soonest(&wanted.view(now_ms), &views)
+        let views = views(&self.table(role).list(), &[], now_ms);
+        let policy = self.deciders.policy(role);
+        policy.soonest(&wanted.view(now_ms), &views)
     }
 
     /// Why nobody of the other role can be paired with this ready worker, though somebody is there.
@@ -545,50 +550,119 @@ impl Registry {
             .any(|p| d_list.iter().any(|d| p.make.fits(&d.make)))
     }
 
+    /// What would be chosen for each of these roles (prefill and decode are chosen together), and why. Nothing is sent.
+    pub fn dry_run(&self, roles: &[Role], wanted: &Wanted<'_>) -> Result<Vec<DryRun>, RouteError> {
+        let turns: Vec<_> = roles
+            .iter()
+            .map(|role| self.table(*role).turn.lock())
+            .collect();
+        let sending = wanted.sending(now_ms());
+        let (request, seed) = (&sending.request, sending.seed);
+        let sides: Vec<_> = roles
+            .iter()
+            .map(|role| {
+                let list = self.table(*role).candidates.read().clone();
+                let views = views(&list, &[], request.now_ms);
+                (list, views)
+            })
+            .collect();
+        let decided: Option<Vec<_>> = match sides.as_slice() {
+            [(p_list, p), (d_list, d)] => {
+                let makes = self.makes([(p_list.as_slice(), p.as_slice()), (d_list, d)]);
+                let makes = makes.as_ref().map(|[p, d]| [p.as_slice(), d]);
+                let pair = self.deciders.dry_run_pair(request, [p, d], makes, seed);
+                pair.map(Vec::from)
+            }
+            one => roles
+                .iter()
+                .zip(one)
+                .map(|(role, (_, ready))| self.deciders.dry_run(*role, request, ready, seed))
+                .collect(),
+        };
+        drop(turns);
+        let Some(decided) = decided else {
+            return Err(match sides.iter().position(|(_, views)| views.is_empty()) {
+                Some(at) => self.nobody(roles[at]),
+                None => RouteError::NoPair {
+                    prefill: sides[0].1.len(),
+                    decode: sides[sides.len() - 1].1.len(),
+                },
+            });
+        };
+        let told = roles.iter().zip(sides).zip(decided);
+        let told = told.map(|((role, (list, _)), (choice, explanation))| DryRun {
+            role: *role,
+            worker: name_of(&list, choice.worker).to_owned(),
+            decision: choice.why,
+            explanation: named(&explanation, &list),
+        });
+        Ok(told.collect())
+    }
+
+    /// Of the candidates of both sides, where not all of them can be paired.
+    fn makes(&self, sides: [(&[Arc<Candidate>], &[WorkerView]); 2]) -> Option<[Vec<Make>; 2]> {
+        (!self.all_fit.load(Ordering::Relaxed)).then(|| {
+            sides.map(|(list, views)| {
+                let make = |view: &WorkerView| {
+                    let found = list.iter().find(|c| c.id == view.id);
+                    found.map(|c| c.make).unwrap_or_default()
+                };
+                views.iter().map(make).collect()
+            })
+        })
+    }
+
+    fn ticket(&self) -> Ticket {
+        Ticket(self.next_ticket.fetch_add(1, Ordering::Relaxed))
+    }
+
+    fn table(&self, role: Role) -> &RoleTable {
+        &self.tables[role.index()]
+    }
+
     fn nobody(&self, role: Role) -> RouteError {
         let (known, ready) = self.count(role);
         RouteError::NoWorker { role, known, ready }
     }
 
-    /// The chosen candidate with its place taken; everybody who learns is told.
+    /// The chosen candidate with its place taken. The policy knows already that the request goes there.
     fn take(
         &self,
-        table: &RoleTable,
         candidates: &[Arc<Candidate>],
-        choice: Choice,
+        (choice, explanation): Decided,
+        ticket: Ticket,
         wanted: &Wanted<'_>,
-        view: &RequestView<'_>,
+        sending: &Sending<'_>,
     ) -> Option<Chosen> {
         let found = candidates.iter().find(|c| c.id == choice.worker);
         let candidate = found?.clone();
         let role = candidate.worker.role();
-        let ticket = Ticket(self.next_ticket.fetch_add(1, Ordering::Relaxed));
-        let tells_first_token = wanted.streams || role == Role::Prefill;
-        table.policy.observe(&Event::Routed {
-            ticket,
-            worker: candidate.id,
-            request: view,
-            tells_first_token,
-        });
+        let sent_ms = sending.request.now_ms;
         candidate.load.fetch_add(1, Ordering::Relaxed);
         if let Some(breaker) = &candidate.breaker {
-            breaker.lock().on_sent(view.now_ms);
+            breaker.lock().on_sent(sent_ms);
         }
-        let labels = [role.label(), table.policy.name(), choice.why.label()];
+        let policy = self.deciders.policy(role).name();
+        let labels = [role.label(), policy, choice.why.label()];
         self.metrics.decisions.with_label_values(&labels).inc();
-        let reads_blocks = table.policy.needs_blocks();
+        let story = wanted.story.as_ref().map(|story| {
+            let told = explanation.and_then(|told| named(&told, candidates));
+            story.leg(role, &candidate.name, choice.why, told)
+        });
+        let (_, reads_blocks) = self.deciders.needs(&[role]);
         Some(Chosen {
             guard: LoadGuard {
                 candidate,
-                policy: table.policy.clone(),
+                deciders: self.deciders.clone(),
                 outcome: Outcome::Unknown,
                 sent: Sent {
                     ticket,
                     blocks: wanted.blocks.clone().filter(|_| reads_blocks),
                     forecast: choice.why.forecast(),
-                    at_ms: view.now_ms,
-                    is_first_token_known: !tells_first_token,
+                    at_ms: sent_ms,
+                    is_first_token_known: !sending.tells_first_token(role),
                 },
+                story,
                 metrics: self.metrics.clone(),
             },
             why: choice.why,
@@ -597,7 +671,7 @@ impl Registry {
 
     /// Whether a candidate outside `avoid` could be chosen.
     pub fn has_other(&self, role: Role, avoid: &[WorkerId]) -> bool {
-        let candidates = self.tables[index(role)].candidates.read().clone();
+        let candidates = self.table(role).candidates.read().clone();
         let now_ms = now_ms();
         candidates
             .iter()

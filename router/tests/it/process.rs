@@ -143,3 +143,161 @@ async fn a_second_signal_does_not_wait_for_streams() {
     })
     .await;
 }
+
+/// Conversations of six clients, in turn: streams, whole answers and a failing worker.
+async fn talk(addr: std::net::SocketAddr) {
+    for turn in 1..8usize {
+        for who in 0..6 {
+            let said = format!("client {who}: {}", "and so on ".repeat(40 * turn));
+            let body = serde_json::json!({
+                "messages": [{"role": "user", "content": said}], "stream": who % 2 == 0,
+            });
+            let key = format!("client-{who}");
+            let headers = [("x-smg-routing-key", key.as_str())];
+            let mut client = Client::connect(addr).await;
+            let answer = client
+                .send(
+                    http::Method::POST,
+                    "/v1/chat/completions",
+                    &headers,
+                    &body.to_string(),
+                )
+                .await;
+            assert_eq!(answer.read().await.status, 200);
+        }
+    }
+}
+
+fn replay(args: &[&str]) -> (String, Option<i32>) {
+    let output = output(&[&["replay"], args].concat());
+    let text = [output.stdout, output.stderr].concat();
+    (String::from_utf8(text).unwrap(), output.status.code())
+}
+
+#[tokio::test]
+async fn a_decision_log_is_decided_again_as_it_was() {
+    timed(async {
+        let usage = serde_json::json!({"usage": {"prompt_tokens": 500, "completion_tokens": 3,
+            "prompt_tokens_details": {"cached_tokens": 100}}});
+        let mut mocks = Vec::new();
+        for load in ["rank=0;queued_tokens=50;started_tokens=0;age_ms=4", "none"] {
+            for act in [Act::Answer, Act::Json(usage.clone()), Act::Drop] {
+                let act = match act {
+                    Act::Drop => vec![Act::Drop, Act::Answer],
+                    act => vec![act],
+                };
+                mocks.push(Mock::start(&act).await.with_load(load));
+            }
+        }
+        let urls: Vec<String> = mocks.iter().map(Mock::url).collect();
+        for (policy, other) in [
+            ("cost", "round_robin"),
+            ("cache_aware", "cost"),
+            ("manual", "power_of_two"),
+        ] {
+            let log = std::env::temp_dir()
+                .join(format!("baton-decisions-{policy}-{}", std::process::id()));
+            let (first, path) = (log.with_extension("1"), log.to_str().unwrap());
+            for pairs in [false, true] {
+                let mut flags = vec![
+                    "--policy",
+                    policy,
+                    "--decision-log",
+                    path,
+                    "--decision-log-files",
+                    "1",
+                ];
+                flags.extend(["--retry-initial-backoff-ms", "1"]);
+                if pairs {
+                    flags.push("--pd-disaggregation");
+                    for (at, url) in urls.iter().enumerate() {
+                        match at % 2 {
+                            0 => flags.extend(["--prefill", url, "8998"]),
+                            _ => flags.extend(["--decode", url]),
+                        }
+                    }
+                } else {
+                    flags.push("--worker-urls");
+                    flags.extend(urls.iter().map(String::as_str));
+                }
+                let (mut router, addr) = Started::new(&flags);
+                let ready = http::Method::GET;
+                eventually("the workers are ready", || async {
+                    let mut client = Client::connect(addr).await;
+                    let workers = client
+                        .send(ready.clone(), "/workers", &[], "")
+                        .await
+                        .read()
+                        .await
+                        .json();
+                    let workers = workers["workers"].as_array().unwrap().clone();
+                    workers.iter().all(|worker| worker["state"] == "ready")
+                })
+                .await;
+                talk(addr).await;
+                router.signal("-TERM");
+                assert_eq!(router.exit_code().await, Some(0));
+
+                let text = std::fs::read_to_string(&log).unwrap();
+                assert!(
+                    !text.contains("and so on") && !text.contains("client"),
+                    "prompts stay out"
+                );
+                let (shown, code) = replay(&[path]);
+                assert_eq!(code, Some(0), "{shown}");
+                assert!(
+                    shown.contains("100.00 %") && !shown.contains("first difference"),
+                    "{shown}"
+                );
+                let decided = text
+                    .lines()
+                    .filter(|line| line.contains("\"decided\""))
+                    .count();
+                let role = if pairs { "prefill" } else { "regular" };
+                assert!(
+                    shown.contains(&format!("{role}: {policy} recorded, {policy} again")),
+                    "{shown}"
+                );
+                assert!(
+                    decided >= 42 && shown.contains(&format!(" {decided}  100.00 %")),
+                    "{shown}"
+                );
+                let (shown, code) = replay(&[path, "--policy", other]);
+                assert_eq!(code, Some(0), "{shown}");
+                assert!(
+                    shown.contains(&format!("{policy} recorded, {other} again")),
+                    "{shown}"
+                );
+                assert!(shown.contains("first difference: line "), "{shown}");
+            }
+            // A changed decision is found.
+            let text = std::fs::read_to_string(&log).unwrap();
+            let at = text.rfind("\"choices\":[{\"worker\":").unwrap() + 21;
+            let (head, tail) = text.split_at(at);
+            let tail = tail.trim_start_matches(|c: char| c.is_ascii_digit());
+            std::fs::write(&first, format!("{head}99{tail}")).unwrap();
+            let (shown, code) = replay(&[first.to_str().unwrap()]);
+            assert_eq!(code, Some(1), "{shown}");
+            assert!(shown.contains("worker 99"), "{shown}");
+            std::fs::remove_file(&log).unwrap();
+            std::fs::remove_file(&first).unwrap();
+        }
+    })
+    .await;
+}
+
+#[test]
+fn what_is_no_decision_log_is_refused_with_a_sentence() {
+    let (text, code) = replay(&["Cargo.toml"]);
+    assert_eq!(code, Some(2));
+    assert!(
+        text.starts_with("baton replay: Cargo.toml: not a file of --decision-log"),
+        "{text}"
+    );
+    let (text, code) = replay(&["/nowhere"]);
+    assert!(
+        code == Some(2) && text.starts_with("baton replay: /nowhere: "),
+        "{text}"
+    );
+    assert!(replay(&[]).0.contains("usage: baton replay LOG"));
+}
