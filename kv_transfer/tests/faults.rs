@@ -295,18 +295,17 @@ fn a_damaged_frame_cuts_the_link_and_the_next_room_gets_a_new_one() {
 }
 
 #[test]
-fn a_cut_link_ends_its_rooms_at_once_on_both_sides() {
+fn a_cut_link_ends_its_rooms_at_once_on_d_and_after_the_lease_on_p() {
     for message in ["OPEN_OK", "PROGRESS", "FINAL"] {
-        let pair = Pair::with(
-            &fault(&format!(r#"{{"on": "{message}", "do": "kill"}}"#)),
-            &json!({}),
-        );
+        let mut p = fault(&format!(r#"{{"on": "{message}", "do": "kill"}}"#));
+        p["lease_ms"] = json!(500);
+        let pair = Pair::with(&p, &json!({}));
         pair.open(1);
         pair.grant(1, &span(500, 20));
         pair.p.prefill(1, &span(0, 20), 20);
         assert_eq!(
             (pair.d.end_code(1), pair.p.end_code(1)),
-            ("PEER_DEAD".into(), "PEER_DEAD".into()),
+            ("PEER_DEAD".into(), "LEASE_EXPIRED".into()),
             "{message}"
         );
         pair.relay(2);
@@ -524,14 +523,14 @@ fn ask(port: u16, request: &str) -> Value {
 }
 
 #[test]
-fn a_decode_node_that_closes_frees_the_lease_at_once() {
+fn the_lease_of_a_decode_node_that_closed_ends_soon() {
     let pair = Pair::new("shm");
     pair.open(1);
     pair.p.prefill(1, &span(0, 5), 5);
     pair.p.wait_state(1, "LEASED");
     pair.d.wait_state(1, "ADMITTED");
     pair.d.node.close();
-    assert_eq!(pair.p.end_code(1), "PEER_DEAD");
+    assert_eq!(pair.p.end_code(1), "LEASE_EXPIRED");
     pair.p.assert_idle();
 }
 

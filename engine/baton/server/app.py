@@ -60,6 +60,8 @@ HEALTH_GENERATE_SECS = 20.0
 OPEN_PATHS = frozenset({"/health", "/livez", "/readyz", "/health_generate", "/ping", "/metrics"})
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,256}")
 SECRETS = ("api_key", "cluster_key")
+FEATURES = {"prefill": ["reopen"], "decode": ["local_prefill"]}
+"""By mode, what a router may rely on (docs/protocol.md §2)."""
 
 
 class Phase(enum.Enum):
@@ -216,6 +218,7 @@ class Front:
                 **ranks[0].info,  # max_total_num_tokens, dtype, layout: equal on all ranks
                 "engine": "baton",
                 "tokenizer_fingerprint": self.facts.tokenizer_fingerprint,
+                "baton_features": FEATURES.get(self.config.disaggregation_mode, []),
                 "status": self.phase.value,
                 "version": version(),
                 "priority_order": "lower first" if self.config.schedule_low_priority_values_first else "higher first",

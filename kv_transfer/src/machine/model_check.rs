@@ -176,7 +176,8 @@ fn a_cut_link_is_survived_only_by_rooms_that_need_nothing_more() {
     };
     let explored = explore(World::new(2, 0, ONE_PAGE, budget));
     assert!(
-        reaches(&explored, "committed", "PEER_DEAD") && reaches(&explored, "failed", "PEER_DEAD"),
+        reaches(&explored, "committed", "LEASE_EXPIRED")
+            && reaches(&explored, "failed", "LEASE_EXPIRED"),
         "{:?}",
         explored.ends
     );

@@ -9,10 +9,16 @@
 //! P computes whether or not D has asked yet. D's OPEN binds the room to one reader, which then gets everything published so
 //! far and everything after it; FINAL follows when the engine has finished and every page has its checksum. While LEASED the
 //! pages stay locked in P's cache; D's heartbeats renew the lease as long as they name the room.
+//!
+//! A reader that dies or gives its place up takes only itself away: the request may come again with another one, which
+//! reads the same pages without a second prefill. A lease without a reader is short (`REOPEN_MS`).
 
 use super::{Illegal, Peer};
 use crate::code::Code;
 use crate::protocol::{Sealed, root_of};
+
+/// How long pages wait for another reader when theirs has gone [ms]: a router notices a dead node within milliseconds.
+pub const REOPEN_MS: u64 = 3_000;
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub enum Phase {
@@ -163,8 +169,20 @@ pub enum Action {
     AckAbort {
         peer: Peer,
     },
+    /// The reader is gone, the room waits for another.
+    ReaderLeft {
+        peer: Peer,
+    },
     /// The room is over: the engine may unlock its pages. `None` means DONE.
     Released(Option<Code>),
+}
+
+/// Whether a reader that ends for this reason leaves good pages behind: nothing is wrong with them or with the request.
+fn leaves_pages(code: Code) -> bool {
+    matches!(
+        code,
+        Code::PeerDead | Code::PeerRestarted | Code::NoCapacity | Code::Draining
+    )
 }
 
 impl Room {
@@ -225,7 +243,7 @@ impl Room {
                 attempt,
                 prompt_hash,
                 start_page,
-            } => Ok(self.open(peer, attempt, &prompt_hash, start_page)),
+            } => Ok(self.open(peer, attempt, &prompt_hash, start_page, now)),
             Event::Done { peer, attempt }
                 if self.is_reader(peer) && attempt == self.attempt && self.final_sent() =>
             {
@@ -237,11 +255,11 @@ impl Room {
                 code,
             } if self.is_reader(peer) && attempt == self.attempt => {
                 let mut actions = vec![Action::AckAbort { peer }];
-                actions.extend(self.end(Phase::Aborted(code), Some(code), false));
+                actions.extend(self.lose_reader(peer, code, now));
                 Ok(actions)
             }
             Event::PeerGone { peer, code } if self.is_reader(peer) => {
-                Ok(self.end(Phase::Aborted(code), Some(code), false))
+                Ok(self.lose_reader(peer, code, now))
             }
             Event::Renew { peer } if self.is_reader(peer) => {
                 self.renew(now);
@@ -254,6 +272,17 @@ impl Room {
             | Event::PeerGone { .. }
             | Event::Renew { .. } => Ok(vec![]),
         }
+    }
+
+    fn lose_reader(&mut self, peer: Peer, code: Code, now: u64) -> Vec<Action> {
+        if !leaves_pages(code) {
+            return self.end(Phase::Aborted(code), Some(code), false);
+        }
+        self.reader = None;
+        if let Phase::Leased { until } = &mut self.phase {
+            *until = (*until).min(now + REOPEN_MS);
+        }
+        vec![Action::ReaderLeft { peer }]
     }
 
     fn is_reader(&self, peer: Peer) -> bool {
@@ -391,6 +420,7 @@ impl Room {
         attempt: u32,
         prompt_hash: &[u8],
         start_page: u32,
+        now: u64,
     ) -> Vec<Action> {
         let reject = |code, why: String| vec![Action::Reject { peer, code, why }];
         if attempt != self.attempt {
@@ -402,26 +432,40 @@ impl Room {
                 ),
             );
         }
+        let before = self.reader.as_ref().map(|reader| reader.peer);
         match &self.reader {
-            Some(reader) if reader.peer != peer || reader.start_page != start_page => {
-                return reject(Code::DupRoom, "another decode rank reads this room".into());
+            Some(reader) if reader.peer == peer && reader.start_page != start_page => {
+                return reject(
+                    Code::DupRoom,
+                    "this decode rank reads the room already".into(),
+                );
             }
             // The same OPEN again: tell everything again, nothing else changes.
-            Some(_) => {}
-            None if prompt_hash != self.prompt_hash => {
+            Some(reader) if reader.peer == peer => {}
+            _ if prompt_hash != self.prompt_hash => {
                 return reject(
                     Code::PromptMismatch,
                     "prefill and decode hashed different prompts; compare tokenizers and templates"
                         .into(),
                 );
             }
-            None => {}
+            _ => {}
+        }
+        let mut actions = Vec::new();
+        if let Some(before) = before.filter(|before| *before != peer) {
+            // The router sent the request to another decode node: the one before is dead or given up, and we learn it late.
+            actions.push(Action::SendAbort {
+                peer: before,
+                code: Code::DupRoom,
+            });
+            actions.push(Action::ReaderLeft { peer: before });
         }
         self.reader = Some(Reader {
             peer,
             start_page,
             final_sent: false,
         });
+        self.renew(now);
         let ready: Vec<(u32, Sealed)> = (0u32..)
             .zip(&self.pages)
             .skip(start_page as usize)
@@ -433,7 +477,7 @@ impl Room {
                 }
             })
             .collect();
-        let mut actions = vec![Action::Accept { peer }];
+        actions.push(Action::Accept { peer });
         actions.extend(progress_runs(peer, &ready));
         actions.extend(self.try_final());
         actions
@@ -663,7 +707,7 @@ mod tests {
     }
 
     #[test]
-    fn a_second_reader_a_wrong_prompt_and_a_wrong_attempt_are_rejected_and_change_nothing() {
+    fn a_wrong_prompt_and_a_wrong_attempt_are_rejected_and_another_reader_takes_over() {
         let mut room = with_pages(room(), 1);
         let code = |actions: Vec<Action>| match &actions[..] {
             [Action::Reject { code, .. }] => *code,
@@ -690,19 +734,34 @@ mod tests {
             Code::DupRoom
         );
         room.step(open(0), 0).expect("legal");
-        let second = Event::Open {
-            peer: 8,
-            attempt: 1,
-            prompt_hash: vec![1, 2],
-            start_page: 0,
-        };
-        assert_eq!(code(room.step(second, 0).expect("legal")), Code::DupRoom);
-        assert_eq!(room.reader(), Some(D));
         assert_eq!(
             room.step(open(0), 0).expect("legal")[0],
             Action::Accept { peer: D },
             "the same OPEN twice is answered twice"
         );
+        let second = |prompt_hash| Event::Open {
+            peer: 8,
+            attempt: 1,
+            prompt_hash,
+            start_page: 0,
+        };
+        assert_eq!(
+            code(room.step(second(vec![9]), 0).expect("legal")),
+            Code::PromptMismatch
+        );
+        assert_eq!(room.reader(), Some(D));
+        assert_eq!(
+            room.step(second(vec![1, 2]), 0).expect("legal")[..3],
+            [
+                Action::SendAbort {
+                    peer: D,
+                    code: Code::DupRoom
+                },
+                Action::ReaderLeft { peer: D },
+                Action::Accept { peer: 8 }
+            ]
+        );
+        assert_eq!(room.reader(), Some(8));
     }
 
     #[test]
@@ -777,6 +836,64 @@ mod tests {
     }
 
     #[test]
+    fn another_reader_gets_the_pages_of_one_that_died_while_prefill_goes_on() {
+        const D2: Peer = 8;
+        let mut room = with_pages(room(), 1);
+        room.step(open(0), 0).expect("legal");
+        let gone = Event::PeerGone {
+            peer: D,
+            code: Code::PeerDead,
+        };
+        assert_eq!(room.step(gone, 1), Ok(vec![Action::ReaderLeft { peer: D }]));
+        let again = |peer| Event::Open {
+            peer,
+            attempt: 1,
+            prompt_hash: vec![1, 2],
+            start_page: 0,
+        };
+        let actions = room.step(again(D2), 2).expect("legal");
+        assert_eq!(actions[0], Action::Accept { peer: D2 });
+        assert!(matches!(actions[1], Action::Progress { peer: D2, .. }));
+        // The first one's late words are not heard.
+        let late = Event::Done {
+            peer: D,
+            attempt: 1,
+        };
+        assert_eq!(room.step(late, 3), Ok(vec![]));
+        let actions = room.step(finish(1), 4).expect("legal");
+        assert!(matches!(actions[..], [Action::Final { peer: D2, .. }]));
+    }
+
+    #[test]
+    fn a_lease_whose_reader_left_is_short_until_another_opens() {
+        let mut room = Room::new(1, vec![1, 2], 1_000_000, 60_000);
+        room = with_pages(room, 1);
+        room.step(open(0), 0).expect("legal");
+        room.step(finish(1), 0).expect("legal");
+        let refused = Event::PeerAbort {
+            peer: D,
+            attempt: 1,
+            code: Code::NoCapacity,
+        };
+        assert_eq!(
+            room.step(refused, 100),
+            Ok(vec![
+                Action::AckAbort { peer: D },
+                Action::ReaderLeft { peer: D }
+            ])
+        );
+        let mut expires = room.clone();
+        let until = 100 + REOPEN_MS;
+        assert_eq!(room.next_due(), Some(until));
+        assert_eq!(
+            expires.step(Event::Tick, until),
+            Ok(vec![Action::Released(Some(Code::LeaseExpired))])
+        );
+        room.step(open(0), 200).expect("legal");
+        assert_eq!(room.next_due(), Some(60_200));
+    }
+
+    #[test]
     fn every_way_to_end_releases_once() {
         let ends = [
             (Event::Abort(Code::ClientGone), Code::ClientGone),
@@ -791,9 +908,9 @@ mod tests {
             (
                 Event::PeerGone {
                     peer: D,
-                    code: Code::PeerDead,
+                    code: Code::TransportBroken,
                 },
-                Code::PeerDead,
+                Code::TransportBroken,
             ),
         ];
         for (event, code) in ends {

@@ -481,7 +481,7 @@ impl World {
                     root,
                 }),
                 prefill::Action::SendAbort { code, .. } => self.send_d(ToD::Abort(code)),
-                prefill::Action::AckAbort { .. } => {}
+                prefill::Action::AckAbort { .. } | prefill::Action::ReaderLeft { .. } => {}
                 prefill::Action::Released(code) => {
                     assert_eq!(self.p_end, None, "released twice");
                     self.p_end = Some(code);

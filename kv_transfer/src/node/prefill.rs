@@ -426,6 +426,11 @@ impl Core {
                 },
             ),
             Action::AckAbort { peer } => self.send(peer, Msg::AbortAck { room, attempt }),
+            Action::ReaderLeft { peer } => {
+                self.untie(Some(peer), Side::Prefill, room);
+                let why = "waits for another decode rank".into();
+                self.note(self.entry(Side::Prefill, room, attempt, "READER_LEFT", why));
+            }
             Action::Released(code) => self.released(room, code),
         }
     }
