@@ -106,6 +106,8 @@ const CODES: &[(&str, RetryClass)] = &[
     ("queue_full", RetryClass::Overloaded),
     ("queue_timeout", RetryClass::Overloaded),
     ("no_worker", RetryClass::Overloaded),
+    ("no_pair", RetryClass::Overloaded),
+    ("ttft_too_late", RetryClass::Overloaded),
 ];
 
 impl RetryClass {
