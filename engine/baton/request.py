@@ -30,6 +30,8 @@ class SamplingParams:
     """The request's own stop ids *and* the model's end-of-sequence ids, unless ignore_eos."""
     ignore_eos: bool = False
     logit_bias: tuple[tuple[int, float], ...] = ()
+    resumed: int = 0
+    """So many last tokens of the prompt are the beginning of the answer, drawn by an engine that is gone."""
     logprobs: int = -1
     """-1: none; 0: the chosen token's logprob; k > 0: also the k most likely tokens at each position."""
 

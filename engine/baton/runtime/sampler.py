@@ -55,8 +55,9 @@ class SampleRow:
         self._counts = array("q")
         """How often each occurs in the output; 0 for tokens of the prompt alone."""
         if self._penalises:
-            for token in history[:prompt_tokens]:
-                self._count(token, 0)
+            drawn_here = prompt_tokens - params.resumed
+            for i, token in enumerate(history[:prompt_tokens]):
+                self._count(token, int(i >= drawn_here))
         for token in history[prompt_tokens:]:
             self.append(token)
 

@@ -28,6 +28,7 @@ from baton.server.loads import header as load_header
 from baton.server.metrics import Metrics
 from baton.server.openai import sse
 from baton.server.ranks import Ranks
+from baton.server.resume import EMIT_HEADER, Teller
 from baton.server.tenancy import Tenancy
 from baton.server.tokenizer import Tokenizer
 from baton.server.validate import Accepted, with_deadline_headers
@@ -188,6 +189,11 @@ class Answering:
     ) -> tuple[web.StreamResponse, str]:
         """Send events until the end; returns the outcome's code. Errors before the first byte are raised."""
         response = web.StreamResponse(headers={**SSE_HEADERS, **headers})
+        teller = None
+        if EMIT_HEADER in request.headers and len(generation.tracks) == 1:
+            resume = generation.accepted.resume
+            created = int(time.time()) if resume is None else resume.created
+            teller = Teller(generation.tracks[0].item.params.seed, created)
 
         async def send(data: bytes) -> None:
             if not response.prepared:
@@ -204,6 +210,10 @@ class Answering:
                     await send(b": waiting\n\n")
                     continue
                 data = b"".join(shape.event(d) for d in deltas)
+                if teller is not None and not generation.finished:
+                    for delta in deltas:
+                        teller.took(delta.tokens)
+                    data = teller.mark(data)
                 if generation.finished:
                     data += shape.end() + DONE
                 if data:

@@ -62,7 +62,8 @@ class Track:
 
     __slots__ = (
         "_detok", "_matcher", "_min_tokens", "_owner", "_skip_stop_token", "cached_tokens", "completion_tokens",
-        "delta", "done", "finish", "handle", "index", "item", "last_token_at", "matched_stop", "rank", "seen",
+        "delta", "done", "finish", "handle", "index", "item", "last_token_at", "matched_stop", "rank", "resumed_text",
+        "seen",
     )  # fmt: skip
 
     def __init__(self, owner: Generation, index: int, item: Item, rules: TextRules, tokenizer: Tokenizer) -> None:
@@ -85,13 +86,19 @@ class Track:
         self.last_token_at = 0.0
         self.seen = False
         """For response builders: an event of this item was already sent."""
+        self.resumed_text = ""
+        """What the client has seen of it, from another engine."""
+        if resume := owner.accepted.resume:
+            self.resumed_text = self._text(list(resume.ids), None)[0]
+            self.completion_tokens = len(resume.ids)
+            self.seen = True
 
     def on_tokens(
         self, tokens: Sequence[int], cached_tokens: int, logprobs: Logprobs | None, finish: FinishReason | None
     ) -> None:
         if self.done:
             return
-        self.cached_tokens = cached_tokens
+        self.cached_tokens = min(cached_tokens, self.item.asked_tokens)
         ids = list(tokens)
         text, ids, finish_name = self._text(ids, finish)
         if ids:
@@ -291,7 +298,7 @@ class Generation:
     @property
     def prompt_tokens(self) -> int:
         """Each prompt once, however many choices it has."""
-        return sum(len(t.item.prompt) for t in self.tracks if t.item.choice == 0)
+        return sum(t.item.asked_tokens for t in self.tracks if t.item.choice == 0)
 
     @property
     def cached_tokens(self) -> int:

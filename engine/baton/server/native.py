@@ -16,6 +16,9 @@ class GenerateFormat:
         self.generation = generation
         self.id = generation.accepted.rid or request_id
         self._answers = [Answer() for _ in generation.tracks]
+        if resume := generation.accepted.resume:
+            self._answers[0].text.append(generation.tracks[0].resumed_text)
+            self._answers[0].tokens += resume.ids
         self._started = generation.arrived
 
     def take(self, delta: Delta) -> None:
@@ -42,7 +45,7 @@ class GenerateFormat:
         meta: dict[str, Any] = {
             "id": f"{self.id}-{track.index}" if len(self._answers) > 1 else self.id,
             "finish_reason": _finish(track),
-            "prompt_tokens": len(track.item.prompt),
+            "prompt_tokens": track.item.asked_tokens,
             "completion_tokens": track.completion_tokens,
             "cached_tokens": track.cached_tokens,
             "e2e_latency": round(time.monotonic() - self._started, 6),

@@ -64,7 +64,8 @@ class _Format(ABC):
         # The router's ids carry the prefix already; a client's x-request-id usually does not.
         named = request_id if request_id.startswith(f"{self.id_prefix}-") else f"{self.id_prefix}-{request_id}"
         self.id = self._accepted.rid or named
-        self._created = int(time.time())
+        resume = self._accepted.resume
+        self._created = int(time.time()) if resume is None else resume.created
         self._answers = [Answer() for _ in generation.tracks]
 
     def take(self, delta: Delta) -> None:
@@ -178,7 +179,9 @@ class CompletionFormat(_Format):
 
     def __init__(self, generation: Generation, request_id: str, model: str) -> None:
         super().__init__(generation, request_id, model)
-        self._offsets = [len(self._echo(t)) for t in generation.tracks]
+        before = () if self._accepted.resume is None else self._accepted.resume.ids
+        resumed = sum(len(self._tokenizer.token_text(i)) for i in before)
+        self._offsets = [len(self._echo(t)) + resumed for t in generation.tracks]
 
     def _echo(self, track: Track) -> str:
         return self._accepted.echo[track.item.prompt_index] if self._accepted.echo else ""

@@ -24,6 +24,8 @@ from baton.server.chat import ChatTemplate, chars_of, read_messages
 from baton.server.fields import INT64_MAX, Fields
 from baton.server.model_dir import ModelFacts
 from baton.server.placement import place, seed_for
+from baton.server.resume import Resume
+from baton.server.resume import read as read_resume
 from baton.server.tenancy import Asked, Tenancy
 from baton.server.tokenizer import Tokenizer
 
@@ -67,6 +69,11 @@ class Item:
     dp_rank: int | None = None
     """None: the front picks the least loaded rank."""
 
+    @property
+    def asked_tokens(self) -> int:
+        """Length of the client's prompt."""
+        return len(self.prompt) - self.params.resumed
+
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
@@ -97,6 +104,7 @@ class Accepted:
     namespace: bytes = b""
     is_batch: bool = False
     """/generate answers a list when it was asked with one."""
+    resume: Resume | None = None
     ignored: tuple[str, ...] = field(default=(), compare=False)
 
     @property
@@ -430,6 +438,9 @@ class Validator:
                 seed = seed_for(common.seed, where.rendezvous, choice)
                 params = replace(common.params, max_new_tokens=new, seed=seed, logprobs=logprobs)
                 items.append(Item(i, choice, prompt, params, where.rendezvous, where.dp_rank))
+        resume = read_resume(f, self.context_length, self._tokenizer.vocab_size)
+        if resume is not None:
+            items = [_resumed(f, items, common.stream, resume)]
         unknown = f.unknown() + ([sampling.name(u) for u in sampling.unknown()] if sampling else [])
         return Accepted(
             rid=common.rid,
@@ -446,6 +457,7 @@ class Validator:
             ttft_deadline_secs=common.ttft_deadline_secs,
             deadline_secs=common.deadline_secs,
             namespace=common.namespace,
+            resume=resume,
             ignored=tuple(unknown),
         )
 
@@ -517,6 +529,24 @@ def _least(values: Iterable[float | None]) -> float | None:
 def _is_batch(value: Any) -> bool:
     """Several prompts, or a list of one: anything but a text or an array of token ids."""
     return type(value) is list and len(value) > 0 and type(value[0]) is not int
+
+
+def _resumed(f: Fields, items: list[Item], stream: bool, resume: Resume) -> Item:
+    """The one item of a request, behind the tokens it has already."""
+    if len(items) != 1 or not stream:
+        raise f.bad("baton_resume", "goes with one streamed answer")
+    (item,) = items
+    done, params = len(resume.ids), item.params
+    if done >= params.max_new_tokens:
+        raise f.bad("baton_resume", f"has {done} tokens, the answer may have {params.max_new_tokens}")
+    params = replace(
+        params,
+        max_new_tokens=params.max_new_tokens - done,
+        min_new_tokens=max(params.min_new_tokens - done, 0),
+        seed=resume.seed,
+        resumed=done,
+    )
+    return replace(item, prompt=item.prompt + array("i", resume.ids), params=params)
 
 
 def _prompt_list(f: Fields, name: str) -> list[Any]:
