@@ -92,7 +92,7 @@ def test_a_reader_without_a_number_gets_a_snapshot_and_what_follows() -> None:
                 "events": [{
                     "type": "BlockStored", "block_hashes": [2**64 - 1], "parent_block_hash": None,
                     "token_ids": [1, 2], "block_size": 2, "lora_id": None, "medium": "GPU",
-                    "extra_keys": [["salt"]],
+                    "extra_keys": [["salt", ""]],
                 }],
             }  # fmt: skip
             ranks.send()
