@@ -72,7 +72,12 @@ class EngineConfig:
         512, "D keeps room for this many more tokens per running request when admitting [tokens]"
     )
 
-    tp_size: int = opt(1, "tensor-parallel ranks; only 1 in this version")
+    tp_size: int = opt(
+        1, "tensor-parallel ranks: processes per DP rank that divide every layer's heads and weights among them"
+    )
+    dist_timeout: float = opt(
+        120.0, "longest wait of a tensor-parallel rank for another one, at start and in every step [s]"
+    )
     dp_size: int = opt(1, "data-parallel ranks, each with its own scheduler and KV pool")
     device: str = opt(
         "cpu",
@@ -85,12 +90,18 @@ class EngineConfig:
         "that can serve here",
         choices=("auto", "cpu", "torch", "flashinfer"),
     )
-    cpu_threads: int = opt(0, "compute threads per DP rank; 0: cores / ranks on this node")
+    cpu_threads: int = opt(
+        0, "compute threads per process, of which there are dp-size times tp-size; 0: cores / processes"
+    )
 
     page_size: int = opt(16, "tokens per KV page; equal on all nodes of a cluster [tokens]")
     max_total_tokens: int = opt(0, "KV pool size per DP rank; 0: sized from kv-pool-mib [tokens]")
-    kv_pool_mib: int = opt(128, "memory of the KV pool per DP rank when max-total-tokens is 0 [MiB]")
-    host_kv_gib: float = opt(0.0, "host memory per DP rank for KV evicted from the pool; 0: none [GiB]")
+    kv_pool_mib: int = opt(
+        128,
+        "memory of the KV pool per process when max-total-tokens is 0; tensor-parallel ranks each hold their heads' "
+        "share of all pages [MiB]",
+    )
+    host_kv_gib: float = opt(0.0, "host memory per process for KV evicted from the pool; 0: none [GiB]")
     max_running_requests: int = opt(64, "most requests decoding at once per DP rank")
     max_queued_requests: int = opt(4096, "most requests waiting per DP rank; more are answered 503 with Retry-After")
     max_queued_tokens: int | None = opt(None, "most prompt tokens waiting per DP rank; more are answered 503 [tokens]")
@@ -384,9 +395,11 @@ def _violations(c: EngineConfig) -> list[str]:
         if not ok:
             bad.append(text)
 
+    rule(1 <= c.tp_size <= 64, f"--tp-size {c.tp_size}: give 1 to 64 ranks")
     rule(
-        c.tp_size == 1,
-        f"--tp-size {c.tp_size}: tensor parallelism needs a GPU build, which this version is not; use --tp-size 1",
+        c.tp_size == 1 or c.disaggregation_mode == "null",
+        f"--tp-size {c.tp_size}: KV pages are not divided among ranks on their way from P to D yet; with "
+        f"--disaggregation-mode {c.disaggregation_mode} use --tp-size 1 and more --dp-size",
     )
     rule(
         c.attention_backend != "flashinfer" or c.device != "cpu",
@@ -497,7 +510,7 @@ def _violations(c: EngineConfig) -> list[str]:
         f"--max-decode-gap-ms {c.max_decode_gap_ms}: decode rows wait only with --prefill-first and without "
         "--enable-mixed-chunk; otherwise they join every step: leave it out",
     )
-    for name in ("kv_lease_secs", "kv_transfer_timeout_secs", "request_timeout_secs"):
+    for name in ("kv_lease_secs", "kv_transfer_timeout_secs", "request_timeout_secs", "dist_timeout"):
         rule(0 < getattr(c, name) < 1e9, f"{flag_name(name)} {getattr(c, name)}: give seconds above 0 and below 1e9")
     rule(
         0 <= c.drain_timeout_secs < 1e9,

@@ -16,9 +16,13 @@ from baton.runtime.loop import Engine
 _handles = itertools.count(1)
 
 
+FLAGS: dict[str, object] = {
+    "dtype": "float32", "cpu_threads": 1, "page_size": 4, "max_total_tokens": 2048, "chunked_prefill_size": 64
+}  # fmt: skip
+
+
 def make_engine(path: Path | str, *, trace: Callable[[str], None] | None = None, **flags: object) -> Engine:
-    values = {"model_path": str(path), "dtype": "float32", "cpu_threads": 1, "page_size": 4, "max_total_tokens": 2048}
-    return runtime.load(build({"chunked_prefill_size": 64, **values, **flags}), str(path)).engine(trace=trace)
+    return runtime.load(build({"model_path": str(path), **FLAGS, **flags}), str(path)).engine(trace=trace)
 
 
 def answer(

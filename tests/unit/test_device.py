@@ -136,7 +136,10 @@ def test_a_step_on_cuda_mixes_no_devices(tmp_path: Path, monkeypatch: pytest.Mon
         assert kv.data.device == CUDA
         run = runner.Runner(model, kv, check, max_slots=2)
         run.execute(plan_of(3))
-        model.forward_all(run._batch(plan_of(3)), check)
+        step = run._step(plan_of(3))
+        indices = run._indices(step)
+        assert indices is not None
+        model.forward_all(run._batch(step, indices), check)
     assert where == ["cpu"], "sampling is on the host"
     assert check.seen == {
         ("token_ids", "cuda"), ("positions", "cuda"), ("slot_mapping", "cuda"), ("sample_index", "cuda"),

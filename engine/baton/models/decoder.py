@@ -5,6 +5,9 @@ then norm → gated MLP, each sum folded into the norm that follows it; (3) afte
 that sample go on, since nobody reads the others: a long prompt's chunk pays neither the last MLP nor the output head.
 
 Weights are plain tensors and layers plain function calls: at batch 1 a small model's time is call overhead.
+With tensor parallelism each rank computes this with its share of the weights (`models.shard`): partial sums meet after
+the embedding, each attention and each MLP, and the shares of the logits at the first rank.
+
 Invariant: a row's logits do not depend on the other rows of the batch, beyond rounding.
 """
 
@@ -16,9 +19,11 @@ import torch
 from torch import Tensor
 
 from baton.models.rope import RopeTables
+from baton.models.shard import WHOLE, Shard
 from baton.models.spec import ModelSpec
 from baton.runtime import ops
 from baton.runtime.attention.base import AttentionBackend, ForwardBatch
+from baton.runtime.collectives import ALONE, Collectives
 
 
 @dataclass(slots=True)
@@ -52,9 +57,12 @@ class DecoderWeights:
 class Decoder:
     """A loaded model. Holds no request state: the KV lives behind the attention backend."""
 
-    def __init__(self, spec: ModelSpec, weights: DecoderWeights) -> None:
+    def __init__(self, spec: ModelSpec, weights: DecoderWeights, shard: Shard = WHOLE, tp: Collectives = ALONE) -> None:
+        """`spec`: of what is computed here (models.shard.share_of), which is all of it unless `tp` has more ranks."""
         self.spec = spec
         self.weights = weights
+        self._tp = tp
+        self._vocab = shard.of(spec.vocab_size)
         self._rope = RopeTables(spec.rope, spec.head_dim, spec.max_context)
 
     def to(self, device: torch.device) -> None:
@@ -90,11 +98,13 @@ class Decoder:
 
         Calls `attn.plan(batch)` itself, then writes the KV of all T tokens through `attn`. Positions must be below
         the pool's and the model's limits; the scheduler checks both at admission.
+
+        All tensor-parallel ranks must be given the same batch. The first one gets the logits, the others S = 0.
         """
         attn.plan(batch)
         self._rope.ensure(batch.max_kv_len)
-        eps, last = self.spec.rms_eps, len(self.weights.layers) - 1
-        x = ops.embed(self.weights.embed, batch.token_ids)
+        eps, last, tp = self.spec.rms_eps, len(self.weights.layers) - 1, self._tp
+        x = self._embed(batch.token_ids)
         residual: Tensor | None = None
         for i, w in enumerate(self.weights.layers):
             if residual is None:
@@ -104,19 +114,28 @@ class Decoder:
             attended = self._attend(i, w, normed, batch, attn)
             if i == last and len(batch.sample_index) < len(attended):
                 attended, residual = attended[batch.sample_index], residual[batch.sample_index]
-            x = ops.linear(attended, w.o, w.o_bias)
+            x = tp.all_reduce(ops.linear(attended, w.o, w.o_bias))
             normed, residual = ops.add_rms_norm(x, residual, w.post_norm, eps)
-            x = ops.linear(ops.silu_mul(ops.linear(normed, w.gate_up, w.gate_up_bias)), w.down, w.down_bias)
+            inner = ops.silu_mul(ops.linear(normed, w.gate_up, w.gate_up_bias))
+            x = tp.all_reduce(ops.linear(inner, w.down, w.down_bias))
         if len(x) == 0:
             return torch.empty(0, self.spec.vocab_size, device=x.device)
         assert residual is not None, "a spec has at least one layer"
         normed, _ = ops.add_rms_norm(x, residual, self.weights.norm, eps)
-        return ops.linear(normed, self.weights.lm_head).float()
+        return tp.gather(ops.linear(normed, self.weights.lm_head), self.spec.vocab_size).float()
 
     def forward_all(self, batch: ForwardBatch, attn: AttentionBackend) -> Tensor:
         """Like `forward`, but logits of every token, [T, vocab]: for prompt logprobs and tests."""
         every = torch.arange(len(batch.token_ids), device=batch.token_ids.device)
         return self.forward(replace(batch, sample_index=every), attn)
+
+    def _embed(self, ids: Tensor) -> Tensor:
+        if self._tp.size == 1:
+            return ops.embed(self.weights.embed, ids)
+        own = self._vocab
+        elsewhere = (ids < own.start) | (ids >= own.stop)
+        rows = ops.embed(self.weights.embed, (ids - own.start).masked_fill_(elsewhere, 0))
+        return self._tp.all_reduce(rows.masked_fill_(elsewhere[:, None], 0))
 
     def _attend(self, layer: int, w: LayerWeights, x: Tensor, batch: ForwardBatch, attn: AttentionBackend) -> Tensor:
         spec = self.spec

@@ -2,7 +2,7 @@
 
 1. `read_spec` checks the config; `plan_weights` says which tensors must come and where each goes.
 2. Files are memory-mapped (safetensors) and copied tensor by tensor into their stacked places, cast on the way; peak
-   memory is the finished model plus one tensor.
+   memory is the finished model plus one tensor. A tensor-parallel rank reads its shares of them and nothing else.
 3. Anything missing, unexpected or of another shape ends the start with one ConfigError that lists it.
 
 `load_format="dummy"` fills the same places with seeded noise instead: same seed, same weights, on every node.
@@ -22,8 +22,10 @@ from torch import Tensor
 
 from baton.errors import ConfigError
 from baton.models.decoder import Decoder, DecoderWeights, LayerWeights
+from baton.models.shard import WHOLE, Shard, share_of
 from baton.models.spec import ModelSpec, read_spec
 from baton.models.weights import Param, is_ignorable, plan_weights
+from baton.runtime.collectives import ALONE, Collectives
 from baton.runtime.ops import TORCH_DTYPES
 
 log = logging.getLogger("baton.load")
@@ -41,13 +43,32 @@ def load_model(path: str | Path, dtype: str = "auto", load_format: str = "auto",
     Raises:
         ConfigError: unsupported config, missing or malformed files.
     """
-    spec = read_spec(path, dtype, load_format, seed)
+    return load_weights(read_spec(path, dtype, load_format, seed), path, load_format, seed)
+
+
+def load_weights(
+    spec: ModelSpec,
+    path: str | Path,
+    load_format: str = "auto",
+    seed: int = 0,
+    shard: Shard = WHOLE,
+    tp: Collectives = ALONE,
+) -> Decoder:
+    """The share of model `spec` that a tensor-parallel rank computes; only that is read of the files.
+
+    Args:
+        tp: how it meets the other ranks.
+    Raises:
+        ConfigError: as `load_model`, or the model cannot be divided so.
+    """
     started = time.monotonic()
-    tensors = _dummy(spec, seed) if load_format == "dummy" else _from_files(spec, Path(path))
-    decoder = Decoder(spec, _assemble(spec, tensors))
+    own = share_of(spec, shard)
+    tensors = _dummy(spec, seed, shard) if load_format == "dummy" else _from_files(spec, Path(path), shard)
+    decoder = Decoder(own, _assemble(spec, tensors), shard, tp)
     log.info(
-        "loaded %s from %s: %d parameters as %s in %.2f s",
-        spec.architecture, path, spec.num_parameters, spec.dtype, time.monotonic() - started,
+        "loaded %s from %s: %d parameters as %s, share %d of %d, in %.2f s",
+        spec.architecture, path, spec.num_parameters, spec.dtype, shard.rank + 1, shard.size,
+        time.monotonic() - started,
     )  # fmt: skip
     return decoder
 
@@ -62,8 +83,10 @@ def _assemble(spec: ModelSpec, tensors: dict[tuple[int, str], Tensor]) -> Decode
     return DecoderWeights(embed, [LayerWeights(**w) for w in per_layer], tensors[-1, "norm"], lm_head)
 
 
-def _dummy(spec: ModelSpec, seed: int) -> dict[tuple[int, str], Tensor]:
+def _dummy(spec: ModelSpec, seed: int, shard: Shard) -> dict[tuple[int, str], Tensor]:
+    """Whole tensors are drawn, and this rank's shares kept: a model is the same however it is divided."""
     generator = torch.Generator().manual_seed(seed)
+    own = {(p.layer, p.name): p for p in plan_weights(spec, shard)}
 
     def draw(param: Param) -> Tensor:
         if param.is_norm:
@@ -71,11 +94,19 @@ def _dummy(spec: ModelSpec, seed: int) -> dict[tuple[int, str], Tensor]:
         noise = torch.empty(param.shape, dtype=torch.float32).normal_(0.0, _DUMMY_STD, generator=generator)
         return noise.to(TORCH_DTYPES[spec.dtype])
 
-    return {(p.layer, p.name): draw(p) for p in plan_weights(spec)}
+    tensors = {}
+    for param in plan_weights(spec):
+        whole = draw(param)
+        if (mine := own.get((param.layer, param.name))) is None:
+            continue
+        pieces = whole.split([part.shape[0] for part in param.parts])
+        shares = [piece[part.share] for piece, part in zip(pieces, mine.parts, strict=True)]
+        tensors[param.layer, param.name] = whole if mine == param else torch.cat(shares)
+    return tensors
 
 
-def _from_files(spec: ModelSpec, root: Path) -> dict[tuple[int, str], Tensor]:
-    params = list(plan_weights(spec))
+def _from_files(spec: ModelSpec, root: Path, shard: Shard) -> dict[tuple[int, str], Tensor]:
+    params = list(plan_weights(spec, shard))
     places = {part.source: (param, part) for param in params for part in param.parts}
     tensors: dict[tuple[int, str], Tensor] = {}
     problems: list[str] = []
@@ -85,21 +116,23 @@ def _from_files(spec: ModelSpec, root: Path) -> dict[tuple[int, str], Tensor]:
             with safe_open(str(file), framework="pt") as f:
                 for source in f.keys():  # noqa: SIM118 - a safetensors handle is not a mapping
                     if source not in places:
-                        if not is_ignorable(spec, source):
+                        if not is_ignorable(spec, source, shard):
                             problems.append(f"{file.name}: unexpected tensor {source}")
                         continue
                     param, part = places[source]
-                    found = tuple(f.get_slice(source).get_shape())
+                    stored = f.get_slice(source)
+                    found = tuple(stored.get_shape())
                     missing.discard(source)
-                    if found != part.shape:
-                        wanted = list(part.shape)
+                    if found != part.whole:
+                        wanted = list(part.whole)
                         problems.append(f"{file.name}: {source} is {list(found)}, config.json implies {wanted}")
                         continue
                     target = tensors.get((param.layer, param.name))
                     if target is None:
                         target = torch.empty(param.shape, dtype=TORCH_DTYPES[spec.dtype])
                         tensors[param.layer, param.name] = target
-                    target[part.first_row : part.first_row + part.shape[0]].copy_(f.get_tensor(source))
+                    taken = f.get_tensor(source) if part.shape == part.whole else stored[part.share]
+                    target[part.first_row : part.first_row + part.shape[0]].copy_(taken)
         except SafetensorError as err:
             raise ConfigError(f"{file}: {err}; the file is damaged, download it again") from err
     problems += [f"missing tensor {source}" for source in sorted(missing)]

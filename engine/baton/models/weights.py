@@ -4,13 +4,18 @@ The families we run (Llama, Mistral, Qwen2, Qwen3) name their tensors alike; the
 knows that. Projections that read the same input are stacked into one matrix, in this order along dimension 0:
 
     qkv     = [q_proj; k_proj; v_proj]        gate_up = [gate_proj; up_proj]
+
+A tensor-parallel rank takes its share (models.shard) of each checkpoint tensor before it is stacked.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from types import EllipsisType
+from typing import TypeAlias
 
+from baton.models.shard import WHOLE, Shard
 from baton.models.spec import ModelSpec
 
 LAYER_TENSORS = (
@@ -19,13 +24,24 @@ LAYER_TENSORS = (
 )  # fmt: skip
 
 
+Cut: TypeAlias = "slice | EllipsisType"
+Share: TypeAlias = "tuple[slice, ...]"
+"""What is taken of a tensor, per dimension."""
+
+
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One checkpoint tensor and the rows of our tensor it fills."""
+    """What is taken of one checkpoint tensor, and the rows of our tensor it fills."""
 
     source: str
     first_row: int
-    shape: tuple[int, ...]
+    whole: tuple[int, ...]
+    """Shape in the checkpoint."""
+    share: Share
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(cut.stop - cut.start for cut in self.share)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,51 +62,87 @@ class Param:
         return self.name.endswith("norm")
 
 
-def plan_weights(spec: ModelSpec) -> Iterator[Param]:
-    """Every tensor of the model, in file order of a typical checkpoint."""
-    yield _param(-1, "embed", ["model.embed_tokens.weight"], [(spec.vocab_size, spec.hidden_size)])
+def plan_weights(spec: ModelSpec, shard: Shard = WHOLE) -> Iterator[Param]:
+    """Every tensor that a rank holds of the model, in file order of a typical checkpoint. `spec`: the whole model's."""
+    vocab, hidden = shard.of(spec.vocab_size), spec.hidden_size
+    yield _param(-1, "embed", [("model.embed_tokens.weight", (spec.vocab_size, hidden), (vocab, ...))])
     for layer in range(spec.num_layers):
-        yield from _layer(spec, layer)
-    yield _param(-1, "norm", ["model.norm.weight"], [(spec.hidden_size,)])
+        yield from _layer(spec, shard, layer)
+    yield _param(-1, "norm", [("model.norm.weight", (hidden,), (...,))])
     if not spec.tied:
-        yield _param(-1, "lm_head", ["lm_head.weight"], [(spec.vocab_size, spec.hidden_size)])
+        yield _param(-1, "lm_head", [("lm_head.weight", (spec.vocab_size, hidden), (vocab, ...))])
 
 
-def is_ignorable(spec: ModelSpec, source: str) -> bool:
-    """Tensors some checkpoints carry although they are computed: old rotary tables, the tied head."""
+def is_ignorable(spec: ModelSpec, source: str, shard: Shard = WHOLE) -> bool:
+    """Tensors some checkpoints carry although they are computed (old rotary tables, the tied head), and those that
+    other ranks hold."""
+    if shard.rank and source.endswith(("o_proj.bias", "down_proj.bias")):
+        return True
     return source.endswith("rotary_emb.inv_freq") or (spec.tied and source == "lm_head.weight")
 
 
-def _layer(spec: ModelSpec, layer: int) -> Iterator[Param]:
-    hidden, inner, q, kv = spec.hidden_size, spec.intermediate_size, spec.q_size, spec.kv_size
+def _layer(spec: ModelSpec, shard: Shard, layer: int) -> Iterator[Param]:
+    hidden, inner, q_size, kv_size, dim = (
+        spec.hidden_size, spec.intermediate_size, spec.q_size, spec.kv_size, spec.head_dim
+    )  # fmt: skip
+    q, kv = _times(shard.of(spec.num_heads), dim), _times(shard.kv_heads(spec.num_kv_heads), dim)
+    mlp = shard.of(inner)
     prefix = f"model.layers.{layer}."
-    attention = [f"{prefix}self_attn.{x}_proj" for x in "qkv"]
-    mlp = [f"{prefix}mlp.{x}_proj" for x in ("gate", "up")]
+    is_first = shard.rank == 0
 
-    def one(name: str, source: str, *shape: int) -> Param:
-        return _param(layer, name, [prefix + source], [shape])
+    def one(name: str, source: str, whole: tuple[int, ...], *cuts: Cut) -> Param:
+        return _param(layer, name, [(prefix + source, whole, cuts or (...,) * len(whole))])
 
-    yield one("input_norm", "input_layernorm.weight", hidden)
-    yield _param(layer, "qkv", [f"{n}.weight" for n in attention], [(rows, hidden) for rows in (q, kv, kv)])
+    def qkv(name: str, kind: str, *columns: int) -> Param:
+        rows = {"q": (q_size, q), "k": (kv_size, kv), "v": (kv_size, kv)}
+        return _param(
+            layer,
+            name,
+            [
+                (f"{prefix}self_attn.{x}_proj.{kind}", (n, *columns), (cut, *(... for _ in columns)))
+                for x, (n, cut) in rows.items()
+            ],
+        )
+
+    def gate_up(name: str, kind: str, *columns: int) -> Param:
+        return _param(
+            layer,
+            name,
+            [
+                (f"{prefix}mlp.{x}_proj.{kind}", (inner, *columns), (mlp, *(... for _ in columns)))
+                for x in ("gate", "up")
+            ],
+        )
+
+    yield one("input_norm", "input_layernorm.weight", (hidden,))
+    yield qkv("qkv", "weight", hidden)
     if spec.qkv_bias:
-        yield _param(layer, "qkv_bias", [f"{n}.bias" for n in attention], [(q,), (kv,), (kv,)])
+        yield qkv("qkv_bias", "bias")
     if spec.qk_norm:
-        yield one("q_norm", "self_attn.q_norm.weight", spec.head_dim)
-        yield one("k_norm", "self_attn.k_norm.weight", spec.head_dim)
-    yield one("o", "self_attn.o_proj.weight", hidden, q)
-    if spec.o_bias:
-        yield one("o_bias", "self_attn.o_proj.bias", hidden)
-    yield one("post_norm", "post_attention_layernorm.weight", hidden)
-    yield _param(layer, "gate_up", [f"{n}.weight" for n in mlp], [(inner, hidden)] * 2)
-    yield one("down", "mlp.down_proj.weight", hidden, inner)
+        yield one("q_norm", "self_attn.q_norm.weight", (dim,))
+        yield one("k_norm", "self_attn.k_norm.weight", (dim,))
+    yield one("o", "self_attn.o_proj.weight", (hidden, q_size), ..., q)
+    if spec.o_bias and is_first:
+        yield one("o_bias", "self_attn.o_proj.bias", (hidden,))
+    yield one("post_norm", "post_attention_layernorm.weight", (hidden,))
+    yield gate_up("gate_up", "weight", hidden)
+    yield one("down", "mlp.down_proj.weight", (hidden, inner), ..., mlp)
     if spec.mlp_bias:
-        yield _param(layer, "gate_up_bias", [f"{n}.bias" for n in mlp], [(inner,)] * 2)
-        yield one("down_bias", "mlp.down_proj.bias", hidden)
+        yield gate_up("gate_up_bias", "bias")
+        if is_first:
+            yield one("down_bias", "mlp.down_proj.bias", (hidden,))
 
 
-def _param(layer: int, name: str, sources: list[str], shapes: list[tuple[int, ...]]) -> Param:
-    parts, row = [], 0
-    for source, shape in zip(sources, shapes, strict=True):
-        parts.append(Part(source, row, shape))
-        row += shape[0]
+def _times(cut: slice, n: int) -> slice:
+    return slice(cut.start * n, cut.stop * n)
+
+
+def _param(layer: int, name: str, taken: list[tuple[str, tuple[int, ...], tuple[Cut, ...]]]) -> Param:
+    """`taken`: name, shape and what is taken (all of a dimension: ...) of each checkpoint tensor, in stacking order."""
+    parts: list[Part] = []
+    row = 0
+    for source, whole, cuts in taken:
+        share = tuple(slice(0, n) if cut is ... else cut for cut, n in zip(cuts, whole, strict=True))
+        parts.append(Part(source, row, whole, share))
+        row += parts[-1].shape[0]
     return Param(layer, name, tuple(parts))

@@ -25,8 +25,9 @@ def no_cuda() -> str | None:
     return None
 
 
-def resolve(config: EngineConfig) -> torch.device:
-    """The device of --device. `auto` takes CUDA where there is one and nothing asked for is in its way.
+def resolve(config: EngineConfig, tp_rank: int = 0) -> torch.device:
+    """The device of --device: tensor-parallel rank i computes on the i-th CUDA device. `auto` takes CUDA where there is
+    one and nothing asked for is in its way.
 
     Raises ConfigError when the device is not there, or cannot do what the other flags ask.
     """
@@ -34,6 +35,8 @@ def resolve(config: EngineConfig) -> torch.device:
         return torch.device("cpu")
     problem = no_cuda() or _beyond_cuda(config)
     if problem is None:
+        if config.tp_size > 1:
+            torch.cuda.set_device(tp_rank)
         return torch.device("cuda", torch.cuda.current_device())
     if config.device == "cuda":
         raise ConfigError(f"--device cuda: {problem}; or use --device cpu")
@@ -49,6 +52,8 @@ def _beyond_cuda(config: EngineConfig) -> str | None:
         return f"KV pages travel from host memory only, not with --disaggregation-mode {config.disaggregation_mode}"
     if config.dp_size > 1:
         return f"one rank per engine is served, not --dp-size {config.dp_size}"
+    if config.tp_size > 1 and config.tp_size > torch.cuda.device_count():
+        return f"--tp-size {config.tp_size} needs as many CUDA devices, torch finds {torch.cuda.device_count()}"
     if config.attention_backend == "cpu":
         return "the kernels of --attention-backend cpu work in host memory; use auto"
     return None

@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,9 +15,12 @@ import torch
 from baton.config import EngineConfig
 from baton.disagg.relay import Relay
 from baton.errors import ConfigError
-from baton.models.load import load_model
+from baton.models.load import load_weights
+from baton.models.shard import WHOLE, Shard, share_of
+from baton.models.spec import read_spec
 from baton.runtime import device, ops
 from baton.runtime.attention import make_backend
+from baton.runtime.collectives import ALONE, Group, join
 from baton.runtime.kv_pool import KvTensors, host_pool_pages, make_host_pool, make_pool, pool_pages
 from baton.runtime.loop import DeviceThread, Engine, PoolSizes, make_engine
 from baton.runtime.runner import Runner
@@ -42,6 +46,8 @@ class Loaded:
     layout: dict[str, object]
     info: dict[str, object]
     host_pages: int = 0
+    group: Group | None = None
+    """The tensor-parallel ranks that compute together; None: this process alone."""
 
     def limits(self) -> Limits:
         return setup.limits(self.config, *self._sizes)
@@ -61,17 +67,35 @@ class Loaded:
 
 
 def compute_threads(config: EngineConfig) -> int:
-    """Compute threads of one rank: --cpu-threads, else this machine's cores shared among the ranks of this engine."""
-    return config.cpu_threads or max(1, len(os.sched_getaffinity(0)) // config.dp_size)
+    """Compute threads of one process: --cpu-threads, else this machine's cores shared among this engine's processes."""
+    return config.cpu_threads or max(1, len(os.sched_getaffinity(0)) // (config.dp_size * config.tp_size))
 
 
-def load(config: EngineConfig, model_dir: str) -> Loaded:
-    """Load the model and allocate the pool. Raises ConfigError for what this engine cannot run."""
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a process stands among the tensor-parallel ranks of its DP rank."""
+
+    shard: Shard
+    meeting_point: Path
+    """See `collectives.join`."""
+    tell: Callable[[bytes], None] | None = None
+    """The first rank's way to tell all others a step (Runner)."""
+
+
+def load(config: EngineConfig, model_dir: str, place: Place | None = None) -> Loaded:
+    """Load the model, or a tensor-parallel rank's share of it, and allocate the pool.
+
+    Raises ConfigError for what this engine cannot run, PeerLost when other ranks do not come.
+    """
     started = time.monotonic()
     threads = compute_threads(config)
     ops.set_threads(threads)
-    compute = device.resolve(config)
-    model = load_model(model_dir, config.dtype, config.load_format, config.random_seed)
+    shard = WHOLE if place is None else place.shard
+    compute = device.resolve(config, shard.rank)
+    whole = read_spec(model_dir, config.dtype, config.load_format, config.random_seed)
+    share_of(whole, shard)  # what cannot be divided is said before anybody waits for anybody
+    group = None if place is None else join(shard, compute, place.meeting_point, config.dist_timeout)
+    model = load_weights(whole, model_dir, config.load_format, config.random_seed, shard, group or ALONE)
     if compute.type == "cpu":
         model.pack()
     else:
@@ -84,7 +108,7 @@ def load(config: EngineConfig, model_dir: str) -> Loaded:
     disaggregated = config.disaggregation_mode != "null"
     kv = make_pool(spec.kv, config.page_size, pages, native=True if disaggregated else None, device=compute)
     attn = make_backend(config.attention_backend, spec, kv)
-    host_pages = host_pool_pages(spec.kv, config.page_size, config.host_kv_gib, config.dp_size)
+    host_pages = host_pool_pages(spec.kv, config.page_size, config.host_kv_gib, config.dp_size * config.tp_size)
     runner = Runner(
         model,
         kv,
@@ -92,8 +116,11 @@ def load(config: EngineConfig, model_dir: str) -> Loaded:
         config.max_running_requests,
         announces_writes=config.disaggregation_mode == "prefill",
         host=make_host_pool(kv, host_pages) if host_pages else None,
+        tell=None if place is None else place.tell,
     )
     layout = kv.layout(spec.model_hash)
+    if shard.size > 1:
+        layout["tp_size"] = shard.size
     info: dict[str, object] = {
         "max_total_num_tokens": kv.max_tokens,
         "context_length": context,
@@ -101,14 +128,14 @@ def load(config: EngineConfig, model_dir: str) -> Loaded:
         "num_pages": kv.num_pages,
         "host_pages": host_pages,
         "dtype": spec.kv.dtype,
-        "num_parameters": spec.num_parameters,
+        "num_parameters": whole.num_parameters,
         "cpu_threads": threads,
         "device": str(compute),
         "layout": layout,
     }
     log.info(
         "loaded %s: %.1f M parameters (%s), pool of %d pages x %d tokens = %.0f MiB, %d thread(s), %.1f s",
-        model_dir, spec.num_parameters / 1e6, spec.kv.dtype, kv.num_pages, config.page_size,
+        model_dir, whole.num_parameters / 1e6, spec.kv.dtype, kv.num_pages, config.page_size,
         kv.num_pages * kv.page_bytes / 2**20, threads, time.monotonic() - started,
     )  # fmt: skip
-    return Loaded(config, runner, kv, layout, info, host_pages)
+    return Loaded(config, runner, kv, layout, info, host_pages, group)

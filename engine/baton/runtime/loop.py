@@ -189,7 +189,7 @@ class Engine:
         flight = self._flight.popleft()
         done = flight.result.get()
         if isinstance(done, BaseException):
-            raise RuntimeError(f"step {flight.plan.step} failed on the device") from done
+            raise RuntimeError(f"step {flight.plan.step} failed on the device: {type(done).__name__}: {done}") from done
         result, seconds = done
         self.sched.commit(flight.plan, result, time.monotonic())
         self.sched.observe(flight.plan, seconds, result.copy_seconds)

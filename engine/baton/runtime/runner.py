@@ -2,15 +2,19 @@
 
 Pages that the plan moves between device and host are copied before its rows run, in the plan's order.
 
+With tensor parallelism the first rank executes plans and tells the others each step (runtime.order), before it computes
+its own part; they `follow`.
+
 Per slot it keeps what plans leave out: the page table (plans carry only its growth), the last sampled token (the token
 table that lets step n+1 be planned before step n's tokens are known) and the sampler's view of the sequence.
 
-Not thread-safe: one thread calls `execute`, in plan order.
+Not thread-safe: one thread calls `execute` or `follow`, in plan order.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -21,6 +25,7 @@ from torch import Tensor
 from baton.models.decoder import Decoder
 from baton.runtime.attention.base import AttentionBackend, ForwardBatch
 from baton.runtime.kv_pool import KvTensors, copy_pages
+from baton.runtime.order import Growth, Indices, PlanDiverged, Step, checksum, decode, encode
 from baton.runtime.sampler import SampleRow, sample
 from baton.sched.plan import UNKNOWN_TOKEN, Row, StepPlan, StepResult
 
@@ -29,6 +34,7 @@ class Runner:
     """Args: `announces_writes`: tell the native pool which pages get new content, because peers may be reading it.
 
     `host`: the pool that plans copy to and from (kv_pool.make_host_pool).
+    `tell`: on the first of several tensor-parallel ranks, sends a step's order to all others.
     """
 
     def __init__(
@@ -40,6 +46,7 @@ class Runner:
         *,
         announces_writes: bool = False,
         host: Tensor | None = None,
+        tell: Callable[[bytes], None] | None = None,
     ) -> None:
         self._model = model
         self._kv = kv
@@ -52,6 +59,9 @@ class Runner:
         self._sample_rows: list[SampleRow | None] = [None] * max_slots
         self._native_pool = kv.native if announces_writes else None
         self._compute_device = kv.data.device
+        self._tell = tell
+        self._check = 0
+        """Of the last step, with `tell` or `follow`."""
 
     @property
     def page_bytes(self) -> int:
@@ -63,11 +73,16 @@ class Runner:
             self._sample_rows[adm.slot] = SampleRow(adm.params, adm.prompt_tokens, adm.history)
         if self._native_pool is not None and plan.new_pages:
             self._native_pool.begin_write(plan.new_pages.tobytes())
-        copy_seconds = self._copy(plan)
-        if not plan.rows:
+        step = self._step(plan)
+        indices = self._indices(step)
+        if self._tell is not None:
+            self._check = checksum(step, indices, self._check)
+            self._tell(encode(step, self._check))
+        copy_seconds = self._copy(step)
+        if indices is None:
             return StepResult((), copy_seconds=copy_seconds)
         sampling = [row for row in plan.rows if row.sample]
-        logits = self._model.forward(self._batch(plan), self._attn)
+        logits = self._model.forward(self._batch(step, indices), self._attn)
         if not sampling:
             return StepResult((), copy_seconds=copy_seconds)
         sample_rows = [self._sample_row(row) for row in sampling]
@@ -78,13 +93,30 @@ class Runner:
             self._last_token[row.slot] = token
         return replace(result, copy_seconds=copy_seconds)
 
-    def _copy(self, plan: StepPlan) -> float:
+    def follow(self, order: bytes) -> None:
+        """Do this rank's part of a step that the first tensor-parallel rank has told.
+
+        Raises PlanDiverged, and what torch and the group raise; the runner is then unusable.
+        """
+        step, check = decode(order)
+        indices = self._indices(step)
+        self._check = checksum(step, indices, self._check)
+        if self._check != check:
+            raise PlanDiverged(
+                f"step {step.number}: what this tensor-parallel rank would compute is not what the first rank planned "
+                f"(checks {self._check:08x} and {check:08x}); nothing was computed"
+            )
+        self._copy(step)
+        if indices is not None:
+            self._model.forward(self._batch(step, indices), self._attn)
+
+    def _copy(self, step: Step) -> float:
         """Returns the seconds it took; 0 on a device that copies while the host goes on, which cannot tell."""
-        if not plan.copies:
+        if not step.copies:
             return 0.0
         assert self._host is not None, "the plan moves pages to a host pool that is not there"
         started = time.monotonic()
-        for run in plan.copies:
+        for run in step.copies:
             copy_pages(self._kv.data, self._host, run)
         return time.monotonic() - started if self._kv.data.device.type == "cpu" else 0.0
 
@@ -93,42 +125,68 @@ class Runner:
         assert sample_row is not None, f"slot {row.slot} was never admitted"
         return sample_row
 
-    def _batch(self, plan: StepPlan) -> ForwardBatch:
-        """Index tensors of a step, vectorised over its rows."""
+    def _step(self, plan: StepPlan) -> Step:
+        """The plan with its open tokens filled in, vectorised over its rows."""
         rows = plan.rows
         count = len(rows)
         slots = np.fromiter((row.slot for row in rows), np.int64, count)
-        starts = np.fromiter((row.start for row in rows), np.int64, count)
         lengths = np.fromiter((row.n for row in rows), np.int64, count)
-        for row in rows:
-            if row.pages:
-                self._page_table[row.slot, row.page_base : row.page_base + len(row.pages)] = row.pages
-        qo_indptr = np.zeros(count + 1, np.int32)
-        np.cumsum(lengths, out=qo_indptr[1:])
-        kv_lens = starts + lengths
-        row_of_token = np.repeat(np.arange(count), lengths)
-        positions = np.arange(qo_indptr[-1], dtype=np.int64) - qo_indptr[row_of_token] + starts[row_of_token]
-        token_ids = np.concatenate([np.frombuffer(row.tokens, np.int32) for row in rows]).astype(np.int64)
+        token_ids = np.frombuffer(b"".join([row.tokens for row in rows]), np.int32).astype(np.int64)
         unknown = token_ids == UNKNOWN_TOKEN
         if unknown.any():
-            token_ids[unknown] = self._last_token[slots[row_of_token[unknown]]]
+            token_ids[unknown] = self._last_token[np.repeat(slots, lengths)[unknown]]
+        return Step(
+            plan.step,
+            plan.num_decode,
+            slots,
+            np.fromiter((row.start for row in rows), np.int64, count),
+            lengths,
+            np.fromiter((row.sample for row in rows), np.bool_, count),
+            token_ids,
+            [Growth(row.slot, row.page_base, row.pages) for row in rows if row.pages],
+            plan.copies,
+        )
+
+    def _indices(self, step: Step) -> Indices | None:
+        """Index arrays of a step, after its pages joined the page table; None when it has no rows."""
+        count = len(step.slots)
+        if not count:
+            return None
+        for slot, base, pages in step.growth:
+            self._page_table[slot, base : base + len(pages)] = pages
+        slots, starts = step.slots, step.starts
+        qo_indptr = np.zeros(count + 1, np.int32)
+        np.cumsum(step.lengths, out=qo_indptr[1:])
+        kv_lens = starts + step.lengths
+        row_of_token = np.repeat(np.arange(count), step.lengths)
+        positions = np.arange(qo_indptr[-1], dtype=np.int64) - qo_indptr[row_of_token] + starts[row_of_token]
         pages = self._page_table[slots[row_of_token], positions // self._page_size].astype(np.int64)
         num_pages = -(-kv_lens // self._page_size)
         page_indptr = np.zeros(count + 1, np.int32)
         np.cumsum(num_pages, out=page_indptr[1:])
-        page_indices = np.concatenate([self._page_table[slot, :n] for slot, n in zip(slots, num_pages, strict=True)])
-        sample_index = np.fromiter((i for i, row in enumerate(rows) if row.sample), np.int64)
+        return Indices(
+            token_ids=step.token_ids,
+            positions=positions,
+            qo_indptr=qo_indptr,
+            kv_lens=kv_lens.astype(np.int32),
+            page_indptr=page_indptr,
+            page_indices=np.concatenate([self._page_table[slot, :n] for slot, n in zip(slots, num_pages, strict=True)]),
+            slot_mapping=pages * self._page_size + positions % self._page_size,
+            sample_index=qo_indptr[1:][step.samples].astype(np.int64) - 1,
+        )
+
+    def _batch(self, step: Step, indices: Indices) -> ForwardBatch:
         return ForwardBatch(
-            token_ids=self._on_device(token_ids),
-            positions=self._on_device(positions),
-            qo_indptr=torch.from_numpy(qo_indptr),
-            kv_lens=torch.from_numpy(kv_lens.astype(np.int32)),
-            page_indptr=torch.from_numpy(page_indptr),
-            page_indices=torch.from_numpy(page_indices),
-            slot_mapping=self._on_device(pages * self._page_size + positions % self._page_size),
-            sample_index=self._on_device(qo_indptr[1:][sample_index].astype(np.int64) - 1),
-            num_decode=plan.num_decode,
-            max_kv_len=int(kv_lens.max()),
+            token_ids=self._on_device(indices.token_ids),
+            positions=self._on_device(indices.positions),
+            qo_indptr=torch.from_numpy(indices.qo_indptr),
+            kv_lens=torch.from_numpy(indices.kv_lens),
+            page_indptr=torch.from_numpy(indices.page_indptr),
+            page_indices=torch.from_numpy(indices.page_indices),
+            slot_mapping=self._on_device(indices.slot_mapping),
+            sample_index=self._on_device(indices.sample_index),
+            num_decode=step.num_decode,
+            max_kv_len=int(indices.kv_lens.max()),
         )
 
     def _on_device(self, ids: NDArray[np.int64]) -> Tensor:

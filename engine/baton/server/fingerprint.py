@@ -13,7 +13,8 @@ from pathlib import Path
 
 from baton.server.model_dir import ModelFacts
 
-LAYOUT_FIELDS = ("order", "layers", "kv_heads", "head_dim")
+LAYOUT_FIELDS = ("order", "layers", "kv_heads", "head_dim", "tp_size")
+"""As far as a layout has them: `tp_size` is told where pages are divided among several processes."""
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "added_tokens.json")
 
 
@@ -38,5 +39,5 @@ def fingerprint(facts: ModelFacts, tokenizer: str, layout: Mapping[str, object])
         "chat_template": _short((facts.chat_template or "").encode()),
         "page_size": str(layout["page_size"]),
         "dtype": str(layout["dtype"]),
-        "kv_layout": _short(*(f"{name}={layout[name]}".encode() for name in LAYOUT_FIELDS)),
+        "kv_layout": _short(*(f"{name}={layout[name]}".encode() for name in LAYOUT_FIELDS if name in layout)),
     }

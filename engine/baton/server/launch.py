@@ -1,10 +1,12 @@
 """Start an engine: the front in this process, one scheduler process per DP rank, and on P nodes the bootstrap server.
 
-1. read the model directory, bind the HTTP port (503 `not_ready` from now on), bind the ZMQ sockets, spawn the ranks;
+1. read the model directory, bind the HTTP port (503 `not_ready` from now on), bind the ZMQ sockets, spawn the ranks,
+   with --tp-size several processes each;
 2. every rank loads the model and sends Ready; the last one turns /health to 200 and prints the READY line;
 3. SIGTERM or SIGINT drains: no new requests, running ones finish, leases end, ranks are told to go; a second signal
    ends at once;
-4. a rank that dies fails its requests; when none lives the process exits with 1 and a supervisor starts it again.
+4. a rank that dies fails its requests, and is dead when one of its processes is; when none lives the process exits
+   with 1 and a supervisor starts it again.
 
 Ranks run in their own sessions, so that Ctrl-C reaches this process alone and is handled once.
 """
@@ -15,6 +17,7 @@ import asyncio
 import contextlib
 import dataclasses
 import errno
+import itertools
 import json
 import logging
 import os
@@ -23,7 +26,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +85,8 @@ class _Launcher:
     def __init__(self, config: EngineConfig, rank_command: Sequence[str]) -> None:
         self._config = config
         self._rank_command = rank_command
-        self._children: dict[int, asyncio.subprocess.Process] = {}
+        self._children: dict[tuple[int, int], asyncio.subprocess.Process] = {}
+        """By DP and TP rank."""
         self._watchers: list[asyncio.Task[None]] = []
         self._exit_codes: list[int] = []
         self._signals = 0
@@ -99,7 +103,9 @@ class _Launcher:
         tokenizer = FourByteTokenizer() if uses_four_bytes(self._config) else Tokenizer(facts.tokenizer_path)
         async with contextlib.AsyncExitStack() as stack:
             stack.callback(tokenizer.close)
-            context, addresses, ranks = self._open_sockets(stack)
+            folder = Path(tempfile.mkdtemp(prefix="baton-"))
+            stack.callback(shutil.rmtree, folder, ignore_errors=True)
+            context, addresses, ranks = self._open_sockets(folder)
             stack.callback(context.destroy, 0)
             stack.callback(ranks.close)
             front = Front(self._config, facts, tokenizer, ranks)
@@ -109,8 +115,9 @@ class _Launcher:
                 front.bootstrap_port = bootstrap.port
                 front.bootstrap_healthy = lambda: bool(bootstrap.healthy)
             stack.push_async_callback(self._end_children)
-            await self._spawn(addresses, ranks, bootstrap)
-            log.info("%s: loading %s on %d ranks", url, facts.path, self._config.dp_size)
+            for dp_rank, tp_rank in itertools.product(range(self._config.dp_size), range(self._config.tp_size)):
+                await self._spawn(dp_rank, tp_rank, folder, addresses, ranks, bootstrap)
+            log.info("%s: loading %s in %d processes", url, facts.path, len(self._children))
             if not await self._wait_ready(ranks, started):
                 return await self._give_up(ranks)
             front.became_ready()
@@ -121,10 +128,8 @@ class _Launcher:
 
     # ---- parts of the start ------------------------------------------------------------------------------------
 
-    def _open_sockets(self, stack: contextlib.AsyncExitStack) -> tuple[zmq.Context[Any], list[str], Ranks]:
+    def _open_sockets(self, folder: Path) -> tuple[zmq.Context[Any], list[str], Ranks]:
         """PUSH to each rank and a shared PULL from all, as ipc sockets in a directory only this user can enter."""
-        folder = Path(tempfile.mkdtemp(prefix="baton-"))
-        stack.callback(shutil.rmtree, folder, ignore_errors=True)
         context: zmq.Context[Any] = zmq.Context()
         pull = context.socket(zmq.PULL)
         pull.set_hwm(SEND_QUEUE)
@@ -175,42 +180,56 @@ class _Launcher:
         stack.callback(server.stop)
         return server
 
-    async def _spawn(self, addresses: list[str], ranks: Ranks, bootstrap: Any) -> None:
+    async def _spawn(
+        self, dp_rank: int, tp_rank: int, folder: Path, addresses: list[str], ranks: Ranks, bootstrap: Any
+    ) -> None:
         # A rank finds the package where this process found it, installed or not.
         package_root = str(Path(baton.__path__[0]).parent)
         path = os.environ.get("PYTHONPATH")
         env = {**os.environ, "PYTHONPATH": package_root + (os.pathsep + path if path else "")}
-        for dp_rank in range(self._config.dp_size):
-            child = await asyncio.create_subprocess_exec(
-                *self._rank_command,
-                stdin=asyncio.subprocess.PIPE,
-                stdout=sys.stderr.fileno(),
-                env=env,
-                start_new_session=True,
-            )
-            self._children[dp_rank] = child
-            order = {
-                "config": dataclasses.asdict(self._config),
-                "dp_rank": dp_rank,
-                "front_pid": os.getpid(),
-                "to_rank": addresses[1 + dp_rank],
-                "to_front": addresses[0],
-                "bootstrap_host": None if bootstrap is None else _reachable(self._config.host),
-                "bootstrap_port": None if bootstrap is None else bootstrap.port,
-            }
-            assert child.stdin is not None  # asked for above
-            child.stdin.write(json.dumps(order).encode() + b"\n")
-            with contextlib.suppress(ConnectionError):  # it died already: its watcher reports that
-                await child.stdin.drain()
-            child.stdin.close()
-            self._watchers.append(asyncio.create_task(self._watch(dp_rank, child, ranks)))
+        child = await asyncio.create_subprocess_exec(
+            *self._rank_command,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=sys.stderr.fileno(),
+            env=env,
+            start_new_session=True,
+        )
+        self._children[dp_rank, tp_rank] = child
+        order = {
+            "config": dataclasses.asdict(self._config),
+            "dp_rank": dp_rank,
+            "tp_rank": tp_rank,
+            "folder": str(folder),
+            "front_pid": os.getpid(),
+            "to_rank": addresses[1 + dp_rank],
+            "to_front": addresses[0],
+            "bootstrap_host": None if bootstrap is None else _reachable(self._config.host),
+            "bootstrap_port": None if bootstrap is None else bootstrap.port,
+        }
+        assert child.stdin is not None  # asked for above
+        child.stdin.write(json.dumps(order).encode() + b"\n")
+        with contextlib.suppress(ConnectionError):  # it died already: its watcher reports that
+            await child.stdin.drain()
+        child.stdin.close()
+        self._watchers.append(asyncio.create_task(self._watch(dp_rank, tp_rank, ranks)))
 
-    async def _watch(self, dp_rank: int, child: asyncio.subprocess.Process, ranks: Ranks) -> None:
+    async def _watch(self, dp_rank: int, tp_rank: int, ranks: Ranks) -> None:
+        child = self._children[dp_rank, tp_rank]
         code = await child.wait()
         self._exit_codes.append(code)
         if not self._closing:
             how = f"was killed by signal {-code}" if code < 0 else f"exited with {code}"
-            ranks.died(dp_rank, f"process {child.pid} {how}")
+            which = f"process {child.pid}" + (f" (tensor-parallel rank {tp_rank})" if self._config.tp_size > 1 else "")
+            ranks.died(dp_rank, f"{which} {how}")
+        if code or not self._closing:  # else it ended in order, and so do those that compute with it
+            self._kill([c for (dp, _), c in self._children.items() if dp == dp_rank])
+
+    @staticmethod
+    def _kill(children: Iterable[asyncio.subprocess.Process]) -> None:
+        for child in children:
+            if child.returncode is None:
+                with contextlib.suppress(ProcessLookupError):
+                    child.kill()
 
     async def _wait_ready(self, ranks: Ranks, started: float) -> bool:
         """True when all ranks are ready; False on a death or a signal."""
@@ -230,7 +249,9 @@ class _Launcher:
         if not dead:
             return 0
         print("baton engine: could not start\n" + "\n".join(dead), file=sys.stderr)
-        # A rank exits with 2 when the configuration is at fault: a supervisor should not try again.
+        # A rank exits with 2 when the configuration is at fault: a supervisor should not try again. It has sent its
+        # message and is about to exit: let it.
+        await asyncio.wait(self._watchers, timeout=EXIT_GRACE_SECS, return_when=asyncio.FIRST_COMPLETED)
         await self._end_children()
         return 2 if 2 in self._exit_codes else 1
 
@@ -307,11 +328,9 @@ class _Launcher:
             with contextlib.suppress(ProcessLookupError):
                 child.send_signal(signal.SIGTERM)
         if alive and not await _within(asyncio.gather(*(c.wait() for c in alive)), EXIT_GRACE_SECS):
-            for child in alive:
-                if child.returncode is None:
-                    log.warning("rank process %d ignores SIGTERM; killing it", child.pid)
-                    with contextlib.suppress(ProcessLookupError):
-                        child.kill()
+            stubborn = [c for c in alive if c.returncode is None]
+            log.warning("rank processes %s ignore SIGTERM; killing them", [c.pid for c in stubborn])
+            self._kill(stubborn)
         await asyncio.gather(*self._watchers, return_exceptions=True)
 
 

@@ -97,6 +97,13 @@ RANK = (
     Spec("new_token_ratio", "gauge", "estimate of the answer's share of its limit, used for admission"),
     Spec("engine_steps", "counter", "forward passes"),
     Spec("engine_step_seconds", "counter", "time from launch to commit of forward passes"),
+    Spec("tp_collectives", "counter", "exchanges among tensor-parallel ranks, as the first one counts; with --tp-size"),
+    Spec(
+        "tp_collective_seconds",
+        "counter",
+        "how long the first tensor-parallel rank was in exchanges, waiting for others included; on CUDA until the call "
+        "returned",
+    ),
     Spec("prompt_tokens_computed", "counter", "prompt tokens that went through the model"),
     Spec(
         "cached_prompt_tokens_by_source",

@@ -5,7 +5,8 @@
    to do it sleeps on its socket and the transfer runtime's event descriptor: an idle rank uses no CPU.
 3. SIGTERM ends it; the front's death ends it (PR_SET_PDEATHSIG); an error it cannot explain is sent as Fatal first.
 
-This is the only process of an engine that imports torch, and not with --simulate.
+With --tp-size there are more processes per DP rank: this is the first, the others are started by the same command and
+follow it (server.tp). Only these processes of an engine import torch, and not with --simulate.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from baton.disagg.relay import DecodeRelay, PrefillRelay, Relay
 from baton.errors import ConfigError, EngineError, WrongState
 from baton.request import FinishReason, Validated
 from baton.sched.events import Emitted
-from baton.server import model_dir
+from baton.server import model_dir, tp
 from baton.server.kv_publish import KvPublisher
 from baton.server.log_file import LOG_BYTES, TRACE_BYTES, LogFile, path_of_rank
 from baton.server.messages import (
@@ -75,22 +76,27 @@ def main() -> int:
     if os.getppid() != job["front_pid"]:
         return 1  # it died before prctl: importing torch takes seconds
     config = EngineConfig(**job["config"])
+    team = tp.Team.of(job, config)
+    name = f"rank{job['dp_rank']}" + (f".{team.tp_rank}" if team else "")
     logging.basicConfig(
-        level=config.log_level.upper(), format=f"%(asctime)s rank{job['dp_rank']} %(levelname)s %(name)s: %(message)s"
+        level=config.log_level.upper(), format=f"%(asctime)s {name} %(levelname)s %(name)s: %(message)s"
     )
     context: zmq.Context[Any] = zmq.Context()
     pull, push = context.socket(zmq.PULL), context.socket(zmq.PUSH)
-    pull.connect(job["to_rank"])
+    if team is None or team.tp_rank == 0:
+        pull.connect(job["to_rank"])
     push.connect(job["to_front"])
     try:
-        rank = RankProcess(config, job, pull, push)
-        rank.run()
+        if team is not None and team.tp_rank:
+            tp.follow(config, team, context)
+        else:
+            RankProcess(config, job, pull, push, team).run()
         return 0
     except ConfigError as err:
         push.send(encoder.encode(Fatal(job["dp_rank"], err.message)))
         return 2
     except Exception as err:
-        log.exception("rank %d cannot go on", job["dp_rank"])
+        log.exception("%s cannot go on", name)
         push.send(encoder.encode(Fatal(job["dp_rank"], f"{type(err).__name__}: {err}")))
         return 1
     finally:
@@ -121,7 +127,12 @@ def advertised_host(host: str) -> str:
 
 class RankProcess:
     def __init__(
-        self, config: EngineConfig, job: dict[str, Any], pull: zmq.Socket[bytes], push: zmq.Socket[bytes]
+        self,
+        config: EngineConfig,
+        job: dict[str, Any],
+        pull: zmq.Socket[bytes],
+        push: zmq.Socket[bytes],
+        team: tp.Team | None = None,
     ) -> None:
         self.config = config
         self.dp_rank: int = job["dp_rank"]
@@ -133,8 +144,15 @@ class RankProcess:
         os.set_blocking(wake, False)
         signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
         signal.signal(signal.SIGTERM, self._on_sigterm)
-        loaded = _load(config)
-        self._info = loaded.info
+        self._followers: tp.Followers | None = None
+        loaded: Loaded | SimLoaded
+        pids = [os.getpid()]
+        if team is None:
+            loaded = _load(config)
+        else:
+            loaded, self._followers = tp.lead(config, team, pull.context)
+            pids += self._followers.pids
+        self._info = {**loaded.info, "pids": pids}
         self._node: Any = None
         relay = None
         if config.disaggregation_mode != "null":
@@ -225,6 +243,9 @@ class RankProcess:
         log.info("rank %d stops", self.dp_rank)
         if self._node is not None:
             self._node.close()
+        if self._followers is not None:
+            self.engine.close()  # after the step that runs: the others are in it too
+            self._followers.stop()
         for file in (self._decision_log, self._trace):
             if file is not None:
                 file.close()
@@ -339,6 +360,8 @@ class RankProcess:
             counters["kv_event_batches_total"] = self._kv.batches
         for source, tokens in self.engine.sched.hit_tokens.items():
             counters[f'cached_prompt_tokens_by_source_total{{source="{source}"}}'] = tokens
+        if self._followers is not None:
+            counters.update(self._followers.counters())
         counters["suspensions_total"] = self.engine.sched.suspensions
         counters["priority_hook_errors_total"] = self.engine.hook_errors
         counters["schedule_policy_degraded_total"] = self.engine.sched.policy_degraded

@@ -1,0 +1,144 @@
+"""A step as the device is told to do it: arrays of integers with every token known, made of a plan or of bytes.
+
+With tensor parallelism only the first rank plans and samples. Of each plan it makes a `Step`, in which the tokens that
+the plan leaves open are filled in, and sends it as bytes; the other ranks execute what they receive. So a step's
+tokens, admissions' prompts and growth of page tables all travel in one message.
+
+The message ends with a number over the index arrays that the first rank computes with, chained to those of all steps
+before it. A rank whose own arrays give another number (a message lost or altered, a page table that differs) raises
+`PlanDiverged` before it computes or writes anything: every rank does what was planned, or the group ends.
+"""
+
+from __future__ import annotations
+
+import zlib
+from array import array
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from baton.cache.host import CopyRun
+
+Int32 = NDArray[np.int32]
+Int64 = NDArray[np.int64]
+
+
+class PlanDiverged(Exception):
+    """This rank would have executed something else than the first rank."""
+
+
+class Growth(NamedTuple):
+    """New pages of a slot: they continue its page table at index `base`."""
+
+    slot: int
+    base: int
+    pages: array[int]
+
+
+@dataclass(slots=True)
+class Step:
+    """R rows with T tokens, in the plan's order."""
+
+    number: int
+    num_decode: int
+    slots: Int64
+    """[R]"""
+    starts: Int64
+    """[R]"""
+    lengths: Int64
+    """[R]"""
+    samples: NDArray[np.bool_]
+    """[R]"""
+    token_ids: Int64
+    """[T]"""
+    growth: list[Growth]
+    copies: tuple[CopyRun, ...]
+
+
+@dataclass(slots=True)
+class Indices:
+    """What a step computes with, on the host: `ForwardBatch` as arrays."""
+
+    token_ids: Int64
+    positions: Int64
+    qo_indptr: Int32
+    kv_lens: Int32
+    page_indptr: Int32
+    page_indices: Int32
+    slot_mapping: Int64
+    sample_index: Int64
+
+
+class _Message(msgspec.Struct, array_like=True):
+    number: int
+    num_decode: int
+    columns: bytes
+    """int64 [3, R]: slots, starts, lengths."""
+    samples: bytes
+    token_ids: bytes
+    """int32"""
+    growth: list[tuple[int, int, bytes]]
+    copies: list[tuple[bool, bytes, bytes]]
+    check: int
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(_Message)
+
+
+def encode(step: Step, check: int) -> bytes:
+    return _encoder.encode(
+        _Message(
+            step.number,
+            step.num_decode,
+            np.stack((step.slots, step.starts, step.lengths)).tobytes(),
+            step.samples.tobytes(),
+            step.token_ids.astype(np.int32).tobytes(),
+            [(g.slot, g.base, g.pages.tobytes()) for g in step.growth],
+            [(run.to_host, run.pages.tobytes(), run.slots.tobytes()) for run in step.copies],
+            check,
+        )
+    )
+
+
+def decode(message: bytes) -> tuple[Step, int]:
+    """The step, and the number that `checksum` must give for it."""
+    m = _decoder.decode(message)
+    slots, starts, lengths = np.frombuffer(m.columns, np.int64).reshape(3, -1)
+    step = Step(
+        m.number,
+        m.num_decode,
+        slots,
+        starts,
+        lengths,
+        np.frombuffer(m.samples, np.bool_),
+        np.frombuffer(m.token_ids, np.int32).astype(np.int64),
+        [Growth(slot, base, _ints(pages)) for slot, base, pages in m.growth],
+        tuple(CopyRun(to_host, _ints(pages), _ints(slots)) for to_host, pages, slots in m.copies),
+    )
+    return step, m.check
+
+
+def checksum(step: Step, indices: Indices | None, before: int) -> int:
+    """A number over what a step does, chained to that of the step before. `indices`: None when it has no rows."""
+    value = zlib.crc32(f"{step.number}:{step.num_decode}".encode(), before)
+    for run in step.copies:
+        value = zlib.crc32(run.pages.tobytes() + run.slots.tobytes(), zlib.crc32(bytes([run.to_host]), value))
+    if indices is None:
+        return value
+    parts: tuple[NDArray[Any], ...] = (
+        indices.token_ids, indices.positions, indices.qo_indptr, indices.kv_lens, indices.page_indices,
+        indices.slot_mapping, indices.sample_index,
+    )  # fmt: skip
+    for part in parts:
+        value = zlib.crc32(np.ascontiguousarray(part), value)
+    return value
+
+
+def _ints(raw: bytes) -> array[int]:
+    made = array("i")
+    made.frombytes(raw)
+    return made

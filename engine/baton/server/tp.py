@@ -1,0 +1,163 @@
+"""The processes of a DP rank that compute together (--tp-size): the first one plans, the others do what it tells.
+
+1. The front starts all of them alike; those with a `tp_rank` above 0 run `follow` instead of a scheduler.
+2. They meet (runtime.collectives.join), each loads its share of the model, and followers report that they did.
+3. Per step the first rank sends one message (runtime.order) to each follower, then computes its own part; they meet
+   again in the model's collectives. Between steps a follower sleeps on its socket: no process waits in a collective
+   for work to come, and an idle group uses no CPU.
+4. An empty message ends a follower. Signals do not: a group ends together, and the front kills what is left of one.
+
+Channel: one PUSH socket per follower, bound by the first rank in the engine's private directory (ADR 0009).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import zmq
+
+from baton.config import EngineConfig
+from baton.server import model_dir
+
+if TYPE_CHECKING:
+    from baton.runtime.collectives import Group
+    from baton.runtime.engine import Loaded
+
+log = logging.getLogger("baton.tp")
+
+QUEUE = 64
+"""Orders a follower may be behind by: steps without rows (copies) have no collective that keeps ranks together."""
+STOP = b""
+
+
+@dataclass(frozen=True, slots=True)
+class Team:
+    """The tensor-parallel ranks of one DP rank, as the front's order to a process names them."""
+
+    tp_rank: int
+    tp_size: int
+    folder: Path
+    dp_rank: int
+
+    @staticmethod
+    def of(job: dict[str, Any], config: EngineConfig) -> Team | None:
+        """None: this process computes alone."""
+        if config.tp_size == 1:
+            return None
+        return Team(job["tp_rank"], config.tp_size, Path(job["folder"]), job["dp_rank"])
+
+    @property
+    def meeting_point(self) -> Path:
+        return self.folder / f"meet{self.dp_rank}"
+
+    def address(self, tp_rank: int) -> str:
+        """Where the socket of this rank listens: followers' orders, or at 0 their reports."""
+        return f"ipc://{self.folder}/tp{self.dp_rank}.{tp_rank}"
+
+
+class Report(msgspec.Struct):
+    """A follower has its share of the model in memory. Pools must be equal: page ids mean the same everywhere."""
+
+    tp_rank: int
+    pid: int
+    num_pages: int
+    host_pages: int
+
+
+class FollowerStuck(Exception):
+    """A follower takes no more orders."""
+
+
+class Followers:
+    """The first rank's side. Only the device thread calls `tell`, while it runs."""
+
+    def __init__(self, context: zmq.Context[Any], team: Team, timeout_secs: float) -> None:
+        self.pids: list[int] = []
+        """Process ids in the order of TP ranks, from rank 1 on; known after `await_loaded`."""
+        self._timeout_secs = timeout_secs
+        self._group: Group | None = None
+        self._reports = context.socket(zmq.PULL)
+        self._reports.bind(team.address(0))
+        self._orders: list[zmq.Socket[bytes]] = []
+        for tp_rank in range(1, team.tp_size):
+            socket = context.socket(zmq.PUSH)
+            socket.set_hwm(QUEUE)
+            socket.setsockopt(zmq.SNDTIMEO, int(timeout_secs * 1000))
+            socket.bind(team.address(tp_rank))
+            self._orders.append(socket)
+
+    def await_loaded(self, own: Loaded) -> None:
+        """Wait until all have loaded. No deadline: the front ends us when one of them dies.
+
+        Raises ValueError when one has another pool than ours.
+        """
+        reports = {}
+        for _ in self._orders:
+            report = msgspec.msgpack.decode(self._reports.recv(), type=Report)
+            if (report.num_pages, report.host_pages) != (own.kv.num_pages, own.host_pages):
+                raise ValueError(
+                    f"tensor-parallel rank {report.tp_rank} has {report.num_pages} pages and {report.host_pages} on "
+                    f"the host, the first rank {own.kv.num_pages} and {own.host_pages}; they must be equal"
+                )
+            reports[report.tp_rank] = report
+        self.pids = [reports[tp_rank].pid for tp_rank in sorted(reports)]
+        self._group = own.group
+
+    def tell(self, order: bytes) -> None:
+        """Send one step to all. Raises FollowerStuck when one has not taken `QUEUE` of them in --dist-timeout."""
+        for tp_rank, socket in enumerate(self._orders, 1):
+            try:
+                socket.send(order)
+            except zmq.Again:
+                raise FollowerStuck(
+                    f"tensor-parallel rank {tp_rank} is {QUEUE} steps behind and took none for "
+                    f"--dist-timeout {self._timeout_secs:g} s"
+                ) from None
+
+    def stop(self) -> None:
+        """Let them end. Nothing may be told afterwards."""
+        from baton.runtime import collectives
+
+        self.tell(STOP)
+        collectives.leave()
+
+    def counters(self) -> dict[str, float]:
+        """For messages.Stats: what the collectives of the first rank's process cost."""
+        assert self._group is not None, "await_loaded comes first"
+        return {"tp_collectives_total": self._group.calls, "tp_collective_seconds_total": self._group.seconds}
+
+
+def lead(config: EngineConfig, team: Team, context: zmq.Context[Any]) -> tuple[Loaded, Followers]:
+    """Load the first rank's share, and wait until the others have theirs. Raises what engine.load raises."""
+    from baton.models.shard import Shard
+    from baton.runtime import engine  # torch: seconds, and half a gigabyte
+
+    followers = Followers(context, team, config.dist_timeout)
+    place = engine.Place(Shard(0, team.tp_size), team.meeting_point, followers.tell)
+    loaded = engine.load(config, str(model_dir.resolve(config.model_path)), place)
+    followers.await_loaded(loaded)
+    return loaded, followers
+
+
+def follow(config: EngineConfig, team: Team, context: zmq.Context[Any]) -> None:
+    """Load this rank's share and execute orders until told to stop. What it raises ends the process, and the group."""
+    from baton.models.shard import Shard
+    from baton.runtime import collectives, engine
+
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a service manager signals every process; the first rank decides
+    orders, reports = context.socket(zmq.PULL), context.socket(zmq.PUSH)
+    orders.connect(team.address(team.tp_rank))
+    reports.connect(team.address(0))
+    place = engine.Place(Shard(team.tp_rank, team.tp_size), team.meeting_point)
+    loaded = engine.load(config, str(model_dir.resolve(config.model_path)), place)
+    reports.send(msgspec.msgpack.encode(Report(team.tp_rank, os.getpid(), loaded.kv.num_pages, loaded.host_pages)))
+    while (order := orders.recv()) != STOP:
+        loaded.runner.follow(order)
+    log.info("rank %d of %d stops", team.tp_rank, team.tp_size)
+    collectives.leave()

@@ -1,0 +1,192 @@
+"""--tp-size: several processes answer what one does, and what transformers does; a step that differs is noticed."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from baton.request import SamplingParams
+from baton.runtime import order
+from baton.runtime.engine import Loaded
+from tests.parity.conftest import Reference
+from tests.support import tiny_model
+from tests.support.checkpoints import VOCAB, reference_greedy
+from tests.support.engine_run import answer, greedy, make_engine
+from tests.support.tp_team import Helpers
+
+pytestmark = pytest.mark.timeout(300)  # three helpers import torch at once, perhaps on a machine with two cores
+
+STEPS = 16
+LENGTHS = [1, 5, 17, 33, 64, 70]
+SMALL_POOL = {"max_total_tokens": 120, "schedule_conservativeness": 0.05}
+
+
+@pytest.fixture(scope="module")
+def helpers() -> Iterator[Helpers]:
+    made = Helpers(3)
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    rng = random.Random(3)
+    shared = [rng.randrange(VOCAB) for _ in range(40)]
+    return [shared[: n // 2] + [rng.randrange(VOCAB) for _ in range(n - n // 2)] for n in LENGTHS]
+
+
+class Logits:
+    """What the first rank's model computed, step by step."""
+
+    def __init__(self) -> None:
+        self.steps: list[torch.Tensor] = []
+
+    def watch(self, loaded: Loaded) -> None:
+        model = loaded.runner._model
+        forward = model.forward
+
+        def watched(*args: object) -> torch.Tensor:
+            logits = forward(*args)
+            self.steps.append(logits.clone())
+            return logits
+
+        model.forward = watched
+
+
+FAMILIES = [
+    ("llama", 2),
+    ("llama-tied-bias", 2),
+    ("qwen2", 2),
+    ("qwen3", 2),
+    ("llama-tied-bias", 4),
+    ("qwen3", 4),
+    ("mistral-window", 4),
+]
+"""Four ranks hold each of two KV heads twice, or the only one four times."""
+
+
+@pytest.mark.parametrize(("variant", "size"), FAMILIES)
+def test_tokens_and_logits_equal_transformers(
+    reference: Callable[[str], Reference], helpers: Helpers, variant: str, size: int
+) -> None:
+    ref = reference(variant)
+    seen = Logits()
+    prompt = ref.prompts[2]
+    with helpers.engine(ref.path, size, touch=seen.watch) as engine:
+        assert answer(engine, ref.prompts, greedy(64)) == ref.greedy
+        seen.steps.clear()
+        assert answer(engine, [prompt], greedy(STEPS)) == [ref.greedy[2][:STEPS]]
+    assert helpers.said == ["stopped"] * (size - 1)
+    known = prompt + ref.greedy[2][:STEPS]
+    with torch.inference_mode():
+        want = ref.model(torch.tensor([known])).logits[0, len(prompt) - 1 : -1]
+    torch.testing.assert_close(torch.cat(seen.steps)[:STEPS], want, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("size", "flags"),
+    [
+        (2, {"page_size": 1, "chunked_prefill_size": 7}),
+        (2, {"disable_overlap_schedule": True, "attention_backend": "torch"}),
+        (2, {"max_total_tokens": 120, "schedule_conservativeness": 0.05}),
+        (
+            2,
+            {
+                "max_total_tokens": 120,
+                "schedule_conservativeness": 0.05,
+                "host_kv_gib": 0.01,
+                "chunked_prefill_size": 8,
+            },
+        ),
+        (4, {"chunked_prefill_size": 12, "max_running_requests": 2}),
+    ],
+    ids=str,
+)
+def test_chunks_hits_overlap_retraction_and_host_pages_change_nothing(
+    reference: Callable[[str], Reference],
+    helpers: Helpers,
+    prompts: list[list[int]],
+    size: int,
+    flags: dict[str, object],
+) -> None:
+    ref = reference("llama")
+    want = [reference_greedy(ref.model, p, STEPS) for p in prompts]
+    with helpers.engine(ref.path, size, **flags) as engine:
+        assert answer(engine, prompts, greedy(STEPS)) == want
+        assert answer(engine, prompts[::-1], greedy(STEPS), stagger=2) == want[::-1], "second round, with prefix hits"
+        assert sum(engine.sched.hit_tokens.values()) > 0
+        if "max_total_tokens" in flags:
+            assert engine.sched.retractions > 0, "the pool was meant to be too small"
+        if "host_kv_gib" in flags:
+            assert engine.counters['kv_host_copies_total{direction="in"}'] > 0
+        engine.sched.ledger().check_idle(engine.sched.limits.num_pages)
+
+
+def test_a_row_has_the_same_bits_alone_and_in_a_batch(
+    reference: Callable[[str], Reference], helpers: Helpers, prompts: list[list[int]]
+) -> None:
+    """Four addends: their order must not depend on where a row stands."""
+    seen = Logits()
+    with helpers.engine(reference("llama").path, 4, touch=seen.watch, chunked_prefill_size=1024) as engine:
+        answer(engine, prompts, greedy(1))
+        together = torch.cat(seen.steps)
+        for prompt, row in zip(prompts, together, strict=True):
+            engine.sched.flush_cache()
+            seen.steps.clear()
+            answer(engine, [prompt], greedy(1))
+            assert torch.equal(torch.cat(seen.steps)[0], row)
+
+
+def test_sampled_tokens_are_those_of_one_process(
+    reference: Callable[[str], Reference], helpers: Helpers, prompts: list[list[int]]
+) -> None:
+    params = SamplingParams(max_new_tokens=STEPS, temperature=0.9, top_p=0.9, seed=11, frequency_penalty=0.4)
+    path = reference("llama").path
+    alone = make_engine(path)
+    want = answer(alone, prompts, params)
+    alone.close()
+    with helpers.engine(path, 2) as engine:
+        assert answer(engine, prompts, params, stagger=1) == want
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_random_weights_are_the_same_model_however_divided(helpers: Helpers, tmp_path: Path, size: int) -> None:
+    """Also: a vocabulary that no number of ranks divides."""
+    path = tiny_model.make(tmp_path / "model")
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, "vocab_size": 331}))
+    flags = {"load_format": "dummy", "random_seed": 5}
+    prompts = [[7, 330, 12], list(range(40))]
+    alone = make_engine(path, **flags)
+    want = answer(alone, prompts, greedy(STEPS))
+    alone.close()
+    assert len(set(want[0])) > 1
+    with helpers.engine(path, size, **flags) as engine:
+        assert answer(engine, prompts, greedy(STEPS)) == want
+
+
+def test_a_follower_that_would_do_something_else_ends_the_group(
+    reference: Callable[[str], Reference], helpers: Helpers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One page of one slot differs in one message: the follower refuses before it computes, and everybody hears."""
+    encode, told = order.encode, []
+
+    def altered(step: order.Step, check: int) -> bytes:
+        told.append(step)
+        if len(told) == 4:
+            step.slots = step.slots + 1
+        return encode(step, check)
+
+    monkeypatch.setattr("baton.runtime.runner.encode", altered)
+    with (
+        pytest.raises(RuntimeError, match=r"step \d+ failed on the device: PeerLost: tensor-parallel rank 0 of 2 lost"),
+        helpers.engine(reference("llama").path, 2) as engine,
+    ):
+        answer(engine, [[1, 2, 3]], greedy(STEPS))
+    assert len(told) >= 4
+    assert helpers.said[0].startswith(f"PlanDiverged: step {told[3].number}: what this tensor-parallel rank would")
