@@ -1,4 +1,4 @@
-"""Prefill on one engine, pages over shm or tcp, decode on another: transformers' tokens for every prompt length."""
+"""Prefill on one engine, pages over shm, tcp or gloo, decode on another: transformers' tokens, for every length."""
 
 from __future__ import annotations
 
@@ -23,11 +23,12 @@ Pair = pair_module.Pair
 
 DEMO = Path(baton.models.__file__).parent / "demo"
 STEPS = 16
+TRANSPORTS = ["shm", "tcp", "gloo"]
 LENGTHS = [1, 2, 3, 4, 5, 7, 8, 9, 63, 64, 65, 70, 130]
 """Page boundaries (4) and chunk boundaries (64), one less and one more, and several chunks."""
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("variant", sorted(VARIANTS))
 def test_relay_equals_transformers(reference: Callable[[str], Reference], variant: str, transport: str) -> None:
     ref = reference(variant)
@@ -81,7 +82,7 @@ def test_sampling_and_logprobs_cross_the_relay_unchanged(reference: Callable[[st
         engine.close()
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("transport", TRANSPORTS)
 def test_the_demo_model_answers_alike_in_transformers_in_one_process_and_across_the_relay(transport: str) -> None:
     model = reference_model(DEMO)
     rng = random.Random(8)

@@ -17,6 +17,7 @@ from baton.config import build
 from baton.disagg.relay import DecodeRelay, PrefillRelay
 from baton.request import FinishReason, Rendezvous, SamplingParams, Validated
 from baton.runtime import engine as runtime
+from baton.runtime.comm import make_backend
 from baton.runtime.loop import Engine
 
 _rooms = itertools.count(1000)
@@ -29,15 +30,18 @@ class Half:
     def __init__(self, path: Path | str, role: str, transport: str, **flags: object) -> None:
         values = {
             "model_path": str(path), "dtype": "float32", "cpu_threads": 1, "page_size": 4, "max_total_tokens": 2048,
-            "chunked_prefill_size": 64, "disaggregation_mode": role,
+            "chunked_prefill_size": 64, "disaggregation_mode": role, "disaggregation_transfer_backend": transport,
         }  # fmt: skip
-        loaded = runtime.load(build({**values, **flags}), str(path))
+        config = build({**values, **flags})
+        loaded = runtime.load(config, str(path))
         settings = {
             "role": role, "host": "127.0.0.1", "advertise_host": "127.0.0.1", "port": 0, "transports": [transport],
             "cluster_key": None, "layout": loaded.layout, "dp_rank": 0, "dp_size": 1, "lease_ms": 30000,
             "heartbeat_ms": 1000, "copy_threads": 1, "fault": None,
         }  # fmt: skip
-        self.node: Any = TransferNode(loaded.kv.native, json.dumps(settings))
+        backend = make_backend(config, "127.0.0.1")
+        with_backend = () if backend is None else (backend,)
+        self.node: Any = TransferNode(loaded.kv.native, json.dumps(settings), *with_backend)
         relay = (PrefillRelay if role == "prefill" else DecodeRelay)(self.node, PATIENCE_SECS)
         self.engine: Engine = loaded.engine(relay)
         self.got: dict[int, list[int]] = {}

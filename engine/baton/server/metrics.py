@@ -178,6 +178,13 @@ RANK = (
     Spec("kv_pull_seconds", "counter", "D: time from grant to verified, summed over pulls", ("transport",)),
     Spec("kv_transfer_failures", "counter", "transfers that failed, by reason code (docs/protocol.md)", ("code",)),
     Spec("kv_transport_fallbacks", "counter", "pairs that changed to a slower transport"),
+    Spec("kv_communicators", "gauge", "communicators of the gloo or nccl transport by state", ("state",)),
+    Spec(
+        "kv_communicators_ended",
+        "counter",
+        "communicators closed to make place, failed, or abandoned because their abort hung",
+        ("end",),
+    ),
 )
 
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')

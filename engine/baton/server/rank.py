@@ -200,15 +200,19 @@ class RankProcess:
 
     def _attach_transfer(self, loaded: Loaded | SimLoaded, job: dict[str, Any]) -> Relay:
         from baton._native import TransferNode
+        from baton.runtime.comm import make_backend
 
         c = self.config
-        backends = {"auto": ["shm", "tcp"], "shm": ["shm"], "tcp": ["tcp"]}
+        host = advertised_host(c.host)
+        transports = {
+            "auto": ["shm", "tcp"], "shm": ["shm"], "tcp": ["tcp"], "gloo": ["gloo", "tcp"],
+        }  # fmt: skip
         settings = {
             "role": c.disaggregation_mode,
             "host": c.host,
-            "advertise_host": advertised_host(c.host),
+            "advertise_host": host,
             "port": c.transfer_port + self.dp_rank if c.transfer_port else 0,
-            "transports": backends[c.disaggregation_transfer_backend],
+            "transports": transports[c.disaggregation_transfer_backend],
             "cluster_key": c.cluster_key,
             "layout": loaded.layout,
             "dp_rank": self.dp_rank,
@@ -218,7 +222,9 @@ class RankProcess:
             "copy_threads": 1,
             "fault": json.loads(os.environ.get("BATON_TEST_KV_FAULT", "null")),
         }
-        self._node = TransferNode(loaded.native_pool, json.dumps(settings))
+        backend = make_backend(c, host)
+        with_backend = () if backend is None else (backend,)
+        self._node = TransferNode(loaded.native_pool, json.dumps(settings), *with_backend)
         if c.disaggregation_mode == "decode":
             return DecodeRelay(self._node, c.kv_transfer_timeout_secs)
         self._node.register(job["bootstrap_host"], job["bootstrap_port"], REGISTER_TIMEOUT_MS)

@@ -3,6 +3,7 @@
 
 use pyo3::prelude::*;
 
+mod comm_py;
 mod kernels_py;
 mod router_py;
 mod transfer_py;

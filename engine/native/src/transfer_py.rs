@@ -4,12 +4,15 @@ use std::sync::{Arc, Once};
 use std::time::Duration;
 
 use kv_transfer::pool::{KvPool, PoolError};
+use kv_transfer::transport::comm::CommBackend;
 use kv_transfer::{BootstrapServer, NodeError, NodeEvent, TransferNode};
 use parking_lot::Mutex;
 use pyo3::create_exception;
 use pyo3::exceptions::{PyOSError, PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyTuple};
+
+use crate::comm_py::PyBackend;
 
 create_exception!(
     _native,
@@ -180,20 +183,37 @@ fn event_tuple<'py>(py: Python<'py>, event: NodeEvent) -> PyResult<Bound<'py, Py
 ///
 /// `config_json`: {"role": "prefill"|"decode", "host", "advertise_host"?, "port" (0 = free), "transports": ["shm", "tcp"],
 /// "cluster_key"?, "layout": {"page_bytes", …}, "dp_rank", "dp_size", "lease_ms", "heartbeat_ms", "copy_threads",
-/// "max_rooms", "park_ttl_ms", "fault"? (tests only)}. Raises ValueError for the configuration, OSError if it cannot start.
+/// "max_rooms", "park_ttl_ms", "slabs", "slab_bytes", "max_communicators", "comm_open_ms", "comm_op_ms", "comm_abort_ms",
+/// "fault"? (tests only)}. `backend`: makes the communicators of "gloo" or "nccl", when the list has one of them. Raises ValueError for the configuration, OSError if it cannot start.
 #[pyclass(frozen, name = "TransferNode", module = "baton._native")]
 pub struct PyTransferNode {
     node: TransferNode,
 }
 
+impl Drop for PyTransferNode {
+    /// Its threads may be waiting for the GIL, which Python holds here.
+    fn drop(&mut self) {
+        Python::attach(|py| py.detach(|| self.node.close()));
+    }
+}
+
 #[pymethods]
 impl PyTransferNode {
     #[new]
-    fn new(py: Python<'_>, pool: &Bound<'_, PyKvPool>, config_json: &str) -> PyResult<Self> {
+    #[pyo3(signature = (pool, config_json, backend=None))]
+    fn new(
+        py: Python<'_>,
+        pool: &Bound<'_, PyKvPool>,
+        config_json: &str,
+        backend: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<Self> {
         log_to_stderr();
         let pool = pool.get().pool.clone();
+        let backend = backend
+            .map(|object| PyBackend::new(object).map(|b| Arc::new(b) as Arc<dyn CommBackend>))
+            .transpose()?;
         let node = py
-            .detach(|| TransferNode::start(pool, config_json))
+            .detach(|| TransferNode::start_with(pool, config_json, backend))
             .map_err(node_error)?;
         Ok(Self { node })
     }

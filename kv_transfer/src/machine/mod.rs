@@ -10,6 +10,7 @@
 pub mod decode;
 pub mod parked;
 pub mod prefill;
+pub mod slab;
 
 #[cfg(test)]
 mod model_check;

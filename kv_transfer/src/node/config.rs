@@ -5,7 +5,9 @@ use std::collections::BTreeMap;
 use serde::Deserialize;
 use sha2::{Digest, Sha256};
 
+use crate::machine::slab::Limits;
 use crate::pool::KvPool;
+use crate::protocol::{MAX_READ_PAGES, MAX_SLAB_BYTES, MAX_SLABS};
 use crate::transport::fault::Faults;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
@@ -20,6 +22,9 @@ pub enum Role {
 pub enum Transport {
     Shm,
     Tcp,
+    /// The code path of nccl over CPU memory and sockets.
+    Gloo,
+    Nccl,
 }
 
 impl Transport {
@@ -27,7 +32,14 @@ impl Transport {
         match self {
             Transport::Shm => "shm",
             Transport::Tcp => "tcp",
+            Transport::Gloo => "gloo",
+            Transport::Nccl => "nccl",
         }
+    }
+
+    /// Pages go through the slabs of a communicator.
+    pub fn is_staged(self) -> bool {
+        matches!(self, Transport::Gloo | Transport::Nccl)
     }
 }
 
@@ -65,6 +77,23 @@ pub struct NodeConfig {
     /// How long P keeps an OPEN whose request has not arrived.
     #[serde(default = "park_ttl_ms")]
     pub park_ttl_ms: u64,
+    /// Staged transports: slabs per communicator and side.
+    #[serde(default = "slabs")]
+    pub slabs: usize,
+    /// Bytes of a slab, rounded down to whole pages; one page at least.
+    #[serde(default = "slab_bytes")]
+    pub slab_bytes: usize,
+    /// Communicators of this node at once; an idle one makes place for another pair's.
+    #[serde(default = "max_communicators")]
+    pub max_communicators: usize,
+    #[serde(default = "comm_open_ms")]
+    pub comm_open_ms: u64,
+    /// Longest time without progress while slabs are under way.
+    #[serde(default = "comm_op_ms")]
+    pub comm_op_ms: u64,
+    /// After this long a communicator's abort is given up, and the communicator with it.
+    #[serde(default = "comm_abort_ms")]
+    pub comm_abort_ms: u64,
     #[serde(default)]
     pub fault: Option<Faults>,
 }
@@ -87,6 +116,26 @@ fn max_rooms() -> usize {
 fn park_ttl_ms() -> u64 {
     30_000
 }
+fn slabs() -> usize {
+    4
+}
+/// Large enough to hide the handshake of a slab, small enough to be no burden per pair (research: 4 to 8 MiB).
+fn slab_bytes() -> usize {
+    4 << 20
+}
+fn max_communicators() -> usize {
+    32
+}
+fn comm_open_ms() -> u64 {
+    10_000
+}
+fn comm_op_ms() -> u64 {
+    5000
+}
+/// Not less than `comm_op_ms`: gloo cannot interrupt an operation, which ends by its own timeout.
+fn comm_abort_ms() -> u64 {
+    6000
+}
 
 impl NodeConfig {
     /// Parse and check against the pool the node is to serve.
@@ -108,14 +157,25 @@ impl NodeConfig {
             ("heartbeat_ms", config.heartbeat_ms),
             ("max_rooms", config.max_rooms as u64),
             ("dp_size", config.dp_size.into()),
+            ("slabs", config.slabs as u64),
+            ("max_communicators", config.max_communicators as u64),
+            ("comm_open_ms", config.comm_open_ms),
+            ("comm_op_ms", config.comm_op_ms),
         ];
         if let Some((name, _)) = positive.iter().find(|(_, value)| *value == 0) {
             return Err(format!("transfer config: {name} is 0"));
         }
         if config.transports.is_empty() {
             return Err(
-                "transfer config: transports is empty; there are \"shm\" and \"tcp\"".into(),
+                "transfer config: transports is empty; there are \"shm\", \"tcp\", \"gloo\" and \"nccl\"".into(),
             );
+        }
+        if config.slabs > MAX_SLABS || config.slab_bytes.max(pool.page_bytes()) > MAX_SLAB_BYTES {
+            return Err(format!(
+                "transfer config: {} slabs of {} bytes; at most {MAX_SLABS} of {MAX_SLAB_BYTES} bytes are possible",
+                config.slabs,
+                config.slab_bytes.max(pool.page_bytes())
+            ));
         }
         if config.dp_rank >= config.dp_size {
             return Err(format!(
@@ -124,6 +184,21 @@ impl NodeConfig {
             ));
         }
         Ok(config)
+    }
+
+    /// The staged transport of this node, if it has one.
+    pub fn staged(&self) -> Option<Transport> {
+        self.transports.iter().copied().find(|t| t.is_staged())
+    }
+
+    pub fn slab_limits(&self, page_bytes: usize) -> Limits {
+        Limits {
+            slabs: self.slabs,
+            pages_per_slab: (self.slab_bytes / page_bytes).clamp(1, MAX_READ_PAGES),
+            open_ms: self.comm_open_ms,
+            op_ms: self.comm_op_ms,
+            abort_ms: self.comm_abort_ms,
+        }
     }
 
     /// Equal on both sides exactly if every field of the layout is.

@@ -15,17 +15,20 @@ use tokio::sync::{Semaphore, mpsc};
 use super::decode::{DecodeEntry, Link, LinkKey, PullJob};
 use super::link::{self, Established, Heard, Outgoing, Running};
 use super::prefill::PrefillEntry;
+use super::staged::{CommKey, Staged};
 use super::timers::Timers;
 use super::{Command, NodeConfig, NodeEvent, PeerView, Shared, Transport};
 use crate::bootstrap::{Client, Registration};
 use crate::code::Code;
 use crate::ledger::{Entry, Side};
 use crate::machine::parked::{Parked, Tombstones};
+use crate::machine::slab::Breaker;
 use crate::machine::{Illegal, Peer};
 use crate::pool::{KvPool, RemotePool};
 use crate::protocol::wire::{Identity, LinkError, Opened};
 use crate::protocol::{Channel, Hello, MAX_HEARTBEAT_ROOMS, Msg};
 use crate::transport::PullEnd;
+use crate::transport::comm::{CommBackend, CommReport};
 use crate::transport::copier::{Copier, Done};
 use crate::transport::fault::{Fault, Faults};
 use crate::transport::shm;
@@ -61,6 +64,7 @@ pub(super) enum Internal {
     },
     Copied(Done),
     Pulled(PullEnd),
+    Comm(CommKey, CommReport),
     Registered(Box<(Client, Registration)>),
     DataThreadDead(String),
     ListenerDead(String),
@@ -75,6 +79,7 @@ pub(super) enum Timer {
     Link(LinkKey),
     /// Ask again for the dp size, for a room opened without a rank.
     Size(u64),
+    Comm(CommKey),
 }
 
 /// An established control connection.
@@ -88,6 +93,9 @@ pub(super) struct Conn {
     pub remote: Option<Arc<RemotePool>>,
     pub shm_works: bool,
     pub data: Option<DataLink>,
+    /// D: the communicator in use with this peer, and when the next may be tried after a failure.
+    pub comm: Option<CommKey>,
+    pub breaker: Breaker,
     last_seen: u64,
     last_beat: u64,
     seq: u64,
@@ -102,6 +110,7 @@ pub(super) struct Core {
     pub faults: Arc<Faults>,
     pub copier: Copier,
     pub data: DataPlane,
+    pub staged: Option<Staged>,
     pub internal: mpsc::UnboundedSender<Internal>,
     internal_inbox: Option<mpsc::UnboundedReceiver<Internal>>,
     heard: mpsc::Sender<(Peer, Heard)>,
@@ -127,6 +136,7 @@ impl Core {
         pool: Arc<KvPool>,
         identity: Arc<Identity>,
         port: u16,
+        backend: Option<Arc<dyn CommBackend>>,
     ) -> io::Result<Self> {
         let faults = Arc::new(config.fault.take().unwrap_or_default());
         let (internal, internal_inbox) = mpsc::unbounded_channel();
@@ -152,7 +162,12 @@ impl Core {
             tell(Internal::Pulled),
             dead,
         )?;
+        let staged = config
+            .staged()
+            .zip(backend)
+            .map(|(via, backend)| Staged::new(via, backend, &config, pool.page_bytes()));
         Ok(Self {
+            staged,
             config,
             shared,
             pool,
@@ -232,6 +247,11 @@ impl Core {
         gauges.parked = self.parked.len();
         gauges.pulls_in_flight = self.jobs.len();
         gauges.draining = self.draining;
+        gauges.comms = self
+            .staged
+            .as_ref()
+            .map(Staged::by_state)
+            .unwrap_or_default();
     }
 
     fn on_command(&mut self, command: Command) {
@@ -296,6 +316,7 @@ impl Core {
                     self.abort_prefill(room, Code::TransportBroken);
                 }
             }
+            Internal::Comm(key, report) => self.comm_report(key, report),
             Internal::Registered(known) => self.registered = Some(*known),
             Internal::DataThreadDead(why) => {
                 self.shared.sicken(format!("data thread: {why}"));
@@ -313,6 +334,7 @@ impl Core {
             Timer::Heartbeat(peer) => self.heartbeat(peer, now),
             Timer::Link(key) => self.retry_link(&key),
             Timer::Size(room) => self.ask_size(room),
+            Timer::Comm(key) => self.tick_comm(key),
         }
     }
 
@@ -353,6 +375,7 @@ impl Core {
         self.next_conn += 1;
         let now = self.now();
         let transport = match (&remote, &key) {
+            (_, Some(_)) if let Some(via) = self.staged_with(&hello) => via.as_str(),
             (Some(_), _) => "shm",
             (None, Some(_)) => "tcp",
             (None, None) => "", // the other side chooses
@@ -377,6 +400,8 @@ impl Core {
             shm_works: remote.is_some(),
             remote,
             data: None,
+            comm: None,
+            breaker: Breaker::default(),
             last_seen: now,
             last_beat: now,
             seq: 0,
@@ -471,6 +496,12 @@ impl Core {
             | Msg::Reject { .. }
             | Msg::Progress { .. }
             | Msg::Final { .. } => self.on_answer(peer, msg),
+            Msg::CommOpen { .. }
+            | Msg::CommId { .. }
+            | Msg::CommEnd { .. }
+            | Msg::SlabRead { .. }
+            | Msg::SlabSend { .. }
+            | Msg::SlabStale { .. } => self.on_comm_msg(peer, msg),
             Msg::Hello(_)
             | Msg::Read { .. }
             | Msg::Data { .. }
@@ -556,6 +587,8 @@ impl Core {
                 Side::Decode => self.decode_peer_gone(peer, room, err.code),
             }
         }
+        // After the rooms: they end because the peer is gone, not because of its communicator.
+        self.comm_peer_gone(peer, &err.why);
     }
 
     fn heartbeat(&mut self, peer: Peer, now: u64) {

@@ -300,7 +300,7 @@ impl Core {
         } = established;
         if let Some(why) = shm_problem {
             tracing::warn!(peer = %opened.peer.addr, %why, "the peer is on this host, but its pool cannot be mapped: using tcp");
-            self.shared.stats.lock().shm_fallbacks += 1;
+            self.shared.stats.lock().fallbacks += 1;
         }
         let peer = self.add_conn(stream, addr, opened, Some(key.clone()), remote);
         let Some(link) = self.links.get_mut(&key) else {
@@ -504,17 +504,12 @@ impl Core {
             return;
         };
         entry.first_pull.get_or_insert_with(Instant::now);
-        let shm_works = entry
-            .room
-            .peer()
-            .and_then(|peer| self.conns.get(&peer))
-            .is_none_or(|conn| conn.shm_works);
-        let via = if entry.remote.is_some() && shm_works {
-            Transport::Shm
-        } else {
-            Transport::Tcp
-        };
         let peer = entry.room.peer().unwrap_or_default();
+        let mapped = entry.remote.is_some();
+        let via = match self.staged_for(peer) {
+            Some(staged) => staged,
+            None => self.unstaged_for(peer, mapped),
+        };
         let job = PullJob {
             room,
             ticket,
@@ -525,6 +520,16 @@ impl Core {
             started: Instant::now(),
         };
         self.dispatch(job);
+    }
+
+    /// The best transport that needs no communicator.
+    fn unstaged_for(&self, peer: Peer, mapped: bool) -> Transport {
+        let shm_works = self.conns.get(&peer).is_none_or(|conn| conn.shm_works);
+        if mapped && shm_works {
+            Transport::Shm
+        } else {
+            Transport::Tcp
+        }
     }
 
     /// Hand a pull to its transport, or end it at once if there is none.
@@ -543,20 +548,28 @@ impl Core {
                 .and_then(|entry| entry.remote.clone())
             {
                 Some(from) => {
-                    self.copier.submit(Job::Pull { pull, from });
+                    self.copier.submit(Job::Pull {
+                        pull: pull.clone(),
+                        from,
+                    });
                     Ok(())
                 }
                 None => Err("the peer's pool is not mapped"),
             },
-            Transport::Tcp => self.pull_by_tcp(job.peer, pull),
+            Transport::Tcp => self.pull_by_tcp(job.peer, pull.clone()),
+            // Taken below: its end may come at once.
+            Transport::Gloo | Transport::Nccl => Ok(()),
         };
         if let Some(entry) = self.decode.get_mut(&job.room) {
             entry.transport = job.via.as_str();
         }
-        let (room, ticket) = (job.room, job.ticket);
+        let (room, ticket, peer, via) = (job.room, job.ticket, job.peer, job.via);
         match taken {
             Ok(()) => {
                 self.jobs.insert(id, job);
+                if via.is_staged() {
+                    self.pull_staged(peer, pull);
+                }
             }
             Err(why) => self.step_decode(
                 room,
@@ -581,9 +594,7 @@ impl Core {
                 .iter()
                 .any(|t| t == Transport::Tcp.as_str())
         {
-            return Err(
-                "the pair has no other transport than shm, which does not work between them",
-            );
+            return Err("no other transport of the pair works, and one side has no tcp");
         }
         if let Some(data) = &conn.data
             && data.pull(pull.clone())
@@ -602,8 +613,12 @@ impl Core {
     }
 
     fn cancel_pulls(&mut self, room: u64) {
+        let mut staged = Vec::new();
         for (&id, job) in self.jobs.iter().filter(|(_, job)| job.room == room) {
             job.cancel.store(true, Ordering::Relaxed);
+            if job.via.is_staged() {
+                staged.push((job.peer, id));
+            }
             if job.via == Transport::Tcp
                 && let Some(data) = self
                     .conns
@@ -612,6 +627,9 @@ impl Core {
             {
                 data.cancel(id);
             }
+        }
+        for (peer, id) in staged {
+            self.cancel_staged(peer, id);
         }
     }
 
@@ -637,7 +655,7 @@ impl Core {
                 self.step_decode(room, Event::PullFailed { ticket, code, why })
             }
             Err(PullError::Cancelled) => self.step_decode(room, Event::PullStopped { ticket }),
-            Err(PullError::Broken(why)) if job.via == Transport::Shm => self.fall_back(job, why),
+            Err(PullError::Broken(why)) if job.via != Transport::Tcp => self.fall_back(job, &why),
             Err(PullError::Broken(why)) => self.step_decode(
                 room,
                 Event::PullFailed {
@@ -649,25 +667,41 @@ impl Core {
         }
     }
 
-    /// shm stopped working: this pair goes on with tcp until its connection is made anew.
-    fn fall_back(&mut self, job: PullJob, why: String) {
-        if let Some(conn) = self.conns.get_mut(&job.peer)
+    /// The pull's transport stopped working: it goes on by the next one. Without shm the pair stays until its connection is made
+    /// anew, without its communicator as long as the breaker says (`staged`).
+    fn fall_back(&mut self, job: PullJob, why: &str) {
+        if job.via == Transport::Shm
+            && let Some(conn) = self.conns.get_mut(&job.peer)
             && conn.shm_works
         {
-            tracing::warn!(peer = %conn.peer.addr, %why, "shm broke: falling back to tcp");
             conn.shm_works = false;
-            self.shared.stats.lock().shm_fallbacks += 1;
-            if let Some(view) = self.shared.gauges.lock().peers.get_mut(&job.peer) {
-                view.transport = Transport::Tcp.as_str();
-            }
+            self.changed_transport(job.peer, Transport::Shm, why);
         }
         if job.cancel.load(Ordering::Relaxed) {
             return self.step_decode(job.room, Event::PullStopped { ticket: job.ticket });
         }
-        self.dispatch(PullJob {
-            via: Transport::Tcp,
-            ..job
-        });
+        let mapped = self
+            .decode
+            .get(&job.room)
+            .is_some_and(|entry| entry.remote.is_some());
+        let via = match job.via {
+            Transport::Shm => Transport::Tcp,
+            _ => self.unstaged_for(job.peer, mapped),
+        };
+        self.dispatch(PullJob { via, ..job });
+    }
+
+    /// A pair goes on with a slower transport than `from`.
+    pub fn changed_transport(&self, peer: Peer, from: Transport, why: &str) {
+        let Some(conn) = self.conns.get(&peer) else {
+            return;
+        };
+        let to = self.unstaged_for(peer, conn.remote.is_some()).as_str();
+        tracing::warn!(peer = %conn.peer.addr, from = from.as_str(), to, %why, "a transport broke");
+        self.shared.stats.lock().fallbacks += 1;
+        if let Some(view) = self.shared.gauges.lock().peers.get_mut(&peer) {
+            view.transport = to;
+        }
     }
 
     /// The thread is gone, and with it every tcp pull: it wrote its last byte before it died.

@@ -2,7 +2,7 @@
 //!
 //! Threads
 //! 1. `kv-control`: all control connections, HTTP, timers and both sides' state machines (`core`). Never copies a page, never blocks.
-//! 2. `kv-copy-i`: checksums and shm pulls. 3. `kv-data`: tcp data streams.
+//! 2. `kv-copy-i`: checksums and shm pulls. 3. `kv-data`: tcp data streams. 4. `kv-comm`: one per communicator of a staged transport.
 //!
 //! The engine's thread talks to it through a bounded channel and hears of ends through a queue with an eventfd; it is never made
 //! to wait (except in `register` and `close`). A panic in any thread marks the node unhealthy; a panic of the control thread ends every
@@ -14,6 +14,7 @@ mod decode;
 mod events;
 mod link;
 mod prefill;
+mod staged;
 mod stats;
 mod timers;
 
@@ -38,6 +39,7 @@ use crate::machine::prefill::Finish;
 use crate::pool::{KvPool, PoolError};
 use crate::protocol::wire::Identity;
 use crate::protocol::{Channel, Hello, MAX_PAYLOAD_BYTES, MAX_PROMPT_HASH_BYTES, VERSION};
+use crate::transport::comm::CommBackend;
 use crate::transport::copier::panic_text;
 use crate::transport::shm;
 use events::{ClaimError, EventQueue};
@@ -139,6 +141,7 @@ struct Gauges {
     parked: usize,
     pulls_in_flight: usize,
     draining: bool,
+    comms: std::collections::BTreeMap<&'static str, usize>,
 }
 
 #[derive(Debug, Clone, serde::Serialize)]
@@ -173,7 +176,22 @@ pub struct TransferNode {
 
 impl TransferNode {
     pub fn start(pool: Arc<KvPool>, config_json: &str) -> Result<Self, NodeError> {
+        Self::start_with(pool, config_json, None)
+    }
+
+    /// `backend` makes the communicators of the staged transport in the configuration's list.
+    pub fn start_with(
+        pool: Arc<KvPool>,
+        config_json: &str,
+        backend: Option<Arc<dyn CommBackend>>,
+    ) -> Result<Self, NodeError> {
         let mut config = NodeConfig::parse(config_json, &pool).map_err(NodeError::Config)?;
+        let (staged, given) = (config.staged(), backend.as_ref().map(|b| b.name()));
+        if staged.map(Transport::as_str) != given {
+            return Err(NodeError::Config(format!(
+                "transfer config: the staged transport of the list is {staged:?}, the backend given makes {given:?}"
+            )));
+        }
         if config.fault.is_some() {
             tracing::warn!("fault injection is on: this node breaks things on purpose");
         }
@@ -244,8 +262,15 @@ impl TransferNode {
             .build()
             .map_err(|err| start("runtime", err))?;
         let (commands, inbox) = mpsc::channel(COMMANDS);
-        let core = core::Core::new(config, shared.clone(), pool.clone(), identity, port)
-            .map_err(|err| start("threads", err))?;
+        let core = core::Core::new(
+            config,
+            shared.clone(),
+            pool.clone(),
+            identity,
+            port,
+            backend,
+        )
+        .map_err(|err| start("threads", err))?;
         let listeners = core::Listeners {
             control: listener,
             shm: shm_listener.map(|l| (l, shm_token)),
@@ -442,7 +467,7 @@ impl TransferNode {
         detail["incarnation"] = json!(self.incarnation);
         detail["uptime_ms"] = json!(shared.now_ms());
         json!({
-            "gauges": stats::gauges(&states, more.peers.len()),
+            "gauges": stats::gauges(&states, more.peers.len(), &more.comms),
             "counters": stats.counters(),
             "detail": detail,
             "healthy": why.is_none(),

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use serde::Serialize;
 
 use crate::code::Code;
-use crate::machine::{decode, prefill};
+use crate::machine::{decode, prefill, slab};
 
 /// Upper bounds [s]; an exponential family, 100 µs to 26 s.
 const BUCKETS: usize = 19;
@@ -56,7 +56,7 @@ pub struct TransportStats {
 
 #[derive(Debug, Clone, Serialize)]
 pub struct Stats {
-    /// By transport: shm, tcp, and none for prompts that needed no page.
+    /// By transport, and none for prompts that needed no page.
     pub pull: BTreeMap<&'static str, TransportStats>,
     /// Rooms that ended otherwise than by commit or DONE, by reason code.
     pub failures: BTreeMap<&'static str, u64>,
@@ -71,7 +71,10 @@ pub struct Stats {
     pub opens_parked: u64,
     pub opens_rejected: u64,
     pub pages_hashed: u64,
-    pub shm_fallbacks: u64,
+    /// Pairs that changed to a slower transport.
+    pub fallbacks: u64,
+    /// Communicators that ended: closed to make place, failed, or given up because their abort hung.
+    pub comms_ended: BTreeMap<&'static str, u64>,
     pub links_up: u64,
     pub links_lost: u64,
     pub bad_frames: u64,
@@ -79,7 +82,8 @@ pub struct Stats {
     pub illegal: u64,
 }
 
-pub const TRANSPORTS: [&str; 3] = ["shm", "tcp", "none"];
+pub const TRANSPORTS: [&str; 5] = ["shm", "tcp", "gloo", "nccl", "none"];
+pub const COMM_ENDS: [&str; 3] = ["closed", "failed", "abandoned"];
 
 impl Default for Stats {
     /// Every label exists from the start, so that a rate over a counter's first increment is right.
@@ -99,7 +103,8 @@ impl Default for Stats {
             opens_parked: 0,
             opens_rejected: 0,
             pages_hashed: 0,
-            shm_fallbacks: 0,
+            fallbacks: 0,
+            comms_ended: COMM_ENDS.iter().map(|&end| (end, 0)).collect(),
             links_up: 0,
             links_lost: 0,
             bad_frames: 0,
@@ -127,16 +132,23 @@ impl Stats {
                 count as f64,
             );
         }
-        counters.insert(
-            "kv_transport_fallbacks_total".into(),
-            self.shm_fallbacks as f64,
-        );
+        for (end, &count) in &self.comms_ended {
+            counters.insert(
+                format!("kv_communicators_ended_total{{end=\"{end}\"}}"),
+                count as f64,
+            );
+        }
+        counters.insert("kv_transport_fallbacks_total".into(), self.fallbacks as f64);
         counters
     }
 }
 
 /// As `Stats::counters`; `states` are the ledger's counts of live rooms.
-pub fn gauges(states: &BTreeMap<&'static str, usize>, peers: usize) -> BTreeMap<String, f64> {
+pub fn gauges(
+    states: &BTreeMap<&'static str, usize>,
+    peers: usize,
+    comms: &BTreeMap<&'static str, usize>,
+) -> BTreeMap<String, f64> {
     let count = |state: &str| states.get(state).copied().unwrap_or(0) as f64;
     let mut gauges: BTreeMap<String, f64> = prefill::Phase::LIVE_NAMES
         .iter()
@@ -150,5 +162,12 @@ pub fn gauges(states: &BTreeMap<&'static str, usize>, peers: usize) -> BTreeMap<
         .collect();
     gauges.insert("kv_leases".into(), count("LEASED"));
     gauges.insert("kv_peers".into(), peers as f64);
+    for state in slab::Phase::NAMES {
+        let count = comms.get(state).copied().unwrap_or(0);
+        gauges.insert(
+            format!("kv_communicators{{state=\"{state}\"}}"),
+            count as f64,
+        );
+    }
     gauges
 }

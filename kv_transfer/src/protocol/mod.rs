@@ -12,6 +12,9 @@
 //! HEARTBEAT flows both ways once a second. `tcp` data streams carry READ and DATA … DATA_END, or STALE; the raw page bytes
 //! follow a DATA frame. Page bytes are covered by the page checksum announced in PROGRESS, not by the frame's MAC.
 //!
+//! Staged transports (`gloo`, `nccl`): COMM_OPEN, COMM_ID and COMM_END make and end a communicator of the connection; SLAB_READ is
+//! answered by SLAB_SEND (the bytes come over the communicator) or SLAB_STALE. See `machine::slab`.
+//!
 //! Messages are msgpack maps with field names, so a later version may add fields; unknown ones are ignored.
 
 mod frame;
@@ -34,6 +37,11 @@ pub const MAX_HEARTBEAT_ROOMS: usize = 16384;
 /// Largest FINAL payload (first token, logprobs, …).
 pub const MAX_PAYLOAD_BYTES: usize = 2 << 20;
 pub const MAX_PROMPT_HASH_BYTES: usize = 64;
+/// Largest unique id of a communicator (nccl: 128 bytes; gloo: an address).
+pub const MAX_COMM_ID_BYTES: usize = 512;
+/// Most slabs of a communicator, and most bytes of one slab, that a decode node may ask for.
+pub const MAX_SLABS: usize = 16;
+pub const MAX_SLAB_BYTES: usize = 256 << 20;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Channel {
@@ -172,6 +180,42 @@ pub enum Msg {
     /// Instead of DATA: this page is no longer what was announced.
     #[serde(rename = "STALE")]
     Stale { ticket: u64, page: u32 },
+    /// D wants a communicator with P; `comm` is its number on this connection, in all messages about it.
+    #[serde(rename = "COMM_OPEN")]
+    CommOpen {
+        comm: u64,
+        transport: String,
+        slabs: u32,
+        pages_per_slab: u32,
+    },
+    /// P made this unique id; both join now.
+    #[serde(rename = "COMM_ID")]
+    CommId {
+        comm: u64,
+        #[serde(with = "serde_bytes")]
+        id: Vec<u8>,
+    },
+    /// Either side: the communicator is over. No code: its place was needed, and nothing is wrong with it.
+    #[serde(rename = "COMM_END")]
+    CommEnd {
+        comm: u64,
+        code: Option<Code>,
+        why: String,
+    },
+    /// D has a slab free for these pages and will receive them.
+    #[serde(rename = "SLAB_READ")]
+    SlabRead {
+        comm: u64,
+        ticket: u64,
+        ids: Vec<u32>,
+        gens: Vec<u64>,
+    },
+    /// They are in P's slab, and are its `seq`-th send.
+    #[serde(rename = "SLAB_SEND")]
+    SlabSend { comm: u64, ticket: u64, seq: u64 },
+    /// Instead of SLAB_SEND: this page is no longer what was announced.
+    #[serde(rename = "SLAB_STALE")]
+    SlabStale { comm: u64, ticket: u64, page: u32 },
 }
 
 #[derive(Debug, thiserror::Error, PartialEq, Eq)]
@@ -200,6 +244,12 @@ impl Msg {
             Msg::Data { .. } => "DATA",
             Msg::DataEnd { .. } => "DATA_END",
             Msg::Stale { .. } => "STALE",
+            Msg::CommOpen { .. } => "COMM_OPEN",
+            Msg::CommId { .. } => "COMM_ID",
+            Msg::CommEnd { .. } => "COMM_END",
+            Msg::SlabRead { .. } => "SLAB_READ",
+            Msg::SlabSend { .. } => "SLAB_SEND",
+            Msg::SlabStale { .. } => "SLAB_STALE",
         }
     }
 
@@ -254,7 +304,7 @@ impl Msg {
                 )?;
                 at_most("pages", ids.len(), MAX_PROGRESS_PAGES)
             }
-            Msg::Read { ids, gens, .. } => {
+            Msg::Read { ids, gens, .. } | Msg::SlabRead { ids, gens, .. } => {
                 if ids.len() != gens.len() {
                     return Err(format!("{} ids, {} generations", ids.len(), gens.len()));
                 }
@@ -280,6 +330,18 @@ impl Msg {
                 at_most("total_pages", *total_pages as usize, i32::MAX as usize)?;
                 at_most("payload bytes", payload.len(), MAX_PAYLOAD_BYTES)
             }
+            Msg::CommOpen {
+                slabs,
+                pages_per_slab,
+                ..
+            } => {
+                if *slabs == 0 || *pages_per_slab == 0 {
+                    return Err(format!("{slabs} slabs of {pages_per_slab} pages"));
+                }
+                at_most("slabs", *slabs as usize, MAX_SLABS)?;
+                at_most("pages_per_slab", *pages_per_slab as usize, MAX_READ_PAGES)
+            }
+            Msg::CommId { id, .. } => at_most("id bytes", id.len(), MAX_COMM_ID_BYTES),
             Msg::Heartbeat { rooms, .. } => at_most("rooms", rooms.len(), MAX_HEARTBEAT_ROOMS),
             Msg::Hello(hello) => {
                 at_most("nonce bytes", hello.nonce.len(), 64)?;

@@ -201,7 +201,7 @@ impl Worker {
             if pull.cancel.load(Ordering::Relaxed) {
                 return Err(PullError::Cancelled);
             }
-            if self.faults.shm_broken() {
+            if self.faults.transport_broken() {
                 return Err(PullError::Broken("fault injection".into()));
             }
             if let Some(ms) = self.faults.page_delay_ms() {

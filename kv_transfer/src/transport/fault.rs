@@ -22,7 +22,7 @@ pub enum Fault {
     Flip,
     /// The connection is cut instead.
     Kill,
-    /// (PAGE) The shm transport stops working.
+    /// (PAGE) The transport stops working (shm, gloo, nccl).
     Break,
 }
 
@@ -75,7 +75,7 @@ impl Faults {
             .is_some()
     }
 
-    pub fn shm_broken(&self) -> bool {
+    pub fn transport_broken(&self) -> bool {
         self.find(|on| on == "PAGE", |fault| fault == Fault::Break)
             .is_some()
     }

@@ -4,6 +4,7 @@
 //! answers with exactly one `PullEnd`, after which it writes none of the pages again. `shm` copies on the copier's threads from
 //! the peer's mapped pool; `tcp` reads from a data stream on the data thread.
 
+pub mod comm;
 pub mod copier;
 pub mod copy;
 pub mod fault;

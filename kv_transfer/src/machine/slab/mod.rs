@@ -1,0 +1,118 @@
+//! A staged relay between one decode rank (`Sink`) and one prefill rank (`Source`), over a two-rank communicator: what NCCL, and
+//! gloo in its place, can do. Pages never meet the communicator; they are gathered into a slab at P and scattered from one at D.
+//!
+//! ```text
+//! D: Sink                                         P: Source
+//!    ASKING ── COMM_OPEN ──────────────────────▶  OPENING: makes the unique id
+//!    OPENING ◀───────────────────────── COMM_ID ── both join; a deadline bounds it
+//!    OPEN                                         OPEN
+//!    takes a slab ── SLAB_READ(ticket, pages) ─▶  gathers into a slab; a page given away meanwhile: SLAB_STALE
+//!    posts receive k ◀── SLAB_SEND(ticket, k) ──  posts send k
+//!    scatters, verifies, gives the slab back      the send is done: gives the slab back
+//!        any failure, either side: COMM_END ─▶ ABORTING ─ the thread ended ─▶ over
+//!                                                   └ the abort hangs too ─▶ ABANDONED: never used again
+//! ```
+//!
+//! A slab of D is the credit for one SLAB_READ, so P never posts a send for which D has no slab, and D posts no receive before P
+//! said that its send is on the way. One thread per side posts in this order, hence the k-th send meets the k-th receive; the
+//! number in SLAB_SEND proves it.
+//!
+//! Invariants: each pull ends exactly once, and none of its pages is written after that; a page counts only with the verdict of
+//! a checksum taken after the copy; free and held slabs add up to the ring; whatever waits has a deadline; a communicator that
+//! failed once is aborted and never used again.
+
+mod sink;
+mod source;
+
+#[cfg(test)]
+mod check;
+
+pub use sink::{Outcome, Sink, SinkAction, SinkEvent};
+pub use source::{Source, SourceAction, SourceEvent};
+
+/// Number of a SLAB_READ within its communicator; grows.
+pub type Ticket = u64;
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Limits {
+    /// Slabs in the ring of each side.
+    pub slabs: usize,
+    pub pages_per_slab: usize,
+    /// From the wish for a communicator until it can be used.
+    pub open_ms: u64,
+    /// Longest time without progress while something is under way.
+    pub op_ms: u64,
+    /// From the abort until the communicator's thread has ended; after that it is abandoned.
+    pub abort_ms: u64,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Phase {
+    /// D: COMM_OPEN is sent, no id yet.
+    Asking,
+    Opening,
+    Open,
+    Aborting,
+    /// The abort did not end in time: its thread and its slabs are given up.
+    Abandoned,
+    Over,
+}
+
+impl Phase {
+    pub const NAMES: [&'static str; 4] = ["opening", "open", "aborting", "abandoned"];
+
+    pub fn name(self) -> &'static str {
+        match self {
+            Phase::Asking | Phase::Opening => "opening",
+            Phase::Open => "open",
+            Phase::Aborting => "aborting",
+            Phase::Abandoned | Phase::Over => "abandoned",
+        }
+    }
+
+    /// Pages may be asked for and sent, now or when it is open.
+    pub fn is_usable(self) -> bool {
+        matches!(self, Phase::Asking | Phase::Opening | Phase::Open)
+    }
+}
+
+/// Why a communicator ended.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub enum End {
+    /// Nobody used it and its place was needed, or the node closes.
+    Closed,
+    Failed(String),
+    /// The other side said so, or is gone: it need not be told.
+    ByPeer(String),
+}
+
+/// When a pair whose communicator failed may try the next one: 30 s later, doubled with each failure in a row.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Breaker {
+    failures: u32,
+    open_until: u64,
+}
+
+impl Breaker {
+    const FIRST_MS: u64 = 30_000;
+    const MOST_DOUBLINGS: u32 = 5;
+    /// The other side had no place for a communicator; one may be free soon.
+    const FULL_MS: u64 = 1000;
+
+    pub fn allows(&self, now: u64) -> bool {
+        now >= self.open_until
+    }
+
+    pub fn failed(&mut self, now: u64) {
+        self.open_until = now + (Self::FIRST_MS << self.failures.min(Self::MOST_DOUBLINGS));
+        self.failures += 1;
+    }
+
+    pub fn full(&mut self, now: u64) {
+        self.open_until = self.open_until.max(now + Self::FULL_MS);
+    }
+
+    pub fn worked(&mut self) {
+        *self = Self::default();
+    }
+}

@@ -1,0 +1,675 @@
+//! Both sides' communicators in the control loop: carries out what `machine::slab` says.
+//!
+//! A connection has at most one usable communicator, made by D when it wants pages. The number of communicators of a node is
+//! bounded: an idle one is closed for another pair, which goes without one until then. After `MAX_ABANDONED` aborts that hang the
+//! node makes no more.
+
+use std::collections::{BTreeMap, HashMap};
+use std::sync::Arc;
+use std::time::Duration;
+
+use super::core::{Core, Internal, Timer};
+use super::{NodeConfig, Transport};
+use crate::code::Code;
+use crate::machine::Peer;
+use crate::machine::slab::{
+    End, Limits, Outcome, Phase, Sink, SinkAction, SinkEvent, Source, SourceAction, SourceEvent,
+    Ticket,
+};
+use crate::protocol::{Hello, MAX_SLAB_BYTES, Msg};
+use crate::transport::comm::{
+    Claim, CommBackend, CommContext, CommGuard, CommJob, CommReport, CommThread, CommTimeouts,
+};
+use crate::transport::{Pull, PullEnd, PullError};
+
+/// Communicators whose abort hangs; each keeps two threads and its slabs. With more the transport is given up.
+const MAX_ABANDONED: usize = 4;
+
+/// The connection, and D's number of the communicator on it.
+pub(super) type CommKey = (Peer, u64);
+
+enum Half {
+    Sink(Sink),
+    Source(Source),
+}
+
+struct Comm {
+    half: Half,
+    /// Until the abort.
+    thread: Option<CommThread>,
+    guard: Arc<CommGuard>,
+    claims: HashMap<Ticket, Arc<Claim>>,
+    last_used: u64,
+}
+
+impl Comm {
+    fn phase(&self) -> Phase {
+        match &self.half {
+            Half::Sink(sink) => sink.phase(),
+            Half::Source(source) => source.phase(),
+        }
+    }
+
+    fn is_idle(&self) -> bool {
+        match &self.half {
+            Half::Sink(sink) => sink.is_idle(),
+            Half::Source(source) => source.is_idle(),
+        }
+    }
+
+    fn next_due(&self) -> Option<u64> {
+        match &self.half {
+            Half::Sink(sink) => sink.next_due(),
+            Half::Source(source) => source.next_due(),
+        }
+    }
+
+    fn end(&self) -> Option<&End> {
+        match &self.half {
+            Half::Sink(sink) => sink.end(),
+            Half::Source(source) => source.end(),
+        }
+    }
+
+    fn submit(&self, job: CommJob) {
+        if let Some(thread) = &self.thread {
+            thread.submit(job);
+        }
+    }
+}
+
+/// The staged transport of a node.
+pub(super) struct Staged {
+    via: Transport,
+    backend: Arc<dyn CommBackend>,
+    comms: BTreeMap<CommKey, Comm>,
+    next: u64,
+    limits: Limits,
+    max: usize,
+}
+
+impl Staged {
+    pub fn new(
+        via: Transport,
+        backend: Arc<dyn CommBackend>,
+        config: &NodeConfig,
+        page_bytes: usize,
+    ) -> Self {
+        Self {
+            via,
+            backend,
+            comms: BTreeMap::new(),
+            next: 0,
+            limits: config.slab_limits(page_bytes),
+            max: config.max_communicators,
+        }
+    }
+
+    pub fn by_state(&self) -> BTreeMap<&'static str, usize> {
+        let mut states = BTreeMap::new();
+        for comm in self.comms.values() {
+            *states.entry(comm.phase().name()).or_default() += 1;
+        }
+        states
+    }
+
+    fn abandoned(&self) -> usize {
+        self.comms
+            .values()
+            .filter(|comm| comm.phase() == Phase::Abandoned)
+            .count()
+    }
+
+    fn least_used_idle(&self) -> Option<CommKey> {
+        self.comms
+            .iter()
+            .filter(|(_, comm)| comm.is_idle())
+            .min_by_key(|(_, comm)| comm.last_used)
+            .map(|(&key, _)| key)
+    }
+}
+
+impl Drop for Staged {
+    /// The node is closing: no page is written after this. Aborts get their time, and are left alone after it.
+    fn drop(&mut self) {
+        let (told, ended) = std::sync::mpsc::channel::<()>();
+        for comm in std::mem::take(&mut self.comms).into_values() {
+            comm.guard.shut();
+            if let Some(thread) = comm.thread {
+                let told = told.clone();
+                thread.abort(Some(Box::new(move || told.send(()).unwrap_or_default())));
+            }
+        }
+        drop(told);
+        let deadline = std::time::Instant::now() + Duration::from_millis(self.limits.abort_ms);
+        loop {
+            let left = deadline.saturating_duration_since(std::time::Instant::now());
+            match ended.recv_timeout(left) {
+                Ok(()) => {}
+                Err(std::sync::mpsc::RecvTimeoutError::Disconnected) => return,
+                Err(std::sync::mpsc::RecvTimeoutError::Timeout) => {
+                    return tracing::error!(
+                        "a communicator's abort hangs: its threads are left alone"
+                    );
+                }
+            }
+        }
+    }
+}
+
+impl Core {
+    /// The staged transport, if this peer has it too.
+    pub fn staged_with(&self, peer: &Hello) -> Option<Transport> {
+        let via = self.staged.as_ref()?.via;
+        peer.transports
+            .iter()
+            .any(|t| t == via.as_str())
+            .then_some(via)
+    }
+
+    // ---- D ----
+
+    /// The staged transport, if the pair has a usable communicator or may make one now.
+    pub fn staged_for(&mut self, peer: Peer) -> Option<Transport> {
+        let now = self.now();
+        let conn = self.conns.get(&peer)?;
+        let via = self.staged_with(&conn.peer)?;
+        if conn.comm.is_some() {
+            return Some(via); // forgotten as soon as it is not usable
+        }
+        if !conn.breaker.allows(now) || !self.make_place() {
+            return None;
+        }
+        let staged = self.staged.as_mut()?;
+        staged.next += 1;
+        let key = (peer, staged.next);
+        let (sink, actions) = Sink::new(staged.limits, now);
+        let limits = staged.limits;
+        self.start_comm(key, Half::Sink(sink), limits).ok()?;
+        if let Some(conn) = self.conns.get_mut(&peer) {
+            conn.comm = Some(key);
+        }
+        self.timers
+            .set(&Timer::Comm(key), Some(now + limits.open_ms));
+        self.act_sink(key, actions);
+        Some(via)
+    }
+
+    /// Whether one more communicator may exist. If not, an idle one is closed, for the next time.
+    fn make_place(&mut self) -> bool {
+        let Some(staged) = &self.staged else {
+            return false;
+        };
+        if staged.abandoned() >= MAX_ABANDONED {
+            return false;
+        }
+        if staged.comms.len() < staged.max {
+            return true;
+        }
+        if let Some(idle) = staged.least_used_idle() {
+            self.close_comm(idle);
+        }
+        false
+    }
+
+    fn start_comm(&mut self, key: CommKey, half: Half, limits: Limits) -> std::io::Result<()> {
+        let Some(staged) = &mut self.staged else {
+            return Err(std::io::Error::other("no staged transport"));
+        };
+        let internal = self.internal.clone();
+        let context = CommContext {
+            pool: self.pool.clone(),
+            faults: self.faults.clone(),
+            backend: staged.backend.clone(),
+            slabs: limits.slabs,
+            slab_bytes: limits.pages_per_slab * self.pool.page_bytes(),
+            timeouts: CommTimeouts {
+                open: Duration::from_millis(limits.open_ms),
+                op: Duration::from_millis(limits.op_ms),
+            },
+        };
+        // Reports after the loop's end are dropped: nobody is left to tell.
+        let report = Arc::new(move |report| drop(internal.send(Internal::Comm(key, report))));
+        let thread = CommThread::start(context, report)
+            .inspect_err(|err| tracing::error!(%err, "no thread for a communicator"))?;
+        let comm = Comm {
+            half,
+            guard: thread.guard(),
+            thread: Some(thread),
+            claims: HashMap::new(),
+            last_used: 0,
+        };
+        staged.comms.insert(key, comm);
+        Ok(())
+    }
+
+    /// Answered by one `pulled`, perhaps before this returns.
+    pub fn pull_staged(&mut self, peer: Peer, pull: Pull) {
+        match self.conns.get(&peer).and_then(|conn| conn.comm) {
+            Some(key) => self.step_sink(
+                key,
+                SinkEvent::Pull {
+                    pull: pull.id,
+                    pages: pull.pages,
+                },
+            ),
+            None => self.pulled(PullEnd {
+                id: pull.id,
+                bytes: 0,
+                result: Err(PullError::Broken("the communicator is gone".into())),
+            }),
+        }
+    }
+
+    pub fn cancel_staged(&mut self, peer: Peer, pull: u64) {
+        // Whichever communicator has it; the others do not know it.
+        for key in self.comms_of(peer) {
+            self.step_sink(key, SinkEvent::Cancel { pull });
+        }
+    }
+
+    fn comms_of(&self, peer: Peer) -> Vec<CommKey> {
+        self.staged.as_ref().map_or_else(Vec::new, |staged| {
+            staged
+                .comms
+                .range((peer, 0)..=(peer, u64::MAX))
+                .map(|(&key, _)| key)
+                .collect()
+        })
+    }
+
+    fn close_comm(&mut self, key: CommKey) {
+        self.step_sink(key, SinkEvent::Close);
+        self.step_source(key, SourceEvent::Close);
+    }
+
+    pub fn comm_peer_gone(&mut self, peer: Peer, why: &str) {
+        for key in self.comms_of(peer) {
+            self.end_by_peer(key, format!("the connection is lost: {why}"));
+        }
+    }
+
+    fn end_by_peer(&mut self, key: CommKey, why: String) {
+        self.step_sink(key, SinkEvent::PeerEnded(why.clone()));
+        self.step_source(key, SourceEvent::PeerEnded(why));
+    }
+
+    pub fn tick_comm(&mut self, key: CommKey) {
+        self.step_sink(key, SinkEvent::Tick);
+        self.step_source(key, SourceEvent::Tick);
+    }
+
+    // ---- messages and reports ----
+
+    pub fn on_comm_msg(&mut self, peer: Peer, msg: Msg) {
+        match msg {
+            Msg::CommOpen {
+                comm,
+                transport,
+                slabs,
+                pages_per_slab,
+            } => self.on_comm_open((peer, comm), &transport, slabs, pages_per_slab),
+            Msg::CommId { comm, id } => self.step_sink((peer, comm), SinkEvent::Id(id)),
+            Msg::CommEnd { comm, code, why } => {
+                let key = (peer, comm);
+                let now = self.now();
+                let current = self
+                    .conns
+                    .get_mut(&peer)
+                    .filter(|conn| conn.comm == Some(key));
+                if let (Some(conn), Some(code)) = (current, code) {
+                    match code {
+                        Code::NoCapacity => conn.breaker.full(now),
+                        _ => conn.breaker.failed(now),
+                    }
+                    if let Some(via) = self.staged.as_ref().map(|staged| staged.via) {
+                        self.changed_transport(peer, via, &why);
+                    }
+                }
+                self.end_by_peer(key, format!("the other side: {why}"));
+            }
+            Msg::SlabRead {
+                comm,
+                ticket,
+                ids,
+                gens,
+            } => {
+                let pages = ids.into_iter().zip(gens).collect();
+                self.step_source((peer, comm), SourceEvent::Read { ticket, pages });
+            }
+            Msg::SlabSend { comm, ticket, seq } => {
+                self.step_sink((peer, comm), SinkEvent::Announced { ticket, seq });
+            }
+            Msg::SlabStale { comm, ticket, page } => {
+                self.step_sink((peer, comm), SinkEvent::Stale { ticket, page });
+            }
+            _ => {}
+        }
+    }
+
+    fn on_comm_open(&mut self, key: CommKey, transport: &str, slabs: u32, pages_per_slab: u32) {
+        let (peer, comm) = key;
+        if self
+            .staged
+            .as_ref()
+            .is_some_and(|staged| staged.comms.contains_key(&key))
+        {
+            return; // said twice
+        }
+        for former in self.comms_of(peer) {
+            self.end_by_peer(former, "the decode node made another one".into());
+        }
+        let bytes = (pages_per_slab as usize).saturating_mul(self.pool.page_bytes());
+        let refusal = match &self.staged {
+            Some(staged) if staged.via.as_str() == transport => {
+                if bytes > MAX_SLAB_BYTES {
+                    let why = format!("slabs of {bytes} bytes; at most {MAX_SLAB_BYTES} are made");
+                    Some((Code::TransportBroken, why))
+                } else if !self.make_place() {
+                    let why = "this node has no place for another communicator (max_communicators)";
+                    Some((Code::NoCapacity, why.to_owned()))
+                } else {
+                    None
+                }
+            }
+            _ => Some((
+                Code::TransportBroken,
+                format!("this node does not use {transport}"),
+            )),
+        };
+        if let Some((code, why)) = refusal {
+            let code = Some(code);
+            return self.send(peer, Msg::CommEnd { comm, code, why });
+        }
+        let now = self.now();
+        let Some(limits) = self.staged.as_ref().map(|staged| Limits {
+            slabs: slabs as usize,
+            pages_per_slab: pages_per_slab as usize,
+            ..staged.limits
+        }) else {
+            return;
+        };
+        let (source, actions) = Source::new(limits, now);
+        if let Err(err) = self.start_comm(key, Half::Source(source), limits) {
+            let code = Some(Code::TransportBroken);
+            let why = format!("no thread for a communicator: {err}");
+            return self.send(peer, Msg::CommEnd { comm, code, why });
+        }
+        self.timers
+            .set(&Timer::Comm(key), Some(now + limits.open_ms));
+        self.act_source(key, actions);
+    }
+
+    pub fn comm_report(&mut self, key: CommKey, report: CommReport) {
+        let (sink, source) = match report {
+            CommReport::Id(id) => (None, Some(SourceEvent::Id(id))),
+            CommReport::Opened => (Some(SinkEvent::Opened), Some(SourceEvent::Opened)),
+            CommReport::Gathered { ticket } => (None, Some(SourceEvent::Gathered { ticket })),
+            CommReport::Stale { ticket, page } => (None, Some(SourceEvent::Stale { ticket, page })),
+            CommReport::Sent { ticket } => (None, Some(SourceEvent::Sent { ticket })),
+            CommReport::Received { ticket, verdict } => {
+                (Some(SinkEvent::Received { ticket, verdict }), None)
+            }
+            CommReport::Broken(why) => (
+                Some(SinkEvent::Broken(why.clone())),
+                Some(SourceEvent::Broken(why)),
+            ),
+            CommReport::Ended => (Some(SinkEvent::ThreadEnded), Some(SourceEvent::ThreadEnded)),
+        };
+        if let Some(event) = sink {
+            self.step_sink(key, event);
+        }
+        if let Some(event) = source {
+            self.step_source(key, event);
+        }
+    }
+
+    // ---- the state machines ----
+
+    fn comm_mut(&mut self, key: CommKey) -> Option<&mut Comm> {
+        self.staged.as_mut()?.comms.get_mut(&key)
+    }
+
+    fn step_sink(&mut self, key: CommKey, event: SinkEvent) {
+        let now = self.now();
+        let Some(comm) = self.comm_mut(key) else {
+            return;
+        }; // over: late words are expected
+        let Half::Sink(sink) = &mut comm.half else {
+            return;
+        };
+        if let SinkEvent::Received { ticket, .. } = &event {
+            comm.claims.remove(ticket);
+        }
+        let worked = matches!(
+            event,
+            SinkEvent::Received {
+                verdict: Ok(()),
+                ..
+            }
+        );
+        let was_usable = sink.phase().is_usable();
+        let actions = sink.step(event, now);
+        comm.last_used = now;
+        if worked && let Some(conn) = self.conns.get_mut(&key.0) {
+            conn.breaker.worked();
+        }
+        self.stepped(key, was_usable);
+        self.act_sink(key, actions);
+    }
+
+    fn step_source(&mut self, key: CommKey, event: SourceEvent) {
+        let now = self.now();
+        let Some(comm) = self.comm_mut(key) else {
+            return;
+        };
+        let Half::Source(source) = &mut comm.half else {
+            return;
+        };
+        let was_usable = source.phase().is_usable();
+        let actions = source.step(event, now);
+        comm.last_used = now;
+        self.stepped(key, was_usable);
+        self.act_source(key, actions);
+    }
+
+    /// After each step: its timer, and what follows from its end.
+    fn stepped(&mut self, key: CommKey, was_usable: bool) {
+        let now = self.now();
+        let Some(comm) = self.comm_mut(key) else {
+            return;
+        };
+        let (due, ended) = (comm.next_due(), was_usable && !comm.phase().is_usable());
+        let end = comm.end().cloned();
+        self.timers.set(&Timer::Comm(key), due);
+        let (true, Some(end)) = (ended, end) else {
+            return;
+        };
+        let is_failure = !matches!(end, End::Closed);
+        tracing::info!(peer = key.0, comm = key.1, ?end, "a communicator ends");
+        let ends = &mut self.shared.stats.lock().comms_ended;
+        *ends
+            .entry(if is_failure { "failed" } else { "closed" })
+            .or_default() += 1;
+        let Some(conn) = self
+            .conns
+            .get_mut(&key.0)
+            .filter(|conn| conn.comm == Some(key))
+        else {
+            return;
+        };
+        conn.comm = None;
+        if let (End::Failed(why), Some(via)) = (end, self.staged.as_ref().map(|staged| staged.via))
+        {
+            conn.breaker.failed(now);
+            self.changed_transport(key.0, via, &why);
+        }
+    }
+
+    /// Ends of pulls come last: they may bring the next pull to the same communicator, behind what this step says.
+    fn act_sink(&mut self, key: CommKey, actions: Vec<SinkAction>) {
+        let (peer, comm) = key;
+        let (mut revoked, mut ends) = (Vec::new(), Vec::new());
+        for action in actions {
+            match action {
+                SinkAction::Ask => self.ask_for_comm(peer, comm),
+                SinkAction::Join(id) => self.submit(key, CommJob::Join(id)),
+                SinkAction::Read { ticket, pages } => {
+                    let ids = pages.iter().map(|p| p.src.page).collect();
+                    let gens = pages.iter().map(|p| p.src.generation).collect();
+                    self.send(
+                        peer,
+                        Msg::SlabRead {
+                            comm,
+                            ticket,
+                            ids,
+                            gens,
+                        },
+                    );
+                }
+                SinkAction::Receive {
+                    ticket,
+                    slab,
+                    count,
+                    pages,
+                } => {
+                    let claim = Arc::<Claim>::default();
+                    if let Some(comm) = self.comm_mut(key) {
+                        comm.claims.insert(ticket, claim.clone());
+                    }
+                    let job = CommJob::Receive {
+                        ticket,
+                        slab,
+                        count,
+                        pages,
+                        claim,
+                    };
+                    self.submit(key, job);
+                }
+                SinkAction::Revoke { ticket } => {
+                    let claim = self
+                        .comm_mut(key)
+                        .and_then(|comm| comm.claims.remove(&ticket));
+                    if claim.is_some_and(|claim| claim.revoke()) {
+                        revoked.push(ticket);
+                    }
+                }
+                SinkAction::End {
+                    pull,
+                    pages,
+                    outcome,
+                } => ends.push((pull, pages, outcome)),
+                SinkAction::TellEnd(end) => self.tell_end(key, &end),
+                SinkAction::Abort => self.abort_comm(key),
+                SinkAction::Abandon => self.abandoned(key),
+                SinkAction::Gone => self.forget_comm(key),
+            }
+        }
+        for ticket in revoked {
+            self.step_sink(key, SinkEvent::Revoked { ticket });
+        }
+        let page_bytes = self.pool.page_bytes();
+        for (id, pages, outcome) in ends {
+            let result = match outcome {
+                Outcome::Done => Ok(()),
+                Outcome::Failed(code, why) => Err(PullError::Failed(code, why)),
+                Outcome::Cancelled => Err(PullError::Cancelled),
+                Outcome::Broken(why) => Err(PullError::Broken(why)),
+            };
+            self.pulled(PullEnd {
+                id,
+                bytes: (pages * page_bytes) as u64,
+                result,
+            });
+        }
+    }
+
+    fn act_source(&mut self, key: CommKey, actions: Vec<SourceAction>) {
+        let (peer, comm) = key;
+        for action in actions {
+            match action {
+                SourceAction::Host => self.submit(key, CommJob::Host),
+                SourceAction::TellId(id) => self.send(peer, Msg::CommId { comm, id }),
+                SourceAction::Send {
+                    ticket,
+                    slab,
+                    pages,
+                } => self.submit(
+                    key,
+                    CommJob::Send {
+                        ticket,
+                        slab,
+                        pages,
+                    },
+                ),
+                SourceAction::Announce { ticket, seq } => {
+                    self.send(peer, Msg::SlabSend { comm, ticket, seq });
+                }
+                SourceAction::TellStale { ticket, page } => {
+                    self.send(peer, Msg::SlabStale { comm, ticket, page });
+                }
+                SourceAction::TellEnd(end) => self.tell_end(key, &end),
+                SourceAction::Abort => self.abort_comm(key),
+                SourceAction::Abandon => self.abandoned(key),
+                SourceAction::Gone => self.forget_comm(key),
+            }
+        }
+    }
+
+    fn ask_for_comm(&mut self, peer: Peer, comm: u64) {
+        let Some(staged) = &self.staged else { return };
+        let msg = Msg::CommOpen {
+            comm,
+            transport: staged.via.as_str().to_owned(),
+            slabs: staged.limits.slabs as u32,
+            pages_per_slab: staged.limits.pages_per_slab as u32,
+        };
+        self.send(peer, msg);
+    }
+
+    fn submit(&self, key: CommKey, job: CommJob) {
+        let staged = self.staged.as_ref();
+        if let Some(comm) = staged.and_then(|staged| staged.comms.get(&key)) {
+            comm.submit(job);
+        }
+    }
+
+    fn tell_end(&mut self, key: CommKey, end: &End) {
+        let (code, why) = match end {
+            End::Closed => (None, "its place was needed".to_owned()),
+            End::Failed(why) | End::ByPeer(why) => (Some(Code::TransportBroken), why.clone()),
+        };
+        let comm = key.1;
+        self.send(key.0, Msg::CommEnd { comm, code, why });
+    }
+
+    fn abort_comm(&mut self, key: CommKey) {
+        if let Some(thread) = self.comm_mut(key).and_then(|comm| comm.thread.take()) {
+            thread.abort(None);
+        }
+    }
+
+    fn abandoned(&mut self, key: CommKey) {
+        *self
+            .shared
+            .stats
+            .lock()
+            .comms_ended
+            .entry("abandoned")
+            .or_default() += 1;
+        let lost = self.staged.as_ref().map_or(0, Staged::abandoned);
+        tracing::error!(
+            peer = key.0,
+            lost,
+            at_most = MAX_ABANDONED,
+            "the abort of a communicator hangs: it is given up with its slabs; restart this node when it is idle"
+        );
+    }
+
+    fn forget_comm(&mut self, key: CommKey) {
+        if let Some(staged) = &mut self.staged {
+            staged.comms.remove(&key);
+        }
+        self.timers.set(&Timer::Comm(key), None);
+    }
+}

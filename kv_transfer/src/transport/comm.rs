@@ -1,0 +1,467 @@
+//! The staged transports: what a two-rank communicator must offer, and the thread that drives one.
+//!
+//! A `Communicator` knows slabs and nothing of pages. Its thread gathers pages into a slab before a send, and scatters a received
+//! slab to the granted pages, taking their checksums. The order of operations comes from `machine::slab`; every operation blocks,
+//! hence a thread per communicator, and an abort runs on another one, which may be given up together with the first.
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::ptr::NonNull;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU8, Ordering, fence};
+use std::sync::mpsc;
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use parking_lot::Mutex;
+
+use super::copier::{check_sum, flip_and_rehash, panic_text};
+use super::fault::Faults;
+use super::{PullError, copy};
+use crate::code::Code;
+use crate::machine::decode::PullPage;
+use crate::machine::slab::Ticket;
+use crate::pool::KvPool;
+
+/// Alignment of slabs: what the copy kernels and pinned memory like.
+const SLAB_ALIGN: usize = 4096;
+
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("{0}")]
+pub struct CommError(pub String);
+
+/// P is rank 0 and sends, D is rank 1 and receives.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum CommRank {
+    Sender,
+    Receiver,
+}
+
+impl CommRank {
+    pub fn number(self) -> u32 {
+        match self {
+            CommRank::Sender => 0,
+            CommRank::Receiver => 1,
+        }
+    }
+}
+
+#[derive(Debug, Clone, Copy)]
+pub struct CommTimeouts {
+    pub open: Duration,
+    /// One send or receive.
+    pub op: Duration,
+}
+
+/// Makes communicators of one kind. Called from the threads of communicators, several at a time.
+pub trait CommBackend: Send + Sync {
+    /// As in the list of transports: "gloo", "nccl".
+    fn name(&self) -> &'static str;
+    /// P: what both ranks need to find each other; travels over the control connection.
+    fn unique_id(&self) -> Result<Vec<u8>, CommError>;
+    /// Both: wait for the other rank, at most `timeouts.open`.
+    fn open(
+        &self,
+        unique_id: &[u8],
+        rank: CommRank,
+        slabs: &Arc<SlabRing>,
+        timeouts: CommTimeouts,
+    ) -> Result<Arc<dyn Communicator>, CommError>;
+}
+
+/// One side of an open two-rank communicator.
+///
+/// The k-th `send` meets the peer's k-th `recv`; both are of the same size. Each blocks until it is done, fails, or its timeout is over.
+pub trait Communicator: Send + Sync {
+    fn send(&self, slab: usize, bytes: usize) -> Result<(), CommError>;
+    fn recv(&self, slab: usize, bytes: usize) -> Result<(), CommError>;
+    /// From another thread, once: make the blocked call return soon. May hang.
+    fn abort(&self) -> Result<(), CommError>;
+}
+
+/// The staging memory of one communicator. It is given up with it, should its abort hang.
+pub struct SlabRing {
+    base: NonNull<u8>,
+    layout: std::alloc::Layout,
+    slab_bytes: usize,
+    slabs: usize,
+}
+
+// SAFETY: plain memory; which thread may touch which slab when is the order of operations of the communicator's thread.
+unsafe impl Send for SlabRing {}
+// SAFETY: as above.
+unsafe impl Sync for SlabRing {}
+
+impl SlabRing {
+    pub fn new(slabs: usize, bytes: usize) -> Result<Self, CommError> {
+        let slab_bytes = bytes.next_multiple_of(SLAB_ALIGN);
+        let refused = |_| {
+            CommError(format!(
+                "{slabs} slabs of {bytes} bytes are no possible memory"
+            ))
+        };
+        let layout = std::alloc::Layout::from_size_align(slab_bytes * slabs.max(1), SLAB_ALIGN)
+            .map_err(refused)?;
+        if slab_bytes == 0 {
+            return Err(CommError("a slab of 0 bytes".into()));
+        }
+        // SAFETY: the size is not 0.
+        let base = NonNull::new(unsafe { std::alloc::alloc_zeroed(layout) }).ok_or_else(|| {
+            CommError(format!("no memory for {slabs} slabs of {slab_bytes} bytes"))
+        })?;
+        Ok(Self {
+            base,
+            layout,
+            slab_bytes,
+            slabs,
+        })
+    }
+
+    pub fn slabs(&self) -> usize {
+        self.slabs
+    }
+
+    /// Whole pages of memory, at least what was asked for.
+    pub fn slab_bytes(&self) -> usize {
+        self.slab_bytes
+    }
+
+    /// Start of a slab; valid as long as the ring lives.
+    pub fn ptr(&self, slab: usize) -> *mut u8 {
+        assert!(
+            slab < self.slabs,
+            "the state machine hands out slabs of its ring"
+        );
+        self.base.as_ptr().wrapping_add(slab * self.slab_bytes)
+    }
+}
+
+impl Drop for SlabRing {
+    fn drop(&mut self) {
+        // SAFETY: allocated with this layout; nobody refers to the ring any more.
+        unsafe { std::alloc::dealloc(self.base.as_ptr(), self.layout) };
+    }
+}
+
+/// Who has the say over the pages of one receive: the thread, from the moment it begins to write, or the control loop, if it
+/// revokes them before.
+#[derive(Debug, Default)]
+pub struct Claim(AtomicU8);
+
+impl Claim {
+    const WRITING: u8 = 1;
+    const REVOKED: u8 = 2;
+
+    fn take(&self, what: u8) -> bool {
+        self.0
+            .compare_exchange(0, what, Ordering::AcqRel, Ordering::Acquire)
+            .is_ok()
+    }
+
+    /// True: the pages are not and will not be written.
+    pub fn revoke(&self) -> bool {
+        self.take(Self::REVOKED)
+    }
+
+    fn begin(&self) -> bool {
+        self.take(Self::WRITING)
+    }
+}
+
+pub enum CommJob {
+    /// Make the unique id, report it, and join as the sender.
+    Host,
+    /// Join as the receiver.
+    Join(Vec<u8>),
+    /// (page, generation) each.
+    Send {
+        ticket: Ticket,
+        slab: usize,
+        pages: Vec<(u32, u64)>,
+    },
+    Receive {
+        ticket: Ticket,
+        slab: usize,
+        count: usize,
+        pages: Vec<PullPage>,
+        claim: Arc<Claim>,
+    },
+}
+
+#[derive(Debug)]
+pub enum CommReport {
+    Id(Vec<u8>),
+    Opened,
+    Gathered {
+        ticket: Ticket,
+    },
+    Stale {
+        ticket: Ticket,
+        page: u32,
+    },
+    Sent {
+        ticket: Ticket,
+    },
+    Received {
+        ticket: Ticket,
+        verdict: Result<(), (Code, String)>,
+    },
+    /// The thread does nothing more.
+    Broken(String),
+    /// After an abort: the thread is gone.
+    Ended,
+}
+
+pub struct CommContext {
+    pub pool: Arc<KvPool>,
+    pub faults: Arc<Faults>,
+    pub backend: Arc<dyn CommBackend>,
+    pub slabs: usize,
+    pub slab_bytes: usize,
+    pub timeouts: CommTimeouts,
+}
+
+type Report = Arc<dyn Fn(CommReport) + Send + Sync>;
+
+/// What the thread shares with those who end it.
+#[derive(Default)]
+pub struct CommGuard {
+    stopped: AtomicBool,
+    open: Mutex<Option<Arc<dyn Communicator>>>,
+    /// True: no page is written any more. Held while pages are written.
+    shut: Mutex<bool>,
+}
+
+impl CommGuard {
+    /// After this returns the thread writes no page, whatever it still does. Waits for the pages of one slab at most.
+    pub fn shut(&self) {
+        *self.shut.lock() = true;
+    }
+}
+
+/// The thread of one communicator. Dropped without `abort`, it ends after what it does.
+pub struct CommThread {
+    jobs: mpsc::Sender<CommJob>,
+    guard: Arc<CommGuard>,
+    report: Report,
+    thread: JoinHandle<()>,
+}
+
+impl CommThread {
+    pub fn start(context: CommContext, report: Report) -> std::io::Result<Self> {
+        let (jobs, inbox) = mpsc::channel();
+        let guard = Arc::new(CommGuard::default());
+        let worker = Worker {
+            context,
+            guard: guard.clone(),
+            report: report.clone(),
+            ring: None,
+        };
+        let thread = std::thread::Builder::new()
+            .name("kv-comm".into())
+            .spawn(move || worker.run(&inbox))?;
+        Ok(Self {
+            jobs,
+            guard,
+            report,
+            thread,
+        })
+    }
+
+    /// Jobs run in order. The queue is bounded by the slabs.
+    pub fn submit(&self, job: CommJob) {
+        let _ = self.jobs.send(job); // the thread broke and said so
+    }
+
+    pub fn guard(&self) -> Arc<CommGuard> {
+        self.guard.clone()
+    }
+
+    /// Start no further job, abort the one that runs, and report `Ended` when the thread is gone (and tell `then`). All of it on a
+    /// thread that is given up if it hangs.
+    pub fn abort(self, then: Option<Box<dyn FnOnce() + Send>>) {
+        let Self {
+            jobs,
+            guard,
+            report,
+            thread,
+        } = self;
+        guard.stopped.store(true, Ordering::Release);
+        drop(jobs);
+        let body = move || {
+            let open = guard.open.lock().clone();
+            if let Some(communicator) = open
+                && let Err(err) = communicator.abort()
+            {
+                tracing::warn!(%err, "the abort of a communicator failed: its thread ends by a timeout, or is given up");
+            }
+            let _ = thread.join(); // its panics are caught and reported
+            report(CommReport::Ended);
+            if let Some(then) = then {
+                then();
+            }
+        };
+        if let Err(err) = std::thread::Builder::new()
+            .name("kv-comm-abort".into())
+            .spawn(body)
+        {
+            tracing::error!(%err, "no thread to abort a communicator on: it is left alone");
+        }
+    }
+}
+
+struct Worker {
+    context: CommContext,
+    guard: Arc<CommGuard>,
+    report: Report,
+    ring: Option<Arc<SlabRing>>,
+}
+
+impl Worker {
+    fn run(mut self, inbox: &mpsc::Receiver<CommJob>) {
+        while let Ok(job) = inbox.recv() {
+            if self.guard.stopped.load(Ordering::Acquire) {
+                break;
+            }
+            let done = catch_unwind(AssertUnwindSafe(|| self.work(job)));
+            let broken = match done {
+                Ok(Ok(())) => continue,
+                Ok(Err(CommError(why))) => why,
+                Err(panic) => format!("internal: {}", panic_text(panic.as_ref())),
+            };
+            (self.report)(CommReport::Broken(broken));
+            break;
+        }
+        *self.guard.open.lock() = None;
+    }
+
+    fn work(&mut self, job: CommJob) -> Result<(), CommError> {
+        match job {
+            CommJob::Host => {
+                let id = self.context.backend.unique_id()?;
+                (self.report)(CommReport::Id(id.clone()));
+                self.open(&id, CommRank::Sender)
+            }
+            CommJob::Join(id) => self.open(&id, CommRank::Receiver),
+            CommJob::Send {
+                ticket,
+                slab,
+                pages,
+            } => self.send(ticket, slab, &pages),
+            CommJob::Receive {
+                ticket,
+                slab,
+                count,
+                pages,
+                claim,
+            } => self.receive(ticket, slab, count, &pages, &claim),
+        }
+    }
+
+    fn open(&mut self, id: &[u8], rank: CommRank) -> Result<(), CommError> {
+        let ring = Arc::new(SlabRing::new(self.context.slabs, self.context.slab_bytes)?);
+        let open = self
+            .context
+            .backend
+            .open(id, rank, &ring, self.context.timeouts)?;
+        self.ring = Some(ring);
+        *self.guard.open.lock() = Some(open);
+        (self.report)(CommReport::Opened);
+        Ok(())
+    }
+
+    fn opened(&self) -> Result<(Arc<dyn Communicator>, &SlabRing), CommError> {
+        let open = self.guard.open.lock().clone();
+        open.zip(self.ring.as_deref()).ok_or_else(|| {
+            CommError("internal: an operation before the communicator is open".into())
+        })
+    }
+
+    fn stale(&self, pages: &[(u32, u64)]) -> Option<u32> {
+        let pool = &self.context.pool;
+        pages
+            .iter()
+            .find(|&&(page, generation)| {
+                page as usize >= pool.num_pages() || pool.generation(page) != generation
+            })
+            .map(|&(page, _)| page)
+    }
+
+    fn send(&self, ticket: Ticket, slab: usize, pages: &[(u32, u64)]) -> Result<(), CommError> {
+        let (open, ring) = self.opened()?;
+        let (pool, faults) = (&self.context.pool, &self.context.faults);
+        let page_bytes = pool.page_bytes();
+        if let Some(ms) = faults.page_delay_ms() {
+            std::thread::sleep(Duration::from_millis(ms)); // a test's slow link
+        }
+        let mut stale = self.stale(pages);
+        if stale.is_none() {
+            for (i, &(page, _)) in pages.iter().enumerate() {
+                // SAFETY: `stale` checked the page ids; the slab holds this many pages (`CommContext`) and is this thread's until it
+                // is sent. The scheduler may write the page meanwhile: the second look at the generation finds out.
+                unsafe {
+                    let to = ring.ptr(slab).add(i * page_bytes);
+                    std::ptr::copy_nonoverlapping(pool.page_ptr(page), to, page_bytes);
+                }
+            }
+            if let Some(ms) = faults.copied_delay_ms() {
+                std::thread::sleep(Duration::from_millis(ms)); // time for a test's new owner
+            }
+            fence(Ordering::SeqCst); // the bytes were read before this second look
+            stale = self.stale(pages);
+        }
+        if let Some(page) = stale {
+            (self.report)(CommReport::Stale { ticket, page });
+            return Ok(());
+        }
+        (self.report)(CommReport::Gathered { ticket });
+        open.send(slab, pages.len() * page_bytes)?;
+        (self.report)(CommReport::Sent { ticket });
+        Ok(())
+    }
+
+    fn receive(
+        &self,
+        ticket: Ticket,
+        slab: usize,
+        count: usize,
+        pages: &[PullPage],
+        claim: &Claim,
+    ) -> Result<(), CommError> {
+        let (open, ring) = self.opened()?;
+        open.recv(slab, count * self.context.pool.page_bytes())?;
+        if self.context.faults.transport_broken() {
+            return Err(CommError("fault injection".into()));
+        }
+        let verdict = {
+            let shut = self.guard.shut.lock();
+            if *shut {
+                Err((Code::TransportBroken, "the node is closing".to_owned()))
+            } else if !claim.begin() {
+                Ok(())
+            } else {
+                self.scatter(ring.ptr(slab), pages)
+            }
+        };
+        (self.report)(CommReport::Received { ticket, verdict });
+        Ok(())
+    }
+
+    fn scatter(&self, slab: *const u8, pages: &[PullPage]) -> Result<(), (Code, String)> {
+        let pool = &self.context.pool;
+        let page_bytes = pool.page_bytes();
+        for (i, page) in pages.iter().enumerate() {
+            let dst = pool.page_ptr(page.dst);
+            // SAFETY: the slab was just received and is this thread's; dst is a page of our pool that the engine granted to this
+            // pull, which does not end while the claim is ours.
+            let mut sum = unsafe { copy::copy_hash(dst, slab.add(i * page_bytes), page_bytes) };
+            if self.context.faults.flip_page() {
+                // SAFETY: the same page, still ours alone.
+                sum = unsafe { flip_and_rehash(dst, page_bytes) };
+            }
+            if let Err(PullError::Failed(code, why)) = check_sum(page.src, sum) {
+                return Err((code, why));
+            }
+        }
+        Ok(())
+    }
+}
