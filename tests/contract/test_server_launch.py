@@ -167,14 +167,17 @@ def test_a_second_signal_ends_at_once(path: str, number: int) -> None:
         thread.join()
 
 
-def test_a_dead_rank_fails_its_requests_and_the_other_goes_on(path: str) -> None:
+def test_a_dead_rank_fails_its_requests_the_other_finishes_its_own_and_all_start_again(path: str) -> None:
     with fake_engine("--model-path", path, "--dp-size", "2", script={"silent": True}) as engine:
         results: list[Any] = []
+        others: list[Any] = []
+        slow = '{"silent": false, "step": 0.2}'
+        other = post(engine.url, others, data_parallel_rank=0, max_tokens=8, cache_salt=slow)
         threads = [
             post(engine.url, results, data_parallel_rank=1),
             post(engine.url, results, data_parallel_rank=1, stream=True),
         ]
-        wait_until(lambda: engine.ledger(1)["running"] == 2)
+        wait_until(lambda: engine.ledger(1)["running"] == 2 and engine.ledger(0)["running"] == 1)
         victim = next(p for p in rank_processes(engine) if p.pid == rank_pid(engine, 1))
         victim.kill()
         for thread in threads:
@@ -182,12 +185,13 @@ def test_a_dead_rank_fails_its_requests_and_the_other_goes_on(path: str) -> None
         assert [(r.status_code, r.json()["error"]["code"]) for r in results] == [(503, "engine_dead")] * 2
         assert "was killed by signal 9" in results[0].json()["error"]["message"]
         assert status(engine.url) == 503
-        assert status(engine.url, "/livez") == 200
-        alive = httpx.post(
-            engine.url + "/v1/completions", json={"prompt": "a", "max_tokens": 1, "cache_salt": '{"silent": false}'}
-        )
-        assert alive.status_code == 200, "what still reaches the node is served by the living rank"
-        assert engine.process.poll() is None
+        refused = httpx.post(engine.url + "/v1/completions", json={"prompt": "a", "max_tokens": 1})
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "draining")
+        other.join()
+        assert others[0].status_code == 200, "the living rank finishes what it has"
+        assert others[0].json()["usage"]["completion_tokens"] == 8
+        assert engine.process.wait(timeout=10) == 1
+        assert "1 of 2 ranks are alive: exiting with 1" in engine.log
 
 
 def rank_pid(engine: FakeEngine, rank: int) -> int:

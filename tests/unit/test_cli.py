@@ -106,6 +106,16 @@ def test_cores_are_divided_between_ranks(tmp_path: Path, monkeypatch: pytest.Mon
     assert threads(2, "--workers", "1") == ["2"]
     assert threads(16, "--prefill", "2", "--decode", "2", "--dp-size", "2") == ["2"]
     assert threads(2, "--cpu-threads", "5") == ["5"]
+    assert threads(12, "--prefill-args", "--dp-size 4", "--decode-args", "--dp-size 2") == ["2"]
+
+
+def test_ranks_of_one_role_are_told_to_the_router(tmp_path: Path) -> None:
+    def router(*flags: str) -> list[str]:
+        return up.Cluster(up.parse(flags), tmp_path, print)._router_argv()
+
+    assert "--dp-aware" not in router()
+    assert "--dp-aware" in router("--decode-args", "--dp-size 2")
+    assert "--dp-aware" not in router("--worker-args", "--dp-size 2"), "there is no worker"
 
 
 def test_taken_port_is_refused_when_asked_for_and_skipped_when_not() -> None:

@@ -143,9 +143,7 @@ class Front:
         return await self.answering.answer(request, "generate", self.validator.generate, GenerateFormat)
 
     def _refuse_if_not_accepting(self) -> None:
-        # A dead rank fails its own requests; the living ones serve what still reaches this node.
-        trouble = self.trouble()
-        if trouble is not None and not (isinstance(trouble, EngineDead) and self.ranks.any_alive):
+        if (trouble := self.trouble()) is not None:
             raise trouble
 
     # ---- tokens ------------------------------------------------------------------------------------------------

@@ -5,8 +5,8 @@
 2. every rank loads the model and sends Ready; the last one turns /health to 200 and prints the READY line;
 3. SIGTERM or SIGINT drains: no new requests, running ones finish, leases end, ranks are told to go; a second signal
    ends at once;
-4. a rank that dies fails its requests, and is dead when one of its processes is; when none lives the process exits
-   with 1 and a supervisor starts it again.
+4. a rank that dies fails its requests, and is dead when one of its processes is; the other ranks finish theirs, then
+   the process exits with 1 and a supervisor starts it again.
 
 Ranks run in their own sessions, so that Ctrl-C reaches this process alone and is handled once.
 """
@@ -274,15 +274,18 @@ class _Launcher:
     async def _serve_until_end(self, front: Front, ranks: Ranks) -> int:
         while True:
             ranks.changed.clear()
-            if self._signalled.is_set() or not ranks.any_alive:
+            if self._signalled.is_set() or not ranks.all_alive:
                 break
             await self._first(ranks.changed, self._signalled)
-        if not ranks.any_alive:
-            log.error("no rank is alive; exiting with 1 so that a supervisor starts this engine again")
+        is_whole = ranks.all_alive
+        if not is_whole:
+            alive, total = sum(r.dead is None for r in ranks.ranks), len(ranks.ranks)
+            log.error("%d of %d ranks are alive: exiting with 1 so that a supervisor starts all again", alive, total)
+        if ranks.any_alive:
+            await self._drain(front, ranks)
+        else:
             await _within(front.answering.idle(), LAST_ANSWERS_SECS)  # the error events leave
-            return 1
-        await self._drain(front, ranks)
-        return 0
+        return 0 if is_whole else 1
 
     async def _drain(self, front: Front, ranks: Ranks) -> None:
         """Finish what runs, then let each rank end its leases; at most --drain-timeout-secs, or a second signal."""

@@ -116,6 +116,10 @@ class Ranks:
         return any(r.dead is None for r in self.ranks)
 
     @property
+    def all_alive(self) -> bool:
+        return all(r.dead is None for r in self.ranks)
+
+    @property
     def in_flight(self) -> int:
         return len(self._of_handle)
 

@@ -91,9 +91,14 @@ class Plan:
     engine: dict[str, Any]
     """Engine flags given by the user, by field name."""
 
+    def dp_size(self, role: str) -> int:
+        """DP ranks of each node of a role."""
+        own, _ = _role_flags(self.up, role)
+        return int({**self.engine, **own}.get("dp_size", 1))
+
     @property
     def ranks(self) -> int:
-        return sum(self.counts.values()) * int(self.engine.get("dp_size", 1))
+        return sum(count * self.dp_size(role) for role, count in self.counts.items())
 
 
 def parse(argv: Sequence[str]) -> Plan:
@@ -129,21 +134,26 @@ def _engine_complaint(engine: dict[str, Any]) -> str | None:
     return None
 
 
+def _role_flags(up: UpConfig, role: str) -> tuple[dict[str, Any], list[str]]:
+    """What --prefill-args and its like say, and what is wrong with it."""
+    name = f"{role}_args"
+    try:
+        words = shlex.split(getattr(up, name))
+    except ValueError as err:  # a quote without its other half
+        return {}, [f"{err}; it is read as a shell would"]
+    parser = FlagParser(f"baton up: {flag_name(name)}", "")
+    add_flags(parser)
+    return parser.read(words)
+
+
 def _role_complaints(up: UpConfig, engine: dict[str, Any]) -> list[str]:
     """The same for the flags of one role."""
     bad = []
     for role in ROLES:
-        name = f"{role}_args"
-        try:
-            words = shlex.split(getattr(up, name))
-            parser = FlagParser(f"baton up: {flag_name(name)}", "")
-            add_flags(parser)
-            values, mistakes = parser.read(words)
-            complaint = _engine_complaint({**engine, **values}) if values else None
-        except ValueError as err:  # a quote without its other half
-            mistakes, complaint = [f"{err}; it is read as a shell would"], None
+        values, mistakes = _role_flags(up, role)
+        complaint = _engine_complaint({**engine, **values}) if values else None
         texts = [*mistakes, *([] if complaint is None else complaint.splitlines())]
-        bad += [f"{flag_name(name)}: {text}" for text in texts]
+        bad += [f"{flag_name(f'{role}_args')}: {text}" for text in texts]
     return bad
 
 
@@ -294,7 +304,7 @@ class Cluster:
                 argv += ["--prefill", node.url, str(node.bootstrap_port)]
             elif node.role == "decode":
                 argv += ["--decode", node.url]
-        if int(self.plan.engine.get("dp_size", 1)) > 1:
+        if any(count and self.plan.dp_size(role) > 1 for role, count in self.plan.counts.items()):
             argv += ["--dp-aware"]
         return argv + _tokenizer_flags(self.plan.engine) + _router_flags(up)
 
