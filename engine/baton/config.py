@@ -399,9 +399,8 @@ def _violations(c: EngineConfig) -> list[str]:
 
     rule(1 <= c.tp_size <= 64, f"--tp-size {c.tp_size}: give 1 to 64 ranks")
     rule(
-        c.tp_size == 1 or c.disaggregation_mode == "null",
-        f"--tp-size {c.tp_size}: KV pages are not divided among ranks on their way from P to D yet; with "
-        f"--disaggregation-mode {c.disaggregation_mode} use --tp-size 1 and more --dp-size",
+        c.tp_size == 1 or c.dp_size == 1 or c.disaggregation_mode != "prefill",
+        f"--dp-size {c.dp_size}: with --tp-size {c.tp_size} a prefill node has one DP rank; start more nodes",
     )
     rule(
         c.attention_backend != "flashinfer" or c.device != "cpu",

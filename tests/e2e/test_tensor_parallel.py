@@ -11,15 +11,18 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
 import psutil
+import pytest
 
+from tests.e2e.test_equal import prompts
 from tests.support import tiny_model
-from tests.support.cluster import metric
+from tests.support.cluster import Cluster, metric
 from tests.support.front import REPO
 
 DIED = 30.0
@@ -123,6 +126,24 @@ def test_a_killed_follower_ends_the_group_and_its_requests(tmp_path: Path) -> No
             thread.join(timeout=DIED)
         assert [(r.status_code, r.json()["error"]["code"]) for r in results] == [(503, "engine_dead")] * 2
         assert engine.process.wait(timeout=DIED) == 1, "so that a supervisor starts it again"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)  # six processes import torch, perhaps on a machine with two cores
+def test_divided_nodes_exchange_pages_and_equal_one_process(solo: Cluster) -> None:
+    """Each process of D reads the heads it needs from the one of P that has them; then one of P's dies."""
+    expected = [solo.generate_ids(prompt, 24) for prompt in prompts()]
+    with Cluster.up("--tp-size", "2") as cluster:
+        with ThreadPoolExecutor(4) as pool:
+            for _ in range(2):  # the second time with what both have cached
+                assert list(pool.map(lambda prompt: cluster.generate_ids(prompt, 24), prompts())) == expected
+        cluster.assert_nothing_is_held()
+        assert metric(cluster.node("decode")["url"], "baton_kv_pull_bytes_total", transport="shm") > 0
+        pids = httpx.get(cluster.node("prefill")["url"] + "/get_server_info").json()["pids"]
+        os.kill(pids[1], signal.SIGKILL)
+        cluster.await_restart("prefill")
+        assert [cluster.generate_ids(prompt, 24) for prompt in prompts()] == expected
+        cluster.assert_nothing_is_held()
 
 
 def until(fact: Callable[[], bool]) -> None:

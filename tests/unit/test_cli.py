@@ -51,7 +51,8 @@ def test_defaults_are_one_pair() -> None:
 
 def test_workers_replace_the_pair() -> None:
     assert up.parse(["--workers", "2"]).counts == {"prefill": 0, "decode": 0, "worker": 2}
-    assert up.parse(["--prefill", "0", "--decode", "0", "--workers", "1"]).ranks == 1
+    assert up.parse(["--prefill", "0", "--decode", "0", "--workers", "1"]).processes == 1
+    assert up.parse(["--tp-size", "2", "--decode-args", "--dp-size 2"]).processes == 2 + 4
 
 
 @pytest.mark.parametrize(

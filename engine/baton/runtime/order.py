@@ -56,6 +56,8 @@ class Step:
     """[T]"""
     growth: list[Growth]
     copies: tuple[CopyRun, ...]
+    new_pages: array[int]
+    """Whose content peers must not take for the old one any more (StepPlan); empty where nobody reads them."""
 
 
 @dataclass(slots=True)
@@ -82,6 +84,7 @@ class _Message(msgspec.Struct, array_like=True):
     """int32"""
     growth: list[tuple[int, int, bytes]]
     copies: list[tuple[bool, bytes, bytes]]
+    new_pages: bytes
     check: int
 
 
@@ -99,6 +102,7 @@ def encode(step: Step, check: int) -> bytes:
             step.token_ids.astype(np.int32).tobytes(),
             [(g.slot, g.base, g.pages.tobytes()) for g in step.growth],
             [(run.to_host, run.pages.tobytes(), run.slots.tobytes()) for run in step.copies],
+            step.new_pages.tobytes(),
             check,
         )
     )
@@ -118,13 +122,14 @@ def decode(message: bytes) -> tuple[Step, int]:
         np.frombuffer(m.token_ids, np.int32).astype(np.int64),
         [Growth(slot, base, _ints(pages)) for slot, base, pages in m.growth],
         tuple(CopyRun(to_host, _ints(pages), _ints(slots)) for to_host, pages, slots in m.copies),
+        _ints(m.new_pages),
     )
     return step, m.check
 
 
 def checksum(step: Step, indices: Indices | None, before: int) -> int:
     """A number over what a step does, chained to that of the step before. `indices`: None when it has no rows."""
-    value = zlib.crc32(f"{step.number}:{step.num_decode}".encode(), before)
+    value = zlib.crc32(step.new_pages.tobytes(), zlib.crc32(f"{step.number}:{step.num_decode}".encode(), before))
     for run in step.copies:
         value = zlib.crc32(run.pages.tobytes() + run.slots.tobytes(), zlib.crc32(bytes([run.to_host]), value))
     if indices is None:

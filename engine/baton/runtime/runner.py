@@ -14,6 +14,7 @@ Not thread-safe: one thread calls `execute` or `follow`, in plan order.
 from __future__ import annotations
 
 import time
+from array import array
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -71,9 +72,8 @@ class Runner:
         """Run one step to its end. Raises what torch raises; the runner is then unusable."""
         for adm in plan.admitted:
             self._sample_rows[adm.slot] = SampleRow(adm.params, adm.prompt_tokens, adm.history)
-        if self._native_pool is not None and plan.new_pages:
-            self._native_pool.begin_write(plan.new_pages.tobytes())
         step = self._step(plan)
+        self._begin_write(step)
         indices = self._indices(step)
         if self._tell is not None:
             self._check = checksum(step, indices, self._check)
@@ -106,9 +106,14 @@ class Runner:
                 f"step {step.number}: what this tensor-parallel rank would compute is not what the first rank planned "
                 f"(checks {self._check:08x} and {check:08x}); nothing was computed"
             )
+        self._begin_write(step)
         self._copy(step)
         if indices is not None:
             self._model.forward(self._batch(step, indices), self._attn)
+
+    def _begin_write(self, step: Step) -> None:
+        if self._native_pool is not None and step.new_pages:
+            self._native_pool.begin_write(step.new_pages.tobytes())
 
     def _copy(self, step: Step) -> float:
         """Returns the seconds it took; 0 on a device that copies while the host goes on, which cannot tell."""
@@ -145,6 +150,7 @@ class Runner:
             token_ids,
             [Growth(row.slot, row.page_base, row.pages) for row in rows if row.pages],
             plan.copies,
+            plan.new_pages if self._native_pool is not None else array("i"),
         )
 
     def _indices(self, step: Step) -> Indices | None:

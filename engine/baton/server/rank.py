@@ -16,7 +16,6 @@ import json
 import logging
 import os
 import signal
-import socket
 import sys
 import time
 from array import array
@@ -33,7 +32,7 @@ from baton.disagg.relay import DecodeRelay, PrefillRelay, Relay
 from baton.errors import ConfigError, EngineError, WrongState
 from baton.request import FinishReason, Validated
 from baton.sched.events import Emitted
-from baton.server import model_dir, tp
+from baton.server import model_dir, tp, transfer
 from baton.server.kv_publish import KvPublisher
 from baton.server.log_file import LOG_BYTES, TRACE_BYTES, LogFile, path_of_rank
 from baton.server.messages import (
@@ -51,6 +50,7 @@ from baton.server.messages import (
     encoder,
     to_rank_decoder,
 )
+from baton.server.team_node import TeamNode
 
 if TYPE_CHECKING:
     from baton.runtime.engine import Loaded
@@ -60,7 +60,6 @@ log = logging.getLogger("baton.rank")
 
 PR_SET_PDEATHSIG = 1
 STATS_EVERY_SECS = 1.0
-REGISTER_TIMEOUT_MS = 30_000
 INGEST_BURST = 256
 """Messages taken per turn: a flood of requests must not keep running ones from their next token."""
 
@@ -88,7 +87,7 @@ def main() -> int:
     push.connect(job["to_front"])
     try:
         if team is not None and team.tp_rank:
-            tp.follow(config, team, context)
+            tp.follow(config, team, context, transfer.Bootstrap.of(job))
         else:
             RankProcess(config, job, pull, push, team).run()
         return 0
@@ -111,18 +110,6 @@ def _load(config: EngineConfig) -> Loaded | SimLoaded:
     from baton.runtime import engine  # torch: seconds, and half a gigabyte
 
     return engine.load(config, str(model_dir.resolve(config.model_path)))
-
-
-def advertised_host(host: str) -> str:
-    """The address peers can reach us at when we listen on `host`: itself, or this machine's outward one."""
-    if host not in ("0.0.0.0", "::", ""):
-        return host
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(("192.0.2.1", 9))  # TEST-NET-1: no packet is sent, the kernel only picks a source address
-            return str(probe.getsockname()[0])
-        except OSError:
-            return "127.0.0.1"
 
 
 class RankProcess:
@@ -156,7 +143,7 @@ class RankProcess:
         self._node: Any = None
         relay = None
         if config.disaggregation_mode != "null":
-            relay = self._attach_transfer(loaded, job)
+            relay = self._attach_transfer(loaded, job, team)
         self._decision_log = self._log_file("decision_log", lambda made: json.dumps(made._asdict()), LOG_BYTES)
         self._trace = self._log_file("scheduler_trace", str, TRACE_BYTES, must_be_whole=True)
         self.engine = loaded.engine(relay, self._trace.put if self._trace else None)
@@ -167,6 +154,8 @@ class RankProcess:
         self._poller.register(woken, zmq.POLLIN)
         if self._node is not None:
             self._poller.register(self._node.event_fd, zmq.POLLIN)
+        if self._followers is not None:
+            self._poller.register(self._followers.reports, zmq.POLLIN)
         self._kv = self._announce_cache(pull.context)
         self._next_stats = 0.0
         self._last_stats: tuple[float, float] | None = None
@@ -198,36 +187,14 @@ class RankProcess:
     def _on_sigterm(self, _signum: int, _frame: FrameType | None) -> None:
         self._stop = True
 
-    def _attach_transfer(self, loaded: Loaded | SimLoaded, job: dict[str, Any]) -> Relay:
-        from baton._native import TransferNode
-        from baton.runtime.comm import make_backend
-
+    def _attach_transfer(self, loaded: Loaded | SimLoaded, job: dict[str, Any], team: tp.Team | None) -> Relay:
         c = self.config
-        host = advertised_host(c.host)
-        transports = {
-            "auto": ["shm", "tcp"], "shm": ["shm"], "tcp": ["tcp"], "gloo": ["gloo", "tcp"],
-        }  # fmt: skip
-        settings = {
-            "role": c.disaggregation_mode,
-            "host": c.host,
-            "advertise_host": host,
-            "port": c.transfer_port + self.dp_rank if c.transfer_port else 0,
-            "transports": transports[c.disaggregation_transfer_backend],
-            "cluster_key": c.cluster_key,
-            "layout": loaded.layout,
-            "dp_rank": self.dp_rank,
-            "dp_size": c.dp_size,
-            "lease_ms": int(c.kv_lease_secs * 1000),
-            "heartbeat_ms": 1000,
-            "copy_threads": 1,
-            "fault": json.loads(os.environ.get("BATON_TEST_KV_FAULT", "null")),
-        }
-        backend = make_backend(c, host)
-        with_backend = () if backend is None else (backend,)
-        self._node = TransferNode(loaded.native_pool, json.dumps(settings), *with_backend)
+        bootstrap = transfer.Bootstrap.of(job)
+        self._node = transfer.start(c, loaded.native_pool, loaded.layout, self.dp_rank, 0, bootstrap)
+        if self._followers is not None and team is not None:
+            self._node = TeamNode(self._node, self._followers, team)
         if c.disaggregation_mode == "decode":
             return DecodeRelay(self._node, c.kv_transfer_timeout_secs)
-        self._node.register(job["bootstrap_host"], job["bootstrap_port"], REGISTER_TIMEOUT_MS)
         node = loaded.paced(self._node) if c.simulate is not None else self._node
         return PrefillRelay(node, c.request_timeout_secs)
 

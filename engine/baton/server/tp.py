@@ -4,8 +4,10 @@
 2. They meet (runtime.collectives.join), each loads its share of the model, and followers report that they did.
 3. Per step the first rank sends one message (runtime.order) to each follower, then computes its own part; they meet
    again in the model's collectives. Between steps a follower sleeps on its socket: no process waits in a collective
-   for work to come, and an idle group uses no CPU.
-4. An empty message ends a follower. Signals do not: a group ends together, and the front kills what is left of one.
+   for work to come.
+4. On P and D nodes every rank has a transfer runtime for its heads of each page, and followers do with theirs what the
+   first rank does with its own (server.team_node), in one order with the steps; what they hear, they report.
+5. An empty message ends a follower. Signals do not: a group ends together, and the front kills what is left of one.
 
 Channel: one PUSH socket per follower, bound by the first rank in the engine's private directory (ADR 0009).
 """
@@ -15,6 +17,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,7 +26,8 @@ import msgspec
 import zmq
 
 from baton.config import EngineConfig
-from baton.server import model_dir
+from baton.server import model_dir, team_node, transfer
+from baton.server.transfer import Bootstrap
 
 if TYPE_CHECKING:
     from baton.runtime.collectives import Group
@@ -33,7 +37,9 @@ log = logging.getLogger("baton.tp")
 
 QUEUE = 64
 """Orders a follower may be behind by: steps without rows (copies) have no collective that keeps ranks together."""
-STOP = b""
+STEP, NODE, STOP = b"s", b"n", b""
+"""How messages to followers begin: a step, a call of the transfer runtime, the end."""
+EVENTS_AT_ONCE = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +67,14 @@ class Team:
         return f"ipc://{self.folder}/tp{self.dp_rank}.{tp_rank}"
 
 
-class Report(msgspec.Struct):
+class Heard(msgspec.Struct, tag="heard"):
+    """Events of a follower's transfer runtime, as `poll` gives them; of what P says to D only that it came."""
+
+    tp_rank: int
+    events: list[tuple[Any, ...]]
+
+
+class Report(msgspec.Struct, tag="loaded"):
     """A follower has its share of the model in memory. Pools must be equal: page ids mean the same everywhere."""
 
     tp_rank: int
@@ -70,20 +83,27 @@ class Report(msgspec.Struct):
     host_pages: int
 
 
+_encode = msgspec.msgpack.Encoder().encode
+_reports: msgspec.msgpack.Decoder[Report | Heard] = msgspec.msgpack.Decoder(Report | Heard)
+
+
 class FollowerStuck(Exception):
     """A follower takes no more orders."""
 
 
 class Followers:
-    """The first rank's side. Only the device thread calls `tell`, while it runs."""
+    """The first rank's side. `tell` may be called by any thread, the rest by one."""
 
     def __init__(self, context: zmq.Context[Any], team: Team, timeout_secs: float) -> None:
         self.pids: list[int] = []
         """Process ids in the order of TP ranks, from rank 1 on; known after `await_loaded`."""
         self._timeout_secs = timeout_secs
         self._group: Group | None = None
-        self._reports = context.socket(zmq.PULL)
-        self._reports.bind(team.address(0))
+        self._lock = threading.Lock()
+        """Of the order sockets: steps come from the device thread, calls of transfer runtimes from the scheduler's."""
+        self.reports = context.socket(zmq.PULL)
+        """Readable while `heard` has something."""
+        self.reports.bind(team.address(0))
         self._orders: list[zmq.Socket[bytes]] = []
         for tp_rank in range(1, team.tp_size):
             socket = context.socket(zmq.PUSH)
@@ -99,7 +119,8 @@ class Followers:
         """
         reports = {}
         for _ in self._orders:
-            report = msgspec.msgpack.decode(self._reports.recv(), type=Report)
+            report = _reports.decode(self.reports.recv())
+            assert isinstance(report, Report), "nothing happens before all have loaded"
             if (report.num_pages, report.host_pages) != (own.kv.num_pages, own.host_pages):
                 raise ValueError(
                     f"tensor-parallel rank {report.tp_rank} has {report.num_pages} pages and {report.host_pages} on "
@@ -109,23 +130,42 @@ class Followers:
         self.pids = [reports[tp_rank].pid for tp_rank in sorted(reports)]
         self._group = own.group
 
-    def tell(self, order: bytes) -> None:
-        """Send one step to all. Raises FollowerStuck when one has not taken `QUEUE` of them in --dist-timeout."""
-        for tp_rank, socket in enumerate(self._orders, 1):
+    def tell_step(self, order: bytes) -> None:
+        self._tell(STEP + order)
+
+    def tell_node(self, call: str, *args: Any) -> None:
+        """Have all followers call this method of their transfer runtime."""
+        self._tell(NODE + msgspec.msgpack.encode((call, args)))
+
+    def heard(self) -> list[Heard]:
+        """What followers reported since the last call."""
+        found = []
+        while True:
             try:
-                socket.send(order)
+                report = _reports.decode(self.reports.recv(zmq.DONTWAIT))
             except zmq.Again:
-                raise FollowerStuck(
-                    f"tensor-parallel rank {tp_rank} is {QUEUE} steps behind and took none for "
-                    f"--dist-timeout {self._timeout_secs:g} s"
-                ) from None
+                return found
+            assert isinstance(report, Heard), "a follower loads once"
+            found.append(report)
 
     def stop(self) -> None:
         """Let them end. Nothing may be told afterwards."""
         from baton.runtime import collectives
 
-        self.tell(STOP)
+        self._tell(STOP)
         collectives.leave()
+
+    def _tell(self, message: bytes) -> None:
+        """Raises FollowerStuck when a follower has not taken `QUEUE` messages in --dist-timeout."""
+        with self._lock:
+            for tp_rank, socket in enumerate(self._orders, 1):
+                try:
+                    socket.send(message)
+                except zmq.Again:
+                    raise FollowerStuck(
+                        f"tensor-parallel rank {tp_rank} is {QUEUE} messages behind and took none for "
+                        f"--dist-timeout {self._timeout_secs:g} s"
+                    ) from None
 
     def counters(self) -> dict[str, float]:
         """For messages.Stats: what the collectives of the first rank's process cost."""
@@ -139,13 +179,13 @@ def lead(config: EngineConfig, team: Team, context: zmq.Context[Any]) -> tuple[L
     from baton.runtime import engine  # torch: seconds, and half a gigabyte
 
     followers = Followers(context, team, config.dist_timeout)
-    place = engine.Place(Shard(0, team.tp_size), team.meeting_point, followers.tell)
+    place = engine.Place(Shard(0, team.tp_size), team.meeting_point, followers.tell_step)
     loaded = engine.load(config, str(model_dir.resolve(config.model_path)), place)
     followers.await_loaded(loaded)
     return loaded, followers
 
 
-def follow(config: EngineConfig, team: Team, context: zmq.Context[Any]) -> None:
+def follow(config: EngineConfig, team: Team, context: zmq.Context[Any], bootstrap: Bootstrap | None = None) -> None:
     """Load this rank's share and execute orders until told to stop. What it raises ends the process, and the group."""
     from baton.models.shard import Shard
     from baton.runtime import collectives, engine
@@ -156,8 +196,39 @@ def follow(config: EngineConfig, team: Team, context: zmq.Context[Any]) -> None:
     reports.connect(team.address(0))
     place = engine.Place(Shard(team.tp_rank, team.tp_size), team.meeting_point)
     loaded = engine.load(config, str(model_dir.resolve(config.model_path)), place)
-    reports.send(msgspec.msgpack.encode(Report(team.tp_rank, os.getpid(), loaded.kv.num_pages, loaded.host_pages)))
-    while (order := orders.recv()) != STOP:
-        loaded.runner.follow(order)
+    node = None
+    if config.disaggregation_mode != "null":
+        node = transfer.start(config, loaded.native_pool, loaded.layout, team.dp_rank, team.tp_rank, bootstrap)
+    reports.send(_encode(Report(team.tp_rank, os.getpid(), loaded.kv.num_pages, loaded.host_pages)))
+    _execute(team, loaded, node, orders, reports)
     log.info("rank %d of %d stops", team.tp_rank, team.tp_size)
+    if node is not None:
+        node.close()
     collectives.leave()
+
+
+def _execute(team: Team, loaded: Loaded, node: Any, orders: zmq.Socket[bytes], reports: zmq.Socket[bytes]) -> None:
+    """Until told to stop."""
+    poller = zmq.Poller()
+    poller.register(orders, zmq.POLLIN)
+    if node is not None:
+        poller.register(node.event_fd, zmq.POLLIN)
+    while True:
+        poller.poll()
+        while node is not None and (events := node.poll(EVENTS_AT_ONCE)):
+            said = [event[:2] if event[0] == "committed" else event for event in events]
+            reports.send(_encode(Heard(team.tp_rank, said)))
+        try:
+            message = orders.recv(zmq.DONTWAIT)
+        except zmq.Again:
+            continue
+        kind, body = message[:1], message[1:]
+        if kind == STOP:
+            return
+        if kind == STEP:
+            loaded.runner.follow(body)
+        else:
+            call, args = msgspec.msgpack.decode(body)
+            refused = team_node.obey(node, team, call, args)
+            if refused is not None:
+                reports.send(_encode(Heard(team.tp_rank, [refused])))

@@ -93,12 +93,16 @@ class Plan:
 
     def dp_size(self, role: str) -> int:
         """DP ranks of each node of a role."""
-        own, _ = _role_flags(self.up, role)
-        return int({**self.engine, **own}.get("dp_size", 1))
+        return self._size(role, "dp_size")
 
     @property
-    def ranks(self) -> int:
-        return sum(count * self.dp_size(role) for role, count in self.counts.items())
+    def processes(self) -> int:
+        """Those that compute."""
+        return sum(count * self.dp_size(role) * self._size(role, "tp_size") for role, count in self.counts.items())
+
+    def _size(self, role: str, field: str) -> int:
+        own, _ = _role_flags(self.up, role)
+        return int({**self.engine, **own}.get(field, 1))
 
 
 def parse(argv: Sequence[str]) -> Plan:
@@ -188,7 +192,7 @@ class Node:
         argv += ["--disaggregation-mode", MODE[self.role]]
         if self.role == "prefill":
             argv += ["--disaggregation-bootstrap-port", str(self.bootstrap_port)]
-        threads = {} if "simulate" in self.plan.engine else {"cpu_threads": max(1, _cores() // self.plan.ranks)}
+        threads = {} if "simulate" in self.plan.engine else {"cpu_threads": max(1, _cores() // self.plan.processes)}
         values = {**threads, **self.plan.engine}
         for name, value in values.items():
             if name not in SECRETS:

@@ -1,0 +1,80 @@
+"""The transfer runtime of one process, from flags: its address, its transports, what it tells peers of its pages.
+
+A bootstrap server knows ranks by one number. With tensor parallelism each process has one of its own, in the order of
+DP ranks and of TP ranks within them; a process of D reads from the one of P that holds the same heads.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from baton.config import EngineConfig
+
+REGISTER_TIMEOUT_MS = 30_000
+_TRANSPORTS = {"auto": ["shm", "tcp"], "shm": ["shm"], "tcp": ["tcp"], "gloo": ["gloo", "tcp"]}
+
+
+class Bootstrap(NamedTuple):
+    """Where a P node's processes find their bootstrap server."""
+
+    host: str
+    port: int
+
+    @staticmethod
+    def of(job: Mapping[str, Any]) -> Bootstrap | None:
+        """As the front's order to a process names it; None on other nodes."""
+        port = job["bootstrap_port"]
+        return None if port is None else Bootstrap(job["bootstrap_host"], port)
+
+
+def advertised_host(host: str) -> str:
+    """The address peers can reach us at when we listen on `host`: itself, or this machine's outward one."""
+    if host not in ("0.0.0.0", "::", ""):
+        return host
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # TEST-NET-1: no packet is sent, the kernel only picks a source address
+            return str(probe.getsockname()[0])
+        except OSError:
+            return "127.0.0.1"
+
+
+def start(
+    config: EngineConfig,
+    native_pool: Any,
+    layout: Mapping[str, object],
+    dp_rank: int,
+    tp_rank: int,
+    bootstrap: Bootstrap | None,
+) -> Any:
+    """A baton._native.TransferNode for these pages, registered on a P node."""
+    from baton._native import TransferNode
+    from baton.runtime.comm import make_backend
+
+    host = advertised_host(config.host)
+    number = dp_rank * config.tp_size + tp_rank
+    settings = {
+        "role": config.disaggregation_mode,
+        "host": config.host,
+        "advertise_host": host,
+        "port": config.transfer_port + number if config.transfer_port else 0,
+        "transports": _TRANSPORTS[config.disaggregation_transfer_backend],
+        "cluster_key": config.cluster_key,
+        "layout": layout,
+        "dp_rank": number,
+        "dp_size": config.dp_size * config.tp_size,
+        "lease_ms": int(config.kv_lease_secs * 1000),
+        "heartbeat_ms": 1000,
+        "copy_threads": 1,
+        "fault": json.loads(os.environ.get("BATON_TEST_KV_FAULT", "null")),
+    }
+    backend = make_backend(config, host)
+    with_backend = () if backend is None else (backend,)
+    node = TransferNode(native_pool, json.dumps(settings), *with_backend)
+    if bootstrap is not None:
+        node.register(bootstrap.host, bootstrap.port, REGISTER_TIMEOUT_MS)
+    return node

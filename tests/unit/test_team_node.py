@@ -1,0 +1,189 @@
+"""Transfer runtimes of several ranks as one: against ranks that answer late, fail alone and are revoked half-way."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from baton.server.team_node import Merger
+
+ROOM = 7
+
+
+class Rank:
+    """One decode rank's runtime, by the contract of baton._native.TransferNode. Calls and events travel late."""
+
+    def __init__(self) -> None:
+        self.calls: deque[tuple[Any, ...]] = deque()
+        self.events: deque[tuple[Any, ...]] = deque()
+        self.has_grant = False
+        self.p_holds = False
+        self.is_over = False
+
+    def obey(self) -> None:
+        call, *_ = self.calls.popleft()
+        if self.is_over:
+            return
+        if call in ("grant", "grant_again"):
+            self.has_grant = True
+        elif call == "revoke":
+            if not self.p_holds:
+                self.has_grant = False
+            self.events.append(("announced" if self.p_holds else "revoked", ROOM))
+        else:
+            self._end("aborted", ROOM)
+
+    def announce(self) -> None:
+        """P's first pages are ready."""
+        if not self.is_over and not self.p_holds:
+            self.p_holds = True
+            if not self.has_grant:
+                self.events.append(("announced", ROOM))
+
+    def commit(self) -> None:
+        if not self.is_over and self.p_holds and self.has_grant:
+            self._end("committed", ROOM, b"payload")
+
+    def fail(self, code: str) -> None:
+        if not self.is_over:
+            self._end("failed", ROOM, code, "why", True)
+
+    def _end(self, *event: Any) -> None:
+        self.is_over, self.has_grant = True, False
+        self.events.append(event)
+
+
+class Team:
+    """A room on all ranks, and what the scheduler would know of it."""
+
+    def __init__(self, size: int, rng: random.Random) -> None:
+        self.ranks = [Rank() for _ in range(size)]
+        self.rng = rng
+        self.merger = Merger(size, self.tell)
+        self.merger.begin(ROOM)
+        self.heard: list[tuple[Any, ...]] = []
+        self.granted = self.revoking = self.aborted = False
+
+    def tell(self, call: str, _room: int, *args: Any) -> None:
+        for number, rank in enumerate(self.ranks):
+            if call != "grant_again" or number in args[2]:
+                rank.calls.append((call, *args))
+
+    def grant(self) -> None:
+        if not self.granted and not self.ended:
+            self.granted = True
+            self.merger.granted(ROOM, 0, b"pages")
+            self.tell("grant", ROOM, 0, b"pages")
+
+    def revoke(self) -> None:
+        if self.granted and not self.revoking and not self.ended:
+            self.revoking = True
+            self.merger.revoking(ROOM)
+            self.tell("revoke", ROOM)
+
+    def abort(self) -> None:
+        if not self.ended:
+            self.aborted = True
+            self.merger.aborted(ROOM)
+            self.tell("abort", ROOM, "CLIENT_GONE")
+
+    @property
+    def ended(self) -> bool:
+        return any(event[0] in ("committed", "failed", "aborted") for event in self.heard)
+
+    def hear(self, number: int) -> None:
+        rank = self.ranks[number]
+        if not rank.events:
+            return
+        for event in self.merger.take(number, [rank.events.popleft()]):
+            assert not self.ended, "nothing is heard after the end"
+            self.heard.append(event)
+            if event[0] == "revoked":
+                self.granted = self.revoking = False
+                assert not any(r.has_grant for r in self.ranks), "the pages are the scheduler's again"
+            elif event[0] == "announced":
+                self.revoking = False
+            else:
+                assert all(r.is_over for r in self.ranks), "no rank writes the pages any more"
+
+    def act(self, what: str) -> None:
+        number = self.rng.randrange(len(self.ranks))
+        rank = self.ranks[number]
+        if what == "obey":
+            if rank.calls:
+                rank.obey()
+        elif what == "hear":
+            self.hear(number)
+        elif what == "fail":
+            rank.fail(self.rng.choice(["STALE_PAGE", "PEER_DEAD"]))
+        elif what in ("announce", "commit"):
+            getattr(rank, what)()
+        else:
+            getattr(self, what)()
+
+    def settle(self) -> None:
+        while any(rank.calls or rank.events for rank in self.ranks):
+            for number, rank in enumerate(self.ranks):
+                if rank.calls:
+                    rank.obey()
+                self.hear(number)
+
+
+WEIGHTS = {"obey": 8, "hear": 8, "announce": 3, "commit": 3, "grant": 3, "revoke": 2, "fail": 0.3, "abort": 0.3}
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.integers(1, 4), st.integers(0, 2**32))
+def test_all_heads_of_a_page_are_there_or_none_is_used(size: int, seed: int) -> None:
+    rng = random.Random(seed)
+    team = Team(size, rng)
+    for what in rng.choices(list(WEIGHTS), list(WEIGHTS.values()), k=120):
+        team.act(what)
+    team.settle()
+    assert not team.revoking or team.ended, "a revocation is answered, or the room ends"
+    if not team.ended and team.granted:
+        assert all(rank.has_grant or rank.is_over for rank in team.ranks), "announced: all may be written"
+    # From here everything goes well, if it still can.
+    team.grant()
+    team.settle()
+    for rank in team.ranks:
+        rank.announce()
+        rank.commit()
+    team.settle()
+    assert team.ended
+    assert len(team.merger) == 0, "nothing is remembered of a room that is over"
+
+
+def test_a_failure_of_one_rank_ends_the_others_and_is_what_is_heard() -> None:
+    told: list[tuple[Any, ...]] = []
+    merger = Merger(3, lambda *call: told.append(call))
+    merger.begin(ROOM)
+    assert merger.take(1, [("failed", ROOM, "STALE_PAGE", "page 3", True)]) == []
+    assert told == [("abort", ROOM, "STALE_PAGE")]
+    assert merger.take(0, [("committed", ROOM, b"token")]) == []
+    assert merger.take(2, [("aborted", ROOM)]) == [("failed", ROOM, "STALE_PAGE", "page 3", True)]
+    assert told == [("abort", ROOM, "STALE_PAGE")], "once"
+
+
+def test_committed_is_the_first_ranks_word_when_it_is_everybodys() -> None:
+    merger = Merger(2, lambda *_: pytest.fail("nothing to tell"))
+    merger.begin(ROOM)
+    assert merger.take(0, [("committed", ROOM, b"token", 3, 9)]) == []
+    assert merger.take(1, [("committed", ROOM)]) == [("committed", ROOM, b"token", 3, 9)]
+
+
+def test_a_prompt_is_released_when_no_rank_of_p_serves_it_any_more() -> None:
+    told: list[tuple[Any, ...]] = []
+    merger = Merger(2, lambda *call: told.append(call))
+    merger.begin(ROOM)
+    assert merger.take(1, [("released", ROOM, "DONE")]) == []
+    assert merger.take(0, [("released", ROOM, "LEASE_EXPIRED")]) == [("released", ROOM, "LEASE_EXPIRED")]
+    merger.begin(ROOM)
+    assert merger.take(0, [("released", ROOM, "LEASE_EXPIRED")]) == []
+    assert told == [("abort", ROOM, "LEASE_EXPIRED")], "the others end theirs"
+    assert merger.take(1, [("released", ROOM, "DONE")]) == [("released", ROOM, "LEASE_EXPIRED")]
