@@ -65,14 +65,22 @@ pub struct Scan {
     pub namespace: String,
     /// /generate with `return_logprob`: the prefill leg's input logprobs belong into the answer.
     pub wants_input_logprobs: bool,
-    /// `ttft_deadline_ms` or `deadline_ms`, the lesser: the first token is of use within this.
-    pub deadline_ms: Option<u64>,
+    pub deadlines: Deadlines,
     /// Members the client sent under names that the router sets, each from the end of the member before (so with its comma).
     ours: Vec<(Ours, Range<usize>)>,
     /// Index of the last `}`.
     close: usize,
     /// Top-level members.
     count: usize,
+}
+
+/// Times a client gives, from the arrival of the request [ms].
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Deadlines {
+    /// The first token is of use within this.
+    pub ttft: Option<u64>,
+    /// The whole answer is.
+    pub whole: Option<u64>,
 }
 
 /// Groups of members that the router sets; when it does, a client's are left out.
@@ -84,6 +92,10 @@ pub enum Ours {
     Output,
     /// vLLM's counterpart of `Bootstrap`.
     KvParams,
+    /// The client's deadlines: another attempt is told what is left of them.
+    Deadlines,
+    /// The beginning of an answer (resume.rs).
+    Resume,
 }
 
 impl Ours {
@@ -98,6 +110,8 @@ impl Ours {
                 Some(Ours::Output)
             }
             "kv_transfer_params" => Some(Ours::KvParams),
+            "ttft_deadline_ms" | "deadline_ms" => Some(Ours::Deadlines),
+            "baton_resume" => Some(Ours::Resume),
             _ => None,
         }
     }
@@ -120,6 +134,11 @@ impl Scan {
             .clone()
             .and_then(|span| std::str::from_utf8(&body[span]).ok())
             .unwrap_or_default()
+    }
+
+    /// Whether the client sent a member of this group.
+    pub fn has(&self, group: Ours) -> bool {
+        self.ours.iter().any(|(its, _)| *its == group)
     }
 
     /// Bytes of the prompt's JSON.
@@ -145,14 +164,9 @@ impl Scan {
         token_blocks(ids, block_size, &self.namespace)
     }
 
-    /// The client's bytes without its own fields of the groups in `replaced`, then `fields` (`"name":value,…`, no
-    /// braces), then `}`.
-    pub fn splice(&self, body: &Bytes, replaced: &[Ours], fields: &str) -> Parts {
-        self.splice_with(body, replaced, None, fields)
-    }
-
-    /// The same with `added` (`,"name":value`) before the fields; only to a body with members that stay.
-    pub fn splice_with(
+    /// The client's bytes without its own fields of the groups in `replaced`, then `added` (`,"name":value`; only to a
+    /// body with members that stay) and `fields` (`"name":value,…`, no braces), then `}`.
+    pub fn splice(
         &self,
         body: &Bytes,
         replaced: &[Ours],
@@ -243,8 +257,8 @@ struct Members<'a> {
     input_ids: Option<&'a RawValue>,
     sampling_params: Option<&'a RawValue>,
     return_logprob: Option<&'a RawValue>,
-    /// The lesser of those given; what is no such number is the engine's to refuse.
-    deadline_ms: Option<u64>,
+    /// What is no such number is the engine's to refuse.
+    deadlines: Deadlines,
     cache_salt: Option<&'a RawValue>,
     extra_key: Option<&'a RawValue>,
 }
@@ -267,7 +281,7 @@ impl<'a> Members<'a> {
             input_ids: None,
             sampling_params: None,
             return_logprob: None,
-            deadline_ms: None,
+            deadlines: Deadlines::default(),
             cache_salt: None,
             extra_key: None,
         }
@@ -295,14 +309,8 @@ impl<'a> Members<'a> {
             "input_ids" => self.input_ids = Some(value),
             "sampling_params" => self.sampling_params = Some(value),
             "return_logprob" => self.return_logprob = Some(value),
-            "ttft_deadline_ms" | "deadline_ms" => {
-                let given = value.get().parse::<f64>().ok().filter(|ms| *ms >= 0.0);
-                self.deadline_ms = self
-                    .deadline_ms
-                    .into_iter()
-                    .chain(given.map(|ms| ms as u64))
-                    .min();
-            }
+            "ttft_deadline_ms" => self.deadlines.ttft = ms_of(value),
+            "deadline_ms" => self.deadlines.whole = ms_of(value),
             "cache_salt" => self.cache_salt = Some(value),
             "extra_key" => self.extra_key = Some(value),
             _ => {}
@@ -348,7 +356,7 @@ impl<'a> Members<'a> {
             prompt: prompt.map(|value| self.span(value)),
             wants_input_logprobs: api == Api::Generate
                 && self.return_logprob.is_some_and(|v| v.get() == "true"),
-            deadline_ms: self.deadline_ms,
+            deadlines: self.deadlines,
             ours: self.ours,
             close,
             count: self.count,
@@ -423,6 +431,11 @@ fn n_of_sampling_params(value: &RawValue) -> Result<usize, RouteError> {
     }
 }
 
+fn ms_of(value: &RawValue) -> Option<u64> {
+    let given = value.get().parse::<f64>().ok();
+    given.filter(|ms| *ms >= 0.0).map(|ms| ms as u64)
+}
+
 /// Whether this is a list of numbers, or of lists.
 fn holds_ids(value: &str) -> bool {
     let inside = value.strip_prefix('[').map(str::trim_start);
@@ -454,7 +467,7 @@ mod tests {
     fn spliced(body: &str, fields: &str) -> String {
         let bytes = Bytes::copy_from_slice(body.as_bytes());
         let scan = Scan::of(&bytes, Api::Chat).unwrap();
-        let parts = scan.splice(&bytes, &[Ours::Bootstrap, Ours::Rank], fields);
+        let parts = scan.splice(&bytes, &[Ours::Bootstrap, Ours::Rank], None, fields);
         let len = parts.len();
         let out: Vec<u8> = parts.into_pieces().concat();
         assert_eq!(out.len() as u64, len);
@@ -580,7 +593,7 @@ mod tests {
             ("", r#"{"a":1,"input_ids":[1,2]}"#),
             (r#""x":0"#, r#"{"a":1,"input_ids":[1,2],"x":0}"#),
         ] {
-            let parts = scan.splice_with(&body, &[Ours::Rank], Some(&added), fields);
+            let parts = scan.splice(&body, &[Ours::Rank], Some(&added), fields);
             assert_eq!(parts.len(), expected.len() as u64);
             assert_eq!(parts.into_pieces().concat(), expected.as_bytes());
         }
@@ -591,7 +604,7 @@ mod tests {
         let body = Bytes::from_static(br#"{"routed_dp_rank":1,"bootstrap_room":2,"a":3}"#);
         let scan = Scan::of(&body, Api::Chat).unwrap();
         let spliced = |replaced: &[Ours]| {
-            let parts = scan.splice(&body, replaced, r#""x":0"#);
+            let parts = scan.splice(&body, replaced, None, r#""x":0"#);
             String::from_utf8(parts.into_pieces().concat()).unwrap()
         };
         assert_eq!(

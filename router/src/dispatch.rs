@@ -16,60 +16,20 @@ use std::time::Duration;
 use axum::response::{IntoResponse, Response};
 use bytes::Bytes;
 use http::{HeaderMap, HeaderValue, StatusCode, header};
-use router_core::{Blocks, RetryClass, Role};
-use tokio::sync::OwnedSemaphorePermit;
-use tokio::time::Instant;
+use router_core::{RetryClass, Role};
 
 use crate::App;
-use crate::body::{Ours, Parts, Scan};
+use crate::body::{Ours, Parts};
 use crate::clock::now_ms;
 use crate::error::RouteError;
+use crate::inbound::Inbound;
 use crate::late::{sse_headers, with_keepalive};
 use crate::leg::{Failure, Leg, Opened, Told};
 use crate::pair::{self, PrefillLeg};
-use crate::record::Record;
-use crate::registry::{Avoid, Candidate, Chosen, Wanted};
+use crate::registry::{Candidate, Chosen};
 use crate::relay::Relay;
+use crate::resume;
 use crate::trace::TRACEPARENT;
-use crate::upstream::Head;
-
-/// A generation request, read and checked.
-pub struct Inbound {
-    pub head: Head,
-    pub body: Bytes,
-    pub scan: Scan,
-    pub routing_key: Option<String>,
-    /// The prompt's hashes, if a policy reads them.
-    pub blocks: Option<Arc<Blocks>>,
-    /// If they were counted.
-    pub prompt_tokens: Option<u32>,
-    /// `,"input_ids":[…]` for workers that take it, with --forward-input-ids.
-    pub input_ids: Option<Bytes>,
-    /// Whether a policy reads the prompt's text.
-    pub needs_text: bool,
-    /// Whether the client wants to know what is weighed.
-    pub explains: bool,
-    /// When the body was complete.
-    pub ready_at: Instant,
-    pub record: Record,
-    pub permit: Option<OwnedSemaphorePermit>,
-}
-
-impl Inbound {
-    pub fn wanted(&self) -> Wanted<'_> {
-        Wanted {
-            text: match self.needs_text {
-                true => self.scan.routing_text(&self.body),
-                false => "",
-            },
-            blocks: self.blocks.clone(),
-            routing_key: self.routing_key.as_deref(),
-            streams: self.scan.stream,
-            story: Some(self.record.story.clone()),
-            explains: self.explains,
-        }
-    }
-}
 
 /// Attempt failed: by a worker, or because nobody could be chosen.
 pub enum Stop {
@@ -102,21 +62,41 @@ pub async fn generate(app: Arc<App>, request: Inbound) -> Response {
 }
 
 async fn attempts(app: Arc<App>, mut request: Inbound) -> Response {
-    let app = &app;
-    let mut avoid = Avoid::default();
+    app.retry_budget.lock().on_request(now_ms());
+    match commit(&app, &mut request).await {
+        Ok((opened, prefill)) => answer(app, request, opened, prefill),
+        // No worker is to blame for what the router cut.
+        Err(_) if app.is_cut() => refuse(request, RouteError::Draining),
+        Err(Unanswered::Refused(err)) => refuse(request, err),
+        Err(Unanswered::Failed(failure)) => tell(request, failure),
+    }
+}
+
+/// No attempt brought an answer.
+pub enum Unanswered {
+    /// Nobody could be chosen, or its time is over.
+    Refused(RouteError),
+    /// The last one failed like this.
+    Failed(Failure),
+}
+
+/// Attempts until an answer opens.
+pub async fn commit(app: &Arc<App>, request: &mut Inbound) -> Result<Committed, Unanswered> {
     let mut had_second_opinion = false;
     let mut kept = None;
-    app.retry_budget.lock().on_request(now_ms());
     loop {
+        if request.record.attempts > 0 {
+            request.prepare_again().map_err(Unanswered::Refused)?;
+        }
         request.record.attempts += 1;
         let attempt = if app.is_pd() {
-            pair::attempt(app, &mut request, &avoid, &mut kept).await
+            pair::attempt(app, request, &mut kept).await
         } else {
-            single(app, &mut request, &avoid).await
+            single(app, request).await
         };
         let (failure, is_stale) = match attempt {
-            Ok((opened, prefill)) => return answer(app, request, opened, prefill),
-            Err(Stop::Error(err)) => return refuse(request, err),
+            Ok(committed) => return Ok(committed),
+            Err(Stop::Error(err)) => return Err(Unanswered::Refused(err)),
             Err(Stop::Failed(failure)) => (failure, false),
             Err(Stop::Stale(failure)) => (failure, true),
         };
@@ -128,8 +108,8 @@ async fn attempts(app: Arc<App>, mut request: Inbound) -> Response {
             RetryClass::Unexplained => !std::mem::replace(&mut had_second_opinion, true),
             RetryClass::Broken | RetryClass::Leaving | RetryClass::Overloaded => true,
         };
-        if !may_retry || !may_try_again(app, &request) {
-            return tell(request, failure);
+        if !may_retry || !may_try_again(app, request) {
+            return Err(Unanswered::Failed(failure));
         }
         tracing::debug!(rid = %request.record.rid, attempt = request.record.attempts, reason = failure.reason, "trying again");
         app.metrics
@@ -139,12 +119,11 @@ async fn attempts(app: Arc<App>, mut request: Inbound) -> Response {
         if is_stale {
             continue;
         }
-        let list = match failure.role {
-            Role::Prefill => &mut avoid.prefill,
-            _ => &mut avoid.worker,
-        };
-        list.push(failure.worker);
-        if failure.class == RetryClass::Overloaded || !app.registry.has_other(failure.role, list) {
+        request.avoid.add(failure.role, failure.worker);
+        let has_other = app
+            .registry
+            .has_other(failure.role, &request.wanted(), &request.avoid);
+        if failure.class == RetryClass::Overloaded || !has_other {
             let pause_ms = app
                 .retry
                 .backoff_ms(request.record.attempts, &mut rand::rng());
@@ -154,7 +133,10 @@ async fn attempts(app: Arc<App>, mut request: Inbound) -> Response {
 }
 
 /// Whether the request's attempts and the fleet's budget have another retry; takes it.
-fn may_try_again(app: &App, request: &Inbound) -> bool {
+pub fn may_try_again(app: &App, request: &Inbound) -> bool {
+    if app.is_cut() {
+        return false;
+    }
     let refused_by = if !app.retry.allows_another(request.record.attempts) {
         "attempts"
     } else if !app.retry_budget.lock().try_retry(now_ms()) {
@@ -169,20 +151,17 @@ fn may_try_again(app: &App, request: &Inbound) -> bool {
 
 pub type Committed = (Opened, Option<PrefillLeg>);
 
-async fn single(app: &Arc<App>, request: &mut Inbound, avoid: &Avoid) -> Result<Committed, Stop> {
+async fn single(app: &Arc<App>, request: &mut Inbound) -> Result<Committed, Stop> {
     let registry = &app.registry;
-    let chosen = registry.choose(Role::Regular, &request.wanted(), &avoid.worker)?;
+    let chosen = registry.choose(Role::Regular, &request.wanted(), &request.avoid)?;
     let candidate = &chosen.guard.candidate;
     request.record.worker = Some((candidate.name.clone(), chosen.why));
     let ids = ids_for(app, request, candidate);
-    let body = match (candidate.rank, ids) {
-        (None, None) => Parts::from(request.body.clone()),
-        (None, ids) => request.scan.splice_with(&request.body, &[], ids, ""),
-        (Some(rank), ids) => {
+    let body = match candidate.rank {
+        None => request.body_for(&[], ids, ""),
+        Some(rank) => {
             let fields = format!("\"data_parallel_rank\":{rank},\"routed_dp_rank\":{rank}");
-            request
-                .scan
-                .splice_with(&request.body, &[Ours::Rank], ids, &fields)
+            request.body_for(&[Ours::Rank], ids, &fields)
         }
     };
     observe_overhead(app, request);
@@ -207,12 +186,20 @@ pub fn leg(app: &App, request: &Inbound, chosen: Chosen, body: Parts) -> Leg {
     if let Some(traceparent) = chosen.guard.traceparent() {
         head.headers.insert(TRACEPARENT, traceparent);
     }
+    let candidate = &chosen.guard.candidate;
+    let tells_tokens =
+        candidate.worker.role() != Role::Prefill && request.is_resumable(app, candidate);
+    if tells_tokens {
+        let yes = HeaderValue::from_static("1");
+        head.headers.insert(resume::HEADER, yes);
+    }
     Leg {
         guard: chosen.guard,
         head,
         body,
         limit: app.config.request_timeout(),
         counts: request.scan.batch.is_none(),
+        tells_tokens,
     }
 }
 
@@ -236,14 +223,17 @@ fn end_to_end(headers: &HeaderMap) -> HeaderMap {
     kept
 }
 
-fn answer(app: &App, request: Inbound, opened: Opened, prefill: Option<PrefillLeg>) -> Response {
+fn answer(
+    app: Arc<App>,
+    request: Inbound,
+    opened: Opened,
+    prefill: Option<PrefillLeg>,
+) -> Response {
     let (status, mut headers) = (opened.status, end_to_end(&opened.headers));
     if opened.is_sse {
         sse_headers(&mut headers);
     }
-    let limit = app.config.request_timeout();
-    let many = request.scan.batch.is_some();
-    let relay = Relay::new(opened, many, limit, prefill, request.record, request.permit);
+    let relay = Relay::new(app, request, opened, prefill);
     let mut response = Response::new(axum::body::Body::new(relay));
     *response.status_mut() = status;
     *response.headers_mut() = headers;

@@ -106,6 +106,10 @@ pub enum RouteError {
         worker: String,
         waited_ms: u64,
     },
+    #[error(
+        "the request's own deadline passed, {waited_ms} ms after it came; give it more, or add workers"
+    )]
+    DeadlineOver { waited_ms: u64 },
     #[error("{detail}")]
     Unasked { detail: String },
     #[error("prefill worker {worker} could not prefill: {cause}")]
@@ -166,7 +170,7 @@ impl RouteError {
             RouteError::TooManyRooms { .. } => "queue_full",
             RouteError::NoWorker { .. } => "no_worker",
             RouteError::Upstream { .. } | RouteError::Unasked { .. } => "upstream_error",
-            RouteError::UpstreamSilent { .. } => "timeout",
+            RouteError::UpstreamSilent { .. } | RouteError::DeadlineOver { .. } => "timeout",
             RouteError::PrefillFailed { .. } => "prefill_failed",
             RouteError::Internal { .. } => "internal_error",
         }
@@ -201,7 +205,9 @@ impl RouteError {
             RouteError::Upstream { .. }
             | RouteError::Unasked { .. }
             | RouteError::PrefillFailed { .. } => StatusCode::BAD_GATEWAY,
-            RouteError::UpstreamSilent { .. } => StatusCode::GATEWAY_TIMEOUT,
+            RouteError::UpstreamSilent { .. } | RouteError::DeadlineOver { .. } => {
+                StatusCode::GATEWAY_TIMEOUT
+            }
             RouteError::Internal { .. } => StatusCode::INTERNAL_SERVER_ERROR,
         }
     }

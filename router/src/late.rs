@@ -17,7 +17,7 @@ use tokio::time::{Instant, Sleep, sleep, timeout};
 
 use crate::leg::is_sse;
 
-const COMMENT: &[u8] = b": keep-alive\n\n";
+pub const COMMENT: &[u8] = b": keep-alive\n\n";
 
 type Answering = Pin<Box<dyn Future<Output = Response> + Send>>;
 

@@ -34,6 +34,8 @@ pub struct Leg {
     pub limit: Duration,
     /// One answer to one prompt: what the worker counts is about them.
     pub counts: bool,
+    /// Its stream has comments with the tokens (resume.rs).
+    pub tells_tokens: bool,
 }
 
 /// An answer worth giving to the client.
@@ -48,6 +50,8 @@ pub struct Opened {
     pub rest: Option<Answer>,
     /// See [`Leg::counts`].
     pub counts: bool,
+    /// See [`Leg::tells_tokens`].
+    pub tells_tokens: bool,
 }
 
 /// What the client gets if nobody else can do better.
@@ -63,7 +67,7 @@ pub enum Told {
 }
 
 /// Reason of a worker that said nothing for too long. The request's time is over, and the worker is to blame.
-const SILENT: &str = "silent";
+pub const SILENT: &str = "silent";
 
 #[derive(Debug)]
 pub struct Failure {
@@ -228,6 +232,7 @@ impl Leg {
                 }
                 Ok(Opened {
                     counts: self.counts && self.guard.wants_usage(),
+                    tells_tokens: self.tells_tokens && is_sse,
                     guard: self.guard,
                     status,
                     is_sse,
@@ -311,9 +316,15 @@ impl Leg {
             ));
         }
         if is_sse(&head.headers) {
+            let mut before = Vec::new();
             let first = loop {
                 match self.next_piece(&mut answer).await? {
-                    Some(piece) if is_comment(&piece) => {}
+                    Some(piece) if is_comment(&piece) => {
+                        // The tokens of an event that comes with another piece.
+                        if self.tells_tokens && !piece.ends_with(b"\n\n") {
+                            before.push(piece);
+                        }
+                    }
                     Some(piece) => break piece,
                     None => {
                         let cause = "ended the stream before it began".into();
@@ -331,7 +342,8 @@ impl Leg {
                 return Err(self.error_in_stream(head.headers, first, answer).await);
             }
             let rest = (!answer.is_end()).then_some(answer);
-            return Ok((head.status, head.headers, vec![first], rest));
+            before.push(first);
+            return Ok((head.status, head.headers, before, rest));
         }
         let mut pieces = Vec::new();
         let mut held = 0;

@@ -19,6 +19,7 @@ mod error;
 mod explain;
 mod health;
 mod http;
+mod inbound;
 mod kv_events;
 mod late;
 mod leg;
@@ -31,6 +32,7 @@ mod record;
 mod registry;
 mod relay;
 mod replay;
+mod resume;
 mod serve;
 mod sse;
 mod story;
@@ -72,6 +74,10 @@ pub struct App {
     pub(crate) requests: Arc<story::Requests>,
     /// With --enable-trace.
     pub(crate) tracer: Option<Arc<trace::Exporter>>,
+    /// What is held for failovers.
+    pub(crate) failover_memory: Arc<resume::Memory>,
+    /// Turns true when what still runs is cut.
+    cut: watch::Receiver<bool>,
     draining: AtomicBool,
 }
 
@@ -84,7 +90,9 @@ impl App {
         cut: watch::Receiver<bool>,
     ) -> Self {
         Self {
-            registry: registry::Registry::new(&config, deciders, metrics.clone(), tls, cut),
+            registry: registry::Registry::new(&config, deciders, metrics.clone(), tls, cut.clone()),
+            failover_memory: Arc::new(resume::Memory::new(config.retry.failover_max_bytes)),
+            cut,
             requests: Arc::new(story::Requests::new(config.observe.request_history)),
             metrics,
             admission: admission::Admission::new(&config.limits),
@@ -117,6 +125,11 @@ impl App {
 
     pub(crate) fn start_draining(&self) {
         self.draining.store(true, Ordering::Relaxed);
+    }
+
+    /// The grace of a shutdown is over: nothing is begun any more.
+    pub(crate) fn is_cut(&self) -> bool {
+        *self.cut.borrow()
     }
 
     /// Register a worker and start probing it.

@@ -96,6 +96,12 @@ specs! {
         "Attempts after the first, by what failed before";
     RETRIES_REFUSED = Counter "baton_router_retries_refused_total" ["by"]
         "Failures that another worker could have mended, but for attempts (--retry-max-retries) or budget (--retry-budget-ratio)";
+    FAILOVERS = Counter "baton_router_failovers_total" ["role", "outcome"]
+        "Streams whose worker broke off and that another could go on with; outcome is resumed, failed (nobody did), refused (attempts or budget) or client_gone";
+    FAILOVER_PAUSE = Histogram "baton_router_failover_pause_seconds" ["role"]
+        "From the break of such a stream to the first event of the next worker";
+    UNRESUMABLE = Counter "baton_router_unresumable_streams_total" ["reason"]
+        "Streams that nobody could go on with any more; reason is too_long, memory (--failover-max-bytes) or malformed (the worker's comments)";
     DECODE_RETRIES = Counter "baton_router_decode_retries_total" ["result"]
         "Attempts in which another decode worker was to fetch a prompt that was prefilled already; result is opened or failed";
     LOCAL_PREFILLS = Counter "baton_router_local_prefills_total" ["why"]
@@ -203,6 +209,9 @@ pub struct Metrics {
     pub trace_spans: IntCounterVec,
     pub retries: IntCounterVec,
     pub retries_refused: IntCounterVec,
+    pub failovers: IntCounterVec,
+    pub failover_pause: HistogramVec,
+    pub unresumable: IntCounterVec,
     pub decode_retries: IntCounterVec,
     pub local_prefills: IntCounterVec,
     pub upstream_errors: IntCounterVec,
@@ -293,6 +302,9 @@ impl Metrics {
             trace_spans: counters(&exposed, &TRACE_SPANS)?,
             retries: counters(&exposed, &RETRIES)?,
             retries_refused: counters(&exposed, &RETRIES_REFUSED)?,
+            failovers: counters(&exposed, &FAILOVERS)?,
+            failover_pause: histograms(&exposed, &FAILOVER_PAUSE)?,
+            unresumable: counters(&exposed, &UNRESUMABLE)?,
             decode_retries: counters(&exposed, &DECODE_RETRIES)?,
             local_prefills: counters(&exposed, &LOCAL_PREFILLS)?,
             upstream_errors: counters(&exposed, &UPSTREAM_ERRORS)?,

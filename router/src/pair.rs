@@ -21,12 +21,13 @@ use tokio::time::timeout;
 use crate::App;
 use crate::body::{Ours, Parts};
 use crate::config::PdProtocol;
-use crate::dispatch::{Committed, Inbound, Stop, ids_for, leg, observe_overhead};
+use crate::dispatch::{Committed, Stop, ids_for, leg, observe_overhead};
 use crate::error::RouteError;
+use crate::inbound::Inbound;
 use crate::leg::{Failure, Leg};
 use crate::logprobs;
 use crate::metrics::Metrics;
-use crate::registry::{Avoid, Candidate, Chosen};
+use crate::registry::{Candidate, Chosen};
 use crate::vllm;
 
 /// A prefill leg that is still being read when the answer is complete gets this long; its KV has arrived.
@@ -135,17 +136,16 @@ pub struct Prefilled {
 pub async fn attempt(
     app: &Arc<App>,
     request: &mut Inbound,
-    avoid: &Avoid,
     kept: &mut Option<Prefilled>,
 ) -> Result<Committed, Stop> {
     let reader = match kept.take() {
-        Some(prefilled) => second_reader(app, request, avoid, prefilled)?,
+        Some(prefilled) => second_reader(app, request, prefilled)?,
         None => None,
     };
     let is_second_reader = reader.is_some();
     let (mut prefilled, decode) = match reader {
         Some(reader) => reader,
-        None => match choose(app, request, avoid)? {
+        None => match choose(app, request)? {
             Placed::Pair(prefill, decode) if is_vllm(app, &prefill) => {
                 return vllm::attempt(app, request, prefill, decode).await;
             }
@@ -211,11 +211,13 @@ pub async fn attempt(
             }
         }
         Err(failure) => {
-            let mut tried = avoid.worker.clone();
-            tried.push(failure.worker);
-            if prefilled.meeting.prefill.worker.has_feature("reopen")
-                && app.registry.has_other(Role::Decode, &tried)
-            {
+            let mut tried = request.avoid.clone();
+            tried.add(Role::Decode, failure.worker);
+            let other = |tried| {
+                let registry = &app.registry;
+                registry.has_other(Role::Decode, &request.wanted(), tried)
+            };
+            if prefilled.meeting.prefill.worker.has_feature("reopen") && other(&tried) {
                 *kept = Some(prefilled);
             }
             Err(failure.into())
@@ -241,11 +243,10 @@ fn can_prefill(app: &App, decode: &Chosen) -> bool {
 fn second_reader(
     app: &App,
     request: &Inbound,
-    avoid: &Avoid,
     prefilled: Prefilled,
 ) -> Result<Option<(Prefilled, Chosen)>, RouteError> {
     let registry = &app.registry;
-    let decode = registry.choose(Role::Decode, &request.wanted(), &avoid.worker)?;
+    let decode = registry.choose(Role::Decode, &request.wanted(), &request.avoid)?;
     let is_fit = prefilled
         .meeting
         .prefill
@@ -260,10 +261,10 @@ enum Placed {
     Local(Chosen, LocalWhy),
 }
 
-fn choose(app: &App, request: &Inbound, avoid: &Avoid) -> Result<Placed, RouteError> {
+fn choose(app: &App, request: &Inbound) -> Result<Placed, RouteError> {
     let rule = app.config.pairs.local_rule();
     let wanted = request.wanted();
-    match app.registry.choose_pair(&wanted, avoid) {
+    match app.registry.choose_pair(&wanted, &request.avoid) {
         Ok((prefill, decode)) => {
             let view = view(request, &decode);
             let why = rule.decide(&view).filter(|_| can_prefill(app, &decode));
@@ -279,7 +280,7 @@ fn choose(app: &App, request: &Inbound, avoid: &Avoid) -> Result<Placed, RouteEr
                 ..
             },
         ) => {
-            let Ok(decode) = app.registry.choose(Role::Decode, &wanted, &avoid.worker) else {
+            let Ok(decode) = app.registry.choose(Role::Decode, &wanted, &request.avoid) else {
                 return Err(err);
             };
             let view = LocalView {
@@ -298,12 +299,14 @@ fn choose(app: &App, request: &Inbound, avoid: &Avoid) -> Result<Placed, RouteEr
 fn view(request: &Inbound, decode: &Chosen) -> LocalView {
     let forecast = decode.why.forecast();
     let estimate = request.scan.prompt_len() / BYTES_PER_TOKEN;
+    let prompt = match (request.prompt_tokens, forecast) {
+        (Some(counted), _) => counted,
+        (None, Some(forecast)) => forecast.prompt_tokens,
+        (None, None) => u32::try_from(estimate).unwrap_or(u32::MAX),
+    };
+    let begun = request.begun.as_ref().map_or(0, |begun| begun.tokens);
     LocalView {
-        prompt_tokens: match (request.prompt_tokens, forecast) {
-            (Some(counted), _) => counted,
-            (None, Some(forecast)) => forecast.prompt_tokens,
-            (None, None) => u32::try_from(estimate).unwrap_or(u32::MAX),
-        },
+        prompt_tokens: prompt.saturating_add(u32::try_from(begun).unwrap_or(u32::MAX)),
         cached_tokens: forecast.map_or(0, |forecast| forecast.cached_tokens),
         has_prefill: true,
     }
@@ -329,9 +332,7 @@ async fn local(
         ),
     };
     let ids = ids_for(app, request, candidate);
-    let body = request
-        .scan
-        .splice_with(&request.body, replaced, ids, &fields);
+    let body = request.body_for(replaced, ids, &fields);
     observe_overhead(app, request);
     let opened = leg(app, request, decode, body).open().await?;
     Ok((opened, None))
@@ -424,8 +425,6 @@ impl Meeting {
             true => &[Ours::Bootstrap, Ours::Rank],
             false => &[Ours::Bootstrap],
         };
-        request
-            .scan
-            .splice_with(&request.body, replaced, ids, fields)
+        request.body_for(replaced, ids, fields)
     }
 }

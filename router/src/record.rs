@@ -126,6 +126,7 @@ impl Drop for Record {
             worker = %show(&self.worker),
             room = self.room,
             attempts = self.attempts,
+            failovers = self.story.failovers(),
             status,
             outcome,
             read_ms = ms(stages.read),

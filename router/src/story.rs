@@ -139,6 +139,9 @@ struct Failed {
     role: Role,
     reason: &'static str,
     at_ms: f64,
+    /// Its answer broke off behind so many tokens; another worker was asked for the rest.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    failover_at_token: Option<usize>,
 }
 
 /// A place in the story for one leg's guard to write to.
@@ -234,6 +237,15 @@ impl Story {
 
     /// The attempt is given up; another may follow.
     pub fn failed(&self, role: Role, reason: &'static str) {
+        self.gave_up(role, reason, None);
+    }
+
+    /// The answer broke off when the client had so many tokens, and another worker is asked for the rest.
+    pub fn fails_over(&self, role: Role, reason: &'static str, tokens: usize) {
+        self.gave_up(role, reason, Some(tokens));
+    }
+
+    fn gave_up(&self, role: Role, reason: &'static str, failover_at_token: Option<usize>) {
         let mut told = self.told.lock();
         let attempt = told.failures.len() as u32 + 1;
         told.failures.push(Failed {
@@ -241,7 +253,15 @@ impl Story {
             role,
             reason,
             at_ms: ms(self.started),
+            failover_at_token,
         });
+    }
+
+    /// How often another worker was asked to go on with the answer.
+    pub fn failovers(&self) -> usize {
+        let told = self.told.lock();
+        let failures = told.failures.iter();
+        failures.filter(|f| f.failover_at_token.is_some()).count()
     }
 
     /// What the last worker that answered counted.
@@ -349,6 +369,13 @@ impl Story {
             events: Vec::new(),
             error: (status >= 500 || outcome == "error_event").then(|| outcome.to_owned()),
         };
+        let failovers = told
+            .failures
+            .iter()
+            .filter(|f| f.failover_at_token.is_some());
+        request
+            .events
+            .extend(failovers.map(|failed| (at(failed.at_ms), "failover")));
         for (name, ms) in [
             ("read", stage(Stage::Read)),
             ("admitted", stage(Stage::Admitted)),

@@ -15,7 +15,8 @@ use serde_json::value::RawValue;
 
 use crate::App;
 use crate::body::{Ours, Parts};
-use crate::dispatch::{Committed, Inbound, Stop, leg, observe_overhead};
+use crate::dispatch::{Committed, Stop, leg, observe_overhead};
+use crate::inbound::Inbound;
 use crate::leg::Leg;
 use crate::registry::Chosen;
 use crate::usage::usage_in;
@@ -47,11 +48,8 @@ pub async fn attempt(
         ask_prefill(app, request, prefill).await?
     };
     let fields = params.map(|params| format!("\"kv_transfer_params\":{params}"));
-    let body = request.scan.splice(
-        &request.body,
-        &[Ours::KvParams],
-        fields.as_deref().unwrap_or_default(),
-    );
+    let fields = fields.as_deref().unwrap_or_default();
+    let body = request.body_for(&[Ours::KvParams], None, fields);
     observe_overhead(app, request);
     let opened = ranked(app, request, decode, body).open().await?;
     Ok((opened, None))
@@ -69,9 +67,7 @@ async fn ask_prefill(
         kv_transfer_params: Option<&'a RawValue>,
     }
     let replaced = [Ours::Output, Ours::KvParams];
-    let body = request
-        .scan
-        .splice(&request.body, &replaced, PREFILL_FIELDS);
+    let body = request.body_for(&replaced, None, PREFILL_FIELDS);
     observe_overhead(app, request);
     let mut opened = ranked(app, request, prefill, body).open().await?;
     opened.guard.first_token();

@@ -185,6 +185,11 @@ class Cluster:
         workers = json.loads(get(f"{self.url}/workers") or "{}").get("workers", [])
         return {worker["url"]: worker["load"] for worker in workers}
 
+    def ready(self) -> set[str]:
+        """Workers the router may choose."""
+        workers = json.loads(get(f"{self.url}/workers") or "{}").get("workers", [])
+        return {worker["url"] for worker in workers if worker["state"] == "ready"}
+
     # ---- what is done to it ------------------------------------------------------------------------------------
 
     def kill(self, role: str, index: int = 0) -> None:

@@ -191,9 +191,7 @@ class Answering:
         response = web.StreamResponse(headers={**SSE_HEADERS, **headers})
         teller = None
         if EMIT_HEADER in request.headers and len(generation.tracks) == 1:
-            resume = generation.accepted.resume
-            created = int(time.time()) if resume is None else resume.created
-            teller = Teller(generation.tracks[0].item.params.seed, created)
+            teller = Teller(generation.tracks[0].item.params.seed, generation.created)
 
         async def send(data: bytes) -> None:
             if not response.prepared:

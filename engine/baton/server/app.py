@@ -60,7 +60,7 @@ HEALTH_GENERATE_SECS = 20.0
 OPEN_PATHS = frozenset({"/health", "/livez", "/readyz", "/health_generate", "/ping", "/metrics"})
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,256}")
 SECRETS = ("api_key", "cluster_key")
-FEATURES = {"prefill": ["reopen"], "decode": ["local_prefill", "resume"]}
+FEATURES = {"null": ["resume"], "prefill": ["reopen", "resume"], "decode": ["local_prefill", "resume"]}
 """By mode, what a router may rely on (docs/protocol.md §2)."""
 
 

@@ -184,6 +184,8 @@ class Generation:
         self.endpoint = endpoint
         self.arrived = arrived
         self.first_token_at: float | None = None
+        self.created = int(time.time()) if accepted.resume is None else accepted.resume.created
+        """Unix seconds: what its events say."""
         self._metrics = metrics
         self._timeout_secs = timeout_secs
         self._on_generated = on_generated

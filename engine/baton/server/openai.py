@@ -5,7 +5,6 @@ A format is fed deltas in order: `event(delta)` for a stream, `take(delta)` and 
 
 from __future__ import annotations
 
-import time
 from abc import ABC, abstractmethod
 from typing import Any
 
@@ -64,8 +63,7 @@ class _Format(ABC):
         # The router's ids carry the prefix already; a client's x-request-id usually does not.
         named = request_id if request_id.startswith(f"{self.id_prefix}-") else f"{self.id_prefix}-{request_id}"
         self.id = self._accepted.rid or named
-        resume = self._accepted.resume
-        self._created = int(time.time()) if resume is None else resume.created
+        self._created = generation.created
         self._answers = [Answer() for _ in generation.tracks]
 
     def take(self, delta: Delta) -> None:

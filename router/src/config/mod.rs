@@ -211,6 +211,13 @@ pub struct Retry {
     /// Retries in 30 s that are allowed however few requests there are: as many as one worker has in flight
     #[arg(long, default_value_t = 64, value_name = "N")]
     pub retry_budget_floor: u32,
+    /// End a stream with an error event when its worker breaks off, rather than have another worker go on with it
+    #[arg(long)]
+    pub disable_failover: bool,
+    /// Most memory for the requests of running streams and the tokens they have; streams beyond it pass, but end when
+    /// their worker breaks off [bytes]
+    #[arg(long, default_value_t = 1 << 30, value_name = "BYTES")]
+    pub failover_max_bytes: usize,
 }
 
 #[derive(Debug, Clone, Args)]

@@ -18,19 +18,18 @@ use super::{HOP_BY_HOP, REQUEST_ID, access};
 use crate::App;
 use crate::body::{Api, Scan};
 use crate::config::Limits;
-use crate::dispatch::{self, Inbound};
+use crate::dispatch;
 use crate::error::RouteError;
 use crate::explain::{self, Asks};
+use crate::inbound::{Inbound, told_deadlines};
 use crate::record::Record;
+use crate::registry::Avoid;
+use crate::resume;
 use crate::story::{Stage, Story};
 use crate::upstream::Head;
 
 /// A client that sends nothing of its body for this long is gone or means harm.
 const BODY_SILENCE: Duration = Duration::from_secs(60);
-/// The first token is of use within this [ms]; the engines' names (docs/protocol.md).
-const TTFT_DEADLINE: &str = "x-slo-ttft-ms";
-/// The whole answer is of use within this [ms].
-const DEADLINE: &str = "x-deadline-remaining-ms";
 /// A client's own affinity key.
 const ROUTING_KEY: &str = "x-smg-routing-key";
 
@@ -59,11 +58,15 @@ async fn serve(app: Arc<App>, api: Api, request: Request) -> Response {
         Err(err) => return refused(record, err),
     };
     match take_in(&app, api, request, asks, &record.story).await {
-        Ok((head, routing_key, body, scan, ready_at, permit, deadline_ms)) => {
+        Ok((head, routing_key, body, scan, ready_at, permit)) => {
             let (needs_text, needs_blocks) = app.registry.needs(app.serving_roles());
             let prompt = prompt_of(&app, api, &scan, &body, needs_blocks).await;
             let story = record.story.clone();
             let inbound = Inbound {
+                told: told_deadlines(&head.headers),
+                again: String::new(),
+                avoid: Avoid::default(),
+                begun: None,
                 head,
                 blocks: prompt.blocks.map(Arc::new),
                 prompt_tokens: prompt.tokens,
@@ -84,7 +87,7 @@ async fn serve(app: Arc<App>, api: Api, request: Request) -> Response {
             if asks == Asks::DryRun {
                 return dry_run(&app, inbound);
             }
-            if let Err(err) = shed(&app, &inbound, deadline_ms) {
+            if let Err(err) = shed(&app, &inbound) {
                 return dispatch::refuse(inbound, err);
             }
             let is_shown = asks == Asks::Explain && !access::has_control_keys(&app);
@@ -123,7 +126,6 @@ type TakenIn = (
     Scan,
     Instant,
     Option<OwnedSemaphorePermit>,
-    Option<u64>,
 );
 
 /// A dry run takes no place.
@@ -148,8 +150,9 @@ async fn take_in(
     let scan = Scan::of(&body, api)?;
     story.mark(Stage::Parsed);
     let mut headers = forwarded(parts.headers);
-    let deadline_ms = deadline_ms(&headers, &scan);
     headers.remove(explain::HEADER);
+    // Between a router and its workers.
+    headers.remove(resume::HEADER);
     // It was read as JSON, whatever the client called it (curl -d calls it a form).
     let json = HeaderValue::from_static("application/json");
     headers.insert(CONTENT_TYPE, json);
@@ -158,21 +161,16 @@ async fn take_in(
         uri: Uri::from_static(api.path()),
         headers,
     };
-    Ok((head, routing_key, body, scan, ready_at, permit, deadline_ms))
-}
-
-/// The least of the times the client gives for the first token or for all of the answer.
-fn deadline_ms(headers: &HeaderMap, scan: &Scan) -> Option<u64> {
-    let named = [TTFT_DEADLINE, DEADLINE].map(|name| text_header(headers, name)?.parse().ok());
-    named.into_iter().flatten().chain(scan.deadline_ms).min()
+    Ok((head, routing_key, body, scan, ready_at, permit))
 }
 
 /// --max-ttft-ms: refuse what would begin too late wherever it went.
-fn shed(app: &App, request: &Inbound, deadline_ms: Option<u64>) -> Result<(), RouteError> {
+fn shed(app: &App, request: &Inbound) -> Result<(), RouteError> {
     let Some(max_ms) = app.config.limits.max_ttft_ms else {
         return Ok(());
     };
-    let limit_ms = deadline_ms.map_or(max_ms, |deadline_ms| deadline_ms.min(max_ms));
+    let own = request.deadline_ms();
+    let limit_ms = own.map_or(max_ms, |own| own.min(max_ms));
     let role = app.serving_roles()[0];
     let Some(ahead) = app.registry.least_ttft(role, &request.wanted()) else {
         return Ok(());

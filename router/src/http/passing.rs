@@ -19,7 +19,7 @@ use crate::App;
 use crate::body::Parts;
 use crate::error::RouteError;
 use crate::leg::{Leg, Opened, Told, silent_error};
-use crate::registry::{LoadGuard, ROLES, Wanted, Worker};
+use crate::registry::{Avoid, LoadGuard, ROLES, Wanted, Worker};
 use crate::upstream::{Head, with_source};
 
 /// A worker asked by an operator or a probe answers within this.
@@ -69,7 +69,7 @@ async fn to_one(app: &App, request: Request, limit: Duration) -> Result<Response
     let (parts, body) = request.into_parts();
     let body = read_body(body, &parts.headers, &app.config.limits).await?;
     let head = head_of(parts)?;
-    let mut avoid = Vec::new();
+    let (mut avoid, mut is_second) = (Avoid::default(), false);
     loop {
         // The prefill workers come last: tokenising on them delays prompts.
         let roles = app.serving_roles().iter().rev();
@@ -84,14 +84,15 @@ async fn to_one(app: &App, request: Request, limit: Duration) -> Result<Response
             body: Parts::from(body.clone()),
             limit,
             counts: false,
+            tells_tokens: false,
         };
         let failure = match leg.open().await {
             Ok(opened) => return whole(opened, limit).await,
             Err(failure) => failure,
         };
         let is_unreached = matches!(failure.reason, "connect" | "reset");
-        if is_unreached && avoid.is_empty() {
-            avoid.push(failure.worker);
+        if is_unreached && !std::mem::replace(&mut is_second, true) {
+            avoid.add(failure.role, failure.worker);
             continue;
         }
         return match failure.told {

@@ -15,6 +15,7 @@ use crate::clock::now_ms;
 use crate::kv_events::Feed;
 use crate::load::{self, Fate, Report};
 use crate::metrics::Metrics;
+use crate::resume;
 use crate::story::LegStory;
 
 /// What a policy chooses: a worker, or one DP rank of it.
@@ -42,6 +43,11 @@ impl Candidate {
         self.breaker
             .as_ref()
             .is_none_or(|b| b.lock().allows(now_ms))
+    }
+
+    /// Whether it could go on with an answer of a worker of this make; nothing is asked where there is none.
+    pub(super) fn is_heir(&self, of: Option<Make>) -> bool {
+        of.is_none_or(|make| make.fits(&self.make) && self.worker.has_feature(resume::FEATURE))
     }
 
     /// Whether what this rank of the worker reports is all that the candidate stands for.

@@ -57,6 +57,8 @@ pub struct Wanted<'a> {
     pub story: Option<Arc<Story>>,
     /// With all that is weighed.
     pub explains: bool,
+    /// It goes on with the answer of a worker of this make (resume.rs).
+    pub heir_of: Option<Make>,
 }
 
 impl Wanted<'_> {
@@ -91,17 +93,41 @@ pub struct Chosen {
 }
 
 /// Workers that failed a request before: taken again only when there is no other.
-#[derive(Default)]
+#[derive(Debug, Clone, Default)]
 pub struct Avoid {
-    pub prefill: Vec<WorkerId>,
+    prefill: Vec<WorkerId>,
     /// Decode or regular workers.
-    pub worker: Vec<WorkerId>,
+    worker: Vec<WorkerId>,
 }
 
-/// Candidates whose breaker allows a request now, without those to avoid unless there are no others.
-fn views(candidates: &[Arc<Candidate>], avoid: &[WorkerId], now_ms: u64) -> Vec<WorkerView> {
+impl Avoid {
+    pub fn add(&mut self, role: Role, worker: WorkerId) {
+        match role {
+            Role::Prefill => self.prefill.push(worker),
+            Role::Decode | Role::Regular => self.worker.push(worker),
+        }
+    }
+
+    fn of(&self, role: Role) -> &[WorkerId] {
+        match role {
+            Role::Prefill => &self.prefill,
+            Role::Decode | Role::Regular => &self.worker,
+        }
+    }
+}
+
+/// Candidates whose breaker allows a request now and who could go on with what was begun, without those to avoid unless
+/// there are no others.
+fn views(
+    candidates: &[Arc<Candidate>],
+    heir_of: Option<Make>,
+    avoid: &[WorkerId],
+    now_ms: u64,
+) -> Vec<WorkerView> {
     let allowed = || {
-        let allowed = candidates.iter().filter(|c| c.is_allowed(now_ms));
+        let allowed = candidates
+            .iter()
+            .filter(|c| c.is_allowed(now_ms) && c.is_heir(heir_of));
         allowed.map(|c| WorkerView {
             id: c.id,
             load: c.load(),
@@ -445,14 +471,15 @@ impl Registry {
         &self,
         role: Role,
         wanted: &Wanted<'_>,
-        avoid: &[WorkerId],
+        avoid: &Avoid,
     ) -> Result<Chosen, RouteError> {
         let chosen = {
             let table = self.table(role);
             let _turn = table.turn.lock();
             let sending = wanted.sending(now_ms());
             let list = table.candidates.read().clone();
-            let views = views(&list, avoid, sending.request.now_ms);
+            let now_ms = sending.request.now_ms;
+            let views = views(&list, wanted.heir_of, avoid.of(role), now_ms);
             let ticket = self.ticket();
             let decided = self.deciders.decide(role, &sending, &views, ticket);
             decided.and_then(|decided| self.take(&list, decided, ticket, wanted, &sending))
@@ -476,8 +503,8 @@ impl Registry {
                 prefill.candidates.read().clone(),
                 decode.candidates.read().clone(),
             );
-            let p_views = views(&p_list, &avoid.prefill, now_ms);
-            let d_views = views(&d_list, &avoid.worker, now_ms);
+            let p_views = views(&p_list, wanted.heir_of, &avoid.prefill, now_ms);
+            let d_views = views(&d_list, wanted.heir_of, &avoid.worker, now_ms);
             let tickets = [self.ticket(), self.ticket()];
             let sides = [(p_list.as_slice(), p_views.as_slice()), (&d_list, &d_views)];
             let makes = self.makes(sides);
@@ -500,7 +527,7 @@ impl Registry {
     /// The worker of this role that would begin to answer first, if its policy predicts that.
     pub fn least_ttft(&self, role: Role, wanted: &Wanted<'_>) -> Option<Ahead> {
         let now_ms = now_ms();
-        let views = views(&self.table(role).list(), &[], now_ms);
+        let views = views(&self.table(role).list(), None, &[], now_ms);
         let policy = self.deciders.policy(role);
         policy.soonest(&wanted.view(now_ms), &views)
     }
@@ -562,7 +589,7 @@ impl Registry {
             .iter()
             .map(|role| {
                 let list = self.table(*role).candidates.read().clone();
-                let views = views(&list, &[], request.now_ms);
+                let views = views(&list, None, &[], request.now_ms);
                 (list, views)
             })
             .collect();
@@ -670,11 +697,12 @@ impl Registry {
     }
 
     /// Whether a candidate outside `avoid` could be chosen.
-    pub fn has_other(&self, role: Role, avoid: &[WorkerId]) -> bool {
+    pub fn has_other(&self, role: Role, wanted: &Wanted<'_>, avoid: &Avoid) -> bool {
         let candidates = self.table(role).candidates.read().clone();
         let now_ms = now_ms();
+        let avoid = avoid.of(role);
         candidates
             .iter()
-            .any(|c| !avoid.contains(&c.id) && c.is_allowed(now_ms))
+            .any(|c| !avoid.contains(&c.id) && c.is_allowed(now_ms) && c.is_heir(wanted.heir_of))
     }
 }

@@ -7,6 +7,7 @@ mod compat;
 mod discovery;
 mod docs;
 mod explain;
+mod failover;
 mod faults;
 mod limits;
 mod loads;

@@ -3,6 +3,7 @@
 //! Waits are on conditions with a deadline (`eventually`); each test runs under `timed`.
 
 mod client;
+pub mod counting;
 pub mod peers;
 
 use std::collections::{HashMap, VecDeque};
@@ -66,6 +67,10 @@ pub enum Act {
     Hang,
     /// These pieces as SSE, then …
     Stream(Vec<&'static str>, End),
+    /// Count (support/counting.rs).
+    Count,
+    /// Count for so many writes, then so many bytes of the next (less than all), then …
+    CountTo(usize, usize, End),
 }
 
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -332,6 +337,13 @@ async fn serve(
         }
     };
     let stream = value["stream"] == true;
+    let counted = match &act {
+        Some(Act::Count | Act::CountTo(..)) => {
+            let is_asked = parts.headers.contains_key("x-baton-emit-tokens");
+            counting::writes(&value, is_asked)
+        }
+        _ => Vec::new(),
+    };
     inner.seen.lock().push(Arc::new(Seen {
         path,
         headers: parts.headers,
@@ -342,8 +354,8 @@ async fn serve(
         inner: inner.clone(),
         is_finished: false,
     };
-    let sse = |pieces: Vec<&'static str>, end: End, unfinished: Unfinished| {
-        let steps = pieces.into_iter().map(Bytes::from).collect();
+    let sse = |steps: Vec<Bytes>, end: End, unfinished: Unfinished| {
+        let steps = steps.into();
         let script = Script {
             steps,
             end,
@@ -356,7 +368,10 @@ async fn serve(
             .map_err(|_| reset())
     };
     match act.unwrap_or(Act::Answer) {
-        Act::Answer if stream => sse(vec![TOKEN, TOKEN, FINISH, DONE], End::Clean, unfinished),
+        Act::Answer if stream => {
+            let pieces = [TOKEN, TOKEN, FINISH, DONE].map(Bytes::from);
+            sse(pieces.into(), End::Clean, unfinished)
+        }
         Act::Answer => {
             unfinished.is_finished = true;
             Ok(json_response(200, &json!({"ok": true})))
@@ -379,7 +394,22 @@ async fn serve(
             Err(reset())
         }
         Act::Hang => std::future::pending().await,
-        Act::Stream(pieces, end) => sse(pieces, end, unfinished),
+        Act::Stream(pieces, end) => {
+            let pieces = pieces.into_iter().map(Bytes::from).collect();
+            sse(pieces, end, unfinished)
+        }
+        Act::Count => {
+            let writes = counted.into_iter().map(Bytes::from).collect();
+            sse(writes, End::Clean, unfinished)
+        }
+        Act::CountTo(writes, bytes, end) => {
+            let part = counted
+                .get(writes)
+                .map(|write| &write[..bytes.min(write.len() - 1)]);
+            let part = part.filter(|part| !part.is_empty()).map(str::to_owned);
+            let steps = counted.iter().take(writes).cloned().chain(part);
+            sse(steps.map(Bytes::from).collect(), end, unfinished)
+        }
     }
 }
 

@@ -1,0 +1,171 @@
+//! A generation request, read and checked, and what of it goes to a worker: the same for each attempt, but for the time
+//! that is left and, when its answer broke off, the part that the client has.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use bytes::Bytes;
+use http::{HeaderMap, HeaderValue};
+use router_core::{Blocks, Make};
+use tokio::sync::OwnedSemaphorePermit;
+use tokio::time::Instant;
+
+use crate::App;
+use crate::body::{Deadlines, Ours, Parts, Scan};
+use crate::clock::ms_since;
+use crate::error::RouteError;
+use crate::record::Record;
+use crate::registry::{Avoid, Candidate, Wanted};
+use crate::resume;
+use crate::upstream::Head;
+
+/// The first token is of use within this [ms]; the engines' names (docs/protocol.md).
+const TTFT_HEADERS: [&str; 2] = ["x-slo-ttft-ms", "x-llm-d-slo-ttft-ms"];
+/// The whole answer is of use within this [ms].
+const DEADLINE_HEADER: &str = "x-deadline-remaining-ms";
+
+pub struct Inbound {
+    pub head: Head,
+    pub body: Bytes,
+    pub scan: Scan,
+    pub routing_key: Option<String>,
+    /// The prompt's hashes, if a policy reads them.
+    pub blocks: Option<Arc<Blocks>>,
+    /// If they were counted.
+    pub prompt_tokens: Option<u32>,
+    /// `,"input_ids":[…]` for workers that take it, with --forward-input-ids.
+    pub input_ids: Option<Bytes>,
+    /// Whether a policy reads the prompt's text.
+    pub needs_text: bool,
+    /// Whether the client wants to know what is weighed.
+    pub explains: bool,
+    /// When the body was complete.
+    pub ready_at: Instant,
+    /// Workers that failed it.
+    pub avoid: Avoid,
+    /// Set when its answer broke off.
+    pub begun: Option<Begun>,
+    /// Of its headers; the body's are in `scan`.
+    pub told: Deadlines,
+    /// Members that this attempt adds to the body or puts in the place of the client's, without braces.
+    pub again: String,
+    pub record: Record,
+    pub permit: Option<OwnedSemaphorePermit>,
+}
+
+/// An answer whose beginning the client has.
+#[derive(Debug, Clone)]
+pub struct Begun {
+    /// Of the worker that gave it.
+    pub make: Make,
+    pub tokens: usize,
+    /// Member of the body; empty: the client has nothing of it after all.
+    pub resume: String,
+}
+
+impl Inbound {
+    pub fn wanted(&self) -> Wanted<'_> {
+        Wanted {
+            text: match self.needs_text {
+                true => self.scan.routing_text(&self.body),
+                false => "",
+            },
+            blocks: self.blocks.clone(),
+            routing_key: self.routing_key.as_deref(),
+            streams: self.scan.stream,
+            story: Some(self.record.story.clone()),
+            explains: self.explains,
+            heir_of: self.begun.as_ref().map(|begun| begun.make),
+        }
+    }
+
+    /// The body for a worker: the client's without its own members of the groups in `replaced`, with `ids` and `fields`.
+    pub fn body_for(&self, replaced: &[Ours], ids: Option<&Bytes>, fields: &str) -> Parts {
+        if self.again.is_empty() {
+            return match replaced.is_empty() && ids.is_none() && fields.is_empty() {
+                true => Parts::from(self.body.clone()),
+                false => self.scan.splice(&self.body, replaced, ids, fields),
+            };
+        }
+        let replaced = [replaced, &[Ours::Deadlines, Ours::Resume]].concat();
+        let members = [fields, &self.again].into_iter().filter(|m| !m.is_empty());
+        let fields = members.collect::<Vec<_>>().join(",");
+        self.scan.splice(&self.body, &replaced, ids, &fields)
+    }
+
+    /// Whether its answer could be gone on with by another worker, if `candidate` gives it.
+    pub fn is_resumable(&self, app: &App, candidate: &Candidate) -> bool {
+        let (config, scan) = (&app.config.retry, &self.scan);
+        !config.disable_failover
+            && app.retry.allows_another(1)
+            && scan.stream
+            && scan.batch.is_none()
+            && !scan.wants_input_logprobs
+            && !scan.has(Ours::Resume)
+            && candidate.worker.has_feature(resume::FEATURE)
+    }
+
+    /// Bytes that are held to ask again.
+    pub fn held_bytes(&self) -> usize {
+        self.body.len() + self.input_ids.as_ref().map_or(0, Bytes::len)
+    }
+
+    /// The least of the times the client gives for the first token or for all of the answer.
+    pub fn deadline_ms(&self) -> Option<u64> {
+        let Deadlines { ttft, whole } = self.scan.deadlines;
+        let all = [self.told.ttft, self.told.whole, ttft, whole];
+        all.into_iter().flatten().min()
+    }
+
+    /// When the client's time for the whole answer is over.
+    pub fn ends_at(&self) -> Option<Instant> {
+        let whole = [self.told.whole, self.scan.deadlines.whole];
+        let ms = whole.into_iter().flatten().min()?;
+        self.record.started.checked_add(Duration::from_millis(ms))
+    }
+
+    /// Get ready for another attempt: it has what is left of the client's time, and goes on with what was begun.
+    pub fn prepare_again(&mut self) -> Result<(), RouteError> {
+        let waited_ms = ms_since(self.record.started);
+        if self.ends_at().is_some_and(|end| end <= Instant::now()) {
+            return Err(RouteError::DeadlineOver { waited_ms });
+        }
+        // The first token came, if only from another worker.
+        let begun = self.begun.as_ref().filter(|begun| !begun.resume.is_empty());
+        let left = |of: Deadlines| {
+            let left = |ms: u64| ms.saturating_sub(waited_ms).max(1);
+            [of.ttft.filter(|_| begun.is_none()), of.whole].map(|ms| ms.map(left))
+        };
+        let members = ["ttft_deadline_ms", "deadline_ms"].into_iter();
+        let members = members
+            .zip(left(self.scan.deadlines))
+            .filter_map(|(name, ms)| Some(format!("\"{name}\":{}", ms?)));
+        let resume = begun.map(|begun| begun.resume.clone());
+        self.again = resume
+            .into_iter()
+            .chain(members)
+            .collect::<Vec<_>>()
+            .join(",");
+        let told = left(self.told);
+        let headers = &mut self.head.headers;
+        for name in TTFT_HEADERS {
+            headers.remove(name);
+        }
+        headers.remove(DEADLINE_HEADER);
+        for (name, ms) in [TTFT_HEADERS[0], DEADLINE_HEADER].into_iter().zip(told) {
+            if let Some(ms) = ms {
+                headers.insert(name, HeaderValue::from(ms));
+            }
+        }
+        Ok(())
+    }
+}
+
+/// What the headers of a request say about its time.
+pub fn told_deadlines(headers: &HeaderMap) -> Deadlines {
+    let ms = |name: &str| headers.get(name)?.to_str().ok()?.parse().ok();
+    Deadlines {
+        ttft: TTFT_HEADERS.into_iter().filter_map(ms).min(),
+        whole: ms(DEADLINE_HEADER),
+    }
+}

@@ -1,0 +1,145 @@
+"""A decode node is killed in the middle of answers: another one goes on, and clients get what they would have got."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import aiohttp
+import pytest
+
+from tests.support.cluster import Cluster, eventually, metric
+
+pytestmark = pytest.mark.timeout(240)
+AT_ONCE = 20
+
+GREEDY: dict[str, Any] = {"temperature": 0, "ignore_eos": True, "max_tokens": 300}
+DRAWN: dict[str, Any] = {
+    "temperature": 0.9, "top_p": 0.95, "seed": 7, "presence_penalty": 0.5, "repetition_penalty": 1.1,
+    "min_tokens": 250, "max_tokens": 300, "stop": ["zzz"],
+}  # fmt: skip
+USAGE: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}}
+ASKED: list[tuple[str, dict[str, Any]]] = [
+    ("/v1/completions", {"model": "demo", "prompt": "Baton is", "logprobs": 1, **GREEDY, **USAGE}),
+    ("/v1/completions", {"model": "demo", "prompt": "Baton is", **DRAWN, **USAGE}),
+    ("/v1/chat/completions", {
+        "model": "demo", "messages": [{"role": "user", "content": "What is a page? \u00e9\U0001f3c3"}],
+        "logprobs": True, **DRAWN, **USAGE,
+    }),
+    ("/generate", {
+        "text": "Baton is", "stream": True,
+        "sampling_params": {"temperature": 0, "ignore_eos": True, "max_new_tokens": 800},
+    }),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    with Cluster.up("--prefill", "1", "--decode", "2") as cluster:
+        yield cluster
+
+
+async def events_of(
+    session: aiohttp.ClientSession, path: str, body: dict[str, Any], some: asyncio.Event | None = None
+) -> list[dict[str, Any]]:
+    """Events of a stream that ends well; `some` is set when some of them have come."""
+    events: list[dict[str, Any]] = []
+    ends = 0
+    async with session.post(path, json=body) as answer:
+        assert answer.status == 200, await answer.text()
+        async for raw in answer.content:
+            line = raw.decode().rstrip("\n")
+            assert not line.startswith(": baton"), line
+            if line == "data: [DONE]":
+                ends += 1
+            elif line.startswith("data: "):
+                events.append(json.loads(line.removeprefix("data: ")))
+                assert "error" not in events[-1], events[-1]
+            if some is not None and len(events) == 8:
+                some.set()
+    assert ends == 1
+    return events
+
+
+def shown(path: str, events: list[dict[str, Any]]) -> dict[str, Any]:
+    """What a client makes of the events, however the tokens are grouped."""
+    if path == "/generate":
+        texts = [event["text"] for event in events]
+        assert all(b.startswith(a) for a, b in itertools.pairwise(texts))
+        meta = events[-1]["meta_info"]
+        counts = meta["prompt_tokens"], meta["completion_tokens"]
+        return {"ids": events[-1]["output_ids"], "text": texts[-1], "finish": meta["finish_reason"], "counts": counts}
+    assert len({event["id"] for event in events}) == len({event["created"] for event in events}) == 1
+    choices = [choice for event in events for choice in event["choices"]]
+    deltas = [choice.get("delta", choice) for choice in choices]
+    columns: list[Any] = []
+    for told in (choice["logprobs"] for choice in choices if choice.get("logprobs")):
+        rows = told.get("content") or zip(told["tokens"], told["text_offset"], told["token_logprobs"], strict=True)
+        columns += [(row["token"], row["logprob"]) if isinstance(row, dict) else row for row in rows]
+    return {
+        "roles": [delta["role"] for delta in deltas if "role" in delta],
+        "text": "".join(delta.get("content", delta.get("text", "")) for delta in deltas),
+        "finishes": [choice["finish_reason"] for choice in choices if choice["finish_reason"]],
+        "usage": [(e["usage"]["prompt_tokens"], e["usage"]["completion_tokens"]) for e in events if e.get("usage")],
+        "logprobs": [tuple(round(x, 4) if isinstance(x, float) else x for x in row) for row in columns],
+    }
+
+
+def resumed(cluster: Cluster) -> float:
+    count = metric(cluster.url, "baton_router_failovers_total", outcome="resumed")
+    return count if count >= 0 else 0.0  # no sample before the first one
+
+
+def kill_busy(cluster: Cluster) -> int:
+    """Kill the decode node with most requests; which it was."""
+    loads = cluster.loads()
+    index = max((0, 1), key=lambda i: loads[cluster.node("decode", i)["url"]])
+    assert loads[cluster.node("decode", index)["url"]] > 0
+    cluster.kill("decode", index)
+    return index
+
+
+def ride(cluster: Cluster, asked: list[tuple[str, dict[str, Any]]], kills: bool) -> list[dict[str, Any]]:
+    """All of it at once; with `kills`, a decode node dies when the first of them has come some way."""
+
+    async def work() -> list[dict[str, Any]]:
+        some = asyncio.Event()
+        timeout = aiohttp.ClientTimeout(total=120)
+        async with aiohttp.ClientSession(cluster.url, timeout=timeout) as session:
+            tasks = [asyncio.ensure_future(events_of(session, path, body, some)) for path, body in asked]
+            if kills:
+                await asyncio.wait_for(some.wait(), 60)
+                killed.append(await asyncio.to_thread(kill_busy, cluster))
+            answers = await asyncio.gather(*tasks)
+        return [shown(path, events) for (path, _), events in zip(asked, answers, strict=True)]
+
+    killed: list[int] = []
+    restarts = [cluster.node("decode", i)["restarts"] for i in (0, 1)]
+    answers = asyncio.run(work())
+    for index in killed:
+        cluster.await_restart("decode", index, restarts[index] + 1)
+        eventually(
+            "the router has all again", lambda: {node["url"] for node in cluster.state["nodes"]} <= cluster.ready()
+        )
+    cluster.assert_nothing_is_held()
+    return answers
+
+
+@pytest.mark.parametrize("at", range(len(ASKED)), ids=["greedy", "drawn", "chat", "generate"])
+def test_killed_decode_node_in_mid_stream_changes_nothing(cluster: Cluster, at: int) -> None:
+    asked = [ASKED[at]]
+    undisturbed = ride(cluster, asked, kills=False)
+    before = resumed(cluster)
+    assert ride(cluster, asked, kills=True) == undisturbed
+    assert resumed(cluster) == before + 1
+
+
+def test_many_streams_are_gone_on_with_at_once(cluster: Cluster) -> None:
+    asked = [("/v1/completions", {**ASKED[i % 2][1], "prompt": f"{i} Baton is"}) for i in range(AT_ONCE)]
+    undisturbed = ride(cluster, asked, kills=False)
+    before = resumed(cluster)
+    assert ride(cluster, asked, kills=True) == undisturbed
+    assert resumed(cluster) >= before + 2
