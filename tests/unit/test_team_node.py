@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import random
 from collections import deque
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.server.team_node import Merger
+from baton.server import tp
+from baton.server.team_node import FollowerStuck, Merger, TeamNode, obey
 
 ROOM = 7
 
@@ -100,7 +102,7 @@ class Team:
         rank = self.ranks[number]
         if not rank.events:
             return
-        for event in self.merger.take(number, [rank.events.popleft()]):
+        for event in self.merger.take(number, [rank.events.popleft()], 0.0):
             assert not self.ended, "nothing is heard after the end"
             self.heard.append(event)
             if event[0] == "revoked":
@@ -163,27 +165,122 @@ def test_a_failure_of_one_rank_ends_the_others_and_is_what_is_heard() -> None:
     told: list[tuple[Any, ...]] = []
     merger = Merger(3, lambda *call: told.append(call))
     merger.begin(ROOM)
-    assert merger.take(1, [("failed", ROOM, "STALE_PAGE", "page 3", True)]) == []
+    assert merger.take(1, [("failed", ROOM, "STALE_PAGE", "page 3", True)], 0.0) == []
     assert told == [("abort", ROOM, "STALE_PAGE")]
-    assert merger.take(0, [("committed", ROOM, b"token")]) == []
-    assert merger.take(2, [("aborted", ROOM)]) == [("failed", ROOM, "STALE_PAGE", "page 3", True)]
+    assert merger.take(0, [("committed", ROOM, b"token")], 0.0) == []
+    assert merger.take(2, [("aborted", ROOM)], 0.0) == [("failed", ROOM, "STALE_PAGE", "page 3", True)]
     assert told == [("abort", ROOM, "STALE_PAGE")], "once"
 
 
 def test_committed_is_the_first_ranks_word_when_it_is_everybodys() -> None:
     merger = Merger(2, lambda *_: pytest.fail("nothing to tell"))
     merger.begin(ROOM)
-    assert merger.take(0, [("committed", ROOM, b"token", 3, 9)]) == []
-    assert merger.take(1, [("committed", ROOM)]) == [("committed", ROOM, b"token", 3, 9)]
+    assert merger.take(0, [("committed", ROOM, b"token", 3, 9)], 0.0) == []
+    assert merger.take(1, [("committed", ROOM)], 0.0) == [("committed", ROOM, b"token", 3, 9)]
 
 
 def test_a_prompt_is_released_when_no_rank_of_p_serves_it_any_more() -> None:
     told: list[tuple[Any, ...]] = []
     merger = Merger(2, lambda *call: told.append(call))
     merger.begin(ROOM)
-    assert merger.take(1, [("released", ROOM, "DONE")]) == []
-    assert merger.take(0, [("released", ROOM, "LEASE_EXPIRED")]) == [("released", ROOM, "LEASE_EXPIRED")]
+    assert merger.take(1, [("released", ROOM, "DONE")], 0.0) == []
+    assert merger.take(0, [("released", ROOM, "LEASE_EXPIRED")], 0.0) == [("released", ROOM, "LEASE_EXPIRED")]
     merger.begin(ROOM)
-    assert merger.take(0, [("released", ROOM, "LEASE_EXPIRED")]) == []
+    assert merger.take(0, [("released", ROOM, "LEASE_EXPIRED")], 0.0) == []
     assert told == [("abort", ROOM, "LEASE_EXPIRED")], "the others end theirs"
-    assert merger.take(1, [("released", ROOM, "DONE")]) == [("released", ROOM, "LEASE_EXPIRED")]
+    assert merger.take(1, [("released", ROOM, "DONE")], 0.0) == [("released", ROOM, "LEASE_EXPIRED")]
+
+
+class FakeNode:
+    """Notes calls; refuses the rooms in `taken`."""
+
+    def __init__(self, taken: set[int] | None = None) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+        self.taken = taken or set()
+        self.events: list[tuple[Any, ...]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*args: Any) -> None:
+            if name in ("open", "offer") and args[0] in self.taken:
+                raise ValueError("room is in use")
+            self.calls.append((name, *args))
+
+        return call
+
+    def poll(self, _max: int) -> list[tuple[Any, ...]]:
+        events, self.events = self.events, []
+        return events
+
+
+class Following:
+    """Followers (server.tp) that obey at once."""
+
+    def __init__(self, teams: list[tp.Team], nodes: list[FakeNode]) -> None:
+        self.teams, self.nodes = teams, nodes
+        self.reports: list[tp.Heard] = []
+
+    def tell_node(self, call: str, *args: Any) -> None:
+        for team, node in zip(self.teams, self.nodes, strict=True):
+            if refused := obey(node, team, call, args):
+                self.reports.append(tp.Heard(team.tp_rank, [refused]))
+
+    def heard(self) -> list[tp.Heard]:
+        reports, self.reports = self.reports, []
+        return reports
+
+
+def team_of(nodes: list[FakeNode]) -> tuple[TeamNode, Following]:
+    teams = [tp.Team(rank, len(nodes), Path("/nowhere"), 1) for rank in range(len(nodes))]
+    followers = Following(teams[1:], nodes[1:])
+    return TeamNode(nodes[0], followers, teams[0], late_secs=60.0), followers
+
+
+def test_each_process_of_d_reads_from_the_one_of_p_with_its_heads() -> None:
+    nodes = [FakeNode() for _ in range(3)]
+    team, _ = team_of(nodes)
+    team.open(ROOM, 0, "host", 8998, -1, b"hash", 1000)
+    assert [node.calls[0][5] for node in nodes] == [0, 1, 2]
+    team.grant(ROOM, 0, b"pages")
+    assert all(node.calls[-1] == ("grant", ROOM, 0, b"pages") for node in nodes)
+
+
+def test_a_room_that_the_first_rank_refuses_is_told_nobody() -> None:
+    nodes = [FakeNode({ROOM}), FakeNode()]
+    team, _ = team_of(nodes)
+    with pytest.raises(ValueError, match="in use"):
+        team.offer(ROOM, 0, b"hash", 1000)
+    assert nodes[1].calls == []
+
+
+def test_a_room_that_a_follower_refuses_fails_everywhere() -> None:
+    nodes = [FakeNode(), FakeNode({ROOM})]
+    team, _ = team_of(nodes)
+    team.open(ROOM, 0, "host", 8998, -1, b"hash", 1000)
+    assert team.poll(10) == []
+    assert nodes[0].calls[-1] == ("abort", ROOM, "DUP_ROOM")
+    nodes[0].events = [("aborted", ROOM)]
+    assert team.poll(10) == [("failed", ROOM, "DUP_ROOM", "room is in use", True)]
+
+
+def test_calls_that_make_no_sense_are_not_swallowed() -> None:
+    class Broken(FakeNode):
+        def grant(self, *_: Any) -> None:
+            raise ValueError("5 pages are not int32")
+
+    team, _ = team_of([FakeNode(), Broken()])
+    team.open(ROOM, 0, "host", 8998, -1, b"hash", 1000)
+    with pytest.raises(ValueError, match="not int32"):
+        team.grant(ROOM, 0, b"odd")
+
+
+def test_a_rank_that_never_ends_a_room_is_noticed() -> None:
+    merger = Merger(3, lambda *_: None)
+    merger.begin(ROOM)
+    merger.begin(ROOM + 1)
+    merger.take(0, [("committed", ROOM, b"token")], 10.0)
+    merger.take(2, [("committed", ROOM)], 50.0)
+    merger.check_nobody_is_late(70.0, 60.0)
+    with pytest.raises(FollowerStuck, match=r"room 7 is over on tensor-parallel ranks \[0, 2\].*60 s.*from \[1\]"):
+        merger.check_nobody_is_late(70.1, 60.0)
+    assert merger.take(1, [("committed", ROOM)], 71.0)
+    merger.check_nobody_is_late(1e9, 60.0)

@@ -192,7 +192,8 @@ class RankProcess:
         bootstrap = transfer.Bootstrap.of(job)
         self._node = transfer.start(c, loaded.native_pool, loaded.layout, self.dp_rank, 0, bootstrap)
         if self._followers is not None and team is not None:
-            self._node = TeamNode(self._node, self._followers, team)
+            late_secs = c.kv_transfer_timeout_secs + c.kv_lease_secs + c.dist_timeout
+            self._node = TeamNode(self._node, self._followers, team, late_secs)
         if c.disaggregation_mode == "decode":
             return DecodeRelay(self._node, c.kv_transfer_timeout_secs)
         node = loaded.paced(self._node) if c.simulate is not None else self._node

@@ -9,12 +9,16 @@ steps: a follower publishes pages after the step that computed them, whenever th
     revoked         when all ranks gave their pages back. Where some could not (P came first, or the rank has all its
                     pages already), the others get their grant again and the room is announced.
 
+Every runtime ends its rooms by deadlines of its own. A room that is over on one rank and not on another for longer than
+all of them together means that a process hangs: the group ends.
+
 Invariant: the pages of a room are the scheduler's again only when no rank's runtime writes them any more.
 """
 
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -25,6 +29,11 @@ if TYPE_CHECKING:
     from baton.server.tp import Followers, Team
 
 log = logging.getLogger("baton.team_node")
+
+
+class FollowerStuck(Exception):
+    """A follower lives and does nothing any more."""
+
 
 Event = tuple[Any, ...]
 ENDS = ("committed", "failed", "aborted", "released")
@@ -49,6 +58,8 @@ class Merger:
         self._size = size
         self._tell = tell
         self._rooms: dict[int, Room] = {}
+        self._ending: dict[int, float] = {}
+        """When rooms ended on the first of the ranks, those that have not on the last; oldest first."""
 
     def __len__(self) -> int:
         return len(self._rooms)
@@ -68,7 +79,17 @@ class Merger:
         if (known := self._rooms.get(room)) is not None:
             known.is_aborted = True
 
-    def take(self, tp_rank: int, events: Iterable[Event]) -> list[Event]:
+    def check_nobody_is_late(self, now: float, limit_secs: float) -> None:
+        """Raises FollowerStuck when a room's first end was longer ago than this, and its last has not come."""
+        if not self._ending or now - self._ending[number := next(iter(self._ending))] <= limit_secs:
+            return
+        over = self._rooms[number].ends
+        raise FollowerStuck(
+            f"room {number} is over on tensor-parallel ranks {sorted(over)}, and for {limit_secs:g} s "
+            f"nothing was heard of it from {[rank for rank in range(self._size) if rank not in over]}"
+        )
+
+    def take(self, tp_rank: int, events: Iterable[Event], now: float) -> list[Event]:
         """Add what a rank reported; returns what is now true of all."""
         merged = []
         for event in events:
@@ -76,6 +97,7 @@ class Merger:
             if room is None:
                 log.error("tensor-parallel rank %d reports %r of a room that is over", tp_rank, event[:3])
             elif event[0] in ENDS:
+                self._ending.setdefault(event[1], now)
                 merged += self._end(event[1], room, tp_rank, event)
             else:
                 merged += self._go_on(event[1], room, tp_rank, event[0])
@@ -89,7 +111,7 @@ class Merger:
                 room.is_aborted = True
                 self._tell("abort", number, event[2] if len(event) > 2 else "CLIENT_GONE")
             return [] if room.answers is None else self._go_on(number, room, tp_rank, "announced")
-        del self._rooms[number]
+        del self._rooms[number], self._ending[number]
         ends = [room.ends[rank] for rank in sorted(room.ends)]
         for kind in ("failed", "aborted"):
             if found := [end for end in ends if end[0] == kind]:
@@ -121,10 +143,12 @@ class Merger:
 class TeamNode:
     """TransferNode for baton.disagg, and what the rank process asks of one beside that."""
 
-    def __init__(self, node: Any, followers: Followers, team: Team) -> None:
+    def __init__(self, node: Any, followers: Followers, team: Team, late_secs: float) -> None:
+        """`late_secs`: more than the ranks' ends of a room can be apart while all of them work."""
         self._node = node
         self._followers = followers
         self._team = team
+        self._late_secs = late_secs
         self._merger = Merger(team.tp_size, self._everywhere)
 
     def offer(self, room: int, attempt: int, prompt_hash: bytes, deadline_ms: int) -> None:
@@ -157,9 +181,11 @@ class TeamNode:
         self._everywhere("abort", room, code)
 
     def poll(self, max: int) -> Sequence[Event]:
-        merged = self._merger.take(0, self._node.poll(max))
+        now = time.monotonic()
+        merged = self._merger.take(0, self._node.poll(max), now)
         for heard in self._followers.heard():
-            merged += self._merger.take(heard.tp_rank, heard.events)
+            merged += self._merger.take(heard.tp_rank, heard.events, now)
+        self._merger.check_nobody_is_late(now, self._late_secs)
         return merged
 
     def drain(self) -> None:

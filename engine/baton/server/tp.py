@@ -27,6 +27,7 @@ import zmq
 
 from baton.config import EngineConfig
 from baton.server import model_dir, team_node, transfer
+from baton.server.team_node import FollowerStuck
 from baton.server.transfer import Bootstrap
 
 if TYPE_CHECKING:
@@ -85,10 +86,6 @@ class Report(msgspec.Struct, tag="loaded"):
 
 _encode = msgspec.msgpack.Encoder().encode
 _reports: msgspec.msgpack.Decoder[Report | Heard] = msgspec.msgpack.Decoder(Report | Heard)
-
-
-class FollowerStuck(Exception):
-    """A follower takes no more orders."""
 
 
 class Followers:
