@@ -229,6 +229,8 @@ struct Walk<'a, E: Elem> {
 }
 
 impl<E: Elem> Kernel for Walk<'_, E> {
+    const DOT: bool = E::DOT;
+
     #[inline(always)]
     unsafe fn run<S: Simd>(self) {
         let Walk {
@@ -521,7 +523,7 @@ unsafe fn attend_tile<S: Simd, E: Elem>(
         add: false,
         stream: false,
     };
-    product::<S, E, X_STRIDE>(rows, columns / S::LANES, scores);
+    product::<S, E, X_STRIDE, false>(rows, columns / S::LANES, scores);
     for r in 0..rows {
         softmax_row::<S, E>(a, plan, at, columns, row + r, r, state);
     }
@@ -535,7 +537,7 @@ unsafe fn attend_tile<S: Simd, E: Elem>(
         add: true,
         stream: false,
     };
-    product::<S, E, P_STRIDE>(rows, plan.padded_dim / S::LANES, weighted);
+    product::<S, E, P_STRIDE, false>(rows, plan.padded_dim / S::LANES, weighted);
 }
 
 /// Scores of one row become probabilities relative to the running maximum; what was summed before is rescaled.

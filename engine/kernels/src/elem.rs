@@ -54,6 +54,8 @@ pub trait Elem: Copy + Send + Sync + 'static {
     const X_WORDS: usize;
     /// Multiply-adds that one unit takes, done for all accumulators before the next: half the registers for `W`.
     const PHASES: usize;
+    /// Its steps need the bf16 dot product: see [`crate::simd::Kernel::DOT`].
+    const DOT: bool = false;
 
     fn to_f32(x: Self::T) -> f32;
     fn from_f32(x: f32) -> Self::T;
@@ -228,6 +230,7 @@ impl Elem for Bf16Dot {
     type W<S: Simd> = S::I;
     const X_WORDS: usize = 1;
     const PHASES: usize = 1;
+    const DOT: bool = true;
 
     #[inline(always)]
     unsafe fn prepare<S: Simd>(w: S::I, _phase: usize) -> S::I {

@@ -284,6 +284,8 @@ unsafe fn multiply<E: Elem>(isa: Isa, l: &Linear) {
 struct PackX<'a, E: Elem>(&'a Linear<'a>, *mut u32, usize, usize, PhantomData<E>);
 
 impl<E: Elem> Kernel for PackX<'_, E> {
+    const DOT: bool = E::DOT;
+
     #[inline(always)]
     unsafe fn run<S: Simd>(self) {
         let PackX(l, x, first, rows, _) = self;
@@ -318,6 +320,8 @@ struct Item<'a, E: Elem> {
 }
 
 impl<E: Elem> Kernel for Item<'_, E> {
+    const DOT: bool = E::DOT;
+
     #[inline(always)]
     unsafe fn run<S: Simd>(self) {
         // Few rows: W is read once, in memory order. Many: a block of x is used for every panel before the next.
@@ -366,7 +370,7 @@ impl<E: Elem> Item<'_, E> {
             add: block > 0,
             stream,
         };
-        product::<S, E, X_STRIDE>(self.rows, PANEL / S::LANES, operands);
+        product::<S, E, X_STRIDE, true>(self.rows, PANEL / S::LANES, operands);
     }
 
     #[inline(always)]

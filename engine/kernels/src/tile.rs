@@ -87,12 +87,16 @@ impl<E: Elem, const MR: usize, const NR: usize, const XS: usize, const STREAM: b
     }
 }
 
-/// `rows` x `vecs` sums, in tiles that fit the registers.
+/// `rows` x `vecs` sums, in tiles that fit the registers. `STREAMS`: whether `o.stream` may be set.
 ///
 /// # Safety
 /// The CPU supports `S`; the pointers in `o` cover `rows` rows and `vecs` vectors.
 #[inline(always)]
-pub unsafe fn product<S: Simd, E: Elem, const XS: usize>(rows: usize, vecs: usize, o: Operands) {
+pub unsafe fn product<S: Simd, E: Elem, const XS: usize, const STREAMS: bool>(
+    rows: usize,
+    vecs: usize,
+    o: Operands,
+) {
     // Few rows: wide tiles, which read w in order. Many: tall ones, which prepare each vector of w for twice the rows;
     // with two phases they win from 5 rows on (measured on Emerald Rapids, 6 rows: 268 against 342 us).
     let wide_rows = if E::PHASES == 1 {
@@ -117,7 +121,7 @@ pub unsafe fn product<S: Simd, E: Elem, const XS: usize>(rows: usize, vecs: usiz
                 o.w.add(v * S::LANES),
                 o.out.add(m * o.out_stride + v * S::LANES),
             );
-            one_tile::<S, E, XS>(
+            one_tile::<S, E, XS, STREAMS>(
                 mr,
                 nr,
                 Operands {
@@ -133,19 +137,28 @@ pub unsafe fn product<S: Simd, E: Elem, const XS: usize>(rows: usize, vecs: usiz
     }
 }
 
+const fn is_shape<S: Simd>(rows: usize, vecs: usize) -> bool {
+    rows <= S::TILE_ROWS && vecs <= S::TILE_VECS || rows <= S::TALL_ROWS && vecs <= S::TALL_VECS
+}
+
 #[inline(always)]
-unsafe fn one_tile<S: Simd, E: Elem, const XS: usize>(mr: usize, nr: usize, o: Operands) {
+unsafe fn one_tile<S: Simd, E: Elem, const XS: usize, const STREAMS: bool>(
+    mr: usize,
+    nr: usize,
+    o: Operands,
+) {
+    // What cannot occur at level S is not compiled: the conditions are constants.
     macro_rules! shapes {
         ($($m:literal: $($n:literal)*;)*) => {
             match (mr, nr) {
-                $($(($m, $n) => {
-                    if o.stream {
+                $($(($m, $n) if const { is_shape::<S>($m, $n) } => {
+                    if STREAMS && o.stream {
                         S::enter(Tile::<E, $m, $n, XS, true>(o, PhantomData))
                     } else {
                         S::enter(Tile::<E, $m, $n, XS, false>(o, PhantomData))
                     }
                 })*)*
-                _ => unreachable!("a level's tiles are at most 6 x 4 or 12 x 2"),
+                _ => unreachable!("{mr} x {nr} is no tile of this level"),
             }
         };
     }

@@ -26,11 +26,13 @@ use hyper_util::rt::TokioIo;
 use tokio::net::TcpStream;
 
 use front::{Front, Kind};
-use mock::EVENTS;
+use mock::{EVENTS, PACED};
 
 const WORKERS: usize = 8;
 const CONCURRENCY: usize = 16;
 const STREAMS: usize = 96;
+const PACED_STREAMS: usize = 256;
+const PACED_CONCURRENCY: usize = 128;
 const FIRST_EVENTS: usize = 100;
 const READY: Duration = Duration::from_secs(90);
 /// A router is taken to know all its workers after so many good answers in a row.
@@ -46,6 +48,17 @@ const SIZES: [(&str, usize, usize); 3] = [
 ];
 
 type Sender = SendRequest<Full<Bytes>>;
+
+/// What the workers answer with.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Answer {
+    Json,
+    /// Events as fast as the machine allows.
+    Events,
+    /// An event per step of an engine.
+    Paced,
+}
+
 /// (front, policy, workers) and (column) → a number per round.
 type Results = BTreeMap<(usize, &'static str), Vec<f64>>;
 
@@ -156,11 +169,11 @@ async fn cpu(options: &Options) {
     let columns: Vec<&str> = SIZES
         .iter()
         .map(|size| size.0)
-        .chain(["per event", "first event"])
+        .chain(["per event", "per paced event", "first event"])
         .collect();
     println!(
         "median [min, max] of {} rounds; µs of the front's CPU per request ({CONCURRENCY} at once, {WORKERS} workers or 4 + 4) \
-         and per event of {EVENTS}; first event: ms until the first one of a stream, less the worker's own, medians",
+         and per event of {EVENTS}, paced: one in 20 ms on each of {PACED_CONCURRENCY} streams; first event: ms until the first one of a stream, less the worker's own, medians",
         options.rounds
     );
     println!("| front | workers | {} |", columns.join(" | "));
@@ -201,18 +214,21 @@ async fn measure(setup: Setup) -> Vec<(&'static str, f64)> {
     let (front, workers) = start(setup).await;
     let mut found = Vec::new();
     for (name, bytes, requests) in SIZES {
-        drive(front.addr, 0, requests / 10, bytes, false).await; // warm up
+        drive(front.addr, 0, requests / 10, bytes, Answer::Json).await; // warm up
         let before = front.cpu_us();
-        drive(front.addr, 1, requests, bytes, false).await;
+        drive(front.addr, 1, requests, bytes, Answer::Json).await;
         found.push((name, (front.cpu_us() - before) / requests as f64));
     }
-    drive(front.addr, 0, CONCURRENCY, 200, true).await;
-    let before = front.cpu_us();
-    drive(front.addr, 1, STREAMS, 200, true).await;
-    found.push((
-        "per event",
-        (front.cpu_us() - before) / (STREAMS * EVENTS) as f64,
-    ));
+    for (name, streams, answer) in [
+        ("per event", STREAMS, Answer::Events),
+        ("per paced event", PACED_STREAMS, Answer::Paced),
+    ] {
+        drive(front.addr, 0, CONCURRENCY, 200, Answer::Events).await;
+        let before = front.cpu_us();
+        drive(front.addr, 1, streams, 200, answer).await;
+        let events = (streams * EVENTS) as f64;
+        found.push((name, (front.cpu_us() - before) / events));
+    }
     found.push(("first event", first_event_ms(front.addr, workers[0]).await));
     found
 }
@@ -229,7 +245,7 @@ async fn memory(options: &Options) {
         let mut sent = 0;
         let mut cells = Vec::new();
         for step in MEMORY_STEPS {
-            drive(front.addr, step, step - sent, 8 << 10, false).await;
+            drive(front.addr, step, step - sent, 8 << 10, Answer::Json).await;
             sent = step;
             cells.push(format!("{:.0}", front.rss_mib()));
         }
@@ -282,14 +298,23 @@ fn ask(name: &str, bytes: usize, stream: bool) -> Request<Full<Bytes>> {
         .expect("a request")
 }
 
-/// `requests` distinct ones, `CONCURRENCY` at once on as many kept-alive connections.
-async fn drive(addr: SocketAddr, part: usize, requests: usize, bytes: usize, stream: bool) {
-    let clients = (0..CONCURRENCY).map(|client| {
+/// `requests` distinct ones on kept-alive connections, one at a time on each.
+async fn drive(addr: SocketAddr, part: usize, requests: usize, bytes: usize, answer: Answer) {
+    let at_once = match answer {
+        Answer::Paced => PACED_CONCURRENCY,
+        Answer::Json | Answer::Events => CONCURRENCY,
+    };
+    let pace = if answer == Answer::Paced { PACED } else { "" };
+    let clients = (0..at_once).map(|client| {
         tokio::spawn(async move {
             let mut sender = try_connect(addr).await.expect("a connection");
-            for i in 0..requests / CONCURRENCY {
+            for i in 0..requests / at_once {
                 sender.ready().await.expect("connected");
-                let request = ask(&format!("{bytes}-{part}-{client:04}-{i:08}"), bytes, stream);
+                let request = ask(
+                    &format!("{pace}{bytes}-{part}-{client:04}-{i:08}"),
+                    bytes,
+                    answer != Answer::Json,
+                );
                 let response = sender.send_request(request).await.expect("an answer");
                 assert_eq!(response.status(), 200);
                 response

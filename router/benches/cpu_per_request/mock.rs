@@ -3,7 +3,8 @@
 use std::convert::Infallible;
 use std::net::SocketAddr;
 use std::pin::Pin;
-use std::task::{Context, Poll};
+use std::task::{Context, Poll, ready};
+use std::time::Duration;
 
 use bytes::Bytes;
 use http::{HeaderValue, Request, Response};
@@ -12,9 +13,13 @@ use hyper::body::{Frame, Incoming};
 use hyper::service::service_fn;
 use hyper_util::rt::TokioIo;
 use tokio::net::TcpListener;
+use tokio::time::{Interval, interval};
 
 /// Events of a stream.
 pub const EVENTS: usize = 100;
+/// A prompt that has this word is answered by a stream as an engine writes it: an event per step.
+pub const PACED: &str = "paced";
+const STEP: Duration = Duration::from_millis(20);
 
 const ANSWER: &str = r#"{"id":"1","object":"chat.completion","created":1,"model":"m","choices":[{"index":0,"message":{"role":"assistant","content":"hi"},"finish_reason":"stop"}],"usage":{"prompt_tokens":9,"completion_tokens":1,"total_tokens":10}}"#;
 const MODELS: &str = r#"{"object":"list","data":[{"id":"m","object":"model","created":1,"owned_by":"sglang","root":"m","max_model_len":1000000}]}"#;
@@ -55,9 +60,11 @@ async fn answer(request: Request<Incoming>) -> Result<Response<MockBody>, hyper:
         &body[body.len().saturating_sub(2000)..],
     );
     if text == ANSWER && (is_stream(ends.0) || is_stream(ends.1)) {
+        let is_paced = body.windows(PACED.len()).any(|w| w == PACED.as_bytes());
         let events = Events {
             left: EVENTS,
             turn: false,
+            steps: is_paced.then(|| interval(STEP)),
         };
         let mut response = Response::new(events.boxed());
         let kind = HeaderValue::from_static("text/event-stream");
@@ -74,6 +81,7 @@ async fn answer(request: Request<Incoming>) -> Result<Response<MockBody>, hyper:
 struct Events {
     left: usize,
     turn: bool,
+    steps: Option<Interval>,
 }
 
 impl http_body::Body for Events {
@@ -84,10 +92,14 @@ impl http_body::Body for Events {
         mut self: Pin<&mut Self>,
         cx: &mut Context<'_>,
     ) -> Poll<Option<Result<Frame<Bytes>, Infallible>>> {
-        self.turn = !self.turn;
-        if self.turn {
-            cx.waker().wake_by_ref(); // hyper flushes when it has to wait
-            return Poll::Pending;
+        if let Some(steps) = &mut self.steps {
+            ready!(steps.poll_tick(cx));
+        } else {
+            self.turn = !self.turn;
+            if self.turn {
+                cx.waker().wake_by_ref(); // hyper flushes when it has to wait
+                return Poll::Pending;
+            }
         }
         if self.left == 0 {
             return Poll::Ready(None);

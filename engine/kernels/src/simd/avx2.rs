@@ -143,14 +143,6 @@ impl Simd for Avx2 {
         _mm_storeu_si128(p.cast(), packed);
     }
     #[inline(always)]
-    unsafe fn dot2(acc: __m256, x: __m256i, w: __m256i) -> __m256 {
-        let high = _mm256_set1_epi32(0xffff_0000_u32 as i32);
-        let (xh, wh) = (_mm256_and_si256(x, high), _mm256_and_si256(w, high));
-        let acc = _mm256_fmadd_ps(_mm256_castsi256_ps(xh), _mm256_castsi256_ps(wh), acc);
-        let (xl, wl) = (_mm256_slli_epi32::<16>(x), _mm256_slli_epi32::<16>(w));
-        _mm256_fmadd_ps(_mm256_castsi256_ps(xl), _mm256_castsi256_ps(wl), acc)
-    }
-    #[inline(always)]
     unsafe fn transpose(
         rows: *const *const u32,
         offset: usize,

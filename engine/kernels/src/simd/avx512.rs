@@ -11,25 +11,6 @@ pub struct Avx512;
 #[derive(Clone, Copy)]
 pub struct Avx512Bf16;
 
-#[inline(always)]
-unsafe fn dot2_by_fma(acc: __m512, x: __m512i, w: __m512i) -> __m512 {
-    let high = _mm512_set1_epi32(0xffff_0000_u32 as i32);
-    let (xh, wh) = (_mm512_and_si512(x, high), _mm512_and_si512(w, high));
-    let acc = _mm512_fmadd_ps(_mm512_castsi512_ps(xh), _mm512_castsi512_ps(wh), acc);
-    let (xl, wl) = (_mm512_slli_epi32::<16>(x), _mm512_slli_epi32::<16>(w));
-    _mm512_fmadd_ps(_mm512_castsi512_ps(xl), _mm512_castsi512_ps(wl), acc)
-}
-
-#[inline(always)]
-unsafe fn dot2_by_instruction(acc: __m512, x: __m512i, w: __m512i) -> __m512 {
-    // SAFETY: both types are 512 plain bits.
-    let (x, w) = (
-        std::mem::transmute::<__m512i, __m512bh>(x),
-        std::mem::transmute::<__m512i, __m512bh>(w),
-    );
-    _mm512_dpbf16_ps(acc, x, w)
-}
-
 /// Sixteen rows of sixteen words become columns: 4x4 blocks by shuffles within 128-bit lanes, then whole lanes. The
 /// lanes are gathered by the loads, which run on ports the shuffles do not need.
 #[inline(always)]
@@ -97,7 +78,7 @@ unsafe fn transpose16(
 }
 
 macro_rules! level {
-    ($name:ident, $features:literal, $dot2:ident) => {
+    ($name:ident, $features:literal $(, $only:item)*) => {
         impl Simd for $name {
             type F = __m512;
             type I = __m512i;
@@ -223,10 +204,6 @@ macro_rules! level {
                 _mm256_storeu_si256(p.cast(), _mm512_cvtepi32_epi16(v));
             }
             #[inline(always)]
-            unsafe fn dot2(acc: __m512, x: __m512i, w: __m512i) -> __m512 {
-                $dot2(acc, x, w)
-            }
-            #[inline(always)]
             unsafe fn transpose(
                 rows: *const *const u32,
                 offset: usize,
@@ -240,17 +217,22 @@ macro_rules! level {
             unsafe fn prefetch(p: *const u8) {
                 _mm_prefetch::<_MM_HINT_T0>(p.cast());
             }
+            $($only)*
         }
     };
 }
 
-level!(
-    Avx512,
-    "avx2,fma,avx512f,avx512bw,avx512dq,avx512vl",
-    dot2_by_fma
-);
+level!(Avx512, "avx2,fma,avx512f,avx512bw,avx512dq,avx512vl");
 level!(
     Avx512Bf16,
     "avx2,fma,avx512f,avx512bw,avx512dq,avx512vl,avx512bf16",
-    dot2_by_instruction
+    #[inline(always)]
+    unsafe fn dot2(acc: __m512, x: __m512i, w: __m512i) -> __m512 {
+        // SAFETY: both types are 512 plain bits.
+        let (x, w) = (
+            std::mem::transmute::<__m512i, __m512bh>(x),
+            std::mem::transmute::<__m512i, __m512bh>(w),
+        );
+        _mm512_dpbf16_ps(acc, x, w)
+    }
 );

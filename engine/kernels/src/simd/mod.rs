@@ -81,8 +81,10 @@ pub trait Simd: Copy + Send + Sync + 'static {
     unsafe fn load_u16(p: *const u16) -> Self::I;
     /// The low halves of the lanes.
     unsafe fn store_u16(p: *mut u16, v: Self::I);
-    /// acc + x1 * w1 + x0 * w0 of bf16 pairs, high half first.
-    unsafe fn dot2(acc: Self::F, x: Self::I, w: Self::I) -> Self::F;
+    /// acc + x1 * w1 + x0 * w0 of bf16 pairs, high half first; at the level that has the instruction.
+    unsafe fn dot2(_acc: Self::F, _x: Self::I, _w: Self::I) -> Self::F {
+        unreachable!("a kernel with dot2 says so in DOT")
+    }
 
     /// Write the first `cols` (1..=LANES) words of LANES rows as columns: `dst[c * dst_stride + r] = rows[r][c]`.
     unsafe fn transpose(
@@ -99,6 +101,9 @@ pub trait Simd: Copy + Send + Sync + 'static {
 
 /// Work that is compiled once per level.
 pub trait Kernel {
+    /// It uses `dot2`, and is compiled for the level that has it alone; all others not for that one, which is `Avx512` to them.
+    const DOT: bool = false;
+
     /// # Safety
     /// The CPU supports `S`; what else must hold is said by the kernel.
     unsafe fn run<S: Simd>(self);
@@ -110,13 +115,16 @@ pub trait Kernel {
 /// `isa.runs_here()`, and the kernel's own requirements.
 pub unsafe fn dispatch<K: Kernel>(isa: Isa, kernel: K) {
     debug_assert!(isa.runs_here(), "{isa:?} is not available on this CPU");
+    #[cfg(target_arch = "x86_64")]
+    if K::DOT {
+        assert!(isa == Isa::Avx512Bf16, "{isa:?} has no bf16 dot product");
+        return Avx512Bf16::enter(kernel);
+    }
     match isa {
         #[cfg(target_arch = "x86_64")]
         Isa::Avx2 => Avx2::enter(kernel),
         #[cfg(target_arch = "x86_64")]
-        Isa::Avx512 => Avx512::enter(kernel),
-        #[cfg(target_arch = "x86_64")]
-        Isa::Avx512Bf16 => Avx512Bf16::enter(kernel),
+        Isa::Avx512 | Isa::Avx512Bf16 => Avx512::enter(kernel),
         _ => Scalar::enter(kernel),
     }
 }

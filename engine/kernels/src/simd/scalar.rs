@@ -153,18 +153,6 @@ impl Simd for Scalar {
         p.cast::<[u16; N]>().write_unaligned(map(v, |x| x as u16));
     }
     #[inline(always)]
-    unsafe fn dot2(acc: F, x: I, w: I) -> F {
-        let high = |v: u32| f32::from_bits(v & 0xffff_0000);
-        let low = |v: u32| f32::from_bits(v << 16);
-        std::array::from_fn(|i| {
-            mul_add(
-                low(x[i]),
-                low(w[i]),
-                mul_add(high(x[i]), high(w[i]), acc[i]),
-            )
-        })
-    }
-    #[inline(always)]
     unsafe fn transpose(
         rows: *const *const u32,
         offset: usize,

@@ -170,7 +170,7 @@ fn announcements_beyond_the_memory_are_refused_and_texts_are_remembered_as_befor
         ..Announcing::new()
     };
     world.tell(0, &[KvEvent::Cleared]);
-    let ids: Vec<u32> = (0..100_000).collect();
+    let ids: Vec<u32> = (0..20_000).collect();
     let policy = &world.policy;
     let tell = &mut |news: News<'_>| policy.reconcile(WorkerId(0), &news);
     let refused = world.replica.batch(1, &[announced(&ids, 4, 0)], tell);
