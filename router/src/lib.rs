@@ -31,6 +31,7 @@ mod patience;
 mod record;
 mod registry;
 mod relay;
+mod release;
 mod replay;
 mod resume;
 mod serve;
@@ -76,6 +77,7 @@ pub struct App {
     pub(crate) tracer: Option<Arc<trace::Exporter>>,
     /// What is held for failovers.
     pub(crate) failover_memory: Arc<resume::Memory>,
+    pub(crate) releases: release::Releases,
     /// Turns true when what still runs is cut.
     cut: watch::Receiver<bool>,
     draining: AtomicBool,
@@ -92,6 +94,7 @@ impl App {
         Self {
             registry: registry::Registry::new(&config, deciders, metrics.clone(), tls, cut.clone()),
             failover_memory: Arc::new(resume::Memory::new(config.retry.failover_max_bytes)),
+            releases: release::Releases::default(),
             cut,
             requests: Arc::new(story::Requests::new(config.observe.request_history)),
             metrics,

@@ -104,6 +104,8 @@ specs! {
         "Streams that nobody could go on with any more; reason is too_long, memory (--failover-max-bytes) or malformed (the worker's comments)";
     DECODE_RETRIES = Counter "baton_router_decode_retries_total" ["result"]
         "Attempts in which another decode worker was to fetch a prompt that was prefilled already; result is opened or failed";
+    RELEASES = Counter "baton_router_prefill_releases_total" ["result"]
+        "Prompts that were computed and that nobody will fetch, whose prefill worker was to free their pages; result is told, failed or skipped (too many at once)";
     LOCAL_PREFILLS = Counter "baton_router_local_prefills_total" ["why"]
         "Prompts that a decode worker was given to prefill itself: no_prefill, short, prefix_here or batch (docs/routing.md)";
     UPSTREAM_ERRORS = Counter "baton_router_upstream_errors_total" ["role", "reason"]
@@ -213,6 +215,7 @@ pub struct Metrics {
     pub failover_pause: HistogramVec,
     pub unresumable: IntCounterVec,
     pub decode_retries: IntCounterVec,
+    pub releases: IntCounterVec,
     pub local_prefills: IntCounterVec,
     pub upstream_errors: IntCounterVec,
     pub leg_aborts: IntCounterVec,
@@ -306,6 +309,7 @@ impl Metrics {
             failover_pause: histograms(&exposed, &FAILOVER_PAUSE)?,
             unresumable: counters(&exposed, &UNRESUMABLE)?,
             decode_retries: counters(&exposed, &DECODE_RETRIES)?,
+            releases: counters(&exposed, &RELEASES)?,
             local_prefills: counters(&exposed, &LOCAL_PREFILLS)?,
             upstream_errors: counters(&exposed, &UPSTREAM_ERRORS)?,
             leg_aborts: counters(&exposed, &LEG_ABORTS)?,

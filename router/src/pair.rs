@@ -4,7 +4,8 @@
 //! 2. the prefill leg runs in a task of its own and is read to its end; the decode leg runs here until it opens;
 //! 3. the prefill leg fails first: the decode leg is dropped, which closes its connection;
 //! 4. the decode leg fails first, by its own fault: where P keeps the pages for another reader (`reopen`), the prefill is
-//!    kept, and the next attempt sends the same rooms to another D. Else the prefill leg is dropped, too.
+//!    kept, and the next attempt sends the same rooms to another D. Else the prefill leg is dropped, too;
+//! 5. nobody will fetch what P has computed (the client left, D refused for good): P is told (release.rs).
 //!
 //! Or D computes the prompt itself (router-core's `local`): then it gets the client's body as it is.
 
@@ -26,8 +27,8 @@ use crate::error::RouteError;
 use crate::inbound::Inbound;
 use crate::leg::{Failure, Leg};
 use crate::logprobs;
-use crate::metrics::Metrics;
 use crate::registry::{Candidate, Chosen};
+use crate::release::release;
 use crate::vllm;
 
 /// A prefill leg that is still being read when the answer is complete gets this long; its KV has arrived.
@@ -65,22 +66,33 @@ impl Drop for RoomLease {
     }
 }
 
-/// The prefill leg's task. Dropping it aborts the leg.
+/// The prefill leg's task. Dropping it aborts the leg, or lets go of what it has computed for nobody.
 pub struct PrefillLeg {
     task: Option<JoinHandle<Result<Vec<Bytes>, Failure>>>,
     /// Its words when it has ended well, if they were to be kept.
     words: Option<Vec<Bytes>>,
-    metrics: Arc<Metrics>,
-    _rooms: Option<RoomLease>,
+    app: Arc<App>,
+    prefill: Arc<Candidate>,
+    rooms: RoomLease,
+    /// The decode worker has begun, so it has the pages.
+    is_fetched: bool,
 }
 
 impl PrefillLeg {
-    pub fn start(leg: Leg, keep: bool, metrics: Arc<Metrics>, rooms: Option<RoomLease>) -> Self {
+    fn start(
+        app: &Arc<App>,
+        prefill: Arc<Candidate>,
+        leg: Leg,
+        keep: bool,
+        rooms: RoomLease,
+    ) -> Self {
         Self {
             task: Some(tokio::spawn(leg.drain(keep))),
             words: None,
-            metrics,
-            _rooms: rooms,
+            app: app.clone(),
+            prefill,
+            rooms,
+            is_fetched: false,
         }
     }
 
@@ -117,10 +129,14 @@ impl PrefillLeg {
 
 impl Drop for PrefillLeg {
     fn drop(&mut self) {
-        if let Some(task) = self.task.take().filter(|task| !task.is_finished()) {
+        let task = self.task.take();
+        if let Some(task) = task.as_ref().filter(|task| !task.is_finished()) {
             task.abort();
             let labels = ["prefill", "dropped"];
-            self.metrics.leg_aborts.with_label_values(&labels).inc();
+            let aborts = &self.app.metrics.leg_aborts;
+            aborts.with_label_values(&labels).inc();
+        } else if !self.is_fetched && (task.is_some() || self.words.is_some()) {
+            release(&self.app, &self.prefill.worker, &self.rooms.rooms);
         }
     }
 }
@@ -183,6 +199,7 @@ pub async fn attempt(
     }
     match opened {
         Ok(opened) => {
+            prefilled.leg.is_fetched = true;
             let wanted = request.scan.wants_input_logprobs;
             let opened = match wanted && (opened.is_sse || opened.rest.is_none()) {
                 true => {
@@ -339,7 +356,7 @@ async fn local(
 }
 
 fn start_prefill(
-    app: &App,
+    app: &Arc<App>,
     request: &mut Inbound,
     prefill: Chosen,
     decode: &Chosen,
@@ -359,7 +376,7 @@ fn start_prefill(
     let keep = request.scan.wants_input_logprobs;
     let leg = leg(app, request, prefill, body);
     Ok(Prefilled {
-        leg: PrefillLeg::start(leg, keep, app.metrics.clone(), Some(rooms)),
+        leg: PrefillLeg::start(app, meeting.prefill.clone(), leg, keep, rooms),
         meeting,
     })
 }

@@ -2,7 +2,7 @@
 
 use serde_json::{Value, json};
 
-use crate::support::{Act, DONE, End, FINISH, Mock, Router, TOKEN, eventually, timed};
+use crate::support::{Act, Client, DONE, End, FINISH, Mock, Router, TOKEN, eventually, timed};
 
 fn reopens(port: u16) -> Value {
     json!({"engine": "baton", "disaggregation_bootstrap_port": port, "baton_features": ["reopen"]})
@@ -24,7 +24,7 @@ async fn a_decode_worker_that_dies_costs_no_second_prefill() {
                 let asking = tokio::spawn({
                     let addr = router.running.addr;
                     async move {
-                        let mut client = crate::support::Client::connect(addr).await;
+                        let mut client = Client::connect(addr).await;
                         client.chat(false).await.read().await.status
                     }
                 });
@@ -267,13 +267,53 @@ async fn vllm_legs_fail_by_the_same_classes() {
         let router = Router::pd(&[&p], &[&d], &["--pd-protocol", "vllm"]).await;
         let addr = router.running.addr;
         let client = tokio::spawn(async move {
-            let mut client = crate::support::Client::connect(addr).await;
+            let mut client = Client::connect(addr).await;
             client.chat(true).await.read().await.status
         });
         eventually("prefill has it", || async { p.count() == 1 }).await;
         client.abort();
         eventually("it is cancelled", || async { p.cancelled() == 1 }).await;
         assert_eq!(d.count(), 0);
+        router.no_load().await;
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn a_prefill_that_nobody_will_fetch_is_given_up() {
+    let told = "baton_router_prefill_releases_total{result=\"told\"}";
+    timed(async {
+        let p = Mock::start(&[]).await.with_info(reopens(8998));
+        let d = Mock::start(&[Act::Answer, Act::Gated(400, "invalid_value"), Act::Hang]).await;
+        let router = Router::pd(&[&p], &[&d], &[]).await;
+        // It was fetched.
+        assert_eq!(router.chat().await.status, 200);
+        // Refused for good, when the prompt has been computed.
+        let asking = tokio::spawn({
+            let addr = router.running.addr;
+            async move { Client::connect(addr).await.chat(false).await.read().await }
+        });
+        let prefilled = "baton_router_worker_load{role=\"prefill\"";
+        let is_prefilled = |count| {
+            let (p, d, router) = (&p, &d, &router);
+            move || async move {
+                p.count() == count && d.count() == count && router.metric(prefilled).await == 0.0
+            }
+        };
+        eventually("it is prefilled", is_prefilled(2)).await;
+        d.release();
+        assert_eq!(asking.await.unwrap().status, 400);
+        eventually("P is told", || async { p.released().len() == 1 }).await;
+        let room = |at: usize| json!([d.seen()[at].body["bootstrap_room"]]);
+        assert_eq!(p.released(), [room(1)]);
+        // The client leaves.
+        let mut client = Client::connect(router.running.addr).await;
+        let asking = tokio::spawn(async move { client.chat(true).await.read().await.status });
+        eventually("it is prefilled", is_prefilled(3)).await;
+        asking.abort();
+        eventually("P is told again", || async { p.released().len() == 2 }).await;
+        assert_eq!(p.released()[1], json!([d.seen()[2].body["bootstrap_room"]]));
+        assert_eq!(router.metric(told).await, 2.0);
         router.no_load().await;
     })
     .await;

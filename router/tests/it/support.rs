@@ -114,6 +114,8 @@ struct Inner {
     answers: Mutex<HashMap<&'static str, (u16, String)>>,
     unhealthy: std::sync::atomic::AtomicBool,
     gate: tokio::sync::Notify,
+    /// Rooms it was told to forget.
+    released: Mutex<Vec<Value>>,
     flooded: AtomicUsize,
 }
 
@@ -206,6 +208,11 @@ impl Mock {
     /// Bytes handed out by `End::Flood`.
     pub fn flooded(&self) -> usize {
         self.inner.flooded.load(Ordering::SeqCst)
+    }
+
+    /// Rooms that it was told nobody will fetch.
+    pub fn released(&self) -> Vec<Value> {
+        self.inner.released.lock().clone()
     }
 
     pub fn release(&self) {
@@ -328,6 +335,10 @@ async fn serve(
         return Ok(response);
     }
     let value: Value = serde_json::from_slice(&raw).unwrap_or_default();
+    if path == "/abort_request" && !value["bootstrap_room"].is_null() {
+        inner.released.lock().push(value["bootstrap_room"].clone());
+        return Ok(json_response(200, &json!({"success": true})));
+    }
     let act = {
         let mut acts = inner.acts.lock();
         if acts.len() > 1 {
