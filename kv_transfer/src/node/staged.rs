@@ -451,7 +451,10 @@ impl Core {
         let was_usable = sink.phase().is_usable();
         let actions = sink.step(event, now);
         comm.last_used = now;
-        if worked && let Some(conn) = self.conns.get_mut(&key.0) {
+        if worked
+            && was_usable
+            && let Some(conn) = self.conns.get_mut(&key.0)
+        {
             conn.breaker.worked();
         }
         self.stepped(key, was_usable);
@@ -487,10 +490,7 @@ impl Core {
         };
         let is_failure = !matches!(end, End::Closed);
         tracing::info!(peer = key.0, comm = key.1, ?end, "a communicator ends");
-        let ends = &mut self.shared.stats.lock().comms_ended;
-        *ends
-            .entry(if is_failure { "failed" } else { "closed" })
-            .or_default() += 1;
+        self.count_end(if is_failure { "failed" } else { "closed" });
         let Some(conn) = self
             .conns
             .get_mut(&key.0)
@@ -649,14 +649,12 @@ impl Core {
         }
     }
 
+    fn count_end(&self, end: &'static str) {
+        *self.shared.stats.lock().comms_ended.entry(end).or_default() += 1;
+    }
+
     fn abandoned(&mut self, key: CommKey) {
-        *self
-            .shared
-            .stats
-            .lock()
-            .comms_ended
-            .entry("abandoned")
-            .or_default() += 1;
+        self.count_end("abandoned");
         let lost = self.staged.as_ref().map_or(0, Staged::abandoned);
         tracing::error!(
             peer = key.0,

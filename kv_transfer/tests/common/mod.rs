@@ -2,10 +2,14 @@
 #![allow(dead_code, reason = "each test binary uses its part")]
 #![allow(clippy::unwrap_used, reason = "a test may stop at the first surprise")]
 
+pub mod pipes;
+
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use kv_transfer::transport::comm::CommBackend;
 use kv_transfer::{BootstrapServer, KvPool, NodeEvent, TransferNode};
+use pipes::Pipes;
 use serde_json::{Value, json};
 
 pub const PAGE: usize = 16 << 10;
@@ -19,6 +23,8 @@ pub const HASH: &[u8] = b"prompt";
 pub struct Rank {
     pub node: TransferNode,
     pub pool: Arc<KvPool>,
+    /// Makes its communicators, when it has the gloo transport.
+    pub pipes: Arc<Pipes>,
     heard: std::cell::RefCell<Vec<NodeEvent>>,
 }
 
@@ -37,10 +43,18 @@ pub fn config(role: &str, extra: &Value) -> Value {
 impl Rank {
     pub fn start(role: &str, extra: &Value) -> Self {
         let pool = Arc::new(KvPool::create(POOL_PAGES, PAGE).unwrap());
-        let node = TransferNode::start(pool.clone(), &config(role, extra).to_string()).unwrap();
+        let config = config(role, extra);
+        let pipes = Arc::<Pipes>::default();
+        let is_staged = config["transports"]
+            .as_array()
+            .unwrap()
+            .contains(&json!("gloo"));
+        let backend = is_staged.then(|| pipes.clone() as Arc<dyn CommBackend>);
+        let node = TransferNode::start_with(pool.clone(), &config.to_string(), backend).unwrap();
         Self {
             node,
             pool,
+            pipes,
             heard: std::cell::RefCell::default(),
         }
     }
@@ -270,4 +284,4 @@ impl Pair {
     }
 }
 
-pub const TRANSPORTS: [&str; 2] = ["shm", "tcp"];
+pub const TRANSPORTS: [&str; 3] = ["shm", "tcp", "gloo"];

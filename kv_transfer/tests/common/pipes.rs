@@ -1,0 +1,158 @@
+//! Communicators within one process, with NCCL's manners: two sides, one order, no word of the other side's death or abort, and
+//! nothing but an abort or the timeout ends a call. `stuck` is worse than NCCL at its worst: not even those do.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
+
+use kv_transfer::transport::comm::{
+    CommBackend, CommError, CommRank, CommTimeouts, Communicator, SlabRing,
+};
+use parking_lot::{Condvar, Mutex};
+
+static PIPES: Mutex<Option<HashMap<Vec<u8>, Arc<Pipe>>>> = Mutex::new(None);
+
+#[derive(Default)]
+struct Pipe {
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+#[derive(Default)]
+struct State {
+    joined: usize,
+    posted: Option<Vec<u8>>,
+    aborted: [bool; 2],
+}
+
+impl Pipe {
+    fn wait<T>(
+        &self,
+        limit: Duration,
+        mut ready: impl FnMut(&mut State) -> Option<Result<T, CommError>>,
+    ) -> Result<T, CommError> {
+        let deadline = Instant::now() + limit;
+        let mut state = self.state.lock();
+        loop {
+            if let Some(done) = ready(&mut state) {
+                self.changed.notify_all();
+                return done;
+            }
+            if self.changed.wait_until(&mut state, deadline).timed_out() {
+                return Err(CommError(format!("nobody came within {limit:?}")));
+            }
+        }
+    }
+}
+
+/// One side's maker of communicators.
+#[derive(Default)]
+pub struct Pipes {
+    stuck: Arc<(Mutex<bool>, Condvar)>,
+    pub opened: Arc<AtomicUsize>,
+}
+
+impl Pipes {
+    /// From now on receives and aborts of this side do not return, until told otherwise.
+    pub fn stick(&self, stuck: bool) {
+        *self.stuck.0.lock() = stuck;
+        self.stuck.1.notify_all();
+    }
+}
+
+impl CommBackend for Pipes {
+    fn name(&self) -> &'static str {
+        "gloo"
+    }
+
+    fn unique_id(&self) -> Result<Vec<u8>, CommError> {
+        let id = rand::random::<[u8; 16]>().to_vec();
+        let pipe = Arc::<Pipe>::default();
+        PIPES
+            .lock()
+            .get_or_insert_default()
+            .insert(id.clone(), pipe);
+        Ok(id)
+    }
+
+    fn open(
+        &self,
+        id: &[u8],
+        rank: CommRank,
+        slabs: &Arc<SlabRing>,
+        timeouts: CommTimeouts,
+    ) -> Result<Arc<dyn Communicator>, CommError> {
+        let known = PIPES.lock().get_or_insert_default().get(id).cloned();
+        let pipe = known.ok_or_else(|| CommError("an unknown id".into()))?;
+        pipe.state.lock().joined += 1;
+        pipe.wait(timeouts.open, |state| (state.joined == 2).then_some(Ok(())))?;
+        self.opened.fetch_add(1, Ordering::Relaxed);
+        Ok(Arc::new(End {
+            pipe,
+            me: rank.number() as usize,
+            slabs: slabs.clone(),
+            limit: timeouts.op,
+            stuck: self.stuck.clone(),
+        }))
+    }
+}
+
+struct End {
+    pipe: Arc<Pipe>,
+    me: usize,
+    slabs: Arc<SlabRing>,
+    limit: Duration,
+    stuck: Arc<(Mutex<bool>, Condvar)>,
+}
+
+impl End {
+    fn wait_while_stuck(&self) {
+        let mut stuck = self.stuck.0.lock();
+        while *stuck {
+            self.stuck.1.wait(&mut stuck);
+        }
+    }
+
+    fn wait(&self, mut ready: impl FnMut(&mut State) -> bool) -> Result<(), CommError> {
+        let aborted = || Some(Err(CommError("aborted".into())));
+        self.pipe.wait(self.limit, |state| {
+            if state.aborted[self.me] {
+                aborted()
+            } else {
+                ready(state).then_some(Ok(()))
+            }
+        })
+    }
+}
+
+impl Communicator for End {
+    fn send(&self, slab: usize, bytes: usize) -> Result<(), CommError> {
+        // SAFETY: the slab has at least `bytes` and is this thread's.
+        let sent = unsafe { std::slice::from_raw_parts(self.slabs.ptr(slab), bytes) }.to_vec();
+        self.pipe.state.lock().posted = Some(sent);
+        self.pipe.changed.notify_all();
+        self.wait(|state| state.posted.is_none())
+    }
+
+    fn recv(&self, slab: usize, bytes: usize) -> Result<(), CommError> {
+        self.wait_while_stuck();
+        let mut got = None;
+        self.wait(|state| {
+            got = state.posted.take();
+            got.is_some()
+        })?;
+        let got = got.unwrap_or_default();
+        assert_eq!(got.len(), bytes, "a send met a receive of another size");
+        // SAFETY: as above.
+        unsafe { std::ptr::copy_nonoverlapping(got.as_ptr(), self.slabs.ptr(slab), bytes) };
+        Ok(())
+    }
+
+    fn abort(&self) -> Result<(), CommError> {
+        self.wait_while_stuck();
+        self.pipe.state.lock().aborted[self.me] = true;
+        self.pipe.changed.notify_all();
+        Ok(())
+    }
+}
