@@ -27,21 +27,30 @@ PATIENCE_SECS = 30.0
 class Half:
     """One engine with its transfer node."""
 
-    def __init__(self, path: Path | str, role: str, transport: str, **flags: object) -> None:
+    def __init__(
+        self,
+        path: Path | str,
+        role: str,
+        transport: str,
+        settings: dict[str, Any] | None = None,
+        wrap: Callable[[Any], Any] | None = None,
+        **flags: object,
+    ) -> None:
+        """`settings`: over the transfer node's; `wrap`: what to put around the maker of communicators."""
         values = {
             "model_path": str(path), "dtype": "float32", "cpu_threads": 1, "page_size": 4, "max_total_tokens": 2048,
             "chunked_prefill_size": 64, "disaggregation_mode": role, "disaggregation_transfer_backend": transport,
         }  # fmt: skip
         config = build({**values, **flags})
         loaded = runtime.load(config, str(path))
-        settings = {
+        node_settings = {
             "role": role, "host": "127.0.0.1", "advertise_host": "127.0.0.1", "port": 0, "transports": [transport],
             "cluster_key": None, "layout": loaded.layout, "dp_rank": 0, "dp_size": 1, "lease_ms": 30000,
-            "heartbeat_ms": 1000, "copy_threads": 1, "fault": None,
+            "heartbeat_ms": 1000, "copy_threads": 1, "fault": None, **(settings or {}),
         }  # fmt: skip
         backend = make_backend(config, "127.0.0.1")
-        with_backend = () if backend is None else (backend,)
-        self.node: Any = TransferNode(loaded.kv.native, json.dumps(settings), *with_backend)
+        with_backend = () if backend is None else (wrap(backend) if wrap else backend,)
+        self.node: Any = TransferNode(loaded.kv.native, json.dumps(node_settings), *with_backend)
         relay = (PrefillRelay if role == "prefill" else DecodeRelay)(self.node, PATIENCE_SECS)
         self.engine: Engine = loaded.engine(relay)
         self.got: dict[int, list[int]] = {}
@@ -64,10 +73,18 @@ class Half:
 
 
 class Pair:
-    def __init__(self, path: Path | str, transport: str, **flags: object) -> None:
+    def __init__(
+        self,
+        path: Path | str,
+        transport: str,
+        p_more: dict[str, Any] | None = None,
+        d_more: dict[str, Any] | None = None,
+        **flags: object,
+    ) -> None:
+        """`p_more`, `d_more`: further arguments of one half."""
         self.bootstrap: Any = BootstrapServer("127.0.0.1", 0, None)
-        self.p = Half(path, "prefill", transport, **flags)
-        self.d = Half(path, "decode", transport, **flags)
+        self.p = Half(path, "prefill", transport, **(p_more or {}), **flags)
+        self.d = Half(path, "decode", transport, **(d_more or {}), **flags)
         self._disturb: Callable[[Half], None] | None = None
         self.p.node.register("127.0.0.1", self.bootstrap.port, 5000)
 
