@@ -250,6 +250,10 @@ class EngineConfig:
         "names of other engines under which GET /metrics repeats its numbers (docs/metrics.md)",
         choices=("none", "sglang", "vllm", "all"),
     )
+    enable_trace: bool = opt(False, "export a trace of each request: spans for the request and for what the ranks did")
+    otlp_traces_endpoint: str = opt(
+        "localhost:4317", "where traces go: HOST:PORT for OTLP/gRPC, http://HOST:PORT[/PATH] for OTLP/HTTP"
+    )
     decision_log: str | None = opt(
         None, "append each scheduling decision to this file as a JSON line (docs/scheduling/metrics.md)"
     )

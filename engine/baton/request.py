@@ -72,6 +72,8 @@ class Validated:
     """Absolute: when the client wants the first token (policy edf, metric deadline_missed)."""
     priority_class: str = ""
     """One of --priority-classes; "" counts as the middle one."""
+    trace: bytes = b""
+    """Not empty: what happens to it is told (sched.story), with this handed back."""
     tenant: str = ""
     """For whom this is computed (sched.tenants); "": for nobody, and without a tenant's limits."""
 

@@ -40,7 +40,7 @@ mod story;
 mod tcp;
 mod tls;
 mod tokens;
-mod trace;
+pub mod trace;
 mod upstream;
 mod usage;
 mod vllm;

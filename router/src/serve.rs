@@ -35,10 +35,12 @@ use crate::metrics::{Metrics, metrics_markdown};
 use crate::replay;
 use crate::tls;
 use crate::tokens::Tokens;
-use crate::trace::Exporter;
+use crate::trace::{Exporter, Service};
 
 /// After the cut streams still get their last event within this.
 const AFTER_CUT: Duration = Duration::from_secs(2);
+/// A collector gets this long to take the spans of the last requests.
+const LAST_SPANS: Duration = Duration::from_secs(2);
 
 /// Parse `argv` (program name first), run the router until it is told to stop, return the exit code. `replay` as the first
 /// argument decides a log again instead.
@@ -175,7 +177,12 @@ impl Running {
         let observe = &config.observe;
         let tracer = observe.enable_trace.then(|| {
             let endpoint = observe.otlp_traces_endpoint.clone();
-            Exporter::start(endpoint, metrics.trace_spans.clone())
+            let service = Service {
+                name: "baton-router".to_owned(),
+                attributes: Vec::new(),
+            };
+            let counts = metrics.trace_spans.clone();
+            Arc::new(Exporter::start(endpoint, service, counts))
         });
         let mut app = App::new(config, metrics, deciders, to_workers, cut_seen);
         app.tracer = tracer;
@@ -223,7 +230,11 @@ impl Running {
     /// The way down; returns when all requests are answered or the grace is over.
     pub async fn stop(mut self) {
         let log = self.log.take();
+        let tracer = self.app.tracer.clone();
         self.finish_requests().await;
+        if let Some(tracer) = tracer {
+            tracer.flush(LAST_SPANS).await;
+        }
         if let Some(log) = log {
             // It waits for a disk.
             let _ = tokio::task::spawn_blocking(|| log.stop()).await; // a panic there loses the end of the log

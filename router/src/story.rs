@@ -23,7 +23,7 @@ use serde::Serialize;
 use serde_json::value::RawValue;
 use tokio::time::Instant;
 
-use crate::trace::{self, Context, Kind, Span, Value};
+use crate::trace::{self, Context, Event, Kind, Name, Span, Value};
 
 /// Most memory of ended stories. Without explanations 4096 take 3 MB; one explanation of 256 candidates takes 60 KB.
 const MAX_BYTES: usize = 16 << 20;
@@ -356,13 +356,16 @@ impl Story {
             start: at(0.0),
             end: at(ended_ms),
             attributes: vec![
-                ("http.request.method", Value::Text(method.to_owned())),
-                ("http.route", Value::Text(self.route.to_owned())),
-                ("http.response.status_code", Value::Int(status.into())),
-                ("baton.request_id", Value::Text(told.rid.clone())),
-                ("baton.outcome", Value::Text(outcome.to_owned())),
+                ("http.request.method".into(), Value::Text(method.to_owned())),
+                ("http.route".into(), Value::Text(self.route.to_owned())),
                 (
-                    "baton.attempts",
+                    "http.response.status_code".into(),
+                    Value::Int(status.into()),
+                ),
+                ("baton.request_id".into(), Value::Text(told.rid.clone())),
+                ("baton.outcome".into(), Value::Text(outcome.to_owned())),
+                (
+                    "baton.attempts".into(),
                     Value::Int(told.legs.last().map_or(0, |leg| leg.attempt.into())),
                 ),
             ],
@@ -375,14 +378,14 @@ impl Story {
             .filter(|f| f.failover_at_token.is_some());
         request
             .events
-            .extend(failovers.map(|failed| (at(failed.at_ms), "failover")));
+            .extend(failovers.map(|failed| Event::new(at(failed.at_ms), "failover")));
         for (name, ms) in [
             ("read", stage(Stage::Read)),
             ("admitted", stage(Stage::Admitted)),
             ("tokenised", stage(Stage::Tokenised)),
             ("first_byte", stage(Stage::FirstByte)),
         ] {
-            request.events.extend(ms.map(|ms| (at(ms), name)));
+            request.events.extend(ms.map(|ms| Event::new(at(ms), name)));
         }
         let child = |id, name: &str, kind, from_ms: f64, to_ms: f64| Span {
             trace: context.trace,
@@ -418,7 +421,7 @@ impl Story {
                 );
                 decide
                     .attributes
-                    .push(("baton.attempt", Value::Int(attempt.into())));
+                    .push(("baton.attempt".into(), Value::Int(attempt.into())));
                 spans.push(decide);
             }
             let to = leg.ended_ms.unwrap_or(ended_ms);
@@ -427,7 +430,7 @@ impl Story {
             let events = [("sent", leg.sent_ms), ("first_token", leg.first_token_ms)];
             let events = events
                 .into_iter()
-                .filter_map(|(name, ms)| Some((at(ms?), name)));
+                .filter_map(|(name, ms)| Some(Event::new(at(ms?), name)));
             span.events = events.collect();
             span.error = (leg.outcome == Some("failed")).then(|| {
                 let failed = told
@@ -454,29 +457,32 @@ impl Story {
 }
 
 impl Leg {
-    fn attributes(&self) -> Vec<(&'static str, Value)> {
+    fn attributes(&self) -> Vec<(Name, Value)> {
         let text = |text: &str| Value::Text(text.to_owned());
         let mut told = vec![
-            ("baton.attempt", Value::Int(self.attempt.into())),
-            ("baton.worker", text(&self.worker)),
-            ("baton.why", text(self.why.label())),
+            ("baton.attempt".into(), Value::Int(self.attempt.into())),
+            ("baton.worker".into(), text(&self.worker)),
+            ("baton.why".into(), text(self.why.label())),
         ];
         told.extend(
             self.room
-                .map(|room| ("baton.room", Value::Int(room as i64))),
+                .map(|room| ("baton.room".into(), Value::Int(room as i64))),
         );
-        told.extend(self.outcome.map(|outcome| ("baton.outcome", text(outcome))));
+        told.extend(
+            self.outcome
+                .map(|outcome| ("baton.outcome".into(), text(outcome))),
+        );
         if let Some(forecast) = self.why.forecast() {
             let cached = Value::Int(forecast.cached_tokens.into());
             told.push((
-                "baton.predicted_ttft_ms",
+                "baton.predicted_ttft_ms".into(),
                 Value::Int(forecast.ttft_ms.into()),
             ));
-            told.push(("baton.predicted_cached_tokens", cached));
+            told.push(("baton.predicted_cached_tokens".into(), cached));
         }
         if let Some(usage) = self.usage {
-            let mut count = |name, tokens: Option<u32>| {
-                told.extend(tokens.map(|tokens| (name, Value::Int(tokens.into()))));
+            let mut count = |name: &'static str, tokens: Option<u32>| {
+                told.extend(tokens.map(|tokens| (name.into(), Value::Int(tokens.into()))));
             };
             count("gen_ai.usage.input_tokens", Some(usage.prompt_tokens));
             count("gen_ai.usage.output_tokens", usage.completion_tokens);

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 from array import array
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from baton.cache.host import CopyRun
@@ -17,6 +18,7 @@ from baton.sched.events import AbortTransfer, Emitted, GrantPages, OpenTransfer,
 from baton.sched.limits import Limits
 from baton.sched.plan import UNKNOWN_TOKEN, StepPlan, StepResult
 from baton.sched.scheduler import Scheduler
+from baton.sched.story import Story
 
 VOCAB = 5
 EOS = 0
@@ -127,8 +129,9 @@ class Device:
 class Node:
     """A scheduler with its device, stepping with `depth` plans in flight (1: normal, 2: overlapped)."""
 
-    def __init__(self, limits: Limits, depth: int) -> None:
+    def __init__(self, limits: Limits, depth: int, clock: Callable[[], float] = lambda: 0.0) -> None:
         self.limits = limits
+        self.clock = clock
         self.sched = Scheduler(limits)
         self.device = Device(limits)
         self.depth = depth
@@ -143,6 +146,7 @@ class Node:
         self.grants: dict[int, GrantPages] = {}
         self.revokes: list[RevokeGrant] = []
         self.aborts: list[AbortTransfer] = []
+        self.stories: list[Story] = []
         self.last_row: dict[int, int] = {}
         self.steps = 0
 
@@ -175,10 +179,12 @@ class Node:
                 self.revokes.append(event)
             elif isinstance(event, AbortTransfer):
                 self.aborts.append(event)
+            elif isinstance(event, Story):
+                self.stories.append(event)
 
     def step(self) -> bool:
         """Plan once, then commit until fewer than `depth` plans fly. False when nothing happened."""
-        plan = self.sched.plan()
+        plan = self.sched.plan(self.clock())
         self.absorb()
         if plan is not None:
             budget = max(self.limits.step_tokens, plan.num_decode + self.limits.page_size)
@@ -190,7 +196,7 @@ class Node:
         committed = False
         while self.flight and (len(self.flight) >= self.depth or plan is None):
             oldest = self.flight.pop(0)
-            self.sched.commit(oldest, self.device.execute(oldest))
+            self.sched.commit(oldest, self.device.execute(oldest), self.clock())
             committed = True
             self.sched.ledger()
             self.absorb()

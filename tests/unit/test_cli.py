@@ -119,6 +119,15 @@ def test_ranks_of_one_role_are_told_to_the_router(tmp_path: Path) -> None:
     assert "--dp-aware" not in router("--worker-args", "--dp-size 2"), "there is no worker"
 
 
+def test_traces_go_to_one_place_from_all(tmp_path: Path) -> None:
+    flags = ["--enable-trace", "--otlp-traces-endpoint", "http://c:4318"]
+    cluster = up.Cluster(up.parse(flags), tmp_path, print)
+    for argv in (cluster._router_argv(), *(node.argv() for node in cluster.nodes)):
+        assert "--enable-trace" in argv
+        assert argv[argv.index("--otlp-traces-endpoint") + 1] == "http://c:4318"
+    assert "--enable-trace" not in up.Cluster(up.parse([]), tmp_path, print)._router_argv()
+
+
 def test_taken_port_is_refused_when_asked_for_and_skipped_when_not() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

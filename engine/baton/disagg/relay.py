@@ -33,6 +33,7 @@ from baton.request import Rendezvous, Validated
 from baton.sched.events import AbortTransfer, Event, GrantPages, OpenTransfer, PagesFinal, PrefillDone, RevokeGrant
 from baton.sched.plan import TokenLogprobs
 from baton.sched.scheduler import Scheduler
+from baton.sched.story import Pulled
 
 POLL_BATCH = 256
 """Transfer events taken per scheduler turn."""
@@ -80,6 +81,7 @@ class FirstToken(msgspec.Struct, array_like=True):
 
 _payload_encoder = msgspec.msgpack.Encoder()
 _payload_decoder = msgspec.msgpack.Decoder(FirstToken)
+_pulled_decoder = msgspec.json.Decoder(Pulled)
 
 
 def prompt_hash(req: Validated) -> bytes:
@@ -135,10 +137,10 @@ class PrefillRelay:
 
     def pump(self, sched: Scheduler) -> None:
         """Take over what the transfer runtime reports."""
-        for kind, room, *_ in self._node.poll(POLL_BATCH):
+        for kind, room, *rest in self._node.poll(POLL_BATCH):
             assert isinstance(room, int)
             if kind == "released":
-                sched.release(room)
+                sched.release(room, str(rest[0]))
 
 
 class DecodeRelay:
@@ -176,10 +178,12 @@ class DecodeRelay:
             elif kind == "revoked":
                 sched.grant_revoked(room)
             elif kind == "committed":
-                payload = rest[0]
+                payload, _, _, pulled = rest
                 assert isinstance(payload, bytes)
+                assert isinstance(pulled, str)
                 first = _payload_decoder.decode(payload)
-                sched.transfer_committed(room, first.token, first.cached_tokens, first.logprobs())
+                told = _pulled_decoder.decode(pulled)
+                sched.transfer_committed(room, first.token, first.cached_tokens, first.logprobs(), told)
             elif kind == "failed":
                 code, message, retryable = rest
                 sched.transfer_failed(room, error_of(str(code), str(message), bool(retryable)))

@@ -33,6 +33,7 @@ from baton.sched import replay, setup
 from baton.sched.events import Emitted, OrderReviewed
 from baton.sched.plan import StepPlan, StepResult
 from baton.sched.scheduler import Scheduler
+from baton.sched.story import Story
 
 log = logging.getLogger("baton.engine")
 
@@ -111,6 +112,7 @@ class Engine:
         self._device = device or DeviceThread()
         self._flight: deque[Flight] = deque()
         self._outputs: list[Emitted] = []
+        self._stories: list[Story] = []
         self.counters: dict[str, float] = {
             "engine_steps_total": 0,
             "engine_step_seconds_total": 0,
@@ -164,6 +166,7 @@ class Engine:
 
     def advance(self, now: float) -> tuple[list[Emitted], bool]:
         """Do one turn. Returns what requests get to hear, and whether to call again without waiting for messages."""
+        self.at(now)
         if self._relay is not None:
             self._relay.pump(self.sched)
         self.sched.expire(now)
@@ -180,6 +183,15 @@ class Engine:
             busy = True
         outputs, self._outputs = self._outputs, []
         return outputs, busy
+
+    def at(self, now: float) -> None:
+        """It is `now`: for the stories of requests that messages or the transfer peer end before the next plan."""
+        self.sched.stats.now = now
+
+    def take_stories(self) -> list[Story]:
+        """Of the traced requests that have ended since the last call."""
+        stories, self._stories = self._stories, []
+        return stories
 
     def _launch(self, plan: StepPlan) -> None:
         result = self._device.submit(lambda: self._runner.execute(plan))
@@ -207,6 +219,8 @@ class Engine:
         for event in self.sched.drain_events():
             if isinstance(event, Emitted):
                 self._outputs.append(event)
+            elif isinstance(event, Story):
+                self._stories.append(event)
             elif isinstance(event, OrderReviewed):
                 if event.after != event.before:
                     log.info("queue order: %s instead of %s", event.after, event.before)

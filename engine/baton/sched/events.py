@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from baton.request import FinishReason, Validated
 from baton.sched.plan import TokenLogprobs
+from baton.sched.story import Story
 
 
 class Emitted(NamedTuple):
@@ -85,4 +86,6 @@ class OrderReviewed:
     line: str
 
 
-Event = Emitted | PagesFinal | PrefillDone | OpenTransfer | GrantPages | RevokeGrant | AbortTransfer | OrderReviewed
+Event = (
+    Emitted | PagesFinal | PrefillDone | OpenTransfer | GrantPages | RevokeGrant | AbortTransfer | OrderReviewed | Story
+)

@@ -39,6 +39,7 @@ from baton.sched.policy import work
 from baton.sched.seq import Seq, SeqState
 from baton.sched.state import State
 from baton.sched.stats import SchedStats
+from baton.sched.story import Pulled
 
 RATE_SMOOTHING = 0.1
 
@@ -250,7 +251,14 @@ class Scheduler:
         if seq is not None and seq.state is SeqState.TRANSFER and seq.is_revoking:
             self._state.ungrant(seq)
 
-    def transfer_committed(self, room: int, token: int, cached_tokens: int, logprobs: TokenLogprobs | None) -> None:
+    def transfer_committed(
+        self,
+        room: int,
+        token: int,
+        cached_tokens: int,
+        logprobs: TokenLogprobs | None,
+        pulled: Pulled | None = None,
+    ) -> None:
         """D: every prompt page has arrived and was verified; `token` is the first one, drawn by P."""
         state = self._state
         seq = state.rooms.get(room)
@@ -263,6 +271,7 @@ class Scheduler:
         seq.cached_tokens = cached_tokens
         seq.computed = seq.committed = seq.prompt_len
         state.memory.publish(seq)
+        state.stats.on_pulled(seq, pulled)
         self._take_token(seq, token, logprobs)
 
     def transfer_failed(self, room: int, error: EngineError) -> None:
@@ -275,6 +284,7 @@ class Scheduler:
             self.transfer_closed(room)
             return
         seq.finish = FinishReason.ERROR
+        state.stats.on_failed(seq, error.code)
         state.outbox.append(Emitted(seq.handle, (), FinishReason.ERROR, 0, error=(error.code, error.message)))
         state.forget(seq)
 
@@ -284,10 +294,11 @@ class Scheduler:
         if seq is not None and seq.state is SeqState.ABORTING:
             self._state.forget(seq)
 
-    def release(self, room: int) -> None:
-        """P: the lease on a prompt's pages is over, however it ended."""
+    def release(self, room: int, code: str = "DONE") -> None:
+        """P: the lease on a prompt's pages is over, however it ended: DONE, or the transfer runtime's reason."""
         seq = self._state.rooms.get(room)
         if seq is not None and seq.state is SeqState.LEASED:
+            self._state.stats.on_released(seq, code)
             self._state.forget(seq)
 
     # ------------------------------------------------------------------ planning
@@ -359,6 +370,7 @@ class Scheduler:
         assert plan.step == state.committed_step + 1, "steps are committed in order"
         state.step_committed(plan.step)
         state.computed_tokens += plan.num_tokens - plan.num_decode
+        state.stats.on_computed(plan, state.now)
         sampled = -1
         seqs, parked, tokens, logprobs = state.seqs, state.parked, result.tokens, result.logprobs
         for handle, _, start, n, sample, _, _, _ in plan.rows:
@@ -382,8 +394,8 @@ class Scheduler:
     def _take_token(self, seq: Seq, token: int, logprobs: TokenLogprobs | None) -> None:
         state = self._state
         generated = len(seq.tokens) - seq.prompt_len + 1
-        if generated == 1 and seq.req.ttft_deadline is not None:
-            state.stats.on_first_token(seq.req, state.now)
+        if generated == 1:
+            state.stats.on_first_token(seq, state.now)
         seq.tokens.append(token)
         if seq.state is not SeqState.RUNNING:
             seq.probe = None  # made for fewer tokens
@@ -416,6 +428,7 @@ class Scheduler:
     def _lease(self, seq: Seq, token: int, logprobs: TokenLogprobs | None) -> None:
         total = self._state.memory.pages(seq.prompt_len)
         self._state.lease(seq)
+        self._state.stats.on_leased(seq, total)
         last = seq.prompt_len - (total - 1) * self.limits.page_size
         self._state.outbox.append(PrefillDone(seq.req, total, last, token, max(seq.cached_tokens, 0), logprobs))
 

@@ -274,6 +274,7 @@ class State:
     def announce(self, seq: Seq) -> None:
         """D: P holds pages for a prompt on its way."""
         seq.is_announced, seq.is_revoking = True, False
+        self.stats.on_announced(seq)
         if seq.state is SeqState.OPENING:
             self.announced[seq.handle] = seq
 
@@ -316,7 +317,7 @@ class State:
             self.dequeue(seq)
             self.transfer.pop(seq.handle, None)
             self._free_slot(seq)
-            self.stats.on_ended(seq)
+            self._tell_end(seq)
             seq.to(SeqState.ABORTING)
             self.closing[seq.handle] = seq
             return
@@ -325,6 +326,7 @@ class State:
     def end_with_error(self, seq: Seq, error: EngineError, code: str) -> None:
         """`end`, and tell the client why."""
         seq.finish = FinishReason.ERROR
+        self.stats.on_failed(seq, error.code)
         self.outbox.append(
             Emitted(
                 seq.handle,
@@ -359,8 +361,12 @@ class State:
         meet = seq.req.rendezvous
         if meet is not None and self.rooms.get(meet.room) is seq:
             del self.rooms[meet.room]
-        self.stats.on_ended(seq)
+        self._tell_end(seq)
         seq.to(SeqState.FINISHED)
+
+    def _tell_end(self, seq: Seq) -> None:
+        if (story := self.stats.on_ended(seq)) is not None:
+            self.outbox.append(story)
 
     def _let_go(self, seq: Seq) -> None:
         self.memory.let_go(seq)

@@ -8,6 +8,8 @@ docs/metrics.md. Nothing here influences a decision.
 3. `on_suspended`, `on_step`, `on_first_token`, `on_timeout`: on its way.
 4. `on_ended`: forgotten.
 
+The same hooks write the stories of traced requests (sched.story); with none of them traced that costs nothing.
+
 A request is *overtaken* when one that arrived later is admitted (for the first time) before it. It is *starving* while
 it waits for longer than the threshold and has been overtaken; it counts once in priority_starvation.
 
@@ -21,11 +23,11 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from baton.request import Validated
 from baton.sched.histogram import GAP_BUCKETS, REQUEST_BUCKETS, SLACK_BUCKETS, STAGE_BUCKETS, Histogram
 from baton.sched.overtaking import Key, Overtaking
 from baton.sched.plan import StepPlan
-from baton.sched.seq import Seq
+from baton.sched.seq import Seq, SeqState
+from baton.sched.story import Pulled, Story
 
 HISTOGRAMS = {
     "priority_waiting_time_seconds": STAGE_BUCKETS,
@@ -37,6 +39,9 @@ HISTOGRAMS = {
 
 
 RATE_SMOOTHING = 0.1
+
+SENT_BACK = {"memory": "retracted", "priority": "preempted", "slots": "preempted", "admin": "suspended"}
+"""What a story calls it, by reason."""
 
 
 @dataclass(slots=True)
@@ -72,6 +77,10 @@ class SchedStats:
         self._last_step_at = 0.0
         self._last_token_at: dict[int, float] = {}
         """Of requests that were not in the last step."""
+        self.now = 0.0
+        """Time as far as it has come, for hooks that are not told."""
+        self._stories: dict[int, Story] = {}
+        """Of traced requests that live."""
         self.queued: Counter[str] = Counter()
         """Waiting requests by class."""
         self.starving: Counter[str] = Counter()
@@ -98,10 +107,14 @@ class SchedStats:
             arrival = seq.req.arrival
             life = _Life(self.class_of(seq), (arrival, seq.handle), arrival)
             self._lives[seq.handle] = life
+            if seq.req.trace:
+                self._stories[seq.handle] = Story(seq.handle, seq.req.trace, seq.prompt_len)
         elif life.waits:
             return
         else:
             life.waits, life.since = True, now
+            if seq.state is SeqState.OPENING and (story := self._stories.get(seq.handle)) is not None:
+                story.note(self.now, "revoked", 0)
         self.queued[life.cls] += 1
         self._order.enter(seq.handle, seq.req.arrival)
         heapq.heappush(self._due, (life.since + self._starvation_secs, seq.handle))
@@ -116,6 +129,7 @@ class SchedStats:
 
     def on_plan(self, now: float) -> None:
         """Time has come to `now`: who waits too long from here on?"""
+        self.now = now
         while self._due and self._due[0][0] < now:
             at, handle = heapq.heappop(self._due)
             if not self._is_due(at, handle):
@@ -145,6 +159,11 @@ class SchedStats:
             times = self.waiting_time.setdefault(life.cls, Histogram(HISTOGRAMS["priority_waiting_time_seconds"]))
             times.observe(max(now - seq.req.arrival, 0.0))
         self._stop_waiting(life)
+        if (story := self._stories.get(seq.handle)) is not None:
+            if story.admitted_at is None:
+                story.admitted_at, story.is_transfer = now, seq.state is SeqState.TRANSFER
+            else:
+                story.note(now, "admitted", seq.computed)
         if life.lost_tokens:
             self.recomputed_tokens += max(life.lost_tokens - seq.computed, 0)
             life.lost_tokens = 0
@@ -176,6 +195,8 @@ class SchedStats:
                 waiting ones too.
         """
         life = self._lives[seq.handle]
+        if (story := self._stories.get(seq.handle)) is not None:
+            story.note(self.now, SENT_BACK[reason], seq.computed)
         if life.waits:
             self.on_withdrawn(seq)
             return
@@ -183,6 +204,14 @@ class SchedStats:
         other = None if by is None else self._lives.get(by.handle)
         self.suspensions[life.cls, other.cls if other else "", reason] += 1
         life.lost_tokens = seq.computed
+
+    def on_computed(self, plan: StepPlan, now: float) -> None:
+        """A step is done; its tokens have not been handed out yet."""
+        self.now = now
+        if self._stories:
+            for row in plan.rows[plan.num_decode :]:
+                if (story := self._stories.get(row.handle)) is not None:
+                    story.computed(now, row.n)
 
     def on_step(self, plan: StepPlan, now: float) -> None:
         """A step is committed: how long did running requests wait for its token because of other work?
@@ -211,12 +240,40 @@ class SchedStats:
             rate = plan.num_decode / seconds
             self.decode_rate += RATE_SMOOTHING * (rate - self.decode_rate) if self.decode_rate else rate
 
-    def on_first_token(self, req: Validated, now: float) -> None:
-        """Only for a request with a ttft_deadline."""
-        assert req.ttft_deadline is not None
-        slack = req.ttft_deadline - now
-        self.deadline_slack.observe(slack)
-        self.deadlines_missed["ttft"] += slack < 0
+    def on_first_token(self, seq: Seq, now: float) -> None:
+        """By the step that ended `now`; or, on D, it came with the pages, after the last plan was made."""
+        now = max(now, self.now)
+        if (story := self._stories.get(seq.handle)) is not None:
+            story.first_token_at = now
+        if seq.req.ttft_deadline is not None:
+            slack = seq.req.ttft_deadline - now
+            self.deadline_slack.observe(slack)
+            self.deadlines_missed["ttft"] += slack < 0
+
+    def on_announced(self, seq: Seq) -> None:
+        """D: P holds pages of it."""
+        if (story := self._stories.get(seq.handle)) is not None:
+            story.announced_at = self.now
+
+    def on_pulled(self, seq: Seq, pulled: Pulled | None) -> None:
+        """D: its pages are here."""
+        if (story := self._stories.get(seq.handle)) is not None:
+            story.pulled = pulled
+
+    def on_leased(self, seq: Seq, pages: int) -> None:
+        """P: its prompt is computed, and waits for D."""
+        if (story := self._stories.get(seq.handle)) is not None:
+            story.leased_pages = pages
+
+    def on_released(self, seq: Seq, code: str) -> None:
+        """P: nobody reads its pages any more; why."""
+        if (story := self._stories.get(seq.handle)) is not None:
+            story.finish = code
+
+    def on_failed(self, seq: Seq, code: str) -> None:
+        """It is about to end with this error."""
+        if (story := self._stories.get(seq.handle)) is not None:
+            story.error = code
 
     def on_timeout(self) -> None:
         """A request ended because its deadline passed."""
@@ -229,10 +286,20 @@ class SchedStats:
             self._order.leave(seq.handle)
             self._stop_waiting(life)
 
-    def on_ended(self, seq: Seq) -> None:
+    def on_ended(self, seq: Seq) -> Story | None:
+        """Returns its story, once, if it was traced."""
         self.on_withdrawn(seq)
         self._lives.pop(seq.handle, None)
         self._last_token_at.pop(seq.handle, None)
+        story = self._stories.pop(seq.handle, None)
+        if story is not None:
+            story.ended_at = self.now
+            story.cached_tokens = max(seq.cached_tokens, 0)
+            story.output_tokens = len(seq.tokens) - seq.prompt_len
+            story.retractions, story.preemptions = seq.retractions, seq.preemptions
+            if seq.finish is not None:
+                story.finish = seq.finish.name.lower()
+        return story
 
     # ------------------------------------------------------------------ reports
 

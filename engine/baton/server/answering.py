@@ -31,6 +31,7 @@ from baton.server.ranks import Ranks
 from baton.server.resume import EMIT_HEADER, Teller
 from baton.server.tenancy import Tenancy
 from baton.server.tokenizer import Tokenizer
+from baton.server.tracer import Tracer
 from baton.server.validate import Accepted, with_deadline_headers
 from baton.server.wire import REQUEST_ID, json_response, read_object
 
@@ -74,8 +75,10 @@ class Answering:
         timeout_secs: float,
         admit: Callable[[], None],
         tenancy: Tenancy,
+        tracer: Tracer | None,
     ) -> None:
         """`admit` raises when the node does not take requests now (loading, draining, dead)."""
+        self._tracer = tracer
         self._tenancy = tenancy
         self._ranks = ranks
         self._tokenizer = tokenizer
@@ -114,7 +117,9 @@ class Answering:
     ) -> web.StreamResponse:
         """The whole life of one request. Raises EngineError when no byte of the answer was sent."""
         arrived = time.monotonic()
+        status: int | None = 500
         outcome = "internal_error"
+        parent = None if self._tracer is None else self._tracer.begin(request.headers)
         generation: Generation | None = None
         limit = self._timeout_secs
         cut = asyncio.get_running_loop().call_later(limit + SLOW_CLIENT_SECS, _cut_connection, request)
@@ -139,6 +144,7 @@ class Answering:
                 arrived,
                 limit,
                 lambda count: self._tenancy.spend(accepted.tenant, count, time.monotonic()),
+                parent,
             )
             self._enter(generation)
             generation.start()
@@ -146,19 +152,20 @@ class Answering:
             headers = _ignored_header(accepted)
             if accepted.stream:
                 response, outcome = await self._stream(request, generation, shape, headers)
+                status = 200
                 return response
             while not generation.finished:
                 for delta in await generation.next() or ():
                     shape.take(delta)
-            outcome = "ok"
+            status, outcome = 200, "ok"
             return json_response(shape.whole(), headers=headers | _load_header(generation))
         except EngineError as err:
-            outcome = err.code
+            status, outcome = err.status, err.code
             if generation is not None and generation.first_token_at is None and err.status == 503:
                 self._tenancy.spend(accepted.tenant, -accepted.prompt_tokens, time.monotonic())
             raise
         except (asyncio.CancelledError, ConnectionError):
-            outcome = "client_disconnected"
+            status, outcome = None, "client_disconnected"
             waiting = generation is None or generation.first_token_at is None
             self._metrics.disconnects.labels("before_first_token" if waiting else "streaming").inc()
             raise
@@ -173,6 +180,8 @@ class Answering:
                 generation.close()
                 self._leave(generation)
                 self._account(generation, endpoint, outcome, arrived)
+            if self._tracer is not None and parent is not None:
+                self._tracer.answered(parent, request, generation, status, outcome, arrived)
 
     def _take_tokens(self, accepted: Accepted, headers: Mapping[str, str]) -> Accepted:
         """Its class and tenant, and the tenant's tokens for its prompt. Raises RateLimited."""

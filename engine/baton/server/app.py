@@ -38,7 +38,7 @@ from baton.errors import (
 )
 from baton.request import SamplingParams
 from baton.sched import decisions
-from baton.server import loads
+from baton.server import loads, tracer
 from baton.server.answering import Answering
 from baton.server.fields import INT64_MAX, Fields
 from baton.server.fingerprint import fingerprint, tokenizer_hash
@@ -95,10 +95,13 @@ class Front:
         self.bootstrap_healthy: Callable[[], bool] = lambda: True
         """P nodes: whether the bootstrap server still answers; without it no D node finds us."""
         self.started_at = int(time.time())
+        self.tracer = tracer.start(config)
         self.answering = Answering(
             ranks, tokenizer, self.metrics, facts.name, config.request_timeout_secs, self._refuse_if_not_accepting,
-            self.validator.tenancy,
+            self.validator.tenancy, self.tracer,
         )  # fmt: skip
+        if self.tracer is not None:
+            ranks.on_stories = self.tracer.told
         self.kv_streams = KvStreams(ranks, kv_events.read(config.kv_events_config).enable_kv_cache_events)
         ranks.on_stats = self._on_stats
 
@@ -231,6 +234,8 @@ class Front:
         return json_response({"dp_rank_count": len(ranks), "loads": [loads.full(rank) for rank in ranks]})
 
     async def metrics_text(self, request: web.Request) -> web.Response:
+        if self.tracer is not None:
+            self.tracer.count(self.metrics.trace_spans)
         self.metrics.ready.set(self.trouble() is None)
         self.metrics.ranks_alive.set(sum(r.dead is None for r in self.ranks.ranks))
         return web.Response(

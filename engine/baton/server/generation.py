@@ -25,6 +25,7 @@ from baton.server.detok import Detokenizer, StopMatcher
 from baton.server.messages import Logprobs, Submit
 from baton.server.metrics import Metrics
 from baton.server.ranks import Rank, Ranks
+from baton.server.spans import Parent
 from baton.server.tokenizer import Tokenizer
 from baton.server.validate import Accepted, Item, TextRules
 
@@ -175,17 +176,20 @@ class Generation:
     def __init__(
         self, rid: str, accepted: Accepted, ranks: Ranks, tokenizer: Tokenizer, metrics: Metrics, endpoint: str,
         arrived: float, timeout_secs: float, on_generated: Callable[[int], None] = lambda count: None,
+        parent: Parent | None = None,
     ) -> None:  # fmt: skip
-        """`on_generated` hears of tokens as they come."""
+        """`on_generated` hears of tokens as they come. `parent`: the span that those of the ranks hang below."""
         self.rid = rid
         self.accepted = accepted
         self.ranks = ranks
         self.tokenizer = tokenizer
         self.endpoint = endpoint
         self.arrived = arrived
+        self.submitted_at: float | None = None
         self.first_token_at: float | None = None
         self.created = int(time.time()) if accepted.resume is None else accepted.resume.created
         """Unix seconds: what its events say."""
+        self._parent = parent
         self._metrics = metrics
         self._timeout_secs = timeout_secs
         self._on_generated = on_generated
@@ -201,6 +205,8 @@ class Generation:
                 track.end_empty()
             return
         many = len(self.tracks) > 1
+        self.submitted_at = now = time.monotonic()
+        trace = b"" if self._parent is None else self._parent.packed(now)
         try:
             for track in self.tracks:
                 item = track.item
@@ -216,6 +222,7 @@ class Generation:
                     namespace=self.accepted.namespace,
                     rendezvous=item.rendezvous,
                     age_secs=time.monotonic() - self.arrived,
+                    trace=trace,
                     timeout_secs=self._timeout_secs,
                     ttft_deadline_secs=self.accepted.ttft_deadline_secs,
                 )

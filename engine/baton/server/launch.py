@@ -109,6 +109,8 @@ class _Launcher:
             stack.callback(context.destroy, 0)
             stack.callback(ranks.close)
             front = Front(self._config, facts, tokenizer, ranks)
+            if front.tracer is not None:
+                stack.push_async_callback(front.tracer.flush)
             url = await self._serve_http(stack, front)
             bootstrap = self._start_bootstrap(stack)
             if bootstrap is not None:

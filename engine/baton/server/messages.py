@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from baton.request import FinishReason, Rendezvous, SamplingParams
+from baton.sched.story import Story
 
 __all__ = ["FinishReason", "Rendezvous", "SamplingParams"]
 
@@ -31,6 +32,8 @@ class Submit(msgspec.Struct, tag="submit"):
     """Like timeout_secs from the request's arrival in the front."""
     priority_class: str = ""
     tenant: str = ""
+    trace: bytes = b""
+    """server.spans.Parent, packed; empty: not traced."""
 
 
 class Abort(msgspec.Struct, tag="abort"):
@@ -132,7 +135,14 @@ class KvEvents(msgspec.Struct, tag="kv_events"):
     payload: bytes
 
 
-ToFront = TokenBatch | Reply | Ready | Stats | Fatal | KvEvents
+class Stories(msgspec.Struct, tag="stories"):
+    """What traced requests went through, after their end: on P that is when D has pulled."""
+
+    dp_rank: int
+    stories: list[Story]
+
+
+ToFront = TokenBatch | Reply | Ready | Stats | Fatal | KvEvents | Stories
 
 encoder = msgspec.msgpack.Encoder()
 to_rank_decoder: msgspec.msgpack.Decoder[ToRank] = msgspec.msgpack.Decoder(ToRank)

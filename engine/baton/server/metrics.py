@@ -71,6 +71,12 @@ FRONT = (
     Spec("keepalives", "counter", "SSE comments sent while a request waited"),
     Spec("ignored_parameters", "counter", "unknown request fields that had no effect"),
     Spec("tenant_rate_limited", "counter", "requests refused with 429: their tenant's tokens_per_minute are used up"),
+    Spec(
+        "trace_spans",
+        "counter",
+        "spans of --enable-trace: exported, dropped (the queue was full) or failed (the collector)",
+        ("result",),
+    ),
     Spec("ready", "gauge", "1 when a request sent now would be accepted"),
     Spec("ranks_alive", "gauge", "DP ranks of this engine that live"),
     Spec("build", "info", "version and mode, value 1", ("version", "python", "mode", "model")),
@@ -252,6 +258,7 @@ class Metrics:
         self.keepalives: Counter = made["keepalives"]
         self.ignored: Counter = made["ignored_parameters"]
         self.rate_limited: Counter = made["tenant_rate_limited"]
+        self.trace_spans: Counter = made["trace_spans"]
         self.ready: Gauge = made["ready"]
         self.ranks_alive: Gauge = made["ranks_alive"]
         made["build"].labels(version, platform.python_version(), mode, model).set(1)

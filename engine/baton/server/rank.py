@@ -44,6 +44,7 @@ from baton.server.messages import (
     Ready,
     Reply,
     Stats,
+    Stories,
     Submit,
     ToFront,
     TokenBatch,
@@ -209,6 +210,8 @@ class RankProcess:
             outputs, busy = self.engine.advance(time.monotonic())
             if outputs := self._stream.take(outputs):
                 self._send(token_batch(outputs))
+            if stories := self.engine.take_stories():
+                self._send(Stories(self.dp_rank, stories))
             if self._kv is not None:
                 self._kv.publish()
             now = time.monotonic()
@@ -238,6 +241,7 @@ class RankProcess:
     def _ingest(self, *, wait: bool) -> None:
         if wait:
             self._poller.poll(self._wait_ms())
+        self.engine.at(time.monotonic())
         if self._kv is not None and self._kv.replay is not None:
             self._kv.serve_replays()
         for _ in range(INGEST_BURST):
@@ -272,6 +276,7 @@ class RankProcess:
             ttft_deadline=None if message.ttft_deadline_secs is None else arrival + message.ttft_deadline_secs,
             priority_class=message.priority_class,
             tenant=message.tenant,
+            trace=message.trace,
         )
         try:
             self.engine.submit(req)

@@ -33,6 +33,7 @@ from baton.server.messages import (
     Ready,
     Reply,
     Stats,
+    Stories,
     Submit,
     ToFront,
     TokenBatch,
@@ -101,6 +102,7 @@ class Ranks:
         self.on_stats: Callable[[Rank], None] = lambda rank: None
         """Called after a report, and with empty tables after a death."""
         self.on_kv_events: Callable[[KvEvents], None] = lambda message: None
+        self.on_stories: Callable[[Stories], None] = lambda message: None
         self._loop.add_reader(self._pull.FD, self._readable)
         # ZMQ's descriptor is edge-triggered: look once for what came before the reader was there.
         self._loop.call_soon(self._readable)
@@ -232,6 +234,8 @@ class Ranks:
             self.changed.set()
         elif isinstance(message, KvEvents):
             self.on_kv_events(message)
+        elif isinstance(message, Stories):
+            self.on_stories(message)
         else:
             self.died(message.dp_rank, message.message)
 

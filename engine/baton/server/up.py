@@ -294,7 +294,6 @@ class Cluster:
             raise ChildFailed(f"{err}; the end of {child.log_path}:\n{_indented(child.last_lines())}") from err
 
     def _router_argv(self) -> list[str]:
-        up = self.plan.up
         argv = [sys.executable, "-m", "baton.cli", "router", "--host", self.host, "--port", str(self.port)]
         # A laptop's cluster comes and goes: probe it every second, and do not linger when it is told to stop.
         argv += ["--health-check-interval-secs", "1", "--shutdown-delay-ms", "0"]
@@ -310,7 +309,7 @@ class Cluster:
                 argv += ["--decode", node.url]
         if any(count and self.plan.dp_size(role) > 1 for role, count in self.plan.counts.items()):
             argv += ["--dp-aware"]
-        return argv + _tokenizer_flags(self.plan.engine) + _router_flags(up)
+        return argv + _tokenizer_flags(self.plan.engine) + _router_flags(self.plan)
 
     async def _keep_alive(self, child: Child, start: Callable[[], Coroutine[Any, Any, None]]) -> None:
         backoff = Backoff()
@@ -493,25 +492,29 @@ def _tokenizer_flags(engine: dict[str, Any]) -> list[str]:
     return flags
 
 
-def _router_flags(up: UpConfig) -> list[str]:
-    """What the user says about the router."""
-    flags: list[str] = []
+def _router_flags(plan: Plan) -> list[str]:
+    """What the user says about the router, and about router and nodes together."""
+    up, flags = plan.up, []
+    if plan.engine.get("enable_trace"):
+        flags += ["--enable-trace"]
+    if endpoint := plan.engine.get("otlp_traces_endpoint"):
+        flags += ["--otlp-traces-endpoint", endpoint]
     for name in ("policy", "prefill_policy", "decode_policy"):
         if value := getattr(up, name):
             flags += [flag_name(name), value]
     return flags + shlex.split(up.router_args)
 
 
-def check_router_flags(up: UpConfig) -> str | None:
+def check_router_flags(plan: Plan) -> str | None:
     """The router's complaint about its flags, which is better heard before a node has loaded a model."""
-    argv = [sys.executable, "-m", "baton.cli", "router", *_router_flags(up), "--print-flags"]
+    argv = [sys.executable, "-m", "baton.cli", "router", *_router_flags(plan), "--print-flags"]
     asked = subprocess.run(argv, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
     return asked.stderr.strip() if asked.returncode == 2 else None
 
 
 def main(argv: Sequence[str]) -> int:
     plan = parse(argv)
-    if complaint := check_router_flags(plan.up):
+    if complaint := check_router_flags(plan):
         print(complaint, file=sys.stderr)
         return 2
     return asyncio.run(_run(plan))

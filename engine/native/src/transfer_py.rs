@@ -128,8 +128,8 @@ fn node_error(err: NodeError) -> PyErr {
     }
 }
 
-/// The transfer threads' log goes to stderr, like the engine's own; BATON_TRANSFER_LOG filters it (default: info).
-fn log_to_stderr() {
+/// The log of the native threads goes to stderr, like the engine's own; BATON_TRANSFER_LOG filters it (default: info).
+pub(crate) fn log_to_stderr() {
     static START: Once = Once::new();
     START.call_once(|| {
         let filter = tracing_subscriber::EnvFilter::try_from_env("BATON_TRANSFER_LOG")

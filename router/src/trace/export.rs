@@ -1,6 +1,5 @@
 //! Spans to a collector: batches over OTLP/gRPC or OTLP/HTTP, from a task of its own.
 
-use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::{BufMut, Bytes, BytesMut};
@@ -11,10 +10,11 @@ use hyper_util::rt::{TokioExecutor, TokioIo};
 use prometheus::IntCounterVec;
 use tokio::net::TcpStream;
 use tokio::sync::mpsc::{Receiver, Sender, channel};
+use tokio::sync::oneshot;
 use tokio::task::AbortHandle;
 use tokio::time::{Instant, sleep, timeout, timeout_at};
 
-use super::otlp::{Span, encode};
+use super::otlp::{Service, Span, encode};
 
 /// Requests whose spans wait to be sent.
 const QUEUE: usize = 4096;
@@ -87,56 +87,100 @@ impl std::str::FromStr for Endpoint {
     }
 }
 
+/// What became of spans, as the metric's label has it.
+pub const RESULTS: [&str; 3] = ["exported", "dropped", "failed"];
+
+enum Job {
+    Spans(Vec<Span>),
+    /// Send what came before now; the other end hears when that has been tried.
+    Flush(oneshot::Sender<()>),
+}
+
 /// The queue's end that requests see.
 pub struct Exporter {
-    queue: Sender<Vec<Span>>,
+    queue: Sender<Job>,
     counts: IntCounterVec,
 }
 
 impl Exporter {
     /// Start the task that sends. `counts` is by result: exported, dropped (the queue was full), failed (the collector).
-    pub fn start(endpoint: Endpoint, counts: IntCounterVec) -> Arc<Self> {
-        let (queue, spans) = channel(QUEUE);
-        tokio::spawn(send_all(endpoint, spans, counts.clone()));
-        Arc::new(Self { queue, counts })
+    pub fn start(endpoint: Endpoint, service: Service, counts: IntCounterVec) -> Self {
+        let (queue, jobs) = channel(QUEUE);
+        tokio::spawn(send_all(endpoint, service, jobs, counts.clone()));
+        Self { queue, counts }
     }
 
     pub fn put(&self, spans: Vec<Span>) {
         let number = spans.len() as u64;
-        if self.queue.try_send(spans).is_err() {
+        if self.queue.try_send(Job::Spans(spans)).is_err() {
             self.counts.with_label_values(&["dropped"]).inc_by(number);
         }
     }
+
+    /// Wait until what was put has been sent, or could not be, for at most `patience`.
+    pub async fn flush(&self, patience: Duration) {
+        let (done, heard) = oneshot::channel();
+        let flushed = async {
+            if self.queue.send(Job::Flush(done)).await.is_ok() {
+                let _ = heard.await; // an error: the task is gone, and nothing more will be sent
+            }
+        };
+        let _ = timeout(patience, flushed).await; // what a slow collector has not taken by then is lost
+    }
+
+    /// How many spans met this of `RESULTS` so far.
+    pub fn count(&self, result: &str) -> u64 {
+        self.counts.with_label_values(&[result]).get()
+    }
 }
 
-async fn send_all(endpoint: Endpoint, mut spans: Receiver<Vec<Span>>, counts: IntCounterVec) {
+async fn send_all(
+    endpoint: Endpoint,
+    service: Service,
+    mut jobs: Receiver<Job>,
+    counts: IntCounterVec,
+) {
     let mut is_failing = false;
-    while let Some(mut batch) = spans.recv().await {
+    let mut next = jobs.recv().await;
+    while next.is_some() {
         let until = Instant::now() + PAUSE;
-        while batch.len() < BATCH
-            && let Ok(Some(more)) = timeout_at(until, spans.recv()).await
-        {
-            batch.extend(more);
+        let mut batch = Vec::new();
+        let mut flush = None;
+        while let Some(job) = next {
+            match job {
+                Job::Spans(more) => batch.extend(more),
+                Job::Flush(done) => flush = Some(done),
+            }
+            if batch.len() >= BATCH || flush.is_some() {
+                break;
+            }
+            next = timeout_at(until, jobs.recv()).await.ok().flatten();
         }
-        let sent = match timeout(DEADLINE, send(&endpoint, encode(&batch))).await {
-            Ok(sent) => sent,
-            Err(_) => Err(format!("no answer for {DEADLINE:?}")),
-        };
-        let result = if sent.is_ok() { "exported" } else { "failed" };
-        let number = batch.len() as u64;
-        counts.with_label_values(&[result]).inc_by(number);
-        match sent {
-            Ok(()) => is_failing = false,
-            Err(err) => {
-                let Endpoint { host, port, .. } = &endpoint;
-                if !std::mem::replace(&mut is_failing, true) {
-                    tracing::warn!(
-                        "cannot export traces to {host}:{port}: {err}; spans are dropped until it works again"
-                    );
+        if !batch.is_empty() {
+            let sent = match timeout(DEADLINE, send(&endpoint, encode(&service, &batch))).await {
+                Ok(sent) => sent,
+                Err(_) => Err(format!("no answer for {DEADLINE:?}")),
+            };
+            let result = if sent.is_ok() { "exported" } else { "failed" };
+            let number = batch.len() as u64;
+            counts.with_label_values(&[result]).inc_by(number);
+            match sent {
+                Ok(()) => is_failing = false,
+                Err(err) => {
+                    let Endpoint { host, port, .. } = &endpoint;
+                    if !std::mem::replace(&mut is_failing, true) {
+                        tracing::warn!(
+                            "cannot export traces to {host}:{port}: {err}; spans are dropped until it works again"
+                        );
+                    }
+                    if flush.is_none() {
+                        sleep(AFTER_FAILURE).await;
+                    }
                 }
-                sleep(AFTER_FAILURE).await;
             }
         }
+        drop(flush); // whoever waits for it goes on
+        next = jobs.recv().await;
     }
 }
 

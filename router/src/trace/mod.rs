@@ -9,6 +9,7 @@
 //! 4. a task of its own sends them in batches. Its queue is bounded: what does not fit, or cannot be delivered, is dropped
 //!    and counted. A request never waits for a collector.
 
+mod background;
 mod export;
 mod otlp;
 
@@ -17,8 +18,9 @@ use std::fmt::Write;
 use http::{HeaderMap, HeaderValue};
 use rand::RngCore;
 
+pub use self::background::Background;
 pub use self::export::{Endpoint, Exporter};
-pub use self::otlp::{Kind, Span, Value};
+pub use self::otlp::{Event, Kind, Name, Service, Span, Value};
 
 pub const TRACEPARENT: &str = "traceparent";
 

@@ -2,6 +2,19 @@
 //!
 //! Why by hand: docs/decisions/0008-otlp-without-an-sdk.md.
 
+use std::borrow::Cow;
+
+/// Names of attributes and events: constants here, made of Python's strings in an engine.
+pub type Name = Cow<'static, str>;
+
+/// Who the spans are of.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Service {
+    pub name: String,
+    /// Beside the version, which is this program's.
+    pub attributes: Vec<(String, String)>,
+}
+
 /// A finished span.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Span {
@@ -13,11 +26,29 @@ pub struct Span {
     /// [ns since 1970]
     pub start: u64,
     pub end: u64,
-    pub attributes: Vec<(&'static str, Value)>,
-    /// (time, name)
-    pub events: Vec<(u64, &'static str)>,
+    pub attributes: Vec<(Name, Value)>,
+    pub events: Vec<Event>,
     /// Why it counts as failed.
     pub error: Option<String>,
+}
+
+/// Something that happened during a span.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Event {
+    /// [ns since 1970]
+    pub at: u64,
+    pub name: Name,
+    pub attributes: Vec<(Name, Value)>,
+}
+
+impl Event {
+    pub fn new(at: u64, name: &'static str) -> Self {
+        Self {
+            at,
+            name: name.into(),
+            attributes: Vec::new(),
+        }
+    }
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -34,16 +65,19 @@ pub enum Value {
 }
 
 /// One request for all these spans.
-pub fn encode(spans: &[Span]) -> Vec<u8> {
+pub fn encode(service: &Service, spans: &[Span]) -> Vec<u8> {
     let mut resource = Message::default();
-    for (key, value) in [
-        ("service.name", "baton-router"),
+    let own = [
+        ("service.name", service.name.as_str()),
         ("service.version", env!("CARGO_PKG_VERSION")),
-    ] {
+    ];
+    let more = service.attributes.iter();
+    let more = more.map(|(key, value)| (key.as_str(), value.as_str()));
+    for (key, value) in own.into_iter().chain(more) {
         resource.message(1, &attribute(key, &Value::Text(value.to_owned())));
     }
     let mut scope = Message::default();
-    scope.text(1, "baton-router");
+    scope.text(1, "baton");
     let mut scope_spans = Message::default();
     scope_spans.message(1, &scope);
     for span in spans {
@@ -71,11 +105,14 @@ fn message(span: &Span) -> Message {
     for (key, value) in &span.attributes {
         out.message(9, &attribute(key, value));
     }
-    for (at, name) in &span.events {
-        let mut event = Message::default();
-        event.fixed(1, *at);
-        event.text(2, name);
-        out.message(11, &event);
+    for event in &span.events {
+        let mut told = Message::default();
+        told.fixed(1, event.at);
+        told.text(2, &event.name);
+        for (key, value) in &event.attributes {
+            told.message(3, &attribute(key, value));
+        }
+        out.message(11, &told);
     }
     if let Some(error) = &span.error {
         const ERROR: u64 = 2;
@@ -153,10 +190,14 @@ mod tests {
             start: 1_700_000_000_000_000_000,
             end: 1_700_000_000_000_000_300,
             attributes: vec![
-                ("worker", Value::Text("http://a".into())),
-                ("tokens", Value::Int(-300)),
+                ("worker".into(), Value::Text("http://a".into())),
+                ("tokens".into(), Value::Int(-300)),
             ],
-            events: vec![(1_700_000_000_000_000_200, "first_token")],
+            events: vec![Event {
+                at: 1_700_000_000_000_000_200,
+                name: "first_token".into(),
+                attributes: vec![("n".into(), Value::Int(7))],
+            }],
             error: Some("reset".into()),
         };
         let hex: String = message(&span)

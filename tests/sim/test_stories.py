@@ -1,0 +1,229 @@
+"""What a scheduler tells of traced requests: exact on scripted lives, true to what happened on random ones."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import random
+
+import pytest
+
+from baton.errors import KvTransferFailed, RequestTimeout
+from baton.request import FinishReason, Validated
+from baton.sched import story
+from baton.sched.limits import Limits
+from baton.sched.policy import PriorityRule
+from baton.sched.story import Pulled, Story
+from tests.support.sched_pair import Relay
+from tests.support.sched_sim import VOCAB, Node, random_prompt, request
+
+LIMITS = Limits(100, 4, 4, 100, 16)
+
+
+def traced(handle: int, prompt: int, max_new: int, room: int | None = None) -> Validated:
+    tokens = [(handle + i) % VOCAB for i in range(prompt)]
+    plain = request(handle, tokens, max_new, ignore_eos=True, room=room)
+    return dataclasses.replace(plain, arrival=0.0, trace=b"t%d" % handle)
+
+
+class Timed(Node):
+    """Each look at its clock is a second later."""
+
+    def __init__(self, limits: Limits = LIMITS) -> None:
+        ticks = itertools.count(1)
+        super().__init__(limits, 1, lambda: float(next(ticks)))
+
+    def only_story(self) -> Story:
+        self.absorb()
+        (told,) = self.stories
+        return told
+
+
+def test_a_prompt_in_chunks_and_its_answer() -> None:
+    node = Timed()
+    node.sched.add(traced(7, 40, 3))
+    node.run()
+    told = node.only_story()
+    assert (told.handle, told.trace, told.prompt_tokens) == (7, b"t7", 40)
+    # A step looks at the clock twice: chunks of 16 are planned at 1, 3, 5 and done at 2, 4, 6.
+    assert (told.admitted_at, told.first_token_at, told.ended_at) == (1.0, 6.0, 10.0)
+    assert told.events == [(2.0, "computed", 16), (4.0, "computed", 16), (6.0, "computed", 8)]
+    assert (told.steps, told.computed_tokens, told.cached_tokens) == (3, 40, 0)
+    assert (told.output_tokens, told.finish, told.error, told.recomputed_tokens) == (3, "length", "", 0)
+    assert not told.is_transfer
+    assert not told.leased_pages
+
+
+def test_the_second_of_two_equal_prompts_tells_what_it_found() -> None:
+    node = Timed()
+    node.sched.add(traced(1, 40, 1))
+    node.run()
+    node.sched.add(dataclasses.replace(traced(2, 40, 1), prompt=traced(1, 40, 1).prompt))
+    node.run()
+    told = node.stories[1]
+    assert (told.cached_tokens, told.computed_tokens, told.steps) == (36, 4, 1)
+
+
+def test_an_untraced_request_has_no_story() -> None:
+    node = Timed()
+    node.sched.add(dataclasses.replace(traced(1, 40, 3), trace=b""))
+    node.run()
+    assert not node.stories
+
+
+def test_one_that_gives_way_tells_when_and_what_it_cost() -> None:
+    rule = PriorityRule(enabled=True, preemption_threshold=0)
+    node = Timed(dataclasses.replace(LIMITS, max_running_requests=1, priority=rule, preemption_mode="recompute"))
+    node.sched.add(dataclasses.replace(traced(1, 8, 12), priority=1))
+    for _ in range(4):
+        node.step()
+    node.sched.add(dataclasses.replace(traced(2, 8, 2), priority=5))
+    node.run()
+    first = next(told for told in node.stories if told.handle == 1)
+    assert first.preemptions == 1
+    kinds = [what for _, what, _ in first.events]
+    assert kinds == ["computed", "preempted", "admitted", "computed"]
+    assert first.recomputed_tokens == first.events[-1][2] > 0
+    assert first.computed_tokens == 8
+
+
+def test_suspended_while_it_runs() -> None:
+    node = Timed()
+    node.sched.add(traced(1, 8, 6))
+    node.step()
+    node.sched.suspend([1])
+    node.run()
+    node.sched.resume([1])
+    node.run()
+    told = node.only_story()
+    assert [what for _, what, _ in told.events][:3] == ["computed", "suspended", "admitted"]
+    assert told.output_tokens == 6
+
+
+def test_the_end_of_one_that_never_ran() -> None:
+    node = Timed(dataclasses.replace(LIMITS, max_running_requests=1))
+    node.sched.add(dataclasses.replace(traced(1, 8, 30), trace=b""))
+    node.step()
+    node.sched.add(traced(2, 8, 30))
+    node.sched.stats.now = 9.0
+    node.sched.fail(2, RequestTimeout("too late"))
+    told = node.only_story()
+    assert (told.admitted_at, told.ended_at, told.finish, told.error) == (None, 9.0, "error", "timeout")
+
+
+def test_a_lease_lasts_until_it_is_released_and_tells_why() -> None:
+    node = Timed(dataclasses.replace(LIMITS, role="prefill"))
+    node.sched.add(traced(1, 20, 9, room=5))
+    node.run()
+    assert not node.stories
+    node.sched.stats.now = 50.0
+    node.sched.release(5, "LEASE_EXPIRED")
+    told = node.only_story()
+    assert (told.first_token_at, told.ended_at) == (4.0, 50.0)
+    assert (told.leased_pages, told.output_tokens, told.finish) == (5, 1, "LEASE_EXPIRED")
+
+
+def test_a_transfer_tells_how_its_pages_came() -> None:
+    node = Timed(dataclasses.replace(LIMITS, role="decode"))
+    node.sched.add(traced(1, 20, 3, room=5))
+    node.step()
+    node.sched.stats.now = 7.0
+    node.sched.transfer_announced(5)
+    pulled = Pulled("tcp", 5, 4096, 0.25, 1.5)
+    node.sched.stats.now = 8.0
+    node.sched.transfer_committed(5, 1, 12, None, pulled)
+    node.run()
+    told = node.only_story()
+    assert told.is_transfer
+    assert (told.admitted_at, told.announced_at, told.first_token_at) == (1.0, 7.0, 8.0)
+    assert (told.pulled, told.cached_tokens, told.computed_tokens) == (pulled, 12, 0)
+    assert (told.output_tokens, told.finish) == (3, "length")
+
+
+def test_a_broken_transfer_ends_with_its_code() -> None:
+    node = Timed(dataclasses.replace(LIMITS, role="decode"))
+    node.sched.add(traced(1, 20, 3, room=5))
+    node.step()
+    node.sched.transfer_failed(5, KvTransferFailed("PEER_LOST: gone"))
+    told = node.only_story()
+    assert (told.first_token_at, told.finish, told.error) == (None, "error", "kv_transfer_failed")
+
+
+def test_a_story_is_bounded() -> None:
+    node = Timed(Limits(1000, 1, 4, 2000, 1))
+    node.sched.add(traced(1, 100, 2))
+    node.run()
+    told = node.only_story()
+    assert len(told.events) == story.MAX_EVENTS
+    assert (told.lost_events, told.steps, told.computed_tokens) == (100 - story.MAX_EVENTS, 100, 100)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_stories_agree_with_what_requests_got(seed: int) -> None:
+    """Pairs with random aborts, broken transfers and tight memory: one true story per traced request and node."""
+    rng = random.Random(seed)
+    page = rng.choice([1, 4])
+    ticks = itertools.count()
+
+    def node(role: str) -> Node:
+        pages = rng.randint(14, 50) * (4 // page)
+        limits = Limits(
+            pages, page, rng.choice([2, 6]), 1000, page * rng.randint(1, 6), role=role, conservativeness=0.1,
+            reserved_decode_tokens=0,
+        )  # fmt: skip
+        return Node(limits, rng.choice([1, 2]), lambda: float(next(ticks)))
+
+    p, d = node("prefill"), node("decode")
+    relay = Relay(p, d, rng, break_rate=rng.choice([0.0, 0.05]))
+    longest = min(20, p.limits.capacity_tokens - 1, d.limits.capacity_tokens - 1)
+    requests = {}
+    aborted = set()
+
+    def turn() -> None:
+        p.step()
+        d.step()
+        relay.tick()
+
+    for handle in range(30):
+        prompt = random_prompt(rng, [[1, 2, 3, 4, 0, 1, 2, 3]], longest)
+        req = request(handle, prompt, rng.randint(1, 20), room=1000 + handle)
+        req = requests[handle] = dataclasses.replace(req, arrival=0.0, trace=b"t" if handle % 2 else b"")
+        for each in rng.sample([p, d], 2):
+            each.sched.add(req)
+            turn()
+        if rng.random() < 0.15:
+            victim = rng.randrange(handle + 1)
+            if victim not in d.finished:
+                aborted.add(victim)
+                d.sched.abort(victim)
+                p.sched.abort(victim)
+    for _ in range(5000):
+        turn()
+        if d.sched.is_idle and p.sched.is_idle:
+            break
+    for room in list(p.done):
+        p.sched.release(room)
+    for each in (p, d):
+        each.absorb()
+        assert each.sched.is_idle
+        assert sorted(told.handle for told in each.stories) == [h for h in requests if h % 2]
+        for told in each.stories:
+            assert told.prompt_tokens == len(requests[told.handle].prompt)
+            times = [told.admitted_at, told.first_token_at, told.ended_at]
+            assert sorted(at for at in times if at is not None) == [at for at in times if at is not None]
+            assert told.first_token_at is None or told.admitted_at is not None
+            assert told.output_tokens == len(each.outputs.get(told.handle, []))
+            assert (told.handle in each.errors) == bool(told.error)
+            if told.handle in each.errors:
+                assert told.error == each.errors[told.handle][0]
+    for told in d.stories:
+        if told.handle in d.finished:
+            assert told.finish == d.finished[told.handle].name.lower()
+        else:
+            assert told.handle in aborted
+            assert told.finish == FinishReason.ABORT.name.lower()
+        assert not told.leased_pages
+    for told in p.stories:
+        if told.first_token_at is not None and not told.retractions:
+            assert told.cached_tokens + told.computed_tokens == told.prompt_tokens
+            assert told.leased_pages
