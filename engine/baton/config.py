@@ -515,8 +515,11 @@ def _violations(c: EngineConfig) -> list[str]:
         f"--max-decode-gap-ms {c.max_decode_gap_ms}: decode rows wait only with --prefill-first and without "
         "--enable-mixed-chunk; otherwise they join every step: leave it out",
     )
-    for name in ("kv_lease_secs", "kv_transfer_timeout_secs", "request_timeout_secs", "dist_timeout"):
+    for name in ("kv_lease_secs", "kv_transfer_timeout_secs", "request_timeout_secs"):
         rule(0 < getattr(c, name) < 1e9, f"{flag_name(name)} {getattr(c, name)}: give seconds above 0 and below 1e9")
+    rule(
+        0 < c.dist_timeout <= 86_400, f"--dist-timeout {c.dist_timeout:g}: give seconds above 0, at most 86400 (a day)"
+    )
     rule(
         0 <= c.drain_timeout_secs < 1e9,
         f"--drain-timeout-secs {c.drain_timeout_secs}: give seconds from 0 (do not wait) to below 1e9",

@@ -127,6 +127,20 @@ def test_chunks_hits_overlap_retraction_and_host_pages_change_nothing(
         engine.sched.ledger().check_idle(engine.sched.limits.num_pages)
 
 
+@pytest.mark.parametrize("size", [2, 4])
+def test_bfloat16_is_as_close_as_in_one_process(
+    reference: Callable[[str], Reference], helpers: Helpers, size: int
+) -> None:
+    """Partial sums are rounded before they meet: within what one process is allowed (test_families)."""
+    ref = reference("qwen3")
+    seen = Logits()
+    with helpers.engine(ref.path, size, touch=seen.watch, dtype="bfloat16") as engine:
+        for prompt, want in zip(ref.prompts, ref.logits, strict=True):
+            seen.steps.clear()
+            answer(engine, [prompt], greedy(1))
+            assert (seen.steps[0][0] - want[-1]).abs().max() < 0.05 * want.abs().max()
+
+
 def test_a_row_has_the_same_bits_alone_and_in_a_batch(
     reference: Callable[[str], Reference], helpers: Helpers, prompts: list[list[int]]
 ) -> None:

@@ -98,6 +98,12 @@ def test_a_flag_without_its_value_is_one_line(capsys: pytest.CaptureFixture[str]
 @pytest.mark.parametrize(
     ("values", "remedy"),
     [
+        ({"tp_size": 65}, "--tp-size 65: give 1 to 64 ranks"),
+        ({"dist_timeout": 0.0}, "--dist-timeout 0: give seconds above 0, at most 86400 (a day)"),
+        (
+            {"tp_size": 2, "dp_size": 2, "disaggregation_mode": "prefill"},
+            "--dp-size 2: with --tp-size 2 a prefill node has one DP rank; start more nodes",
+        ),
         ({"short_first_output_weight": "much"}, "--short-first-output-weight much: use auto, or a number from 0 to 1"),
         ({"short_first_output_weight": "1.5"}, "--short-first-output-weight 1.5: use auto, or a number from 0 to 1"),
         ({"priority_aging_max": -1.0, "priority_aging_rate": 1.0}, "--priority-aging-max -1.0: must not be negative"),

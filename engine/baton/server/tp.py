@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("baton.tp")
 
-QUEUE = 64
-"""Orders a follower may be behind by: steps without rows (copies) have no collective that keeps ranks together."""
+QUEUE = 1024
+"""Messages a follower may be behind by: calls about many requests come while it computes a step."""
 STEP, NODE, STOP = b"s", b"n", b""
 """How messages to followers begin: a step, a call of the transfer runtime, the end."""
 EVENTS_AT_ONCE = 256
@@ -89,7 +89,7 @@ _reports: msgspec.msgpack.Decoder[Report | Heard] = msgspec.msgpack.Decoder(Repo
 
 
 class Followers:
-    """The first rank's side. `tell` may be called by any thread, the rest by one."""
+    """The first rank's side. Any thread may tell; the rest is one thread's."""
 
     def __init__(self, context: zmq.Context[Any], team: Team, timeout_secs: float) -> None:
         self.pids: list[int] = []
