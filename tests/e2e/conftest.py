@@ -24,6 +24,13 @@ def tcp_pair() -> Iterator[Cluster]:
 
 
 @pytest.fixture(scope="session")
+def gloo_pair() -> Iterator[Cluster]:
+    """The same through the slabs of a communicator."""
+    with Cluster.up("--transport", "gloo", "--chunked-prefill-size", "64") as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="session")
 def solo() -> Iterator[Cluster]:
     """Router and one engine that does both phases: the reference."""
     with Cluster.up("--workers", "1") as cluster:

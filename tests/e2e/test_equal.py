@@ -1,4 +1,4 @@
-"""One process, or two over shared memory, or two over TCP: the same tokens (DESIGN invariant 1)."""
+"""One process, or two over shared memory, TCP or gloo: the same tokens (DESIGN invariant 1)."""
 
 from __future__ import annotations
 
@@ -32,6 +32,14 @@ def test_two_nodes_over_tcp_equal_one(tcp_pair: Cluster, expected: list[list[int
     assert [tcp_pair.generate_ids(prompt, 24) for prompt in prompts()] == expected
     tcp_pair.assert_nothing_is_held()
     assert metric(tcp_pair.node("decode")["url"], "baton_kv_pull_bytes_total", transport="tcp") > 0
+
+
+def test_two_nodes_over_gloo_equal_one(gloo_pair: Cluster, expected: list[list[int]]) -> None:
+    assert [gloo_pair.generate_ids(prompt, 24) for prompt in prompts()] == expected
+    gloo_pair.assert_nothing_is_held()
+    decode = gloo_pair.node("decode")["url"]
+    assert metric(decode, "baton_kv_pull_bytes_total", transport="gloo") > 0
+    assert metric(decode, "baton_kv_transport_fallbacks_total") == 0
 
 
 def test_tokens_do_not_depend_on_company(pair: Cluster, expected: list[list[int]]) -> None:

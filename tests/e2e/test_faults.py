@@ -11,7 +11,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from tests.support.cluster import Cluster, eventually, metrics
+from tests.support.cluster import Cluster, eventually, metric, metrics
 
 pytestmark = pytest.mark.timeout(240)
 IN_FLIGHT = 12
@@ -116,6 +116,17 @@ def test_killed_prefill_node(cluster: Cluster) -> None:
     streams = killed_node_is_survived(cluster, "prefill", prompt_words=600, max_tokens=8)
     was_in_flight = retries(cluster) > before or any(seen.errors for seen in streams)
     assert was_in_flight, "nothing was in flight when the node was killed"
+
+
+def test_killed_prefill_node_over_gloo(gloo_pair: Cluster) -> None:
+    """Its sends are posted and nobody is left to abort them but D."""
+    killed_node_is_survived(gloo_pair, "prefill", prompt_words=600, max_tokens=8)
+    decode = gloo_pair.node("decode")["url"]
+    eventually(
+        "no communicator is left of the dead node",
+        lambda: metric(decode, "baton_kv_communicators", state="aborting") == 0,
+    )
+    assert metric(decode, "baton_kv_communicators", state="abandoned") == 0
 
 
 def test_killed_prefill_node_does_not_matter_to_running_answers(cluster: Cluster) -> None:

@@ -1,4 +1,4 @@
-"""Two-rank communicators for the staged KV transports, so far `gloo` over CPU memory.
+"""Two-rank communicators for the staged KV transports: `gloo` over CPU memory, `nccl` over a GPU.
 
 The transfer runtime (crate kv_transfer, `transport::comm`) calls these objects from threads of its own, one per
 communicator; they know slabs of memory and nothing of pages, rooms or the scheduler. An exception ends the communicator
@@ -44,12 +44,22 @@ def make_backend(config: EngineConfig, host: str) -> Backend | None:
 
     Raises ConfigError when it cannot work here.
     """
-    if config.disaggregation_transfer_backend != "gloo":
+    name = config.disaggregation_transfer_backend
+    if name not in ("gloo", "nccl"):
         return None
     if config.simulate is not None:
         raise ConfigError(
-            "--disaggregation-transfer-backend gloo needs torch, which --simulate does without: use auto, shm or tcp"
+            f"--disaggregation-transfer-backend {name} needs torch, which --simulate does without: use auto, shm or tcp"
         )
-    from baton.runtime.comm.gloo import GlooBackend
+    if name == "gloo":
+        from baton.runtime.comm.gloo import GlooBackend
 
-    return GlooBackend(host)
+        return GlooBackend(host)
+    from baton.runtime.comm.nccl import NcclBackend, unusable
+
+    if (reason := unusable()) is not None:
+        raise ConfigError(
+            f"--disaggregation-transfer-backend nccl: {reason}; "
+            "use auto (shm or tcp), or gloo for the same code path without a GPU"
+        )
+    return NcclBackend()
