@@ -15,7 +15,10 @@ from typing import Any, NamedTuple
 from baton.config import EngineConfig
 
 REGISTER_TIMEOUT_MS = 30_000
-_TRANSPORTS = {"auto": ["shm", "tcp"], "shm": ["shm"], "tcp": ["tcp"], "gloo": ["gloo", "tcp"]}
+TRANSPORTS = {
+    "auto": ["shm", "tcp"], "shm": ["shm"], "tcp": ["tcp"], "gloo": ["gloo", "tcp"], "nccl": ["nccl", "tcp"]
+}  # fmt: skip
+"""By --disaggregation-transfer-backend, best first."""
 
 
 class Bootstrap(NamedTuple):
@@ -62,7 +65,7 @@ def start(
         "host": config.host,
         "advertise_host": host,
         "port": config.transfer_port + number if config.transfer_port else 0,
-        "transports": _TRANSPORTS[config.disaggregation_transfer_backend],
+        "transports": TRANSPORTS[config.disaggregation_transfer_backend],
         "cluster_key": config.cluster_key,
         "layout": layout,
         "dp_rank": number,
