@@ -35,11 +35,12 @@ def test_two_nodes_over_tcp_equal_one(tcp_pair: Cluster, expected: list[list[int
 
 
 def test_two_nodes_over_gloo_equal_one(gloo_pair: Cluster, expected: list[list[int]]) -> None:
+    decode = gloo_pair.node("decode")["url"]
+    fallbacks = metric(decode, "baton_kv_transport_fallbacks_total")
     assert [gloo_pair.generate_ids(prompt, 24) for prompt in prompts()] == expected
     gloo_pair.assert_nothing_is_held()
-    decode = gloo_pair.node("decode")["url"]
     assert metric(decode, "baton_kv_pull_bytes_total", transport="gloo") > 0
-    assert metric(decode, "baton_kv_transport_fallbacks_total") == 0
+    assert metric(decode, "baton_kv_transport_fallbacks_total") == fallbacks
 
 
 def test_tokens_do_not_depend_on_company(pair: Cluster, expected: list[list[int]]) -> None:

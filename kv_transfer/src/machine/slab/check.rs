@@ -729,6 +729,31 @@ fn operations_that_fail_on_either_side_break_both() {
 }
 
 #[test]
+fn a_send_out_of_order_ends_the_communicator_before_a_receive_is_posted() {
+    let page = |page| PullPage {
+        src: Sealed {
+            page,
+            generation: 2,
+            sum: 0,
+        },
+        dst: page,
+    };
+    let (mut sink, _) = Sink::new(LIMITS, 0);
+    let pages = vec![page(0), page(1)];
+    sink.step(SinkEvent::Pull { pull: 0, pages }, 0);
+    sink.step(SinkEvent::Id(vec![1]), 0);
+    sink.step(SinkEvent::Opened, 0);
+    let actions = sink.step(SinkEvent::Announced { ticket: 1, seq: 1 }, 0);
+    assert_eq!(sink.phase(), Phase::Aborting);
+    assert!(
+        !actions
+            .iter()
+            .any(|a| matches!(a, SinkAction::Receive { .. }))
+    );
+    assert!(actions.contains(&SinkAction::Abort));
+}
+
+#[test]
 fn the_breaker_doubles_its_pause_and_forgets_after_success() {
     let mut breaker = Breaker::default();
     assert!(breaker.allows(0));
