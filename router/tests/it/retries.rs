@@ -1,8 +1,11 @@
 //! What is tried again, and how much of it the fleet can afford.
 
+use std::time::Duration;
+
+use http::Method;
 use serde_json::json;
 
-use crate::support::{Act, Mock, Router, timed};
+use crate::support::{Act, Mock, Router, chat, eventually, timed};
 
 #[tokio::test]
 async fn a_refusal_of_the_request_is_told_and_an_error_of_the_worker_tried_elsewhere() {
@@ -66,6 +69,56 @@ async fn retries_end_with_the_budget_and_the_clients_get_the_workers_words() {
         assert!(router.metric(refused).await > 0.0);
         let body = json!({"messages": [], "n": 1});
         assert_eq!(router.post("/v1/chat/completions", &body).await.status, 502);
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn a_retry_has_what_is_left_of_the_clients_time() {
+    timed(async {
+        let leaving = Mock::start(&[Act::Gated(503, "draining")]).await;
+        let good = Mock::start(&[]).await;
+        let router = Router::regular(&[&leaving, &good], &[]).await;
+        let mut body = chat(false);
+        body["deadline_ms"] = json!(9000);
+        body["ttft_deadline_ms"] = json!(8000);
+        let headers = [
+            ("x-deadline-remaining-ms", "7000"),
+            ("x-slo-ttft-ms", "6000"),
+        ];
+        let text = body.to_string();
+        let asked = router.send(Method::POST, "/v1/chat/completions", &headers, &text);
+        let release = async {
+            // Round robin begins with the first worker.
+            eventually("it is there", || async { leaving.count() > 0 }).await;
+            tokio::time::sleep(Duration::from_millis(20)).await; // the time that is to be missing
+            leaving.release();
+        };
+        let (reply, ()) = tokio::join!(asked, release);
+        assert_eq!(reply.status, 200);
+        let first = leaving.seen()[0].clone();
+        assert_eq!(
+            first.raw,
+            text.as_bytes(),
+            "the first attempt has the client's bytes"
+        );
+        let second = good.seen().last().unwrap().clone();
+        let left = |name: &str| second.body[name].as_u64().unwrap();
+        let told = |name: &str| {
+            second.headers[name]
+                .to_str()
+                .unwrap()
+                .parse::<u64>()
+                .unwrap()
+        };
+        for (left, all) in [
+            (left("deadline_ms"), 9000),
+            (left("ttft_deadline_ms"), 8000),
+            (told("x-deadline-remaining-ms"), 7000),
+            (told("x-slo-ttft-ms"), 6000),
+        ] {
+            assert!(left >= 1 && left + 20 <= all, "{left} of {all}");
+        }
     })
     .await;
 }
