@@ -30,6 +30,7 @@ use crate::registry::{Candidate, Chosen};
 use crate::relay::Relay;
 use crate::resume;
 use crate::trace::TRACEPARENT;
+use crate::vllm;
 
 /// Attempt failed: by a worker, or because nobody could be chosen.
 pub enum Stop {
@@ -63,6 +64,7 @@ pub async fn generate(app: Arc<App>, request: Inbound) -> Response {
 
 async fn attempts(app: Arc<App>, mut request: Inbound) -> Response {
     app.retry_budget.lock().on_request(now_ms());
+    app.registry.introductions(app.serving_roles()).await;
     match commit(&app, &mut request).await {
         Ok((opened, prefill)) => answer(app, request, opened, prefill),
         // No worker is to blame for what the router cut.
@@ -157,7 +159,8 @@ async fn single(app: &Arc<App>, request: &mut Inbound) -> Result<Committed, Stop
     let candidate = &chosen.guard.candidate;
     request.record.worker = Some((candidate.name.clone(), chosen.why));
     let ids = ids_for(app, request, candidate);
-    let body = match candidate.rank {
+    let is_vllm = candidate.worker.is_vllm();
+    let body = match candidate.rank.filter(|_| !is_vllm) {
         None => request.body_for(&[], ids, ""),
         Some(rank) => {
             let fields = format!("\"data_parallel_rank\":{rank},\"routed_dp_rank\":{rank}");
@@ -165,8 +168,11 @@ async fn single(app: &Arc<App>, request: &mut Inbound) -> Result<Committed, Stop
         }
     };
     observe_overhead(app, request);
-    let opened = leg(app, request, chosen, body).open().await?;
-    Ok((opened, None))
+    let leg = match is_vllm {
+        true => vllm::ranked(app, request, chosen, body),
+        false => leg(app, request, chosen, body),
+    };
+    Ok((leg.open().await?, None))
 }
 
 /// The prompt's token ids as a member of the body, if this worker would have come to the same.

@@ -17,7 +17,7 @@ use tokio::time::{Instant, timeout};
 use crate::App;
 use crate::kv_events;
 use crate::load::{self, Fate};
-use crate::registry::{Description, State, Worker};
+use crate::registry::{Description, Newcomer, State, Worker};
 use crate::upstream::{Head, SendError};
 
 const FIRST_PAUSE: Duration = Duration::from_millis(100);
@@ -34,7 +34,8 @@ enum Probe {
 
 /// Start the task of a newly registered worker.
 pub fn start(app: &Arc<App>, worker: &Arc<Worker>) {
-    let task = tokio::spawn(watch(Arc::downgrade(app), Arc::downgrade(worker)));
+    let newcomer = app.registry.newcomer();
+    let task = tokio::spawn(watch(Arc::downgrade(app), Arc::downgrade(worker), newcomer));
     app.registry.set_health_task(worker, task.abort_handle());
 }
 
@@ -48,7 +49,8 @@ struct Watch {
 }
 
 /// Weak references: the task must keep neither the router nor a removed worker alive.
-async fn watch(app: std::sync::Weak<App>, worker: std::sync::Weak<Worker>) {
+async fn watch(app: std::sync::Weak<App>, worker: std::sync::Weak<Worker>, newcomer: Newcomer) {
+    let mut newcomer = Some(newcomer);
     let mut seen = Watch {
         counter: None,
         registered: Instant::now(),
@@ -68,11 +70,13 @@ async fn watch(app: std::sync::Weak<App>, worker: std::sync::Weak<Worker>) {
             if is_described {
                 return;
             }
+            drop(newcomer.take());
             seen.pause = seen.longer_pause(&app);
         } else {
             let probe = probe(&app, &worker).await;
             let is_good = matches!(probe, Probe::Good);
             seen.pause = seen.take(&app, &worker, probe).await;
+            drop(newcomer.take());
             if is_good && worker.is_ready() && worker.tells_loads() {
                 ask_load(&app, &worker).await;
             }
@@ -223,15 +227,13 @@ async fn describe(app: &App, worker: &Worker) -> Option<Description> {
     }
     // vLLM describes itself nowhere, but tells its version; SGLang and Baton do not under this path.
     match timeout(limit, get(app, worker, "/version")).await {
-        Ok(Ok(body)) if app.is_pd() => {
-            serde_json::from_slice::<Version>(&body)
-                .ok()
-                .map(|told| Description {
-                    engine: Some("vllm".to_owned()),
-                    version: Some(told.version),
-                    ..Description::default()
-                })
-        }
+        Ok(Ok(body)) => serde_json::from_slice::<Version>(&body)
+            .ok()
+            .map(|told| Description {
+                engine: Some("vllm".to_owned()),
+                version: Some(told.version),
+                ..Description::default()
+            }),
         _ => None,
     }
 }
@@ -260,7 +262,13 @@ async fn ask_load(app: &App, worker: &Worker) {
 
 /// The worker answers probes: find out what it is, and let it in unless it is something else.
 async fn admit(app: &App, worker: &Arc<Worker>) {
-    let description = describe(app, worker).await.unwrap_or_default();
+    let mut description = describe(app, worker).await.unwrap_or_default();
+    if let Some(given) = app.config.workers.dp_size(worker.role()) {
+        if let Some(told) = description.dp_size.filter(|told| *told != given) {
+            tracing::warn!(url = %worker.url(), told, given, "the worker tells another number of ranks than the flag; the flag counts");
+        }
+        description.dp_size = Some(given);
+    }
     let state = match objection(worker, &description) {
         Some(reason) => State::Rejected { reason },
         None => State::Ready,

@@ -96,8 +96,8 @@ fn print(text: &str, code: i32) -> i32 {
 }
 
 fn init_logs(config: &RouterConfig) -> Result<(), String> {
-    let level = &config.observe.log_level;
-    let filter = tracing_subscriber::EnvFilter::try_new(level)
+    let level = config.observe.log_filter();
+    let filter = tracing_subscriber::EnvFilter::try_new(&level)
         .map_err(|err| format!("--log-level {level}: {err}"))?;
     let logs = tracing_subscriber::fmt()
         .with_env_filter(filter)

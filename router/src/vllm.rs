@@ -87,7 +87,8 @@ async fn ask_prefill(
     Ok(told.map(|told| told.get().into()))
 }
 
-fn ranked(app: &App, request: &Inbound, chosen: Chosen, body: Parts) -> Leg {
+/// A leg whose rank is in the header that vLLM reads it from.
+pub fn ranked(app: &App, request: &Inbound, chosen: Chosen, body: Parts) -> Leg {
     let rank = chosen.guard.candidate.rank;
     let mut leg = leg(app, request, chosen, body);
     if let Some(rank) = rank {

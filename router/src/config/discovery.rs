@@ -47,7 +47,7 @@ impl Discovery {
         };
         let joined = roles.into_iter();
         joined
-            .map(|(role, labels)| (role, labels.join(",")))
+            .map(|(role, labels)| (role, each(labels).collect::<Vec<_>>().join(",")))
             .collect()
     }
 
@@ -78,7 +78,7 @@ impl Discovery {
                     "--service-discovery needs {flag} KEY=VALUE; without it every pod would be a worker"
                 ));
             }
-            for label in labels.iter().filter(|label| !is_label(label)) {
+            for label in each(labels).filter(|label| !is_label(label)) {
                 bad.push(format!(
                     "{flag} {label}: give KEY=VALUE with a label's key and value"
                 ));
@@ -107,6 +107,11 @@ impl Discovery {
         }
         bad
     }
+}
+
+/// Labels may also stand in one argument, with spaces between them.
+fn each(labels: &[String]) -> impl Iterator<Item = &str> {
+    labels.iter().flat_map(|given| given.split_whitespace())
 }
 
 /// Lower case letters, digits and dashes, at most 63 (RFC 1123 label).

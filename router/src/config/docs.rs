@@ -33,8 +33,9 @@ pub fn flags_markdown() -> String {
         out += &format!("| `--{long}` | {default} | {help} |\n");
     }
     out += "\n### Refused, with what to do instead\n\n| flag | instead |\n|---|---|\n";
-    for flag in REFUSED {
-        out += &format!("| `--{}` | {} |\n", flag.name, flag.instead);
+    for refused in REFUSED {
+        let names: Vec<String> = refused.names.iter().map(|n| format!("`--{n}`")).collect();
+        out += &format!("| {} | {} |\n", names.join(" "), refused.instead);
     }
     out
 }

@@ -12,11 +12,13 @@ mod docs;
 mod keys;
 mod kv_events;
 mod limits;
+mod observe;
 mod pair;
 mod refused;
 mod tls;
 mod tokens;
 mod worker_url;
+mod workers;
 
 use std::time::Duration;
 
@@ -26,17 +28,18 @@ use router_core::{
     ManualParams, Miss, PolicyKind, PolicyParams, RetryConfig, Role,
 };
 
-use crate::trace;
 pub use docs::flags_markdown;
 
 pub use keys::{ControlKey, KeyRole};
 pub use kv_events::{Endpoint, KvEvents, KvEventsMode};
 pub use limits::Limits;
+pub use observe::Observe;
 pub use pair::{Pairs, PdProtocol};
 pub use refused::REFUSED;
 pub use tls::Tls;
 pub use tokens::Tokens;
 pub use worker_url::{Bootstrap, WorkerSpec, WorkerUrl};
+pub use workers::Workers;
 
 const ENV_PREFIX: &str = "BATON_ROUTER_FLAG_";
 
@@ -107,32 +110,6 @@ pub struct Listen {
     /// On SIGTERM wait this long for running requests [s]
     #[arg(long, default_value_t = 180, value_name = "SECS")]
     pub shutdown_grace_period_secs: u64,
-}
-
-#[derive(Debug, Clone, Args)]
-#[command(next_help_heading = "Workers")]
-pub struct Workers {
-    /// Regular workers (prefill and decode in one process)
-    #[arg(long, value_name = "URL", num_args = 0.., value_delimiter = ',')]
-    pub worker_urls: Vec<String>,
-    /// Route every request to a prefill and a decode worker
-    #[arg(long)]
-    pub pd_disaggregation: bool,
-    /// Prefill worker and its bootstrap port (or 'none'; default: what the worker reports); repeatable
-    #[arg(long, value_names = ["URL", "PORT"], num_args = 1..=2)]
-    pub prefill: Vec<String>,
-    /// Decode worker; repeatable
-    #[arg(long, value_name = "URL", num_args = 1..)]
-    pub decode: Vec<String>,
-    /// Treat each data-parallel rank of a worker as a candidate of its own
-    #[arg(long)]
-    pub dp_aware: bool,
-    /// A worker not healthy this long after its registration is reported as an error (and tried on) [s]
-    #[arg(long, default_value_t = 1800, value_name = "SECS")]
-    pub worker_startup_timeout_secs: u64,
-    /// Longest pause between two probes of a starting worker; the first pauses are 0.1 s and grow [s]
-    #[arg(long, default_value_t = 30, value_name = "SECS")]
-    pub worker_startup_check_interval: u64,
 }
 
 #[derive(Debug, Clone, Args)]
@@ -263,47 +240,6 @@ pub struct Health {
     pub disable_health_check: bool,
 }
 
-#[derive(Debug, Clone, Args)]
-#[command(next_help_heading = "Logs and metrics")]
-pub struct Observe {
-    /// Least severe log line shown: trace, debug, info, warn, error, or a filter like 'info,baton_router=debug'
-    #[arg(long, default_value = "info", value_name = "LEVEL")]
-    pub log_level: String,
-    /// How log lines look
-    #[arg(long, default_value = "text", value_parser = ["text", "json"])]
-    pub log_format: String,
-    /// Serve /metrics on this port too (it is always on the main port); 0 picks a free one
-    #[arg(long, value_name = "PORT")]
-    pub prometheus_port: Option<u16>,
-    /// Address of that listener [default: --host]
-    #[arg(long, value_name = "HOST")]
-    pub prometheus_host: Option<String>,
-    /// Ended requests that GET /v1/requests/{id} still knows, 16 MiB of them at most; 0: none
-    #[arg(long, default_value_t = 4096, value_name = "N")]
-    pub request_history: usize,
-    /// Write every decision, and all it was made from, to this file as JSON lines; 'baton replay' decides them again
-    #[arg(long, value_name = "PATH")]
-    pub decision_log: Option<std::path::PathBuf>,
-    /// A decision log of this size becomes PATH.1, and a new file begins [bytes]
-    #[arg(long, default_value_t = 256 << 20, value_name = "BYTES")]
-    pub decision_log_max_bytes: u64,
-    /// Files of the decision log kept, the one being written included
-    #[arg(long, default_value_t = 4, value_name = "N")]
-    pub decision_log_files: u32,
-    /// Export a trace of each request: spans for the request, its decisions and its legs
-    #[arg(long)]
-    pub enable_trace: bool,
-    /// Where traces go: HOST:PORT for OTLP/gRPC, http://HOST:PORT[/PATH] for OTLP/HTTP
-    #[arg(long, default_value = "localhost:4317", value_name = "ENDPOINT")]
-    pub otlp_traces_endpoint: trace::Endpoint,
-    /// Print docs/metrics.md and exit
-    #[arg(long, hide = true)]
-    pub print_metrics: bool,
-    /// Print docs/flags.md and exit
-    #[arg(long, hide = true)]
-    pub print_flags: bool,
-}
-
 /// Why there is no config.
 #[derive(Debug)]
 pub enum ParseStop {
@@ -326,6 +262,20 @@ const REQUEST_ID_HEADERS: [&str; 4] = [
     "x-trace-id",
     "request-id",
 ];
+
+/// vllm-router has one flag for pairs of vLLM workers, here it is two.
+fn spelled_out(argv: &[String]) -> Vec<String> {
+    let mut all = Vec::with_capacity(argv.len() + 2);
+    for arg in argv {
+        if arg == "--vllm-pd-disaggregation" {
+            let ours = ["--pd-disaggregation", "--pd-protocol", "vllm"];
+            all.extend(ours.map(str::to_owned));
+        } else {
+            all.push(arg.clone());
+        }
+    }
+    all
+}
 
 /// The flags under Routing, and the one that says how old a report may be, with the values they have.
 fn decisive_flags(matches: &clap::ArgMatches) -> Vec<String> {
@@ -371,12 +321,13 @@ impl RouterConfig {
 
     /// Read `argv` (program name first) and the environment.
     pub fn parse(argv: &[String]) -> Result<RouterConfig, ParseStop> {
+        let argv = spelled_out(argv);
         let mut bad = refused::complaints(argv.get(1..).unwrap_or_default());
         if !bad.is_empty() {
             return Err(ParseStop::Bad(bad.join("\n")));
         }
         let mut config = RouterConfig::command_with_env()
-            .try_get_matches_from(argv)
+            .try_get_matches_from(&argv)
             .and_then(|matches| {
                 let mut config = RouterConfig::from_arg_matches(&matches)?;
                 config.routing.resolved = decisive_flags(&matches);
@@ -516,13 +467,15 @@ impl RouterConfig {
             "--worker-urls lists regular workers, --pd-disaggregation has none; use --prefill and --decode".to_owned(),
         );
         rule(
-            !(self.workers.dp_aware && self.health.disable_health_check),
+            !(self.workers.is_dp_aware() && self.health.disable_health_check),
             "--dp-aware learns the ranks from healthy workers; drop --disable-health-check"
                 .to_owned(),
         );
         let discovery = self.discovery.complaints(self.workers.pd_disaggregation);
         for text in discovery
             .into_iter()
+            .chain(self.workers.complaints())
+            .chain(self.observe.complaints())
             .chain(self.tls.complaints())
             .chain(self.limits.complaints(self.forecasts()))
             .chain(self.tokens.complaints())

@@ -18,7 +18,7 @@ pub enum PdProtocol {
 #[command(next_help_heading = "Pairs")]
 pub struct Pairs {
     /// Prefill and decode at once with bootstrap fields (sglang: also Baton's), or one after the other with
-    /// kv_transfer_params (vllm)
+    /// kv_transfer_params (vllm; --vllm-pd-disaggregation is --pd-disaggregation with this)
     #[arg(long, value_enum, default_value_t = PdProtocol::Auto, value_name = "PROTOCOL")]
     pub pd_protocol: PdProtocol,
     /// Prompts of which a decode worker would compute at most this much are not sent to a prefill worker; 0: all are

@@ -21,6 +21,48 @@ const KNOWN: &str = "host port worker-urls policy prefill-policy decode-policy c
     ca-cert-paths tls-cert-path tls-key-path enable-trace otlp-traces-endpoint api-key control-plane-api-keys \
     control-plane-audit-enabled jwt-issuer jwt-audience jwt-jwks-uri jwt-role-mapping";
 
+/// What vllm-router 0.1.17 has besides, and its main branch.
+const VLLM_ROUTER: &str = "decode-data-parallel-size enable-program-scheduling extra-generate-paths intra-node-data-parallel-size \
+    kv-aware-session-affinity-ttl-secs kv-connector kv-event-block-size kv-event-model \
+    kv-event-replay-source kv-event-source kv-penalty-disk kv-penalty-external kv-penalty-host pd-kv-events \
+    prefill-data-parallel-size program-scheduling-config-json router-temperature vllm-discovery-address \
+    vllm-pd-disaggregation wasm-middleware wasm-middleware-route wasm-middleware-sha256";
+
+/// What smg 1.13.0 has besides.
+const SMG: &str = "balance-token-usage-threshold block-size cache-boundaries cache-index cache-match-threshold \
+    cache-ttl-secs disable-load-monitoring disable-tokenizer-autoload disable-worker-overload-protection \
+    discovery-check-interval-secs discovery-file discovery-provider dp-minimum-tokens-scheduler enable-mesh \
+    enable-rl enable-wasm encode encode-policy encode-selector epd-disaggregation header-read-timeout-secs \
+    health-check-port history-memory-max-items history-memory-max-responses history-memory-retention-secs \
+    idle-connection-timeout-secs jemalloc-prof-dir job-queue-capacity job-queue-concurrency \
+    kv-connector-annotation kv-engine-id-annotation kv-index least-load-default-throughput \
+    least-load-kv-pressure-weight least-load-max-waiting-requests least-load-mean-prefill-tokens \
+    load-monitor-interval log-json log-mm-timing max-background-responses max-buffered-request-bytes \
+    mesh-advertise-host mesh-host mesh-peer-urls mesh-port mesh-server-name mesh-tls-ca-cert mesh-tls-cert \
+    mesh-tls-key mm-allow-private-media-hosts mm-allowed-media-domains mm-per-request-image-limit \
+    mm-pixel-cache-mb mm-pixel-rdma mm-processing model model-alias model-id-from \
+    multimodal-max-inflight-bytes multimodal-shm-min-bytes multimodal-tensor-transport \
+    no-remove-unhealthy-workers no-worker-auto-recovery oracle-external-auth overlap-decay \
+    overload-token-usage-threshold parser pd-admission-wait-secs postgres-op-timeout-secs \
+    power-of-two-load-metric prefill-max-inflight-requests-per-worker prefill-queue-size \
+    prefill-queue-timeout-secs prefix-hash-balance-abs-threshold prefix-hash-load-factor prefix-token-count \
+    priority-scheduler-config priority-scheduler-default-max-class priority-scheduler-enabled \
+    priority-scheduler-tenant-metric-top-n rdma-listen-ip rdma-slot-ttl-s redis-op-timeout-secs \
+    remove-unhealthy-workers rl-control-timeout-secs rl-fanout-concurrency router-selector \
+    routing-key-headers routing-key-override schema-config selection-accounting-ttl-ms selection-policy \
+    selection-temperature spill-abs-threshold spill-rel-threshold sse-keepalive-secs sticky-key-idle-secs \
+    sticky-sessions storage-context-headers storage-hook-wasm-path stream-body-stall-timeout-secs \
+    tenant-api-key tenant-header-name tenant-rate-limit-config tenant-rate-limit-enabled \
+    tokenizer-cache-l0-max-memory trust-tenant-header upstream-http2 upstream-pool-idle-timeout-secs \
+    worker-auto-recovery worker-overload-protection worker-overload-shed worker-overload-token-usage \
+    worker-overload-waiting-requests worker-stale-secs worker-stall-secs worker-startup-delay \
+    worker-warmup-blocks worker-warmup-divert-every worker-warmup-secs worker-warmup-share \
+    worker-warmup-thin-ratio worker-wedge-secs zmq-engine-count";
+
+/// What SGLang's tests of branches not released give to its router.
+const UNRELEASED: &str =
+    "epd-disaggregation encode encode-policy rate-limit-rule cache-balance-weight";
+
 fn parse(args: &[&str]) -> Result<RouterConfig, ParseStop> {
     let argv: Vec<String> = std::iter::once("baton-router")
         .chain(args.iter().copied())
@@ -43,7 +85,7 @@ fn every_known_flag_is_implemented_or_refused_with_a_sentence() {
     let command = RouterConfig::command_with_env();
     for name in names {
         let implemented = command.get_arguments().any(|a| a.get_long() == Some(name));
-        let refused = REFUSED.iter().any(|r| r.name == name);
+        let refused = REFUSED.iter().any(|r| r.names.contains(&name));
         assert!(
             implemented != refused,
             "--{name}: implemented {implemented}, refused {refused}"
@@ -52,6 +94,78 @@ fn every_known_flag_is_implemented_or_refused_with_a_sentence() {
             let flag = format!("--{name}");
             assert!(complaint(&[&flag, "x"]).starts_with(&format!("{flag} is not supported: ")));
         }
+    }
+}
+
+#[test]
+fn flags_of_other_routers_are_known_too() {
+    let command = RouterConfig::command_with_env();
+    for name in [VLLM_ROUTER, SMG, UNRELEASED]
+        .iter()
+        .flat_map(|names| names.split_whitespace())
+    {
+        let implemented = command.get_arguments().any(|a| a.get_long() == Some(name));
+        let text = format!("--{name} is not supported: ");
+        let refused = refused::complaints(&[format!("--{name}")]).concat();
+        let spelled = name == "vllm-pd-disaggregation";
+        assert!(
+            implemented != refused.starts_with(&text) || spelled,
+            "--{name}: implemented {implemented}, {refused:?}"
+        );
+    }
+}
+
+#[test]
+fn policies_of_other_routers_are_named_with_what_comes_nearest() {
+    assert_eq!(
+        complaint(&["--prefill-policy", "bucket", "--policy=kv_aware"]),
+        "--prefill-policy bucket is not supported: use cost, which weighs prompts by their length\n\
+         --policy kv_aware is not supported: use cost with --kv-events on"
+    );
+}
+
+#[test]
+fn vllm_pairs_have_one_flag_in_vllm_router() {
+    let words = "--vllm-pd-disaggregation --prefill http://a:1 --decode http://b:2 --prefill-data-parallel-size 4";
+    let config = parse(&words.split_whitespace().collect::<Vec<_>>()).unwrap();
+    assert!(config.workers.pd_disaggregation && config.workers.is_dp_aware());
+    assert_eq!(config.pairs.pd_protocol, PdProtocol::Vllm);
+    let sizes = Role::ALL.map(|role| config.workers.dp_size(role));
+    assert_eq!(sizes.into_iter().flatten().collect::<Vec<_>>(), [4]);
+    let text = complaint(&["--decode-data-parallel-size", "0"]);
+    assert!(
+        text.contains("from 1 to 1024") && text.contains("needs --pd-disaggregation"),
+        "{text}"
+    );
+}
+
+#[test]
+fn log_levels_are_words_or_filters() {
+    for (given, filter) in [
+        ("warning", "warn"),
+        ("critical", "error"),
+        ("info,baton_router=debug", "info,baton_router=debug"),
+        ("off", "off"),
+    ] {
+        assert_eq!(
+            parse(&["--log-level", given]).unwrap().observe.log_filter(),
+            filter
+        );
+    }
+    assert!(complaint(&["--log-level", "loud"]).starts_with("--log-level loud: give trace, "));
+}
+
+#[test]
+fn labels_may_stand_in_one_argument() {
+    for labels in [
+        vec!["app=w", "env=prod"],
+        vec!["app=w env=prod"],
+        vec!["app=w,env=prod"],
+    ] {
+        let mut args = vec!["--service-discovery", "--selector"];
+        args.extend(labels);
+        let found = parse(&args).unwrap().discovery.selectors(false);
+        assert_eq!(found, [(Role::Regular, "app=w,env=prod".to_owned())]);
     }
 }
 
@@ -157,7 +271,7 @@ fn unknown_name_is_answered_with_the_known_ones() {
         ("--assignment-mode", "random, min_load, min_group"),
         ("--cache-miss", "smallest_tree, least_load"),
     ] {
-        assert!(complaint(&[flag, "bucket"]).contains(known), "{flag}");
+        assert!(complaint(&[flag, "nearest"]).contains(known), "{flag}");
     }
 }
 

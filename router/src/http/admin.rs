@@ -132,9 +132,21 @@ pub async fn list_workers(State(app): State<Arc<App>>) -> Response {
     answer(StatusCode::OK, &body)
 }
 
+/// By its id, or by its URL as older clients of SGLang's router have it.
 fn find(app: &App, id: &str) -> Result<Arc<Worker>, RouteError> {
-    let found = id.parse().ok().and_then(|id| app.registry.worker(id));
+    let found = match id.parse() {
+        Ok(number) => app.registry.worker(number),
+        Err(_) => WorkerUrl::parse(id)
+            .ok()
+            .and_then(|url| with_url(app, &url)),
+    };
     found.ok_or_else(|| RouteError::UnknownWorker { id: id.to_owned() })
+}
+
+/// The newest: older ones with the same address are draining already.
+fn with_url(app: &App, url: &WorkerUrl) -> Option<Arc<Worker>> {
+    let workers = app.registry.workers();
+    workers.into_iter().rev().find(|w| w.url() == url)
 }
 
 pub async fn show_worker(
@@ -164,7 +176,7 @@ pub async fn remove_worker(
     tracing::info!(url = %worker.url(), "worker removed");
     let body = json!({
         "status": "accepted",
-        "worker_id": id,
+        "worker_id": worker.id.to_string(),
         "url": worker.url().to_string(),
         "message": "no new requests; those in flight finish",
     });
@@ -180,10 +192,10 @@ pub async fn drain_worker(
     app.drain(&worker);
     let body = json!({
         "status": "draining",
-        "worker_id": id,
+        "worker_id": worker.id.to_string(),
         "url": worker.url().to_string(),
         "load": worker.load(),
-        "location": format!("/workers/{id}"),
+        "location": format!("/workers/{}", worker.id),
         "message": "no new requests; it is removed when those in flight have ended",
     });
     Ok(answer(StatusCode::ACCEPTED, &body))
@@ -285,10 +297,7 @@ pub async fn legacy_remove(
         param: "url",
         problem,
     })?;
-    let workers = app.registry.workers();
-    // The newest: older ones with the same address are draining already.
-    let worker = workers.iter().rev().find(|w| *w.url() == url);
-    let worker = worker.ok_or_else(|| RouteError::UnknownWorker {
+    let worker = with_url(&app, &url).ok_or_else(|| RouteError::UnknownWorker {
         id: url.to_string(),
     })?;
     app.registry.remove(worker.id);

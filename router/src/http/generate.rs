@@ -6,7 +6,7 @@ use std::time::Duration;
 use axum::extract::{Request, State};
 use axum::response::{IntoResponse, Response};
 use bytes::{Bytes, BytesMut};
-use http::header::{ACCEPT_ENCODING, CONTENT_LENGTH, CONTENT_TYPE, EXPECT, HOST};
+use http::header::{ACCEPT_ENCODING, CONTENT_LENGTH, CONTENT_TYPE, COOKIE, EXPECT, HOST};
 use http::{HeaderMap, HeaderValue, Method, StatusCode, Uri};
 use http_body::Body;
 use http_body_util::BodyExt;
@@ -225,12 +225,13 @@ fn text_header(headers: &HeaderMap, name: &str) -> Option<String> {
     value.to_str().ok().map(str::to_owned)
 }
 
-/// All but what belongs to the client's connection. No accept-encoding: streams are watched as they pass.
+/// All but what belongs to the client's connection, and cookies, which are for whoever set them: no worker did. No
+/// accept-encoding: streams are watched as they pass.
 pub fn forwarded(mut headers: HeaderMap) -> HeaderMap {
     for name in HOP_BY_HOP {
         headers.remove(name);
     }
-    for name in [HOST, CONTENT_LENGTH, EXPECT, ACCEPT_ENCODING] {
+    for name in [HOST, CONTENT_LENGTH, EXPECT, ACCEPT_ENCODING, COOKIE] {
         headers.remove(name);
     }
     headers

@@ -69,6 +69,7 @@ async fn to_one(app: &App, request: Request, limit: Duration) -> Result<Response
     let (parts, body) = request.into_parts();
     let body = read_body(body, &parts.headers, &app.config.limits).await?;
     let head = head_of(parts)?;
+    app.registry.introductions(app.serving_roles()).await;
     let (mut avoid, mut is_second) = (Avoid::default(), false);
     loop {
         // The prefill workers come last: tokenising on them delays prompts.

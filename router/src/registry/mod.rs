@@ -14,6 +14,7 @@
 //! are made one after the other, each seeing the loads of those before.
 
 mod guard;
+mod newcomers;
 mod worker;
 
 use std::sync::Arc;
@@ -31,7 +32,9 @@ use tokio::task::AbortHandle;
 
 pub use self::guard::{Candidate, LoadGuard};
 use self::guard::{Sent, reported};
-pub use self::worker::{Description, State, Worker};
+pub use self::newcomers::Newcomer;
+use self::newcomers::Newcomers;
+pub use self::worker::{Description, MAX_DP_SIZE, State, Worker};
 use crate::clock::now_ms;
 use crate::config::{RouterConfig, WorkerSpec};
 use crate::error::RouteError;
@@ -161,6 +164,7 @@ pub struct Registry {
     /// Whether every prefill worker can hand its pages to every decode worker; set under `changing`.
     all_fit: AtomicBool,
     changing: Mutex<()>,
+    newcomers: Newcomers,
     next_worker: AtomicU64,
     next_candidate: AtomicU64,
     next_ticket: AtomicU64,
@@ -193,9 +197,10 @@ impl Registry {
             }),
             all_fit: AtomicBool::new(true),
             changing: Mutex::default(),
+            newcomers: Newcomers::default(),
             next_worker: AtomicU64::new(1),
             next_candidate: AtomicU64::new(1),
-            dp_aware: config.workers.dp_aware,
+            dp_aware: config.workers.is_dp_aware(),
             breaker: config.breaker(),
             tls,
             cut,

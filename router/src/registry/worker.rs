@@ -15,7 +15,7 @@ use crate::kv_events::{RankState, lenient};
 use crate::upstream::Pool;
 
 /// Most DP ranks of one worker that are believed.
-const MAX_DP_SIZE: u32 = 1024;
+pub const MAX_DP_SIZE: u32 = 1024;
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum State {

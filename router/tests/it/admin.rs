@@ -48,6 +48,78 @@ async fn workers_come_and_go_over_rest() {
 }
 
 #[tokio::test]
+async fn a_worker_can_be_named_by_its_url() {
+    timed(async {
+        let mock = Mock::start(&[]).await;
+        let router = Router::regular(&[&mock], &[]).await;
+        let path = format!("/workers/http%3A%2F%2F{}", mock.addr);
+        assert_eq!(router.get(&path).await.json()["url"], mock.url());
+        let gone = router.send(Method::DELETE, &path, &[], "").await;
+        assert_eq!(gone.status, 202);
+        let id = gone.json()["worker_id"].clone();
+        assert_eq!(id, "1", "its id is told");
+        assert_eq!(router.get(&path).await.code(), "not_found");
+        assert_eq!(router.get("/workers").await.json()["total"], 0);
+    })
+    .await;
+}
+
+/// A worker that takes connections from the start, and answers when it is let.
+async fn slow_starter(flags: &[&str]) -> (tokio::net::TcpListener, Router) {
+    let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let url = format!("http://{}", listener.local_addr().unwrap());
+    let mut all = vec!["--worker-urls", &url];
+    all.extend(flags);
+    let router = Router::start(&all).await;
+    (listener, router)
+}
+
+#[tokio::test]
+async fn the_first_request_waits_for_the_first_probe() {
+    timed(async {
+        let flags = ["--max-concurrent-requests", "1", "--queue-size", "0"];
+        let (listener, router) = slow_starter(&flags).await;
+        let addr = router.running.addr;
+        let ask = || {
+            tokio::spawn(async move { Client::connect(addr).await.chat(false).await.read().await })
+        };
+        let (mut a, mut b) = (ask(), ask());
+        let (refused, waiting) = tokio::select! {
+            reply = &mut a => (reply, b),
+            reply = &mut b => (reply, a),
+        };
+        assert_eq!(
+            refused.unwrap().status,
+            429,
+            "the other one waits for the worker"
+        );
+        let worker = axum::Router::new()
+            .route("/health", axum::routing::get(|| async {}))
+            .route(
+                "/v1/chat/completions",
+                axum::routing::post(|| async { "here" }),
+            );
+        let serving = tokio::spawn(async { axum::serve(listener, worker).await });
+        let reply = waiting.await.unwrap();
+        assert_eq!((reply.status, reply.text().as_str()), (200, "here"));
+        serving.abort();
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn a_worker_that_is_silent_at_its_first_probe_is_not_waited_for() {
+    timed(async {
+        let (_listener, router) = slow_starter(&["--health-check-timeout-secs", "300"]).await;
+        assert_eq!(router.chat().await.code(), "no_worker");
+        let gone = router.send(Method::DELETE, "/workers/1", &[], "").await;
+        assert_eq!(gone.status, 202);
+        assert_eq!(router.chat().await.code(), "no_worker");
+    })
+    .await;
+}
+
+#[tokio::test]
 async fn a_drained_worker_finishes_its_request_and_goes() {
     timed(async {
         let busy = Mock::start(&[Act::Stream(vec![TOKEN], End::Gate)]).await;

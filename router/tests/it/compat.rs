@@ -129,6 +129,67 @@ async fn vllm_regular() {
     .await;
 }
 
+fn rank_headers(peer: &Peer) -> Vec<String> {
+    let seen = peer.seen();
+    let mut ranks: Vec<String> = seen
+        .iter()
+        .map(|(_, headers, _)| headers["x-data-parallel-rank"].to_str().unwrap().to_owned())
+        .collect();
+    ranks.sort_unstable();
+    ranks
+}
+
+/// vLLM's workers do not tell how many ranks they have, and take the rank from a header.
+#[tokio::test]
+async fn vllm_ranks_are_given_by_flag() {
+    timed(async {
+        let peer = Peer::vllm().await;
+        let ranks = ["--intra-node-data-parallel-size", "3"];
+        let router = regular(&[&peer], &ranks).await;
+        let body = json!({"model": "m", "prompt": "hi"});
+        for _ in 0..3 {
+            assert_eq!(router.post("/v1/completions", &body).await.status, 200);
+        }
+        assert_eq!(rank_headers(&peer), ["0", "1", "2"]);
+        assert!(peer.seen().iter().all(|(_, _, sent)| *sent == body));
+
+        let (p, d) = (Peer::vllm().await, Peer::vllm().await);
+        let (p_url, d_url) = (p.url(), d.url());
+        let flags = format!(
+            "--vllm-pd-disaggregation --prefill {p_url} none --decode {d_url} --prefill-data-parallel-size 4 \
+             --decode-data-parallel-size 2"
+        );
+        let router = Router::start(&flags.split_whitespace().collect::<Vec<_>>()).await;
+        router.all_ready(2).await;
+        for _ in 0..4 {
+            assert_eq!(router.post("/v1/completions", &body).await.status, 200);
+        }
+        assert_eq!(rank_headers(&p), ["0", "1", "2", "3"]);
+        assert_eq!(rank_headers(&d), ["0", "0", "1", "1"]);
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn cookies_stay_here() {
+    timed(async {
+        let peer = Peer::vllm().await;
+        let router = regular(&[&peer], &[]).await;
+        let headers = [("cookie", "session=secret"), ("x-custom", "kept")];
+        let body = json!({"model": "m", "prompt": "hi"}).to_string();
+        for path in ["/v1/completions", "/v1/chat/completions"] {
+            router.send(Method::POST, path, &headers, &body).await;
+        }
+        let seen = peer.seen();
+        assert_eq!(seen.len(), 2);
+        for (_, headers, _) in seen {
+            assert_eq!(headers["x-custom"], "kept");
+            assert!(!headers.contains_key("cookie"));
+        }
+    })
+    .await;
+}
+
 #[tokio::test]
 async fn sglang_prefill_and_decode() {
     timed(async {
