@@ -49,8 +49,9 @@ class Half:
             "heartbeat_ms": 1000, "copy_threads": 1, "fault": None, **(settings or {}),
         }  # fmt: skip
         backend = make_backend(config, "127.0.0.1")
-        with_backend = () if backend is None else (wrap(backend) if wrap else backend,)
-        self.node: Any = TransferNode(loaded.kv.native, json.dumps(node_settings), *with_backend)
+        if backend is not None and wrap is not None:
+            backend = wrap(backend)
+        self.node: Any = TransferNode(loaded.kv.native, json.dumps(node_settings), backend)
         relay = (PrefillRelay if role == "prefill" else DecodeRelay)(self.node, PATIENCE_SECS)
         self.engine: Engine = loaded.engine(relay)
         self.got: dict[int, list[int]] = {}

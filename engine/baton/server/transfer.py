@@ -75,9 +75,7 @@ def start(
         "copy_threads": 1,
         "fault": json.loads(os.environ.get("BATON_TEST_KV_FAULT", "null")),
     }
-    backend = make_backend(config, host)
-    with_backend = () if backend is None else (backend,)
-    node = TransferNode(native_pool, json.dumps(settings), *with_backend)
+    node = TransferNode(native_pool, json.dumps(settings), make_backend(config, host))
     if bootstrap is not None:
         node.register(bootstrap.host, bootstrap.port, REGISTER_TIMEOUT_MS)
     return node
