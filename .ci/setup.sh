@@ -2,10 +2,12 @@
 # Everything `make` needs, in .venv: Python packages from the hashed lock file, and the native extension.
 #
 # Each step is skipped while what it depends on is unchanged (content hashes in .venv/.stamps), so a second run takes
-# about a second and a changed Rust file only rebuilds the extension. PYTHON=… chooses the interpreter.
+# about a second and a changed Rust file only rebuilds the extension. PYTHON=… chooses the interpreter;
+# NATIVE_PROFILE=dev builds the extension in half the time, slower and with its assertions.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 venv=.venv
+profile=${NATIVE_PROFILE:-release}
 stamps=$venv/.stamps
 log=$venv/setup.log
 export VIRTUAL_ENV=$PWD/$venv
@@ -62,11 +64,12 @@ install_uv() {
 
 install_packages() { "$venv/bin/uv" pip install -q --require-hashes -r engine/requirements-dev.lock; }
 
-build_native() { "$venv/bin/maturin" develop --release --locked --uv; }
+build_native() { "$venv/bin/maturin" develop --profile "$profile" --locked --uv; }
 
 native_key() {
     {
         rustc --version
+        echo "$profile"
         find Cargo.toml Cargo.lock pyproject.toml router kv_transfer engine/kernels engine/native -type f \
             -not -path '*/tests/*' -not -path '*/benches/*' -print0 | sort -z | xargs -0 sha256sum
     } | sha256sum | cut -c1-16
