@@ -83,12 +83,14 @@ def test_engine_flags_in_the_docs_exist() -> None:
     up = (ROOT / "engine" / "baton" / "server" / "up.py").read_text(encoding="utf-8")
     sim = "".join((ROOT / "engine/baton/sim" / name).read_text(encoding="utf-8") for name in ("main.py", "model.py"))
     router = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "router" / "src" / "config").glob("*.rs"))
+    refused = (ROOT / "router" / "src" / "config" / "refused.rs").read_text(encoding="utf-8")
     fields = set(re.findall(r"^    (?:pub )?(\w+):", up + sim, re.MULTILINE)) | set(re.findall(r"pub (\w+):", router))
     known |= {"--" + name.replace("_", "-") for name in fields} | {"--help", "--out", "--steps", "--threads", "--seed"}
     known |= {f"--{name.replace('_', '-')}" for name in (*serving.ROUNDS, *serving.TRACE)}
     known |= {"--url", "--hold-turns", "--chat", "--arms", "--fronts", "--bench", "--memory"}
     known |= {"--release", "--example", "--order", "--nocapture"}  # cargo's, an example's, a test run's
     known |= {"--http2-prior-knowledge"}  # curl's
+    known |= {f"--{name}" for name in re.findall(r'"([a-z0-9-]+)"', refused)} | {"--vllm-pd-disaggregation"}  # an alias
     for page in PAGES:
         if page.name == "flags.md":
             continue

@@ -50,6 +50,7 @@ NOT_SIMULATED = frozenset({
     "priority_adjustment_function", "priority_adjust_interval_ms",
     "schedule_policy", "random_seed", "log_level", "abort_on_priority_when_disabled", "stream_interval",
     "drain_timeout_secs", "decision_log", "scheduler_trace", "kv_events_config", "host_kv_gib", "metrics_compat",
+    "enable_trace", "otlp_traces_endpoint",
 })  # fmt: skip
 """Engine flags without a meaning here: refused, not swallowed. Every other one is taken from EngineConfig."""
 
