@@ -4,7 +4,8 @@
 
 Arms are interleaved; each sweeps the rows with its own router from empty caches, which fill from row to row as on a
 live server. Prompts per turn: a system prompt (one of 30), the turns and answers so far, a question. Times in simulated
-milliseconds.
+milliseconds. The loop is closed: who waits less for first tokens decodes in larger batches, which TPOT shows and the
+change of the rate (conversations per second) puts in its place.
 """
 
 from __future__ import annotations
@@ -95,10 +96,12 @@ async def measure(options: argparse.Namespace, log_dir: Path) -> str:
             for ttft, tpot, hits in cells.values()
         ]
         off, on = (cells[arm.name] for arm in ARMS[:2])
+        plain, aware = ([sweep[row].seconds for sweep in results[arm.name]] for arm in ARMS[:2])
         changes = [
             f"{name} " + " / ".join(f"{(b / a - 1) * 100:+.0f} %" for a, b in zip(off[i], on[i], strict=True))
             for i, name in enumerate(("TTFT", "TPOT"))
         ]
+        changes.append("rate " + " / ".join(f"{(a / b - 1) * 100:+.0f} %" for a, b in zip(plain, aware, strict=True)))
         lines.append(f"| {concurrency} | " + " | ".join([*shown, ", ".join(changes)]) + " |")
     return "\n".join(lines)
 
