@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -36,7 +37,7 @@ def post(url: str, results: list[Any], **body: Any) -> threading.Thread:
 
     def run() -> None:
         try:
-            results.append(httpx.post(url + "/v1/completions", json={"prompt": "a", **body}, timeout=20))
+            results.append(httpx.post(url + "/v1/completions", json={"prompt": "a", **body}, timeout=60))
         except httpx.HTTPError as err:
             results.append(err)
 
@@ -45,7 +46,7 @@ def post(url: str, results: list[Any], **body: Any) -> threading.Thread:
     return thread
 
 
-def wait_until(fact: Any, secs: float = 10.0) -> None:
+def wait_until(fact: Any, secs: float = 60.0) -> None:
     deadline = time.monotonic() + secs
     while not fact():
         assert time.monotonic() < deadline, "did not happen in time"
@@ -63,8 +64,9 @@ def rank_processes(engine: FakeEngine) -> list[psutil.Process]:
     return psutil.Process(engine.process.pid).children()
 
 
-def test_port_answers_while_the_model_loads(path: str, port: int) -> None:
-    engine = spawn("--model-path", path, "--port", str(port), script={"ready_after": 1.0})
+def test_port_answers_while_the_model_loads(path: str, port: int, tmp_path: Path) -> None:
+    loaded = tmp_path / "loaded"
+    engine = spawn("--model-path", path, "--port", str(port), script={"ready_when": str(loaded)})
     try:
         url = f"http://127.0.0.1:{port}"
         wait_until(lambda: status(url) == 503)
@@ -73,6 +75,7 @@ def test_port_answers_while_the_model_loads(path: str, port: int) -> None:
         assert (r.status_code, r.json()["error"]["code"]) == (503, "not_ready")
         assert int(r.headers["retry-after"]) >= 1
         assert "0 of 1 ranks are ready" in r.json()["error"]["message"]
+        loaded.touch()
         assert engine.process.stdout is not None
         line = json.loads(engine.process.stdout.readline().removeprefix("READY "))
         assert line == {"url": url, "pid": engine.process.pid, "bootstrap_port": None}
@@ -88,7 +91,7 @@ def test_port_in_use_is_one_clear_line_and_exit_2(path: str) -> None:
         number = taken.getsockname()[1]
         engine = spawn("--model-path", path, "--port", str(number))
         try:
-            assert engine.process.wait(timeout=20) == 2
+            assert engine.process.wait(timeout=60) == 2
             place = f"--host 127.0.0.1 --port {number}"
             assert engine.log == f"baton engine: {place} is already in use; choose another, or 0 for a free port\n"
         finally:
@@ -98,7 +101,7 @@ def test_port_in_use_is_one_clear_line_and_exit_2(path: str) -> None:
 def test_a_rank_that_cannot_start_ends_the_engine_with_its_message(path: str) -> None:
     engine = spawn("--model-path", path, script={"fail_start": "no such dtype"})
     try:
-        assert engine.process.wait(timeout=20) == 1
+        assert engine.process.wait(timeout=60) == 1
         assert "rank 0: no such dtype" in engine.log
     finally:
         end(engine)
@@ -120,7 +123,7 @@ def test_what_is_no_http_is_refused_in_one_log_line(path: str) -> None:
 def test_sigterm_drains(path: str) -> None:
     with fake_engine("--model-path", path) as engine:
         results: list[Any] = []
-        thread = post(engine.url, results, max_tokens=20, ignore_eos=True, cache_salt=json.dumps({"step": 0.05}))
+        thread = post(engine.url, results, max_tokens=20, ignore_eos=True, cache_salt=json.dumps({"step": 0.15}))
         wait_until(lambda: engine.ledger()["running"] == 1)
         engine.process.send_signal(signal.SIGTERM)
         wait_until(lambda: status(engine.url) == 503)
@@ -128,7 +131,7 @@ def test_sigterm_drains(path: str) -> None:
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "draining")
         thread.join()
         assert results[0].json()["usage"]["completion_tokens"] == 20, "the running request was finished"
-        assert engine.process.wait(timeout=10) == 0
+        assert engine.process.wait(timeout=60) == 0
 
 
 def test_drain_waits_for_the_ranks_books(path: str) -> None:
@@ -161,7 +164,7 @@ def test_a_second_signal_ends_at_once(path: str, number: int) -> None:
         engine.process.send_signal(number)
         wait_until(lambda: status(engine.url) == 503)
         engine.process.send_signal(number)
-        assert engine.process.wait(timeout=10) == 0
+        assert engine.process.wait(timeout=60) == 0
         assert time.monotonic() - begun < 5
         assert not any(r.is_running() for r in ranks)
         thread.join()
@@ -190,7 +193,7 @@ def test_a_dead_rank_fails_its_requests_the_other_finishes_its_own_and_all_start
         other.join()
         assert others[0].status_code == 200, "the living rank finishes what it has"
         assert others[0].json()["usage"]["completion_tokens"] == 8
-        assert engine.process.wait(timeout=10) == 1
+        assert engine.process.wait(timeout=60) == 1
         assert "1 of 2 ranks are alive: exiting with 1" in engine.log
 
 
@@ -207,7 +210,7 @@ def test_without_a_living_rank_the_process_exits_with_1(path: str) -> None:
         rank.kill()
         thread.join()
         assert results[0].json()["error"]["code"] == "engine_dead"
-        assert engine.process.wait(timeout=10) == 1
+        assert engine.process.wait(timeout=60) == 1
 
 
 def test_nothing_is_left_in_the_temporary_directory(path: str, tmp_path_factory: pytest.TempPathFactory) -> None:

@@ -5,7 +5,7 @@ what a request brings in its `cache_salt`:
   reply        text to answer with (default: the prompt's own tokens, over and over)
   delay        seconds before the first token of a request; step: seconds between tokens
   burst        tokens per TokenBatch row
-  ready_after  seconds until Ready
+  ready_when   a file: not Ready before it exists
   error        [code, message]: instead of an answer; error_after: tokens before it
   silent       true: never answer (until Abort)
   leased       seconds for which the books show a lease, from the first look at them
@@ -23,6 +23,7 @@ import sys
 import time
 from array import array
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -177,7 +178,9 @@ class FakeRank:
         if "fail_start" in self.script:
             await self.send(Fatal(self.order["dp_rank"], self.script["fail_start"]))
             return
-        await asyncio.sleep(self.script.get("ready_after", 0))
+        if (sign := self.script.get("ready_when")) is not None:
+            while not Path(sign).exists():
+                await asyncio.sleep(0.01)
         layout = {
             "order": "test", "layers": 1, "kv_heads": 1, "head_dim": 1, "dtype": "float32", "page_size": 16,
             "page_bytes": 1, "model_hash": "test",

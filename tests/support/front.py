@@ -43,7 +43,7 @@ class FakeEngine:
 
     def stop(self, number: int = signal.SIGTERM) -> int:
         self.process.send_signal(number)
-        return self.process.wait(timeout=20)
+        return self.process.wait(timeout=60)
 
 
 def spawn(
@@ -79,7 +79,7 @@ def end(engine: FakeEngine) -> None:
     if engine.process.poll() is None:
         engine.process.terminate()
         try:
-            engine.process.wait(timeout=10)
+            engine.process.wait(timeout=60)
         except subprocess.TimeoutExpired:
             engine.process.kill()
             engine.process.wait()

@@ -32,7 +32,7 @@ from baton.server.messages import (
 )
 from baton.server.ranks import Ranks
 
-DEADLINE_SECS = 5.0
+DEADLINE_SECS = 30.0
 
 
 @dataclass
