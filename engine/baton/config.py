@@ -28,6 +28,10 @@ def opt(default: Any, help: str, *, choices: Sequence[str] | None = None, env: s
     return dataclasses.field(default=default, metadata={"help": help, "choices": choices, "env": env})
 
 
+MEM_FRACTION = 0.85
+"""SGLang's choice for a GPU of 80 GB comes to this too; what is kept besides is measured (runtime.gpu_memory)."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     model_path: str = opt("demo", "Hugging Face model directory, or 'demo' for the built-in model")
@@ -99,10 +103,15 @@ class EngineConfig:
 
     page_size: int = opt(16, "tokens per KV page; equal on all nodes of a cluster [tokens]")
     max_total_tokens: int = opt(0, "KV pool size per DP rank; 0: sized from kv-pool-mib [tokens]")
-    kv_pool_mib: int = opt(
-        128,
+    kv_pool_mib: int | None = opt(
+        None,
         "memory of the KV pool per process when max-total-tokens is 0; tensor-parallel ranks each hold their heads' "
-        "share of all pages [MiB]",
+        "share of all pages (default: 128 on the CPU; on a CUDA device sized by mem-fraction-static) [MiB]",
+    )
+    mem_fraction_static: float = opt(
+        MEM_FRACTION,
+        "CUDA: share of the device's whole memory for weights and KV pool together; less is taken when less is free. "
+        "Several engines on one device share it, 0.4 each for two",
     )
     host_kv_gib: float = opt(0.0, "host memory per process for KV evicted from the pool; 0: none [GiB]")
     max_running_requests: int = opt(64, "most requests decoding at once per DP rank")
@@ -417,7 +426,7 @@ def _violations(c: EngineConfig) -> list[str]:
         c.chunked_prefill_size >= c.page_size and c.chunked_prefill_size % c.page_size == 0,
         f"--chunked-prefill-size {c.chunked_prefill_size}: use a positive multiple of --page-size ({c.page_size})",
     )
-    for name in ("max_running_requests", "max_queued_requests", "max_prefill_tokens", "stream_interval", "kv_pool_mib"):
+    for name in ("max_running_requests", "max_queued_requests", "max_prefill_tokens", "stream_interval"):
         rule(getattr(c, name) >= 1, f"{flag_name(name)} {getattr(c, name)}: must be at least 1")
     class_names: Collection[str] = ()
     if c.priority_classes is not None:
@@ -529,13 +538,22 @@ def _violations(c: EngineConfig) -> list[str]:
         0 < c.schedule_conservativeness < 1e6,
         f"--schedule-conservativeness {c.schedule_conservativeness}: give a number above 0 and below 1e6",
     )
-    for name in ("prefill_max_requests", "context_length"):
+    for name in ("prefill_max_requests", "context_length", "kv_pool_mib"):
         value = getattr(c, name)
         rule(value is None or value >= 1, f"{flag_name(name)} {value}: must be at least 1, or left out")
     for name in ("port", "disaggregation_bootstrap_port", "transfer_port"):
         rule(0 <= getattr(c, name) <= 65535, f"{flag_name(name)} {getattr(c, name)}: ports are 0 to 65535")
     for name in ("max_total_tokens", "cpu_threads", "num_reserved_decode_tokens"):
         rule(getattr(c, name) >= 0, f"{flag_name(name)} {getattr(c, name)}: must not be negative")
+    rule(
+        0 < c.mem_fraction_static < 1,
+        f"--mem-fraction-static {c.mem_fraction_static:g}: give a share above 0 and below 1",
+    )
+    rule(
+        c.device != "cpu" or c.mem_fraction_static == MEM_FRACTION,
+        f"--mem-fraction-static {c.mem_fraction_static:g}: it sizes the pool of a CUDA device, --device is cpu; use "
+        "--kv-pool-mib",
+    )
     rule(
         not (c.max_total_tokens and c.max_total_tokens < 2 * c.page_size),
         f"--max-total-tokens {c.max_total_tokens}: give at least two pages",

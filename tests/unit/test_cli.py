@@ -193,3 +193,14 @@ def test_node_that_dies_while_the_router_starts_ends_the_start() -> None:
         assert all(task.done() for task in tasks)
 
     asyncio.run(asyncio.wait_for(work(), 10))
+
+
+def test_engines_of_one_gpu_share_its_memory() -> None:
+    def share(*argv: str) -> str:
+        words = up.Node("prefill", "p0", up.parse(list(argv))).argv()
+        return words[words.index("--mem-fraction-static") + 1] if "--mem-fraction-static" in words else ""
+
+    assert share() == "", "it is refused with --device cpu"
+    assert share("--device", "cuda") == "0.425"
+    assert share("--device", "cuda", "--decode", "3") == "0.212"
+    assert share("--device", "cuda", "--mem-fraction-static", "0.3") == "0.3"

@@ -151,3 +151,14 @@ def test_abbreviations_are_no_flags() -> None:
 def test_flashinfer_on_the_cpu_is_refused_before_anything_is_loaded() -> None:
     with pytest.raises(ConfigError, match="--attention-backend flashinfer: needs a CUDA device, --device is cpu"):
         config.build({"attention_backend": "flashinfer"})
+
+
+def test_the_share_of_a_gpus_memory_is_for_gpus() -> None:
+    for wrong in (0, 1, -0.5, 1.2):
+        with pytest.raises(ConfigError, match=r"--mem-fraction-static .* a share above 0 and below 1"):
+            config.build({"mem_fraction_static": wrong, "device": "cuda"})
+    with pytest.raises(ConfigError, match="--device is cpu; use --kv-pool-mib"):
+        config.build({"mem_fraction_static": 0.5})
+    assert config.build({"mem_fraction_static": 0.5, "device": "auto"}).kv_pool_mib is None
+    with pytest.raises(ConfigError, match="--kv-pool-mib 0: must be at least 1, or left out"):
+        config.build({"kv_pool_mib": 0})

@@ -7,7 +7,7 @@ import torch
 
 from baton.errors import ConfigError
 from baton.models.spec import KVSpec
-from baton.runtime.kv_pool import make_pool, pool_pages
+from baton.runtime.kv_pool import asked_pages, make_pool
 
 SPEC = KVSpec(num_layers=3, num_kv_heads=2, head_dim=8, dtype="bfloat16")
 PAGE = 4 * 3 * 2 * 2 * 8 * 2
@@ -26,8 +26,9 @@ def test_page_is_one_span_of_page_bytes():
 
 
 def test_pool_is_sized_by_tokens_or_else_by_mib():
-    assert pool_pages(SPEC, 4, max_total_tokens=103, kv_pool_mib=1) == 25
-    assert pool_pages(SPEC, 4, max_total_tokens=0, kv_pool_mib=1) == (1 << 20) // PAGE
+    assert asked_pages(SPEC, 4, max_total_tokens=103, kv_pool_mib=1) == 25
+    assert asked_pages(SPEC, 4, max_total_tokens=0, kv_pool_mib=1) == (1 << 20) // PAGE
+    assert asked_pages(SPEC, 4, max_total_tokens=0, kv_pool_mib=None) is None
 
 
 @pytest.mark.parametrize(
@@ -38,7 +39,7 @@ def test_a_pool_below_two_pages_is_refused_with_what_would_do(tokens, mib, words
     big = KVSpec(num_layers=32, num_kv_heads=8, head_dim=128, dtype="bfloat16")
     spec, page_size = (SPEC, 4) if tokens else (big, 12)
     with pytest.raises(ConfigError, match=words):
-        pool_pages(spec, page_size, tokens, mib)
+        asked_pages(spec, page_size, tokens, mib)
 
 
 def test_native_memory_is_viewed_not_copied():

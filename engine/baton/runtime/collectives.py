@@ -16,6 +16,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol
@@ -59,6 +60,19 @@ class Alone:
 ALONE = Alone()
 
 
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a process stands among the tensor-parallel ranks of its DP rank."""
+
+    shard: Shard
+    meeting_point: Path
+    """See `join`."""
+    tell: Callable[[bytes], None] | None = None
+    """The first rank's way to tell all others a step (Runner)."""
+    hear: Callable[[], bytes] | None = None
+    """Another rank's way to wait for the next one."""
+
+
 class Group:
     """torch.distributed's default group, as `join` made it.
 
@@ -71,6 +85,7 @@ class Group:
         self._dist = dist
         self._shard = shard
         self._timeout_secs = timeout_secs
+        self._device = device
         self._adds_in_any_order = device.type != "cpu" or shard.size == 2  # a + b = b + a
         self.calls = 0
         self.seconds = 0.0
@@ -103,6 +118,12 @@ class Group:
         parts = [torch.empty_like(padded) for _ in widths]
         self._do(lambda: self._dist.gather(padded, parts, dst=0))
         return torch.cat([part[:, :width] for part, width in zip(parts, widths, strict=True)], dim=1)
+
+    def least(self, n: int) -> int:
+        """The smallest of all ranks' n, on every rank."""
+        value = torch.tensor(n, dtype=torch.int64, device=self._device)
+        self._do(lambda: self._dist.all_reduce(value, op=self._dist.ReduceOp.MIN))
+        return int(value)
 
     def _do(self, collective: Callable[[], object]) -> None:
         started = time.monotonic()

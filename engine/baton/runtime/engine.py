@@ -7,7 +7,6 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,12 +15,14 @@ from baton.config import EngineConfig
 from baton.disagg.relay import Relay
 from baton.errors import ConfigError
 from baton.models.load import load_weights
-from baton.models.shard import WHOLE, Shard, share_of
+from baton.models.shard import WHOLE, share_of
 from baton.models.spec import read_spec
 from baton.runtime import device, ops
 from baton.runtime.attention import make_backend
-from baton.runtime.collectives import ALONE, Group, join
-from baton.runtime.kv_pool import KvTensors, host_pool_pages, make_host_pool, make_pool, pool_pages
+from baton.runtime.collectives import ALONE, Group, Place, join
+from baton.runtime.fit import fit, no_room
+from baton.runtime.gpu_memory import DeviceMemory
+from baton.runtime.kv_pool import CPU_POOL_MIB, KvTensors, asked_pages, host_pool_pages, make_host_pool, make_pool
 from baton.runtime.loop import DeviceThread, Engine, PoolSizes, make_engine
 from baton.runtime.runner import Runner
 from baton.sched import setup
@@ -71,17 +72,6 @@ def compute_threads(config: EngineConfig) -> int:
     return config.cpu_threads or max(1, len(os.sched_getaffinity(0)) // (config.dp_size * config.tp_size))
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where a process stands among the tensor-parallel ranks of its DP rank."""
-
-    shard: Shard
-    meeting_point: Path
-    """See `collectives.join`."""
-    tell: Callable[[bytes], None] | None = None
-    """The first rank's way to tell all others a step (Runner)."""
-
-
 def load(config: EngineConfig, model_dir: str, place: Place | None = None) -> Loaded:
     """Load the model, or a tensor-parallel rank's share of it, and allocate the pool.
 
@@ -96,7 +86,8 @@ def load(config: EngineConfig, model_dir: str, place: Place | None = None) -> Lo
     share_of(whole, shard)  # what cannot be divided is said before anybody waits for anybody
     group = None if place is None else join(shard, compute, place.meeting_point, config.dist_timeout)
     model = load_weights(whole, model_dir, config.load_format, config.random_seed, shard, group or ALONE)
-    if compute.type == "cpu":
+    on_cpu = compute.type == "cpu"
+    if on_cpu:
         model.pack()
     else:
         model.to(compute)
@@ -104,10 +95,15 @@ def load(config: EngineConfig, model_dir: str, place: Place | None = None) -> Lo
     context = config.context_length or spec.max_context
     if context > spec.max_context:
         raise ConfigError(f"--context-length {context}: the model was made for {spec.max_context} tokens; lower it")
-    pages = pool_pages(spec.kv, config.page_size, config.max_total_tokens, config.kv_pool_mib)
+    mib = config.kv_pool_mib or (CPU_POOL_MIB if on_cpu else None)
+    pages = asked_pages(spec.kv, config.page_size, config.max_total_tokens, mib)
+    backend = config.attention_backend
+    if not on_cpu:
+        pages, backend = fit(model, config, context, pages, compute, DeviceMemory(compute), place, group)
     disaggregated = config.disaggregation_mode != "null"
-    kv = make_pool(spec.kv, config.page_size, pages, native=True if disaggregated else None, device=compute)
-    attn = make_backend(config.attention_backend, spec, kv)
+    with no_room("the KV pool", "another process took memory meanwhile: start again, or lower --mem-fraction-static"):
+        kv = make_pool(spec.kv, config.page_size, pages, native=True if disaggregated else None, device=compute)
+        attn = make_backend(backend, spec, kv)
     host_pages = host_pool_pages(spec.kv, config.page_size, config.host_kv_gib, config.dp_size * config.tp_size)
     runner = Runner(
         model,

@@ -70,13 +70,20 @@ class KvTensors:
         }
 
 
-def pool_pages(spec: KVSpec, page_size: int, max_total_tokens: int, kv_pool_mib: int) -> int:
-    """How many pages to hold: max_total_tokens when set (rounded down to pages), else what fits kv_pool_mib.
+CPU_POOL_MIB = 128
+"""A CPU's memory is shared with everything else of the machine; --kv-pool-mib says more."""
+
+
+def asked_pages(spec: KVSpec, page_size: int, max_total_tokens: int, kv_pool_mib: int | None) -> int | None:
+    """How many pages the user wants: max_total_tokens when set (rounded down to pages), else what fits kv_pool_mib;
+    None: as many as fit.
 
     Raises ConfigError when that is fewer than two pages.
     """
     page_bytes = spec.page_bytes(page_size)
-    pages = max_total_tokens // page_size if max_total_tokens else kv_pool_mib * MIB // page_bytes
+    if not max_total_tokens and kv_pool_mib is None:
+        return None
+    pages = max_total_tokens // page_size if max_total_tokens else (kv_pool_mib or 0) * MIB // page_bytes
     if pages < 2:
         asked = f"--max-total-tokens {max_total_tokens}" if max_total_tokens else f"--kv-pool-mib {kv_pool_mib}"
         needed = 2 * page_size if max_total_tokens else -(-2 * page_bytes // MIB)

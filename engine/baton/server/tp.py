@@ -174,9 +174,10 @@ def lead(config: EngineConfig, team: Team, context: zmq.Context[Any]) -> tuple[L
     """Load the first rank's share, and wait until the others have theirs. Raises what engine.load raises."""
     from baton.models.shard import Shard
     from baton.runtime import engine  # torch: seconds, and half a gigabyte
+    from baton.runtime.collectives import Place
 
     followers = Followers(context, team, config.dist_timeout)
-    place = engine.Place(Shard(0, team.tp_size), team.meeting_point, followers.tell_step)
+    place = Place(Shard(0, team.tp_size), team.meeting_point, followers.tell_step)
     loaded = engine.load(config, str(model_dir.resolve(config.model_path)), place)
     followers.await_loaded(loaded)
     return loaded, followers
@@ -186,12 +187,13 @@ def follow(config: EngineConfig, team: Team, context: zmq.Context[Any], bootstra
     """Load this rank's share and execute orders until told to stop. What it raises ends the process, and the group."""
     from baton.models.shard import Shard
     from baton.runtime import collectives, engine
+    from baton.runtime.collectives import Place
 
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a service manager signals every process; the first rank decides
     orders, reports = context.socket(zmq.PULL), context.socket(zmq.PUSH)
     orders.connect(team.address(team.tp_rank))
     reports.connect(team.address(0))
-    place = engine.Place(Shard(team.tp_rank, team.tp_size), team.meeting_point)
+    place = Place(Shard(team.tp_rank, team.tp_size), team.meeting_point, hear=lambda: orders.recv()[len(STEP) :])
     loaded = engine.load(config, str(model_dir.resolve(config.model_path)), place)
     node = None
     if config.disaggregation_mode != "null":

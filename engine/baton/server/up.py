@@ -30,7 +30,7 @@ from typing import Any
 
 import aiohttp
 
-from baton.config import EngineConfig, FlagParser, add_flags, build, flag_name, markdown, opt, refuse
+from baton.config import MEM_FRACTION, EngineConfig, FlagParser, add_flags, build, flag_name, markdown, opt, refuse
 from baton.errors import ConfigError
 from baton.server.model_dir import resolve
 from baton.server.supervise import Backoff, Child, ChildFailed, describe_exit
@@ -99,6 +99,13 @@ class Plan:
     def processes(self) -> int:
         """Those that compute."""
         return sum(count * self.dp_size(role) * self._size(role, "tp_size") for role, count in self.counts.items())
+
+    @property
+    def gpu_share(self) -> dict[str, float]:
+        """All engines take the same GPU, or GPUs: they share its memory alike."""
+        if self.engine.get("device", "cpu") == "cpu":
+            return {}
+        return {"mem_fraction_static": round(MEM_FRACTION / sum(self.counts.values()), 3)}
 
     def _size(self, role: str, field: str) -> int:
         own, _ = _role_flags(self.up, role)
@@ -193,7 +200,7 @@ class Node:
         if self.role == "prefill":
             argv += ["--disaggregation-bootstrap-port", str(self.bootstrap_port)]
         threads = {} if "simulate" in self.plan.engine else {"cpu_threads": max(1, _cores() // self.plan.processes)}
-        values = {**threads, **self.plan.engine}
+        values = {**threads, **self.plan.gpu_share, **self.plan.engine}
         for name, value in values.items():
             if name not in SECRETS:
                 argv += [flag_name(name)] if value is True else [flag_name(name), str(value)]

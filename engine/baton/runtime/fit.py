@@ -1,0 +1,131 @@
+"""A model tried out on a CUDA device before it serves: which attention backend runs there, how large its pool may be.
+
+1. A small pool and a runner are made; 2. the rehearsals run on them, which compiles and loads every kernel; a
+flashinfer that cannot do that is given up for the torch reference, unless it was asked for by name; 3. what they took
+sizes the real pool; 4. the small one is dropped.
+
+Tensor-parallel ranks go through this together: the first one tells its steps to the others as it does later, and all
+take the pool of the one that has the least room.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+
+from baton.config import EngineConfig
+from baton.errors import ConfigError
+from baton.models.decoder import Decoder
+from baton.runtime import rehearsal
+from baton.runtime.attention import make_backend
+from baton.runtime.collectives import Group, Place
+from baton.runtime.gpu_memory import GIB, Memory, Needs, account, size_pool
+from baton.runtime.kv_pool import make_pool
+from baton.runtime.rehearsal import Rehearsed
+from baton.runtime.runner import Runner
+
+log = logging.getLogger("baton.fit")
+
+
+class Fit(NamedTuple):
+    pages: int
+    attention_backend: str
+    """The one asked for, or "torch" in its place."""
+
+
+def fit(
+    model: Decoder,
+    config: EngineConfig,
+    context: int,
+    wanted_pages: int | None,
+    device: torch.device,
+    memory: Memory,
+    place: Place | None = None,
+    group: Group | None = None,
+) -> Fit:
+    """Args: `wanted_pages`: as the user said; None: as many as fit. `model` has its weights on `device`.
+
+    Raises ConfigError when the model, its steps and the pool do not fit, or the backend asked for cannot run here.
+    """
+    weights = memory.held()
+    limits = rehearsal.Limits(
+        tokens=config.chunked_prefill_size,
+        prompt_tokens=min(config.chunked_prefill_size, config.max_prefill_tokens),
+        running=config.max_running_requests,
+        context=context,
+        page_size=config.page_size,
+    )
+    name, workspace, took = config.attention_backend, 0, None
+    with no_room("a step of the largest size", "lower --chunked-prefill-size or --max-running-requests"):
+        try:
+            workspace, took = _try(model, config, name, limits, device, memory, place)
+        except torch.OutOfMemoryError:
+            raise
+        except (RuntimeError, OSError, ImportError) as err:  # flashinfer's kernels do not compile or load here
+            if name == "torch" or place is not None:  # other ranks may be in the middle of the step
+                raise
+            why = _reason(err)
+            if name != "auto":
+                raise ConfigError(f"--attention-backend {name}: it cannot run here ({why}); use auto or torch") from err
+            log.warning(
+                "--attention-backend auto: flashinfer cannot run here (%s); the slow torch reference is used", why
+            )
+            name = "torch"
+            workspace, took = _try(model, config, name, limits, device, memory, place)
+    free, total = memory.free()
+    needs = Needs(
+        total=total,
+        free=free,
+        weights=weights,
+        workspace=workspace,
+        activations=took.largest,
+        graphs=took.largest_decode,
+    )
+    page_bytes = model.spec.kv.page_bytes(config.page_size)
+    sized = size_pool(needs, page_bytes, config.mem_fraction_static, wanted_pages)
+    pages = sized.pages if group is None else group.least(sized.pages)
+    log.info(
+        "%s; KV pool %.2f GiB (%s): %d pages, %d tokens",
+        account(needs), pages * page_bytes / GIB, sized.why, pages, pages * config.page_size,
+    )  # fmt: skip
+    return Fit(pages, name)
+
+
+def _try(
+    model: Decoder,
+    config: EngineConfig,
+    backend: str,
+    limits: rehearsal.Limits,
+    device: torch.device,
+    memory: Memory,
+    place: Place | None,
+) -> tuple[int, Rehearsed]:
+    """Bytes of the backend's buffers, and what steps took."""
+    pool = make_pool(model.spec.kv, config.page_size, rehearsal.pages_needed(limits), native=False, device=device)
+    before = memory.held()
+    attn = make_backend(backend, model.spec, pool)
+    workspace = memory.held() - before
+    runner = Runner(model, pool, attn, config.max_running_requests, tell=None if place is None else place.tell)
+    if place is None or place.hear is None:
+        return workspace, rehearsal.rehearse(limits, runner.execute, memory)
+    hear = place.hear
+    return workspace, rehearsal.rehearse(limits, lambda _: runner.follow(hear()), memory)
+
+
+@contextlib.contextmanager
+def no_room(what: str, do: str) -> Iterator[None]:
+    """Turns a device that ran out of memory into a ConfigError."""
+    try:
+        yield
+    except torch.OutOfMemoryError as err:
+        raise ConfigError(f"{what} does not fit the GPU's memory ({_reason(err)}); {do}") from err
+
+
+def _reason(err: BaseException) -> str:
+    """The line that says most: flashinfer's errors end with pages of a compiler's output."""
+    lines = [line.strip() for line in str(err).splitlines() if line.strip()] or [type(err).__name__]
+    return next((line for line in lines if "error:" in line or "not found" in line), lines[0])

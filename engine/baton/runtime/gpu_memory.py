@@ -1,0 +1,137 @@
+"""How large the KV pool of a CUDA device may be: what is measured, and the arithmetic.
+
+1. The weights are on the device; 2. `runtime.rehearsal` runs the largest steps on a small pool and notes what they took
+on top (`Needs`); 3. `size_pool` divides what is left:
+
+    |<-------------------------- total ---------------------------->|
+    | weights | workspace |      pool      | activations | graphs | … |
+    |<- at most --mem-fraction-static ---->|
+
+The fraction bounds what stays allocated, as SGLang's flag of that name does, and is of the device's whole memory, so
+that two engines on one GPU can be given 0.4 each. What is really free bounds it too: another process may be there.
+
+`DeviceMemory` is the only place that asks torch and the driver; the rest is arithmetic on bytes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+
+from baton.errors import ConfigError
+
+MIB = 1 << 20
+GIB = 1 << 30
+MARGIN_BYTES = 256 * MIB
+"""Left free: kernels that the driver loads at their first use, NCCL's buffers, blocks that torch cannot reuse."""
+LEAST_PAGES = 2
+
+
+class Memory(Protocol):
+    """A device's memory. All numbers in bytes."""
+
+    def free(self) -> tuple[int, int]:
+        """What any process could still allocate, and the whole memory; the same is given back first."""
+
+    def held(self) -> int:
+        """What this process's torch has reserved; blocks without a tensor in them are given back first."""
+
+    def reset_peak(self) -> None: ...
+
+    def peak(self) -> int:
+        """Most that torch had reserved since `reset_peak`."""
+
+
+class DeviceMemory:
+    """Memory of a CUDA device as torch and the driver tell it. Reserved bytes rather than allocated ones: what its
+    allocator cannot fill is gone for the pool as well."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def free(self) -> tuple[int, int]:
+        torch.cuda.synchronize(self._device)
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info(self._device)
+        return free, total
+
+    def held(self) -> int:
+        torch.cuda.empty_cache()
+        return torch.cuda.memory_reserved(self._device)
+
+    def reset_peak(self) -> None:
+        torch.cuda.reset_peak_memory_stats(self._device)
+
+    def peak(self) -> int:
+        return torch.cuda.max_memory_reserved(self._device)
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """What a process takes on its device besides the pool. All in bytes."""
+
+    total: int
+    """The device's whole memory."""
+    free: int
+    """Free when only the weights were there (and what torch and the driver need for themselves)."""
+    weights: int
+    workspace: int
+    """Buffers of the attention backend."""
+    activations: int
+    """Most that one step took."""
+    graphs: int
+    """Kept for CUDA graphs that will be captured once the pool is there."""
+
+    @property
+    def room(self) -> int:
+        """What can be allocated for the pool without a step failing later."""
+        return self.free - self.workspace - self.activations - self.graphs - MARGIN_BYTES
+
+
+class Sized(NamedTuple):
+    pages: int
+    why: str
+    """What bounded them, for the log."""
+
+
+def size_pool(needs: Needs, page_bytes: int, fraction: float, wanted: int | None = None) -> Sized:
+    """Pages of the pool: `wanted` when the user said how many, else what `fraction` of the device's memory leaves.
+
+    Raises ConfigError when `wanted` pages, or else two, do not fit.
+    """
+    if wanted is not None:
+        if wanted * page_bytes > needs.room:
+            raise ConfigError(
+                f"the KV pool asked for has {_gib(wanted * page_bytes)}, and {_gib(max(needs.room, 0))} are left "
+                f"for it ({account(needs)}); lower --max-total-tokens or --kv-pool-mib, or {_MAKE_ROOM}"
+            )
+        return Sized(wanted, "as asked for")
+    allowed = int(needs.total * fraction) - needs.weights - needs.workspace
+    pages = min(allowed, needs.room) // page_bytes
+    if pages >= LEAST_PAGES:
+        return Sized(pages, f"--mem-fraction-static {fraction:g}" if allowed <= needs.room else "all that is free")
+    what = f"{LEAST_PAGES} KV pages of {page_bytes / MIB:.2f} MiB"
+    if allowed < needs.room:
+        raise ConfigError(
+            f"--mem-fraction-static {fraction:g} leaves no room for {what} beside the weights ({account(needs)}); "
+            "raise it"
+        )
+    raise ConfigError(f"the device has no room for {what} ({account(needs)}); {_MAKE_ROOM}")
+
+
+_MAKE_ROOM = "lower --chunked-prefill-size or --max-running-requests, end other processes on this GPU, or use more GPUs"
+
+
+def account(needs: Needs) -> str:
+    """All numbers, for the log and for errors."""
+    return (
+        f"GPU memory of {_gib(needs.total)}: free {_gib(needs.free)} beside weights of {_gib(needs.weights)}; a step "
+        f"takes {_gib(needs.activations)}, the attention backend {_gib(needs.workspace)}, CUDA graphs "
+        f"{_gib(needs.graphs)}, margin {_gib(MARGIN_BYTES)}"
+    )
+
+
+def _gib(n: int) -> str:
+    return f"{n / GIB:.2f} GiB"

@@ -1,0 +1,272 @@
+"""How large a CUDA device's pool gets: arithmetic for all numbers, and the whole way with a device that only counts."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from baton.config import EngineConfig, build
+from baton.errors import ConfigError
+from baton.models.load import load_model
+from baton.models.shard import Shard
+from baton.runtime import fit as fitting
+from baton.runtime import rehearsal
+from baton.runtime.collectives import Place, join, leave
+from baton.runtime.fit import fit
+from baton.runtime.gpu_memory import GIB, LEAST_PAGES, MARGIN_BYTES, MIB, Needs, size_pool
+from baton.runtime.rehearsal import Limits, pages_needed, steps
+from baton.sched.plan import ForwardMode, StepPlan
+from tests.support import tiny_model
+
+CPU = torch.device("cpu")
+sizes = st.integers(0, 200 * GIB)
+
+
+@given(
+    total=st.integers(GIB, 200 * GIB), free_share=st.floats(0, 1), weights=sizes, workspace=st.integers(0, GIB),
+    activations=sizes, graphs=st.integers(0, 4 * GIB), page_bytes=st.integers(1, 64 * MIB),
+    fraction=st.floats(0.01, 0.99),
+)  # fmt: skip
+def test_a_pool_keeps_to_the_fraction_and_to_what_is_free(
+    total: int, free_share: float, weights: int, workspace: int, activations: int, graphs: int, page_bytes: int,
+    fraction: float,
+) -> None:  # fmt: skip
+    needs = Needs(total, int(total * free_share), weights, workspace, activations, graphs)
+
+    def fits(pages: int) -> bool:
+        static = weights + workspace + pages * page_bytes
+        taken = workspace + pages * page_bytes + activations + graphs + MARGIN_BYTES
+        return static <= int(total * fraction) and taken <= needs.free
+
+    try:
+        pages = size_pool(needs, page_bytes, fraction).pages
+    except ConfigError:
+        assert not fits(LEAST_PAGES)
+    else:
+        assert pages >= LEAST_PAGES
+        assert fits(pages)
+        assert not fits(pages + 1), "no page less than possible"
+
+
+@given(free=st.integers(0, 80 * GIB), wanted=st.integers(2, 100_000), page_bytes=st.integers(1, 4 * MIB))
+def test_a_wanted_pool_is_taken_as_it_is_or_refused(free: int, wanted: int, page_bytes: int) -> None:
+    needs = Needs(80 * GIB, free, 10 * GIB, 128 * MIB, GIB, 0)
+    if wanted * page_bytes <= needs.room:
+        assert size_pool(needs, page_bytes, 0.01, wanted) == (wanted, "as asked for"), "whatever the fraction"
+    else:
+        with pytest.raises(ConfigError, match="the KV pool asked for has"):
+            size_pool(needs, page_bytes, 0.99, wanted)
+
+
+def test_two_engines_share_a_device_by_its_whole_memory() -> None:
+    """P takes 0.4 of 80 GiB; D, which starts when P's are gone, gets as much."""
+    page, needs = MIB, Needs(80 * GIB, 62 * GIB, 16 * GIB, 0, 2 * GIB, GIB)
+    prefill = size_pool(needs, page, 0.4)
+    beside = Needs(80 * GIB, needs.free - 16 * GIB - prefill.pages * page, 16 * GIB, 0, 2 * GIB, GIB)
+    assert size_pool(beside, page, 0.4).pages == prefill.pages == 16 * 1024
+    assert size_pool(beside, page, 0.6).why == "all that is free"
+
+
+def test_what_does_not_fit_is_said_with_numbers_and_what_to_lower() -> None:
+    full = Needs(80 * GIB, 3 * GIB, 70 * GIB, 128 * MIB, 4 * GIB, 0)
+    said = r"no room for 2 KV pages of 2\.00 MiB .*free 3\.00 GiB beside weights of 70.*a step takes 4\.00 GiB.*lower "
+    with pytest.raises(ConfigError, match=said + "--chunked-prefill-size"):
+        size_pool(full, 2 * MIB, 0.95)
+    small = Needs(80 * GIB, 63 * GIB, 16 * GIB, 128 * MIB, GIB, 0)
+    with pytest.raises(ConfigError, match=r"--mem-fraction-static 0\.2 leaves no room .*weights of 16.*; raise it"):
+        size_pool(small, 2 * MIB, 0.2)
+
+
+# ---------------------------------------------------------------------------------------------- rehearsals
+
+
+@st.composite
+def limits(draw: st.DrawFn) -> Limits:
+    tokens = draw(st.integers(1, 300))
+    prompt_tokens, running, context = draw(st.tuples(st.integers(1, tokens), st.integers(1, 80), st.integers(1, 200)))
+    return Limits(tokens, prompt_tokens, running, context, draw(st.sampled_from([1, 2, 16, 64])))
+
+
+@given(limits())
+def test_rehearsed_steps_are_steps_a_scheduler_could_plan(at: Limits) -> None:
+    most = pages_needed(at)
+    for _, plan in steps(at):
+        pages = [page for row in plan.rows for page in row.pages]
+        assert len(set(pages)) == len(pages), "no slot is written twice"
+        assert all(0 <= page < most for page in pages)
+        assert 1 <= len(plan.rows) <= at.running
+        assert len({row.slot for row in plan.rows}) == len(plan.rows)
+        assert plan.num_tokens <= max(at.tokens, at.running)
+        for i, row in enumerate(plan.rows):
+            assert (row.n == 1) or i >= plan.num_decode
+            assert len(row.tokens) == row.n >= 1
+            assert row.start + row.n <= max(at.context, at.page_size)
+            assert len(row.pages) == at.pages(row.start + row.n)
+
+
+@given(limits())
+def test_the_largest_step_cannot_be_exceeded(at: Limits) -> None:
+    *_, (_, decode), (_, largest) = steps(at)
+    assert decode.mode is ForwardMode.DECODE
+    assert len(decode.rows) == at.running, "every sequence decodes"
+    assert all(row.sample for row in largest.rows)
+    assert len(largest.rows) == at.running, "and each wants logits"
+    if at.context >= at.prompt_tokens:  # one prompt can be as long as a step takes
+        assert largest.num_tokens == min(at.running - 1 + at.prompt_tokens, max(at.tokens, at.running))
+
+
+def test_the_largest_step_fills_the_budget() -> None:
+    *_, (_, largest) = steps(Limits(tokens=8192, prompt_tokens=8192, running=256, context=40960, page_size=16))
+    assert largest.num_tokens == 8192
+    assert len(largest.rows) == 256
+
+
+# ---------------------------------------------------------------------------------------------- the whole way
+
+
+class Counted:
+    """A device that says what it is told to, and notes when it is asked."""
+
+    def __init__(self, total: int = 80 * GIB, free: int = 70 * GIB) -> None:
+        self.total = total
+        self.left = free
+        self.now = 2 * GIB
+        self.steps = 0
+
+    def free(self) -> tuple[int, int]:
+        return self.left, self.total
+
+    def held(self) -> int:
+        return self.now
+
+    def reset_peak(self) -> None:
+        self.steps += 1
+
+    def peak(self) -> int:
+        return self.now + self.steps * GIB // 4
+
+
+@pytest.fixture
+def made(tmp_path: Path) -> Any:
+    return load_model(tiny_model.make(tmp_path / "m"), load_format="dummy")
+
+
+def config(**flags: Any) -> EngineConfig:
+    return build({"device": "auto", "page_size": 16, "max_running_requests": 4, "chunked_prefill_size": 64, **flags})
+
+
+def test_the_pool_is_what_rehearsals_leave(made: Any, caplog: pytest.LogCaptureFixture) -> None:
+    memory, asked = Counted(), config(mem_fraction_static=0.5)
+    with caplog.at_level(logging.INFO):
+        pages, backend = fit(made, asked, 512, None, CPU, memory)
+    page_bytes = made.spec.kv.page_bytes(16)
+    needs = Needs(80 * GIB, 70 * GIB, 2 * GIB, 0, 6 * GIB // 4, 5 * GIB // 4)
+    assert (pages, backend) == (size_pool(needs, page_bytes, 0.5).pages, "auto")
+    lines = [line for line in caplog.messages if line.startswith("rehearsal")]
+    assert len(lines) == memory.steps == 6
+    assert caplog.messages[-1] == (
+        "GPU memory of 80.00 GiB: free 70.00 GiB beside weights of 2.00 GiB; a step takes 1.50 GiB, the attention "
+        "backend 0.00 GiB, CUDA graphs 1.25 GiB, margin 0.25 GiB; KV pool 38.00 GiB (--mem-fraction-static 0.5): "
+        f"{pages} pages, {pages * 16} tokens"
+    )
+
+
+def test_a_wanted_pool_is_rehearsed_too_and_checked(made: Any) -> None:
+    memory = Counted()
+    assert fit(made, config(), 512, 100, CPU, memory).pages == 100
+    assert memory.steps == 6
+    with pytest.raises(ConfigError, match="asked for"):
+        fit(made, config(), 512, 100, CPU, Counted(free=GIB))
+
+
+class Broken:
+    """A backend whose kernels do not compile."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+    def plan(self, batch: Any) -> None:
+        raise self.error
+
+
+def backends(monkeypatch: pytest.MonkeyPatch, error: Exception) -> list[str]:
+    asked: list[str] = []
+    real: Callable[..., Any] = fitting.make_backend
+
+    def make(name: str, spec: Any, kv: Any) -> Any:
+        asked.append(name)
+        return real("torch", spec, kv) if name == "torch" else Broken(error)
+
+    monkeypatch.setattr(fitting, "make_backend", make)
+    return asked
+
+
+NINJA = "Ninja build failed. Ninja output:\n[1/2] nvcc …\nfatal error: cuda_fp8.h: No such file\nninja: stopped"
+
+
+def test_a_flashinfer_that_cannot_run_is_replaced_and_said(
+    made: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    asked = backends(monkeypatch, RuntimeError(NINJA))
+    assert fit(made, config(), 512, None, CPU, Counted()).attention_backend == "torch"
+    assert asked == ["auto", "torch"]
+    assert (
+        "--attention-backend auto: flashinfer cannot run here (fatal error: cuda_fp8.h: No such file); the slow torch "
+        "reference is used"
+    ) in caplog.messages
+
+
+def test_a_flashinfer_asked_for_by_name_ends_the_start(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    backends(monkeypatch, RuntimeError(NINJA))
+    with pytest.raises(
+        ConfigError, match=r"--attention-backend flashinfer: it cannot run here \(fatal error: cuda_fp8"
+    ):
+        fit(made, config(attention_backend="flashinfer"), 512, None, CPU, Counted())
+
+
+def test_a_device_that_runs_out_of_memory_is_no_reason_for_another_backend(
+    made: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = backends(monkeypatch, torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB"))
+    with pytest.raises(ConfigError, match=r"a step of the largest size does not fit .*20.00 GiB.*lower --chunk"):
+        fit(made, config(), 512, None, CPU, Counted())
+    assert asked == ["auto"]
+
+
+def test_an_error_of_the_reference_is_not_hidden(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def execute(limits: Limits, execute: Callable[[StepPlan], object], memory: Any) -> Any:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(rehearsal, "rehearse", execute)
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        fit(made, config(attention_backend="torch"), 512, None, CPU, Counted())
+
+
+def test_tensor_parallel_ranks_rehearse_together_and_take_the_smallest_pool(made: Any) -> None:
+    class Least:
+        def least(self, n: int) -> int:
+            return min(n, 1234)
+
+    orders: list[bytes] = []
+    first = Place(Shard(0, 2), Path(), tell=orders.append)
+    other = Place(Shard(1, 2), Path(), hear=lambda: orders.pop(0))
+    group: Any = Least()
+    assert fit(made, config(), 512, None, CPU, Counted(), first, group).pages == 1234
+    assert len(orders) == 6
+    assert fit(made, config(), 512, None, CPU, Counted(), other, group).pages == 1234
+    assert orders == []
+
+
+def test_the_least_of_a_group(tmp_path: Path) -> None:
+    group = join(Shard(0, 1), CPU, tmp_path / "meet", 30)
+    try:
+        assert group.least(1 << 40) == 1 << 40
+    finally:
+        leave()
