@@ -19,7 +19,7 @@ from baton.models.shard import Shard
 from baton.runtime import fit as fitting
 from baton.runtime import rehearsal
 from baton.runtime.collectives import Place, join, leave
-from baton.runtime.fit import fit
+from baton.runtime.fit import check_weights, fit
 from baton.runtime.gpu_memory import GIB, LEAST_PAGES, MARGIN_BYTES, MIB, Needs, size_pool
 from baton.runtime.rehearsal import Limits, pages_needed, steps
 from baton.sched.plan import ForwardMode, StepPlan
@@ -176,6 +176,14 @@ def test_the_pool_is_what_rehearsals_leave(made: Any, caplog: pytest.LogCaptureF
         "backend 0.00 GiB, CUDA graphs 1.25 GiB, margin 0.25 GiB; KV pool 38.00 GiB (--mem-fraction-static 0.5): "
         f"{pages} pages, {pages * 16} tokens"
     )
+
+
+def test_weights_that_cannot_fit_are_not_loaded(made: Any) -> None:
+    check_weights(70 * GIB, Counted())
+    with pytest.raises(
+        ConfigError, match=r"weights take 70\.50 GiB and of the GPU's 80\.00 GiB 70\.00 are free; .*--tp-size"
+    ):
+        check_weights(70 * GIB + GIB // 2, Counted())
 
 
 def test_a_wanted_pool_is_rehearsed_too_and_checked(made: Any) -> None:

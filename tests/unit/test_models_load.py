@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -12,9 +13,12 @@ import torch
 from safetensors.torch import save_file
 
 from baton.errors import ConfigError
-from baton.models.load import load_model
+from baton.models import load
+from baton.models.load import load_model, load_weights, weight_bytes
+from baton.models.shard import Shard
 from baton.models.spec import read_spec
 from baton.models.weights import plan_weights
+from tests.support import shapes
 
 CONFIG = {
     "architectures": ["Qwen2ForCausalLM"], "vocab_size": 32, "hidden_size": 16, "intermediate_size": 24,
@@ -99,3 +103,48 @@ def test_dummy_weights_depend_on_the_seed_alone(tmp_path):
     assert a.spec.model_hash == b.spec.model_hash != c.spec.model_hash
     half = load_model(tmp_path, dtype="bfloat16", load_format="dummy", seed=1)
     assert torch.equal(half.weights.embed, a.weights.embed.bfloat16())
+
+
+def held(decoder: Any) -> list[torch.Tensor]:
+    w = decoder.weights
+    both = [getattr(holder, f.name) for holder in (w, *w.layers) for f in dataclasses.fields(holder)]
+    return [x for x in both if isinstance(x, torch.Tensor)]
+
+
+@pytest.mark.parametrize("load_format", ["auto", "dummy"])
+@pytest.mark.parametrize("shard", [Shard(), Shard(0, 2), Shard(1, 2)])
+def test_weights_go_straight_to_their_device(tmp_path, load_format, shard):
+    """A meta tensor has no memory: what is there was never put together on the host."""
+    spec = read_spec(checkpoint(tmp_path, num_attention_heads=4, num_key_value_heads=2))
+    there = load_weights(spec, tmp_path, load_format, 0, shard, device=torch.device("meta"))
+    here = load_weights(spec, tmp_path, load_format, 0, shard)
+    assert {x.device.type for x in held(there)} == {"meta"}
+    assert [x.shape for x in held(there)] == [x.shape for x in held(here)]
+    assert sum(x.nbytes for x in held(here)) == weight_bytes(spec, shard)
+    assert there._rope.cos.device.type == "meta"
+
+
+def test_dummies_repeat_no_row(tmp_path, monkeypatch):
+    monkeypatch.setattr(load, "_NOISE", 101)
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    embed = load_model(tmp_path, load_format="dummy").weights.embed
+    assert len({tuple(row) for row in embed.tolist()}) == len(embed) == 32
+    assert 0.01 < embed.std() < 0.03
+
+
+def test_long_loading_is_told(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(load, "_PROGRESS_SECS", 0.0)
+    with caplog.at_level("INFO"):
+        load_model(checkpoint(tmp_path))
+    lines = [line for line in caplog.messages if line.startswith("loading weights")]
+    assert lines[-1].startswith(f"loading weights: {len(lines)} of {len(lines)} tensors, 0.00 GiB")
+
+
+@pytest.mark.parametrize(("shape", "parameters"), [("qwen3-0.6b", 596_049_920), ("llama-3-8b", 8_030_261_248)])
+def test_shapes_of_well_known_models_are_theirs(tmp_path, shape, parameters):
+    """The published numbers of parameters, from the index files of the checkpoints."""
+    path = shapes.make(shape, tmp_path)
+    spec = read_spec(path, load_format="dummy")
+    assert weight_bytes(spec) == 2 * parameters
+    meta = load_weights(spec, path, "dummy", device=torch.device("meta"))
+    assert sum(x.numel() for x in held(meta)) - meta.weights.embed.numel() * spec.tied == parameters

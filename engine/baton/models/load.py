@@ -1,17 +1,20 @@
 """Checkpoint files to a ready `Decoder`.
 
 1. `read_spec` checks the config; `plan_weights` says which tensors must come and where each goes.
-2. Files are memory-mapped (safetensors) and copied tensor by tensor into their stacked places, cast on the way; peak
-   memory is the finished model plus one tensor. A tensor-parallel rank reads its shares of them and nothing else.
+2. Files are memory-mapped (safetensors) and copied tensor by tensor into their stacked places on the device, cast on
+   the way; peak memory is the finished model there plus one tensor on the host. A tensor-parallel rank reads its
+   shares of them and nothing else.
 3. Anything missing, unexpected or of another shape ends the start with one ConfigError that lists it.
 
-`load_format="dummy"` fills the same places with seeded noise instead: same seed, same weights, on every node.
+`load_format="dummy"` fills the same places with seeded noise instead: same seed, same weights, on every node and
+device. It needs config.json only, and next to no host memory.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import math
 import time
 from pathlib import Path
 from typing import Any
@@ -23,15 +26,19 @@ from torch import Tensor
 from baton.errors import ConfigError
 from baton.models.decoder import Decoder, DecoderWeights, LayerWeights
 from baton.models.shard import WHOLE, Shard, share_of
-from baton.models.spec import ModelSpec, read_spec
-from baton.models.weights import Param, is_ignorable, plan_weights
+from baton.models.spec import DTYPE_BYTES, ModelSpec, read_spec
+from baton.models.weights import is_ignorable, plan_weights
 from baton.runtime.collectives import ALONE, Collectives
 from baton.runtime.ops import TORCH_DTYPES
 
 log = logging.getLogger("baton.load")
 
 _DUMMY_STD = 0.02
+_NOISE = 4194301
+"""Values that are really drawn. A prime, so that no two rows of a matrix are the same stretch of them."""
 _SHOWN = 8
+_PROGRESS_SECS = 5.0
+_CPU = torch.device("cpu")
 
 
 def load_model(path: str | Path, dtype: str = "auto", load_format: str = "auto", seed: int = 0) -> Decoder:
@@ -53,18 +60,24 @@ def load_weights(
     seed: int = 0,
     shard: Shard = WHOLE,
     tp: Collectives = ALONE,
+    device: torch.device = _CPU,
 ) -> Decoder:
     """The share of model `spec` that a tensor-parallel rank computes; only that is read of the files.
 
     Args:
         tp: how it meets the other ranks.
+        device: where the weights are put, one after the other; torch.OutOfMemoryError when they do not fit.
     Raises:
         ConfigError: as `load_model`, or the model cannot be divided so.
     """
     started = time.monotonic()
     own = share_of(spec, shard)
-    tensors = _dummy(spec, seed, shard) if load_format == "dummy" else _from_files(spec, Path(path), shard)
+    if load_format == "dummy":
+        tensors = _dummy(spec, seed, shard, device)
+    else:
+        tensors = _from_files(spec, Path(path), shard, device)
     decoder = Decoder(own, _assemble(spec, tensors), shard, tp)
+    decoder.to(device)
     log.info(
         "loaded %s from %s: %d parameters as %s, share %d of %d, in %.2f s",
         spec.architecture, path, spec.num_parameters, spec.dtype, shard.rank + 1, shard.size,
@@ -83,20 +96,35 @@ def _assemble(spec: ModelSpec, tensors: dict[tuple[int, str], Tensor]) -> Decode
     return DecoderWeights(embed, [LayerWeights(**w) for w in per_layer], tensors[-1, "norm"], lm_head)
 
 
-def _dummy(spec: ModelSpec, seed: int, shard: Shard) -> dict[tuple[int, str], Tensor]:
-    """Whole tensors are drawn, and this rank's shares kept: a model is the same however it is divided."""
+def weight_bytes(spec: ModelSpec, shard: Shard = WHOLE) -> int:
+    """What a rank's weights take."""
+    return DTYPE_BYTES[spec.dtype] * sum(math.prod(param.shape) for param in plan_weights(spec, shard))
+
+
+def _dummy(spec: ModelSpec, seed: int, shard: Shard, device: torch.device) -> dict[tuple[int, str], Tensor]:
+    """Whole tensors are filled, and this rank's shares kept: a model is the same however it is divided.
+
+    One stretch of noise is drawn on the host, which does it alike everywhere, and repeated over all matrices.
+    """
+    dtype = TORCH_DTYPES[spec.dtype]
     generator = torch.Generator().manual_seed(seed)
+    noise = torch.empty(_NOISE).normal_(0.0, _DUMMY_STD, generator=generator).to(dtype).to(device)
+    used = 0
+
+    def fill(shape: tuple[int, ...]) -> Tensor:
+        nonlocal used
+        whole = torch.empty(shape, dtype=dtype, device=device)
+        flat, done = whole.view(-1), 0
+        while done < len(flat):
+            taken = noise[used : used + len(flat) - done]
+            flat[done : done + len(taken)] = taken
+            done, used = done + len(taken), (used + len(taken)) % _NOISE
+        return whole
+
     own = {(p.layer, p.name): p for p in plan_weights(spec, shard)}
-
-    def draw(param: Param) -> Tensor:
-        if param.is_norm:
-            return torch.ones(param.shape, dtype=TORCH_DTYPES[spec.dtype])
-        noise = torch.empty(param.shape, dtype=torch.float32).normal_(0.0, _DUMMY_STD, generator=generator)
-        return noise.to(TORCH_DTYPES[spec.dtype])
-
     tensors = {}
     for param in plan_weights(spec):
-        whole = draw(param)
+        whole = torch.ones(param.shape, dtype=dtype, device=device) if param.is_norm else fill(param.shape)
         if (mine := own.get((param.layer, param.name))) is None:
             continue
         pieces = whole.split([part.shape[0] for part in param.parts])
@@ -105,12 +133,35 @@ def _dummy(spec: ModelSpec, seed: int, shard: Shard) -> dict[tuple[int, str], Te
     return tensors
 
 
-def _from_files(spec: ModelSpec, root: Path, shard: Shard) -> dict[tuple[int, str], Tensor]:
+class _Progress:
+    """A line every few seconds: a large model takes minutes from a slow disk."""
+
+    def __init__(self, tensors: int) -> None:
+        self._tensors = tensors
+        self._done = 0
+        self._bytes = 0
+        self._started = self._said = time.monotonic()
+
+    def add(self, taken: Tensor) -> None:
+        self._done += 1
+        self._bytes += taken.nbytes
+        now = time.monotonic()
+        if now - self._said >= _PROGRESS_SECS:
+            self._said = now
+            secs = now - self._started
+            log.info(
+                "loading weights: %d of %d tensors, %.2f GiB, %.0f s, %.2f GB/s",
+                self._done, self._tensors, self._bytes / 2**30, secs, self._bytes / secs / 1e9,
+            )  # fmt: skip
+
+
+def _from_files(spec: ModelSpec, root: Path, shard: Shard, device: torch.device) -> dict[tuple[int, str], Tensor]:
     params = list(plan_weights(spec, shard))
     places = {part.source: (param, part) for param in params for part in param.parts}
     tensors: dict[tuple[int, str], Tensor] = {}
     problems: list[str] = []
     missing = set(places)
+    progress = _Progress(len(places))
     for file in weight_files(root):
         try:
             with safe_open(str(file), framework="pt") as f:
@@ -129,10 +180,11 @@ def _from_files(spec: ModelSpec, root: Path, shard: Shard) -> dict[tuple[int, st
                         continue
                     target = tensors.get((param.layer, param.name))
                     if target is None:
-                        target = torch.empty(param.shape, dtype=TORCH_DTYPES[spec.dtype])
+                        target = torch.empty(param.shape, dtype=TORCH_DTYPES[spec.dtype], device=device)
                         tensors[param.layer, param.name] = target
                     taken = f.get_tensor(source) if part.shape == part.whole else stored[part.share]
                     target[part.first_row : part.first_row + part.shape[0]].copy_(taken)
+                    progress.add(taken)
         except SafetensorError as err:
             raise ConfigError(f"{file}: {err}; the file is damaged, download it again") from err
     problems += [f"missing tensor {source}" for source in sorted(missing)]

@@ -14,13 +14,13 @@ import torch
 from baton.config import EngineConfig
 from baton.disagg.relay import Relay
 from baton.errors import ConfigError
-from baton.models.load import load_weights
+from baton.models.load import load_weights, weight_bytes
 from baton.models.shard import WHOLE, share_of
 from baton.models.spec import read_spec
 from baton.runtime import device, ops
 from baton.runtime.attention import make_backend
 from baton.runtime.collectives import ALONE, Group, Place, join
-from baton.runtime.fit import fit, no_room
+from baton.runtime.fit import check_weights, fit, no_room
 from baton.runtime.gpu_memory import DeviceMemory
 from baton.runtime.kv_pool import CPU_POOL_MIB, KvTensors, asked_pages, host_pool_pages, make_host_pool, make_pool
 from baton.runtime.loop import DeviceThread, Engine, PoolSizes, make_engine
@@ -85,12 +85,14 @@ def load(config: EngineConfig, model_dir: str, place: Place | None = None) -> Lo
     whole = read_spec(model_dir, config.dtype, config.load_format, config.random_seed)
     share_of(whole, shard)  # what cannot be divided is said before anybody waits for anybody
     group = None if place is None else join(shard, compute, place.meeting_point, config.dist_timeout)
-    model = load_weights(whole, model_dir, config.load_format, config.random_seed, shard, group or ALONE)
     on_cpu = compute.type == "cpu"
+    memory = None if on_cpu else DeviceMemory(compute)
+    if memory is not None:
+        check_weights(weight_bytes(whole, shard), memory)
+    with no_room("the model", "use a smaller one, a GPU with more memory, or more of them by --tp-size"):
+        model = load_weights(whole, model_dir, config.load_format, config.random_seed, shard, group or ALONE, compute)
     if on_cpu:
         model.pack()
-    else:
-        model.to(compute)
     spec = model.spec
     context = config.context_length or spec.max_context
     if context > spec.max_context:
@@ -98,8 +100,8 @@ def load(config: EngineConfig, model_dir: str, place: Place | None = None) -> Lo
     mib = config.kv_pool_mib or (CPU_POOL_MIB if on_cpu else None)
     pages = asked_pages(spec.kv, config.page_size, config.max_total_tokens, mib)
     backend = config.attention_backend
-    if not on_cpu:
-        pages, backend = fit(model, config, context, pages, compute, DeviceMemory(compute), place, group)
+    if memory is not None:
+        pages, backend = fit(model, config, context, pages, compute, memory, place, group)
     disaggregated = config.disaggregation_mode != "null"
     with no_room("the KV pool", "another process took memory meanwhile: start again, or lower --mem-fraction-static"):
         kv = make_pool(spec.kv, config.page_size, pages, native=True if disaggregated else None, device=compute)

@@ -37,6 +37,16 @@ class Fit(NamedTuple):
     """The one asked for, or "torch" in its place."""
 
 
+def check_weights(needed: int, memory: Memory) -> None:
+    """Raises ConfigError when a model of so many bytes cannot be loaded: before minutes are spent on it."""
+    free, total = memory.free()
+    if needed > free:
+        raise ConfigError(
+            f"the model's weights take {needed / GIB:.2f} GiB and of the GPU's {total / GIB:.2f} GiB {free / GIB:.2f} "
+            "are free; end other processes on it, use a smaller model, or divide it among more GPUs by --tp-size"
+        )
+
+
 def fit(
     model: Decoder,
     config: EngineConfig,
