@@ -16,7 +16,7 @@ from transformers import (
 )
 
 from baton.request import SamplingParams
-from baton.runtime.sampler import SampleRow, _kept_mass, _largest
+from baton.runtime.sampler import SampleRow, _kept_mass, largest
 
 VOCAB = 500
 
@@ -33,7 +33,7 @@ def test_filters_keep_the_tokens_and_probabilities_that_the_warpers_keep(tempera
     warped = MinPLogitsWarper(min_p)(None, warped) if min_p else warped
 
     params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
-    order = _largest(logits, VOCAB)
+    order = largest(logits, VOCAB)
     probs = (logits / temperature).softmax(-1).gather(1, order)
     mass, kept = _kept_mass(probs.numpy(), [params] * 8, VOCAB)
     probability = np.diff(mass, prepend=0.0) / mass[:, -1:]

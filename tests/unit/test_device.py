@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import logging
 from array import array
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -17,12 +19,14 @@ from torch._subclasses.fake_tensor import FakeTensorDeviceMismatchError, FakeTen
 
 from baton import config
 from baton.errors import ConfigError
+from baton.models.decoder import Decoder
 from baton.models.load import load_model
 from baton.request import SamplingParams
-from baton.runtime import device, runner
+from baton.runtime import device
 from baton.runtime.attention.base import ForwardBatch
 from baton.runtime.kv_pool import make_pool
-from baton.sched.plan import Admitted, Row, StepPlan, StepResult, Stop
+from baton.runtime.runner_device import DeviceRunner
+from baton.sched.plan import UNKNOWN_TOKEN, Admitted, Row, StepPlan, Stop
 from tests.support import tiny_model
 
 CUDA = torch.device("cuda", 0)
@@ -110,37 +114,52 @@ class DeviceCheck:
 def plan_of(tokens: int) -> StepPlan:
     """One decode row and one prompt chunk."""
     ids = array("i", range(tokens))
-    admitted = tuple(Admitted(slot, slot, SamplingParams(), 1, array("i", [1])) for slot in (0, 1))
+    params = (SamplingParams(top_p=0.5, logprobs=2), SamplingParams(frequency_penalty=1.0))
+    admitted = tuple(Admitted(slot, slot, params[slot], 1, array("i", [1])) for slot in (0, 1))
     rows = (
-        Row(0, 0, 4, 1, True, array("i", [5]), 0, array("i", [3, 1])),
+        Row(0, 0, 4, 1, True, array("i", [UNKNOWN_TOKEN]), 0, array("i", [3, 1])),
         Row(1, 1, 0, tokens, True, ids, 0, array("i", [2])),
     )
     return StepPlan(0, rows, 1, admitted, array("i", [1, 2, 3]), Stop.QUEUE_EMPTY)
 
 
-def test_a_step_on_cuda_mixes_no_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+class FakeStream:
+    """stream.Stream for tensors without data."""
+
+    def put(self, x: np.ndarray) -> Tensor:
+        return torch.empty(x.shape, dtype=torch.from_numpy(x).dtype, device=CUDA)
+
+    def put_all(self, arrays: Sequence[np.ndarray]) -> list[Tensor]:
+        return [self.put(x) for x in arrays]
+
+    def fetch(self, x: Tensor) -> Tensor:
+        assert x.device.type == "cuda"
+        return torch.ones(x.shape, dtype=x.dtype)
+
+    def mark(self) -> Any:
+        return None
+
+
+def make_runner(model: Decoder, check: DeviceCheck) -> DeviceRunner:
+    kv = make_pool(model.spec.kv, 4, 8, device=CUDA)
+    assert kv.native is None
+    assert kv.data.device == CUDA
+    return DeviceRunner(model, kv, check, max_slots=2, stream=FakeStream())
+
+
+def test_a_step_on_cuda_mixes_no_devices(tmp_path: Path) -> None:
     model = load_model(tiny_model.make(tmp_path / "m"), load_format="dummy")
-    where: list[str] = []
-
-    def sample(logits: Tensor, rows: list[Any]) -> StepResult:
-        where.append(logits.device.type)
-        assert logits.shape == (len(rows), model.spec.vocab_size)
-        return StepResult([1] * len(rows))
-
-    monkeypatch.setattr(runner, "sample", sample)
     check = DeviceCheck()
     with FakeTensorMode(allow_non_fake_inputs=True):
         model.to(CUDA)
-        kv = make_pool(model.spec.kv, 4, 8, device=CUDA)
-        assert kv.native is None
-        assert kv.data.device == CUDA
-        run = runner.Runner(model, kv, check, max_slots=2)
-        run.execute(plan_of(3))
+        run = make_runner(model, check)
+        launched = run.execute(plan_of(3))
+        assert launched.drawn is not None
+        assert launched.drawn.tokens.shape == (2,)
         step = run._step(plan_of(3))
         indices = run._indices(step)
         assert indices is not None
         model.forward_all(run._batch(step, indices), check)
-    assert where == ["cpu"], "sampling is on the host"
     assert check.seen == {
         ("token_ids", "cuda"), ("positions", "cuda"), ("slot_mapping", "cuda"), ("sample_index", "cuda"),
         ("qo_indptr", "cpu"), ("kv_lens", "cpu"), ("page_indptr", "cpu"), ("page_indices", "cpu"),
@@ -154,9 +173,8 @@ def test_the_check_itself_works(tmp_path: Path) -> None:
         left_behind = torch.ones(model.spec.hidden_size)
         model.to(CUDA)
         model.weights.norm = left_behind
-        kv = make_pool(model.spec.kv, 4, 8, device=CUDA)
         with pytest.raises(FakeTensorDeviceMismatchError, match="at least two devices"):
-            runner.Runner(model, kv, DeviceCheck(), max_slots=2).execute(plan_of(3))
+            make_runner(model, DeviceCheck()).execute(plan_of(3))
 
 
 def test_tied_weights_stay_one_object(tmp_path: Path) -> None:

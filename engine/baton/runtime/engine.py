@@ -25,6 +25,7 @@ from baton.runtime.gpu_memory import DeviceMemory
 from baton.runtime.kv_pool import CPU_POOL_MIB, KvTensors, asked_pages, host_pool_pages, make_host_pool, make_pool
 from baton.runtime.loop import DeviceThread, Engine, PoolSizes, make_engine
 from baton.runtime.runner import Runner
+from baton.runtime.runner_device import make_runner
 from baton.sched import setup
 from baton.sched.limits import Limits
 
@@ -107,7 +108,7 @@ def load(config: EngineConfig, model_dir: str, place: Place | None = None) -> Lo
         kv = make_pool(spec.kv, config.page_size, pages, native=True if disaggregated else None, device=compute)
         attn = make_backend(backend, spec, kv)
     host_pages = host_pool_pages(spec.kv, config.page_size, config.host_kv_gib, config.dp_size * config.tp_size)
-    runner = Runner(
+    runner = make_runner(
         model,
         kv,
         attn,

@@ -26,7 +26,7 @@ from baton.runtime.collectives import Group, Place
 from baton.runtime.gpu_memory import GIB, Memory, Needs, account, size_pool
 from baton.runtime.kv_pool import make_pool
 from baton.runtime.rehearsal import Rehearsed
-from baton.runtime.runner import Runner
+from baton.runtime.runner_device import make_runner
 
 log = logging.getLogger("baton.fit")
 
@@ -119,9 +119,9 @@ def _try(
     before = memory.held()
     attn = make_backend(backend, model.spec, pool)
     workspace = memory.held() - before
-    runner = Runner(model, pool, attn, config.max_running_requests, tell=None if place is None else place.tell)
+    runner = make_runner(model, pool, attn, config.max_running_requests, tell=None if place is None else place.tell)
     if place is None or place.hear is None:
-        return workspace, rehearsal.rehearse(limits, runner.execute, memory)
+        return workspace, rehearsal.rehearse(limits, runner.run, memory)
     hear = place.hear
     return workspace, rehearsal.rehearse(limits, lambda _: runner.follow(hear()), memory)
 

@@ -5,7 +5,8 @@ pages leave, reserved pages are granted), (4) hands the plan to the device threa
 step if `depth` are in flight or there was nothing to plan, commits it and collects what requests get to hear.
 
 With overlap (`depth` 2) step n+1 is planned and queued while n computes; results, finishes and streaming of step n
-happen while n+1 computes. Output is the same with and without.
+happen while n+1 computes. Output is the same with and without. A device that computes by itself (a GPU) is given n+1
+before n has ended: its thread launches, and the thread that runs all of this waits.
 
 Invariants: plans execute and commit in order; every event is carried out before the next plan is made.
 
@@ -21,7 +22,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeAlias
 
 from baton.config import EngineConfig
 from baton.disagg.relay import Relay
@@ -43,13 +44,22 @@ class Device(Protocol):
 
     @property
     def page_bytes(self) -> int: ...
-    def execute(self, plan: StepPlan) -> StepResult:
-        """Run one step to its end. What it raises ends the rank."""
+    def execute(self, plan: StepPlan) -> StepResult | Launched:
+        """Run one step, to its end or until all its work is queued. What it raises ends the rank."""
+
+
+class Launched(Protocol):
+    """A step that goes on by itself, after those launched before it."""
+
+    def wait(self) -> Done:
+        """Until it has ended, on the thread that collects; the next step may have been launched. Called once."""
 
 
 Done = tuple[StepResult, float]
 """A step's result and how long it computed [s]."""
-Job = tuple[Callable[[], StepResult], "queue.SimpleQueue[Done | BaseException]"]
+Outcome: TypeAlias = StepResult | Launched
+Answer: TypeAlias = "queue.SimpleQueue[tuple[Outcome, float] | BaseException]"
+"""Gets what became of one job, and how long the job took [s]."""
 
 
 class DeviceThread:
@@ -59,13 +69,13 @@ class DeviceThread:
     """
 
     def __init__(self, prepare: Callable[[], None] = lambda: None) -> None:
-        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[tuple[Callable[[], Outcome], Answer] | None] = queue.SimpleQueue()
         self._prepare = prepare
         self._thread = threading.Thread(target=self._run, name="device", daemon=True)
         self._thread.start()
 
-    def submit(self, job: Callable[[], StepResult]) -> queue.SimpleQueue[Done | BaseException]:
-        done: queue.SimpleQueue[Done | BaseException] = queue.SimpleQueue()
+    def submit(self, job: Callable[[], Outcome]) -> Answer:
+        done: Answer = queue.SimpleQueue()
         self._jobs.put((job, done))
         return done
 
@@ -88,7 +98,18 @@ class DeviceThread:
 @dataclass(frozen=True, slots=True)
 class Flight:
     plan: StepPlan
-    result: queue.SimpleQueue[Done | BaseException]
+    answer: Answer
+
+    def wait(self) -> Done:
+        """Raises RuntimeError with what went wrong on the device."""
+        done = self.answer.get()
+        try:
+            if isinstance(done, BaseException):
+                raise done
+            outcome, seconds = done
+            return (outcome, seconds) if isinstance(outcome, StepResult) else outcome.wait()
+        except BaseException as err:
+            raise RuntimeError(f"step {self.plan.step} failed on the device: {type(err).__name__}: {err}") from err
 
 
 class Engine:
@@ -194,15 +215,11 @@ class Engine:
         return stories
 
     def _launch(self, plan: StepPlan) -> None:
-        result = self._device.submit(lambda: self._runner.execute(plan))
-        self._flight.append(Flight(plan, result))
+        self._flight.append(Flight(plan, self._device.submit(lambda: self._runner.execute(plan))))
 
     def _collect(self) -> None:
         flight = self._flight.popleft()
-        done = flight.result.get()
-        if isinstance(done, BaseException):
-            raise RuntimeError(f"step {flight.plan.step} failed on the device: {type(done).__name__}: {done}") from done
-        result, seconds = done
+        result, seconds = flight.wait()
         self.sched.commit(flight.plan, result, time.monotonic())
         self.sched.observe(flight.plan, seconds, result.copy_seconds)
         for run in flight.plan.copies:

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 from baton.request import SamplingParams
 from baton.runtime.gpu_memory import Memory
+from baton.runtime.sampler_device import ROWS_AT_ONCE
 from baton.sched.plan import Admitted, Row, StepPlan, Stop
 
 log = logging.getLogger("baton.rehearsal")
@@ -93,7 +94,7 @@ def steps(limits: Limits) -> list[tuple[str, StepPlan]]:
         _Step("one prompt", 0, (short,)),
         _Step("one sequence decoding", 1, ()),
         _Step("prompt and decode rows", few - 1, (short,)),
-        _Step("all ways of sampling", few, (), SAMPLINGS[-few:]),
+        _Step("all ways of sampling", min(len(SAMPLINGS) * ROWS_AT_ONCE, limits.running), (), SAMPLINGS[-few:]),
         _Step(f"{limits.running} sequences decoding", limits.running, ()),
         _largest(limits),
     ]

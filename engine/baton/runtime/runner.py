@@ -1,4 +1,6 @@
-"""Carries a StepPlan out on the device: plan → index tensors → forward → one token per sampling row.
+"""Carries a StepPlan out: plan → index tensors → forward → one token per sampling row.
+
+`Runner` does so on the CPU, to the end; `runner_device.DeviceRunner` shares what is done for it on the host.
 
 Pages that the plan moves between device and host are copied before its rows run, in the plan's order.
 
@@ -17,6 +19,7 @@ import time
 from array import array
 from collections.abc import Callable
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -29,6 +32,9 @@ from baton.runtime.kv_pool import KvTensors, copy_pages
 from baton.runtime.order import Growth, Indices, PlanDiverged, Step, checksum, decode, encode
 from baton.runtime.sampler import SampleRow, sample
 from baton.sched.plan import UNKNOWN_TOKEN, Row, StepPlan, StepResult
+
+if TYPE_CHECKING:
+    from baton.runtime.loop import Launched
 
 
 class Runner:
@@ -59,7 +65,6 @@ class Runner:
         self._last_token: NDArray[np.int64] = np.full(max_slots, UNKNOWN_TOKEN, np.int64)
         self._sample_rows: list[SampleRow | None] = [None] * max_slots
         self._native_pool = kv.native if announces_writes else None
-        self._compute_device = kv.data.device
         self._tell = tell
         self._check = 0
         """Of the last step, with `tell` or `follow`."""
@@ -68,16 +73,9 @@ class Runner:
     def page_bytes(self) -> int:
         return self._kv.page_bytes
 
-    def execute(self, plan: StepPlan) -> StepResult:
+    def execute(self, plan: StepPlan) -> StepResult | Launched:
         """Run one step to its end. Raises what torch raises; the runner is then unusable."""
-        for adm in plan.admitted:
-            self._sample_rows[adm.slot] = SampleRow(adm.params, adm.prompt_tokens, adm.history)
-        step = self._step(plan)
-        self._begin_write(step)
-        indices = self._indices(step)
-        if self._tell is not None:
-            self._check = checksum(step, indices, self._check)
-            self._tell(encode(step, self._check))
+        step, indices = self._begin(plan)
         copy_seconds = self._copy(step)
         if indices is None:
             return StepResult((), copy_seconds=copy_seconds)
@@ -86,12 +84,16 @@ class Runner:
         if not sampling:
             return StepResult((), copy_seconds=copy_seconds)
         sample_rows = [self._sample_row(row) for row in sampling]
-        # Elsewhere than on the CPU this waits for the step: sampling is written for the host.
-        result = sample(logits.cpu(), sample_rows)
+        result = sample(logits, sample_rows)
         for row, sample_row, token in zip(sampling, sample_rows, result.tokens, strict=True):
             sample_row.append(token)
             self._last_token[row.slot] = token
         return replace(result, copy_seconds=copy_seconds)
+
+    def run(self, plan: StepPlan) -> StepResult:
+        """The same, and wait for its end."""
+        outcome = self.execute(plan)
+        return outcome if isinstance(outcome, StepResult) else outcome.wait()[0]
 
     def follow(self, order: bytes) -> None:
         """Do this rank's part of a step that the first tensor-parallel rank has told.
@@ -110,6 +112,18 @@ class Runner:
         self._copy(step)
         if indices is not None:
             self._model.forward(self._batch(step, indices), self._attn)
+
+    def _begin(self, plan: StepPlan) -> tuple[Step, Indices | None]:
+        """All that comes before the device has work: what the plan says, told to whoever takes part."""
+        for adm in plan.admitted:
+            self._sample_rows[adm.slot] = SampleRow(adm.params, adm.prompt_tokens, adm.history)
+        step = self._step(plan)
+        self._begin_write(step)
+        indices = self._indices(step)
+        if self._tell is not None:
+            self._check = checksum(step, indices, self._check)
+            self._tell(encode(step, self._check))
+        return step, indices
 
     def _begin_write(self, step: Step) -> None:
         if self._native_pool is not None and step.new_pages:
@@ -139,7 +153,7 @@ class Runner:
         token_ids = np.frombuffer(b"".join([row.tokens for row in rows]), np.int32).astype(np.int64)
         unknown = token_ids == UNKNOWN_TOKEN
         if unknown.any():
-            token_ids[unknown] = self._last_token[np.repeat(slots, lengths)[unknown]]
+            token_ids[unknown] = self._open_tokens(np.repeat(slots, lengths)[unknown])
         return Step(
             plan.step,
             plan.num_decode,
@@ -152,6 +166,10 @@ class Runner:
             plan.copies,
             plan.new_pages if self._native_pool is not None else array("i"),
         )
+
+    def _open_tokens(self, slots: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The last token sampled in each of these slots."""
+        return self._last_token[slots]
 
     def _indices(self, step: Step) -> Indices | None:
         """Index arrays of a step, after its pages joined the page table; None when it has no rows."""
@@ -183,18 +201,14 @@ class Runner:
 
     def _batch(self, step: Step, indices: Indices) -> ForwardBatch:
         return ForwardBatch(
-            token_ids=self._on_device(indices.token_ids),
-            positions=self._on_device(indices.positions),
+            token_ids=torch.from_numpy(indices.token_ids),
+            positions=torch.from_numpy(indices.positions),
             qo_indptr=torch.from_numpy(indices.qo_indptr),
             kv_lens=torch.from_numpy(indices.kv_lens),
             page_indptr=torch.from_numpy(indices.page_indptr),
             page_indices=torch.from_numpy(indices.page_indices),
-            slot_mapping=self._on_device(indices.slot_mapping),
-            sample_index=self._on_device(indices.sample_index),
+            slot_mapping=torch.from_numpy(indices.slot_mapping),
+            sample_index=torch.from_numpy(indices.sample_index),
             num_decode=step.num_decode,
             max_kv_len=int(indices.kv_lens.max()),
         )
-
-    def _on_device(self, ids: NDArray[np.int64]) -> Tensor:
-        """On the CPU a view of `ids`."""
-        return torch.from_numpy(ids).to(self._compute_device)

@@ -12,12 +12,18 @@ preemption, on the page size, or on which node draws it (the first token is draw
 
 Cost: sorting 152 k logits takes 15 ms, the 256 largest 0.3 ms (one thread), so filters are decided among those 256 and
 more is sorted only when they reach further. Rows of all-greedy steps cost one argmax.
+
+`sample` works on the host and decides by the probabilities it sees; where logits lie on a device, `sampler_device` does
+the same without looking at them. What both must agree on is here: `Edits`, `filter_columns`, `kept_mass`, `route`.
 """
 
 from __future__ import annotations
 
+import enum
+import math
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -32,6 +38,11 @@ GREEDY_BELOW = 1e-5
 HEAD = 256
 _ROWS_AT_ONCE = 8
 """Bounds the scratch memory of a draw to 8 * vocab floats."""
+
+Put: TypeAlias = Callable[[np.ndarray], Tensor]
+"""An array from the host as a tensor on the device of the logits."""
+Columns: TypeAlias = Any
+"""np.ndarray or Tensor, of which only what they have in common is used."""
 
 
 class SampleRow:
@@ -74,32 +85,25 @@ class SampleRow:
 
     @property
     def is_edited(self) -> bool:
-        return self._penalises or bool(self.params.logit_bias) or self._must_continue
+        return self._penalises or bool(self.params.logit_bias) or self.must_continue
 
     @property
-    def _must_continue(self) -> bool:
+    def must_continue(self) -> bool:
+        """It may not stop yet (min_new_tokens)."""
         return self.position - self.prompt_tokens < self.params.min_new_tokens
 
-    def edit(self, logits: Tensor) -> None:
-        """Apply logit_bias, penalties and min_new_tokens to float32 [vocab], in place.
+    @property
+    def needs_tokens(self) -> bool:
+        """Its next draw depends on the tokens drawn before; of the others `append` need not know which they were."""
+        return self._penalises
 
-        Order: bias, repetition (prompt and output), frequency and presence (output), then the ban of stop ids.
-        """
-        p, vocab = self.params, len(logits)
-        # The edge checks ids against the tokenizer, which may know more tokens than the model.
-        if bias := [(token, amount) for token, amount in p.logit_bias if token < vocab]:
-            biased, amounts = zip(*bias, strict=True)
-            logits.index_add_(0, torch.tensor(biased), torch.tensor(amounts, dtype=logits.dtype))
-        if self._penalises:
-            ids = torch.from_numpy(np.array(self._ids))
-            counts = torch.from_numpy(np.array(self._counts)).to(logits.dtype)
-            seen = logits[ids]
-            if p.repetition_penalty != 1.0:
-                seen = torch.where(seen > 0, seen / p.repetition_penalty, seen * p.repetition_penalty)
-            seen -= p.frequency_penalty * counts + p.presence_penalty * (counts > 0)
-            logits[ids] = seen
-        if self._must_continue and (stops := [token for token in p.stop_token_ids if token < vocab]):
-            logits[torch.tensor(stops)] = -torch.inf
+    def edit(self, logits: Tensor) -> None:
+        """Apply logit_bias, penalties and min_new_tokens to float32 [vocab], in place."""
+        Edits([(0, self)], len(logits)).apply(logits[None], torch.from_numpy)
+
+    def counted(self) -> tuple[np.ndarray, np.ndarray]:
+        """Distinct tokens so far and how often each was drawn, int64 both; only with `needs_tokens`."""
+        return np.array(self._ids), np.array(self._counts)
 
     def _count(self, token: int, times: int) -> None:
         at = self._index.setdefault(token, len(self._ids))
@@ -107,6 +111,52 @@ class SampleRow:
             self._ids.append(token)
             self._counts.append(0)
         self._counts[at] += times
+
+
+class Edits:
+    """What logit_bias, penalties and min_new_tokens change in the logits [S, vocab] of a step, as flat arrays.
+
+    Order: bias, repetition (prompt and output), frequency and presence (output), then the ban of stop ids.
+    """
+
+    __slots__ = ("_banned", "_biased", "_penalties", "_seen")
+
+    def __init__(self, rows: Iterable[tuple[int, SampleRow]], vocab: int) -> None:
+        """`rows`: those that are edited, with their row of the logits. They may advance before `apply`."""
+        self._biased: list[tuple[int, int, float]] = []
+        self._banned: list[tuple[int, int]] = []
+        self._seen: list[np.ndarray] = []
+        """int64 [2, n] each: row and id of the tokens that have been seen in it."""
+        self._penalties: list[np.ndarray] = []
+        """float32 [4, n] each: how often they were drawn, repetition, frequency and presence penalty."""
+        # The edge checks ids against the tokenizer, which may know more tokens than the model.
+        for i, row in rows:
+            p = row.params
+            self._biased += [(i, token, amount) for token, amount in p.logit_bias if token < vocab]
+            if row.needs_tokens:
+                ids, counts = row.counted()
+                self._seen.append(np.stack((np.full(len(ids), i), ids)))
+                penalties = (p.repetition_penalty, p.frequency_penalty, p.presence_penalty)
+                of_each = np.repeat(np.array(penalties, np.float32)[:, None], len(ids), axis=1)
+                self._penalties.append(np.concatenate((counts[None].astype(np.float32), of_each)))
+            if row.must_continue:
+                self._banned += [(i, token) for token in p.stop_token_ids if token < vocab]
+
+    def apply(self, logits: Tensor, put: Put) -> None:
+        """In place. Waits for nothing that `put` does not wait for."""
+        if self._biased:
+            rows, ids, amounts = zip(*self._biased, strict=True)
+            at = put(np.array((rows, ids)))
+            logits.index_put_((at[0], at[1]), put(np.array(amounts, np.float32)), accumulate=True)
+        if self._seen:
+            at = put(np.concatenate(self._seen, axis=1))
+            count, repetition, frequency, presence = put(np.concatenate(self._penalties, axis=1))
+            seen = logits[at[0], at[1]]
+            seen = torch.where(seen > 0, seen / repetition, seen * repetition)
+            logits.index_put_((at[0], at[1]), seen - (frequency * count + presence * (count > 0)))
+        if self._banned:
+            at = put(np.array(self._banned).T.copy())
+            logits.index_put_((at[0], at[1]), logits.new_full((), -torch.inf))
 
 
 @torch.inference_mode()
@@ -120,9 +170,8 @@ def sample(logits: Tensor, rows: Sequence[SampleRow]) -> StepResult:
     if all(row.is_plain for row in rows):
         return StepResult(tokens=logits.argmax(-1).tolist())
     raw = {i: logits[i].log_softmax(-1) for i, row in enumerate(rows) if row.params.logprobs >= 0}
-    for i, row in enumerate(rows):
-        if row.is_edited:
-            row.edit(logits[i])
+    if edited := [(i, row) for i, row in enumerate(rows) if row.is_edited]:
+        Edits(edited, logits.shape[1]).apply(logits, torch.from_numpy)
     tokens: list[int] = logits.argmax(-1).tolist()
     drawn = [i for i, row in enumerate(rows) if not row.is_greedy]
     for start in range(0, len(drawn), _ROWS_AT_ONCE):
@@ -143,14 +192,16 @@ def _draw(logits: Tensor, rows: list[SampleRow]) -> list[int]:
     head = min(HEAD, vocab)
     scaled = logits / torch.tensor([row.params.temperature for row in rows], dtype=logits.dtype)[:, None]
     probs = scaled.softmax(-1)
-    ids = _largest(scaled, head)
+    ids = largest(scaled, head)
     mass, kept = _kept_mass(probs.gather(1, ids).numpy(), [row.params for row in rows], vocab)
     tokens = []
     for i, row in enumerate(rows):
         u = uniform(row.params.seed, row.position)
-        if head == vocab or _ends_within(row.params, int(kept[i]), head, vocab):
+        way = route(row.params, vocab)
+        is_cut = way is Route.SORTED and not 0 < row.params.top_k < vocab and kept[i] < head
+        if way is Route.HEAD or is_cut:
             tokens.append(int(ids[i, _pick(mass[i], u)]))
-        elif _is_unfiltered(row.params, vocab):
+        elif way is Route.ALL:
             tokens.append(_pick_unfiltered(probs[i].numpy(), ids[i].numpy(), mass[i], u))
         else:
             order = _candidates(scaled[i], probs[i], row.params)
@@ -167,13 +218,13 @@ def _candidates(logits: Tensor, probs: Tensor, params: SamplingParams) -> Tensor
     """
     vocab = len(logits)
     if 0 < params.top_k < vocab:
-        return _largest(logits[None], params.top_k)[0]
+        return largest(logits[None], params.top_k)[0]
     floor = max((1.0 - params.top_p) / (2 * vocab), 0.999 * params.min_p * float(probs.max()))
     ids = (probs >= floor).nonzero()[:, 0]
     return ids[logits[ids].sort(dim=0, descending=True, stable=True).indices]
 
 
-def _largest(logits: Tensor, k: int) -> Tensor:
+def largest(logits: Tensor, k: int) -> Tensor:
     """Ids of the k largest of each row, largest first, lowest id first among equals: int64 [n, k]."""
     if k == logits.shape[1]:
         return logits.sort(dim=-1, descending=True, stable=True).indices
@@ -186,29 +237,50 @@ def _kept_mass(probs: np.ndarray, params: Sequence[SamplingParams], vocab: int) 
     """What the filters leave of probs [n, k], sorted descending.
 
     Returns the running sum of kept probability, float64 [n, k] (flat from the first cut on), and how many are kept.
-    A token survives top_p while the mass before it is below top_p, so the one that crosses the limit is kept.
     """
-    wide = probs.astype(np.float64)
-    limit = np.array([p.top_k or vocab for p in params])[:, None]
-    allowed = np.arange(wide.shape[1])[None, :] < limit
+    columns = np.array([filter_columns(p, vocab) for p in params]).T[:, :, None]
+    return kept_mass(probs.astype(np.float64), np.arange(probs.shape[1])[None, :], columns)
+
+
+def filter_columns(p: SamplingParams, vocab: int) -> tuple[float, float, float, float]:
+    """What `kept_mass` knows of a row."""
+    limit = p.top_k or vocab
+    return limit, limit < vocab, p.top_p if p.top_p < 1 else math.inf, p.min_p
+
+
+def kept_mass(wide: Columns, ranks: Columns, columns: Columns) -> tuple[Columns, Columns]:
+    """The definition of top_k, top_p and min_p, for arrays and tensors alike. May overwrite `wide`.
+
+    A token survives top_p while the mass before it is below top_p, so the one that crosses the limit is kept.
+
+    Args:
+        wide: float64 [n, k]: probabilities, most likely first. ranks: [1, k]: 0, 1, …
+        columns: float64 [4, n, 1]: `filter_columns` of each row.
+    Returns:
+        Running sum of kept probability, float64 [n, k], and how many tokens are kept, [n].
+    """
+    limit, is_limited, top_p, min_p = columns
+    allowed = ranks < limit
     wide *= allowed
     running = wide.cumsum(-1)
-    total = np.where(limit[:, 0] < vocab, running[:, -1], 1.0)
-    top_p = np.array([p.top_p * t if p.top_p < 1 else np.inf for p, t in zip(params, total, strict=True)])[:, None]
-    min_p = np.array([p.min_p for p in params])[:, None] * wide[:, :1]
-    keep = allowed & (running - wide < top_p) & (wide >= min_p)
+    total = running[:, -1:] * is_limited + (1.0 - is_limited)  # what top_k leaves is all there is
+    keep = allowed & (running - wide < top_p * total) & (wide >= min_p * wide[:, :1])
     return (wide * keep).cumsum(-1), keep.sum(-1)
 
 
-def _ends_within(params: SamplingParams, kept: int, head: int, vocab: int) -> bool:
-    """Whether the filters' outcome is known from the `head` most likely tokens."""
-    if 0 < params.top_k < vocab:
-        return params.top_k <= head
-    return kept < head
+class Route(enum.Enum):
+    """How far a row's draw has to look, as its parameters say."""
+
+    HEAD = "among the most likely tokens only"
+    ALL = "any token: the head in order of probability, then the others by id"
+    SORTED = "as far as the filters reach, which the probabilities decide"
 
 
-def _is_unfiltered(params: SamplingParams, vocab: int) -> bool:
-    return params.top_p >= 1 and params.min_p == 0 and (params.top_k == 0 or params.top_k >= vocab)
+def route(params: SamplingParams, vocab: int) -> Route:
+    if vocab <= HEAD or 0 < params.top_k <= HEAD:
+        return Route.HEAD
+    unfiltered = params.top_p >= 1 and params.min_p == 0 and (params.top_k == 0 or params.top_k >= vocab)
+    return Route.ALL if unfiltered else Route.SORTED
 
 
 def _pick(mass: np.ndarray, u: float) -> int:

@@ -1,0 +1,166 @@
+"""Carries a StepPlan out on a CUDA device that goes on by itself: `execute` queues a step and does not wait for it.
+
+1. The step's index arrays go to the device in one copy; 2. a token the plan leaves open, being sampled by the step
+before, is read on the device from the token table (one entry per slot), so that nobody waits to know it; 3. the model
+runs, the draw follows (`sampler_device`), and what it drew goes into the table; 4. tokens and logprobs are copied to
+the host, a mark is set, and whoever collects the result waits for that mark.
+
+    host      plan n+1 | launch n+1 | collect n ...
+    device    ... step n ...........| step n+1 ...........     both queued: the device does not wait for the host
+
+The host needs to know the tokens of earlier steps, and waits for them, in two cases: a row with penalties is drawn
+(they count its tokens), or other tensor-parallel ranks are told the step.
+
+Nothing here knows CUDA: `stream` does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from baton.models.decoder import Decoder
+from baton.runtime.attention.base import AttentionBackend, ForwardBatch
+from baton.runtime.kv_pool import KvTensors
+from baton.runtime.order import Indices, Step
+from baton.runtime.runner import Runner
+from baton.runtime.sampler import SampleRow
+from baton.runtime.sampler_device import Draw, Drawn
+from baton.runtime.stream import CudaStream, Mark, Stream
+from baton.sched.plan import UNKNOWN_TOKEN, Row, StepPlan, StepResult
+
+
+@dataclass(slots=True)
+class InFlight:
+    """A launched step (loop.Launched)."""
+
+    began: Mark
+    ended: Mark
+    draw: Draw | None
+    """None: no row samples."""
+    drawn: Drawn | None
+    """On the host; to be read after `ended`."""
+
+    def wait(self) -> tuple[StepResult, float]:
+        return self.result(), self.ended.seconds_since(self.began)
+
+    def result(self) -> StepResult:
+        """Waits for the step. From any thread."""
+        self.ended.wait()
+        return StepResult(()) if self.draw is None or self.drawn is None else self.draw.read(self.drawn)
+
+
+class DeviceRunner(Runner):
+    """A Runner whose steps are collected later."""
+
+    def __init__(
+        self,
+        model: Decoder,
+        kv: KvTensors,
+        attn: AttentionBackend,
+        max_slots: int,
+        *,
+        stream: Stream,
+        announces_writes: bool = False,
+        host: Tensor | None = None,
+        tell: Callable[[bytes], None] | None = None,
+    ) -> None:
+        super().__init__(model, kv, attn, max_slots, announces_writes=announces_writes, host=host, tell=tell)
+        self._stream = stream
+        self._vocab = model.spec.vocab_size
+        self._table = torch.zeros(max_slots, dtype=torch.int64, device=kv.data.device)
+        """The last token sampled in each slot."""
+        self._unread: list[tuple[InFlight, list[tuple[int, int, SampleRow]]]] = []
+        """Steps with rows whose tokens the host has to know: which token of the step, the slot, the row."""
+
+    @torch.inference_mode()
+    def execute(self, plan: StepPlan) -> InFlight:
+        """Queue one step. Raises what torch raises, which may be of an earlier step; the runner is then unusable."""
+        began = self._stream.mark()
+        if self._tell is not None:
+            self._read()
+        step, indices = self._begin(plan)
+        self._copy(step)
+        sampling = [row for row in plan.rows if row.sample]
+        draw = drawn = None
+        if indices is not None:
+            batch, slots = self._upload(step, indices)
+            logits = self._model.forward(batch, self._attn)
+            if sampling:
+                draw, drawn = self._sample(sampling, logits, slots)
+        launched = InFlight(began, self._stream.mark(), draw, drawn)
+        self._advance(sampling, launched)
+        return launched
+
+    def _sample(self, sampling: Sequence[Row], logits: Tensor, slots: Tensor) -> tuple[Draw, Drawn]:
+        rows = [self._sample_row(row) for row in sampling]
+        if any(row.needs_tokens for row in rows):
+            self._read()
+        draw = Draw(rows, self._vocab, self._stream.put)
+        drawn = draw.run(logits)
+        self._table.index_copy_(0, slots, drawn.tokens)
+        parts = (drawn.tokens, drawn.chosen, drawn.top_ids, drawn.top_logprobs)
+        return draw, Drawn(*(None if part is None else self._stream.fetch(part) for part in parts))
+
+    def _advance(self, sampling: Sequence[Row], launched: InFlight) -> None:
+        """The rows stand one token further, which the host does not know yet."""
+        later = []
+        for i, row in enumerate(sampling):
+            sample_row = self._sample_row(row)
+            if sample_row.needs_tokens or self._tell is not None:
+                later.append((i, row.slot, sample_row))
+            else:
+                sample_row.append(UNKNOWN_TOKEN)
+        if later:
+            self._unread.append((launched, later))
+
+    def _read(self) -> None:
+        """Wait for the steps whose tokens the host has to know."""
+        for launched, rows in self._unread:
+            tokens = launched.result().tokens
+            for i, slot, sample_row in rows:
+                sample_row.append(tokens[i])
+                self._last_token[slot] = tokens[i]
+        self._unread.clear()
+
+    def _open_tokens(self, slots: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Known to the host only where other ranks must be told; else -1 - slot stands for what the table holds."""
+        return super()._open_tokens(slots) if self._tell is not None else -1 - slots
+
+    def _batch(self, step: Step, indices: Indices) -> ForwardBatch:
+        return self._upload(step, indices)[0]
+
+    def _upload(self, step: Step, indices: Indices) -> tuple[ForwardBatch, Tensor]:
+        """The step's tensors, and the slots of the rows that sample: int64 [S] on the device."""
+        token_ids, positions, slot_mapping, sample_index, slots = self._stream.put_all(
+            (
+                indices.token_ids,
+                indices.positions,
+                indices.slot_mapping,
+                indices.sample_index,
+                step.slots[step.samples],
+            )
+        )
+        if (indices.token_ids < 0).any():
+            token_ids = torch.where(token_ids < 0, self._table[(-1 - token_ids).clamp_min(0)], token_ids)
+        batch = replace(
+            super()._batch(step, indices),
+            token_ids=token_ids,
+            positions=positions,
+            slot_mapping=slot_mapping,
+            sample_index=sample_index,
+        )
+        return batch, slots
+
+
+def make_runner(model: Decoder, kv: KvTensors, attn: AttentionBackend, max_slots: int, **more: Any) -> Runner:
+    """Of the kind that suits the pool's device."""
+    if kv.data.is_cuda:
+        return DeviceRunner(model, kv, attn, max_slots, stream=CudaStream(kv.data.device), **more)
+    return Runner(model, kv, attn, max_slots, **more)

@@ -1,0 +1,119 @@
+"""The runner of GPUs on CPU tensors, before a device that is always behind: the tokens of the CPU's runner.
+
+Until a step is waited for, its tokens on the host are garbage: whoever reads too early computes something else.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from array import array
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from baton.request import SamplingParams, Validated
+from baton.runtime import engine as runtime
+from baton.runtime.loop import Engine
+from baton.runtime.runner_device import DeviceRunner
+from tests.parity.conftest import Reference
+from tests.support.checkpoints import VOCAB
+from tests.support.engine_run import answer, greedy, make_engine
+from tests.support.late_stream import LateStream
+
+STEPS = 20
+SMALL: dict[str, object] = {"max_total_tokens": 120, "schedule_conservativeness": 0.05}
+FLAGS: list[dict[str, object]] = [
+    {},
+    {"page_size": 1, "chunked_prefill_size": 7},
+    {"disable_overlap_schedule": True},
+    {"max_running_requests": 2, "chunked_prefill_size": 12},
+    SMALL,
+    {**SMALL, "host_kv_gib": 0.01, "preemption_mode": "offload"},
+]
+PLAIN: dict[str, object] = {"max_new_tokens": STEPS, "seed": 5}
+PARAMS: dict[str, SamplingParams] = {
+    "greedy": greedy(STEPS),
+    "sampled": SamplingParams(**PLAIN, temperature=1.5, top_p=0.9),  # type: ignore[arg-type]
+    "min new tokens": SamplingParams(max_new_tokens=STEPS, min_new_tokens=9, temperature=0.0, stop_token_ids=(1, 2, 3)),
+    "penalties": SamplingParams(**PLAIN, temperature=1.2, frequency_penalty=0.8, repetition_penalty=1.2),  # type: ignore[arg-type]
+}
+
+
+@pytest.fixture
+def on_device(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Engine, LateStream]]:
+    """An engine as on a GPU, and its stream."""
+
+    def make(path: object, **flags: object) -> tuple[Engine, LateStream]:
+        stream = LateStream()
+
+        def make_runner(*args: Any, **more: Any) -> DeviceRunner:
+            return DeviceRunner(*args, stream=stream, **more)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(runtime, "make_runner", make_runner)
+            return make_engine(path, **flags), stream  # type: ignore[arg-type]
+
+    return make
+
+
+def prompts() -> list[list[int]]:
+    rng = random.Random(3)
+    shared = [rng.randrange(VOCAB) for _ in range(40)]
+    return [shared[: n // 2] + [rng.randrange(VOCAB) for _ in range(n - n // 2)] for n in (1, 4, 16, 17, 33, 64)]
+
+
+@pytest.mark.parametrize("flags", FLAGS, ids=str)
+@pytest.mark.parametrize("params", PARAMS.values(), ids=PARAMS.keys())
+def test_the_tokens_of_the_cpu(
+    reference: Callable[[str], Reference], on_device: Any, flags: dict[str, object], params: SamplingParams
+) -> None:
+    path = reference("llama").path
+    host = make_engine(path, **flags)
+    device, stream = on_device(path, **flags)
+    assert answer(device, prompts(), params) == answer(host, prompts(), params)
+    for stagger in (1, 3):
+        want = answer(host, prompts()[::-1], params, stagger=stagger)
+        assert answer(device, prompts()[::-1], params, stagger=stagger) == want, "with joins and prefix hits"
+    if "max_total_tokens" in flags:
+        assert device.sched.retractions > 0, "the pool was meant to be too small"
+    waits = bool(params.frequency_penalty) and not flags.get("disable_overlap_schedule")
+    assert bool(stream.held_up) == waits, "launching waits for earlier tokens only where penalties count them"
+    for engine in (host, device):
+        engine.sched.ledger().check_idle(engine.sched.limits.num_pages)
+        engine.close()
+
+
+def test_rows_with_penalties_beside_rows_without(reference: Callable[[str], Reference], on_device: Any) -> None:
+    """Each request with parameters of its own, all at once; logprobs too."""
+    path = reference("llama").path
+    results = []
+    for engine in (make_engine(path), on_device(path)[0]):
+        results.append(mixed(engine))
+        engine.close()
+    (tokens, logprobs), (device_tokens, device_logprobs) = results
+    assert device_tokens == tokens
+    assert len(logprobs) == 2 * STEPS
+    assert device_logprobs == [pytest.approx(x, abs=1e-5) for x in logprobs]
+
+
+def mixed(engine: Engine) -> tuple[dict[int, list[int]], list[list[float]]]:
+    kinds = [
+        {}, {"temperature": 0.0}, {"presence_penalty": 0.9}, {"top_k": 5}, {"temperature": 0.0, "logprobs": 3},
+        {"min_p": 0.1, "temperature": 2.0}, {"temperature": 0.0, "repetition_penalty": 1.4}, {"logprobs": 0},
+    ]  # fmt: skip
+    got: dict[int, list[int]] = {}
+    logprobs = []
+    for handle, kind in enumerate(kinds, 1):
+        params = SamplingParams(**{**PLAIN, **kind})  # type: ignore[arg-type]
+        engine.submit(Validated(handle, f"r{handle}", array("i", prompts()[handle % 6]), params))
+        got[handle] = []
+    while True:
+        outputs, busy = engine.advance(time.monotonic())
+        for out in outputs:
+            got[out.handle] += out.tokens
+            if out.logprobs is not None:
+                logprobs.append([float(out.handle), out.logprobs.chosen, *out.logprobs.top_logprobs])
+        if not busy:
+            return got, logprobs

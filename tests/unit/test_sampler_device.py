@@ -1,0 +1,161 @@
+"""The device sampler on CPU tensors: the tokens of sampler.sample, for whatever the rows ask, and without a look.
+
+Equal logits: the head holds the 256 largest, and which of several equals at its edge, torch does not say. There a token
+may stand for another of the same logit; `same` allows exactly that.
+"""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
+
+from baton.request import SamplingParams
+from baton.runtime import sampler, sampler_device
+from baton.runtime.sampler import SampleRow, sample
+from baton.runtime.sampler_device import Draw
+from baton.sched.plan import StepResult
+from tests.unit.test_sampler import FILTERS, TestIndependence, chi_square, naive_distribution, noise, row
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def draw(logits: Tensor, rows: list[SampleRow]) -> StepResult:
+    made = Draw(rows, logits.shape[1], torch.from_numpy)
+    with torch.inference_mode():
+        return made.read(made.run(logits))
+
+
+def same(logits: Tensor, rows: list[SampleRow]) -> None:
+    """Both samplers choose alike: the same tokens, or ones of equal logit where the head's edge cuts through equals."""
+    host, device = sample(logits.clone(), rows), draw(logits.clone(), rows)
+    for i, (a, b) in enumerate(zip(host.tokens, device.tokens, strict=True)):
+        if a != b:
+            edited = logits[i].clone()
+            rows[i].edit(edited)
+            scaled = edited / rows[i].params.temperature
+            assert scaled[a] == scaled[b], f"row {i}: {a} on the host, {b} on the device: {rows[i].params}"
+            rank = int((scaled > scaled[a]).sum())
+            equals = int((scaled == scaled[a]).sum())
+            assert rank < sampler.HEAD < rank + equals, f"row {i}: equals away from the head's edge"
+    assert host.logprobs.keys() == device.logprobs.keys()
+    for i, expected in host.logprobs.items():
+        found = device.logprobs[i]
+        assert found.chosen == pytest.approx(expected.chosen, abs=1e-6)
+        assert list(found.top_logprobs) == pytest.approx(list(expected.top_logprobs), abs=1e-6)
+
+
+PARAMS = st.fixed_dictionaries(
+    {
+        "temperature": st.sampled_from([0.0, 1e-6, 1e-4, 0.3, 1.0, 2.0, 100.0]),
+        "top_k": st.sampled_from([0, 1, 2, 17, 255, 256, 257, 400, 5000]),
+        "top_p": st.sampled_from([1e-6, 0.05, 0.5, 0.95, 0.999999, 1.0]),
+        "min_p": st.sampled_from([0.0, 1e-6, 0.001, 0.3, 1.0]),
+        "logprobs": st.sampled_from([-1, -1, 0, 3]),
+        "frequency_penalty": st.sampled_from([0.0, 0.0, 1.5, -2.0]),
+        "presence_penalty": st.sampled_from([0.0, 0.0, 0.5]),
+        "repetition_penalty": st.sampled_from([1.0, 1.0, 1.3, 0.5]),
+        "logit_bias": st.sampled_from([(), (), ((7, 100.0),), ((3, -100.0), (4, 2.5), (90_000, 1.0))]),
+        "min_new_tokens": st.sampled_from([0, 0, 5]),
+    }
+)
+
+
+class TestSameTokens:
+    @settings(max_examples=300, deadline=None)
+    @given(
+        st.lists(PARAMS, min_size=1, max_size=5), st.integers(0, 2**63), st.sampled_from([5, 256, 257, 700, 3000]),
+        st.sampled_from([0.01, 1.0, 4.0, 30.0]), st.sampled_from(["noise", "rounded", "few", "banned"]),
+    )  # fmt: skip
+    def test_as_on_the_host(self, params, seed, vocab, scale, kind):
+        logits = noise(len(params), vocab, seed % 10_000, scale)
+        if kind == "rounded":  # as bfloat16 models give them: many equals
+            logits = logits.bfloat16().float()
+        if kind == "few":
+            logits = logits.round()
+        if kind == "banned":
+            logits[:, 1::2] = -torch.inf
+        rows = [row(seed=seed + i, out=(1, 2, 2, 4), stop_token_ids=(0, 99_999), **p) for i, p in enumerate(params)]
+        same(logits, rows)
+
+    @pytest.mark.parametrize("params", FILTERS)
+    @pytest.mark.parametrize("vocab", [40, 700])
+    def test_draws_follow_the_filtered_distribution(self, params, vocab):
+        n = 6000
+        logits = noise(1, vocab, scale=1.5)
+        rows = [row(seed=i, **params) for i in range(n)]
+        tokens = draw(logits.repeat(n, 1), rows).tokens
+        expected = naive_distribution(logits[0], rows[0].params)
+        counts = np.bincount(tokens, minlength=vocab)
+        assert counts[expected == 0].sum() == 0
+        assert chi_square(counts, expected * n) < 4
+
+    def test_the_ends_of_the_range_never_give_a_token_without_probability(self, monkeypatch):
+        for u in (0.0, 2.0**-53, 0.5, 1 - 2.0**-53):
+            for module in (sampler, sampler_device):
+                monkeypatch.setattr(module, "uniform", lambda seed, position, u=u: u)
+            for vocab in (10, 600):
+                logits = torch.full((1, vocab), -torch.inf)
+                logits[0, 3] = logits[0, 5] = 0.0
+                for params in ({}, {"top_p": 0.99}, {"min_p": 0.5}, {"top_k": 8}, {"top_k": 300}):
+                    assert draw(logits.clone(), [row(**params)]).tokens == [3 if u < 0.5 else 5]
+                    same(logits, [row(**params)])
+
+    def test_greedy_takes_the_lowest_id_among_equals(self):
+        logits = torch.tensor([[0.0, 3.0, 3.0, 1.0], [2.0, 2.0, -1.0, 2.0]])
+        assert draw(logits, [row(temperature=0.0)] * 2).tokens == [1, 0]
+
+
+class TestIndependent:
+    def test_a_row_draws_the_same_alone_and_in_any_batch(self):
+        n = 44
+        mix = [*TestIndependence.MIX, {"top_k": 300, "temperature": 1.5}, {"top_p": 0.999, "temperature": 3.0}]
+        logits = noise(n, 500)
+        rows = [row(seed=i, **mix[i % len(mix)]) for i in range(n)]
+        alone = [draw(logits[i : i + 1].clone(), [rows[i]]) for i in range(n)]
+        for seed in range(3):
+            order = random.Random(seed).sample(range(n), n)
+            together = draw(logits[order], [rows[i] for i in order])
+            for at, i in enumerate(order):
+                assert together.tokens[at] == alone[i].tokens[0]
+                assert (at in together.logprobs) == (0 in alone[i].logprobs)
+
+    def test_a_draw_is_fixed_when_it_is_made(self):
+        """The rows go on to the next step while the device still works on this one."""
+        logits, r = noise(1, 500), row(seed=4, temperature=2.0, frequency_penalty=1.0, out=(5, 6))
+        made = Draw([r], 500, torch.from_numpy)
+        want = sample(logits.clone(), [r]).tokens
+        for token in (5, 5, 5):
+            r.append(token)
+        assert made.read(made.run(logits.clone())).tokens == want
+
+
+def test_nothing_is_read_from_the_device_and_no_devices_are_mixed():
+    """torch's fake CUDA tensors have no data: whoever reads a value, or makes a size of values, gets an error."""
+    rows = [row(seed=i, **p) for i, p in enumerate([*TestIndependence.MIX, {"top_k": 300}, *FILTERS])]
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.inference_mode():
+        made = Draw(rows, 600, lambda x: torch.empty(x.shape, dtype=torch.from_numpy(x).dtype, device="cuda"))
+        drawn = made.run(torch.empty(len(rows), 600, device="cuda"))
+        parts = (drawn.tokens, drawn.chosen, drawn.top_ids, drawn.top_logprobs)
+        assert all(x is not None and x.device.type == "cuda" for x in parts)
+        for look in (lambda x: x[0].item(), lambda x: x.nonzero(), lambda x: x[x > 0]):
+            with pytest.raises((DataDependentOutputException, DynamicOutputShapeException)):
+                look(torch.ones(3, device="cuda"))
+
+
+def test_the_filters_have_no_say_over_greedy_rows():
+    p = SamplingParams(temperature=0.0, top_k=400, top_p=0.1, min_p=0.9)
+    same(noise(1, 900), [SampleRow(p, 0, ())])
