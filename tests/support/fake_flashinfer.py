@@ -119,3 +119,74 @@ class BatchPrefillWithPagedKVCacheWrapper(_Paged):
             window_left=window_left, logits_soft_cap=logits_soft_cap, sm_scale=sm_scale, q_data_type=q_data_type,
             kv_data_type=kv_data_type,
         )  # fmt: skip
+
+
+HALF = (torch.float16, torch.bfloat16)
+
+
+def rmsnorm(input: Tensor, weight: Tensor, eps: float = 1e-6, out: Tensor | None = None) -> Tensor:
+    out = torch.empty_like(input) if out is None else out
+    assert input.dtype == out.dtype == weight.dtype
+    assert input.dtype in HALF
+    assert input.dim() in (2, 3)
+    assert input.shape == out.shape
+    assert weight.shape == input.shape[-1:]
+    _reads_16_bytes_at_once(input, out, weight)
+    wide = input.float()
+    out.copy_(wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight.float())
+    return out
+
+
+def fused_add_rmsnorm(input: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-6) -> None:
+    assert input.dtype == residual.dtype == weight.dtype
+    assert input.dtype in HALF
+    assert input.dim() == 2
+    assert input.shape == residual.shape
+    assert weight.shape == input.shape[-1:]
+    assert input.data_ptr() != residual.data_ptr()
+    _reads_16_bytes_at_once(input, residual, weight)
+    total = input.float() + residual.float()
+    residual.copy_(total)
+    input.copy_(total * torch.rsqrt(total.square().mean(-1, keepdim=True) + eps) * weight.float())
+
+
+def apply_rope_with_cos_sin_cache_inplace(
+    positions: Tensor, query: Tensor, key: Tensor, head_size: int, cos_sin_cache: Tensor, is_neox: bool = True
+) -> None:
+    assert cos_sin_cache.dtype == torch.float32
+    assert cos_sin_cache.is_contiguous()
+    assert positions.is_contiguous()
+    assert positions.dtype in (torch.int32, torch.int64)
+    assert query.dtype == key.dtype
+    assert query.dtype in HALF
+    assert cos_sin_cache.dim() == 2
+    assert cos_sin_cache.shape[1] == head_size
+    assert head_size in (64, 128, 256), "another kernel, which nobody has tried"
+    assert positions.max() < len(cos_sin_cache)
+    assert is_neox
+    _reads_16_bytes_at_once(query, key)
+    cos, sin = cos_sin_cache[positions][:, None].chunk(2, dim=-1)
+    for x in (query, key):
+        heads = x.view(len(x), -1, head_size)
+        assert len(x) == len(positions)
+        left, right = heads.float().chunk(2, dim=-1)
+        heads.copy_(torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1))
+
+
+def silu_and_mul(input: Tensor, out: Tensor | None = None) -> Tensor:
+    assert input.dtype in HALF
+    assert input.is_contiguous(), "the kernel knows no strides"
+    half = input.shape[-1] // 2
+    assert half * 2 * input.element_size() % 16 == 0
+    assert half * input.element_size() % 16 == 0, "up is read in pieces of 16 bytes too"
+    gate, up = input.float().chunk(2, dim=-1)
+    made = (gate / (1 + torch.exp(-gate)) * up).to(input.dtype)
+    return made if out is None else out.copy_(made)
+
+
+def _reads_16_bytes_at_once(*tensors: Tensor) -> None:
+    for x in tensors:
+        assert x.stride(-1) == 1
+        assert x.shape[-1] % 8 == 0
+        assert all(n % 8 == 0 for n in x.stride()[:-1])
+        assert x.data_ptr() % 16 == 0

@@ -6,6 +6,7 @@ torch's fake tensors carry shapes, types and devices; an operation over two devi
 from __future__ import annotations
 
 import logging
+import warnings
 from array import array
 from collections.abc import Sequence
 from pathlib import Path
@@ -90,6 +91,15 @@ def test_no_cuda_tells_a_build_from_a_machine_without_it(monkeypatch: pytest.Mon
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert "finds no CUDA device; check nvidia-smi" in str(device.no_cuda())
+
+    def too_old() -> bool:
+        warnings.warn("CUDA initialization: The NVIDIA driver is too old (found version 11040). Please …", stacklevel=1)
+        return False
+
+    monkeypatch.setattr(torch.cuda, "is_available", too_old)
+    assert "no CUDA device (CUDA initialization: The NVIDIA driver is too old (found version 11040));" in str(
+        device.no_cuda()
+    )
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert device.no_cuda() is None
 

@@ -1,7 +1,8 @@
 """Cosine and sine tables of rotary embedding, in float32 and with transformers' order of operations.
 
-A table row is a position, a column a frequency; dimension i of a head turns together with i + D/2. Tables start short
-and double when a longer context appears, so that a model made for 128 Ki tokens does not pay for them at start.
+A table row is a position, a column a frequency; dimension i of a head turns together with i + D/2. On the CPU tables
+start short and double when a longer context appears, so that a model made for 128 Ki tokens does not pay for them at
+start. Elsewhere they are whole from the beginning, and stay where they are: captured CUDA graphs know their address.
 """
 
 from __future__ import annotations
@@ -63,13 +64,15 @@ def _yarn(exponents: Tensor, rope: RopeSpec, head_dim: int) -> Tensor:
 class RopeTables:
     """cos and sin, float32 [positions, head_dim / 2], long enough for every position asked for so far.
 
-    They are computed on the host, whose rounding the tests know, and then put on `device`.
+    They are computed on the host, whose rounding the tests know, and then put on their device: there they are the two
+    halves of one table [positions, head_dim], which is what kernels want (runtime.ops_cuda).
     """
 
     def __init__(self, rope: RopeSpec, head_dim: int, max_context: int) -> None:
         self._frequencies = inverse_frequencies(rope, head_dim)
         self._scale = rope.attention_factor
         self._device = torch.device("cpu")
+        self._max_context = max_context
         self._fill(min(max_context, _FIRST_POSITIONS))
 
     def ensure(self, positions: int) -> None:
@@ -78,10 +81,13 @@ class RopeTables:
             self._fill(max(positions, 2 * len(self.cos)))
 
     def to(self, device: torch.device) -> None:
-        self._device = device
-        self._fill(len(self.cos))
+        if device != self._device:
+            self._device = device
+            self._fill(self._max_context)
 
     def _fill(self, positions: int) -> None:
         angles = torch.arange(positions, dtype=torch.float32)[:, None] * self._frequencies
-        self.cos = (angles.cos() * self._scale).to(self._device)
-        self.sin = (angles.sin() * self._scale).to(self._device)
+        cos, sin = angles.cos() * self._scale, angles.sin() * self._scale
+        if self._device.type != "cpu":
+            cos, sin = torch.cat((cos, sin), dim=1).to(self._device).chunk(2, dim=1)
+        self.cos, self.sin = cos, sin

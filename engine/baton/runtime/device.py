@@ -7,6 +7,7 @@ What is written here holds for one device per process. Everything that is not sa
 from __future__ import annotations
 
 import logging
+import warnings
 
 import torch
 
@@ -20,9 +21,13 @@ def no_cuda() -> str | None:
     """Why there is no CUDA device here; None: there is one."""
     if torch.version.cuda is None:
         return f"this torch ({torch.__version__}) is built without CUDA"
-    if not torch.cuda.is_available():
-        return f"torch {torch.__version__} finds no CUDA device; check nvidia-smi and CUDA_VISIBLE_DEVICES"
-    return None
+    with warnings.catch_warnings(record=True) as said:  # a driver that does not fit is told as a warning, once
+        warnings.simplefilter("always")
+        is_there = torch.cuda.is_available()
+    if is_there:
+        return None
+    why = f" ({str(said[0].message).split('. ')[0]})" if said else ""
+    return f"torch {torch.__version__} finds no CUDA device{why}; check nvidia-smi and CUDA_VISIBLE_DEVICES"
 
 
 def resolve(config: EngineConfig, tp_rank: int = 0) -> torch.device:

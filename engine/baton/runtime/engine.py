@@ -102,6 +102,7 @@ def load(config: EngineConfig, model_dir: str, place: Place | None = None) -> Lo
     pages = asked_pages(spec.kv, config.page_size, config.max_total_tokens, mib)
     backend = config.attention_backend
     if memory is not None:
+        ops.choose_cuda(spec, compute)
         pages, backend = fit(model, config, context, pages, compute, memory, place, group)
     disaggregated = config.disaggregation_mode != "null"
     with no_room("the KV pool", "another process took memory meanwhile: start again, or lower --mem-fraction-static"):

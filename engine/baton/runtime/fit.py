@@ -23,6 +23,7 @@ from baton.models.decoder import Decoder
 from baton.runtime import rehearsal
 from baton.runtime.attention import make_backend
 from baton.runtime.collectives import Group, Place
+from baton.runtime.flashinfer_library import reason
 from baton.runtime.gpu_memory import GIB, Memory, Needs, account, size_pool
 from baton.runtime.kv_pool import make_pool
 from baton.runtime.rehearsal import Rehearsed
@@ -78,7 +79,7 @@ def fit(
         except (RuntimeError, OSError, ImportError) as err:  # flashinfer's kernels do not compile or load here
             if name == "torch" or place is not None:  # other ranks may be in the middle of the step
                 raise
-            why = _reason(err)
+            why = reason(err)
             if name != "auto":
                 raise ConfigError(f"--attention-backend {name}: it cannot run here ({why}); use auto or torch") from err
             log.warning(
@@ -132,10 +133,4 @@ def no_room(what: str, do: str) -> Iterator[None]:
     try:
         yield
     except torch.OutOfMemoryError as err:
-        raise ConfigError(f"{what} does not fit the GPU's memory ({_reason(err)}); {do}") from err
-
-
-def _reason(err: BaseException) -> str:
-    """The line that says most: flashinfer's errors end with pages of a compiler's output."""
-    lines = [line.strip() for line in str(err).splitlines() if line.strip()] or [type(err).__name__]
-    return next((line for line in lines if "error:" in line or "not found" in line), lines[0])
+        raise ConfigError(f"{what} does not fit the GPU's memory ({reason(err)}); {do}") from err

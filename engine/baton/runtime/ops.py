@@ -1,8 +1,8 @@
 """The handful of tensor functions a decoder layer is made of, besides attention.
 
-Each public function first offers the call to the native CPU kernels (`ops_cpu`, same names and signatures) and else
-runs the plain torch version written here, which is also what the kernels are tested against. Which of the two is in
-use is decided once, at import, and logged; `kernels()` tells.
+Each public function first offers the call to the native CPU kernels (`ops_cpu`, same names and signatures), on a CUDA
+device to flashinfer's (`ops_cuda`), and else runs the plain torch version written here, which is also what the kernels
+are tested against. Which is in use is decided once and logged: for the CPU at import, for CUDA by `choose_cuda`.
 
 Shapes: T tokens, H heads, D head size, N features; all tensors on one device, last dimension contiguous.
 """
@@ -11,21 +11,25 @@ from __future__ import annotations
 
 import logging
 from types import ModuleType
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from baton.runtime import flashinfer_library
+
 if TYPE_CHECKING:
+    from baton.models.spec import ModelSpec
     from baton.runtime.ops_cpu import PackedWeight
+    from baton.runtime.ops_cuda import FlashInferOps
 
 log = logging.getLogger("baton.ops")
 
 Matrix: TypeAlias = "Tensor | PackedWeight"
 """A weight [N, K] as `linear` and `embed` take it: a tensor, or what `pack` made of one."""
 
-TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 """The compute types, by the names flags and specs use."""
 
 
@@ -40,11 +44,38 @@ def _load_native() -> ModuleType | None:
 
 _native = _load_native()
 _NATIVE_DTYPES = (torch.float32, torch.bfloat16)
+_flashinfer: FlashInferOps | None = None
+
+
+def choose_cuda(spec: ModelSpec, device: torch.device) -> None:
+    """Decide for this process whether the model's functions on `device` are flashinfer's, which compiles them.
+
+    Plain torch takes their place where they cannot be had; the reason is logged.
+    """
+    from baton.runtime import ops_cuda
+
+    global _flashinfer
+    _flashinfer = None
+    problem = ops_cuda.obstacle(spec)
+    if problem is None:
+        try:
+            _flashinfer = ops_cuda.try_out(spec, device)
+            log.info("norms, rotation and activation: flashinfer")
+            return
+        except torch.OutOfMemoryError:
+            raise
+        except (RuntimeError, OSError) as err:
+            problem = flashinfer_library.reason(err)
+    log.warning("norms, rotation and activation: plain torch, in several launches each; flashinfer's: %s", problem)
 
 
 def kernels() -> str:
     """'native' when calls on CPU tensors go to `ops_cpu`, else 'torch': for /get_server_info and logs."""
     return "native" if _native is not None else "torch"
+
+
+def _kernels_for(x: Tensor) -> Any:
+    return _native_for(x) if x.is_cpu else _flashinfer
 
 
 def _native_for(x: Tensor) -> ModuleType | None:
@@ -84,16 +115,16 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
     The mean is taken in float32 and the quotient rounded to x's dtype before the product, as transformers does.
     """
-    if native := _native_for(x):
-        return native.rms_norm(x, weight, eps)
+    if fast := _kernels_for(x):
+        return fast.rms_norm(x, weight, eps)
     wide = x.float()
     return weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """(rms_norm(x + residual), x + residual) for x, residual [T, N]; either input may be overwritten."""
-    if native := _native_for(x):
-        return native.add_rms_norm(x, residual, weight, eps)
+    if fast := _kernels_for(x):
+        return fast.add_rms_norm(x, residual, weight, eps)
     total = x + residual
     return rms_norm(total, weight, eps), total
 
@@ -106,8 +137,8 @@ def rope(q: Tensor, k: Tensor, positions: Tensor, cos: Tensor, sin: Tensor) -> t
         positions: int64 [T], each below len(cos).
         cos, sin: float32 [C, D/2] tables (`models.rope`); dimension i turns with i + D/2, the layout of HF checkpoints.
     """
-    if native := _native_for(q):
-        return native.rope(q, k, positions, cos, sin)
+    if fast := _kernels_for(q):
+        return fast.rope(q, k, positions, cos, sin)
     c, s = cos[positions].unsqueeze(1), sin[positions].unsqueeze(1)
     for x in (q, k):
         first, second = x.float().chunk(2, dim=-1)
@@ -117,7 +148,7 @@ def rope(q: Tensor, k: Tensor, positions: Tensor, cos: Tensor, sin: Tensor) -> t
 
 def silu_mul(gate_up: Tensor) -> Tensor:
     """silu(gate) * up for gate_up [T, 2N] = [gate | up]: a new [T, N]."""
-    if native := _native_for(gate_up):
-        return native.silu_mul(gate_up)
+    if fast := _kernels_for(gate_up):
+        return fast.silu_mul(gate_up)
     gate, up = gate_up.chunk(2, dim=-1)
     return functional.silu(gate) * up

@@ -21,7 +21,6 @@ What is assumed of flashinfer 0.6:
 
 from __future__ import annotations
 
-import importlib
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -31,6 +30,7 @@ from torch import Tensor
 
 from baton.errors import ConfigError
 from baton.models.spec import ModelSpec
+from baton.runtime import flashinfer_library
 from baton.runtime.attention.base import ForwardBatch
 from baton.runtime.attention.paged_plan import PagedRows, split_step
 from baton.runtime.kv_pool import KvTensors
@@ -64,11 +64,7 @@ def _unsupported(spec: ModelSpec, kv: KvTensors) -> str | None:
 def _missing(device: torch.device) -> str | None:
     if device.type != "cuda":
         return f"it needs a CUDA device, the KV pool is on {device.type}"
-    try:
-        importlib.import_module("flashinfer")
-    except (ImportError, RuntimeError, OSError) as err:  # absent, of mismatched versions, or without its CUDA libraries
-        return f"it cannot be imported: {err}; install flashinfer-python and an nvcc of torch's CUDA version"
-    return None
+    return flashinfer_library.obstacle()
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +87,7 @@ class FlashInferAttention:
         problem = obstacle(spec, kv) if library is None else _unsupported(spec, kv)
         if problem is not None:
             raise ConfigError(f"--attention-backend flashinfer: {problem}; use auto or torch")
-        library = library or importlib.import_module("flashinfer")
+        library = library or flashinfer_library.load()
         self._spec = spec
         self._kv = kv
         self._scale = 1.0 / math.sqrt(spec.head_dim)
