@@ -42,8 +42,8 @@ class EngineConfig:
     )
     dtype: str = opt(
         "auto",
-        "compute type; auto takes the checkpoint's, float16 runs as bfloat16 on CPU",
-        choices=("auto", "float32", "bfloat16"),
+        "compute type; auto takes the checkpoint's, on the CPU bfloat16 for float16: CPUs have slow torch code for it",
+        choices=("auto", "float32", "bfloat16", "float16"),
     )
     simulate: str | None = opt(
         None,

@@ -10,7 +10,8 @@ import torch
 
 from baton.models.load import load_model
 from baton.models.spec import read_spec
-from tests.support.checkpoints import VARIANTS, as_transformers_4, make_checkpoint
+from tests.support.checkpoints import VARIANTS, as_transformers_4, make_checkpoint, reference_greedy, reference_model
+from tests.support.engine_run import answer, greedy, make_engine
 from tests.support.model_loop import ModelLoop
 
 
@@ -39,6 +40,18 @@ def test_float16_checkpoint_runs_as_bfloat16_and_exactly_as_float32(reference, t
     assert load_model(path).weights.embed.dtype == torch.bfloat16
     wide = load_model(path, dtype="float32")
     assert torch.equal(wide.weights.embed, ref.model.get_input_embeddings().weight.half().float())
+
+
+def test_float16_checkpoint_computed_as_it_is(reference, tmp_path):
+    """The whole engine, in float16 on the CPU, answers as transformers does in float16."""
+    ref = reference("llama")
+    path = make_checkpoint("llama", tmp_path / "half", dtype="float16")
+    engine = make_engine(path, dtype="float16")
+    assert engine._runner._kv.data.dtype == torch.float16
+    got = answer(engine, ref.prompts, greedy(24))  # longer ones meet a near tie, which rounding decides
+    engine.close()
+    half = reference_model(path).half()
+    assert got == [reference_greedy(half, prompt, 24) for prompt in ref.prompts]
 
 
 def test_tied_head_is_the_embedding_itself(reference):

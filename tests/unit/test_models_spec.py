@@ -127,10 +127,12 @@ def test_eos_ids_come_from_both_files_without_repeats(tmp_path):
     assert spec_of(tmp_path, QWEN25_05B, eos_token_id=None).eos_token_ids == ()
 
 
-def test_float16_is_computed_as_bfloat16_unless_told(tmp_path):
+def test_float16_is_computed_as_bfloat16_on_a_cpu_unless_told(tmp_path):
     path = write(tmp_path, LLAMA_32_1B, torch_dtype="float16")
     assert (read_spec(path).dtype, read_spec(path).checkpoint_dtype) == ("bfloat16", "float16")
     assert read_spec(path, dtype="float32").dtype == "float32"
+    assert read_spec(path, dtype="float16").dtype == read_spec(path, on_cpu=False).dtype == "float16"
+    assert read_spec(path, on_cpu=False).kv.token_bytes == read_spec(path).kv.token_bytes
 
 
 @pytest.mark.parametrize(

@@ -45,7 +45,7 @@ def load_model(path: str | Path, dtype: str = "auto", load_format: str = "auto",
     """Load a Hugging Face model directory.
 
     Args:
-        dtype: auto | float32 | bfloat16 (see `read_spec`).
+        dtype: auto | float32 | bfloat16 | float16 (see `read_spec`).
         load_format: auto reads safetensors files; dummy needs config.json only and draws weights from `seed`.
     Raises:
         ConfigError: unsupported config, missing or malformed files.

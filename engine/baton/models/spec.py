@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 
 from baton.errors import ConfigError
 
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ class ModelSpec:
     windows: tuple[int, ...]
     """Per layer: 0 sees everything before it, W > 0 the last W tokens including itself."""
     dtype: str
-    """Compute type, also of the KV cache: float32 | bfloat16."""
+    """Compute type, also of the KV cache: float32 | bfloat16 | float16."""
     checkpoint_dtype: str
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
@@ -193,11 +193,13 @@ class _Config:
         return value
 
 
-def read_spec(path: str | Path, dtype: str = "auto", load_format: str = "auto", seed: int = 0) -> ModelSpec:
+def read_spec(
+    path: str | Path, dtype: str = "auto", load_format: str = "auto", seed: int = 0, *, on_cpu: bool = True
+) -> ModelSpec:
     """Read and check a Hugging Face model directory.
 
     Args:
-        dtype: auto takes the checkpoint's type, float16 as bfloat16 (CPUs compute float16 ten times slower).
+        dtype: auto takes the checkpoint's type, on a CPU bfloat16 for float16 (CPUs compute that ten times slower).
         load_format, seed: enter `model_hash` only, so that dummy weights of two seeds are never paired.
     Raises:
         ConfigError: missing or unreadable files, or anything the decoder would not compute exactly.
@@ -239,7 +241,7 @@ def read_spec(path: str | Path, dtype: str = "auto", load_format: str = "auto", 
         qk_norm=family.qk_norm,
         tied=config.flag("tie_word_embeddings", False),
         windows=_windows(config, family, layers),
-        dtype=_compute_dtype(config, dtype, checkpoint_dtype),
+        dtype=_compute_dtype(dtype, checkpoint_dtype, on_cpu=on_cpu),
         checkpoint_dtype=checkpoint_dtype,
         eos_token_ids=_eos_token_ids(config, root),
         bos_token_id=config.index("bos_token_id"),
@@ -309,9 +311,9 @@ def _safetensors_header(file: Path) -> bytes:
         return f.read(size)
 
 
-def _compute_dtype(config: _Config, wanted: str, checkpoint: str) -> str:
+def _compute_dtype(wanted: str, checkpoint: str, *, on_cpu: bool) -> str:
     if wanted == "auto":
-        return "bfloat16" if checkpoint == "float16" else checkpoint
+        return "bfloat16" if checkpoint == "float16" and on_cpu else checkpoint
     if wanted not in DTYPE_BYTES:
         raise ConfigError(f"--dtype {wanted}: supported: auto, {', '.join(DTYPE_BYTES)}")
     return wanted

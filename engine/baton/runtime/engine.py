@@ -83,10 +83,14 @@ def load(config: EngineConfig, model_dir: str, place: Place | None = None) -> Lo
     ops.set_threads(threads)
     shard = WHOLE if place is None else place.shard
     compute = device.resolve(config, shard.rank)
-    whole = read_spec(model_dir, config.dtype, config.load_format, config.random_seed)
+    on_cpu = compute.type == "cpu"
+    whole = read_spec(model_dir, config.dtype, config.load_format, config.random_seed, on_cpu=on_cpu)
+    if on_cpu and whole.dtype == "float16":
+        log.warning(
+            "--dtype float16: the native CPU kernels do not compute it, slow torch code does; bfloat16 is faster"
+        )
     share_of(whole, shard)  # what cannot be divided is said before anybody waits for anybody
     group = None if place is None else join(shard, compute, place.meeting_point, config.dist_timeout)
-    on_cpu = compute.type == "cpu"
     memory = None if on_cpu else DeviceMemory(compute)
     if memory is not None:
         check_weights(weight_bytes(whole, shard), memory)
