@@ -87,7 +87,7 @@ pub async fn commit(app: &Arc<App>, request: &mut Inbound) -> Result<Committed, 
     let mut had_second_opinion = false;
     let mut kept = None;
     loop {
-        if request.record.attempts > 0 {
+        if request.record.attempts > 0 || request.has_lost_time() {
             request.prepare_again().map_err(Unanswered::Refused)?;
         }
         request.record.attempts += 1;

@@ -23,6 +23,8 @@ use crate::upstream::Head;
 const TTFT_HEADERS: [&str; 2] = ["x-slo-ttft-ms", "x-llm-d-slo-ttft-ms"];
 /// The whole answer is of use within this [ms].
 const DEADLINE_HEADER: &str = "x-deadline-remaining-ms";
+/// What waits less in the router's queue is sent as the client wrote it.
+const WORTH_TELLING: Duration = Duration::from_millis(10);
 
 pub struct Inbound {
     pub head: Head,
@@ -41,6 +43,8 @@ pub struct Inbound {
     pub explains: bool,
     /// When the body was complete.
     pub ready_at: Instant,
+    /// How long it waited for a place.
+    pub queued: Duration,
     /// Workers that failed it.
     pub avoid: Avoid,
     /// Set when its answer broke off.
@@ -117,6 +121,11 @@ impl Inbound {
         all.into_iter().flatten().min()
     }
 
+    /// Whether even the first worker must be told that some of the client's time is gone.
+    pub fn has_lost_time(&self) -> bool {
+        self.queued >= WORTH_TELLING && self.deadline_ms().is_some()
+    }
+
     /// When the client's time for the whole answer is over.
     pub fn ends_at(&self) -> Option<Instant> {
         let whole = [self.told.whole, self.scan.deadlines.whole];
@@ -124,7 +133,7 @@ impl Inbound {
         self.record.started.checked_add(Duration::from_millis(ms))
     }
 
-    /// Get ready for another attempt: it has what is left of the client's time, and goes on with what was begun.
+    /// Get ready for another attempt, or a late first one: it has what is left of the client's time, and goes on with what was begun.
     pub fn prepare_again(&mut self) -> Result<(), RouteError> {
         let waited_ms = ms_since(self.record.started);
         if self.ends_at().is_some_and(|end| end <= Instant::now()) {

@@ -58,7 +58,7 @@ async fn serve(app: Arc<App>, api: Api, request: Request) -> Response {
         Err(err) => return refused(record, err),
     };
     match take_in(&app, api, request, asks, &record.story).await {
-        Ok((head, routing_key, body, scan, ready_at, permit)) => {
+        Ok((head, routing_key, body, scan, ready_at, queued, permit)) => {
             let (needs_text, needs_blocks) = app.registry.needs(app.serving_roles());
             let prompt = prompt_of(&app, api, &scan, &body, needs_blocks).await;
             let story = record.story.clone();
@@ -77,6 +77,7 @@ async fn serve(app: Arc<App>, api: Api, request: Request) -> Response {
                 scan,
                 routing_key,
                 ready_at,
+                queued,
                 record,
                 permit,
             };
@@ -125,6 +126,7 @@ type TakenIn = (
     Bytes,
     Scan,
     Instant,
+    Duration,
     Option<OwnedSemaphorePermit>,
 );
 
@@ -141,12 +143,14 @@ async fn take_in(
     let body = read_body(body, &parts.headers, &app.config.limits).await?;
     story.mark(Stage::Read);
     story.body(body.len());
+    let read_at = Instant::now();
     let permit = match asks {
         Asks::DryRun => None,
         _ => app.admission.enter(&app.metrics).await?,
     };
     story.mark(Stage::Admitted);
     let ready_at = Instant::now();
+    let queued = ready_at - read_at;
     let scan = Scan::of(&body, api)?;
     story.mark(Stage::Parsed);
     let mut headers = forwarded(parts.headers);
@@ -161,7 +165,7 @@ async fn take_in(
         uri: Uri::from_static(api.path()),
         headers,
     };
-    Ok((head, routing_key, body, scan, ready_at, permit))
+    Ok((head, routing_key, body, scan, ready_at, queued, permit))
 }
 
 /// --max-ttft-ms: refuse what would begin too late wherever it went.

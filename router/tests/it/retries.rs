@@ -5,7 +5,7 @@ use std::time::Duration;
 use http::Method;
 use serde_json::json;
 
-use crate::support::{Act, Mock, Router, chat, eventually, timed};
+use crate::support::{Act, Client, End, Mock, Router, TOKEN, chat, eventually, timed};
 
 #[tokio::test]
 async fn a_refusal_of_the_request_is_told_and_an_error_of_the_worker_tried_elsewhere() {
@@ -69,6 +69,37 @@ async fn retries_end_with_the_budget_and_the_clients_get_the_workers_words() {
         assert!(router.metric(refused).await > 0.0);
         let body = json!({"messages": [], "n": 1});
         assert_eq!(router.post("/v1/chat/completions", &body).await.status, 502);
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn what_waited_in_the_queue_is_told_to_the_worker() {
+    timed(async {
+        let mock = Mock::start(&[Act::Stream(vec![TOKEN], End::Gate)]).await;
+        let router = Router::regular(&[&mock], &["--max-concurrent-requests", "1"]).await;
+        let mut first = Client::connect(router.running.addr).await;
+        let mut running = first.chat(true).await;
+        running.piece().await.unwrap();
+
+        let mut body = chat(false);
+        body["deadline_ms"] = json!(9000);
+        let asked = router.post("/v1/chat/completions", &body);
+        let release = async {
+            eventually("it waits", || async {
+                router.metric("baton_router_queued_requests").await == 1.0
+            })
+            .await;
+            tokio::time::sleep(Duration::from_millis(20)).await; // the time that is to be missing
+            mock.release();
+            assert!(running.read().await.text().ends_with("[DONE]\n\n"));
+            eventually("it runs", || async { mock.count() == 2 }).await;
+            mock.release();
+        };
+        let (reply, ()) = tokio::join!(asked, release);
+        assert_eq!(reply.status, 200);
+        let left = mock.seen()[1].body["deadline_ms"].as_u64().unwrap();
+        assert!((1..=8980).contains(&left), "{left} of 9000");
     })
     .await;
 }
