@@ -105,7 +105,7 @@ class Cluster:
 
     @classmethod
     @contextlib.contextmanager
-    def up(cls, *flags: str, env: dict[str, str] | None = None) -> Iterator[Cluster]:
+    def up(cls, *flags: str, env: dict[str, str] | None = None, start_secs: float = START_SECS) -> Iterator[Cluster]:
         """Start with `flags`, wait until it is ready, stop it at the end; on a failure its logs are printed."""
         with tempfile.TemporaryDirectory(prefix="baton-e2e-") as name:
             folder = Path(name)
@@ -121,7 +121,7 @@ class Cluster:
             )
             cluster = cls(process, folder)
             try:
-                cluster.await_line("Baton is up at")
+                cluster.await_line("Baton is up at", start_secs)
                 yield cluster
             except BaseException:
                 cluster.print_logs()

@@ -1,0 +1,48 @@
+"""The GPU's measuring script, on the CPU: it runs, and its workload is the published one."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.perf import bench_gpu
+
+
+def test_the_workload_is_that_of_nano_vllms_readme() -> None:
+    prompts, lengths = bench_gpu.nano_vllm(256, (100, 1024))
+    assert sum(lengths) == 133_966, "the number of answer tokens that README states"
+    assert all(100 <= len(prompt) <= 1024 for prompt in prompts)
+    assert all(0 <= token <= 10000 for token in prompts[7])
+
+
+def test_all_that_needs_one_process_runs_and_reports(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = tmp_path / "rows.jsonl"
+    flags = "--device cpu --shapes tiny --quick --sections copy,decode,prefill,workload --engine cpu-threads=1"
+    monkeypatch.setattr(sys, "argv", ["bench_gpu", *flags.split(), "--jsonl", str(rows)])
+    assert bench_gpu.main() == 0, capsys.readouterr().out
+    found = [json.loads(line) for line in rows.read_text().splitlines()]
+    assert [row["section"] for row in found] == ["copy", "decode", "decode", "prefill", "prefill", "workload"]
+    decode = [row for row in found if row["section"] == "decode"]
+    assert [row["batch"] for row in decode] == [1, 4]
+    assert all(row["n"] == 10 and row["of roofline"] > 0 and 0 <= row["idle share"] < 1 for row in decode)
+    assert decode[1]["least MB"] > decode[0]["least MB"], "more rows have more KV"
+
+
+def test_a_section_that_fails_is_named_and_the_others_go_on(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken(*_: object) -> None:
+        raise RuntimeError("no kernel image is available")
+
+    monkeypatch.setattr(bench_gpu, "load", broken)
+    flags = "--device cpu --shapes tiny --quick --sections copy,decode"
+    monkeypatch.setattr(sys, "argv", ["bench_gpu", *flags.split()])
+    assert bench_gpu.main() == 1
+    said = capsys.readouterr().out
+    assert "copy on the device" in said
+    assert "FAILED tiny: RuntimeError: no kernel image is available" in said
