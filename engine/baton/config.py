@@ -97,6 +97,14 @@ class EngineConfig:
         "that can serve here",
         choices=("auto", "cpu", "torch", "flashinfer"),
     )
+    disable_cuda_graph: bool = opt(
+        False, "CUDA: launch every kernel of a decode step, instead of replaying steps recorded at start"
+    )
+    cuda_graph_max_bs: int | None = opt(
+        None,
+        "CUDA: most rows of a decode step that is recorded, 1 to 1024; larger steps launch every kernel (default: 256; "
+        "never more than max-running-requests)",
+    )
     cpu_threads: int = opt(
         0, "compute threads per process, of which there are dp-size times tp-size; 0: cores / processes"
     )
@@ -419,6 +427,19 @@ def _violations(c: EngineConfig) -> list[str]:
     rule(
         c.attention_backend != "flashinfer" or c.device != "cpu",
         f"--attention-backend flashinfer: needs a CUDA device, --device is {c.device}; use auto, cpu or torch",
+    )
+    for why_not, reason in (
+        (c.device == "cpu", "there are no CUDA graphs on --device cpu"),
+        (c.tp_size > 1, f"steps are not recorded with --tp-size {c.tp_size}"),
+        (c.disable_cuda_graph, "--disable-cuda-graph is set, too"),
+    ):
+        rule(
+            c.cuda_graph_max_bs is None or not why_not,
+            f"--cuda-graph-max-bs {c.cuda_graph_max_bs}: {reason}; leave it out",
+        )
+    rule(
+        c.cuda_graph_max_bs is None or 1 <= c.cuda_graph_max_bs <= 1024,
+        f"--cuda-graph-max-bs {c.cuda_graph_max_bs}: give 1 to 1024 rows",
     )
     rule(1 <= c.dp_size <= 64, f"--dp-size {c.dp_size}: give 1 to 64 ranks")
     rule(c.page_size in (1, 2, 4, 8, 16, 32, 64, 128), f"--page-size {c.page_size}: use a power of two from 1 to 128")

@@ -9,18 +9,15 @@ import random
 import time
 from array import array
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 
 from baton.request import SamplingParams, Validated
-from baton.runtime import engine as runtime
 from baton.runtime.loop import Engine
-from baton.runtime.runner_device import DeviceRunner
 from tests.parity.conftest import Reference
 from tests.support.checkpoints import VOCAB
+from tests.support.device_engine import Device
 from tests.support.engine_run import answer, greedy, make_engine
-from tests.support.late_stream import LateStream
 
 STEPS = 20
 SMALL: dict[str, object] = {"max_total_tokens": 120, "schedule_conservativeness": 0.05}
@@ -42,20 +39,8 @@ PARAMS: dict[str, SamplingParams] = {
 
 
 @pytest.fixture
-def on_device(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Engine, LateStream]]:
-    """An engine as on a GPU, and its stream."""
-
-    def make(path: object, **flags: object) -> tuple[Engine, LateStream]:
-        stream = LateStream()
-
-        def make_runner(*args: Any, **more: Any) -> DeviceRunner:
-            return DeviceRunner(*args, stream=stream, **more)
-
-        with monkeypatch.context() as patch:
-            patch.setattr(runtime, "make_runner", make_runner)
-            return make_engine(path, **flags), stream  # type: ignore[arg-type]
-
-    return make
+def device(monkeypatch: pytest.MonkeyPatch) -> Device:
+    return Device(monkeypatch)
 
 
 def prompts() -> list[list[int]]:
@@ -67,29 +52,29 @@ def prompts() -> list[list[int]]:
 @pytest.mark.parametrize("flags", FLAGS, ids=str)
 @pytest.mark.parametrize("params", PARAMS.values(), ids=PARAMS.keys())
 def test_the_tokens_of_the_cpu(
-    reference: Callable[[str], Reference], on_device: Any, flags: dict[str, object], params: SamplingParams
+    reference: Callable[[str], Reference], device: Device, flags: dict[str, object], params: SamplingParams
 ) -> None:
     path = reference("llama").path
     host = make_engine(path, **flags)
-    device, stream = on_device(path, **flags)
-    assert answer(device, prompts(), params) == answer(host, prompts(), params)
+    late = device.late(path, **flags)
+    assert answer(late, prompts(), params) == answer(host, prompts(), params)
     for stagger in (1, 3):
         want = answer(host, prompts()[::-1], params, stagger=stagger)
-        assert answer(device, prompts()[::-1], params, stagger=stagger) == want, "with joins and prefix hits"
+        assert answer(late, prompts()[::-1], params, stagger=stagger) == want, "with joins and prefix hits"
     if "max_total_tokens" in flags:
-        assert device.sched.retractions > 0, "the pool was meant to be too small"
+        assert late.sched.retractions > 0, "the pool was meant to be too small"
     waits = bool(params.frequency_penalty) and not flags.get("disable_overlap_schedule")
-    assert bool(stream.held_up) == waits, "launching waits for earlier tokens only where penalties count them"
-    for engine in (host, device):
+    assert bool(device.stream.held_up) == waits, "launching waits for earlier tokens only where penalties count them"
+    for engine in (host, late):
         engine.sched.ledger().check_idle(engine.sched.limits.num_pages)
         engine.close()
 
 
-def test_rows_with_penalties_beside_rows_without(reference: Callable[[str], Reference], on_device: Any) -> None:
+def test_rows_with_penalties_beside_rows_without(reference: Callable[[str], Reference], device: Device) -> None:
     """Each request with parameters of its own, all at once; logprobs too."""
     path = reference("llama").path
     results = []
-    for engine in (make_engine(path), on_device(path)[0]):
+    for engine in (make_engine(path), device.late(path)):
         results.append(mixed(engine))
         engine.close()
     (tokens, logprobs), (device_tokens, device_logprobs) = results

@@ -6,10 +6,16 @@ backend's calls are checked where there is no GPU. Whether the belief is right o
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+
+HALF = (torch.float16, torch.bfloat16)
+HEAD_DIMS = (64, 128, 256)
+record_kernel: Callable[[Callable[[], None]], None] | None = None
+"""Set while work is recorded (tests.support.tape): takes what a kernel does, to be done now and at each replay."""
 
 
 class _Paged:
@@ -35,8 +41,8 @@ class _Paged:
         assert last_page_len.min() >= 1
         assert last_page_len.max() <= fixed["page_size"]
         assert fixed["num_qo_heads"] % fixed["num_kv_heads"] == 0
-        assert fixed["head_dim"] in (64, 128, 256)
-        assert fixed["q_data_type"] in (torch.float16, torch.bfloat16)
+        assert fixed["head_dim"] in HEAD_DIMS
+        assert fixed["q_data_type"] in HALF
         assert fixed["kv_data_type"] == fixed["q_data_type"]
         assert fixed["window_left"] >= -1
         # Copies: the caller may use its arrays again as soon as plan has returned.
@@ -45,6 +51,14 @@ class _Paged:
         self.plans += 1
 
     def run(self, q: Tensor, paged_kv_cache: tuple[Tensor, Tensor], *, out: Tensor) -> Tensor:
+        assert record_kernel is None, "recorded, this wrapper would read arrays that the next plan replaces"
+        self._kernel(q, paged_kv_cache, out, *self.arrays)
+        return out
+
+    def _kernel(
+        self, q: Tensor, paged_kv_cache: tuple[Tensor, Tensor], out: Tensor,
+        qo_indptr: list[int], indptr: list[int], indices: list[int], last_page_len: list[int],
+    ) -> None:  # fmt: skip
         assert self.planned is not None, "run before plan"
         fixed = self.planned
         keys, values = paged_kv_cache
@@ -53,7 +67,6 @@ class _Paged:
         assert keys.shape[1:] == shape
         assert keys.stride() == values.stride()
         assert keys.dtype == values.dtype == fixed["kv_data_type"]
-        qo_indptr, indptr, indices, last_page_len = self.arrays
         assert q.shape == out.shape == (qo_indptr[-1], fixed["num_qo_heads"], fixed["head_dim"])
         assert q.dtype == out.dtype == fixed["q_data_type"]
         assert q.stride(-1) == keys.stride(-1) == out.stride(-1) == 1
@@ -64,7 +77,6 @@ class _Paged:
             k, v = (x[pages].flatten(0, 1)[:kv_len].float() for x in (keys, values))
             rows = slice(qo_indptr[r], qo_indptr[r + 1])
             out[rows] = self._attend(q[rows].float(), k, v).to(out.dtype)
-        return out
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         assert self.planned is not None
@@ -84,11 +96,30 @@ class _Paged:
 
 
 class BatchDecodeWithPagedKVCacheWrapper(_Paged):
+    """In CUDA-graph mode a kernel reads the index arrays from the buffers and the division of work, for which the rows'
+    lengths stand here, from the integer workspace, when it runs: what was planned for other rows is noticed."""
+
     def __init__(
-        self, float_workspace_buffer: Tensor, kv_layout: str = "NHD", *, use_tensor_cores: bool = False, backend: str
-    ) -> None:
+        self, float_workspace_buffer: Tensor, kv_layout: str = "NHD", use_cuda_graph: bool = False,
+        use_tensor_cores: bool = False, paged_kv_indptr_buffer: Tensor | None = None,
+        paged_kv_indices_buffer: Tensor | None = None, paged_kv_last_page_len_buffer: Tensor | None = None, *,
+        backend: str,
+    ) -> None:  # fmt: skip
         super().__init__(float_workspace_buffer, kv_layout, backend)
         self.use_tensor_cores = use_tensor_cores
+        self.buffers: tuple[Tensor, Tensor, Tensor] | None = None
+        self.lengths = torch.zeros(4096, dtype=torch.int32)
+        if use_cuda_graph:
+            assert paged_kv_indptr_buffer is not None
+            assert paged_kv_indices_buffer is not None
+            assert paged_kv_last_page_len_buffer is not None
+            self.buffers = (paged_kv_indptr_buffer, paged_kv_indices_buffer, paged_kv_last_page_len_buffer)
+            assert all(x.dtype == torch.int32 and x.is_contiguous() for x in self.buffers)
+            assert len(paged_kv_indptr_buffer) == len(paged_kv_last_page_len_buffer) + 1
+
+    def reset_workspace_buffer(self, float_workspace_buffer: Tensor, int_workspace_buffer: Tensor) -> None:
+        assert float_workspace_buffer.dtype == int_workspace_buffer.dtype == torch.uint8
+        self.lengths = int_workspace_buffer.view(torch.int32)
 
     def plan(
         self, indptr: Tensor, indices: Tensor, last_page_len: Tensor, num_qo_heads: int, num_kv_heads: int,
@@ -102,6 +133,51 @@ class BatchDecodeWithPagedKVCacheWrapper(_Paged):
             num_kv_heads=num_kv_heads, head_dim=head_dim, page_size=page_size, window_left=window_left,
             logits_soft_cap=logits_soft_cap, sm_scale=sm_scale, q_data_type=q_data_type, kv_data_type=kv_data_type,
         )  # fmt: skip
+        if self.buffers is not None:
+            assert len(last_page_len) == len(self.buffers[2]), "the batch size is fixed"
+            for buffer, given in zip(self.buffers, (indptr, indices, last_page_len), strict=True):
+                buffer[: len(given)].copy_(given)
+            self._divide(indptr, last_page_len)
+
+    def _divide(self, indptr: Tensor, last_page_len: Tensor) -> None:
+        assert self.planned is not None
+        lengths = (indptr.diff() - 1) * self.planned["page_size"] + last_page_len
+        self.lengths[: len(lengths)] = lengths
+
+    def run(self, q: Tensor, paged_kv_cache: tuple[Tensor, Tensor], *, out: Tensor) -> Tensor:
+        if self.buffers is None:
+            return super().run(q, paged_kv_cache, out=out)
+
+        def kernel() -> None:
+            assert self.buffers is not None
+            assert self.planned is not None
+            indptr, indices, last_page_len = (x.tolist() for x in self.buffers)
+            fills = (indptr[i + 1] - indptr[i] - 1 for i in range(len(last_page_len)))
+            lengths = [n * self.planned["page_size"] + fill for n, fill in zip(fills, last_page_len, strict=True)]
+            assert self.lengths[: len(lengths)].tolist() == lengths, "planned for other rows"
+            self._kernel(q, paged_kv_cache, out, list(range(len(indptr))), indptr, indices, last_page_len)
+
+        kernel() if record_kernel is None else record_kernel(kernel)
+        return out
+
+
+def fast_decode_plan(
+    self: BatchDecodeWithPagedKVCacheWrapper, indptr: Tensor, indices: Tensor, last_page_len: Tensor,
+    num_qo_heads: int, num_kv_heads: int, head_dim: int, page_size: int, pos_encoding_mode: str = "NONE", *,
+    window_left: int, logits_soft_cap: float, sm_scale: float, q_data_type: torch.dtype, kv_data_type: torch.dtype,
+) -> None:  # fmt: skip
+    assert self.buffers is not None
+    assert self.planned is not None, "it takes the kernels that plan has chosen"
+    assert len(last_page_len) == len(self.buffers[2]), "the batch size is fixed"
+    assert len(indices) <= len(self.buffers[1])
+    assert all(x.device.type == "cpu" for x in (indptr, last_page_len)), "it would wait for the device"
+    given = {
+        "num_qo_heads": num_qo_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim, "page_size": page_size,
+        "window_left": window_left, "logits_soft_cap": logits_soft_cap, "sm_scale": sm_scale,
+        "q_data_type": q_data_type, "kv_data_type": kv_data_type, "causal": False,
+    }  # fmt: skip
+    assert given == self.planned
+    self._divide(indptr, last_page_len)
 
 
 class BatchPrefillWithPagedKVCacheWrapper(_Paged):
@@ -119,9 +195,6 @@ class BatchPrefillWithPagedKVCacheWrapper(_Paged):
             window_left=window_left, logits_soft_cap=logits_soft_cap, sm_scale=sm_scale, q_data_type=q_data_type,
             kv_data_type=kv_data_type,
         )  # fmt: skip
-
-
-HALF = (torch.float16, torch.bfloat16)
 
 
 def rmsnorm(input: Tensor, weight: Tensor, eps: float = 1e-6, out: Tensor | None = None) -> Tensor:

@@ -43,6 +43,10 @@ class LateStream:
     def put_all(self, arrays: Sequence[np.ndarray]) -> list[Tensor]:
         return list(torch.from_numpy(np.concatenate(arrays)).split([len(x) for x in arrays]))
 
+    def put_into(self, target: Tensor, x: np.ndarray) -> None:
+        assert target.shape == x.shape
+        target.copy_(torch.from_numpy(x))
+
     def fetch(self, x: Tensor) -> Tensor:
         host = torch.full_like(x, GARBAGE)
         with self._lock:

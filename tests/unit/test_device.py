@@ -142,6 +142,10 @@ class FakeStream:
     def put_all(self, arrays: Sequence[np.ndarray]) -> list[Tensor]:
         return [self.put(x) for x in arrays]
 
+    def put_into(self, target: Tensor, x: np.ndarray) -> None:
+        assert target.device.type == "cuda"
+        assert target.shape == x.shape
+
     def fetch(self, x: Tensor) -> Tensor:
         assert x.device.type == "cuda"
         return torch.ones(x.shape, dtype=x.dtype)

@@ -102,7 +102,18 @@ class Decoder:
         All tensor-parallel ranks must be given the same batch. The first one gets the logits, the others S = 0.
         """
         attn.plan(batch)
-        self._rope.ensure(batch.max_kv_len)
+        self.reserve(batch.max_kv_len)
+        return self.compute(batch, attn).float()
+
+    def reserve(self, positions: int) -> None:
+        """Make the tables that positions below this need; `forward` does so itself."""
+        self._rope.ensure(positions)
+
+    def compute(self, batch: ForwardBatch, attn: AttentionBackend) -> Tensor:
+        """`forward` without what the host prepares for it, `plan` and `reserve`; the logits in compute type.
+
+        On a CUDA device it queues work and waits for nothing, so it can be recorded (runtime.graphs).
+        """
         eps, last, tp = self.spec.rms_eps, len(self.weights.layers) - 1, self._tp
         x = self._embed(batch.token_ids)
         residual: Tensor | None = None
@@ -122,7 +133,7 @@ class Decoder:
             return torch.empty(0, self.spec.vocab_size, device=x.device)
         assert residual is not None, "a spec has at least one layer"
         normed, _ = ops.add_rms_norm(x, residual, self.weights.norm, eps)
-        return tp.gather(ops.linear(normed, self.weights.lm_head), self.spec.vocab_size).float()
+        return tp.gather(ops.linear(normed, self.weights.lm_head), self.spec.vocab_size)
 
     def forward_all(self, batch: ForwardBatch, attn: AttentionBackend) -> Tensor:
         """Like `forward`, but logits of every token, [T, vocab]: for prompt logprobs and tests."""

@@ -21,11 +21,12 @@ from baton.runtime import device, ops
 from baton.runtime.attention import make_backend
 from baton.runtime.collectives import ALONE, Group, Place, join
 from baton.runtime.fit import check_weights, fit, no_room
-from baton.runtime.gpu_memory import DeviceMemory
+from baton.runtime.gpu_memory import GIB, DeviceMemory
+from baton.runtime.graphs import CudaRecorder, rows_to_record
 from baton.runtime.kv_pool import CPU_POOL_MIB, KvTensors, asked_pages, host_pool_pages, make_host_pool, make_pool
 from baton.runtime.loop import DeviceThread, Engine, PoolSizes, make_engine
 from baton.runtime.runner import Runner
-from baton.runtime.runner_device import make_runner
+from baton.runtime.runner_device import DeviceRunner, make_runner
 from baton.sched import setup
 from baton.sched.limits import Limits
 
@@ -109,8 +110,16 @@ def load(config: EngineConfig, model_dir: str, place: Place | None = None) -> Lo
         ops.choose_cuda(spec, compute)
         pages, backend = fit(model, config, context, pages, compute, memory, place, group)
     disaggregated = config.disaggregation_mode != "null"
+    recorded_rows = 0 if on_cpu else rows_to_record(config)
     with no_room("the KV pool", "another process took memory meanwhile: start again, or lower --mem-fraction-static"):
-        kv = make_pool(spec.kv, config.page_size, pages, native=True if disaggregated else None, device=compute)
+        kv = make_pool(
+            spec.kv,
+            config.page_size,
+            pages,
+            native=True if disaggregated else None,
+            device=compute,
+            dummy_page=recorded_rows > 0,
+        )
         attn = make_backend(backend, spec, kv)
     host_pages = host_pool_pages(spec.kv, config.page_size, config.host_kv_gib, config.dp_size * config.tp_size)
     runner = make_runner(
@@ -122,6 +131,8 @@ def load(config: EngineConfig, model_dir: str, place: Place | None = None) -> Lo
         host=make_host_pool(kv, host_pages) if host_pages else None,
         tell=None if place is None else place.tell,
     )
+    if memory is not None and isinstance(runner, DeviceRunner):
+        _record(runner, compute, recorded_rows, context, memory)
     layout = kv.layout(spec.model_hash)
     if shard.size > 1:
         layout["tp_size"] = shard.size
@@ -143,3 +154,20 @@ def load(config: EngineConfig, model_dir: str, place: Place | None = None) -> Lo
         kv.num_pages * kv.page_bytes / 2**20, threads, time.monotonic() - started,
     )  # fmt: skip
     return Loaded(config, runner, kv, layout, info, host_pages, group)
+
+
+def _record(runner: DeviceRunner, compute: torch.device, rows: int, context: int, memory: DeviceMemory) -> None:
+    """Record decode steps of up to `rows` rows as CUDA graphs, or say why not."""
+    if not rows:
+        log.info("CUDA graphs: none (--disable-cuda-graph, or --tp-size above 1); every kernel is launched by itself")
+        return
+    if not runner.can_record:
+        log.warning("CUDA graphs: none, the torch attention backend cannot be recorded; steps are launched in pieces")
+        return
+    started, before = time.monotonic(), memory.held()
+    with no_room("CUDA graphs", "lower --cuda-graph-max-bs or --mem-fraction-static, or give --disable-cuda-graph"):
+        runner.record_graphs(CudaRecorder(compute), rows, context)
+    log.info(
+        "CUDA graphs: decode steps of up to %d rows are replayed; they took %.2f GiB and %.1f s",
+        rows, (memory.held() - before) / GIB, time.monotonic() - started,
+    )  # fmt: skip

@@ -22,9 +22,11 @@ from baton.errors import ConfigError
 from baton.models.decoder import Decoder
 from baton.runtime import rehearsal
 from baton.runtime.attention import make_backend
+from baton.runtime.attention.paged_plan import batch_ladder
 from baton.runtime.collectives import Group, Place
 from baton.runtime.flashinfer_library import reason
 from baton.runtime.gpu_memory import GIB, Memory, Needs, account, size_pool
+from baton.runtime.graphs import BYTES_EACH, rows_to_record
 from baton.runtime.kv_pool import make_pool
 from baton.runtime.rehearsal import Rehearsed
 from baton.runtime.runner_device import make_runner
@@ -94,7 +96,7 @@ def fit(
         weights=weights,
         workspace=workspace,
         activations=took.largest,
-        graphs=took.largest_decode,
+        graphs=_graph_bytes(took, rows_to_record(config)),
     )
     page_bytes = model.spec.kv.page_bytes(config.page_size)
     sized = size_pool(needs, page_bytes, config.mem_fraction_static, wanted_pages)
@@ -104,6 +106,10 @@ def fit(
         account(needs), pages * page_bytes / GIB, sized.why, pages, pages * config.page_size,
     )  # fmt: skip
     return Fit(pages, name)
+
+
+def _graph_bytes(took: Rehearsed, rows: int) -> int:
+    return took.largest_decode + len(batch_ladder(rows)) * BYTES_EACH if rows else 0
 
 
 def _try(

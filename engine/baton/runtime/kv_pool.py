@@ -43,10 +43,12 @@ class KvTensors:
     data: Tensor
     native: Any = None
     """baton._native.KvPool, or None for plain memory."""
+    dummy_page: int | None = None
+    """A page of `data` that does not count: rows that are only padding write it (runtime.graphs)."""
 
     @property
     def num_pages(self) -> int:
-        return self.data.shape[0]
+        return self.data.shape[0] - (self.dummy_page is not None)
 
     @property
     def max_tokens(self) -> int:
@@ -99,21 +101,26 @@ def make_pool(
     *,
     native: bool | None = None,
     device: torch.device | None = None,
+    dummy_page: bool = False,
 ) -> KvTensors:
     """Allocate a zeroed pool.
 
     Args:
+        dummy_page: one more page, for padding (KvTensors); in torch's memory only.
         device: None is the host; elsewhere the memory is torch's and cannot be transferred.
         native: True takes the transferable memory and fails without it; False takes plain memory (tests);
             None takes the native one when this build has it.
     """
-    shape = (num_pages, spec.num_layers, spec.tensors_per_layer, page_size, spec.num_kv_heads, spec.head_dim)
+    total = num_pages + dummy_page
+    dummy = num_pages if dummy_page else None
+    shape = (total, spec.num_layers, spec.tensors_per_layer, page_size, spec.num_kv_heads, spec.head_dim)
     dtype = TORCH_DTYPES[spec.dtype]
     if device is not None and device.type != "cpu":
-        return KvTensors(spec, page_size, torch.zeros(shape, dtype=dtype, device=device))
+        return KvTensors(spec, page_size, torch.zeros(shape, dtype=dtype, device=device), dummy_page=dummy)
     pool_class = None if native is False else _native_pool_class(required=bool(native))
     if pool_class is None:
-        return KvTensors(spec, page_size, torch.zeros(shape, dtype=dtype))
+        return KvTensors(spec, page_size, torch.zeros(shape, dtype=dtype), dummy_page=dummy)
+    assert dummy is None, "every page of a native pool can be transferred"
     pool = pool_class(num_pages, spec.page_bytes(page_size))
     data = torch.frombuffer(pool.buffer(), dtype=torch.uint8).view(dtype).view(shape)
     return KvTensors(spec, page_size, data, pool)

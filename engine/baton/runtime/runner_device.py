@@ -8,6 +8,8 @@ the host, a mark is set, and whoever collects the result waits for that mark.
     host      plan n+1 | launch n+1 | collect n ...
     device    ... step n ...........| step n+1 ...........     both queued: the device does not wait for the host
 
+A step of decode rows only is replayed from a recording where there is one (`graphs`).
+
 The host needs to know the tokens of earlier steps, and waits for them, in two cases: a row with penalties is drawn
 (they count its tokens), or other tensor-parallel ranks are told the step.
 
@@ -26,13 +28,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from baton.models.decoder import Decoder
-from baton.runtime.attention.base import AttentionBackend, ForwardBatch
+from baton.runtime.attention.base import AttentionBackend, ForwardBatch, GraphAttention
+from baton.runtime.graphs import DecodeGraphs, Recorder
 from baton.runtime.kv_pool import KvTensors
 from baton.runtime.order import Indices, Step
 from baton.runtime.runner import Runner
 from baton.runtime.sampler import SampleRow
 from baton.runtime.sampler_device import Draw, Drawn
 from baton.runtime.stream import CudaStream, Mark, Stream
+from baton.runtime.token_table import TokenTable
 from baton.sched.plan import UNKNOWN_TOKEN, Row, StepPlan, StepResult
 
 
@@ -74,10 +78,26 @@ class DeviceRunner(Runner):
         super().__init__(model, kv, attn, max_slots, announces_writes=announces_writes, host=host, tell=tell)
         self._stream = stream
         self._vocab = model.spec.vocab_size
-        self._table = torch.zeros(max_slots, dtype=torch.int64, device=kv.data.device)
-        """The last token sampled in each slot."""
+        self._table = TokenTable(max_slots, kv.data.device)
+        self._graphs: DecodeGraphs | None = None
         self._unread: list[tuple[InFlight, list[tuple[int, int, SampleRow]]]] = []
         """Steps with rows whose tokens the host has to know: which token of the step, the slot, the row."""
+
+    @property
+    def can_record(self) -> bool:
+        """Whether the attention backend can be part of a recording."""
+        return isinstance(self._attn, GraphAttention)
+
+    @torch.inference_mode()
+    def record_graphs(self, recorder: Recorder, largest: int, context: int) -> None:
+        """From now on steps of at most `largest` decode rows are replayed. Takes a while, and device memory.
+
+        Args: `context`: no sequence gets longer.
+        """
+        assert isinstance(self._attn, GraphAttention), "this backend cannot be recorded"
+        self._graphs = DecodeGraphs(
+            self._model, self._kv, self._attn, self._table, self._stream, recorder, largest, context
+        )
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> InFlight:
@@ -90,21 +110,31 @@ class DeviceRunner(Runner):
         sampling = [row for row in plan.rows if row.sample]
         draw = drawn = None
         if indices is not None:
-            batch, slots = self._upload(step, indices)
-            logits = self._model.forward(batch, self._attn)
+            logits, greedy, slots = self._compute(step, indices)
             if sampling:
-                draw, drawn = self._sample(sampling, logits, slots)
+                draw, drawn = self._sample(sampling, logits, greedy, slots)
         launched = InFlight(began, self._stream.mark(), draw, drawn)
         self._advance(sampling, launched)
         return launched
 
-    def _sample(self, sampling: Sequence[Row], logits: Tensor, slots: Tensor) -> tuple[Draw, Drawn]:
+    def _compute(self, step: Step, indices: Indices) -> tuple[Tensor, Tensor | None, Tensor]:
+        """Logits of the rows that sample, their argmax if the token table has it already, and their slots."""
+        size = None if self._graphs is None else self._graphs.size_for(step, indices)
+        if self._graphs is not None and size is not None:
+            return self._graphs.replay(size, step, indices)
+        batch, slots = self._upload(step, indices)
+        return self._model.forward(batch, self._attn), None, slots
+
+    def _sample(
+        self, sampling: Sequence[Row], logits: Tensor, greedy: Tensor | None, slots: Tensor
+    ) -> tuple[Draw, Drawn]:
         rows = [self._sample_row(row) for row in sampling]
         if any(row.needs_tokens for row in rows):
             self._read()
         draw = Draw(rows, self._vocab, self._stream.put)
-        drawn = draw.run(logits)
-        self._table.index_copy_(0, slots, drawn.tokens)
+        drawn = draw.run(logits, greedy)
+        if drawn.tokens is not greedy:
+            self._table.write(slots, drawn.tokens)
         parts = (drawn.tokens, drawn.chosen, drawn.top_ids, drawn.top_logprobs)
         return draw, Drawn(*(None if part is None else self._stream.fetch(part) for part in parts))
 
@@ -130,8 +160,8 @@ class DeviceRunner(Runner):
         self._unread.clear()
 
     def _open_tokens(self, slots: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Known to the host only where other ranks must be told; else -1 - slot stands for what the table holds."""
-        return super()._open_tokens(slots) if self._tell is not None else -1 - slots
+        """Known to the host only where other ranks must be told; else a reference stands for what the table holds."""
+        return super()._open_tokens(slots) if self._tell is not None else self._table.reference(slots)
 
     def _batch(self, step: Step, indices: Indices) -> ForwardBatch:
         return self._upload(step, indices)[0]
@@ -148,7 +178,7 @@ class DeviceRunner(Runner):
             )
         )
         if (indices.token_ids < 0).any():
-            token_ids = torch.where(token_ids < 0, self._table[(-1 - token_ids).clamp_min(0)], token_ids)
+            token_ids = self._table.read(token_ids)
         batch = replace(
             super()._batch(step, indices),
             token_ids=token_ids,

@@ -33,6 +33,9 @@ class Stream(Protocol):
     def put_all(self, arrays: Sequence[NDArray[np.int64]]) -> list[Tensor]:
         """The same for several one-dimensional arrays in one copy."""
 
+    def put_into(self, target: Tensor, x: NDArray[np.int64]) -> None:
+        """Overwrite `target`, of x's length, when the work queued before is done with it; x may be changed at once."""
+
     def fetch(self, x: Tensor) -> Tensor:
         """A copy on the host, to be read when a later mark has been waited for."""
 
@@ -53,6 +56,11 @@ class CudaStream:
         pinned = torch.empty(sum(sizes), dtype=torch.int64, pin_memory=True)
         np.concatenate(arrays, out=pinned.numpy())
         return list(pinned.to(self._device, non_blocking=True).split(sizes))
+
+    def put_into(self, target: Tensor, x: NDArray[np.int64]) -> None:
+        pinned = torch.empty(len(x), dtype=torch.int64, pin_memory=True)
+        pinned.numpy()[:] = x
+        target.copy_(pinned, non_blocking=True)
 
     def fetch(self, x: Tensor) -> Tensor:
         return torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True)

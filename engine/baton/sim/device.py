@@ -29,8 +29,8 @@ CONTEXT_LENGTH = 1 << 24
 LATE_SECS = 0.005
 """A step that begins this soon after the last one's end was waiting for it."""
 NO_MEANING = (
-    "load_format", "dtype", "tp_size", "dist_timeout", "device", "attention_backend", "cpu_threads", "kv_pool_mib",
-    "mem_fraction_static", "host_kv_gib",
+    "load_format", "dtype", "tp_size", "dist_timeout", "device", "attention_backend", "disable_cuda_graph",
+    "cuda_graph_max_bs", "cpu_threads", "kv_pool_mib", "mem_fraction_static", "host_kv_gib",
 )  # fmt: skip
 """Engine flags about a device that is there: refused, not swallowed."""
 

@@ -46,7 +46,7 @@ NOT_SIMULATED = frozenset({
     "chat_template", "host", "port", "api_key", "disaggregation_mode", "disaggregation_bootstrap_port",
     "disaggregation_transfer_backend", "transfer_port", "cluster_key", "kv_lease_secs", "kv_transfer_timeout_secs",
     "num_reserved_decode_tokens", "tp_size", "dist_timeout", "dp_size", "device", "attention_backend", "cpu_threads",
-    "kv_pool_mib", "mem_fraction_static",
+    "disable_cuda_graph", "cuda_graph_max_bs", "kv_pool_mib", "mem_fraction_static",
     "priority_adjustment_function", "priority_adjust_interval_ms",
     "schedule_policy", "random_seed", "log_level", "abort_on_priority_when_disabled", "stream_interval",
     "drain_timeout_secs", "decision_log", "scheduler_trace", "kv_events_config", "host_kv_gib", "metrics_compat",

@@ -16,10 +16,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from baton.runtime.attention.paged_plan import PagedRows
+    from baton.runtime.graphs import Static
 
 
 @dataclass(slots=True)
@@ -58,6 +62,24 @@ class AttentionBackend(Protocol):
 
     def forward(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Write k, v [T, Hk, D] of the step into the pool, then attend with q [T, Hq, D]: returns [T, Hq * D]."""
+
+
+@runtime_checkable
+class GraphAttention(AttentionBackend, Protocol):
+    """A backend whose `forward` can be recorded (runtime.graphs), for steps of `size` decode rows.
+
+    `make_rung` once per size, the largest first; `plan_rung` before recording and before each replay; `enter_rung` is
+    the first thing recorded, the layers' `forward` follow.
+    """
+
+    def make_rung(self, size: int, static: Static) -> None:
+        """`static`: where the step's index arrays will lie; they are filled before the work of `plan_rung` is done."""
+
+    def plan_rung(self, size: int, rows: PagedRows) -> None:
+        """Prepare for `rows`, padded to `size`; the same as in `static`."""
+
+    def enter_rung(self, size: int, slot_mapping: Tensor) -> None:
+        """What `forward` works with from here on. Args: `slot_mapping`: as in ForwardBatch, at a fixed place."""
 
 
 @dataclass(frozen=True, slots=True)

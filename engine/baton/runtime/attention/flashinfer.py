@@ -17,15 +17,23 @@ What is assumed of flashinfer 0.6:
 * Wrappers that run one after the other on one stream may share the float workspace; the integer one is each its own.
 * `plan` stages its arrays in pinned memory that it uses again, and copies them asynchronously: the next `plan` has to
   wait until that copy is done.
+* In CUDA-graph mode a wrapper is for one batch size and reads the index arrays from the buffers it was made with. How
+  the work is divided is in its integer workspace, whose layout depends on the batch size alone; wrappers of which one
+  runs at a time may share it. `fast_decode_plan` fills only that workspace, given arrays on the host: ours are in the
+  buffers already, and `plan` would also compare lengths in a loop of Python. It wants a `plan` before it.
 """
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from baton.errors import ConfigError
@@ -35,11 +43,17 @@ from baton.runtime.attention.base import ForwardBatch
 from baton.runtime.attention.paged_plan import PagedRows, split_step
 from baton.runtime.kv_pool import KvTensors
 
+if TYPE_CHECKING:
+    from baton.runtime.graphs import Static
+
 DTYPES = (torch.float16, torch.bfloat16)
 HEAD_DIMS = (64, 128, 256)
 MAX_PAGE_SIZE = 64
 WORKSPACE_BYTES = 128 << 20
 """What flashinfer's documentation gives a wrapper; partial results of long rows that are split over thread blocks."""
+RUNG_INT_WORKSPACE_BYTES = 1 << 20
+"""For the wrappers of all rungs with one window together. A rung takes some 30 bytes for each row and each thread
+block, of which there are a few thousand."""
 KERNELS = "fa2"
 """One family of kernels for all GPUs since Ampere: strides and windows are taken the same way everywhere."""
 
@@ -71,6 +85,7 @@ def _missing(device: torch.device) -> str | None:
 class _Wrappers:
     decode: Any
     prefill: Any
+    """None for a rung: it has decode rows only."""
 
 
 class FlashInferAttention:
@@ -93,19 +108,31 @@ class FlashInferAttention:
         self._scale = 1.0 / math.sqrt(spec.head_dim)
         self._soft_cap = logits_soft_cap
         self._layers = [(kv.data[:, layer, 0], kv.data[:, layer, 1]) for layer in range(spec.num_layers)]
-        self._wrappers = self._make_wrappers(library)
+        self._library = library
+        # The kernels without tensor cores are built for groups of 1 and 2 here; from 4 on tensor cores are faster.
+        self._group = spec.num_heads // spec.num_kv_heads
+        self._tensor_cores = self._group > 2
+        self._workspace = self._zeros(WORKSPACE_BYTES)
+        self._wrappers = self._make_wrappers()
+        self._rungs: dict[int, dict[int, _Wrappers]] = {}
+        """By rows, then by window."""
+        self._rung_workspaces: tuple[Tensor, dict[int, Tensor]] | None = None
+        """Floats for all, and integers by window."""
+        self._running = self._wrappers
+        """What `forward` uses: the eager ones, or a rung's."""
         self._planned = torch.cuda.Event() if kv.data.is_cuda else None
         self._slots: tuple[Tensor, Tensor] | None = None
         self._num_decode = 0
 
-    def _make_wrappers(self, library: Any) -> dict[int, _Wrappers]:
-        workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=self._kv.data.device)
-        # The kernels without tensor cores are built for groups of 1 and 2 here; from 4 on tensor cores are faster.
-        group = self._spec.num_heads // self._spec.num_kv_heads
+    def _zeros(self, size: int) -> Tensor:
+        return torch.zeros(size, dtype=torch.uint8, device=self._kv.data.device)
+
+    def _make_wrappers(self) -> dict[int, _Wrappers]:
+        library, workspace = self._library, self._workspace
         return {
             window: _Wrappers(
                 library.BatchDecodeWithPagedKVCacheWrapper(
-                    workspace, "NHD", use_tensor_cores=group > 2, backend=KERNELS
+                    workspace, "NHD", use_tensor_cores=self._tensor_cores, backend=KERNELS
                 ),
                 library.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend=KERNELS),
             )
@@ -114,8 +141,8 @@ class FlashInferAttention:
 
     def plan(self, batch: ForwardBatch) -> None:
         """Takes the batch's index tensors on the host. Raises ValueError when they contradict each other."""
-        if self._planned is not None:
-            self._planned.synchronize()
+        self._await_last_plan()
+        self._running = self._wrappers
         size = self._kv.page_size
         arrays = (batch.qo_indptr, batch.kv_lens, batch.page_indptr, batch.page_indices)
         indices = split_step(*(x.numpy() for x in arrays), batch.num_decode, size)
@@ -124,16 +151,76 @@ class FlashInferAttention:
         self._num_decode = len(indices.decode)
         for window, wrappers in self._wrappers.items():
             if len(indices.decode):
-                self._plan(wrappers.decode, window, _tensors(indices.decode))
+                self._plan(wrappers.decode.plan, window, self._tensors(indices.decode))
             if len(indices.prefill):
-                rows = (torch.from_numpy(indices.qo_indptr), *_tensors(indices.prefill))
-                self._plan(wrappers.prefill, window, rows, causal=True)
+                rows = (self._host(indices.qo_indptr), *self._tensors(indices.prefill))
+                self._plan(wrappers.prefill.plan, window, rows, causal=True)
+        self._note_plan()
+
+    def _await_last_plan(self) -> None:
+        if self._planned is not None:
+            self._planned.synchronize()
+
+    def _note_plan(self) -> None:
         if self._planned is not None:
             self._planned.record()
 
-    def _plan(self, wrapper: Any, window: int, rows: tuple[Tensor, ...], **only_prefill: bool) -> None:
+    def make_rung(self, size: int, static: Static) -> None:
+        if self._rung_workspaces is None:
+            needed = self._rung_workspace_bytes(size)
+            floats = self._workspace if needed <= WORKSPACE_BYTES else self._zeros(needed)
+            self._rung_workspaces = (floats, {w: self._zeros(RUNG_INT_WORKSPACE_BYTES) for w in self._wrappers})
+        floats, integers = self._rung_workspaces
+        any_rows = PagedRows(np.arange(size + 1, dtype=np.int32), np.zeros(size, np.int32), np.ones(size, np.int32))
+        made = {}
+        for window in self._wrappers:
+            wrapper = self._library.BatchDecodeWithPagedKVCacheWrapper(
+                floats,
+                "NHD",
+                use_cuda_graph=True,
+                use_tensor_cores=self._tensor_cores,
+                paged_kv_indptr_buffer=static.page_indptr[: size + 1],
+                paged_kv_indices_buffer=static.page_indices,
+                paged_kv_last_page_len_buffer=static.last_page_len[:size],
+                backend=KERNELS,
+            )
+            wrapper.reset_workspace_buffer(floats, integers[window])
+            self._plan(wrapper.plan, window, self._tensors(any_rows))
+            made[window] = _Wrappers(wrapper, None)
+        self._note_plan()
+        self._rungs[size] = made
+
+    def _rung_workspace_bytes(self, size: int) -> int:
+        """What splitting the rows of the largest rung takes (flashinfer's scheduler.cuh, PrefillPlan, step 2): partial
+        results of each thread block, of which there are at least two per multiprocessor."""
+        spec = self._spec
+        if not self._tensor_cores:
+            return 0  # a head's share of few blocks: some MiB
+        tile = 16 if self._group <= 16 else 64 if self._group <= 64 or spec.head_dim >= 256 else 128
+        blocks = max(2 * self._multiprocessors() // spec.num_kv_heads, size - 1 + -(-size * self._group // tile))
+        return spec.num_heads * blocks * tile * (spec.head_dim + 1) * 4 + (1 << 20)
+
+    def _multiprocessors(self) -> int:
+        if not self._kv.data.is_cuda:
+            return 132
+        return int(torch.cuda.get_device_properties(self._kv.data.device).multi_processor_count)
+
+    def plan_rung(self, size: int, rows: PagedRows) -> None:
+        self._await_last_plan()
+        for window, wrappers in self._rungs[size].items():
+            replan = functools.partial(self._library.fast_decode_plan, wrappers.decode)
+            self._plan(replan, window, _views(rows))
+        self._note_plan()
+
+    def enter_rung(self, size: int, slot_mapping: Tensor) -> None:
+        self._running = self._rungs[size]
+        self._num_decode = size
+        page_size = self._kv.page_size
+        self._slots = (slot_mapping // page_size, slot_mapping % page_size)
+
+    def _plan(self, plan: Callable[..., None], window: int, rows: tuple[Tensor, ...], **only_prefill: bool) -> None:
         spec, dtype = self._spec, self._kv.data.dtype
-        wrapper.plan(
+        plan(
             *rows,
             spec.num_heads,
             spec.num_kv_heads,
@@ -153,13 +240,21 @@ class FlashInferAttention:
         keys[self._slots] = k
         values[self._slots] = v
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        wrappers, n = self._wrappers[self._spec.windows[layer]], self._num_decode
+        wrappers, n = self._running[self._spec.windows[layer]], self._num_decode
         if n:
             wrappers.decode.run(q[:n], pages, out=out[:n])
         if n < len(q):
             wrappers.prefill.run(q[n:], pages, out=out[n:])
         return out.view(len(q), self._spec.q_size)
 
+    def _tensors(self, rows: PagedRows) -> tuple[Tensor, Tensor, Tensor]:
+        return self._host(rows.kv_indptr), self._host(rows.kv_indices), self._host(rows.last_page_len)
 
-def _tensors(rows: PagedRows) -> tuple[Tensor, Tensor, Tensor]:
+    def _host(self, x: NDArray[np.int32]) -> Tensor:
+        """Where `plan` can copy it from without waiting for the device."""
+        here = torch.from_numpy(x)
+        return here.pin_memory() if self._kv.data.is_cuda else here
+
+
+def _views(rows: PagedRows) -> tuple[Tensor, Tensor, Tensor]:
     return torch.from_numpy(rows.kv_indptr), torch.from_numpy(rows.kv_indices), torch.from_numpy(rows.last_page_len)
