@@ -154,17 +154,18 @@ class TestDistribution:
                 assert sample(logits.clone(), [row(**params)]).tokens == [5]
 
 
-class TestIndependence:
-    MIX = (
-        {"temperature": 0.0}, {"temperature": 1.0}, {"top_p": 0.5}, {"top_k": 3, "logprobs": 2}, {"min_p": 0.2},
-        {"temperature": 3.0}, {"frequency_penalty": 1.0, "out": (5, 5, 6)}, {"temperature": 0.0, "logprobs": 0},
-        {"repetition_penalty": 1.5}, {"logit_bias": ((4, 2.0),)}, {"min_new_tokens": 4, "stop_token_ids": (1,)},
-    )  # fmt: skip
+MIX = (
+    {"temperature": 0.0}, {"temperature": 1.0}, {"top_p": 0.5}, {"top_k": 3, "logprobs": 2}, {"min_p": 0.2},
+    {"temperature": 3.0}, {"frequency_penalty": 1.0, "out": (5, 5, 6)}, {"temperature": 0.0, "logprobs": 0},
+    {"repetition_penalty": 1.5}, {"logit_bias": ((4, 2.0),)}, {"min_new_tokens": 4, "stop_token_ids": (1,)},
+)  # fmt: skip
 
+
+class TestIndependence:
     def test_a_row_draws_the_same_alone_and_in_any_batch(self):
         n = 44
         logits = noise(n, 500)
-        rows = [row(seed=i, **self.MIX[i % len(self.MIX)]) for i in range(n)]
+        rows = [row(seed=i, **MIX[i % len(MIX)]) for i in range(n)]
         alone = [sample(logits[i : i + 1].clone(), [rows[i]]) for i in range(n)]
         for seed in range(3):
             order = random.Random(seed).sample(range(n), n)

@@ -25,7 +25,7 @@ from baton.runtime import sampler, sampler_device
 from baton.runtime.sampler import SampleRow, sample
 from baton.runtime.sampler_device import Draw
 from baton.sched.plan import StepResult
-from tests.unit.test_sampler import FILTERS, TestIndependence, chi_square, naive_distribution, noise, row
+from tests.unit.test_sampler import FILTERS, MIX, chi_square, naive_distribution, noise, row
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -122,7 +122,7 @@ class TestSameTokens:
 class TestIndependent:
     def test_a_row_draws_the_same_alone_and_in_any_batch(self):
         n = 44
-        mix = [*TestIndependence.MIX, {"top_k": 300, "temperature": 1.5}, {"top_p": 0.999, "temperature": 3.0}]
+        mix = [*MIX, {"top_k": 300, "temperature": 1.5}, {"top_p": 0.999, "temperature": 3.0}]
         logits = noise(n, 500)
         rows = [row(seed=i, **mix[i % len(mix)]) for i in range(n)]
         alone = [draw(logits[i : i + 1].clone(), [rows[i]]) for i in range(n)]
@@ -145,7 +145,7 @@ class TestIndependent:
 
 def test_nothing_is_read_from_the_device_and_no_devices_are_mixed():
     """torch's fake CUDA tensors have no data: whoever reads a value, or makes a size of values, gets an error."""
-    rows = [row(seed=i, **p) for i, p in enumerate([*TestIndependence.MIX, {"top_k": 300}, *FILTERS])]
+    rows = [row(seed=i, **p) for i, p in enumerate([*MIX, {"top_k": 300}, *FILTERS])]
     with FakeTensorMode(allow_non_fake_inputs=True), torch.inference_mode():
         made = Draw(rows, 600, lambda x: torch.empty(x.shape, dtype=torch.from_numpy(x).dtype, device="cuda"))
         drawn = made.run(torch.empty(len(rows), 600, device="cuda"))

@@ -147,10 +147,9 @@ class Runner:
     def _step(self, plan: StepPlan) -> Step:
         """The plan with its open tokens filled in, vectorised over its rows."""
         rows = plan.rows
-        count = len(rows)
-        slots = np.fromiter((row.slot for row in rows), np.int64, count)
-        lengths = np.fromiter((row.n for row in rows), np.int64, count)
-        token_ids = np.frombuffer(b"".join([row.tokens for row in rows]), np.int32).astype(np.int64)
+        _, of_slot, of_start, of_n, of_sample, of_tokens, _, _ = zip(*rows, strict=True) if rows else ((),) * 8
+        slots, lengths = np.array(of_slot, np.int64), np.array(of_n, np.int64)
+        token_ids = np.frombuffer(b"".join(of_tokens), np.int32).astype(np.int64)
         unknown = token_ids == UNKNOWN_TOKEN
         if unknown.any():
             token_ids[unknown] = self._open_tokens(np.repeat(slots, lengths)[unknown])
@@ -158,9 +157,9 @@ class Runner:
             plan.step,
             plan.num_decode,
             slots,
-            np.fromiter((row.start for row in rows), np.int64, count),
+            np.array(of_start, np.int64),
             lengths,
-            np.fromiter((row.sample for row in rows), np.bool_, count),
+            np.array(of_sample, np.bool_),
             token_ids,
             [Growth(row.slot, row.page_base, row.pages) for row in rows if row.pages],
             plan.copies,

@@ -37,7 +37,7 @@ from baton.runtime.sampler import SampleRow
 from baton.runtime.sampler_device import Draw, Drawn
 from baton.runtime.stream import CudaStream, Mark, Stream
 from baton.runtime.token_table import TokenTable
-from baton.sched.plan import UNKNOWN_TOKEN, Row, StepPlan, StepResult
+from baton.sched.plan import UNKNOWN_TOKEN, StepPlan, StepResult
 
 
 @dataclass(slots=True)
@@ -46,9 +46,9 @@ class InFlight:
 
     began: Mark
     ended: Mark
-    draw: Draw | None
+    draw: Draw | None = None
     """None: no row samples."""
-    drawn: Drawn | None
+    drawn: Drawn | None = None
     """On the host; to be read after `ended`."""
 
     def wait(self) -> tuple[StepResult, float]:
@@ -102,19 +102,20 @@ class DeviceRunner(Runner):
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> InFlight:
         """Queue one step. Raises what torch raises, which may be of an earlier step; the runner is then unusable."""
-        began = self._stream.mark()
         if self._tell is not None:
             self._read()
         step, indices = self._begin(plan)
+        began = self._stream.mark()
         self._copy(step)
-        sampling = [row for row in plan.rows if row.sample]
-        draw = drawn = None
-        if indices is not None:
-            logits, greedy, slots = self._compute(step, indices)
-            if sampling:
-                draw, drawn = self._sample(sampling, logits, greedy, slots)
+        if indices is None:
+            return InFlight(began, self._stream.mark())
+        logits, greedy, slots = self._compute(step, indices)
+        if not step.samples.any():
+            return InFlight(began, self._stream.mark())
+        rows = [self._sample_row(row) for row in plan.rows if row.sample]
+        draw, drawn = self._draw(rows, logits, greedy, slots)
         launched = InFlight(began, self._stream.mark(), draw, drawn)
-        self._advance(sampling, launched)
+        self._advance(rows, step.slots[step.samples], launched)
         return launched
 
     def _compute(self, step: Step, indices: Indices) -> tuple[Tensor, Tensor | None, Tensor]:
@@ -125,10 +126,10 @@ class DeviceRunner(Runner):
         batch, slots = self._upload(step, indices)
         return self._model.forward(batch, self._attn), None, slots
 
-    def _sample(
-        self, sampling: Sequence[Row], logits: Tensor, greedy: Tensor | None, slots: Tensor
+    def _draw(
+        self, rows: Sequence[SampleRow], logits: Tensor, greedy: Tensor | None, slots: Tensor
     ) -> tuple[Draw, Drawn]:
-        rows = [self._sample_row(row) for row in sampling]
+        """The draw, in the token table by now, and what it drew, on the host later."""
         if any(row.needs_tokens for row in rows):
             self._read()
         draw = Draw(rows, self._vocab, self._stream.put)
@@ -138,15 +139,14 @@ class DeviceRunner(Runner):
         parts = (drawn.tokens, drawn.chosen, drawn.top_ids, drawn.top_logprobs)
         return draw, Drawn(*(None if part is None else self._stream.fetch(part) for part in parts))
 
-    def _advance(self, sampling: Sequence[Row], launched: InFlight) -> None:
+    def _advance(self, rows: Sequence[SampleRow], slots: NDArray[np.int64], launched: InFlight) -> None:
         """The rows stand one token further, which the host does not know yet."""
         later = []
-        for i, row in enumerate(sampling):
-            sample_row = self._sample_row(row)
-            if sample_row.needs_tokens or self._tell is not None:
-                later.append((i, row.slot, sample_row))
-            else:
-                sample_row.append(UNKNOWN_TOKEN)
+        for i, row in enumerate(rows):
+            if row.needs_tokens or self._tell is not None:
+                later.append((i, int(slots[i]), row))
+            elif not row.is_always_plain:
+                row.append(UNKNOWN_TOKEN)
         if later:
             self._unread.append((launched, later))
 

@@ -51,7 +51,10 @@ class SampleRow:
     The owner calls `append` with every token drawn; `position` is where the next token will stand in prompt + output.
     """
 
-    __slots__ = ("_counts", "_ids", "_index", "_penalises", "is_greedy", "params", "position", "prompt_tokens")
+    __slots__ = (
+        "_counts", "_ids", "_index", "is_always_plain", "is_greedy", "needs_tokens", "params", "position",
+        "prompt_tokens",
+    )  # fmt: skip
 
     def __init__(self, params: SamplingParams, prompt_tokens: int, history: Sequence[int]) -> None:
         """`history`: all tokens so far, of which the first `prompt_tokens` are the prompt."""
@@ -59,13 +62,22 @@ class SampleRow:
         self.prompt_tokens = prompt_tokens
         self.position = prompt_tokens
         self.is_greedy = params.temperature < GREEDY_BELOW or params.top_k == 1
-        self._penalises = bool(params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1.0)
+        self.needs_tokens = bool(
+            params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1.0
+        )
+        """Its draws depend on the tokens drawn before; of others `append` need not know which they were."""
+        self.is_always_plain = (
+            self.is_greedy
+            and params.logprobs < 0
+            and not (self.needs_tokens or params.logit_bias or params.min_new_tokens)
+        )
+        """`is_plain` now and later: nothing else about this row will matter."""
         self._index: dict[int, int] = {}
         self._ids = array("q")
         """Distinct tokens of prompt and output, in order of appearance, while the row has penalties."""
         self._counts = array("q")
         """How often each occurs in the output; 0 for tokens of the prompt alone."""
-        if self._penalises:
+        if self.needs_tokens:
             drawn_here = prompt_tokens - params.resumed
             for i, token in enumerate(history[:prompt_tokens]):
                 self._count(token, int(i >= drawn_here))
@@ -75,7 +87,7 @@ class SampleRow:
     def append(self, token: int) -> None:
         """Record the token that now stands at `position`."""
         self.position += 1
-        if self._penalises:
+        if self.needs_tokens:
             self._count(token, 1)
 
     @property
@@ -85,17 +97,12 @@ class SampleRow:
 
     @property
     def is_edited(self) -> bool:
-        return self._penalises or bool(self.params.logit_bias) or self.must_continue
+        return self.needs_tokens or bool(self.params.logit_bias) or self.must_continue
 
     @property
     def must_continue(self) -> bool:
         """It may not stop yet (min_new_tokens)."""
         return self.position - self.prompt_tokens < self.params.min_new_tokens
-
-    @property
-    def needs_tokens(self) -> bool:
-        """Its next draw depends on the tokens drawn before; of the others `append` need not know which they were."""
-        return self._penalises
 
     def edit(self, logits: Tensor) -> None:
         """Apply logit_bias, penalties and min_new_tokens to float32 [vocab], in place."""

@@ -49,13 +49,14 @@ class Draw:
         """`put` must not wait for the device."""
         self._put = put
         self._vocab = vocab
-        self.is_plain = all(row.is_plain for row in rows)
+        special = [(i, row) for i, row in enumerate(rows) if not row.is_always_plain]
+        self.is_plain = not special
         """argmax says all."""
-        self._logprobs = [(i, row.params.logprobs) for i, row in enumerate(rows) if row.params.logprobs >= 0]
-        edited = [(i, row) for i, row in enumerate(rows) if row.is_edited]
+        self._logprobs = [(i, row.params.logprobs) for i, row in special if row.params.logprobs >= 0]
+        edited = [(i, row) for i, row in special if row.is_edited]
         self._edits = Edits(edited, vocab) if edited else None
         by_route: dict[Route, list[int]] = {way: [] for way in Route}
-        for i, row in enumerate(rows):
+        for i, row in special:
             if not row.is_greedy:
                 by_route[route(row.params, vocab)].append(i)
         self._ways = [(way, len(some)) for way, some in by_route.items() if some]
