@@ -1,0 +1,98 @@
+"""How an engine starts on a GPU: weights straight onto it, a pool that fits, neighbours, and float16."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from baton.config import build
+from baton.errors import ConfigError
+from baton.models.load import load_weights
+from baton.models.spec import read_spec
+from baton.runtime import engine as runtime
+from baton.runtime.attention.flashinfer import FlashInferAttention
+from baton.runtime.attention.torch import TorchAttention
+from tests.support import shapes
+from tests.support.checkpoints import make_checkpoint
+from tests.support.cluster import Cluster
+from tests.support.engine_run import answer, greedy, make_engine
+
+CUDA = torch.device("cuda")
+pytestmark = pytest.mark.timeout(600)  # kernels are compiled at their first use
+
+
+def held(decoder: Any) -> list[torch.Tensor]:
+    w = decoder.weights
+    both = [getattr(holder, f.name) for holder in (w, *w.layers) for f in dataclasses.fields(holder)]
+    return [x for x in both if isinstance(x, torch.Tensor)]
+
+
+@pytest.mark.parametrize("load_format", ["auto", "dummy"])
+def test_weights_on_the_device_are_those_on_the_host(tmp_path: Path, load_format: str) -> None:
+    path = make_checkpoint("qwen3", tmp_path / "m", dtype="float16")
+    spec = read_spec(path, "bfloat16", load_format)
+    here, there = (load_weights(spec, path, load_format, device=d) for d in (torch.device("cpu"), CUDA))
+    for one, other in zip(held(here), held(there), strict=True):
+        assert other.is_cuda
+        assert one.equal(other.cpu())
+
+
+def engine_flags(path: Path, **flags: object) -> dict[str, object]:
+    return {
+        "model_path": str(path), "load_format": "dummy", "device": "cuda", "max_running_requests": 32,
+        "chunked_prefill_size": 2048, **flags,
+    }  # fmt: skip
+
+
+def test_the_pool_is_what_the_fraction_leaves(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = shapes.make("qwen3-0.6b", tmp_path / "m")
+    with caplog.at_level(logging.INFO):
+        loaded = runtime.load(build(engine_flags(path, mem_fraction_static=0.3)), str(path))
+    total = torch.cuda.mem_get_info()[1]
+    pool = int(str(loaded.info["kv_pool_bytes"]))
+    assert 0.25 * total < pool < 0.3 * total, caplog.text
+    assert torch.cuda.memory_reserved() < 0.35 * total
+    line = next(m for m in caplog.messages if m.startswith("GPU memory of"))
+    print(line)
+    engine = loaded.engine()
+    prompts = [[(7 * i + n) % 1000 for i in range(700 + n)] for n in range(32)]
+    got = answer(engine, prompts, greedy(8))
+    assert [len(tokens) for tokens in got] == [8] * 32, "32 long prompts at once, as the rehearsals had it"
+    engine.close()
+
+
+def test_what_cannot_fit_is_said_before_it_is_tried(tmp_path: Path) -> None:
+    path = shapes.make("qwen3-0.6b", tmp_path / "m")
+    with pytest.raises(ConfigError, match=r"the KV pool asked for has .*lower --max-total-tokens"):
+        runtime.load(build(engine_flags(path, max_total_tokens=1 << 24)), str(path))
+    huge = shapes.make("llama-3-8b", tmp_path / "huge", num_hidden_layers=1000)
+    with pytest.raises(ConfigError, match=r"the model's weights take .* GiB"):
+        runtime.load(build(engine_flags(huge)), str(huge))
+
+
+def test_two_engines_start_on_one_device(tmp_path: Path) -> None:
+    path = shapes.make("tiny", tmp_path / "m")
+    flags = ["--model-path", str(path), "--load-format", "dummy", "--device", "cuda", "--page-size", "16"]
+    with Cluster.up("--workers", "2", *flags, start_secs=500.0) as cluster:
+        first = [cluster.generate_ids(list(range(3, 90)), 8) for _ in range(4)]
+        assert first == first[:1] * 4, "both answer, and alike"
+
+
+@pytest.mark.parametrize("backend", [FlashInferAttention, TorchAttention])
+def test_float16_is_near_the_cpus_float32(tmp_path: Path, backend: type) -> None:
+    path = shapes.make("tiny", tmp_path / "m", dtype="float16")
+    prompts = [[(11 * i + 37 * n) % 2048 for i in range(n)] for n in range(1, 65)]
+    shared = {"load_format": "dummy", "page_size": 16, "max_total_tokens": 8192}
+    cpu = make_engine(path, **shared)
+    name = "flashinfer" if backend is FlashInferAttention else "torch"
+    gpu = make_engine(path, **{**shared, "device": "cuda", "dtype": "auto", "attention_backend": name})
+    assert gpu._runner._kv.data.dtype == torch.float16
+    a, b = (answer(engine, prompts, greedy(1)) for engine in (cpu, gpu))
+    assert sum(x == y for x, y in zip(a, b, strict=True)) >= 58, "of 64; a near tie may fall the other way"
+    for engine in (cpu, gpu):
+        engine.close()
