@@ -190,6 +190,19 @@ def test_a_whole_prompt_in_ds_cache_needs_no_page() -> None:
     assert (d.grants[2].start_page, len(d.grants[2].pages)) == (2, 0)
 
 
+def test_a_transfer_that_had_ended_before_its_abort_holds_no_page() -> None:
+    """The runtime's "committed" was on its way when the engine said abort: there will be no other event."""
+    d = Node(Limits(32, 4, 4, 100, 64, role="decode"), depth=1)
+    d.sched.add(request(0, [1, 2, 3, 4, 5], 2, room=1))
+    d.step()
+    assert 1 in d.grants
+    d.sched.abort(0)
+    assert d.sched.counts()["aborting"] == 1
+    d.sched.transfer_committed(1, 3, 0, None)
+    assert d.sched.is_idle
+    d.sched.ledger().check_idle(32)
+
+
 def test_pages_are_granted_only_when_no_earlier_step_can_write_to_them() -> None:
     d = Node(Limits(6, 2, 4, 100, 64, role="decode", radix_cache=False, reserved_decode_tokens=0), depth=2)
     prompt = next(p for p in ([a, b] for a in range(VOCAB) for b in range(VOCAB)) if 3 <= len(_answer(p)) <= 5)

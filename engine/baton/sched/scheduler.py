@@ -263,6 +263,7 @@ class Scheduler:
         state = self._state
         seq = state.rooms.get(room)
         if seq is None or seq.state is not SeqState.TRANSFER:
+            self.transfer_closed(room)  # aborted when it had ended: the runtime has nothing more to say of it
             return
         del state.transfer[seq.handle]
         del state.rooms[room]
