@@ -65,9 +65,9 @@ class EngineConfig:
     disaggregation_bootstrap_port: int = opt(8998, "P node: port of the bootstrap server; 0 picks a free one")
     disaggregation_transfer_backend: str = opt(
         "auto",
-        "how KV pages travel; auto: shm on one host, else tcp; nccl: through GPU memory, untried so far (docs/gpu.md); "
-        "gloo: nccl's code path without a GPU, for tests",
-        choices=("auto", "shm", "tcp", "gloo", "nccl"),
+        "how KV pages travel; auto: shm on one host, else tcp; with --device cuda: cuda_ipc on one GPU, else nccl, "
+        "else tcp; nccl and cuda_ipc are untried so far (docs/gpu.md); gloo: nccl's code path through host memory",
+        choices=("auto", "shm", "cuda_ipc", "tcp", "gloo", "nccl"),
     )
     transfer_port: int = opt(0, "first TCP port of the transfer runtime, one per DP rank; 0 picks free ones")
     cluster_key: str | None = opt(

@@ -8,6 +8,7 @@ import select
 import time
 from array import array
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from baton.request import FinishReason, Rendezvous, SamplingParams, Validated
 from baton.runtime import engine as runtime
 from baton.runtime.comm import make_backend
 from baton.runtime.loop import Engine
+from tests.support.stand_in import StandIn
 
 _rooms = itertools.count(1000)
 PATIENCE_SECS = 30.0
@@ -34,25 +36,30 @@ class Half:
         transport: str,
         settings: dict[str, Any] | None = None,
         wrap: Callable[[Any], Any] | None = None,
+        stand_in: StandIn | None = None,
         **flags: object,
     ) -> None:
-        """`settings`: over the transfer node's; `wrap`: what to put around the maker of communicators."""
+        """`settings`: over the transfer node's; `wrap`: what to put around the maker of communicators; `stand_in`: the
+        device that has the pages."""
         values = {
             "model_path": str(path), "dtype": "float32", "cpu_threads": 1, "page_size": 4, "max_total_tokens": 2048,
             "chunked_prefill_size": 64, "disaggregation_mode": role, "disaggregation_transfer_backend": transport,
         }  # fmt: skip
         config = build({**values, **flags})
-        loaded = runtime.load(config, str(path))
+        with nullcontext() if stand_in is None else stand_in.used():
+            loaded = runtime.load(config, str(path))
         node_settings = {
             "role": role, "host": "127.0.0.1", "advertise_host": "127.0.0.1", "port": 0, "transports": [transport],
             "cluster_key": None, "layout": loaded.layout, "dp_rank": 0, "dp_size": 1, "lease_ms": 30000,
             "heartbeat_ms": 1000, "copy_threads": 1, "fault": None, **(settings or {}),
         }  # fmt: skip
-        backend = make_backend(config, "127.0.0.1")
+        backend = make_backend(config, "127.0.0.1", node_settings["transports"])
         if backend is not None and wrap is not None:
             backend = wrap(backend)
-        self.node: Any = TransferNode(loaded.kv.native, json.dumps(node_settings), backend)
-        relay = (PrefillRelay if role == "prefill" else DecodeRelay)(self.node, PATIENCE_SECS)
+        self.native: Any = loaded.kv.native
+        self.node: Any = TransferNode(self.native, json.dumps(node_settings), backend)
+        told = self.node if stand_in is None else stand_in.watched(self.node)
+        relay = (PrefillRelay if role == "prefill" else DecodeRelay)(told, PATIENCE_SECS)
         self.engine: Engine = loaded.engine(relay)
         self.got: dict[int, list[int]] = {}
         self.cached: dict[int, int] = {}
@@ -96,18 +103,23 @@ class Pair:
         disturb: Callable[[Half, list[int]], None] | None = None,
     ) -> list[list[int]]:
         """What the D half answers to each prompt, all at once; `disturb`: called with each half before its turns."""
-        rooms = [next(_rooms) for _ in prompts]
-        for room, prompt in zip(rooms, prompts, strict=True):
-            meet = Rendezvous("127.0.0.1", self.bootstrap.port, room)
-            req = Validated(room, f"r{room}", array("i", prompt), params, arrival=time.monotonic(), rendezvous=meet)
-            self.p.engine.submit(req)
-            self.d.engine.submit(req)
+        rooms = self.submit(prompts, params)
         self._disturb = None if disturb is None else lambda half: disturb(half, rooms)
         self.until(lambda: self.d.finished.issuperset(rooms))
         self.until(lambda: self.p.engine.sched.is_idle and self.d.engine.sched.is_idle)
         for half in (self.p, self.d):
             half.engine.gauges()
         return [self.d.got[room] for room in rooms]
+
+    def submit(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[int]:
+        """Give each prompt to both halves; their rooms, by which the engines know them."""
+        rooms = [next(_rooms) for _ in prompts]
+        for room, prompt in zip(rooms, prompts, strict=True):
+            meet = Rendezvous("127.0.0.1", self.bootstrap.port, room)
+            req = Validated(room, f"r{room}", array("i", prompt), params, arrival=time.monotonic(), rendezvous=meet)
+            self.p.engine.submit(req)
+            self.d.engine.submit(req)
+        return rooms
 
     def until(self, done: Any) -> None:
         deadline = time.monotonic() + PATIENCE_SECS

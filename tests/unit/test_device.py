@@ -66,7 +66,10 @@ def test_cuda_without_a_gpu_is_an_error_and_auto_says_what_it_does(caplog: pytes
 
 
 BEYOND = [
-    ({"disaggregation_mode": "decode"}, "KV pages travel from host memory only"),
+    (
+        {"disaggregation_mode": "decode", "disaggregation_transfer_backend": "shm"},
+        "backend shm is for host memory; use",
+    ),
     ({"dp_size": 2}, "one rank per engine is served, not --dp-size 2"),
     ({"attention_backend": "cpu"}, "work in host memory; use auto"),
 ]

@@ -1,13 +1,48 @@
-"""--disaggregation-transfer-backend: each value it takes has its transports."""
+"""--disaggregation-transfer-backend: each value it takes has its transports, and is refused for the other memory."""
 
 from __future__ import annotations
 
 import dataclasses
+import logging
 
+import pytest
+
+from baton import config
 from baton.config import EngineConfig
-from baton.server.transfer import TRANSPORTS
+from baton.errors import ConfigError
+from baton.runtime.comm import nccl
+from baton.server import up
+from baton.server.transfer import ON_DEVICE, TRANSPORTS, transports
+
+
+def choices(of: type, field: str) -> set[str]:
+    (found,) = (f for f in dataclasses.fields(of) if f.name == field)
+    return set(found.metadata["choices"])
+
+
+def build(backend: str, device: str = "cpu") -> EngineConfig:
+    return config.build({"disaggregation_transfer_backend": backend, "device": device})
 
 
 def test_every_value_of_the_flag_names_transports() -> None:
-    fields = {f.name: f for f in dataclasses.fields(EngineConfig)}
-    assert set(TRANSPORTS) == set(fields["disaggregation_transfer_backend"].metadata["choices"])
+    assert set(TRANSPORTS) | set(ON_DEVICE) == choices(EngineConfig, "disaggregation_transfer_backend")
+    assert {*TRANSPORTS, *ON_DEVICE} - {"auto"} == choices(up.UpConfig, "transport")
+
+
+def test_auto_on_a_gpu_says_what_it_takes(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr(nccl, "unusable", lambda: None)
+    assert transports(build("auto", "cuda"), on_device=True) == ["cuda_ipc", "nccl", "tcp"]
+    assert caplog.messages == ["KV pages are in GPU memory and travel by cuda_ipc, else nccl, else tcp"]
+    caplog.clear()
+    monkeypatch.setattr(nccl, "unusable", lambda: "there is no libnccl")
+    assert transports(build("auto", "cuda"), on_device=True) == ["cuda_ipc", "tcp"]
+    assert caplog.messages[0] == "KV pages do not travel by nccl: there is no libnccl"
+    assert transports(build("auto"), on_device=False) == ["shm", "tcp"]
+
+
+def test_a_transport_of_the_other_memory_is_refused() -> None:
+    with pytest.raises(ConfigError, match="shm: the KV pages are in GPU memory with --device cuda; use auto, cuda_"):
+        transports(build("shm", "cuda"), on_device=True)
+    with pytest.raises(ConfigError, match="cuda_ipc: the KV pages are in host memory with --device cpu; use auto, shm"):
+        transports(build("cuda_ipc"), on_device=False)

@@ -53,8 +53,8 @@ def resolve(config: EngineConfig, tp_rank: int = 0) -> torch.device:
 
 def _beyond_cuda(config: EngineConfig) -> str | None:
     """What this version does on CPUs only."""
-    if config.disaggregation_mode != "null":
-        return f"KV pages travel from host memory only, not with --disaggregation-mode {config.disaggregation_mode}"
+    if config.disaggregation_mode != "null" and config.disaggregation_transfer_backend == "shm":
+        return "--disaggregation-transfer-backend shm is for host memory; use auto or cuda_ipc"
     if config.dp_size > 1:
         return f"one rank per engine is served, not --dp-size {config.dp_size}"
     if config.tp_size > 1 and config.tp_size > torch.cuda.device_count():

@@ -4,7 +4,8 @@
 
 A page is one span of bytes, which is what travels between P and D. The memory belongs to the native `KvPool` (a sealed
 memfd other processes may map read-only) and the tensor is a view of it; without the native module it is ordinary torch
-memory, which serves a single process but cannot be transferred.
+memory, which serves a single process but cannot be transferred. On a GPU the native pool has the pages' generations
+only, and moves the pages through `runtime.device_pages`.
 
 Behind it there may be a host pool of the same page shape (`--host-kv-gib`); whole pages are copied between the two.
 
@@ -25,6 +26,8 @@ from torch import Tensor
 from baton.cache.host import CopyRun
 from baton.errors import ConfigError
 from baton.models.spec import KVSpec
+from baton.runtime import cuda_ipc
+from baton.runtime.device_pages import CudaQueue, DevicePages
 from baton.runtime.ops import TORCH_DTYPES
 
 log = logging.getLogger("baton.kv_pool")
@@ -106,8 +109,8 @@ def make_pool(
     """Allocate a zeroed pool.
 
     Args:
-        dummy_page: one more page, for padding (KvTensors); in torch's memory only.
-        device: None is the host; elsewhere the memory is torch's and cannot be transferred.
+        dummy_page: one more page, for padding (KvTensors); not in a native pool's host memory.
+        device: None is the host; elsewhere the memory is torch's, or with `native` a block that can be transferred.
         native: True takes the transferable memory and fails without it; False takes plain memory (tests);
             None takes the native one when this build has it.
     """
@@ -116,7 +119,11 @@ def make_pool(
     shape = (total, spec.num_layers, spec.tensors_per_layer, page_size, spec.num_kv_heads, spec.head_dim)
     dtype = TORCH_DTYPES[spec.dtype]
     if device is not None and device.type != "cpu":
-        return KvTensors(spec, page_size, torch.zeros(shape, dtype=dtype, device=device), dummy_page=dummy)
+        if not native:
+            return KvTensors(spec, page_size, torch.zeros(shape, dtype=dtype, device=device), dummy_page=dummy)
+        pool_class = _native_pool_class(required=True)
+        data = cuda_ipc.allocate(total * spec.page_bytes(page_size), device).view(dtype).view(shape)
+        return KvTensors(spec, page_size, data, shared(pool_class, data[:num_pages], device), dummy_page=dummy)
     pool_class = None if native is False else _native_pool_class(required=bool(native))
     if pool_class is None:
         return KvTensors(spec, page_size, torch.zeros(shape, dtype=dtype), dummy_page=dummy)
@@ -124,6 +131,12 @@ def make_pool(
     pool = pool_class(num_pages, spec.page_bytes(page_size))
     data = torch.frombuffer(pool.buffer(), dtype=torch.uint8).view(dtype).view(shape)
     return KvTensors(spec, page_size, data, pool)
+
+
+def shared(pool_class: Any, pages: Tensor, device: torch.device) -> Any:
+    """A native pool whose pages are on a GPU: in one block, from its start."""
+    moved = DevicePages(pages, CudaQueue(device), cuda_ipc.CudaIpc(device))
+    return pool_class(len(pages), pages[0].nbytes, moved)
 
 
 def host_pool_pages(spec: KVSpec, page_size: int, host_kv_gib: float, ranks: int) -> int:

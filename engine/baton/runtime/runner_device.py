@@ -42,7 +42,11 @@ from baton.sched.plan import UNKNOWN_TOKEN, StepPlan, StepResult
 
 @dataclass(slots=True)
 class InFlight:
-    """A launched step (loop.Launched)."""
+    """A launched step (loop.Launched).
+
+    Whoever commits it has waited for its end, also when nothing was sampled: from then on peers may read the pages it
+    wrote, and transfers may write those it used (runtime.device_pages).
+    """
 
     began: Mark
     ended: Mark
@@ -117,6 +121,11 @@ class DeviceRunner(Runner):
         launched = InFlight(began, self._stream.mark(), draw, drawn)
         self._advance(rows, step.slots[step.samples], launched)
         return launched
+
+    def follow(self, order: bytes) -> None:
+        super().follow(order)
+        if self._kv.native is not None:
+            self._stream.mark().wait()  # the first rank may say next that the step's pages are final
 
     def _compute(self, step: Step, indices: Indices) -> tuple[Tensor, Tensor | None, Tensor]:
         """Logits of the rows that sample, their argmax if the token table has it already, and their slots."""

@@ -7,18 +7,50 @@ DP ranks and of TP ranks within them; a process of D reads from the one of P tha
 from __future__ import annotations
 
 import json
+import logging
 import os
 import socket
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from baton.config import EngineConfig
+from baton.errors import ConfigError
+
+log = logging.getLogger("baton.transfer")
 
 REGISTER_TIMEOUT_MS = 30_000
 TRANSPORTS = {
     "auto": ["shm", "tcp"], "shm": ["shm"], "tcp": ["tcp"], "gloo": ["gloo", "tcp"], "nccl": ["nccl", "tcp"]
 }  # fmt: skip
-"""By --disaggregation-transfer-backend, best first."""
+"""By --disaggregation-transfer-backend, best first, of pages in host memory."""
+ON_DEVICE = {
+    "auto": ["cuda_ipc", "nccl", "tcp"], "cuda_ipc": ["cuda_ipc", "tcp"], "tcp": ["tcp"], "gloo": ["gloo", "tcp"],
+    "nccl": ["nccl", "tcp"],
+}  # fmt: skip
+"""The same of pages in GPU memory."""
+
+
+def transports(config: EngineConfig, *, on_device: bool) -> list[str]:
+    """What may carry pages that are in host memory, or on a device.
+
+    Raises ConfigError when --disaggregation-transfer-backend is for the other place.
+    """
+    name = config.disaggregation_transfer_backend
+    found = (ON_DEVICE if on_device else TRANSPORTS).get(name)
+    if found is None:
+        place, other = ("GPU", "cuda_ipc") if on_device else ("host", "shm")
+        raise ConfigError(
+            f"--disaggregation-transfer-backend {name}: the KV pages are in {place} memory with --device "
+            f"{config.device}; use auto, {other} or tcp"
+        )
+    if on_device and name == "auto":
+        from baton.runtime.comm.nccl import unusable
+
+        if (reason := unusable()) is not None:
+            found = [each for each in found if each != "nccl"]
+            log.info("KV pages do not travel by nccl: %s", reason)
+    log.info("KV pages are in %s memory and travel by %s", "GPU" if on_device else "host", ", else ".join(found))
+    return found
 
 
 class Bootstrap(NamedTuple):
@@ -59,13 +91,14 @@ def start(
     from baton.runtime.comm import make_backend
 
     host = advertised_host(config.host)
+    allowed = transports(config, on_device=native_pool.on_device)
     number = dp_rank * config.tp_size + tp_rank
     settings = {
         "role": config.disaggregation_mode,
         "host": config.host,
         "advertise_host": host,
         "port": config.transfer_port + number if config.transfer_port else 0,
-        "transports": TRANSPORTS[config.disaggregation_transfer_backend],
+        "transports": allowed,
         "cluster_key": config.cluster_key,
         "layout": layout,
         "dp_rank": number,
@@ -75,7 +108,7 @@ def start(
         "copy_threads": 1,
         "fault": json.loads(os.environ.get("BATON_TEST_KV_FAULT", "null")),
     }
-    node = TransferNode(native_pool, json.dumps(settings), make_backend(config, host))
+    node = TransferNode(native_pool, json.dumps(settings), make_backend(config, host, allowed))
     if bootstrap is not None:
         node.register(bootstrap.host, bootstrap.port, REGISTER_TIMEOUT_MS)
     return node

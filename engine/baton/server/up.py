@@ -65,7 +65,9 @@ class UpConfig:
     prefill: int | None = opt(None, "prefill nodes (default: 1, or 0 with --workers)")
     decode: int | None = opt(None, "decode nodes (default: 1, or 0 with --workers)")
     workers: int = opt(0, "engines that do both phases, instead of prefill and decode nodes")
-    transport: str | None = opt(None, "how KV pages travel (default: shm)", choices=("shm", "tcp", "gloo", "nccl"))
+    transport: str | None = opt(
+        None, "how KV pages travel (default: auto)", choices=("shm", "cuda_ipc", "tcp", "gloo", "nccl")
+    )
     policy: str | None = opt(None, "router: how a worker is chosen (default: the router's)")
     prefill_policy: str | None = opt(None, "router: policy for prefill nodes (default: --policy)")
     decode_policy: str | None = opt(None, "router: policy for decode nodes (default: --policy)")

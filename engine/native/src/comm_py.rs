@@ -1,21 +1,24 @@
 //! Communicators of the staged transports, made by Python objects: torch's gloo, or libnccl. Called from the communicators' own
 //! threads; each call takes the GIL, and the Python side lets go of it while it waits.
 //!
-//! A backend has `name: str`, `unique_id() -> bytes` and `open(unique_id: bytes, rank: int, slabs: list[memoryview],
-//! open_timeout_secs: float, op_timeout_secs: float)`, which gives an object with `send(slab: int, nbytes: int)`,
+//! A backend has `name: str`, `works_on_device: bool`, `unique_id() -> bytes` and `open(unique_id: bytes, rank: int, slabs: list[memoryview],
+//! open_timeout_secs: float, op_timeout_secs: float)` (or tensors, where the pages are on a device and the backend works there), which gives an object with `send(slab: int, nbytes: int)`,
 //! `recv(slab: int, nbytes: int)` and `abort()`. An exception ends the communicator; its text is the reason.
 
 use std::sync::Arc;
 
 use kv_transfer::transport::comm::{
-    CommBackend, CommError, CommRank, CommTimeouts, Communicator, SlabRing,
+    CommBackend, CommError, CommRank, CommTimeouts, Communicator, SlabRing, Slabs,
 };
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyList};
 
+use crate::device_py::PySlabs;
+
 pub struct PyBackend {
     name: &'static str,
+    works_on_device: bool,
     object: Py<PyAny>,
 }
 
@@ -28,6 +31,7 @@ impl PyBackend {
             .ok_or_else(|| PyValueError::new_err(format!("{name:?} is no staged transport")))?;
         Ok(Self {
             name,
+            works_on_device: object.getattr("works_on_device")?.extract()?,
             object: object.clone().unbind(),
         })
     }
@@ -74,6 +78,10 @@ impl CommBackend for PyBackend {
         self.name
     }
 
+    fn works_on_device(&self) -> bool {
+        self.works_on_device
+    }
+
     fn unique_id(&self) -> Result<Vec<u8>, CommError> {
         Python::attach(|py| {
             self.object
@@ -88,15 +96,19 @@ impl CommBackend for PyBackend {
         &self,
         unique_id: &[u8],
         rank: CommRank,
-        slabs: &Arc<SlabRing>,
+        slabs: &Slabs,
         timeouts: CommTimeouts,
     ) -> Result<Arc<dyn Communicator>, CommError> {
         Python::attach(|py| {
             let open = || {
+                let slabs = match slabs {
+                    Slabs::Host(ring) => views(py, ring)?.into_any(),
+                    Slabs::Device(slabs) => PySlabs::tensors(py, slabs)?,
+                };
                 let args = (
                     PyBytes::new(py, unique_id),
                     rank.number(),
-                    views(py, slabs)?,
+                    slabs,
                     timeouts.open.as_secs_f64(),
                     timeouts.op.as_secs_f64(),
                 );

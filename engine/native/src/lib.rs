@@ -4,6 +4,7 @@
 use pyo3::prelude::*;
 
 mod comm_py;
+mod device_py;
 mod kernels_py;
 mod router_py;
 mod trace_py;

@@ -13,6 +13,7 @@ use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyTuple};
 
 use crate::comm_py::PyBackend;
+use crate::device_py::PyDevicePages;
 
 create_exception!(
     _native,
@@ -33,6 +34,7 @@ fn pool_error(err: PoolError) -> PyErr {
 /// A sealed memfd: this process is the only one that can ever write it. `torch.frombuffer(pool.buffer(),
 /// dtype=torch.uint8)` is zero-copy and writable, and the tensor keeps the pool alive. (The buffer protocol itself is not
 /// part of the stable ABI of Python 3.10, hence `buffer()`; it returns a memoryview over a ctypes array over this memory.)
+/// With `device`, an object that moves pages (baton.runtime.device_pages), the pages are there, and this is their generations.
 #[pyclass(frozen, name = "KvPool", module = "baton._native")]
 pub struct PyKvPool {
     pool: Arc<KvPool>,
@@ -42,18 +44,40 @@ pub struct PyKvPool {
 impl PyKvPool {
     /// `page_bytes` is a multiple of 8, at least 64. Raises ValueError for the shape, OSError when the kernel refuses.
     #[new]
-    fn new(py: Python<'_>, num_pages: usize, page_bytes: usize) -> PyResult<Self> {
+    #[pyo3(signature = (num_pages, page_bytes, device=None))]
+    fn new(
+        py: Python<'_>,
+        num_pages: usize,
+        page_bytes: usize,
+        device: Option<Py<PyAny>>,
+    ) -> PyResult<Self> {
         let pool = py
-            .detach(|| KvPool::create(num_pages, page_bytes))
+            .detach(|| match device {
+                None => KvPool::create(num_pages, page_bytes),
+                Some(device) => {
+                    KvPool::create_on(num_pages, page_bytes, Arc::new(PyDevicePages(device)))
+                }
+            })
             .map_err(pool_error)?;
         Ok(Self {
             pool: Arc::new(pool),
         })
     }
 
+    /// ValueError for pages on a device.
     #[getter]
-    fn data_ptr(&self) -> usize {
-        self.pool.data_ptr() as usize
+    fn data_ptr(&self) -> PyResult<usize> {
+        if self.on_device() {
+            return Err(PyValueError::new_err(
+                "the pages of this pool are on a device, not in its memory",
+            ));
+        }
+        Ok(self.pool.data_ptr() as usize)
+    }
+
+    #[getter]
+    fn on_device(&self) -> bool {
+        self.pool.device().is_some()
     }
 
     #[getter]
@@ -80,7 +104,7 @@ impl PyKvPool {
             .import("ctypes")?
             .getattr("c_ubyte")?
             .mul(pool.nbytes())?;
-        let array = array_type.call_method1("from_address", (pool.data_ptr() as usize,))?;
+        let array = array_type.call_method1("from_address", (slf.get().data_ptr()?,))?;
         array.setattr("_pool", slf)?;
         py.import("builtins")?
             .getattr("memoryview")?
@@ -181,7 +205,7 @@ fn event_tuple<'py>(py: Python<'py>, event: NodeEvent) -> PyResult<Bound<'py, Py
 /// One rank's end of all KV transfers, on a prefill (P) or a decode (D) node. No call waits for the network, except
 /// `register` and `close`; ends of rooms are heard through `poll`, and `event_fd` is readable while there are any.
 ///
-/// `config_json`: {"role": "prefill"|"decode", "host", "advertise_host"?, "port" (0 = free), "transports": ["shm", "tcp"],
+/// `config_json`: {"role": "prefill"|"decode", "host", "advertise_host"?, "port" (0 = free), "transports": ["shm", "tcp"] (or "cuda_ipc", "gloo", "nccl"),
 /// "cluster_key"?, "layout": {"page_bytes", …}, "dp_rank", "dp_size", "lease_ms", "heartbeat_ms", "copy_threads",
 /// "max_rooms", "park_ttl_ms", "slabs", "slab_bytes", "max_communicators", "comm_open_ms", "comm_op_ms", "comm_abort_ms",
 /// "fault"? (tests only)}. `backend`: makes the communicators of "gloo" or "nccl", when the list has one of them. Raises ValueError for the configuration, OSError if it cannot start.

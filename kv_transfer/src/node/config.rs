@@ -21,6 +21,8 @@ pub enum Role {
 #[serde(rename_all = "snake_case")]
 pub enum Transport {
     Shm,
+    /// As shm, for pages on one GPU.
+    CudaIpc,
     Tcp,
     /// The code path of nccl over CPU memory and sockets.
     Gloo,
@@ -31,6 +33,7 @@ impl Transport {
     pub fn as_str(self) -> &'static str {
         match self {
             Transport::Shm => "shm",
+            Transport::CudaIpc => "cuda_ipc",
             Transport::Tcp => "tcp",
             Transport::Gloo => "gloo",
             Transport::Nccl => "nccl",
@@ -40,6 +43,11 @@ impl Transport {
     /// Pages go through the slabs of a communicator.
     pub fn is_staged(self) -> bool {
         matches!(self, Transport::Gloo | Transport::Nccl)
+    }
+
+    /// Pages are read in the peer's memory.
+    pub fn is_mapped(self) -> bool {
+        matches!(self, Transport::Shm | Transport::CudaIpc)
     }
 }
 
@@ -167,8 +175,23 @@ impl NodeConfig {
         }
         if config.transports.is_empty() {
             return Err(
-                "transfer config: transports is empty; there are \"shm\", \"tcp\", \"gloo\" and \"nccl\"".into(),
+                "transfer config: transports is empty; there are \"shm\", \"cuda_ipc\", \"tcp\", \"gloo\" and \"nccl\"".into(),
             );
+        }
+        let elsewhere = match pool.device() {
+            Some(_) => Transport::Shm,
+            None => Transport::CudaIpc,
+        };
+        if config.transports.contains(&elsewhere) {
+            return Err(format!(
+                "transfer config: {} is no transport of pages {}",
+                elsewhere.as_str(),
+                if pool.device().is_some() {
+                    "on a device"
+                } else {
+                    "in host memory"
+                }
+            ));
         }
         if config.slabs > MAX_SLABS || config.slab_bytes.max(pool.page_bytes()) > MAX_SLAB_BYTES {
             return Err(format!(
@@ -189,6 +212,11 @@ impl NodeConfig {
     /// The staged transport of this node, if it has one.
     pub fn staged(&self) -> Option<Transport> {
         self.transports.iter().copied().find(|t| t.is_staged())
+    }
+
+    /// The transport that reads the peer's memory, if this node has it.
+    pub fn mapped(&self) -> Option<Transport> {
+        self.transports.iter().copied().find(|t| t.is_mapped())
     }
 
     pub fn slab_limits(&self, page_bytes: usize) -> Limits {
@@ -236,6 +264,7 @@ mod tests {
             ),
             (r#""port": 0"#, r#""port": 0, "dp_rank": 1"#, "dp_rank"),
             (r#""port": 0"#, r#""port": 0, "colour": 1"#, "colour"),
+            ("shm", "cuda_ipc", "host memory"),
         ] {
             let err = parse(&good.replace(from, to)).expect_err(says);
             assert!(err.contains(says), "{err}");

@@ -24,12 +24,12 @@ use crate::ledger::{Entry, Side};
 use crate::machine::parked::{Parked, Tombstones};
 use crate::machine::slab::Breaker;
 use crate::machine::{Illegal, Peer};
-use crate::pool::{KvPool, RemotePool};
+use crate::pool::{KvPool, RemotePool, SumKind};
 use crate::protocol::wire::{Identity, LinkError, Opened};
 use crate::protocol::{Channel, Hello, MAX_HEARTBEAT_ROOMS, Msg};
 use crate::transport::PullEnd;
 use crate::transport::comm::{CommBackend, CommReport};
-use crate::transport::copier::{Copier, Done};
+use crate::transport::copier::{Copier, Done, Job};
 use crate::transport::fault::{Fault, Faults};
 use crate::transport::shm;
 use crate::transport::tcp::{DataLink, DataPlane};
@@ -49,9 +49,17 @@ const HTTP_TIMEOUT: Duration = Duration::from_secs(1);
 const REGISTER_AGAIN: Duration = Duration::from_secs(5);
 const FAREWELL: Duration = Duration::from_millis(500);
 
+/// Where processes of this host get at the pool.
+pub struct Local {
+    pub listener: UnixListener,
+    pub token: [u8; shm::TOKEN_BYTES],
+    /// Of pages on a device.
+    pub handle: Vec<u8>,
+}
+
 pub struct Listeners {
     pub control: TcpListener,
-    pub shm: Option<(UnixListener, [u8; shm::TOKEN_BYTES])>,
+    pub local: Option<Local>,
 }
 
 /// What tasks and threads tell the loop. Unbounded, because every sender is: one message per task, or per job of a bounded number.
@@ -91,7 +99,10 @@ pub(super) struct Conn {
     pub key: Option<LinkKey>,
     pub rooms: BTreeSet<(Side, u64)>,
     pub remote: Option<Arc<RemotePool>>,
-    pub shm_works: bool,
+    /// `remote` can be read: by shm, or by cuda_ipc.
+    pub mapped_works: bool,
+    /// How the peer takes its checksums.
+    pub sums: SumKind,
     pub data: Option<DataLink>,
     /// D: the communicator in use with this peer, and when the next may be tried after a failure.
     pub comm: Option<CommKey>,
@@ -233,10 +244,10 @@ impl Core {
             let err = accept_loop(listeners.control, identity, internal.clone()).await;
             let _ = internal.send(Internal::ListenerDead(err.to_string()));
         });
-        if let Some((listener, token)) = listeners.shm {
+        if let Some(local) = listeners.local {
             let (pool, internal) = (self.pool.clone(), self.internal.clone());
             tokio::spawn(async move {
-                let err = shm::serve(listener, pool, token).await;
+                let err = shm::serve(local.listener, pool, local.token, local.handle).await;
                 let _ = internal.send(Internal::ListenerDead(format!("shm: {err}")));
             });
         }
@@ -310,7 +321,8 @@ impl Core {
             Internal::Sized { room, size } => self.sized(room, size),
             Internal::Copied(Done::Hashed { room, sums }) => self.hashed(room, sums),
             Internal::Copied(Done::Pulled(end)) | Internal::Pulled(end) => self.pulled(end),
-            Internal::Copied(Done::Panicked { what, room }) => {
+            Internal::Copied(Done::Closed) => {}
+            Internal::Copied(Done::Broken { what, room }) => {
                 self.shared.sicken(what);
                 if let Some(room) = room {
                     self.abort_prefill(room, Code::TransportBroken);
@@ -375,11 +387,12 @@ impl Core {
         self.next_conn += 1;
         let now = self.now();
         let transport = match (&remote, &key) {
-            (_, Some(_)) if let Some(via) = self.staged_with(&hello) => via.as_str(),
-            (Some(_), _) => "shm",
-            (None, Some(_)) => "tcp",
+            (Some(remote), _) => mapped_by(remote).as_str(),
+            (None, Some(_)) => self.staged_with(&hello).unwrap_or(Transport::Tcp).as_str(),
             (None, None) => "", // the other side chooses
         };
+        // `establish` refused any other kind; of a decode node nothing is ever verified.
+        let sums = SumKind::parse(&hello.sums).unwrap_or(SumKind::Xxh3);
         let view = PeerView {
             addr: hello.addr.clone(),
             incarnation: hello.inc.clone(),
@@ -397,8 +410,9 @@ impl Core {
             addr,
             key,
             rooms: BTreeSet::new(),
-            shm_works: remote.is_some(),
+            mapped_works: remote.is_some(),
             remote,
+            sums,
             data: None,
             comm: None,
             breaker: Breaker::default(),
@@ -589,6 +603,9 @@ impl Core {
         }
         // After the rooms: they end because the peer is gone, not because of its communicator.
         self.comm_peer_gone(peer, &err.why);
+        if let Some(remote) = conn.remote.filter(|remote| remote.device().is_some()) {
+            self.copier.submit(Job::Close(remote));
+        }
     }
 
     fn heartbeat(&mut self, peer: Peer, now: u64) {
@@ -775,6 +792,14 @@ impl Core {
 
     pub fn may_use(&self, transport: Transport) -> bool {
         self.config.transports.contains(&transport)
+    }
+}
+
+/// The transport that reads this pool.
+pub(super) fn mapped_by(remote: &RemotePool) -> Transport {
+    match remote.device() {
+        Some(_) => Transport::CudaIpc,
+        None => Transport::Shm,
     }
 }
 

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
-use super::core::{Core, Internal, Timer};
+use super::core::{Core, Internal, Timer, mapped_by};
 use super::link::{Established, establish, unreachable};
 use super::{NodeEvent, PullStats, Transport};
 use crate::code::Code;
@@ -262,16 +262,13 @@ impl Core {
 
     fn connect(&mut self, key: LinkKey) {
         let client = self.bootstrap_client(key.host.clone(), key.port);
-        let (identity, internal, shm) = (
-            self.identity.clone(),
-            self.internal.clone(),
-            self.may_use(Transport::Shm),
-        );
+        let (identity, internal) = (self.identity.clone(), self.internal.clone());
+        let (mapped, device) = (self.config.mapped(), self.pool.device().cloned());
         tokio::spawn(async move {
             // In a task of its own, so that a panic becomes an answer too.
             let task = tokio::spawn({
                 let key = key.clone();
-                async move { establish(&client, key.dp_rank, &identity, shm).await }
+                async move { establish(&client, key.dp_rank, &identity, mapped, device).await }
             });
             let result = task.await.unwrap_or_else(|err| {
                 Err(LinkError::new(
@@ -296,10 +293,10 @@ impl Core {
             addr,
             opened,
             remote,
-            shm_problem,
+            map_problem,
         } = established;
-        if let Some(why) = shm_problem {
-            tracing::warn!(peer = %opened.peer.addr, %why, "the peer is on this host, but its pool cannot be mapped: using tcp");
+        if let Some(why) = map_problem {
+            tracing::warn!(peer = %opened.peer.addr, %why, "the peer is on this host, but its pool cannot be mapped: going without");
             self.shared.stats.lock().fallbacks += 1;
         }
         let peer = self.add_conn(stream, addr, opened, Some(key.clone()), remote);
@@ -486,7 +483,8 @@ impl Core {
         let readable = self
             .decode
             .get(&room)
-            .is_some_and(|entry| entry.remote.is_some());
+            .and_then(|entry| entry.remote.as_ref())
+            .is_some_and(|remote| remote.device().is_none());
         self.step_decode(
             room,
             Event::PeerGone {
@@ -505,10 +503,9 @@ impl Core {
         };
         entry.first_pull.get_or_insert_with(Instant::now);
         let peer = entry.room.peer().unwrap_or_default();
-        let mapped = entry.remote.is_some();
-        let via = match self.staged_for(peer) {
-            Some(staged) => staged,
-            None => self.unstaged_for(peer, mapped),
+        let via = match self.mapped_for(room, peer) {
+            Some(mapped) => mapped,
+            None => self.staged_for(peer).unwrap_or(Transport::Tcp),
         };
         let job = PullJob {
             room,
@@ -522,14 +519,11 @@ impl Core {
         self.dispatch(job);
     }
 
-    /// The best transport that needs no communicator.
-    fn unstaged_for(&self, peer: Peer, mapped: bool) -> Transport {
-        let shm_works = self.conns.get(&peer).is_none_or(|conn| conn.shm_works);
-        if mapped && shm_works {
-            Transport::Shm
-        } else {
-            Transport::Tcp
-        }
+    /// The transport that reads the peer's memory, if the room has it and it works.
+    fn mapped_for(&self, room: u64, peer: Peer) -> Option<Transport> {
+        let works = self.conns.get(&peer).is_none_or(|conn| conn.mapped_works);
+        let remote = self.decode.get(&room)?.remote.as_ref()?;
+        works.then(|| mapped_by(remote))
     }
 
     /// Hand a pull to its transport, or end it at once if there is none.
@@ -542,7 +536,7 @@ impl Core {
             cancel: job.cancel.clone(),
         };
         let taken = match job.via {
-            Transport::Shm => match self
+            Transport::Shm | Transport::CudaIpc => match self
                 .decode
                 .get(&job.room)
                 .and_then(|entry| entry.remote.clone())
@@ -602,7 +596,7 @@ impl Core {
             return Ok(());
         }
         // No stream yet, or the last one broke.
-        let data = self.data.connect(conn.addr, &conn.peer.inc);
+        let data = self.data.connect(conn.addr, &conn.peer.inc, conn.sums);
         let taken = data.pull(pull);
         conn.data = Some(data);
         if taken {
@@ -667,27 +661,25 @@ impl Core {
         }
     }
 
-    /// The pull's transport stopped working: it goes on by the next one. Without shm the pair stays until its connection is made
-    /// anew, without its communicator as long as the breaker says (`staged`).
+    /// The pull's transport stopped working: it goes on by the next one. A pair goes without the peer's memory until its connection is
+    /// made anew, without its communicator as long as the breaker says (`staged`).
     fn fall_back(&mut self, job: PullJob, why: &str) {
-        if job.via == Transport::Shm
+        if job.via.is_mapped()
             && let Some(conn) = self.conns.get_mut(&job.peer)
-            && conn.shm_works
+            && conn.mapped_works
         {
-            conn.shm_works = false;
-            self.changed_transport(job.peer, Transport::Shm, why);
+            conn.mapped_works = false;
+            self.changed_transport(job.peer, job.via, why);
         }
         if job.cancel.load(Ordering::Relaxed) {
             return self.step_decode(job.room, Event::PullStopped { ticket: job.ticket });
         }
-        let mapped = self
-            .decode
-            .get(&job.room)
-            .is_some_and(|entry| entry.remote.is_some());
-        let via = match job.via {
-            Transport::Shm => Transport::Tcp,
-            _ => self.unstaged_for(job.peer, mapped),
+        let via = if job.via.is_mapped() {
+            self.staged_for(job.peer)
+        } else {
+            self.mapped_for(job.room, job.peer)
         };
+        let via = via.unwrap_or(Transport::Tcp);
         self.dispatch(PullJob { via, ..job });
     }
 
@@ -696,7 +688,15 @@ impl Core {
         let Some(conn) = self.conns.get(&peer) else {
             return;
         };
-        let to = self.unstaged_for(peer, conn.remote.is_some()).as_str();
+        let mapped = conn.remote.as_ref().filter(|_| conn.mapped_works);
+        let staged = self
+            .staged_with(&conn.peer)
+            .filter(|_| !from.is_staged() && conn.breaker.allows(self.now()));
+        let to = mapped
+            .map(|remote| mapped_by(remote))
+            .or(staged)
+            .unwrap_or(Transport::Tcp)
+            .as_str();
         tracing::warn!(peer = %conn.peer.addr, from = from.as_str(), to, %why, "a transport broke");
         self.shared.stats.lock().fallbacks += 1;
         if let Some(view) = self.shared.gauges.lock().peers.get_mut(&peer) {

@@ -9,10 +9,12 @@ use tokio::net::TcpStream;
 use tokio::sync::mpsc;
 use tokio::task::AbortHandle;
 
+use super::Transport;
 use crate::bootstrap::{Client, HttpError};
 use crate::code::Code;
 use crate::machine::Peer;
-use crate::pool::RemotePool;
+use crate::pool::device::DevicePages;
+use crate::pool::{RemotePool, SumKind};
 use crate::protocol::wire::{Identity, LinkError, Opened, read_frame};
 use crate::protocol::{Channel, Hello, Msg, Opener, Sealer};
 use crate::transport::shm;
@@ -31,8 +33,8 @@ pub struct Established {
     pub opened: Opened,
     /// The rank's pool, if it is on this host.
     pub remote: Option<Arc<RemotePool>>,
-    /// Why there is none although both sides know shm.
-    pub shm_problem: Option<String>,
+    /// Why there is none although both sides are on this host and know the transport.
+    pub map_problem: Option<String>,
 }
 
 /// Resolve, connect, say HELLO, and map the peer's pool if it is on this host. Every step is bounded to about a second.
@@ -40,7 +42,8 @@ pub async fn establish(
     bootstrap: &Client,
     dp_rank: u32,
     identity: &Identity,
-    use_shm: bool,
+    mapped: Option<Transport>,
+    device: Option<Arc<dyn DevicePages>>,
 ) -> Result<Established, LinkError> {
     let route = bootstrap
         .route(dp_rank)
@@ -79,13 +82,20 @@ pub async fn establish(
         .ask(&mut stream, Channel::Control, Some(&route.instance_id))
         .await?;
     let peer = &opened.peer;
+    if SumKind::parse(&peer.sums).is_none() {
+        let why = format!(
+            "the prefill rank takes {:?} checksums, which this node does not know: update it",
+            peer.sums
+        );
+        return Err(LinkError::new(Code::LayoutMismatch, why));
+    }
     let same_host = !peer.boot_id.is_empty() && peer.boot_id == identity.hello.boot_id;
-    let (remote, shm_problem) = if use_shm
+    let (remote, map_problem) = if let Some(via) = mapped
         && same_host
-        && peer.transports.iter().any(|t| t == "shm")
+        && peer.transports.iter().any(|t| t == via.as_str())
         && peer.page_bytes == identity.hello.page_bytes
     {
-        match map_peer(peer).await {
+        match map_peer(peer, device).await {
             Ok(remote) => (Some(Arc::new(remote)), None),
             Err(why) => (None, Some(why)),
         }
@@ -97,7 +107,7 @@ pub async fn establish(
         addr,
         opened,
         remote,
-        shm_problem,
+        map_problem,
     })
 }
 
@@ -110,11 +120,16 @@ pub fn unreachable(err: &HttpError) -> LinkError {
     LinkError::new(code, err.to_string())
 }
 
-async fn map_peer(peer: &Hello) -> Result<RemotePool, String> {
+async fn map_peer(
+    peer: &Hello,
+    device: Option<Arc<dyn DevicePages>>,
+) -> Result<RemotePool, String> {
     let (name, token) = (peer.shm_socket.clone(), peer.shm_token.clone());
     let (num_pages, page_bytes) = (peer.num_pages as usize, peer.page_bytes as usize);
-    let mapped =
-        tokio::task::spawn_blocking(move || shm::fetch(&name, &token, num_pages, page_bytes)).await;
+    let mapped = tokio::task::spawn_blocking(move || {
+        shm::fetch(&name, &token, num_pages, page_bytes, device.as_deref())
+    })
+    .await;
     mapped
         .map_err(|err| err.to_string())?
         .map_err(|err| err.to_string())

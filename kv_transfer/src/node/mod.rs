@@ -2,7 +2,7 @@
 //!
 //! Threads
 //! 1. `kv-control`: all control connections, HTTP, timers and both sides' state machines (`core`). Never copies a page, never blocks.
-//! 2. `kv-copy-i`: checksums and shm pulls. 3. `kv-data`: tcp data streams. 4. `kv-comm`: one per communicator of a staged transport.
+//! 2. `kv-copy-i`: checksums, and pulls by shm and cuda_ipc. 3. `kv-data`: tcp data streams. 4. `kv-comm`: one per communicator of a staged transport.
 //!
 //! The engine's thread talks to it through a bounded channel and hears of ends through a queue with an eventfd; it is never made
 //! to wait (except in `register` and `close`). A panic in any thread marks the node unhealthy; a panic of the control thread ends every
@@ -210,23 +210,18 @@ impl TransferNode {
             .port();
         let incarnation = uuid();
         let shm_socket = format!("baton-kv-{incarnation}");
-        let shm_listener = if config.transports.contains(&Transport::Shm) {
-            shm::listen(&shm_socket).map(Some)
-        } else {
-            Ok(None)
-        };
-        let shm_listener = shm_listener.unwrap_or_else(|err| {
-            tracing::warn!(%err, "no abstract unix sockets here: KV pages of this node do not travel by shm");
-            config.transports.retain(|t| *t != Transport::Shm);
+        let shm_token: [u8; shm::TOKEN_BYTES] = rand::random();
+        let local = share(&pool, &config, &shm_socket, shm_token).unwrap_or_else(|why| {
+            tracing::warn!(%why, "KV pages of this node do not travel by the memory of its host");
+            config.transports.retain(|t| !t.is_mapped());
             None
         });
         if config.transports.is_empty() {
             return Err(start(
-                "shm, the only transport allowed",
-                std::io::Error::other("no abstract unix sockets here"),
+                "the only transport allowed",
+                std::io::Error::other("it does not work here, see the log"),
             ));
         }
-        let shm_token: [u8; shm::TOKEN_BYTES] = rand::random();
         let identity = Arc::new(Identity {
             cluster_key: config.cluster_key.clone(),
             hello: Hello {
@@ -245,6 +240,7 @@ impl TransferNode {
                 layout_hash: config.layout_hash(),
                 num_pages: pool.num_pages() as u64,
                 page_bytes: pool.page_bytes() as u64,
+                sums: pool.sum_kind().as_str().to_owned(),
                 shm_socket,
                 shm_token: shm_token.to_vec(),
             },
@@ -273,7 +269,7 @@ impl TransferNode {
         .map_err(|err| start("threads", err))?;
         let listeners = core::Listeners {
             control: listener,
-            shm: shm_listener.map(|l| (l, shm_token)),
+            local,
         };
         let thread = std::thread::Builder::new()
             .name("kv-control".into())
@@ -508,6 +504,29 @@ impl Drop for TransferNode {
     fn drop(&mut self) {
         self.close();
     }
+}
+
+/// What this host's processes need to get at the pool. None: the configuration does not ask for it.
+fn share(
+    pool: &KvPool,
+    config: &NodeConfig,
+    socket: &str,
+    token: [u8; shm::TOKEN_BYTES],
+) -> Result<Option<core::Local>, String> {
+    if config.mapped().is_none() {
+        return Ok(None);
+    }
+    let handle = match pool.device() {
+        None => Vec::new(),
+        Some(device) => device.handle().map_err(|err| err.to_string())?,
+    };
+    let listener =
+        shm::listen(socket).map_err(|err| format!("no abstract unix sockets here: {err}"))?;
+    Ok(Some(core::Local {
+        listener,
+        token,
+        handle,
+    }))
 }
 
 fn check_size(what: &'static str, bytes: usize, limit: usize) -> Result<(), NodeError> {

@@ -16,6 +16,7 @@ use crate::machine::slab::{
     End, Limits, Outcome, Phase, Sink, SinkAction, SinkEvent, Source, SourceAction, SourceEvent,
     Ticket,
 };
+use crate::pool::SumKind;
 use crate::protocol::{Hello, MAX_SLAB_BYTES, Msg};
 use crate::transport::comm::{
     Claim, CommBackend, CommContext, CommGuard, CommJob, CommReport, CommThread, CommTimeouts,
@@ -158,13 +159,13 @@ impl Drop for Staged {
 }
 
 impl Core {
-    /// The staged transport, if this peer has it too.
+    /// The staged transport, if this peer has it too. Slabs on a device cannot be verified by the checksums of host memory, so that
+    /// nccl is for two pools on a device, or for none.
     pub fn staged_with(&self, peer: &Hello) -> Option<Transport> {
-        let via = self.staged.as_ref()?.via;
-        peer.transports
-            .iter()
-            .any(|t| t == via.as_str())
-            .then_some(via)
+        let staged = self.staged.as_ref()?;
+        let fits = !staged.backend.works_on_device()
+            || SumKind::parse(&peer.sums) == Some(self.pool.sum_kind());
+        (fits && peer.transports.iter().any(|t| t == staged.via.as_str())).then_some(staged.via)
     }
 
     // ---- D ----
@@ -213,6 +214,10 @@ impl Core {
     }
 
     fn start_comm(&mut self, key: CommKey, half: Half, limits: Limits) -> std::io::Result<()> {
+        let sums = self
+            .conns
+            .get(&key.0)
+            .map_or(SumKind::Xxh3, |conn| conn.sums);
         let Some(staged) = &mut self.staged else {
             return Err(std::io::Error::other("no staged transport"));
         };
@@ -227,6 +232,7 @@ impl Core {
                 open: Duration::from_millis(limits.open_ms),
                 op: Duration::from_millis(limits.op_ms),
             },
+            sums,
         };
         // Reports after the loop's end are dropped: nobody is left to tell.
         let report = Arc::new(move |report| drop(internal.send(Internal::Comm(key, report))));

@@ -82,7 +82,7 @@ pub struct Stats {
     pub illegal: u64,
 }
 
-pub const TRANSPORTS: [&str; 5] = ["shm", "tcp", "gloo", "nccl", "none"];
+pub const TRANSPORTS: [&str; 6] = ["shm", "cuda_ipc", "tcp", "gloo", "nccl", "none"];
 pub const COMM_ENDS: [&str; 3] = ["closed", "failed", "abandoned"];
 
 impl Default for Stats {

@@ -60,11 +60,13 @@ impl Mapping {
         // SAFETY: advice on our own mapping; DONTFORK only affects children, which must not inherit a writable pool.
         unsafe {
             let _ = madvise(self.base.cast::<c_void>(), self.len, Advice::LinuxDontFork);
-            let _ = madvise(
-                self.ptr(data_off).cast::<c_void>(),
-                self.len - data_off,
-                Advice::LinuxHugepage,
-            );
+            if data_off < self.len {
+                let _ = madvise(
+                    self.ptr(data_off).cast::<c_void>(),
+                    self.len - data_off,
+                    Advice::LinuxHugepage,
+                );
+            }
         }
     }
 

@@ -9,26 +9,30 @@
 //! 4. A peer on the same host receives the fd, maps it read-only (`RemotePool`) and copies pages between two looks at
 //!    the generation (a seqlock across processes).
 //!
-//! File layout: header (4 KiB) | generation table (8 bytes per page) | data, aligned to 2 MiB.
+//! File layout: header (4 KiB) | generation table (8 bytes per page) | data, aligned to 2 MiB. The pages of a pool on a device are
+//! elsewhere (`device`): its file ends with the generation table.
 //!
 //! Invariants: the mapping is writable only in the process that created it (not in its forks: MADV_DONTFORK); the file never
 //! shrinks, so a reader cannot be hit by SIGBUS; generations only grow.
 
+pub mod device;
 mod map;
 mod remote;
 mod sums;
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering, fence};
 
 use rustix::fs::{
     MemfdFlags, SealFlags, fcntl_add_seals, fcntl_get_seals, ftruncate, memfd_create,
 };
 
+use device::DevicePages;
 pub use map::Mapping;
-pub use remote::RemotePool;
-pub use sums::SumCache;
+pub use remote::{RemoteData, RemotePool};
+pub use sums::{SumCache, SumKind, weighted};
 
 pub(crate) const MAGIC: u64 = u64::from_le_bytes(*b"BATONKV1");
 pub(crate) const HEADER_BYTES: usize = 4096;
@@ -72,10 +76,12 @@ pub(crate) struct PoolShape {
     pub page_bytes: usize,
     pub data_off: usize,
     pub file_bytes: usize,
+    /// The data part is not in the file.
+    pub on_device: bool,
 }
 
 impl PoolShape {
-    pub fn new(num_pages: usize, page_bytes: usize) -> Result<Self, PoolError> {
+    pub fn new(num_pages: usize, page_bytes: usize, on_device: bool) -> Result<Self, PoolError> {
         if num_pages == 0
             || num_pages > i32::MAX as usize
             || page_bytes < 64
@@ -91,7 +97,7 @@ impl PoolShape {
             page_bytes,
         };
         let data_off = (HEADER_BYTES + num_pages * 8).next_multiple_of(DATA_ALIGN);
-        let file_bytes = num_pages
+        let whole_bytes = num_pages
             .checked_mul(page_bytes)
             .and_then(|data| data.checked_add(data_off))
             .filter(|&bytes| bytes <= isize::MAX as usize)
@@ -100,16 +106,18 @@ impl PoolShape {
             num_pages,
             page_bytes,
             data_off,
-            file_bytes,
+            file_bytes: if on_device { data_off } else { whole_bytes },
+            on_device,
         })
     }
 
-    fn header(&self) -> [u64; 4] {
+    fn header(&self) -> [u64; 5] {
         [
             MAGIC,
             self.num_pages as u64,
             self.page_bytes as u64,
             self.data_off as u64,
+            self.on_device.into(),
         ]
     }
 }
@@ -120,12 +128,30 @@ pub struct KvPool {
     map: Mapping,
     fd: OwnedFd,
     sums: SumCache,
+    device: Option<Arc<dyn DevicePages>>,
 }
 
 impl KvPool {
     /// Create, map and seal. The memory is zero and is taken from the system page by page when first touched.
     pub fn create(num_pages: usize, page_bytes: usize) -> Result<Self, PoolError> {
-        let shape = PoolShape::new(num_pages, page_bytes)?;
+        Self::new(num_pages, page_bytes, None)
+    }
+
+    /// The same for pages that `device` has.
+    pub fn create_on(
+        num_pages: usize,
+        page_bytes: usize,
+        device: Arc<dyn DevicePages>,
+    ) -> Result<Self, PoolError> {
+        Self::new(num_pages, page_bytes, Some(device))
+    }
+
+    fn new(
+        num_pages: usize,
+        page_bytes: usize,
+        device: Option<Arc<dyn DevicePages>>,
+    ) -> Result<Self, PoolError> {
+        let shape = PoolShape::new(num_pages, page_bytes, device.is_some())?;
         let fd = new_memfd().map_err(|source| PoolError::Create {
             what: "memfd_create",
             bytes: shape.file_bytes,
@@ -151,6 +177,7 @@ impl KvPool {
             map,
             fd,
             sums: SumCache::new(num_pages),
+            device,
         })
     }
 
@@ -167,13 +194,28 @@ impl KvPool {
         self.shape.num_pages * self.shape.page_bytes
     }
 
-    /// Start of the data part; valid as long as the pool lives.
+    /// Who has the pages' content, if it is not this process's memory.
+    pub fn device(&self) -> Option<&Arc<dyn DevicePages>> {
+        self.device.as_ref()
+    }
+
+    /// How this pool's checksums are taken.
+    pub fn sum_kind(&self) -> SumKind {
+        match self.device {
+            Some(_) => SumKind::Weighted,
+            None => SumKind::Xxh3,
+        }
+    }
+
+    /// Start of the data part of a pool in host memory; valid as long as the pool lives.
     pub fn data_ptr(&self) -> *mut u8 {
+        assert!(!self.shape.on_device, "callers look for a device first");
         self.map.ptr(self.shape.data_off)
     }
 
-    /// Start of one page. The id is checked; what may be done with the bytes is the caller's business.
+    /// Start of one page of a pool in host memory. The id is checked; what may be done with the bytes is the caller's business.
     pub(crate) fn page_ptr(&self, page: u32) -> *mut u8 {
+        assert!(!self.shape.on_device, "callers look for a device first");
         let page = page as usize;
         assert!(
             page < self.shape.num_pages,
@@ -253,7 +295,12 @@ impl std::fmt::Debug for KvPool {
             f,
             "KvPool({} pages of {} bytes)",
             self.shape.num_pages, self.shape.page_bytes
-        )
+        )?;
+        f.write_str(if self.shape.on_device {
+            " on a device"
+        } else {
+            ""
+        })
     }
 }
 
@@ -350,12 +397,24 @@ mod tests {
         // SAFETY: page 3 is inside the pool and nobody else touches it in this test.
         unsafe { std::ptr::write_bytes(pool.page_ptr(3), 7, 4096) };
         pool.seal(&[3]);
-        let remote = RemotePool::map(pool.fd().try_clone_to_owned().unwrap(), 4, 4096).unwrap();
+        let remote = RemotePool::map(
+            pool.fd().try_clone_to_owned().unwrap(),
+            4,
+            4096,
+            RemoteData::Mapped,
+        )
+        .unwrap();
         assert_eq!(remote.generation(3), 2);
         // SAFETY: as above.
         assert_eq!(unsafe { remote.page_ptr(3).add(4095).read() }, 7);
         assert!(
-            RemotePool::map(pool.fd().try_clone_to_owned().unwrap(), 5, 4096).is_err(),
+            RemotePool::map(
+                pool.fd().try_clone_to_owned().unwrap(),
+                5,
+                4096,
+                RemoteData::Mapped
+            )
+            .is_err(),
             "another shape is refused"
         );
     }
@@ -364,7 +423,7 @@ mod tests {
     fn a_reader_refuses_a_file_that_could_shrink() {
         let fd = memfd_create("unsealed", MemfdFlags::CLOEXEC).unwrap();
         ftruncate(&fd, 64 << 20).unwrap();
-        let err = RemotePool::map(fd, 4, 4096).unwrap_err();
+        let err = RemotePool::map(fd, 4, 4096, RemoteData::Mapped).unwrap_err();
         assert!(err.to_string().contains("seal"), "{err}");
     }
 }

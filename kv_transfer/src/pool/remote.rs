@@ -1,16 +1,27 @@
 //! A peer's pool, mapped read-only from the fd it sent us.
 
 use std::os::fd::OwnedFd;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering, fence};
 
 use rustix::fs::{fcntl_get_seals, fstat};
 
+use super::device::PeerPages;
 use super::{HEADER_BYTES, Mapping, PoolError, PoolShape, REQUIRED_SEALS};
 
-/// Read-only view of another process's pool. It outlives the peer: after the owner's death the bytes stay as they are.
+/// Where the content of a peer's pages is.
+pub enum RemoteData {
+    /// In the mapping. It outlives the peer: after the owner's death the bytes stay as they are.
+    Mapped,
+    /// On a device. What becomes of it after the owner's death is the driver's business: it is not read any more then.
+    Device(Arc<dyn PeerPages>),
+}
+
+/// Read-only view of another process's pool: its generations, and its pages.
 pub struct RemotePool {
     shape: PoolShape,
     map: Mapping,
+    data: RemoteData,
     populated: Vec<AtomicU64>, // one bit per page whose page-table entries we already asked for
 }
 
@@ -18,9 +29,15 @@ impl RemotePool {
     /// Map `fd` as a pool of exactly this shape.
     ///
     /// Refuses a file whose seals would let its owner shrink it (we would die of SIGBUS) or let us write it.
-    pub fn map(fd: OwnedFd, num_pages: usize, page_bytes: usize) -> Result<Self, PoolError> {
+    pub fn map(
+        fd: OwnedFd,
+        num_pages: usize,
+        page_bytes: usize,
+        data: RemoteData,
+    ) -> Result<Self, PoolError> {
         let foreign = |what: String| PoolError::Foreign(what);
-        let shape = PoolShape::new(num_pages, page_bytes)?;
+        let on_device = matches!(data, RemoteData::Device(_));
+        let shape = PoolShape::new(num_pages, page_bytes, on_device)?;
         let seals = fcntl_get_seals(&fd)
             .map_err(|err| foreign(format!("it is no sealable memfd: {err}")))?;
         if !seals.contains(REQUIRED_SEALS) {
@@ -37,7 +54,7 @@ impl RemotePool {
         }
         let map =
             Mapping::read_only(&fd, shape.file_bytes).map_err(|err| foreign(err.to_string()))?;
-        let header: Vec<u64> = (0..4)
+        let header: Vec<u64> = (0..5)
             .map(|i| map.word(i * 8).load(Ordering::Relaxed))
             .collect();
         if header != shape.header() {
@@ -52,6 +69,7 @@ impl RemotePool {
         Ok(Self {
             shape,
             map,
+            data,
             populated,
         })
     }
@@ -62,6 +80,14 @@ impl RemotePool {
 
     pub fn page_bytes(&self) -> usize {
         self.shape.page_bytes
+    }
+
+    /// The peer's pages, if they are on a device.
+    pub fn device(&self) -> Option<&Arc<dyn PeerPages>> {
+        match &self.data {
+            RemoteData::Mapped => None,
+            RemoteData::Device(pages) => Some(pages),
+        }
     }
 
     /// First look, before the copy. Pairs with the owner's release in `seal`.
@@ -80,6 +106,7 @@ impl RemotePool {
     }
 
     pub(crate) fn page_ptr(&self, page: u32) -> *const u8 {
+        assert!(!self.shape.on_device, "callers look for a device first");
         assert!(
             (page as usize) < self.shape.num_pages,
             "announced page ids are checked when PROGRESS arrives"
@@ -108,5 +135,15 @@ impl std::fmt::Debug for RemotePool {
             "RemotePool({} pages of {} bytes)",
             self.shape.num_pages, self.shape.page_bytes
         )
+    }
+}
+
+impl Drop for RemotePool {
+    fn drop(&mut self) {
+        if let RemoteData::Device(pages) = &self.data
+            && let Err(err) = pages.close()
+        {
+            tracing::error!(%err, "a peer's pages on the device cannot be closed");
+        }
     }
 }

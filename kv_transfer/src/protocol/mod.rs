@@ -68,6 +68,9 @@ pub struct Hello {
     pub layout_hash: String,
     pub num_pages: u64,
     pub page_bytes: u64,
+    /// How this node's checksums are taken (`pool::SumKind`); empty: xxh3.
+    #[serde(default)]
+    pub sums: String,
     /// Abstract unix socket that hands out the pool's fd to whoever knows the token.
     pub shm_socket: String,
     #[serde(with = "serde_bytes")]

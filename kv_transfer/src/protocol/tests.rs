@@ -17,6 +17,7 @@ pub(super) fn hello(nonce: &[u8]) -> Msg {
         layout_hash: "l".into(),
         num_pages: 4,
         page_bytes: 4096,
+        sums: "xxh3".into(),
         shm_socket: "s".into(),
         shm_token: vec![1; 16],
     })

@@ -1,7 +1,8 @@
 //! The staged transports: what a two-rank communicator must offer, and the thread that drives one.
 //!
 //! A `Communicator` knows slabs and nothing of pages. Its thread gathers pages into a slab before a send, and scatters a received
-//! slab to the granted pages, taking their checksums. The order of operations comes from `machine::slab`; every operation blocks,
+//! slab to the granted pages, taking their checksums. Slabs are host memory, or on the device of the pool for a communicator that works
+//! there. The order of operations comes from `machine::slab`; every operation blocks,
 //! hence a thread per communicator, and an abort runs on another one, which may be given up together with the first.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -14,13 +15,14 @@ use std::time::Duration;
 
 use parking_lot::Mutex;
 
-use super::copier::{check_sum, flip_and_rehash, panic_text};
+use super::copier::{check_sum, check_sums_on, flip_and_rehash, land_on, panic_text};
 use super::fault::Faults;
 use super::{PullError, copy};
 use crate::code::Code;
 use crate::machine::decode::PullPage;
 use crate::machine::slab::Ticket;
-use crate::pool::KvPool;
+use crate::pool::device::{DeviceError, DevicePages, DeviceSlabs};
+use crate::pool::{KvPool, SumKind};
 
 /// Alignment of slabs: what the copy kernels and pinned memory like.
 const SLAB_ALIGN: usize = 4096;
@@ -28,6 +30,12 @@ const SLAB_ALIGN: usize = 4096;
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{0}")]
 pub struct CommError(pub String);
+
+impl From<DeviceError> for CommError {
+    fn from(DeviceError(why): DeviceError) -> Self {
+        Self(why)
+    }
+}
 
 /// P is rank 0 and sends, D is rank 1 and receives.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -56,6 +64,8 @@ pub struct CommTimeouts {
 pub trait CommBackend: Send + Sync {
     /// As in the list of transports: "gloo", "nccl".
     fn name(&self) -> &'static str;
+    /// Its communicators send from a device; a pool that is on one stages there.
+    fn works_on_device(&self) -> bool;
     /// P: what both ranks need to find each other; travels over the control connection.
     fn unique_id(&self) -> Result<Vec<u8>, CommError>;
     /// Both: wait for the other rank, at most `timeouts.open`.
@@ -63,7 +73,7 @@ pub trait CommBackend: Send + Sync {
         &self,
         unique_id: &[u8],
         rank: CommRank,
-        slabs: &Arc<SlabRing>,
+        slabs: &Slabs,
         timeouts: CommTimeouts,
     ) -> Result<Arc<dyn Communicator>, CommError>;
 }
@@ -79,11 +89,19 @@ pub trait Communicator: Send + Sync {
 }
 
 /// The staging memory of one communicator. It is given up with it, should its abort hang.
+pub enum Slabs {
+    Host(Arc<SlabRing>),
+    Device(Arc<dyn DeviceSlabs>),
+}
+
+/// Slabs in host memory.
 pub struct SlabRing {
     base: NonNull<u8>,
     layout: std::alloc::Layout,
     slab_bytes: usize,
     slabs: usize,
+    /// Copies to and from this device's pages go through it.
+    pinned_for: Option<Arc<dyn DevicePages>>,
 }
 
 // SAFETY: plain memory; which thread may touch which slab when is the order of operations of the communicator's thread.
@@ -113,7 +131,20 @@ impl SlabRing {
             layout,
             slab_bytes,
             slabs,
+            pinned_for: None,
         })
+    }
+
+    /// Have the device take the ring for quick copies.
+    fn pin(&mut self, device: &Arc<dyn DevicePages>) -> Result<(), DeviceError> {
+        device.pin(self.bytes())?;
+        self.pinned_for = Some(device.clone());
+        Ok(())
+    }
+
+    fn bytes(&mut self) -> &mut [u8] {
+        // SAFETY: the allocation, which nobody else refers to: there is one owner yet, or none any more.
+        unsafe { std::slice::from_raw_parts_mut(self.base.as_ptr(), self.layout.size()) }
     }
 
     pub fn slabs(&self) -> usize {
@@ -137,6 +168,12 @@ impl SlabRing {
 
 impl Drop for SlabRing {
     fn drop(&mut self) {
+        if let Some(device) = self.pinned_for.take()
+            && let Err(err) = device.unpin(self.bytes())
+        {
+            tracing::error!(%err, "slabs cannot be unpinned: they are kept");
+            return;
+        }
         // SAFETY: allocated with this layout; nobody refers to the ring any more.
         unsafe { std::alloc::dealloc(self.base.as_ptr(), self.layout) };
     }
@@ -218,6 +255,8 @@ pub struct CommContext {
     pub slabs: usize,
     pub slab_bytes: usize,
     pub timeouts: CommTimeouts,
+    /// How the peer takes its checksums.
+    pub sums: SumKind,
 }
 
 type Report = Arc<dyn Fn(CommReport) + Send + Sync>;
@@ -254,7 +293,7 @@ impl CommThread {
             context,
             guard: guard.clone(),
             report: report.clone(),
-            ring: None,
+            slabs: None,
         };
         let thread = std::thread::Builder::new()
             .name("kv-comm".into())
@@ -313,7 +352,7 @@ struct Worker {
     context: CommContext,
     guard: Arc<CommGuard>,
     report: Report,
-    ring: Option<Arc<SlabRing>>,
+    slabs: Option<Slabs>,
 }
 
 impl Worker {
@@ -358,20 +397,36 @@ impl Worker {
     }
 
     fn open(&mut self, id: &[u8], rank: CommRank) -> Result<(), CommError> {
-        let ring = Arc::new(SlabRing::new(self.context.slabs, self.context.slab_bytes)?);
+        let slabs = self.make_slabs()?;
         let open = self
             .context
             .backend
-            .open(id, rank, &ring, self.context.timeouts)?;
-        self.ring = Some(ring);
+            .open(id, rank, &slabs, self.context.timeouts)?;
+        self.slabs = Some(slabs);
         *self.guard.open.lock() = Some(open);
         (self.report)(CommReport::Opened);
         Ok(())
     }
 
-    fn opened(&self) -> Result<(Arc<dyn Communicator>, &SlabRing), CommError> {
+    fn make_slabs(&self) -> Result<Slabs, CommError> {
+        let (slabs, bytes) = (self.context.slabs, self.context.slab_bytes);
+        match self.context.pool.device() {
+            Some(device) if self.context.backend.works_on_device() => {
+                Ok(Slabs::Device(device.slabs(slabs, bytes)?))
+            }
+            device => {
+                let mut ring = SlabRing::new(slabs, bytes)?;
+                if let Some(device) = device {
+                    ring.pin(device)?;
+                }
+                Ok(Slabs::Host(Arc::new(ring)))
+            }
+        }
+    }
+
+    fn opened(&self) -> Result<(Arc<dyn Communicator>, &Slabs), CommError> {
         let open = self.guard.open.lock().clone();
-        open.zip(self.ring.as_deref()).ok_or_else(|| {
+        open.zip(self.slabs.as_ref()).ok_or_else(|| {
             CommError("internal: an operation before the communicator is open".into())
         })
     }
@@ -387,22 +442,15 @@ impl Worker {
     }
 
     fn send(&self, ticket: Ticket, slab: usize, pages: &[(u32, u64)]) -> Result<(), CommError> {
-        let (open, ring) = self.opened()?;
-        let (pool, faults) = (&self.context.pool, &self.context.faults);
-        let page_bytes = pool.page_bytes();
+        let (open, slabs) = self.opened()?;
+        let faults = &self.context.faults;
         if let Some(ms) = faults.page_delay_ms() {
             std::thread::sleep(Duration::from_millis(ms)); // a test's slow link
         }
         let mut stale = self.stale(pages);
         if stale.is_none() {
-            for (i, &(page, _)) in pages.iter().enumerate() {
-                // SAFETY: `stale` checked the page ids; the slab holds this many pages (`CommContext`) and is this thread's until it
-                // is sent. The scheduler may write the page meanwhile: the second look at the generation finds out.
-                unsafe {
-                    let to = ring.ptr(slab).add(i * page_bytes);
-                    std::ptr::copy_nonoverlapping(pool.page_ptr(page), to, page_bytes);
-                }
-            }
+            let ids: Vec<u32> = pages.iter().map(|&(page, _)| page).collect();
+            self.gather(&ids, slabs, slab)?;
             if let Some(ms) = faults.copied_delay_ms() {
                 std::thread::sleep(Duration::from_millis(ms)); // time for a test's new owner
             }
@@ -414,8 +462,32 @@ impl Worker {
             return Ok(());
         }
         (self.report)(CommReport::Gathered { ticket });
-        open.send(slab, pages.len() * page_bytes)?;
+        open.send(slab, pages.len() * self.context.pool.page_bytes())?;
         (self.report)(CommReport::Sent { ticket });
+        Ok(())
+    }
+
+    /// `stale` checked the page ids. The scheduler may write the pages meanwhile: the second look at the generations finds out.
+    fn gather(&self, pages: &[u32], slabs: &Slabs, slab: usize) -> Result<(), CommError> {
+        let pool = &self.context.pool;
+        let page_bytes = pool.page_bytes();
+        let ring = match slabs {
+            Slabs::Device(slabs) => return Ok(slabs.gather(pages, slab)?),
+            Slabs::Host(ring) => ring,
+        };
+        if let Some(device) = pool.device() {
+            // SAFETY: the slab holds this many pages (`CommContext`) and is this thread's until it is sent.
+            let to =
+                unsafe { std::slice::from_raw_parts_mut(ring.ptr(slab), pages.len() * page_bytes) };
+            return Ok(device.gather(pages, to)?);
+        }
+        for (i, &page) in pages.iter().enumerate() {
+            // SAFETY: as above.
+            unsafe {
+                let to = ring.ptr(slab).add(i * page_bytes);
+                std::ptr::copy_nonoverlapping(pool.page_ptr(page), to, page_bytes);
+            }
+        }
         Ok(())
     }
 
@@ -427,7 +499,7 @@ impl Worker {
         pages: &[PullPage],
         claim: &Claim,
     ) -> Result<(), CommError> {
-        let (open, ring) = self.opened()?;
+        let (open, slabs) = self.opened()?;
         open.recv(slab, count * self.context.pool.page_bytes())?;
         if self.context.faults.transport_broken() {
             return Err(CommError("fault injection".into()));
@@ -439,28 +511,53 @@ impl Worker {
             } else if !claim.begin() {
                 Ok(())
             } else {
-                self.scatter(ring.ptr(slab), pages)
+                match self.scatter(slabs, slab, pages) {
+                    Ok(()) => Ok(()),
+                    Err(PullError::Failed(code, why)) => Err((code, why)),
+                    Err(PullError::Broken(why)) => return Err(CommError(why)),
+                    Err(PullError::Cancelled) => Ok(()),
+                }
             }
         };
         (self.report)(CommReport::Received { ticket, verdict });
         Ok(())
     }
 
-    fn scatter(&self, slab: *const u8, pages: &[PullPage]) -> Result<(), (Code, String)> {
-        let pool = &self.context.pool;
+    fn scatter(&self, slabs: &Slabs, slab: usize, pages: &[PullPage]) -> Result<(), PullError> {
+        let (pool, faults, kind) = (&self.context.pool, &self.context.faults, self.context.sums);
         let page_bytes = pool.page_bytes();
+        let ring = match (slabs, pool.device()) {
+            (Slabs::Device(slabs), Some(device)) => {
+                let dst: Vec<u32> = pages.iter().map(|page| page.dst).collect();
+                slabs
+                    .scatter(slab, &dst)
+                    .map_err(|err| PullError::Broken(err.to_string()))?;
+                return check_sums_on(device.as_ref(), pages);
+            }
+            (Slabs::Host(ring), Some(device)) => {
+                // SAFETY: the slab holds this many pages (`CommContext`), was just received and is this thread's.
+                let from = unsafe {
+                    std::slice::from_raw_parts_mut(ring.ptr(slab), pages.len() * page_bytes)
+                };
+                return land_on(device.as_ref(), from, pages, kind, faults);
+            }
+            (Slabs::Host(ring), None) => ring,
+            (Slabs::Device(_), None) => {
+                return Err(PullError::Broken("slabs on a device, pages on none".into()));
+            }
+        };
         for (i, page) in pages.iter().enumerate() {
             let dst = pool.page_ptr(page.dst);
             // SAFETY: the slab was just received and is this thread's; dst is a page of our pool that the engine granted to this
             // pull, which does not end while the claim is ours.
-            let mut sum = unsafe { copy::copy_hash(dst, slab.add(i * page_bytes), page_bytes) };
-            if self.context.faults.flip_page() {
+            let mut sum = unsafe {
+                copy::copy_hash_by(kind, dst, ring.ptr(slab).add(i * page_bytes), page_bytes)
+            };
+            if faults.flip_page() {
                 // SAFETY: the same page, still ours alone.
-                sum = unsafe { flip_and_rehash(dst, page_bytes) };
+                sum = unsafe { flip_and_rehash(kind, dst, page_bytes) };
             }
-            if let Err(PullError::Failed(code, why)) = check_sum(page.src, sum) {
-                return Err((code, why));
-            }
+            check_sum(page.src, sum)?;
         }
         Ok(())
     }

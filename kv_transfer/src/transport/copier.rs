@@ -1,4 +1,4 @@
-//! The copy threads: checksums of published pages, and shm pulls.
+//! The copy threads: checksums of published pages, and the pulls of shm and cuda_ipc.
 //!
 //! Jobs run in order of arrival on `copy_threads` threads, which sleep on a condition variable when there is none. The queue is
 //! bounded by its feeders: a room has at most one hash job and `pulls_in_flight` pulls at a time.
@@ -14,7 +14,9 @@ use parking_lot::{Condvar, Mutex};
 use super::fault::Faults;
 use super::{Pull, PullEnd, PullError, copy};
 use crate::code::Code;
-use crate::pool::{KvPool, RemotePool};
+use crate::machine::decode::PullPage;
+use crate::pool::device::{DeviceError, DevicePages, PeerPages};
+use crate::pool::{KvPool, RemotePool, SumKind};
 use crate::protocol::Sealed;
 
 pub enum Job {
@@ -27,6 +29,8 @@ pub enum Job {
         pull: Pull,
         from: Arc<RemotePool>,
     },
+    /// The peer is gone: let go of its pages on the device, behind the copies that were under way.
+    Close(Arc<RemotePool>),
 }
 
 pub enum Done {
@@ -35,12 +39,16 @@ pub enum Done {
         sums: Vec<(u32, Sealed)>,
     },
     Pulled(PullEnd),
-    /// A job panicked; the thread goes on, but the node is not healthy. A room whose checksums are lost must end.
-    Panicked {
+    Closed,
+    /// A job panicked, or the device failed; the thread goes on, but the node is not healthy. A room whose checksums are lost must end.
+    Broken {
         what: String,
         room: Option<u64>,
     },
 }
+
+/// Bytes of one copy between devices; in between a pull can be stopped.
+const DEVICE_COPY_BYTES: usize = 4 << 20;
 
 type Report = Arc<dyn Fn(Done) + Send + Sync>;
 
@@ -134,6 +142,7 @@ impl Worker {
             let (room, pull) = match &job {
                 Job::Hash { room, .. } => (Some(*room), None),
                 Job::Pull { pull, .. } => (None, Some(pull.id)),
+                Job::Close(_) => (None, None),
             };
             match catch_unwind(AssertUnwindSafe(|| self.work(job))) {
                 Ok(done) => (self.report)(done),
@@ -150,7 +159,7 @@ impl Worker {
                             result,
                         }));
                     }
-                    (self.report)(Done::Panicked { what, room });
+                    (self.report)(Done::Broken { what, room });
                 }
             }
         }
@@ -158,41 +167,78 @@ impl Worker {
 
     fn work(&self, job: Job) -> Done {
         match job {
-            Job::Hash { room, pages } => Done::Hashed {
-                room,
-                sums: pages
-                    .iter()
-                    .map(|&(index, page, generation)| (index, self.seal(page, generation)))
-                    .collect(),
+            Job::Hash { room, pages } => match self.seal(&pages) {
+                Ok(sums) => Done::Hashed { room, sums },
+                Err(err) => Done::Broken {
+                    what: format!("no checksums of {} pages: {err}", pages.len()),
+                    room: Some(room),
+                },
             },
             Job::Pull { pull, from } => {
                 let mut bytes = 0;
-                let result = self.pull(&pull, &from, &mut bytes);
+                let result = match (self.pool.device(), from.device()) {
+                    (Some(own), Some(theirs)) => {
+                        self.pull_on_device(&pull, &from, own.as_ref(), theirs.as_ref(), &mut bytes)
+                    }
+                    _ => self.pull(&pull, &from, &mut bytes),
+                };
                 Done::Pulled(PullEnd {
                     id: pull.id,
                     bytes,
                     result,
                 })
             }
+            Job::Close(pool) => {
+                if let Some(pages) = pool.device()
+                    && let Err(err) = pages.close()
+                {
+                    tracing::error!(%err, "the pages of a peer that is gone cannot be closed");
+                }
+                Done::Closed
+            }
         }
     }
 
-    /// The page's checksum under this generation. If the page was re-owned meanwhile, the checksum is of no use, and neither is the
+    /// The pages' checksums under these generations. If a page was re-owned meanwhile, its checksum is of no use, and neither is the
     /// generation: whoever pulls it finds it stale.
-    fn seal(&self, page: u32, generation: u64) -> Sealed {
-        let sum = self.pool.sums().get(page, generation).unwrap_or_else(|| {
-            // SAFETY: page ids are checked when published; the range is inside our mapping, which `self.pool` keeps alive.
-            let sum = unsafe { copy::hash(self.pool.page_ptr(page), self.pool.page_bytes()) };
-            if self.pool.generation(page) == generation {
-                self.pool.sums().put(page, generation, sum);
-            }
-            sum
-        });
-        Sealed {
-            page,
-            generation,
-            sum,
+    fn seal(&self, pages: &[(u32, u32, u64)]) -> Result<Vec<(u32, Sealed)>, DeviceError> {
+        let known: Vec<Option<u64>> = pages
+            .iter()
+            .map(|&(_, page, generation)| self.pool.sums().get(page, generation))
+            .collect();
+        let missing: Vec<u32> = pages
+            .iter()
+            .zip(&known)
+            .filter(|(_, known)| known.is_none())
+            .map(|(&(_, page, _), _)| page)
+            .collect();
+        let mut taken = match self.pool.device() {
+            Some(device) if !missing.is_empty() => sums_of(device.as_ref(), &missing)?,
+            Some(_) => Vec::new(),
+            None => missing.iter().map(|&page| self.hash(page)).collect(),
         }
+        .into_iter();
+        let sealed = pages
+            .iter()
+            .zip(known)
+            .map(|(&(index, page, generation), known)| {
+                let sum = known.or_else(|| taken.next()).unwrap_or_default();
+                if known.is_none() && self.pool.generation(page) == generation {
+                    self.pool.sums().put(page, generation, sum);
+                }
+                let sealed = Sealed {
+                    page,
+                    generation,
+                    sum,
+                };
+                (index, sealed)
+            });
+        Ok(sealed.collect())
+    }
+
+    fn hash(&self, page: u32) -> u64 {
+        // SAFETY: page ids are checked when published; the range is inside our mapping, which `self.pool` keeps alive.
+        unsafe { copy::hash(self.pool.page_ptr(page), self.pool.page_bytes()) }
     }
 
     fn pull(&self, pull: &Pull, from: &RemotePool, bytes: &mut u64) -> Result<(), PullError> {
@@ -221,7 +267,9 @@ impl Worker {
             };
             if self.faults.flip_page() {
                 // SAFETY: the same page, still ours alone.
-                sum = unsafe { flip_and_rehash(self.pool.page_ptr(page.dst), page_bytes) };
+                sum = unsafe {
+                    flip_and_rehash(SumKind::Xxh3, self.pool.page_ptr(page.dst), page_bytes)
+                };
             }
             if let Some(ms) = self.faults.copied_delay_ms() {
                 std::thread::sleep(std::time::Duration::from_millis(ms)); // time for a test's new owner
@@ -234,16 +282,119 @@ impl Worker {
     }
 }
 
+impl Worker {
+    /// By cuda_ipc: a few kernels read the peer's pages and write ours.
+    fn pull_on_device(
+        &self,
+        pull: &Pull,
+        from: &RemotePool,
+        own: &dyn DevicePages,
+        theirs: &dyn PeerPages,
+        bytes: &mut u64,
+    ) -> Result<(), PullError> {
+        let page_bytes = self.pool.page_bytes();
+        let broken = |err: DeviceError| PullError::Broken(err.to_string());
+        for part in pull.pages.chunks((DEVICE_COPY_BYTES / page_bytes).max(1)) {
+            if pull.cancel.load(Ordering::Relaxed) {
+                return Err(PullError::Cancelled);
+            }
+            if self.faults.transport_broken() {
+                return Err(PullError::Broken("fault injection".into()));
+            }
+            for page in part {
+                if let Some(ms) = self.faults.page_delay_ms() {
+                    std::thread::sleep(std::time::Duration::from_millis(ms)); // a test's slow link
+                }
+                check_generation(page.src, from.generation(page.src.page))?;
+            }
+            let src: Vec<u32> = part.iter().map(|page| page.src.page).collect();
+            let dst: Vec<u32> = part.iter().map(|page| page.dst).collect();
+            // The peer may rewrite src meanwhile; the second look at the generations finds out. dst are pages that the engine granted to
+            // this room and that nobody else uses until this pull has ended.
+            theirs.copy(&src, &dst).map_err(broken)?;
+            if self.faults.flip_page() {
+                flip_on(own, dst[0], page_bytes).map_err(broken)?;
+            }
+            if let Some(ms) = self.faults.copied_delay_ms() {
+                std::thread::sleep(std::time::Duration::from_millis(ms)); // time for a test's new owner
+            }
+            for page in part {
+                check_generation(page.src, from.generation_after(page.src.page))?;
+            }
+            check_sums_on(own, part)?;
+            *bytes += (part.len() * page_bytes) as u64;
+        }
+        Ok(())
+    }
+}
+
+/// One checksum per page, or an error.
+fn sums_of(device: &dyn DevicePages, pages: &[u32]) -> Result<Vec<u64>, DeviceError> {
+    let sums = device.sums(pages)?;
+    if sums.len() == pages.len() {
+        return Ok(sums);
+    }
+    let why = format!("{} checksums of {} pages", sums.len(), pages.len());
+    Err(DeviceError(why))
+}
+
+/// Compare the pages as they are on our device now with what was announced.
+pub(super) fn check_sums_on(device: &dyn DevicePages, pages: &[PullPage]) -> Result<(), PullError> {
+    let dst: Vec<u32> = pages.iter().map(|page| page.dst).collect();
+    let sums = sums_of(device, &dst).map_err(|err| PullError::Broken(err.to_string()))?;
+    pages
+        .iter()
+        .zip(sums)
+        .try_for_each(|(page, sum)| check_sum(page.src, sum))
+}
+
+/// Pages that arrived in host memory go to our device. They are verified there, if the device can take the announcer's checksum, else
+/// before they leave host memory.
+pub(super) fn land_on(
+    device: &dyn DevicePages,
+    from: &mut [u8],
+    pages: &[PullPage],
+    kind: SumKind,
+    faults: &Faults,
+) -> Result<(), PullError> {
+    let page_bytes = from.len() / pages.len().max(1);
+    let broken = |err: DeviceError| PullError::Broken(err.to_string());
+    if faults.flip_page() {
+        from[page_bytes / 2] ^= 4; // a test's broken link
+    }
+    if kind == SumKind::Xxh3 {
+        for (page, bytes) in pages.iter().zip(from.chunks(page_bytes)) {
+            // SAFETY: a slice is readable.
+            let sum = unsafe { copy::hash_by(kind, bytes.as_ptr(), bytes.len()) };
+            check_sum(page.src, sum)?;
+        }
+    }
+    let dst: Vec<u32> = pages.iter().map(|page| page.dst).collect();
+    device.scatter(from, &dst).map_err(broken)?;
+    if kind == SumKind::Weighted {
+        check_sums_on(device, pages)?;
+    }
+    Ok(())
+}
+
+/// Test only: as `flip_and_rehash`, on a device.
+fn flip_on(device: &dyn DevicePages, page: u32, page_bytes: usize) -> Result<(), DeviceError> {
+    let mut content = vec![0; page_bytes];
+    device.gather(&[page], &mut content)?;
+    content[page_bytes / 2] ^= 4;
+    device.scatter(&mut content, &[page])
+}
+
 /// Test only: damage a page that was just copied, as a broken link would have.
 ///
 /// # Safety
 /// `page` is writable for `len` bytes and nobody else uses it.
-pub(super) unsafe fn flip_and_rehash(page: *mut u8, len: usize) -> u64 {
+pub(super) unsafe fn flip_and_rehash(kind: SumKind, page: *mut u8, len: usize) -> u64 {
     // SAFETY: the caller's promise.
     unsafe {
         let at = page.add(len / 2);
         at.write(at.read() ^ 4);
-        copy::hash(page, len)
+        copy::hash_by(kind, page, len)
     }
 }
 

@@ -11,6 +11,8 @@ use std::sync::OnceLock;
 
 use xxhash_rust::xxh3::xxh3_64;
 
+use crate::pool::{SumKind, weighted};
+
 /// XXH3's default secret.
 static SECRET: [u8; 192] = [
     0xb8, 0xfe, 0x6c, 0x39, 0x23, 0xa4, 0x4b, 0xbe, 0x7c, 0x01, 0x81, 0x2c, 0xf7, 0x21, 0xad, 0x1c,
@@ -88,6 +90,37 @@ pub unsafe fn hash(src: *const u8, len: usize) -> u64 {
 pub unsafe fn copy_hash(dst: *mut u8, src: *const u8, len: usize) -> u64 {
     // SAFETY: the caller's promise.
     unsafe { copy_hash_with(kernel(), dst, src, len) }
+}
+
+/// As `hash`, by the announcer's kind of checksum.
+///
+/// # Safety
+/// As `hash`.
+pub unsafe fn hash_by(kind: SumKind, src: *const u8, len: usize) -> u64 {
+    // SAFETY: the caller's promise.
+    unsafe {
+        match kind {
+            SumKind::Xxh3 => hash(src, len),
+            SumKind::Weighted => weighted(std::slice::from_raw_parts(src, len)),
+        }
+    }
+}
+
+/// As `copy_hash`, by the announcer's kind of checksum.
+///
+/// # Safety
+/// As `copy_hash`.
+pub unsafe fn copy_hash_by(kind: SumKind, dst: *mut u8, src: *const u8, len: usize) -> u64 {
+    // SAFETY: the caller's promise. The sum is taken of our copy, which nobody else writes.
+    unsafe {
+        match kind {
+            SumKind::Xxh3 => copy_hash(dst, src, len),
+            SumKind::Weighted => {
+                std::ptr::copy_nonoverlapping(src, dst, len);
+                weighted(std::slice::from_raw_parts(dst, len))
+            }
+        }
+    }
 }
 
 unsafe fn hash_with(kernel: Kernel, src: *const u8, len: usize) -> u64 {

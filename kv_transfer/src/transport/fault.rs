@@ -1,7 +1,7 @@
 //! Faults on purpose, for tests: `{"rules": [{"on": "PROGRESS", "nth": 1, "do": "drop"}]}` in the node's configuration.
 //!
 //! `on` is a message name (of messages this node sends, control connection only), `*` for any of them, or `PAGE`: for pages this node pulls
-//! (a delay: of each page by shm, and of each answer to a READ on the sending node), or `COPIED`: the moment between the copy
+//! (a delay: of each page by shm and cuda_ipc, and of each answer to a READ on the sending node), or `COPIED`: the moment between the copy
 //! and the second look at the generation.
 //! `nth` counts from 1; the rule fires for the nth match and, with `"repeat": true`, for every later one.
 
@@ -22,7 +22,7 @@ pub enum Fault {
     Flip,
     /// The connection is cut instead.
     Kill,
-    /// (PAGE) The transport stops working (shm, gloo, nccl).
+    /// (PAGE) The transport stops working (all but tcp).
     Break,
 }
 

@@ -1,8 +1,8 @@
 //! Moving page bytes into our own pool. Everything that touches raw page memory is here and in `crate::pool`.
 //!
 //! Life of a pull: the node gives a `Pull` (pages with generation and checksum, and where they go) to a transport; the transport
-//! answers with exactly one `PullEnd`, after which it writes none of the pages again. `shm` copies on the copier's threads from
-//! the peer's mapped pool; `tcp` reads from a data stream on the data thread.
+//! answers with exactly one `PullEnd`, after which it writes none of the pages again. `shm` and `cuda_ipc` copy on the copier's threads
+//! from the peer's pool; `tcp` reads from a data stream on the data thread.
 
 pub mod comm;
 pub mod copier;
@@ -23,7 +23,7 @@ pub struct Pull {
     /// Unique in this node; names the pull in `PullEnd` and in cancellation.
     pub id: u64,
     pub pages: Vec<PullPage>,
-    /// Set by the node to stop a shm pull at the next page. (tcp pulls are stopped by a command.)
+    /// Set by the node to stop a pull of the copier's at the next page. (tcp pulls are stopped by a command.)
     pub cancel: Arc<AtomicBool>,
 }
 

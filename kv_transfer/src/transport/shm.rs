@@ -1,7 +1,8 @@
 //! Handing a pool to a peer on the same host: its fd, over an abstract unix socket, to whoever is the same user and knows the token
-//! that HELLO carried over the control connection. The kernel's seals keep the receiver from writing.
+//! that HELLO carried over the control connection. The kernel's seals keep the receiver from writing. Behind the fd comes the handle
+//! of the pages, if they are on a device (which nobody seals: we only ever read through it).
 
-use std::io::{self, IoSlice, IoSliceMut};
+use std::io::{self, IoSlice, IoSliceMut, Read};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::linux::net::SocketAddrExt;
@@ -17,14 +18,17 @@ use rustix::net::{
     SendAncillaryBuffer, SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketType, connect,
     recvmsg, sendmsg, socket, sockopt,
 };
-use tokio::io::AsyncReadExt;
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{UnixListener, UnixStream};
 
-use crate::pool::{KvPool, RemotePool};
+use crate::pool::device::DevicePages;
+use crate::pool::{KvPool, RemoteData, RemotePool};
 
 pub const TOKEN_BYTES: usize = 16;
 /// Longest wait for a peer on the same host, in each step.
 const STEP: Duration = Duration::from_secs(1);
+/// Longest handle of pages on a device.
+const MAX_HANDLE_BYTES: usize = 4096;
 
 /// Identity of the running kernel: equal only on one host (and shared by its containers).
 pub fn boot_id() -> String {
@@ -40,11 +44,12 @@ pub fn listen(name: &str) -> io::Result<StdUnixListener> {
     Ok(listener)
 }
 
-/// Serve fds until the listener fails. Every exchange is bounded in time; a stranger gets nothing.
+/// Serve fds until the listener fails. Every exchange is bounded in time; a stranger gets nothing. `handle`: of the pages on a device.
 pub async fn serve(
     listener: StdUnixListener,
     pool: Arc<KvPool>,
     token: [u8; TOKEN_BYTES],
+    handle: Vec<u8>,
 ) -> io::Error {
     let listener = match UnixListener::from_std(listener) {
         Ok(listener) => listener,
@@ -54,14 +59,15 @@ pub async fn serve(
         Ok(fd) => fd,
         Err(err) => return err,
     });
+    let handle: Arc<[u8]> = handle.into();
     loop {
         let stream = match listener.accept().await {
             Ok((stream, _)) => stream,
             Err(err) => return err,
         };
-        let fd = fd.clone();
+        let (fd, handle) = (fd.clone(), handle.clone());
         tokio::spawn(async move {
-            match tokio::time::timeout(STEP, hand_over(stream, &fd, &token)).await {
+            match tokio::time::timeout(STEP, hand_over(stream, &fd, &token, &handle)).await {
                 Ok(Ok(())) => {}
                 Ok(Err(err)) => {
                     tracing::warn!(%err, "a peer asked for the KV pool and was refused")
@@ -86,6 +92,7 @@ async fn hand_over(
     mut stream: UnixStream,
     fd: &OwnedFd,
     token: &[u8; TOKEN_BYTES],
+    handle: &[u8],
 ) -> io::Result<()> {
     let peer = stream.peer_cred()?;
     if peer.uid() != rustix::process::geteuid().as_raw() {
@@ -105,7 +112,8 @@ async fn hand_over(
     stream.writable().await?;
     stream.try_io(tokio::io::Interest::WRITABLE, || {
         send_fd(stream.as_fd(), fd.as_fd())
-    })
+    })?;
+    stream.write_all(handle).await
 }
 
 /// Takes the same time wherever the difference is.
@@ -129,12 +137,14 @@ fn send_fd(socket: BorrowedFd<'_>, fd: BorrowedFd<'_>) -> io::Result<()> {
     Ok(())
 }
 
-/// Fetch and map a peer's pool. Blocks for at most a few `STEP`s: call it off the control thread.
+/// Fetch and map a peer's pool; `device` opens its pages, if they are on one. Blocks for at most a few `STEP`s, and as long as the device
+/// takes: call it off the control thread.
 pub fn fetch(
     name: &str,
     token: &[u8],
     num_pages: usize,
     page_bytes: usize,
+    device: Option<&dyn DevicePages>,
 ) -> io::Result<RemotePool> {
     let socket = socket(AddressFamily::UNIX, SocketType::STREAM, None)?;
     sockopt::set_socket_timeout(&socket, sockopt::Timeout::Send, Some(STEP))?;
@@ -146,7 +156,17 @@ pub fn fetch(
     let mut stream = StdUnixStream::from(socket);
     io::Write::write_all(&mut stream, token)?;
     let fd = receive_fd(stream.as_fd())?;
-    RemotePool::map(fd, num_pages, page_bytes).map_err(io::Error::other)
+    let mut handle = Vec::new();
+    stream
+        .take(MAX_HANDLE_BYTES as u64)
+        .read_to_end(&mut handle)?;
+    let data = match device {
+        None => RemoteData::Mapped,
+        Some(device) => {
+            RemoteData::Device(device.open(&handle, num_pages).map_err(io::Error::other)?)
+        }
+    };
+    RemotePool::map(fd, num_pages, page_bytes, data).map_err(io::Error::other)
 }
 
 fn receive_fd(socket: BorrowedFd<'_>) -> io::Result<OwnedFd> {

@@ -5,6 +5,9 @@
 //! heartbeat. D keeps at most `WINDOW_BYTES` requested and unanswered per stream; nothing else is buffered here.
 //!
 //! A pull ends exactly once. After a cancel D reads the rest of the answer into a scratch buffer: the granted pages are not touched again.
+//!
+//! Pages on a device go through a buffer, an answer at a time, on each side that has them there. The data thread waits for the device
+//! meanwhile: tcp is the last resort of such a pool, and slow with it.
 
 use std::collections::{HashMap, VecDeque};
 use std::io;
@@ -20,12 +23,12 @@ use tokio::net::TcpStream;
 use tokio::sync::mpsc;
 use tokio::time::Instant;
 
-use super::copier::{check_sum, flip_and_rehash, panic_text};
+use super::copier::{check_sum, flip_and_rehash, land_on, panic_text};
 use super::fault::Faults;
 use super::{Pull, PullEnd, PullError, copy};
 use crate::code::Code;
 use crate::machine::decode::PullPage;
-use crate::pool::KvPool;
+use crate::pool::{KvPool, SumKind};
 use crate::protocol::wire::{Identity, LinkError, Opened, read_frame};
 use crate::protocol::{Channel, HEADER_BYTES, MAX_READ_PAGES, Msg, Opener, Sealer, frame_len};
 
@@ -49,7 +52,12 @@ pub type Report = Arc<dyn Fn(PullEnd) + Send + Sync>;
 
 enum Command {
     Serve(std::net::TcpStream, Box<Opened>),
-    Connect(SocketAddr, String, mpsc::UnboundedReceiver<ClientCommand>),
+    Connect(
+        SocketAddr,
+        String,
+        SumKind,
+        mpsc::UnboundedReceiver<ClientCommand>,
+    ),
 }
 
 enum ClientCommand {
@@ -124,9 +132,9 @@ impl DataPlane {
     }
 
     /// Open a data stream to a peer; pulls may be given to it at once.
-    pub fn connect(&self, addr: SocketAddr, inc: &str) -> DataLink {
+    pub fn connect(&self, addr: SocketAddr, inc: &str, sums: SumKind) -> DataLink {
         let (commands, inbox) = mpsc::unbounded_channel();
-        self.send(Command::Connect(addr, inc.to_owned(), inbox));
+        self.send(Command::Connect(addr, inc.to_owned(), sums, inbox));
         DataLink(commands)
     }
 
@@ -155,7 +163,7 @@ async fn run(context: Context, mut inbox: mpsc::UnboundedReceiver<Command>) {
                     tracing::warn!("{MAX_SERVED} data streams are open: another one is refused");
                 }
                 Some(Command::Serve(stream, opened)) => { tasks.spawn(serve(context.clone(), stream, *opened)); }
-                Some(Command::Connect(addr, inc, inbox)) => { tasks.spawn(client(context.clone(), addr, inc, inbox)); }
+                Some(Command::Connect(addr, inc, sums, inbox)) => { tasks.spawn(client(context.clone(), addr, inc, sums, inbox)); }
                 None => return, // the node is closing: dropping the tasks ends all streams
             },
             Some(ended) = tasks.join_next() => if let Err(err) = ended && err.is_panic() {
@@ -252,8 +260,21 @@ async fn answer(
         pages: ids.len() as u32,
         page_bytes: pool.page_bytes() as u64,
     });
+    let staged = match pool.device() {
+        None => None,
+        Some(device) => {
+            let mut bytes = vec![0; ids.len() * pool.page_bytes()];
+            device
+                .gather(ids, &mut bytes)
+                .map_err(|err| LinkError::new(Code::TransportBroken, err.to_string()))?;
+            Some(bytes)
+        }
+    };
     write_all(stream, &head).await.map_err(io)?;
-    write_pages(stream, pool, ids).await.map_err(io)?;
+    match staged {
+        None => write_pages(stream, pool, ids).await.map_err(io)?,
+        Some(bytes) => write_all(stream, &bytes).await.map_err(io)?,
+    }
     if let Some(ms) = context.faults.copied_delay_ms() {
         tokio::time::sleep(Duration::from_millis(ms)).await; // time for a test's new owner
     }
@@ -329,10 +350,12 @@ async fn client(
     context: Context,
     addr: SocketAddr,
     inc: String,
+    sums: SumKind,
     mut inbox: mpsc::UnboundedReceiver<ClientCommand>,
 ) {
     let mut client = Client {
         context,
+        sums,
         jobs: HashMap::new(),
         todo: VecDeque::new(),
         waiting: VecDeque::new(),
@@ -408,6 +431,8 @@ struct Chunk {
     ticket: u64,
     pages: Vec<PullPage>,
     sums: Vec<u64>,
+    /// The answer's bytes, on their way to pages on a device.
+    staged: Vec<u8>,
 }
 
 /// Where we are in the answer to the oldest READ.
@@ -433,6 +458,8 @@ struct Client {
     waiting_bytes: usize,
     next_ticket: u64,
     out: Vec<u8>,
+    /// How the peer takes its checksums.
+    sums: SumKind,
 }
 
 impl Client {
@@ -495,6 +522,7 @@ impl Client {
                 ticket: 0,
                 pages: pages.to_vec(),
                 sums: Vec::new(),
+                staged: Vec::new(),
             });
         }
     }
@@ -568,8 +596,13 @@ impl Client {
     }
 
     /// The next bytes of the oldest chunk: into its pages, or into the scratch buffer if its pull is over.
-    fn read_pages(&self, stream: &TcpStream, done: usize, scratch: &mut [u8]) -> io::Result<usize> {
-        let Some(chunk) = self.waiting.front() else {
+    fn read_pages(
+        &mut self,
+        stream: &TcpStream,
+        done: usize,
+        scratch: &mut [u8],
+    ) -> io::Result<usize> {
+        let Some(chunk) = self.waiting.front_mut() else {
             return Err(io::Error::other("pages without a question"));
         };
         let page_bytes = self.context.pool.page_bytes();
@@ -577,6 +610,10 @@ impl Client {
             let left = chunk.pages.len() * page_bytes - done;
             let n = left.min(scratch.len());
             return stream.try_read(&mut scratch[..n]);
+        }
+        if self.context.pool.device().is_some() {
+            chunk.staged.resize(chunk.pages.len() * page_bytes, 0);
+            return stream.try_read(&mut chunk.staged[done..]);
         }
         // A page at a time, so that its checksum is taken while it is in the cache.
         let (page, offset) = (chunk.pages[done / page_bytes], done % page_bytes);
@@ -631,6 +668,10 @@ impl Client {
         let Some(chunk) = self.waiting.front_mut() else {
             return true;
         };
+        let is_done = after == chunk.pages.len() * page_bytes;
+        if self.context.pool.device().is_some() {
+            return is_done;
+        }
         if self.jobs.contains_key(&chunk.job) && before / page_bytes != after / page_bytes {
             let dst = self
                 .context
@@ -639,14 +680,14 @@ impl Client {
             // SAFETY: the page is granted to this pull, which has not ended; this thread alone uses it.
             let sum = unsafe {
                 if self.context.faults.flip_page() {
-                    flip_and_rehash(dst, page_bytes)
+                    flip_and_rehash(self.sums, dst, page_bytes)
                 } else {
-                    copy::hash(dst, page_bytes)
+                    copy::hash_by(self.sums, dst, page_bytes)
                 }
             };
             chunk.sums.push(sum);
         }
-        after == chunk.pages.len() * page_bytes
+        is_done
     }
 
     /// A frame that belongs to the oldest question.
@@ -683,11 +724,7 @@ impl Client {
                 ticket,
                 stale: None,
             } if ticket == chunk.ticket => {
-                let checked = chunk
-                    .pages
-                    .iter()
-                    .zip(&chunk.sums)
-                    .try_for_each(|(page, &sum)| check_sum(page.src, sum));
+                let checked = self.check_oldest();
                 self.answered(checked);
                 Ok(Reading::head())
             }
@@ -695,6 +732,31 @@ impl Client {
                 "{} does not answer the oldest question",
                 other.name()
             ))),
+        }
+    }
+
+    /// The oldest question's pages are here: are they what was announced? Those of a device go there now, unless their pull is over.
+    fn check_oldest(&mut self) -> Result<(), PullError> {
+        let Some(chunk) = self.waiting.front_mut() else {
+            return Ok(());
+        };
+        if !self.jobs.contains_key(&chunk.job) {
+            return Ok(());
+        }
+        let context = &self.context;
+        match context.pool.device() {
+            Some(device) => land_on(
+                device.as_ref(),
+                &mut chunk.staged,
+                &chunk.pages,
+                self.sums,
+                &context.faults,
+            ),
+            None => chunk
+                .pages
+                .iter()
+                .zip(&chunk.sums)
+                .try_for_each(|(page, &sum)| check_sum(page.src, sum)),
         }
     }
 

@@ -2,11 +2,13 @@
 #![allow(dead_code, reason = "each test binary uses its part")]
 #![allow(clippy::unwrap_used, reason = "a test may stop at the first surprise")]
 
+pub mod device;
 pub mod pipes;
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use device::Memory;
 use kv_transfer::transport::comm::CommBackend;
 use kv_transfer::{BootstrapServer, KvPool, NodeEvent, TransferNode};
 use pipes::Pipes;
@@ -23,7 +25,9 @@ pub const HASH: &[u8] = b"prompt";
 pub struct Rank {
     pub node: TransferNode,
     pub pool: Arc<KvPool>,
-    /// Makes its communicators, when it has the gloo transport.
+    /// Has the pages, if the pool is on a device.
+    pub memory: Option<Arc<Memory>>,
+    /// Makes its communicators, when it has a staged transport.
     pub pipes: Arc<Pipes>,
     heard: std::cell::RefCell<Vec<NodeEvent>>,
 }
@@ -42,18 +46,31 @@ pub fn config(role: &str, extra: &Value) -> Value {
 
 impl Rank {
     pub fn start(role: &str, extra: &Value) -> Self {
-        let pool = Arc::new(KvPool::create(POOL_PAGES, PAGE).unwrap());
+        Self::start_with(role, extra, None)
+    }
+
+    pub fn start_on_device(role: &str, extra: &Value) -> Self {
+        Self::start_with(role, extra, Some(Memory::new(POOL_PAGES, PAGE)))
+    }
+
+    fn start_with(role: &str, extra: &Value, memory: Option<Arc<Memory>>) -> Self {
+        let pool = match &memory {
+            None => KvPool::create(POOL_PAGES, PAGE),
+            Some(memory) => KvPool::create_on(POOL_PAGES, PAGE, memory.clone()),
+        };
+        let pool = Arc::new(pool.unwrap());
         let config = config(role, extra);
-        let pipes = Arc::<Pipes>::default();
-        let is_staged = config["transports"]
-            .as_array()
-            .unwrap()
-            .contains(&json!("gloo"));
-        let backend = is_staged.then(|| pipes.clone() as Arc<dyn CommBackend>);
+        let staged = ["gloo", "nccl"].into_iter().find(|name| {
+            let transports = config["transports"].as_array().unwrap();
+            transports.contains(&json!(name))
+        });
+        let pipes = Arc::new(Pipes::named(staged.unwrap_or("gloo")));
+        let backend = staged.map(|_| pipes.clone() as Arc<dyn CommBackend>);
         let node = TransferNode::start_with(pool.clone(), &config.to_string(), backend).unwrap();
         Self {
             node,
             pool,
+            memory,
             pipes,
             heard: std::cell::RefCell::default(),
         }
@@ -155,6 +172,10 @@ impl Rank {
     pub fn write(&self, pages: &[u32], seed: u64) {
         self.pool.begin_write(pages);
         for (i, &page) in pages.iter().enumerate() {
+            if let Some(memory) = &self.memory {
+                memory.write(page, &bytes(seed, i));
+                continue;
+            }
             let at = self.pool.data_ptr().wrapping_add(page as usize * PAGE);
             for (word, offset) in (0..PAGE / 8).map(|w| (w, w * 8)) {
                 // SAFETY: inside the pool; the test's thread owns these pages now.
@@ -166,6 +187,9 @@ impl Rank {
     /// Whether `pages` hold what `write` put into pages first.. with this seed.
     pub fn holds(&self, pages: &[u32], seed: u64, first: usize) -> bool {
         pages.iter().enumerate().all(|(i, &page)| {
+            if let Some(memory) = &self.memory {
+                return memory.read(page) == bytes(seed, first + i);
+            }
             let at = self.pool.data_ptr().wrapping_add(page as usize * PAGE);
             // SAFETY: inside the pool; the room that wrote them is over.
             (0..PAGE / 8).all(|word| unsafe { at.add(word * 8).cast::<u64>().read() } == content(seed, first + i, word))
@@ -193,6 +217,12 @@ impl Rank {
             .finish(room, total as u32, 3, room.to_le_bytes().to_vec())
             .unwrap();
     }
+}
+
+fn bytes(seed: u64, page: usize) -> Vec<u8> {
+    (0..PAGE / 8)
+        .flat_map(|word| content(seed, page, word).to_le_bytes())
+        .collect()
 }
 
 fn content(seed: u64, page: usize, word: usize) -> u64 {
@@ -232,16 +262,15 @@ impl Pair {
     }
 
     pub fn with(p: &Value, d: &Value) -> Self {
+        Self::of(Rank::start("prefill", p), Rank::start("decode", d))
+    }
+
+    pub fn of(p: Rank, d: Rank) -> Self {
         let server = BootstrapServer::start("127.0.0.1", 0, None).unwrap();
-        let p = Rank::start("prefill", p);
         p.node
             .register("127.0.0.1", server.port(), PATIENCE)
             .unwrap();
-        Self {
-            server,
-            p,
-            d: Rank::start("decode", d),
-        }
+        Self { server, p, d }
     }
 
     pub fn open(&self, room: u64) {

@@ -7,9 +7,12 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use kv_transfer::transport::comm::{
-    CommBackend, CommError, CommRank, CommTimeouts, Communicator, SlabRing,
+    CommBackend, CommError, CommRank, CommTimeouts, Communicator, SlabRing, Slabs,
 };
 use parking_lot::{Condvar, Mutex};
+
+use super::device;
+use kv_transfer::pool::device::DeviceSlabs;
 
 static PIPES: Mutex<Option<HashMap<Vec<u8>, Arc<Pipe>>>> = Mutex::new(None);
 
@@ -47,13 +50,28 @@ impl Pipe {
 }
 
 /// One side's maker of communicators.
-#[derive(Default)]
 pub struct Pipes {
+    name: &'static str,
     stuck: Arc<(Mutex<bool>, Condvar)>,
     pub opened: Arc<AtomicUsize>,
 }
 
+impl Default for Pipes {
+    fn default() -> Self {
+        Self::named("gloo")
+    }
+}
+
 impl Pipes {
+    /// "nccl" works on the device.
+    pub fn named(name: &'static str) -> Self {
+        Self {
+            name,
+            stuck: Arc::default(),
+            opened: Arc::default(),
+        }
+    }
+
     /// From now on receives and aborts of this side do not return, until told otherwise.
     pub fn stick(&self, stuck: bool) {
         *self.stuck.0.lock() = stuck;
@@ -63,7 +81,11 @@ impl Pipes {
 
 impl CommBackend for Pipes {
     fn name(&self) -> &'static str {
-        "gloo"
+        self.name
+    }
+
+    fn works_on_device(&self) -> bool {
+        self.name == "nccl"
     }
 
     fn unique_id(&self) -> Result<Vec<u8>, CommError> {
@@ -80,7 +102,7 @@ impl CommBackend for Pipes {
         &self,
         id: &[u8],
         rank: CommRank,
-        slabs: &Arc<SlabRing>,
+        slabs: &Slabs,
         timeouts: CommTimeouts,
     ) -> Result<Arc<dyn Communicator>, CommError> {
         let known = PIPES.lock().get_or_insert_default().get(id).cloned();
@@ -91,17 +113,49 @@ impl CommBackend for Pipes {
         Ok(Arc::new(End {
             pipe,
             me: rank.number() as usize,
-            slabs: slabs.clone(),
+            slabs: match slabs {
+                Slabs::Host(ring) => Staging::Host(ring.clone()),
+                Slabs::Device(slabs) => Staging::Device(slabs.clone()),
+            },
             limit: timeouts.op,
             stuck: self.stuck.clone(),
         }))
     }
 }
 
+enum Staging {
+    Host(Arc<SlabRing>),
+    Device(Arc<dyn DeviceSlabs>),
+}
+
+impl Staging {
+    fn read(&self, slab: usize, bytes: usize) -> Vec<u8> {
+        match self {
+            Staging::Host(ring) => {
+                // SAFETY: the slab has at least `bytes` and is this thread's.
+                unsafe { std::slice::from_raw_parts(ring.ptr(slab), bytes) }.to_vec()
+            }
+            Staging::Device(slabs) => device::Slabs::of(slabs).bytes(slab).lock()[..bytes].to_vec(),
+        }
+    }
+
+    fn write(&self, slab: usize, got: &[u8]) {
+        match self {
+            // SAFETY: as above.
+            Staging::Host(ring) => unsafe {
+                std::ptr::copy_nonoverlapping(got.as_ptr(), ring.ptr(slab), got.len());
+            },
+            Staging::Device(slabs) => {
+                device::Slabs::of(slabs).bytes(slab).lock()[..got.len()].copy_from_slice(got);
+            }
+        }
+    }
+}
+
 struct End {
     pipe: Arc<Pipe>,
     me: usize,
-    slabs: Arc<SlabRing>,
+    slabs: Staging,
     limit: Duration,
     stuck: Arc<(Mutex<bool>, Condvar)>,
 }
@@ -128,8 +182,7 @@ impl End {
 
 impl Communicator for End {
     fn send(&self, slab: usize, bytes: usize) -> Result<(), CommError> {
-        // SAFETY: the slab has at least `bytes` and is this thread's.
-        let sent = unsafe { std::slice::from_raw_parts(self.slabs.ptr(slab), bytes) }.to_vec();
+        let sent = self.slabs.read(slab, bytes);
         self.pipe.state.lock().posted = Some(sent);
         self.pipe.changed.notify_all();
         self.wait(|state| state.posted.is_none())
@@ -144,8 +197,7 @@ impl Communicator for End {
         })?;
         let got = got.unwrap_or_default();
         assert_eq!(got.len(), bytes, "a send met a receive of another size");
-        // SAFETY: as above.
-        unsafe { std::ptr::copy_nonoverlapping(got.as_ptr(), self.slabs.ptr(slab), bytes) };
+        self.slabs.write(slab, &got);
         Ok(())
     }
 

@@ -1,4 +1,4 @@
-"""Two-rank communicators for the staged KV transports: `gloo` over CPU memory, `nccl` over a GPU.
+"""Two-rank communicators for the staged KV transports: `gloo` over host memory, `nccl` over a GPU.
 
 The transfer runtime (crate kv_transfer, `transport::comm`) calls these objects from threads of its own, one per
 communicator; they know slabs of memory and nothing of pages, rooms or the scheduler. An exception ends the communicator
@@ -13,10 +13,13 @@ and is its reason. Waits release the GIL.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from baton.config import EngineConfig
 from baton.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Communicator(Protocol):
@@ -28,24 +31,28 @@ class Communicator(Protocol):
 class Backend(Protocol):
     @property
     def name(self) -> str: ...
+    @property
+    def works_on_device(self) -> bool:
+        """`open` takes slabs on the device too (tensors of uint8), and gets those when the pages are there."""
+
     def unique_id(self) -> bytes: ...
     def open(
         self,
         unique_id: bytes,
         rank: int,
-        slabs: Sequence[memoryview],
+        slabs: Sequence[memoryview | Tensor],
         open_timeout_secs: float,
         op_timeout_secs: float,
     ) -> Communicator: ...
 
 
-def make_backend(config: EngineConfig, host: str) -> Backend | None:
-    """The backend of --disaggregation-transfer-backend; None for those that need none. `host`: where peers reach us.
+def make_backend(config: EngineConfig, host: str, transports: Sequence[str]) -> Backend | None:
+    """The backend of the staged transport among `transports`; None when there is none. `host`: where peers reach us.
 
     Raises ConfigError when it cannot work here.
     """
-    name = config.disaggregation_transfer_backend
-    if name not in ("gloo", "nccl"):
+    name = next((name for name in transports if name in ("gloo", "nccl")), None)
+    if name is None:
         return None
     if config.simulate is not None:
         raise ConfigError(
@@ -59,7 +66,6 @@ def make_backend(config: EngineConfig, host: str) -> Backend | None:
 
     if (reason := unusable()) is not None:
         raise ConfigError(
-            f"--disaggregation-transfer-backend nccl: {reason}; "
-            "use auto (shm or tcp), or gloo for the same code path without a GPU"
+            f"--disaggregation-transfer-backend nccl: {reason}; use auto, or gloo for the same code path without a GPU"
         )
     return NcclBackend()

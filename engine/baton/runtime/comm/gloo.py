@@ -20,6 +20,7 @@ from torch.distributed import ProcessGroupGloo, TCPStore
 
 class GlooBackend:
     name = "gloo"
+    works_on_device = False
 
     def __init__(self, host: str) -> None:
         self._host = host

@@ -1,9 +1,10 @@
 """`nccl`: libnccl from the wheel that torch brings, two ranks per communicator, through ctypes. No GPU has run it yet.
 
-KV pages are in host memory in this version (`--device cuda` serves single processes only), so a slab crosses the bus
-twice: page → pinned host slab → device slab → NCCL → device slab → pinned host slab → page. All memory is allocated at
-open; copies and NCCL's kernels go to a private stream; nothing here waits for the device but by looking at an event
-until a deadline, so that a peer that never comes cannot hold the thread (a synchronisation would).
+Slabs of a pool on the device are on it too, and NCCL sends from one into the other: page → slab → NCCL → slab → page.
+Pages in host memory cross the bus twice: page → pinned host slab → device slab → NCCL → device slab → pinned host slab
+→ page. All memory is allocated at open; copies and NCCL's kernels go to a private stream; nothing here waits for the
+device but by looking at an event until a deadline, so that a peer that never comes cannot hold the thread (a
+synchronisation would).
 
 What NCCL demands, and what is done about it:
 * an init that blocks waits for an absent peer for ever: communicators are non-blocking, and polled;
@@ -24,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from baton.runtime.device import no_cuda
 
@@ -160,6 +162,7 @@ class Handle:
 
 class NcclBackend:
     name = "nccl"
+    works_on_device = True
 
     def __init__(self) -> None:
         self._lib = load()
@@ -176,7 +179,7 @@ class NcclBackend:
         self,
         unique_id: bytes,
         rank: int,
-        slabs: Sequence[memoryview],
+        slabs: Sequence[memoryview | Tensor],
         open_timeout_secs: float,
         op_timeout_secs: float,
     ) -> NcclCommunicator:
@@ -196,14 +199,21 @@ class NcclCommunicator:
         handle: Handle,
         peer: int,
         device: torch.device,
-        slabs: Sequence[memoryview],
+        slabs: Sequence[memoryview | Tensor],
         op_timeout_secs: float,
     ) -> None:
         self._handle = handle
         self._peer = peer
         self._timeout_secs = op_timeout_secs
-        self._host = [torch.frombuffer(slab, dtype=torch.uint8) for slab in slabs]
-        self._device_slabs = [torch.empty_like(slab, device=device) for slab in self._host]
+        self._host: list[Tensor] = []
+        """Slabs in host memory; empty when they are on the device."""
+        self._device_slabs: list[Tensor] = []
+        for slab in slabs:
+            if isinstance(slab, Tensor):
+                self._device_slabs.append(slab)
+            else:
+                self._host.append(torch.frombuffer(slab, dtype=torch.uint8))
+                self._device_slabs.append(torch.empty_like(self._host[-1], device=device))
         self._stream = torch.cuda.Stream(device)
         self._event = torch.cuda.Event()
         # A copy to or from memory that is not pinned would wait for the stream, and the stream may wait for the peer.
@@ -227,15 +237,17 @@ class NcclCommunicator:
         self._handle.wait(what, self._timeout_secs, is_done)
 
     def send(self, slab: int, nbytes: int) -> None:
-        with torch.cuda.stream(self._stream):
-            self._device_slabs[slab][:nbytes].copy_(self._host[slab][:nbytes], non_blocking=True)
+        if self._host:
+            with torch.cuda.stream(self._stream):
+                self._device_slabs[slab][:nbytes].copy_(self._host[slab][:nbytes], non_blocking=True)
         self._enqueue("ncclSend", slab, nbytes)
         self._wait("ncclSend")
 
     def recv(self, slab: int, nbytes: int) -> None:
         self._enqueue("ncclRecv", slab, nbytes)
-        with torch.cuda.stream(self._stream):
-            self._host[slab][:nbytes].copy_(self._device_slabs[slab][:nbytes], non_blocking=True)
+        if self._host:
+            with torch.cuda.stream(self._stream):
+                self._host[slab][:nbytes].copy_(self._device_slabs[slab][:nbytes], non_blocking=True)
         self._wait("ncclRecv")
 
     def abort(self) -> None:

@@ -1,0 +1,263 @@
+"""The pages of a pool in device memory, as the transfer runtime moves them: to host memory and back, to slabs on the
+device, from a peer's pages; and their checksums. Called from the runtime's own threads (crate kv_transfer,
+`pool::device`).
+
+Everything runs on streams of its own, and is waited for by looking at an event, without the GIL. Calls return when the
+device is through, never before: whoever is told that a copy ended gives its memory away. A device that does not get
+through is the end of the process (`CudaQueue`).
+
+Ordering with the model's steps. Pages are read here only after they were announced, and announced only after the step
+that wrote them was committed; pages are written here only while the scheduler has granted them, which it does not
+before the last step that used them was committed. Both rest on one invariant: **when a step is committed, its kernels
+have ended** (runner_device.InFlight). The other way round, a copy that was reported has ended, so that kernels launched
+later see it. Hence no stream waits for another.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from typing import NoReturn, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+log = logging.getLogger("baton.device_pages")
+
+SUM_BYTES = 8 << 20
+"""Pages whose checksums are taken at a time; what it needs meanwhile is three times as much."""
+STUCK_SECS = 30.0
+"""A copy of some MiB, behind whatever else the device has to do."""
+POLL_SECS = 0.00005
+
+
+class Queue(Protocol):
+    """Where the device's work is put."""
+
+    def run(self, what: str, enqueue: Callable[[], None]) -> None:
+        """Have the device do what `enqueue` queues, and return when it is through."""
+
+    def host_memory(self, count: int) -> Tensor:
+        """`count` int64 in host memory that the device copies to without anybody waiting."""
+
+    def pin(self, memory: Tensor) -> None: ...
+    def unpin(self, memory: Tensor) -> None: ...
+
+
+class Opened(Protocol):
+    """A peer's memory in this process."""
+
+    @property
+    def memory(self) -> Tensor:
+        """Its bytes."""
+
+    def close(self) -> None: ...
+
+
+class Sharing(Protocol):
+    """How another process of this host gets at the memory."""
+
+    def handle(self, memory: Tensor) -> bytes: ...
+    def open(self, handle: bytes) -> Opened: ...
+
+
+def weights(words: int) -> NDArray[np.int64]:
+    """Of the checksum, one per 32-bit word: splitmix64 from state 0, made odd (kv_transfer, `pool::weighted`)."""
+    z = np.arange(1, words + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return ((z ^ (z >> np.uint64(31))) | np.uint64(1)).view(np.int64)
+
+
+class Pages:
+    """The pool as a matrix, a page per row, and the queue that its work goes to."""
+
+    def __init__(self, data: Tensor, queue: Queue) -> None:
+        self.rows = data.view(data.shape[0], -1).view(torch.int64)
+        self.queue = queue
+
+    @property
+    def page_words(self) -> int:
+        return self.rows.shape[1]
+
+    def index(self, pages: bytes) -> Tensor:
+        """Page ids (int32, little endian) on the device; call it while queueing."""
+        ids = torch.from_numpy(np.frombuffer(pages, np.int32).astype(np.int64))
+        return ids.to(self.rows.device, non_blocking=True)
+
+
+class DevicePages:
+    """Args: `data`: the pool, page-major and contiguous; a page is a multiple of 8 bytes."""
+
+    def __init__(self, data: Tensor, queue: Queue, sharing: Sharing) -> None:
+        self._pages = Pages(data, queue)
+        self._weights = torch.from_numpy(weights(2 * self._pages.page_words)).to(data.device)
+        self._queue = queue
+        self._sharing = sharing
+
+    def gather(self, pages: bytes, to: memoryview) -> None:
+        host = torch.frombuffer(to, dtype=torch.int64)
+
+        def enqueue() -> None:
+            found = self._pages.rows.index_select(0, self._pages.index(pages))
+            host.copy_(found.view(-1), non_blocking=True)
+
+        self._queue.run("gathering pages", enqueue)
+
+    def scatter(self, source: memoryview, pages: bytes) -> None:
+        host = torch.frombuffer(source, dtype=torch.int64).view(-1, self._pages.page_words)
+
+        def enqueue() -> None:
+            there = host.to(self._pages.rows.device, non_blocking=True)
+            self._pages.rows.index_copy_(0, self._pages.index(pages), there)
+
+        self._queue.run("scattering pages", enqueue)
+
+    def sums(self, pages: bytes) -> bytes:
+        """uint64 each, little endian."""
+        sums = self._queue.host_memory(len(pages) // 4)
+        at_once = max(1, SUM_BYTES // (8 * self._pages.page_words))
+
+        def enqueue() -> None:
+            index = self._pages.index(pages)
+            for start in range(0, len(index), at_once):
+                halves = self._pages.rows.index_select(0, index[start : start + at_once]).view(torch.int32)
+                sums[start : start + at_once].copy_((halves * self._weights).sum(1), non_blocking=True)
+
+        self._queue.run("taking checksums", enqueue)
+        return sums.numpy().tobytes()
+
+    def pin(self, memory: memoryview) -> None:
+        """For copies that take their time: to other memory the caller would wait in the driver."""
+        self._queue.pin(torch.frombuffer(memory, dtype=torch.uint8))
+
+    def unpin(self, memory: memoryview) -> None:
+        self._queue.unpin(torch.frombuffer(memory, dtype=torch.uint8))
+
+    def slabs(self, count: int, nbytes: int) -> DeviceSlabs:
+        return DeviceSlabs(self._pages, count, nbytes)
+
+    def handle(self) -> bytes:
+        """By which a process on this host opens these pages."""
+        return self._sharing.handle(self._pages.rows.view(-1).view(torch.uint8))
+
+    def open(self, handle: bytes, num_pages: int) -> PeerPages:
+        """A peer's pages. Raises ValueError when they are others than it says."""
+        opened = self._sharing.open(handle)
+        nbytes = num_pages * self._pages.page_words * 8
+        if opened.memory.numel() != nbytes:
+            opened.close()
+            raise ValueError(f"the peer's handle is of {opened.memory.numel()} bytes, its pages have {nbytes}")
+        return PeerPages(self._pages, opened)
+
+
+class DeviceSlabs:
+    """Staging memory on the device, for communicators that work there."""
+
+    def __init__(self, pages: Pages, count: int, nbytes: int) -> None:
+        self._pages = pages
+        self.tensors = [torch.empty(nbytes, dtype=torch.uint8, device=pages.rows.device) for _ in range(count)]
+
+    def _rows(self, slab: int, pages: bytes) -> Tensor:
+        count, words = len(pages) // 4, self._pages.page_words
+        return self.tensors[slab].view(torch.int64)[: count * words].view(count, words)
+
+    def gather(self, pages: bytes, slab: int) -> None:
+        rows = self._rows(slab, pages)
+        self._pages.queue.run(
+            "gathering pages into a slab",
+            lambda: drop(torch.index_select(self._pages.rows, 0, self._pages.index(pages), out=rows)),
+        )
+
+    def scatter(self, slab: int, pages: bytes) -> None:
+        rows = self._rows(slab, pages)
+        self._pages.queue.run(
+            "scattering pages from a slab",
+            lambda: drop(self._pages.rows.index_copy_(0, self._pages.index(pages), rows)),
+        )
+
+
+class PeerPages:
+    """A peer's pages, of the same size as ours. They are only ever read."""
+
+    def __init__(self, ours: Pages, opened: Opened) -> None:
+        self._ours = ours
+        self._opened: Opened | None = opened
+        self._theirs: Tensor | None = opened.memory.view(torch.int64).view(-1, ours.page_words)
+        self._lock = threading.Lock()
+        """Held while the peer's memory is read."""
+
+    def copy(self, src: bytes, dst: bytes) -> None:
+        with self._lock:
+            theirs = self._theirs
+            if theirs is None:
+                raise RuntimeError("the peer's pages are closed: it is gone")
+
+            def enqueue() -> None:
+                found = theirs.index_select(0, self._ours.index(src))
+                self._ours.rows.index_copy_(0, self._ours.index(dst), found)
+
+            self._ours.queue.run("copying a peer's pages", enqueue)
+
+    def close(self) -> None:
+        with self._lock:
+            opened, self._opened, self._theirs = self._opened, None, None
+            if opened is not None:
+                opened.close()
+
+
+def drop(_: object) -> None:
+    """For calls whose result nobody needs."""
+
+
+def end_process(why: str) -> NoReturn:
+    """Copies that were asked for may still write to memory that nobody may use before: it cannot be given back."""
+    log.critical("%s; the process ends", why)
+    logging.shutdown()
+    os._exit(1)
+
+
+class CudaQueue:
+    """Streams of its own: torch's of high priority, which the model's kernels do not use. Called from any thread.
+
+    Args:
+        stuck: what to do when the device is not through within STUCK_SECS.
+    """
+
+    def __init__(self, device: torch.device, stuck: Callable[[str], NoReturn] = end_process) -> None:
+        self._device = device
+        self._stuck = stuck
+
+    def run(self, what: str, enqueue: Callable[[], None]) -> None:
+        with torch.cuda.device(self._device), torch.cuda.stream(torch.cuda.Stream(self._device, priority=-1)):
+            try:
+                enqueue()
+            finally:  # also what was queued before an error must end before its memory is let go
+                done = torch.cuda.Event()
+                done.record()
+                self._wait(what, done)
+
+    def _wait(self, what: str, done: torch.cuda.Event) -> None:
+        deadline = time.monotonic() + STUCK_SECS
+        while not done.query():
+            if time.monotonic() > deadline:
+                self._stuck(f"{self._device} is not through with {what} after {STUCK_SECS:g} s")
+            time.sleep(POLL_SECS)
+
+    def host_memory(self, count: int) -> Tensor:
+        return torch.empty(count, dtype=torch.int64, pin_memory=True)
+
+    def pin(self, memory: Tensor) -> None:
+        with torch.cuda.device(self._device):
+            code = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0))
+        if code:
+            raise RuntimeError(f"cudaHostRegister of {memory.numel()} bytes failed with CUDA error {code}")
+
+    def unpin(self, memory: Tensor) -> None:
+        with torch.cuda.device(self._device):
+            torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())

@@ -1,0 +1,49 @@
+"""Prefill and decode processes whose pages are on a device (a stand-in, tests/support/stand_in.py), over cuda_ipc."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.test_equal import prompts
+from tests.e2e.test_faults import killed_node_is_survived
+from tests.support.cluster import Cluster, metric
+
+pytestmark = pytest.mark.timeout(240)
+REPO = Path(__file__).parents[2]
+SITE = REPO / "tests" / "support" / "stand_in_site"
+SLOW = {"rules": [{"on": "PAGE", "do": {"delay_ms": 4}, "repeat": True}]}
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    """--transport is left at auto. Copies are slow, so that a kill finds some under way."""
+    path = os.pathsep.join([str(SITE), str(REPO), str(REPO / "engine")])
+    env = {"PYTHONPATH": path, "BATON_TEST_KV_FAULT": json.dumps(SLOW)}
+    with Cluster.up("--chunked-prefill-size", "64", "--kv-lease-secs", "5", env=env) as cluster:
+        yield cluster
+
+
+def pulled(cluster: Cluster, via: str) -> float:
+    return metric(cluster.node("decode")["url"], "baton_kv_pull_bytes_total", transport=via)
+
+
+def test_two_processes_over_cuda_ipc_equal_one(cluster: Cluster, solo: Cluster) -> None:
+    want = [solo.generate_ids(prompt, 24) for prompt in prompts()]
+    assert [cluster.generate_ids(prompt, 24) for prompt in prompts()] == want
+    assert pulled(cluster, "cuda_ipc") > 0
+    assert pulled(cluster, "tcp") == 0
+    cluster.assert_nothing_is_held()
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_killed_process_is_survived(cluster: Cluster, role: str) -> None:
+    """Its memory holds rubbish from then on, for whoever has it open; no token comes from that."""
+    killed_node_is_survived(cluster, role, prompt_words=600, max_tokens=8)
+    before = pulled(cluster, "cuda_ipc")
+    cluster.complete("a new pair opens its pages anew " * 4, max_tokens=4)
+    assert pulled(cluster, "cuda_ipc") > (0 if role == "decode" else before)

@@ -1,0 +1,48 @@
+"""Prefill and decode processes with their pages on one GPU, by each transport: one process's tokens, and kills."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+import pytest
+
+from tests.e2e.test_faults import killed_node_is_survived
+from tests.gpu.test_nccl import PROMPTS, SHARED_GPU
+from tests.support.cluster import Cluster, metric
+
+pytestmark = pytest.mark.timeout(600)
+FLAGS = ("--device", "cuda", "--dtype", "float32", "--attention-backend", "torch", "--max-total-tokens", "16384")
+"""float32 and the reference backend: tokens do not hang on how a batch is cut."""
+SLOW = {"rules": [{"on": "PAGE", "do": {"delay_ms": 4}, "repeat": True}]}
+
+
+@pytest.fixture(scope="module")
+def want() -> list[list[int]]:
+    with Cluster.up("--workers", "1", *FLAGS, "--chunked-prefill-size", "64") as solo:
+        return [solo.generate_ids(prompt, 24) for prompt in PROMPTS]
+
+
+@pytest.fixture(scope="module", params=["cuda_ipc", "nccl", "gloo", "tcp"])
+def pair(request: pytest.FixtureRequest) -> Iterator[tuple[str, Cluster]]:
+    env = {**SHARED_GPU, "BATON_TEST_KV_FAULT": json.dumps(SLOW)}
+    flags = ("--chunked-prefill-size", "64", "--kv-lease-secs", "5", "--transport", request.param)
+    with Cluster.up(*FLAGS, *flags, env=env) as cluster:
+        yield request.param, cluster
+
+
+def test_two_processes_equal_one(pair: tuple[str, Cluster], want: list[list[int]]) -> None:
+    via, cluster = pair
+    assert [cluster.generate_ids(prompt, 24) for prompt in PROMPTS] == want
+    decode = cluster.node("decode")["url"]
+    assert metric(decode, "baton_kv_pull_bytes_total", transport=via) > 0
+    assert metric(decode, "baton_kv_transport_fallbacks_total") == 0
+    cluster.assert_nothing_is_held()
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_killed_process_is_survived(pair: tuple[str, Cluster], role: str) -> None:
+    """kill -9 while pages are copied, at some peer's risk: no wrong token, no held page, and service again."""
+    _, cluster = pair
+    killed_node_is_survived(cluster, role, prompt_words=600, max_tokens=8)
+    cluster.complete("a new pair", max_tokens=4)

@@ -1,0 +1,8 @@
+"""With this folder in PYTHONPATH an engine's rank processes have their pages on a stand-in for a GPU."""
+
+import sys
+
+if "baton.server.rank" in sys.orig_argv:
+    from tests.support.stand_in import StandIn
+
+    StandIn().used().__enter__()
