@@ -30,7 +30,7 @@ FLAGS: dict[str, object] = {
 }  # fmt: skip
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def _flashinfer() -> None:
     pytest.importorskip("flashinfer", reason="flashinfer-python is not installed")
 
@@ -166,13 +166,17 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("graphs", [True, False])
+@pytest.fixture(scope="module", params=[True, False], ids=["graphs", "eager"])
+def runner(request: pytest.FixtureRequest, demo: str) -> Iterator[DeviceRunner]:
+    engine = make_engine(demo, **FLAGS, disable_cuda_graph=not request.param)
+    assert isinstance(engine._runner, DeviceRunner)
+    yield engine._runner
+    engine.close()
+
+
 @pytest.mark.parametrize("kind", KINDS)
-def test_launching_a_decode_step_waits_for_nothing(demo: str, graphs: bool, kind: str) -> None:
-    """Three steps ahead of any result; then all of them arrive, in order."""
-    engine = make_engine(demo, **FLAGS, disable_cuda_graph=not graphs)
-    runner = engine._runner
-    assert isinstance(runner, DeviceRunner)
+def test_launching_a_decode_step_waits_for_nothing(runner: DeviceRunner, kind: str) -> None:
+    """Four steps ahead of any result; then all of them arrive, in order."""
     plans = [decode_plan(11, first=n == 0, step=n, params=KINDS[kind]) for n in range(6)]
     launched = [runner.execute(plan) for plan in plans[:2]]  # caches of pinned memory and of the allocator fill
     with no_wait():
@@ -181,7 +185,6 @@ def test_launching_a_decode_step_waits_for_nothing(demo: str, graphs: bool, kind
     assert all(len(result.tokens) == 11 and seconds > 0 for result, seconds in results)
     if kind == "logprobs":
         assert all(len(result.logprobs) == 11 for result, _ in results)
-    engine.close()
 
 
 def test_no_wait_would_notice() -> None:

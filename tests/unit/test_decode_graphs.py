@@ -132,9 +132,14 @@ def test_large_rungs_of_many_heads_get_a_larger_workspace() -> None:
     assert backend._rung_workspace_bytes(256) > WORKSPACE_BYTES
     assert backend._rung_workspace_bytes(1) == 64 * 33 * 16 * 129 * 4 + (1 << 20), "two blocks per multiprocessor"
     assert backend._rung_workspace_bytes(8) < WORKSPACE_BYTES
+    assert backend.rung_bytes(8) == 2 << 20, "the integers of two windows; the floats are those of eager steps"
+    assert backend.rung_bytes(256) == (2 << 20) + backend._rung_workspace_bytes(256)
 
 
 class RecordedCheck(DeviceCheck):
+    def rung_bytes(self, largest: int) -> int:
+        return 0
+
     def make_rung(self, size: int, static: Static) -> None: ...
     def plan_rung(self, size: int, rows: PagedRows) -> None:
         assert len(rows) == size
@@ -197,7 +202,8 @@ def test_why_nothing_is_recorded_is_said(tmp_path: Path, caplog: pytest.LogCaptu
     runner = DeviceRunner(model, kv, DeviceCheck(), 2, stream=LateStream())
     memory: Any = None
     with caplog.at_level(logging.INFO):
-        for rows in (0, 4):
-            engine._record(runner, torch.device("cpu"), rows, 64, memory)
-    assert "--disable-cuda-graph" in caplog.messages[0]
-    assert "the torch attention backend cannot be recorded" in caplog.messages[1]
+        for flags in ({"disable_cuda_graph": True}, {"tp_size": 2}, {}):
+            engine._record(runner, config.build({"device": "cuda", **flags}), torch.device("cpu"), 64, memory)
+    assert "none with --disable-cuda-graph" in caplog.messages[0]
+    assert "none with --tp-size 2" in caplog.messages[1]
+    assert "the torch attention backend cannot be recorded" in caplog.messages[2]

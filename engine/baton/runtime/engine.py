@@ -132,7 +132,7 @@ def load(config: EngineConfig, model_dir: str, place: Place | None = None) -> Lo
         tell=None if place is None else place.tell,
     )
     if memory is not None and isinstance(runner, DeviceRunner):
-        _record(runner, compute, recorded_rows, context, memory)
+        _record(runner, config, compute, context, memory)
     layout = kv.layout(spec.model_hash)
     if shard.size > 1:
         layout["tp_size"] = shard.size
@@ -156,10 +156,14 @@ def load(config: EngineConfig, model_dir: str, place: Place | None = None) -> Lo
     return Loaded(config, runner, kv, layout, info, host_pages, group)
 
 
-def _record(runner: DeviceRunner, compute: torch.device, rows: int, context: int, memory: DeviceMemory) -> None:
-    """Record decode steps of up to `rows` rows as CUDA graphs, or say why not."""
+def _record(
+    runner: DeviceRunner, config: EngineConfig, compute: torch.device, context: int, memory: DeviceMemory
+) -> None:
+    """Record decode steps as CUDA graphs, or say why not."""
+    rows = rows_to_record(config)
     if not rows:
-        log.info("CUDA graphs: none (--disable-cuda-graph, or --tp-size above 1); every kernel is launched by itself")
+        why = "--disable-cuda-graph" if config.disable_cuda_graph else f"--tp-size {config.tp_size}"
+        log.info("CUDA graphs: none with %s; every kernel is launched by itself", why)
         return
     if not runner.can_record:
         log.warning("CUDA graphs: none, the torch attention backend cannot be recorded; steps are launched in pieces")

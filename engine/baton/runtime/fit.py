@@ -22,6 +22,7 @@ from baton.errors import ConfigError
 from baton.models.decoder import Decoder
 from baton.runtime import rehearsal
 from baton.runtime.attention import make_backend
+from baton.runtime.attention.base import GraphAttention
 from baton.runtime.attention.paged_plan import batch_ladder
 from baton.runtime.collectives import Group, Place
 from baton.runtime.flashinfer_library import reason
@@ -126,6 +127,8 @@ def _try(
     before = memory.held()
     attn = make_backend(backend, model.spec, pool)
     workspace = memory.held() - before
+    if isinstance(attn, GraphAttention) and (rows := rows_to_record(config)):
+        workspace += attn.rung_bytes(rows)
     runner = make_runner(model, pool, attn, config.max_running_requests, tell=None if place is None else place.tell)
     if place is None or place.hear is None:
         return workspace, rehearsal.rehearse(limits, runner.run, memory)

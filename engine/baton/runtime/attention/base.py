@@ -68,9 +68,12 @@ class AttentionBackend(Protocol):
 class GraphAttention(AttentionBackend, Protocol):
     """A backend whose `forward` can be recorded (runtime.graphs), for steps of `size` decode rows.
 
-    `make_rung` once per size, the largest first; `plan_rung` before recording and before each replay; `enter_rung` is
-    the first thing recorded, the layers' `forward` follow.
+    `rung_bytes` says what all rungs will take; `make_rung` once per size, the largest first; `plan_rung` before
+    recording and before each replay; `enter_rung` is the first thing recorded, the layers' `forward` follow.
     """
+
+    def rung_bytes(self, largest: int) -> int:
+        """Device memory that rungs of up to `largest` rows take for good, besides what `forward` allocates."""
 
     def make_rung(self, size: int, static: Static) -> None:
         """`static`: where the step's index arrays will lie; they are filled before the work of `plan_rung` is done."""

@@ -165,6 +165,10 @@ class FlashInferAttention:
         if self._planned is not None:
             self._planned.record()
 
+    def rung_bytes(self, largest: int) -> int:
+        needed = self._rung_workspace_bytes(largest)
+        return len(self._wrappers) * RUNG_INT_WORKSPACE_BYTES + (needed if needed > WORKSPACE_BYTES else 0)
+
     def make_rung(self, size: int, static: Static) -> None:
         if self._rung_workspaces is None:
             needed = self._rung_workspace_bytes(size)
