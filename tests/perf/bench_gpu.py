@@ -66,7 +66,7 @@ class Effort:
     answer: tuple[int, int] = (100, 1024)
     running: int = 256
     chunk: int = 8192
-    transports: tuple[str, ...] = ("auto", "tcp", "nccl")
+    transports: tuple[str, ...] = ("cuda_ipc", "nccl", "tcp")
     pair_prompts: tuple[int, ...] = (256, 1024, 4000)
 
 
@@ -297,7 +297,8 @@ def pair(shape: str, args: argparse.Namespace, effort: Effort, folder: Path, tra
     ]  # fmt: skip
     if transport != "auto":
         flags += ["--transport", transport]
-    with Cluster.up(*flags, start_secs=500.0) as cluster:
+    shared = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_NVLS_ENABLE": "0"}  # two ranks on one GPU
+    with Cluster.up(*flags, env=shared, start_secs=500.0) as cluster:
         yield cluster
 
 

@@ -232,6 +232,14 @@ def test_a_flashinfer_that_cannot_run_is_replaced_and_said(
     ) in caplog.messages
 
 
+def test_a_flashinfer_with_another_interface_is_replaced_too(
+    made: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    backends(monkeypatch, TypeError("plan() got an unexpected keyword argument 'window_left'"))
+    assert fit(made, config(), 512, None, CPU, Counted()).attention_backend == "torch"
+    assert "cannot run here (TypeError: plan() got an unexpected keyword argument 'window_left')" in caplog.text
+
+
 def test_a_flashinfer_asked_for_by_name_ends_the_start(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     backends(monkeypatch, RuntimeError(NINJA))
     with pytest.raises(

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 
 from baton.config import EngineConfig
-from baton.errors import ConfigError
+from baton.errors import ConfigError, EngineError
 from baton.models.decoder import Decoder
 from baton.runtime import rehearsal
 from baton.runtime.attention import make_backend
@@ -77,9 +77,9 @@ def fit(
     with no_room("a step of the largest size", "lower --chunked-prefill-size or --max-running-requests"):
         try:
             workspace, took = _try(model, config, name, limits, device, memory, place)
-        except torch.OutOfMemoryError:
+        except (torch.OutOfMemoryError, EngineError):
             raise
-        except (RuntimeError, OSError, ImportError) as err:  # flashinfer's kernels do not compile or load here
+        except Exception as err:  # of flashinfer: its compiler, its launches, arguments that another version has not
             if name == "torch" or place is not None:  # other ranks may be in the middle of the step
                 raise
             why = reason(err)

@@ -83,5 +83,6 @@ def _no_ninja() -> str | None:
 
 def reason(err: BaseException) -> str:
     """The line of an error that says most: those of its compiler come with pages of output."""
-    lines = [line.strip() for line in str(err).splitlines() if line.strip()] or [type(err).__name__]
-    return next((line for line in lines if "error:" in line or "not found" in line), lines[0])
+    lines = [line.strip() for line in str(err).splitlines() if line.strip()] or ["no message"]
+    kind = "" if isinstance(err, RuntimeError) else f"{type(err).__name__}: "
+    return kind + next((line for line in lines if "error:" in line or "not found" in line), lines[0])

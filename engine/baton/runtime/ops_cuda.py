@@ -45,17 +45,16 @@ def try_out(spec: ModelSpec, device: torch.device) -> FlashInferOps:
     """The kernels, each run once: that compiles them. Raises what that raises, RuntimeError mostly."""
     made = FlashInferOps(flashinfer_library.load())
     dtype = getattr(torch, spec.dtype)
-    x, weight = (
-        torch.zeros(2, spec.hidden_size, dtype=dtype, device=device),
-        torch.ones(spec.hidden_size).to(device, dtype),
-    )
-    made.add_rms_norm(made.rms_norm(x, weight, 1e-6), x, weight, 1e-6)
+    x = torch.zeros(2, spec.hidden_size, dtype=dtype, device=device)
     heads = torch.zeros(2, 3, spec.head_dim, dtype=dtype, device=device)
-    made.rms_norm(heads[:, :2], weight[: spec.head_dim], 1e-6)
+    made.add_rms_norm(made.rms_norm(x, x[0], 1e-6), x, torch.ones_like(x[0]), 1e-6)
+    made.rms_norm(heads[:, :2], heads[0, 2], 1e-6)
     table = torch.zeros(1, spec.head_dim, device=device)
     positions = torch.zeros(2, dtype=torch.int64, device=device)
     made.rope(heads[:, :2], heads[:, 2:], positions, *table.chunk(2, dim=1))
     made.silu_mul(torch.zeros(2, 2 * spec.intermediate_size, dtype=dtype, device=device))
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)  # a launch that failed says so now
     return made
 
 
