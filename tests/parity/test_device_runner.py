@@ -11,9 +11,11 @@ from array import array
 from collections.abc import Callable
 
 import pytest
+import torch
 
 from baton.request import SamplingParams, Validated
 from baton.runtime.loop import Engine
+from baton.runtime.order import decode
 from tests.parity.conftest import Reference
 from tests.support.checkpoints import VOCAB
 from tests.support.device_engine import Device
@@ -81,6 +83,23 @@ def test_rows_with_penalties_beside_rows_without(reference: Callable[[str], Refe
     assert device_tokens == tokens
     assert len(logprobs) == 2 * STEPS
     assert device_logprobs == [pytest.approx(x, abs=1e-5) for x in logprobs]
+
+
+def test_other_ranks_are_told_tokens_that_are_known(reference: Callable[[str], Reference], device: Device) -> None:
+    """The first of several tensor-parallel ranks waits for a step's tokens to tell them; who follows computes alike."""
+    path, orders = reference("llama").path, []
+    first = device.late(path, tell=orders.append)
+    assert answer(first, prompts(), greedy(STEPS)) == answer(make_engine(path), prompts(), greedy(STEPS))
+    assert device.stream.held_up > 0
+    assert all((decode(order)[0].token_ids >= 0).all() for order in orders)
+    told = device.runner
+    device.late(path)
+    follower = device.runner
+    assert told is not None
+    assert follower is not None
+    for order in orders:
+        follower.follow(order)  # raises PlanDiverged where its arrays differ
+    assert torch.equal(follower._kv.data, told._kv.data)
 
 
 def mixed(engine: Engine) -> tuple[dict[int, list[int]], list[list[float]]]:

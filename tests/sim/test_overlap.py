@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import random
+import threading
 
 import pytest
 
@@ -171,3 +172,79 @@ def test_the_engine_loop_gives_the_same_answers_with_and_without_overlap(seed: i
     assert with_overlap == without
     got, ends, _ = with_overlap
     assert ends.keys() == got.keys()
+
+
+class GoesOn:
+    """A device that computes by itself: while the loop holds a later step, a step does not end before that one has been
+    launched. Fails after 10 s if launching waits for results."""
+
+    page_bytes = 0
+
+    def __init__(self, limits: Limits, fails_at: int = -1) -> None:
+        self.device = Device(limits)
+        self.engine: Engine | None = None
+        self.launched = -1
+        self.ahead = 0
+        self.fails_at = fails_at
+        self.changed = threading.Condition()
+
+    def execute(self, plan: StepPlan) -> Going:
+        result = self.device.execute(plan)
+        with self.changed:
+            self.launched = plan.step
+            self.changed.notify_all()
+        return Going(self, plan.step, result)
+
+
+@dataclasses.dataclass
+class Going:
+    device: GoesOn
+    step: int
+    result: StepResult
+
+    def wait(self) -> tuple[StepResult, float]:
+        device = self.device
+        assert device.engine is not None
+        if self.step == device.fails_at:
+            raise ValueError("an illegal memory access was encountered")
+        if device.engine._flight:
+            with device.changed:
+                assert device.changed.wait_for(lambda: device.launched > self.step, timeout=10), "launching waits"
+            device.ahead += 1
+        return self.result, 0.25
+
+
+def going_on(overlap: bool, fails_at: int = -1) -> tuple[Engine, GoesOn]:
+    limits = Limits(60, 2, 4, 100, 16)
+    device = GoesOn(limits, fails_at)
+    device.engine = Engine(Scheduler(limits), device, None, overlap=overlap)
+    return device.engine, device
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_device_that_goes_on_by_itself_has_its_next_step_before_the_last_one_ends(overlap: bool) -> None:
+    engine, device = going_on(overlap)
+    asked = [request(handle, [handle, 1, 2], 12, ignore_eos=True) for handle in range(3)]
+    got: dict[int, list[int]] = {req.handle: [] for req in asked}
+    for req in asked:
+        engine.submit(req)
+    busy = True
+    while busy:
+        outputs, busy = engine.advance(0.0)
+        for out in outputs:
+            got[out.handle].extend(out.tokens)
+    assert got == {req.handle: reference(req.prompt, 12, True) for req in asked}
+    steps = engine.counters["engine_steps_total"]
+    assert device.ahead == (steps - 1 if overlap else 0)
+    assert engine.counters["engine_step_seconds_total"] == 0.25 * steps, "as the device says, not as launching took"
+    engine.close()
+
+
+def test_what_goes_wrong_after_the_launch_names_the_step() -> None:
+    engine, _ = going_on(overlap=True, fails_at=2)
+    engine.submit(request(0, [1, 2, 3], 12, ignore_eos=True))
+    for _ in range(3):
+        engine.advance(0.0)  # the third turn plans step 2 and collects step 1
+    with pytest.raises(RuntimeError, match="step 2 failed on the device: ValueError: an illegal memory access"):
+        engine.advance(0.0)
+    engine.close()

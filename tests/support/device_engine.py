@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,11 +32,11 @@ class Device:
     recorder: TapeRecorder = field(default_factory=TapeRecorder)
     runner: DeviceRunner | None = None
 
-    def late(self, path: Path | str, **flags: object) -> Engine:
-        """The attention backend of the flags, and the CPU's kernels."""
+    def late(self, path: Path | str, tell: Callable[[bytes], None] | None = None, **flags: object) -> Engine:
+        """The attention backend of the flags, and the CPU's kernels. `tell`: as of the first of several ranks."""
 
         def make_runner(*args: Any, **more: Any) -> DeviceRunner:
-            self.runner = DeviceRunner(*args, stream=self.stream, **more)
+            self.runner = DeviceRunner(*args, stream=self.stream, **{**more, "tell": tell})
             return self.runner
 
         return self._make(path, make_runner, **flags)
