@@ -5,4 +5,5 @@ import sys
 if "baton.server.rank" in sys.orig_argv:
     from tests.support.stand_in import StandIn
 
-    StandIn().used().__enter__()
+    USED = StandIn().used()  # kept: it ends with its last reference
+    USED.__enter__()
