@@ -75,7 +75,7 @@ def test_slabs_on_the_device(gpu: torch.device) -> None:
 
 def test_copies_do_not_wait_for_the_models_stream(gpu: torch.device) -> None:
     _, pages = pool(64, gpu)
-    pages.sums(ids([0]))  # whatever is done once
+    pages.sums(ids(list(range(64))))  # whatever is done once
     started = time.monotonic()
     torch.cuda._sleep(4_000_000_000)  # about 2 s of a busy stream
     pages.sums(ids(list(range(64))))

@@ -232,15 +232,23 @@ class CudaQueue:
     def __init__(self, device: torch.device, stuck: Callable[[str], NoReturn] = end_process) -> None:
         self._device = device
         self._stuck = stuck
+        self._idle: list[torch.cuda.Stream] = []
+        """The last one used is the next: torch keeps freed memory for the stream it was used on."""
 
     def run(self, what: str, enqueue: Callable[[], None]) -> None:
-        with torch.cuda.device(self._device), torch.cuda.stream(torch.cuda.Stream(self._device, priority=-1)):
+        with torch.cuda.device(self._device):
             try:
-                enqueue()
-            finally:  # also what was queued before an error must end before its memory is let go
-                done = torch.cuda.Event()
-                done.record()
-                self._wait(what, done)
+                stream = self._idle.pop()
+            except IndexError:
+                stream = torch.cuda.Stream(self._device, priority=-1)
+            with torch.cuda.stream(stream):
+                try:
+                    enqueue()
+                finally:  # also what was queued before an error must end before its memory is let go
+                    done = torch.cuda.Event()
+                    done.record()
+                    self._wait(what, done)
+            self._idle.append(stream)
 
     def _wait(self, what: str, done: torch.cuda.Event) -> None:
         deadline = time.monotonic() + STUCK_SECS
@@ -250,7 +258,8 @@ class CudaQueue:
             time.sleep(POLL_SECS)
 
     def host_memory(self, count: int) -> Tensor:
-        return torch.empty(count, dtype=torch.int64, pin_memory=True)
+        with torch.cuda.device(self._device):
+            return torch.empty(count, dtype=torch.int64, pin_memory=True)
 
     def pin(self, memory: Tensor) -> None:
         with torch.cuda.device(self._device):

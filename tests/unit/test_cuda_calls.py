@@ -1,0 +1,161 @@
+"""What can be known of the CUDA half of device pages without a GPU: the order of calls, the waits, the errors."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+from typing import Any, NoReturn
+
+import pytest
+import torch
+
+from baton.runtime import cuda_ipc, device_pages
+from baton.runtime.cuda_ipc import CudaIpc
+from baton.runtime.device_pages import CudaQueue
+
+GPU = torch.device("cuda", 0)
+
+
+class FakeCuda:
+    """Streams and events: an event has come after `late` looks at it."""
+
+    def __init__(self) -> None:
+        self.late = 3
+        self.made = 0
+        self.used: list[int] = []
+        self.looks = 0
+
+    def Stream(self, device: torch.device, priority: int) -> int:
+        assert (device, priority) == (GPU, -1)
+        self.made += 1
+        return self.made
+
+    def stream(self, stream: int) -> Any:
+        self.used.append(stream)
+        return contextlib.nullcontext()
+
+    def Event(self) -> Any:
+        fake = self
+
+        class Event:
+            left = fake.late
+
+            def record(self) -> None:
+                pass
+
+            def query(self) -> bool:
+                fake.looks += 1
+                self.left -= 1
+                return self.left <= 0
+
+        return Event()
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
+    fake = FakeCuda()
+    for name in ("Stream", "stream", "Event"):
+        monkeypatch.setattr(torch.cuda, name, getattr(fake, name))
+    monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
+    return fake
+
+
+class Stuck(Exception):
+    pass
+
+
+def stuck(why: str) -> NoReturn:
+    raise Stuck(why)
+
+
+def test_a_call_returns_when_its_event_has_come_and_streams_are_used_again(cuda: FakeCuda) -> None:
+    queue = CudaQueue(GPU, stuck)
+    for _ in range(3):
+        looked = cuda.looks
+        queue.run("copying", lambda: None)
+        assert cuda.looks - looked == 3
+    queue.run("one within another", lambda: queue.run("copying", lambda: None))
+    queue.run("copying", lambda: None)
+    assert cuda.made == 2, "torch keeps memory for each stream"
+    assert cuda.used == [1, 1, 1, 1, 2, 1]
+
+
+def test_what_was_queued_before_an_error_is_waited_for(cuda: FakeCuda) -> None:
+    def fail() -> None:
+        raise ValueError("no such page")
+
+    with pytest.raises(ValueError, match="no such page"):
+        CudaQueue(GPU, stuck).run("copying", fail)
+    assert cuda.looks == 3
+
+
+def test_a_device_that_hangs_is_given_up_and_never_reported_as_done(
+    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device_pages, "STUCK_SECS", 0.01)
+    cuda.late = 10**9
+    with pytest.raises(Stuck, match=r"cuda:0 is not through with copying a peer's pages after 0\.01 s"):
+        CudaQueue(GPU, stuck).run("copying a peer's pages", lambda: None)
+
+
+class FakeRuntime:
+    """libcudart, of one process; `codes`: what calls answer instead of success."""
+
+    def __init__(self) -> None:
+        self.codes: dict[str, int] = {}
+        self.calls: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*args: Any) -> int:
+            self.calls.append(name)
+            if name == "cudaIpcGetMemHandle" and name not in self.codes:
+                args[0]._obj.reserved[:3] = (1, 2, 0)
+            return self.codes.get(name, 0)
+
+        return call
+
+    def cudaGetErrorString(self, code: int) -> bytes:
+        return f"text of {code}".encode()
+
+
+class Properties:
+    uuid = "GPU-1"
+
+
+@pytest.fixture
+def lib(monkeypatch: pytest.MonkeyPatch, cuda: FakeCuda) -> FakeRuntime:
+    fake = FakeRuntime()
+    monkeypatch.setattr(cuda_ipc, "runtime", lambda: fake)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: Properties)
+    return fake
+
+
+def test_a_handle_names_its_gpu_and_has_all_of_cudas_bytes(lib: FakeRuntime) -> None:
+    told = json.loads(CudaIpc(GPU).handle(torch.zeros(48, dtype=torch.uint8)))
+    assert told == {"gpu": "GPU-1", "handle": "010200" + "00" * 61, "bytes": 48}
+    assert ctypes.sizeof(cuda_ipc.Handle) == 64
+
+
+def test_memory_of_another_gpu_is_refused_before_cuda_is_asked(lib: FakeRuntime) -> None:
+    handle = {"gpu": "GPU-2", "handle": "00" * 64, "bytes": 48}
+    with pytest.raises(RuntimeError, match="pages are on GPU GPU-2, ours on GPU-1; cuda_ipc is for one GPU"):
+        CudaIpc(GPU).open(json.dumps(handle).encode())
+    assert lib.calls == []
+
+
+def test_an_error_is_named_and_cleared_and_no_memory_is_torchs_error(lib: FakeRuntime) -> None:
+    lib.codes["cudaIpcGetMemHandle"] = 1
+    with pytest.raises(RuntimeError, match=r"cudaIpcGetMemHandle: text of 1 \(CUDA error 1\)"):
+        CudaIpc(GPU).handle(torch.zeros(48, dtype=torch.uint8))
+    assert lib.calls == ["cudaIpcGetMemHandle", "cudaGetLastError"]
+    lib.codes["cudaMalloc"] = 2
+    with pytest.raises(torch.OutOfMemoryError, match="cudaMalloc: text of 2"):
+        cuda_ipc.call("cudaMalloc", None, 1 << 60)
+
+
+def test_the_runtime_that_torch_loads_has_every_call() -> None:
+    if torch.version.cuda is None:
+        pytest.skip("this torch is built without CUDA")
+    lib = cuda_ipc.runtime()
+    assert lib.cudaGetErrorString(2) == b"out of memory"
