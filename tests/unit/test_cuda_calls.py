@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import json
+from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import pytest
@@ -13,6 +14,9 @@ import torch
 from baton.runtime import cuda_ipc, device_pages
 from baton.runtime.cuda_ipc import CudaIpc
 from baton.runtime.device_pages import CudaQueue
+from baton.runtime.runner import Runner
+from baton.runtime.runner_device import DeviceRunner
+from tests.support.late_stream import LateStream
 
 GPU = torch.device("cuda", 0)
 
@@ -97,6 +101,17 @@ def test_a_device_that_hangs_is_given_up_and_never_reported_as_done(
     cuda.late = 10**9
     with pytest.raises(Stuck, match=r"cuda:0 is not through with copying a peer's pages after 0\.01 s"):
         CudaQueue(GPU, stuck).run("copying a peer's pages", lambda: None)
+
+
+def test_a_followers_step_has_ended_before_it_hears_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its next order may be to announce the pages of that step."""
+    monkeypatch.setattr(Runner, "follow", lambda self, order: None)
+    for native, reached in ((object(), 1), (None, 0)):
+        runner = object.__new__(DeviceRunner)
+        runner._kv = SimpleNamespace(native=native)  # type: ignore[assignment]
+        runner._stream = stream = LateStream()
+        runner.follow(b"")
+        assert stream.reached == reached
 
 
 class FakeRuntime:
