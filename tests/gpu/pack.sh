@@ -18,6 +18,7 @@ mkdir -p "$out"
 if [ -n "${NATIVE:-}" ]; then
     mkdir -p "$out/native"
     strip -o "$out/native/_native.abi3.so" "$NATIVE"
+    gzip -f "$out/native/_native.abi3.so"
 else
     "$(dirname "$py")/maturin" build --release --locked --out "$out"
 fi

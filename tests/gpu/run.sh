@@ -35,9 +35,10 @@ install() { # what pack.sh carried, into a folder of its own; of the package its
     "$py" -m pip install -q --disable-pip-version-check --no-index --no-deps --no-compile --no-cache-dir --upgrade --target "$site" \
         "$wheels"/*.whl || return 1
     local native
-    native=$(ls "$wheels"/native/_native*.so "$site"/baton/_native*.so 2>/dev/null | head -1)
+    [ ! -f "$wheels/native/_native.abi3.so.gz" ] || gzip -dc "$wheels/native/_native.abi3.so.gz" > "$site/_native.abi3.so" || return 1
+    native=$(ls "$site"/_native*.so "$site"/baton/_native*.so 2>/dev/null | head -1)
     [ -z "$native" ] || cp -f --remove-destination "$native" engine/baton/_native.abi3.so || return 1
-    rm -rf "$site/baton"
+    rm -rf "$site/baton" "$site/_native.abi3.so"
     [ ! -d "$wheels/aot" ] || { mkdir -p "$site/flashinfer/data/aot" && cp -r "$wheels/aot/." "$site/flashinfer/data/aot/"; } || return 1
     echo "installed $(ls "$wheels"/*.whl | wc -l) wheels and $(ls "$wheels/aot" 2>/dev/null | wc -l) kernels from $wheels"
 }
