@@ -62,7 +62,8 @@ install_uv() {
     "$venv/bin/python" -m pip install -q --disable-pip-version-check --no-deps --require-hashes -r "$venv/uv.txt"
 }
 
-install_packages() { "$venv/bin/uv" pip install -q --require-hashes -r engine/requirements-dev.lock; }
+# Where Python may not write bytecode later (PYTHONDONTWRITEBYTECODE), each start would compile all of torch: 5 s of CPU.
+install_packages() { "$venv/bin/uv" pip install -q ${PYTHONDONTWRITEBYTECODE:+--compile-bytecode} --require-hashes -r engine/requirements-dev.lock; }
 
 build_native() { "$venv/bin/maturin" develop --profile "$profile" --locked --uv; }
 

@@ -199,7 +199,7 @@ class Cluster:
 
     def await_restart(self, role: str, index: int = 0, restarts: int = 1) -> None:
         """Until the node was restarted that often and answers again, and the router can serve a request."""
-        eventually(f"{role} {index} restarted", lambda: self.node(role, index)["restarts"] >= restarts)
+        eventually(f"{role} {index} restarted", lambda: self.node(role, index)["restarts"] >= restarts, 180)
         eventually(f"{role} {index} healthy", lambda: get(f"{self.node(role, index)['url']}/health") is not None)
         self.await_service()
 
