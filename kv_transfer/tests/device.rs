@@ -199,7 +199,9 @@ fn a_wrong_page_is_found_on_the_device() {
         let pair = pair(&json!([via]), &json!({}), &json!({}));
         pair.open(1);
         pair.p.prefill(1, &span(0, 4), 4);
-        pair.d.wait_state(1, "ADMITTED"); // the checksums are announced
+        until("the checksums are taken", || {
+            pair.p.detail("pages_hashed") == 4
+        });
         of(&pair.p).write(2, &of(&pair.p).read(1)); // without a new generation: what no owner does
         pair.grant(1, &span(100, 4));
         assert_eq!(pair.d.end_code(1), "CHECKSUM", "{via}");
