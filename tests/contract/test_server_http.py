@@ -111,7 +111,7 @@ def test_one_failing_item_fails_the_request_and_frees_the_others(http: httpx.Cli
 
 
 def test_keepalive_comments_while_a_request_waits(engine: FakeEngine) -> None:
-    with fake_engine("--model-path", model(), script={"delay": 0.5}, keepalive_secs=0.1) as slow:
+    with fake_engine("--model-path", model(), script={"delay": 1.5}, keepalive_secs=0.1) as slow:
         with httpx.stream(
             "POST", slow.url + "/v1/completions", json={"prompt": "a", "stream": True, "max_tokens": 2}
         ) as r:

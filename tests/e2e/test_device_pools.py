@@ -11,7 +11,7 @@ import pytest
 
 from tests.e2e.test_equal import prompts
 from tests.e2e.test_faults import killed_node_is_survived
-from tests.support.cluster import Cluster, metric
+from tests.support.cluster import Cluster, eventually, metric
 
 pytestmark = pytest.mark.timeout(240)
 REPO = Path(__file__).parents[2]
@@ -44,6 +44,9 @@ def test_two_processes_over_cuda_ipc_equal_one(cluster: Cluster, solo: Cluster) 
 def test_a_killed_process_is_survived(cluster: Cluster, role: str) -> None:
     """Its memory holds rubbish from then on, for whoever has it open; no token comes from that."""
     killed_node_is_survived(cluster, role, prompt_words=600, max_tokens=8)
+    everyone = {node["url"] for node in cluster.state["nodes"]}
+    eventually("the router has both again", lambda: everyone <= cluster.ready())  # until then D computes prompts itself
     before = pulled(cluster, "cuda_ipc")
     cluster.complete("a new pair opens its pages anew " * 4, max_tokens=4)
-    assert pulled(cluster, "cuda_ipc") > (0 if role == "decode" else before)
+    told = 0 if role == "decode" else before
+    eventually("pages came by cuda_ipc again", lambda: pulled(cluster, "cuda_ipc") > told)
