@@ -27,6 +27,7 @@ class Stuck:
 
     def __init__(self, backend: Any) -> None:
         self.name = backend.name
+        self.works_on_device = backend.works_on_device
         self.free = threading.Event()
         self._backend = backend
 
