@@ -29,7 +29,7 @@ def opt(default: Any, help: str, *, choices: Sequence[str] | None = None, env: s
 
 
 MEM_FRACTION = 0.85
-"""SGLang's choice for a GPU of 80 GB comes to this too; what is kept besides is measured (runtime.gpu_memory)."""
+"""Not measured on a GPU yet; what steps need besides is (runtime.gpu_memory), and comes first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

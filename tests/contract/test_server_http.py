@@ -127,7 +127,7 @@ def test_keepalive_comments_while_a_request_waits(engine: FakeEngine) -> None:
 def test_a_client_that_leaves_frees_the_rank(engine: FakeEngine, http: httpx.Client, stream: bool) -> None:
     async def leave() -> None:
         body = {"prompt": "a", "stream": stream, "max_tokens": 400, "ignore_eos": True, "rid": f"leaver-{stream}"}
-        body["cache_salt"] = script(step=0.05)
+        body["cache_salt"] = script(step=1.0)  # alone it would take 400 s, longer than wait_until
         async with httpx.AsyncClient(base_url=engine.url) as client:
             task = asyncio.create_task(client.post("/v1/completions", json=body))
             while not any(s["rid"] == body["rid"] for rank in (0, 1) for s in engine.ledger(rank)["submits"]):
