@@ -27,7 +27,7 @@ class LateMark:
 
 
 class LateStream:
-    """stream.Stream. `held_up`: how often the thread that launches had to wait for the device."""
+    """stream.Stream. `held_up`: how often the thread that launches asked to wait for the device."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -61,7 +61,7 @@ class LateStream:
     @torch.inference_mode()
     def reach(self, number: int) -> None:
         with self._lock:
-            self.held_up += number > self.reached and threading.current_thread().name == "device"
+            self.held_up += threading.current_thread().name == "device"
             self.reached = max(self.reached, number)
             for due, host, copy in self._copies:
                 if due <= number:
