@@ -29,7 +29,7 @@ def opt(default: Any, help: str, *, choices: Sequence[str] | None = None, env: s
 
 
 MEM_FRACTION = 0.85
-"""Not measured on a GPU yet; what steps need besides is (runtime.gpu_memory), and comes first."""
+"""Not measured on a GPU yet; what steps need besides is (runtime.gpu.memory), and comes first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,7 +110,9 @@ class EngineConfig:
     )
 
     page_size: int = opt(16, "tokens per KV page; equal on all nodes of a cluster [tokens]")
-    max_total_tokens: int = opt(0, "KV pool size per DP rank; 0: sized from kv-pool-mib [tokens]")
+    max_total_tokens: int = opt(
+        0, "KV pool size per DP rank; 0: sized from kv-pool-mib, or on a GPU from mem-fraction-static [tokens]"
+    )
     kv_pool_mib: int | None = opt(
         None,
         "memory of the KV pool per process when max-total-tokens is 0; tensor-parallel ranks each hold their heads' "

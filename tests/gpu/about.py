@@ -9,8 +9,8 @@ import subprocess
 
 import torch
 
-from baton.runtime import flashinfer_library
 from baton.runtime.device import no_cuda
+from baton.runtime.gpu import flashinfer_library
 
 PACKAGES = ("torch", "transformers", "flashinfer-python", "flashinfer-jit-cache", "apache-tvm-ffi", "pyzmq", "msgspec")
 

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from baton.request import SamplingParams, Validated
+from baton.runtime.gpu.runner import DeviceRunner
 from baton.runtime.loop import Engine
-from baton.runtime.runner_device import DeviceRunner
 from baton.sched.plan import UNKNOWN_TOKEN, Admitted, ForwardMode, Row, StepPlan, Stop
 from tests.support import shapes
 from tests.support.engine_run import make_engine

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
+from baton.runtime.gpu.sampler import Draw
+from baton.runtime.gpu.stream import CudaStream
 from baton.runtime.sampler import SampleRow, sample
-from baton.runtime.sampler_device import Draw
-from baton.runtime.stream import CudaStream
 from tests.unit.test_sampler import FILTERS, MIX, chi_square, naive_distribution, noise, row
 
 CUDA = torch.device("cuda")

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from baton.request import SamplingParams
-from baton.runtime import graphs
 from baton.runtime.attention.paged_plan import batch_ladder
+from baton.runtime.gpu import graphs
 from tests.parity.conftest import Reference
 from tests.parity.test_device_runner import PARAMS, PLAIN, SMALL, mixed, prompts
 from tests.support.device_engine import Device

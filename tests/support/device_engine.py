@@ -14,9 +14,9 @@ from baton.models.decoder import Decoder
 from baton.runtime import engine as runtime
 from baton.runtime import ops
 from baton.runtime.attention import flashinfer
+from baton.runtime.gpu.runner import DeviceRunner
 from baton.runtime.kv_pool import KvTensors, make_pool
 from baton.runtime.loop import Engine
-from baton.runtime.runner_device import DeviceRunner
 from tests.support import fake_flashinfer
 from tests.support.engine_run import make_engine
 from tests.support.late_stream import LateStream

@@ -1,6 +1,6 @@
 """A GPU that is not there: pools "in device memory" and memory shared by "CUDA IPC", in ordinary memory of the host.
 
-Everything above (runtime.device_pages, the transfer runtime, the engine) is the product's. The stand-in is stricter
+Everything above (runtime.gpu.pages, the transfer runtime, the engine) is the product's. The stand-in is stricter
 than a GPU: an opened block whose owner has died holds rubbish from then on, a closed one is not mapped any more
 (touching it ends the process by SIGSEGV), and memory that was pinned must be unpinned.
 """
@@ -24,11 +24,11 @@ from torch import Tensor
 
 from baton.models.spec import KVSpec
 from baton.runtime import engine
-from baton.runtime.device_pages import DevicePages
+from baton.runtime.gpu.pages import DevicePages
+from baton.runtime.gpu.runner import DeviceRunner, InFlight
 from baton.runtime.kv_pool import KvTensors
 from baton.runtime.ops import TORCH_DTYPES
 from baton.runtime.runner import Runner
-from baton.runtime.runner_device import DeviceRunner, InFlight
 from baton.sched.plan import StepPlan
 from tests.support.late_stream import LateMark, LateStream
 
@@ -36,7 +36,7 @@ RUBBISH = 0xDB
 
 
 class StandIn:
-    """As device_pages.Queue and device_pages.Sharing, of one process's pool."""
+    """As gpu.pages.Queue and gpu.pages.Sharing, of one process's pool."""
 
     def __init__(self, slow_secs: float = 0.0, *, late: bool = False) -> None:
         """`slow_secs`: how long each copy takes, half of it before and half after.
@@ -86,7 +86,7 @@ class StandIn:
         return KvTensors(spec, page_size, data, KvPool(num_pages, page_bytes, DevicePages(data, self, self)))
 
     def make_runner(self, *args: Any, **more: Any) -> Runner:
-        """In place of runner_device.make_runner."""
+        """In place of gpu.runner.make_runner."""
         if self.stream is None:
             return Runner(*args, **more)
         stand_in = self

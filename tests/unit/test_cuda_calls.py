@@ -11,11 +11,11 @@ from typing import Any, NoReturn
 import pytest
 import torch
 
-from baton.runtime import cuda_ipc, device_pages
-from baton.runtime.cuda_ipc import CudaIpc
-from baton.runtime.device_pages import CudaQueue
+from baton.runtime.gpu import cuda_ipc, pages
+from baton.runtime.gpu.cuda_ipc import CudaIpc
+from baton.runtime.gpu.pages import CudaQueue
+from baton.runtime.gpu.runner import DeviceRunner
 from baton.runtime.runner import Runner
-from baton.runtime.runner_device import DeviceRunner
 from tests.support.late_stream import LateStream
 
 GPU = torch.device("cuda", 0)
@@ -97,7 +97,7 @@ def test_what_was_queued_before_an_error_is_waited_for(cuda: FakeCuda) -> None:
 def test_a_device_that_hangs_is_given_up_and_never_reported_as_done(
     cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(device_pages, "STUCK_SECS", 0.01)
+    monkeypatch.setattr(pages, "STUCK_SECS", 0.01)
     cuda.late = 10**9
     with pytest.raises(Stuck, match=r"cuda:0 is not through with copying a peer's pages after 0\.01 s"):
         CudaQueue(GPU, stuck).run("copying a peer's pages", lambda: None)

@@ -25,8 +25,8 @@ from baton.models.load import load_model
 from baton.request import SamplingParams
 from baton.runtime import device
 from baton.runtime.attention.base import ForwardBatch
+from baton.runtime.gpu.runner import DeviceRunner
 from baton.runtime.kv_pool import make_pool
-from baton.runtime.runner_device import DeviceRunner
 from baton.sched.plan import UNKNOWN_TOKEN, Admitted, Row, StepPlan, Stop
 from tests.support import tiny_model
 

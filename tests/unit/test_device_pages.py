@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from baton.runtime import device_pages
-from baton.runtime.device_pages import DevicePages, weights
+from baton.runtime.gpu import pages as gpu_pages
+from baton.runtime.gpu.pages import DevicePages, weights
 from tests.support.pages import bytes_of, ids, naive_sum
 from tests.support.stand_in import StandIn
 
@@ -31,7 +31,7 @@ def test_the_weights_are_those_of_the_crate() -> None:
 
 def test_sums_in_any_order_and_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     rows, pages, _ = pool(11)
-    monkeypatch.setattr(device_pages, "SUM_BYTES", 4 * PAGE + 1)
+    monkeypatch.setattr(gpu_pages, "SUM_BYTES", 4 * PAGE + 1)
     order = [7, 0, 10, 3, 3, 9, 1, 2, 4]
     sums = np.frombuffer(pages.sums(ids(order)), np.uint64).tolist()
     assert sums == [naive_sum(bytes_of(rows, page)) for page in order]

@@ -16,13 +16,14 @@ from baton.config import EngineConfig, build
 from baton.errors import ConfigError
 from baton.models.load import load_model
 from baton.models.shard import Shard
-from baton.runtime import fit as fitting
-from baton.runtime import rehearsal
+from baton.runtime.attention.torch import TorchAttention
 from baton.runtime.collectives import Place, join, leave
-from baton.runtime.fit import check_weights, fit
-from baton.runtime.gpu_memory import GIB, LEAST_PAGES, MARGIN_BYTES, MIB, Needs, size_pool
-from baton.runtime.graphs import BYTES_EACH
-from baton.runtime.rehearsal import Limits, pages_needed, steps
+from baton.runtime.gpu import fit as fitting
+from baton.runtime.gpu import rehearsal
+from baton.runtime.gpu.fit import check_weights, fit
+from baton.runtime.gpu.graphs import BYTES_EACH
+from baton.runtime.gpu.memory import GIB, LEAST_PAGES, MARGIN_BYTES, MIB, Needs, size_pool
+from baton.runtime.gpu.rehearsal import Limits, pages_needed, steps
 from baton.sched.plan import ForwardMode, StepPlan
 from tests.support import tiny_model
 
@@ -168,15 +169,30 @@ def test_the_pool_is_what_rehearsals_leave(made: Any, caplog: pytest.LogCaptureF
     with caplog.at_level(logging.INFO):
         pages, backend = fit(made, asked, 512, None, CPU, memory)
     page_bytes = made.spec.kv.page_bytes(16)
-    needs = Needs(80 * GIB, 70 * GIB, 2 * GIB, 0, 6 * GIB // 4, 5 * GIB // 4 + 3 * BYTES_EACH)
+    needs = Needs(80 * GIB, 70 * GIB, 2 * GIB, 0, 6 * GIB // 4, 0)
     assert (pages, backend) == (size_pool(needs, page_bytes, 0.5).pages, "auto")
     lines = [line for line in caplog.messages if line.startswith("rehearsal")]
     assert len(lines) == memory.steps == 6
     assert caplog.messages[-1] == (
         "GPU memory of 80.00 GiB: free 70.00 GiB beside weights of 2.00 GiB; a step takes 1.50 GiB, the attention "
-        "backend 0.00 GiB, CUDA graphs 1.27 GiB, margin 0.25 GiB; KV pool 38.00 GiB (--mem-fraction-static 0.5): "
+        "backend 0.00 GiB, CUDA graphs 0.00 GiB, margin 0.25 GiB; KV pool 38.00 GiB (--mem-fraction-static 0.5): "
         f"{pages} pages, {pages * 16} tokens"
     )
+
+
+def test_memory_for_graphs_is_kept_where_steps_will_be_recorded(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Recordable(TorchAttention):
+        def rung_bytes(self, largest: int) -> int:
+            return largest * MIB
+
+        make_rung = plan_rung = enter_rung = rung_bytes
+
+    monkeypatch.setattr(fitting, "make_backend", lambda _, spec, kv: Recordable(spec, kv))
+    page_bytes = made.spec.kv.page_bytes(16)
+    for flags, rungs, graphs in (({}, 4 * MIB, 5 * GIB // 4 + 3 * BYTES_EACH), ({"disable_cuda_graph": True}, 0, 0)):
+        needs = Needs(80 * GIB, 70 * GIB, 2 * GIB, rungs, 6 * GIB // 4, graphs)
+        asked = config(mem_fraction_static=0.99, **flags)
+        assert fit(made, asked, 512, None, CPU, Counted()).pages == size_pool(needs, page_bytes, 0.99).pages
 
 
 def test_weights_that_cannot_fit_are_not_loaded(made: Any) -> None:

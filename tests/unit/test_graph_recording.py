@@ -22,10 +22,10 @@ from baton.runtime import engine
 from baton.runtime.attention.base import Row, build_batch
 from baton.runtime.attention.flashinfer import WORKSPACE_BYTES, FlashInferAttention
 from baton.runtime.attention.paged_plan import PagedRows, pad_decode, pad_slots
-from baton.runtime.graphs import DecodeGraphs, Static, rows_to_record
+from baton.runtime.gpu.graphs import DecodeGraphs, Static, rows_to_record
+from baton.runtime.gpu.runner import DeviceRunner
+from baton.runtime.gpu.token_table import TokenTable
 from baton.runtime.kv_pool import KvTensors, make_pool
-from baton.runtime.runner_device import DeviceRunner
-from baton.runtime.token_table import TokenTable
 from tests.support import fake_flashinfer, tiny_model
 from tests.support.attention_cases import Case
 from tests.support.late_stream import LateStream

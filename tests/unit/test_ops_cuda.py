@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from baton.models.load import load_model
-from baton.runtime import flashinfer_library, ops, ops_cuda
+from baton.runtime import ops, ops_cuda
+from baton.runtime.gpu import flashinfer_library
 from baton.runtime.ops_cuda import FlashInferOps, try_out
 from tests.support import fake_flashinfer, shapes
 from tests.support.model_loop import ModelLoop
@@ -217,6 +218,6 @@ def test_a_ninja_beside_the_interpreter_is_found(tmp_path: Path, monkeypatch: py
 
 
 def test_an_absent_library_is_one_sentence() -> None:
-    code = "from baton.runtime import flashinfer_library as f; print(f.obstacle())"
+    code = "from baton.runtime.gpu import flashinfer_library as f; print(f.obstacle())"
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert said.startswith("it cannot be imported: No module named 'flashinfer'; install flashinfer-python 0.6")

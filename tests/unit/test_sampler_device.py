@@ -21,9 +21,10 @@ from torch._subclasses.fake_tensor import (
 )
 
 from baton.request import SamplingParams
-from baton.runtime import sampler, sampler_device
+from baton.runtime import sampler
+from baton.runtime.gpu import sampler as gpu_sampler
+from baton.runtime.gpu.sampler import Draw
 from baton.runtime.sampler import SampleRow, sample
-from baton.runtime.sampler_device import Draw
 from baton.sched.plan import StepResult
 from tests.unit.test_sampler import FILTERS, MIX, chi_square, naive_distribution, noise, row
 
@@ -105,7 +106,7 @@ class TestSameTokens:
 
     def test_the_ends_of_the_range_never_give_a_token_without_probability(self, monkeypatch):
         for u in (0.0, 2.0**-53, 0.5, 1 - 2.0**-53):
-            for module in (sampler, sampler_device):
+            for module in (sampler, gpu_sampler):
                 monkeypatch.setattr(module, "uniform", lambda seed, position, u=u: u)
             for vocab in (10, 600):
                 logits = torch.full((1, vocab), -torch.inf)

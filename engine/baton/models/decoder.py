@@ -112,7 +112,7 @@ class Decoder:
     def compute(self, batch: ForwardBatch, attn: AttentionBackend) -> Tensor:
         """`forward` without what the host prepares for it, `plan` and `reserve`; the logits in compute type.
 
-        On a CUDA device it queues work and waits for nothing, so it can be recorded (runtime.graphs).
+        On a CUDA device it queues work and waits for nothing, so it can be recorded (runtime.gpu.graphs).
         """
         eps, last, tp = self.spec.rms_eps, len(self.weights.layers) - 1, self._tp
         x = self._embed(batch.token_ids)

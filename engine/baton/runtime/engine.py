@@ -20,13 +20,13 @@ from baton.models.spec import read_spec
 from baton.runtime import device, ops
 from baton.runtime.attention import make_backend
 from baton.runtime.collectives import ALONE, Group, Place, join
-from baton.runtime.fit import check_weights, fit, no_room
-from baton.runtime.gpu_memory import GIB, DeviceMemory
-from baton.runtime.graphs import CudaRecorder, rows_to_record
+from baton.runtime.gpu.fit import check_weights, fit, no_room
+from baton.runtime.gpu.graphs import CudaRecorder, rows_to_record
+from baton.runtime.gpu.memory import GIB, DeviceMemory
+from baton.runtime.gpu.runner import DeviceRunner, make_runner
 from baton.runtime.kv_pool import CPU_POOL_MIB, KvTensors, asked_pages, host_pool_pages, make_host_pool, make_pool
 from baton.runtime.loop import DeviceThread, Engine, PoolSizes, make_engine
 from baton.runtime.runner import Runner
-from baton.runtime.runner_device import DeviceRunner, make_runner
 from baton.sched import setup
 from baton.sched.limits import Limits
 

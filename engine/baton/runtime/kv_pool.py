@@ -5,7 +5,7 @@
 A page is one span of bytes, which is what travels between P and D. The memory belongs to the native `KvPool` (a sealed
 memfd other processes may map read-only) and the tensor is a view of it; without the native module it is ordinary torch
 memory, which serves a single process but cannot be transferred. On a GPU the native pool has the pages' generations
-only, and moves the pages through `runtime.device_pages`.
+only, and moves the pages through `runtime.gpu.pages`.
 
 Behind it there may be a host pool of the same page shape (`--host-kv-gib`); whole pages are copied between the two.
 
@@ -26,8 +26,8 @@ from torch import Tensor
 from baton.cache.host import CopyRun
 from baton.errors import ConfigError
 from baton.models.spec import KVSpec
-from baton.runtime import cuda_ipc
-from baton.runtime.device_pages import CudaQueue, DevicePages
+from baton.runtime.gpu import cuda_ipc
+from baton.runtime.gpu.pages import CudaQueue, DevicePages
 from baton.runtime.ops import TORCH_DTYPES
 
 log = logging.getLogger("baton.kv_pool")
@@ -47,7 +47,7 @@ class KvTensors:
     native: Any = None
     """baton._native.KvPool, or None for plain memory."""
     dummy_page: int | None = None
-    """A page of `data` that does not count: rows that are only padding write it (runtime.graphs)."""
+    """A page of `data` that does not count: rows that are only padding write it (runtime.gpu.graphs)."""
 
     @property
     def num_pages(self) -> int:

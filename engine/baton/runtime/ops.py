@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from baton.runtime import flashinfer_library
+from baton.runtime.gpu import flashinfer_library
 
 if TYPE_CHECKING:
     from baton.models.spec import ModelSpec

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from baton.models.spec import ModelSpec
-from baton.runtime import flashinfer_library
+from baton.runtime.gpu import flashinfer_library
 
 DTYPES = (torch.float16, torch.bfloat16)
 HEAD_DIMS = (64, 128, 256)

@@ -1,6 +1,6 @@
 """Carries a StepPlan out: plan → index tensors → forward → one token per sampling row.
 
-`Runner` does so on the CPU, to the end; `runner_device.DeviceRunner` shares what is done for it on the host.
+`Runner` does so on the CPU, to the end; `gpu.runner.DeviceRunner` shares what is done for it on the host.
 
 Pages that the plan moves between device and host are copied before its rows run, in the plan's order.
 

@@ -13,7 +13,7 @@ preemption, on the page size, or on which node draws it (the first token is draw
 Cost: sorting 152 k logits takes 15 ms, the 256 largest 0.3 ms (one thread), so filters are decided among those 256 and
 more is sorted only when they reach further. Rows of all-greedy steps cost one argmax.
 
-`sample` works on the host and decides by the probabilities it sees; where logits lie on a device, `sampler_device` does
+`sample` works on the host and decides by the probabilities it sees; where logits lie on a device, `gpu.sampler` does
 the same without looking at them. What both must agree on is here: `Edits`, `filter_columns`, `kept_mass`, `route`.
 """
 

@@ -23,7 +23,7 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from baton.runtime.attention.paged_plan import PagedRows
-    from baton.runtime.graphs import Static
+    from baton.runtime.gpu.graphs import Static
 
 
 @dataclass(slots=True)
@@ -66,7 +66,7 @@ class AttentionBackend(Protocol):
 
 @runtime_checkable
 class GraphAttention(AttentionBackend, Protocol):
-    """A backend whose `forward` can be recorded (runtime.graphs), for steps of `size` decode rows.
+    """A backend whose `forward` can be recorded (runtime.gpu.graphs), for steps of `size` decode rows.
 
     `rung_bytes` says what all rungs will take; `make_rung` once per size, the largest first; `plan_rung` before
     recording and before each replay; `enter_rung` is the first thing recorded, the layers' `forward` follow.

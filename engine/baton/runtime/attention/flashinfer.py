@@ -38,13 +38,13 @@ from torch import Tensor
 
 from baton.errors import ConfigError
 from baton.models.spec import ModelSpec
-from baton.runtime import flashinfer_library
 from baton.runtime.attention.base import ForwardBatch
 from baton.runtime.attention.paged_plan import PagedRows, split_step
+from baton.runtime.gpu import flashinfer_library
 from baton.runtime.kv_pool import KvTensors
 
 if TYPE_CHECKING:
-    from baton.runtime.graphs import Static
+    from baton.runtime.gpu.graphs import Static
 
 DTYPES = (torch.float16, torch.bfloat16)
 HEAD_DIMS = (64, 128, 256)

@@ -2,7 +2,7 @@
 
 1. The step's index arrays go to the device in one copy; 2. a token the plan leaves open, being sampled by the step
 before, is read on the device from the token table (one entry per slot), so that nobody waits to know it; 3. the model
-runs, the draw follows (`sampler_device`), and what it drew goes into the table; 4. tokens and logprobs are copied to
+runs, the draw follows (`sampler`), and what it drew goes into the table; 4. tokens and logprobs are copied to
 the host, a mark is set, and whoever collects the result waits for that mark.
 
     host      plan n+1 | launch n+1 | collect n ...
@@ -29,14 +29,14 @@ from torch import Tensor
 
 from baton.models.decoder import Decoder
 from baton.runtime.attention.base import AttentionBackend, ForwardBatch, GraphAttention
-from baton.runtime.graphs import DecodeGraphs, Recorder
+from baton.runtime.gpu.graphs import DecodeGraphs, Recorder
+from baton.runtime.gpu.sampler import Draw, Drawn
+from baton.runtime.gpu.stream import CudaStream, Mark, Stream
+from baton.runtime.gpu.token_table import TokenTable
 from baton.runtime.kv_pool import KvTensors
 from baton.runtime.order import Indices, Step
 from baton.runtime.runner import Runner
 from baton.runtime.sampler import SampleRow
-from baton.runtime.sampler_device import Draw, Drawn
-from baton.runtime.stream import CudaStream, Mark, Stream
-from baton.runtime.token_table import TokenTable
 from baton.sched.plan import UNKNOWN_TOKEN, StepPlan, StepResult
 
 
@@ -45,7 +45,7 @@ class InFlight:
     """A launched step (loop.Launched).
 
     Whoever commits it has waited for its end, also when nothing was sampled: from then on peers may read the pages it
-    wrote, and transfers may write those it used (runtime.device_pages).
+    wrote, and transfers may write those it used (runtime.gpu.pages).
     """
 
     began: Mark

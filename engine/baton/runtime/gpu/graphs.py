@@ -30,10 +30,10 @@ from baton.config import EngineConfig
 from baton.models.decoder import Decoder
 from baton.runtime.attention.base import ForwardBatch, GraphAttention
 from baton.runtime.attention.paged_plan import PagedRows, batch_ladder, pad_decode, pad_slots, rung
+from baton.runtime.gpu.stream import Stream
+from baton.runtime.gpu.token_table import TokenTable
 from baton.runtime.kv_pool import KvTensors
 from baton.runtime.order import Indices, Step
-from baton.runtime.stream import Stream
-from baton.runtime.token_table import TokenTable
 
 log = logging.getLogger("baton.graphs")
 

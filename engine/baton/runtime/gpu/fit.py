@@ -20,17 +20,17 @@ import torch
 from baton.config import EngineConfig
 from baton.errors import ConfigError, EngineError
 from baton.models.decoder import Decoder
-from baton.runtime import rehearsal
 from baton.runtime.attention import make_backend
 from baton.runtime.attention.base import GraphAttention
 from baton.runtime.attention.paged_plan import batch_ladder
 from baton.runtime.collectives import Group, Place
-from baton.runtime.flashinfer_library import reason
-from baton.runtime.gpu_memory import GIB, Memory, Needs, account, size_pool
-from baton.runtime.graphs import BYTES_EACH, rows_to_record
+from baton.runtime.gpu import rehearsal
+from baton.runtime.gpu.flashinfer_library import reason
+from baton.runtime.gpu.graphs import BYTES_EACH, rows_to_record
+from baton.runtime.gpu.memory import GIB, Memory, Needs, account, size_pool
+from baton.runtime.gpu.rehearsal import Rehearsed
+from baton.runtime.gpu.runner import make_runner
 from baton.runtime.kv_pool import make_pool
-from baton.runtime.rehearsal import Rehearsed
-from baton.runtime.runner_device import make_runner
 
 log = logging.getLogger("baton.fit")
 
@@ -73,10 +73,10 @@ def fit(
         context=context,
         page_size=config.page_size,
     )
-    name, workspace, took = config.attention_backend, 0, None
+    name = config.attention_backend
     with no_room("a step of the largest size", "lower --chunked-prefill-size or --max-running-requests"):
         try:
-            workspace, took = _try(model, config, name, limits, device, memory, place)
+            tried = _try(model, config, name, limits, device, memory, place)
         except (torch.OutOfMemoryError, EngineError):
             raise
         except Exception as err:  # of flashinfer: its compiler, its launches, arguments that another version has not
@@ -89,15 +89,15 @@ def fit(
                 "--attention-backend auto: flashinfer cannot run here (%s); the slow torch reference is used", why
             )
             name = "torch"
-            workspace, took = _try(model, config, name, limits, device, memory, place)
+            tried = _try(model, config, name, limits, device, memory, place)
     free, total = memory.free()
     needs = Needs(
         total=total,
         free=free,
         weights=weights,
-        workspace=workspace,
-        activations=took.largest,
-        graphs=_graph_bytes(took, rows_to_record(config)),
+        workspace=tried.workspace,
+        activations=tried.took.largest,
+        graphs=tried.graphs,
     )
     page_bytes = model.spec.kv.page_bytes(config.page_size)
     sized = size_pool(needs, page_bytes, config.mem_fraction_static, wanted_pages)
@@ -109,8 +109,14 @@ def fit(
     return Fit(pages, name)
 
 
-def _graph_bytes(took: Rehearsed, rows: int) -> int:
-    return took.largest_decode + len(batch_ladder(rows)) * BYTES_EACH if rows else 0
+class _Tried(NamedTuple):
+    """What a backend takes, in bytes."""
+
+    workspace: int
+    """Its buffers."""
+    graphs: int
+    """What recordings of decode steps will take; 0 where it cannot be recorded."""
+    took: Rehearsed
 
 
 def _try(
@@ -121,19 +127,22 @@ def _try(
     device: torch.device,
     memory: Memory,
     place: Place | None,
-) -> tuple[int, Rehearsed]:
-    """Bytes of the backend's buffers, and what steps took."""
+) -> _Tried:
     pool = make_pool(model.spec.kv, config.page_size, rehearsal.pages_needed(limits), native=False, device=device)
     before = memory.held()
     attn = make_backend(backend, model.spec, pool)
     workspace = memory.held() - before
-    if isinstance(attn, GraphAttention) and (rows := rows_to_record(config)):
-        workspace += attn.rung_bytes(rows)
     runner = make_runner(model, pool, attn, config.max_running_requests, tell=None if place is None else place.tell)
     if place is None or place.hear is None:
-        return workspace, rehearsal.rehearse(limits, runner.run, memory)
-    hear = place.hear
-    return workspace, rehearsal.rehearse(limits, lambda _: runner.follow(hear()), memory)
+        took = rehearsal.rehearse(limits, runner.run, memory)
+    else:
+        hear = place.hear
+        took = rehearsal.rehearse(limits, lambda _: runner.follow(hear()), memory)
+    rows = rows_to_record(config)
+    if not rows or not isinstance(attn, GraphAttention):
+        return _Tried(workspace, 0, took)
+    graphs = took.largest_decode + len(batch_ladder(rows)) * BYTES_EACH
+    return _Tried(workspace + attn.rung_bytes(rows), graphs, took)
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ through is the end of the process (`CudaQueue`).
 Ordering with the model's steps. Pages are read here only after they were announced, and announced only after the step
 that wrote them was committed; pages are written here only while the scheduler has granted them, which it does not
 before the last step that used them was committed. Both rest on one invariant: **when a step is committed, its kernels
-have ended** (runner_device.InFlight). The other way round, a copy that was reported has ended, so that kernels launched
+have ended** (runner.InFlight). The other way round, a copy that was reported has ended, so that kernels launched
 later see it. Hence no stream waits for another.
 """
 
@@ -27,7 +27,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-log = logging.getLogger("baton.device_pages")
+log = logging.getLogger("baton.pages")
 
 SUM_BYTES = 8 << 20
 """Pages whose checksums are taken at a time; what it needs meanwhile is three times as much."""

@@ -85,7 +85,7 @@ def allocate(nbytes: int, device: torch.device) -> Tensor:
 
 
 class CudaIpc:
-    """As device_pages.Sharing."""
+    """As pages.Sharing."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -1,5 +1,5 @@
 """Steps that nobody asked for, run before the engine says that it is ready: kernels are compiled and loaded by them
-instead of by the first requests, and what they take tells how much memory is left for the KV pool (gpu_memory).
+instead of by the first requests, and what they take tells how much memory is left for the KV pool (memory).
 
 1. `steps` writes the plans: every kind of step (prompts only, decode rows only, both, each way of sampling) small, then
 the largest that the limits allow; 2. `rehearse` executes them on a runner with a small pool (`pages_needed`), with a
@@ -18,8 +18,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from baton.request import SamplingParams
-from baton.runtime.gpu_memory import Memory
-from baton.runtime.sampler_device import ROWS_AT_ONCE
+from baton.runtime.gpu.memory import Memory
+from baton.runtime.gpu.sampler import ROWS_AT_ONCE
 from baton.sched.plan import Admitted, Row, StepPlan, Stop
 
 log = logging.getLogger("baton.rehearsal")
