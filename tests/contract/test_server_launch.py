@@ -134,12 +134,12 @@ def test_sigterm_drains(path: str) -> None:
         assert engine.process.wait(timeout=60) == 0
 
 
-def test_drain_waits_for_the_ranks_books(path: str) -> None:
+def test_drain_waits_for_the_ranks_books(path: str, tmp_path: Path) -> None:
     """A P node's leases outlive its answers."""
-    with fake_engine("--model-path", path, script={"leased": 0.4}) as engine:
-        begun = time.monotonic()
+    looks = tmp_path / "looks"
+    with fake_engine("--model-path", path, script={"leased": [5, str(looks)]}) as engine:
         assert engine.stop() == 0
-        assert time.monotonic() - begun >= 0.4
+        assert looks.read_text().count("looked") > 5, "until a look has shown no lease"
 
 
 def test_drain_is_bounded(path: str) -> None:
@@ -147,25 +147,21 @@ def test_drain_is_bounded(path: str) -> None:
         results: list[Any] = []
         thread = post(engine.url, results)
         wait_until(lambda: engine.ledger()["running"] == 1)
-        begun = time.monotonic()
-        assert engine.stop() == 0
-        assert time.monotonic() - begun < 5
+        assert engine.stop() == 0, "the request alone would never end"
         thread.join()
         assert (results[0].status_code, results[0].json()["error"]["code"]) == (503, "draining")
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_second_signal_ends_at_once(path: str, number: int) -> None:
-    with fake_engine("--model-path", path, script={"silent": True}) as engine:
+    with fake_engine("--model-path", path, "--drain-timeout-secs", "600", script={"silent": True}) as engine:
         thread = post(engine.url, [])
         wait_until(lambda: engine.ledger()["running"] == 1)
         ranks = rank_processes(engine)
-        begun = time.monotonic()
         engine.process.send_signal(number)
         wait_until(lambda: status(engine.url) == 503)
         engine.process.send_signal(number)
-        assert engine.process.wait(timeout=60) == 0
-        assert time.monotonic() - begun < 5
+        assert engine.process.wait(timeout=60) == 0, "the request alone would never end"
         assert not any(r.is_running() for r in ranks)
         thread.join()
 
@@ -230,11 +226,15 @@ def test_an_idle_front_uses_no_cpu_and_little_memory(path: str) -> None:
     with fake_engine("--model-path", path) as engine:
         httpx.post(engine.url + "/v1/completions", json={"prompt": "a", "max_tokens": 4})
         process = psutil.Process(engine.process.pid)
-        before, began = sum(process.cpu_times()[:2]), time.monotonic()
-        switches = process.num_ctx_switches().voluntary
-        time.sleep(0.5)  # the thing measured is what happens while nothing does
-        assert sum(process.cpu_times()[:2]) - before <= 0.02
-        assert process.num_ctx_switches().voluntary - switches <= 20 * (time.monotonic() - began)
+
+        def is_quiet() -> bool:
+            before, began = sum(process.cpu_times()[:2]), time.monotonic()
+            switches = process.num_ctx_switches().voluntary
+            time.sleep(0.5)  # the thing measured is what happens while nothing does
+            woken = (process.num_ctx_switches().voluntary - switches) / (time.monotonic() - began)
+            return sum(process.cpu_times()[:2]) - before <= 0.02 and woken <= 20
+
+        wait_until(is_quiet)
         assert process.memory_info().rss < 100 * 2**20
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
@@ -23,9 +22,8 @@ def test_ctrl_c_stops_everything_at_once_and_exits_with_0() -> None:
     with Cluster.up() as cluster:
         processes = family(cluster.process.pid)
         assert len(processes) >= 6, processes  # up, router, two fronts, two ranks
-        began = time.monotonic()
         assert cluster.interrupt() == 0
-        assert time.monotonic() - began < 10, "idle processes had to be killed"
+        assert "was killed" not in "".join(cluster.output)
         assert_gone(processes, 5)
         assert not (cluster.folder / "state.json").exists()
 

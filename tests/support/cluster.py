@@ -254,7 +254,9 @@ class Cluster:
     def interrupt(self) -> int:
         """Ctrl-C: returns its exit code."""
         self.process.send_signal(signal.SIGINT)
-        return self.process.wait(STOP_SECS)
+        code = self.process.wait(STOP_SECS)
+        self._reader.join(STOP_SECS)
+        return code
 
     def stop(self) -> None:
         """Ctrl-C if it still runs; never leaves a process."""

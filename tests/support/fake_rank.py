@@ -8,7 +8,7 @@ what a request brings in its `cache_salt`:
   ready_when   a file: not Ready before it exists
   error        [code, message]: instead of an answer; error_after: tokens before it
   silent       true: never answer (until Abort)
-  leased       seconds for which the books show a lease, from the first look at them
+  leased       [n, file]: the first n looks at the books show a lease; each look is a line in the file
   unsuspendable message: refuse to suspend (a request whose KV is in transfer)
   fail_start   message: send Fatal instead of Ready and exit with 1
 Control op `ledger` answers with what was seen: submits, aborts, running.
@@ -20,7 +20,6 @@ import asyncio
 import json
 import os
 import sys
-import time
 from array import array
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -61,7 +60,6 @@ class FakeRank:
     submits: list[dict[str, Any]] = field(default_factory=list)
     aborts: list[int] = field(default_factory=list)
     suspended: dict[int, asyncio.Event] = field(default_factory=dict)
-    leased_until: float = 0.0
 
     async def send(self, message: Any) -> None:
         await self.push.send(encoder.encode(message))
@@ -128,17 +126,23 @@ class FakeRank:
             )
         )
 
+    def looked(self) -> bool:
+        """Whether the books show a lease this time."""
+        if "leased" not in self.script:
+            return False
+        most, file = self.script["leased"]
+        with open(file, "a+") as looks:
+            looks.write("looked\n")
+            looks.seek(0)
+            return len(looks.readlines()) <= most
+
     async def control(self, message: Control) -> None:
         result: dict[str, Any] = {}
         if message.op == "abort":
             result = {"aborted": len(message.args["rooms"])}
         if message.op == "ledger":
-            leased = time.monotonic() < self.leased_until
             result = {"submits": self.submits, "aborts": self.aborts, "running": len(self.running), "pid": os.getpid()}
-            result["requests"] = {"running": len(self.running), "leased": int(leased)}
-            if self.leased_until == 0.0 and "leased" in self.script:
-                self.leased_until = time.monotonic() + self.script["leased"]
-                result["requests"]["leased"] = 1
+            result["requests"] = {"running": len(self.running), "leased": int(self.looked())}
             result["suspended"] = len(self.suspended)
         if message.op in ("suspend", "resume"):
             await self.send(self.change(message))

@@ -67,7 +67,7 @@ def test_ready_line_is_read_and_all_output_logged(tmp_path: Path) -> None:
         await node.start()
         assert await node.until_ready(20) == {"port": 7}
         assert node.ready_at is not None
-        await node.stop(10)
+        assert await node.stop(10)
         assert "hello" in node.last_lines()
 
     run(work())
@@ -91,7 +91,7 @@ def test_child_that_is_late_is_not_waited_for(tmp_path: Path) -> None:
         await node.start()
         with pytest.raises(ChildFailed, match="not ready after 0 s"):
             await node.until_ready(0.05)
-        await node.stop(10)
+        assert await node.stop(10)
 
     run(work())
 
@@ -102,7 +102,7 @@ def test_stubborn_child_is_killed_after_the_grace(tmp_path: Path) -> None:
         await node.start()
         await node.until_ready(20)
         pid = node.pid
-        await node.stop(0.1)
+        assert not await node.stop(0.1)
         assert gone(pid)
 
     run(work())

@@ -137,17 +137,22 @@ class Child:
             await asyncio.gather(self._output, return_exceptions=True)
         return code
 
-    async def stop(self, grace_secs: float) -> None:
-        """SIGTERM, at most `grace_secs` of patience, SIGKILL for the whole group. Safe to call on a dead process."""
+    async def stop(self, grace_secs: float) -> bool:
+        """SIGTERM, at most `grace_secs` of patience, SIGKILL for the whole group. Safe to call on a dead process.
+
+        Returns whether it ended by itself.
+        """
         if self._process is None:
-            return
+            return True
         if self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 self._process.terminate()
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._process.wait(), grace_secs)
+        ended = self._process.returncode is not None
         self.kill()
         await self.wait()
+        return ended
 
     def kill(self) -> None:
         """No patience: SIGKILL for the whole group."""

@@ -252,10 +252,14 @@ class Cluster:
     async def stop(self) -> None:
         """Router first, so that no request finds half a cluster; then all nodes at once."""
         self._stopping.set()
-        await self.router.stop(ROUTER_STOP_SECS)
-        await asyncio.gather(*(node.child.stop(NODE_GRACE_SECS) for node in self.nodes))
+        await self._end(self.router, ROUTER_STOP_SECS)
+        await asyncio.gather(*(self._end(node.child, NODE_GRACE_SECS) for node in self.nodes))
         if self.plan.up.state_file:
             Path(self.plan.up.state_file).unlink(missing_ok=True)
+
+    async def _end(self, child: Child, grace_secs: float) -> None:
+        if not await child.stop(grace_secs):
+            self._say(f"{child.name} did not end within {grace_secs:g} s and was killed; its log: {child.log_path}")
 
     def kill(self) -> None:
         for child in (self.router, *(node.child for node in self.nodes)):
