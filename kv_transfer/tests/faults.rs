@@ -215,22 +215,39 @@ fn without_a_second_transport_a_broken_shm_ends_the_room() {
 
 #[test]
 fn lost_messages_end_at_a_deadline_or_a_lease_and_leave_nothing() {
+    // Where one end is to be the first, the other has much more time.
+    let (short, lease, long) = (400, 3000, 30_000);
     let cases = [
-        ("decode", "OPEN", "DEADLINE", "LEASE_EXPIRED"),
-        ("prefill", "PROGRESS", "DEADLINE", "DEADLINE"),
-        ("prefill", "FINAL", "DEADLINE", "DEADLINE"),
-        ("decode", "DONE", "COMMITTED", "LEASE_EXPIRED"),
+        (
+            "decode",
+            "OPEN",
+            (short, "DEADLINE"),
+            (lease, "LEASE_EXPIRED"),
+        ),
+        (
+            "prefill",
+            "PROGRESS",
+            (short, "DEADLINE"),
+            (long, "DEADLINE"),
+        ),
+        ("prefill", "FINAL", (short, "DEADLINE"), (long, "DEADLINE")),
+        (
+            "decode",
+            "DONE",
+            (long, "COMMITTED"),
+            (lease, "LEASE_EXPIRED"),
+        ),
     ];
-    for (who, message, d_end, p_end) in cases {
+    for (who, message, (deadline_ms, d_end), (lease_ms, p_end)) in cases {
         let rule = fault(&format!(r#"{{"on": "{message}", "do": "drop"}}"#));
         let (mut p, d) = if who == "prefill" {
             (rule, json!({}))
         } else {
             (json!({}), rule)
         };
-        p["lease_ms"] = json!(500);
+        p["lease_ms"] = json!(lease_ms);
         let pair = Pair::with(&p, &d);
-        pair.open_with(1, HASH, 400);
+        pair.open_with(1, HASH, deadline_ms);
         pair.grant(1, &span(500, 20));
         pair.p.prefill(1, &span(0, 20), 20);
         assert_eq!(
