@@ -320,7 +320,7 @@ fn a_damaged_frame_cuts_the_link_and_the_next_room_gets_a_new_one() {
 fn a_cut_link_ends_its_rooms_at_once_on_d_and_after_the_lease_on_p() {
     for message in ["OPEN_OK", "PROGRESS", "FINAL"] {
         let mut p = fault(&format!(r#"{{"on": "{message}", "do": "kill"}}"#));
-        p["lease_ms"] = json!(500);
+        p["lease_ms"] = json!(2000);
         let pair = Pair::with(&p, &json!({}));
         pair.open(1);
         pair.grant(1, &span(500, 20));

@@ -145,15 +145,15 @@ fn prefill_does_not_wait_for_decode_and_its_lease_ends() {
 #[test]
 fn a_lease_lives_as_long_as_decode_asks_for_it() {
     let pair = Pair::with(
-        &json!({"lease_ms": 400, "heartbeat_ms": 100}),
+        &json!({"lease_ms": 1500, "heartbeat_ms": 100}),
         &json!({"heartbeat_ms": 100}),
     );
     pair.open(1);
     pair.p.prefill(1, &span(0, 5), 5);
     pair.d.wait_state(1, "ADMITTED");
     let start = std::time::Instant::now();
-    until("three leases have passed", || {
-        start.elapsed().as_millis() > 1200
+    until("more than a lease has passed", || {
+        start.elapsed().as_millis() > 2000
     });
     assert_eq!(
         pair.p.state(1).as_deref(),

@@ -129,7 +129,13 @@ def ride(cluster: Cluster, asked: list[tuple[str, dict[str, Any]]], kills: bool)
     return answers
 
 
-@pytest.mark.parametrize("at", range(len(ASKED)), ids=["greedy", "drawn", "chat", "generate"])
+@pytest.mark.parametrize(
+    "at",
+    [
+        pytest.param(at, id=kind, marks=[] if kind == "drawn" else pytest.mark.slow)
+        for at, kind in enumerate(("greedy", "drawn", "chat", "generate"))
+    ],
+)
 def test_killed_decode_node_in_mid_stream_changes_nothing(cluster: Cluster, at: int) -> None:
     asked = [ASKED[at]]
     undisturbed = ride(cluster, asked, kills=False)

@@ -7,6 +7,7 @@ the engine, one in `flags_of` or DISTURBANCES.
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 from collections.abc import Callable
@@ -37,6 +38,8 @@ ENGINE_AXES = {
     "disturbance": ["none", "retract", "preempt", "suspend"],
     "mode": ["cache", "recompute", "offload"],
 }
+QUICK = {("preempt", "recompute"), ("preempt", "offload"), ("suspend", "cache")}
+"""Of the disturbances that are tried at every turn, those in the fast suite."""
 REQUEST_AXES = {
     "prefix": ["cold", "part", "full"],
     "place": ["alone", "first", "middle", "last"],
@@ -173,8 +176,13 @@ def test_the_whole_product(plain: Plain, number: int) -> None:
         cluster.close()
 
 
-@pytest.mark.parametrize("mode", ENGINE_AXES["mode"])
-@pytest.mark.parametrize("kind", ["preempt", "suspend"])
+@pytest.mark.parametrize(
+    ("kind", "mode"),
+    [
+        pytest.param(kind, mode, marks=[] if (kind, mode) in QUICK else pytest.mark.slow)
+        for kind, mode in itertools.product(("preempt", "suspend"), ENGINE_AXES["mode"])
+    ],
+)
 def test_disturbed_before_every_turn_in_turn(plain: Plain, kind: str, mode: str) -> None:
     """One probe, one engine, the disturbance at each moment of its life."""
     case = {"page": 16, "overlap": True, "chunk": "small", "policy": "fcfs", "route": "one"}

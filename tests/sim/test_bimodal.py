@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 
 import pytest
@@ -16,6 +17,7 @@ from baton.sim.trace import TraceRequest
 SHORT, LONG, SHARE_LONG = 128, 8192, 0.15
 TOKENS_PER_SEC = 1000.0
 AGING = 500.0
+SEEDS = [1, pytest.param(2, marks=pytest.mark.slow)]
 
 
 def bimodal(seed: int, rho: float = 0.8, count: int = 3000) -> tuple[list[TraceRequest], list[float]]:
@@ -30,6 +32,7 @@ def bimodal(seed: int, rho: float = 0.8, count: int = 3000) -> tuple[list[TraceR
     return trace, arrivals
 
 
+@functools.cache
 def run(policy: str, seed: int) -> list[float]:
     """TTFTs, sorted."""
     trace, arrivals = bimodal(seed)
@@ -43,7 +46,7 @@ def run(policy: str, seed: int) -> list[float]:
     return sorted(ttfts(node.records))
 
 
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("seed", SEEDS)
 def test_short_first_beats_fcfs_in_the_mean_and_bounds_the_tail(seed: int) -> None:
     fcfs, short = run("fcfs", seed), run("short-first", seed)
     assert len(fcfs) == len(short) == 3000
@@ -54,7 +57,7 @@ def test_short_first_beats_fcfs_in_the_mean_and_bounds_the_tail(seed: int) -> No
     assert percentile(short, 0.999) < percentile(fcfs, 0.999) + overtaken_secs / (1 - 0.8)
 
 
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("seed", SEEDS)
 def test_hrrn_gains_without_a_parameter(seed: int) -> None:
     fcfs, hrrn = run("fcfs", seed), run("hrrn", seed)
     assert sum(hrrn) < 0.9 * sum(fcfs)

@@ -158,6 +158,7 @@ def test_deadlines_and_limits_end_requests_and_are_counted() -> None:
     assert (report.completed, report.refused, report.timed_out, report.ttft) == (0, 1, 2, None)
 
 
+@pytest.mark.slow
 def test_mean_wait_is_that_of_queueing_theory() -> None:
     """One prompt at a time, Poisson arrivals: M/G/1, so W = rate * E[S^2] / (2 (1 - rho)) (Pollaczek, Khinchine)."""
     rng = random.Random(3)
@@ -363,6 +364,7 @@ def test_shortest_remaining_first_wins_on_a_recorded_trace_and_pays_at_the_end()
     assert found["srpt-aging"].wait.max > found["fcfs"].wait.max
 
 
+@pytest.mark.slow
 def test_policies_rank_on_a_recorded_trace_as_their_descriptions_say() -> None:
     """Near saturation, prompts only: the shortest remaining wins by far, the longest answer first only does harm.
 
