@@ -71,7 +71,7 @@ def test_port_answers_while_the_model_loads(path: str, port: int, tmp_path: Path
         url = f"http://127.0.0.1:{port}"
         wait_until(lambda: status(url) == 503)
         assert status(url, "/livez") == 200
-        r = httpx.post(url + "/v1/completions", json={"prompt": "a"})
+        r = httpx.post(url + "/v1/completions", json={"prompt": "a"}, timeout=60)
         assert (r.status_code, r.json()["error"]["code"]) == (503, "not_ready")
         assert int(r.headers["retry-after"]) >= 1
         assert "0 of 1 ranks are ready" in r.json()["error"]["message"]
@@ -120,15 +120,17 @@ def test_what_is_no_http_is_refused_in_one_log_line(path: str) -> None:
         assert status(engine.url) == 200
 
 
-def test_sigterm_drains(path: str) -> None:
+def test_sigterm_drains(path: str, tmp_path: Path) -> None:
+    go_on = tmp_path / "go_on"
     with fake_engine("--model-path", path) as engine:
         results: list[Any] = []
-        thread = post(engine.url, results, max_tokens=20, ignore_eos=True, cache_salt=json.dumps({"step": 0.15}))
+        thread = post(engine.url, results, max_tokens=20, ignore_eos=True, cache_salt=json.dumps({"hold": str(go_on)}))
         wait_until(lambda: engine.ledger()["running"] == 1)
         engine.process.send_signal(signal.SIGTERM)
         wait_until(lambda: status(engine.url) == 503)
-        refused = httpx.post(engine.url + "/v1/completions", json={"prompt": "a"})
+        refused = httpx.post(engine.url + "/v1/completions", json={"prompt": "a"}, timeout=60)
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "draining")
+        go_on.touch()
         thread.join()
         assert results[0].json()["usage"]["completion_tokens"] == 20, "the running request was finished"
         assert engine.process.wait(timeout=60) == 0
@@ -166,12 +168,15 @@ def test_a_second_signal_ends_at_once(path: str, number: int) -> None:
         thread.join()
 
 
-def test_a_dead_rank_fails_its_requests_the_other_finishes_its_own_and_all_start_again(path: str) -> None:
+def test_a_dead_rank_fails_its_requests_the_other_finishes_its_own_and_all_start_again(
+    path: str, tmp_path: Path
+) -> None:
+    go_on = tmp_path / "go_on"
     with fake_engine("--model-path", path, "--dp-size", "2", script={"silent": True}) as engine:
         results: list[Any] = []
         others: list[Any] = []
-        slow = '{"silent": false, "step": 0.2}'
-        other = post(engine.url, others, data_parallel_rank=0, max_tokens=8, cache_salt=slow)
+        held = json.dumps({"silent": False, "hold": str(go_on)})
+        other = post(engine.url, others, data_parallel_rank=0, max_tokens=8, cache_salt=held)
         threads = [
             post(engine.url, results, data_parallel_rank=1),
             post(engine.url, results, data_parallel_rank=1, stream=True),
@@ -184,8 +189,9 @@ def test_a_dead_rank_fails_its_requests_the_other_finishes_its_own_and_all_start
         assert [(r.status_code, r.json()["error"]["code"]) for r in results] == [(503, "engine_dead")] * 2
         assert "was killed by signal 9" in results[0].json()["error"]["message"]
         assert status(engine.url) == 503
-        refused = httpx.post(engine.url + "/v1/completions", json={"prompt": "a", "max_tokens": 1})
+        refused = httpx.post(engine.url + "/v1/completions", json={"prompt": "a", "max_tokens": 1}, timeout=60)
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "draining")
+        go_on.touch()
         other.join()
         assert others[0].status_code == 200, "the living rank finishes what it has"
         assert others[0].json()["usage"]["completion_tokens"] == 8
@@ -224,7 +230,7 @@ def test_nothing_is_left_in_the_temporary_directory(path: str, tmp_path_factory:
 
 def test_an_idle_front_uses_no_cpu_and_little_memory(path: str) -> None:
     with fake_engine("--model-path", path) as engine:
-        httpx.post(engine.url + "/v1/completions", json={"prompt": "a", "max_tokens": 4})
+        httpx.post(engine.url + "/v1/completions", json={"prompt": "a", "max_tokens": 4}, timeout=60)
         process = psutil.Process(engine.process.pid)
 
         def is_quiet() -> bool:

@@ -4,6 +4,7 @@ Started like the real one (order as JSON on stdin). The script is a JSON object:
 what a request brings in its `cache_salt`:
   reply        text to answer with (default: the prompt's own tokens, over and over)
   delay        seconds before the first token of a request; step: seconds between tokens
+  hold         a file: no token before it exists
   burst        tokens per TokenBatch row
   ready_when   a file: not Ready before it exists
   error        [code, message]: instead of an answer; error_after: tokens before it
@@ -83,6 +84,8 @@ class FakeRank:
         most = 1 if prefill_only else job.params.max_new_tokens
         burst = script.get("burst", 1)
         await asyncio.sleep(script.get("delay", 0))
+        while "hold" in script and not Path(script["hold"]).exists():
+            await asyncio.sleep(0.01)
         if script.get("silent"):
             await asyncio.Event().wait()
         error_after = script.get("error_after", 0) if "error" in script else None
