@@ -29,6 +29,16 @@ def test_ctrl_c_stops_everything_at_once_and_exits_with_0() -> None:
 
 
 @pytest.mark.slow
+def test_a_node_that_does_not_end_is_killed_and_named() -> None:
+    with Cluster.up() as cluster:
+        processes = family(cluster.process.pid)
+        psutil.Process(cluster.node("decode")["pid"]).suspend()
+        assert cluster.interrupt() == 0
+        assert "decode 0 did not end within 10 s and was killed; its log: " in "".join(cluster.output)
+        assert_gone(processes, 5)
+
+
+@pytest.mark.slow
 def test_killed_up_leaves_nothing_behind() -> None:
     with Cluster.up() as cluster:
         processes = family(cluster.process.pid)
