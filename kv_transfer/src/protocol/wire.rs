@@ -328,8 +328,8 @@ mod tests {
         }
     }
 
-    #[tokio::test(start_paused = true)]
-    async fn a_silent_peer_is_given_up() {
+    #[tokio::test]
+    async fn silent_peer_is_reported_dead() {
         let (mut a, _b) = tokio::io::duplex(4096);
         let err = identity(None, "d", 1)
             .ask(&mut a, Channel::Control, None)
