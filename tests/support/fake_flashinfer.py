@@ -204,6 +204,7 @@ def rmsnorm(input: Tensor, weight: Tensor, eps: float = 1e-6, out: Tensor | None
     assert input.dim() in (2, 3)
     assert input.shape == out.shape
     assert weight.shape == input.shape[-1:]
+    _launches(input)
     _reads_16_bytes_at_once(input, out, weight)
     wide = input.float()
     out.copy_(wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight.float())
@@ -217,6 +218,7 @@ def fused_add_rmsnorm(input: Tensor, residual: Tensor, weight: Tensor, eps: floa
     assert input.shape == residual.shape
     assert weight.shape == input.shape[-1:]
     assert input.data_ptr() != residual.data_ptr()
+    _launches(input)
     _reads_16_bytes_at_once(input, residual, weight)
     total = input.float() + residual.float()
     residual.copy_(total)
@@ -235,6 +237,7 @@ def apply_rope_with_cos_sin_cache_inplace(
     assert cos_sin_cache.dim() == 2
     assert cos_sin_cache.shape[1] == head_size
     assert head_size in (64, 128, 256), "another kernel, which nobody has tried"
+    _launches(query)
     assert positions.max() < len(cos_sin_cache)
     assert is_neox
     _reads_16_bytes_at_once(query, key)
@@ -249,12 +252,17 @@ def apply_rope_with_cos_sin_cache_inplace(
 def silu_and_mul(input: Tensor, out: Tensor | None = None) -> Tensor:
     assert input.dtype in HALF
     assert input.is_contiguous(), "the kernel knows no strides"
+    _launches(input)
     half = input.shape[-1] // 2
     assert half * 2 * input.element_size() % 16 == 0
     assert half * input.element_size() % 16 == 0, "up is read in pieces of 16 bytes too"
     gate, up = input.float().chunk(2, dim=-1)
     made = (gate / (1 + torch.exp(-gate)) * up).to(input.dtype)
     return made if out is None else out.copy_(made)
+
+
+def _launches(x: Tensor) -> None:
+    assert x.shape[0], "a grid of no blocks is an error in CUDA"
 
 
 def _reads_16_bytes_at_once(*tensors: Tensor) -> None:

@@ -124,6 +124,12 @@ def test_the_largest_step_cannot_be_exceeded(at: Limits) -> None:
         assert largest.num_tokens == min(at.running - 1 + at.prompt_tokens, max(at.tokens, at.running))
 
 
+def test_steps_without_a_draw_and_with_a_long_cached_prefix_are_rehearsed() -> None:
+    plans = [plan for _, plan in steps(Limits(8192, 8192, running=256, context=40960, page_size=16))]
+    assert any(not any(row.sample for row in plan.rows) for plan in plans), "a chunk that is not a prompt's last"
+    assert any(row.start == 8192 and row.n == 16 for plan in plans for row in plan.rows), "attention splits its KV"
+
+
 def test_the_largest_step_fills_the_budget() -> None:
     *_, (_, largest) = steps(Limits(tokens=8192, prompt_tokens=8192, running=256, context=40960, page_size=16))
     assert largest.num_tokens == 8192
@@ -169,12 +175,12 @@ def test_the_pool_is_what_rehearsals_leave(made: Any, caplog: pytest.LogCaptureF
     with caplog.at_level(logging.INFO):
         pages, backend = fit(made, asked, 512, None, CPU, memory)
     page_bytes = made.spec.kv.page_bytes(16)
-    needs = Needs(80 * GIB, 70 * GIB, 2 * GIB, 0, 6 * GIB // 4, 0)
+    needs = Needs(80 * GIB, 70 * GIB, 2 * GIB, 0, 8 * GIB // 4, 0)
     assert (pages, backend) == (size_pool(needs, page_bytes, 0.5).pages, "auto")
     lines = [line for line in caplog.messages if line.startswith("rehearsal")]
-    assert len(lines) == memory.steps == 6
+    assert len(lines) == memory.steps == 8
     assert caplog.messages[-1] == (
-        "GPU memory of 80.00 GiB: free 70.00 GiB beside weights of 2.00 GiB; a step takes 1.50 GiB, the attention "
+        "GPU memory of 80.00 GiB: free 70.00 GiB beside weights of 2.00 GiB; a step takes 2.00 GiB, the attention "
         "backend 0.00 GiB, CUDA graphs 0.00 GiB, margin 0.25 GiB; KV pool 38.00 GiB (--mem-fraction-static 0.5): "
         f"{pages} pages, {pages * 16} tokens"
     )
@@ -189,8 +195,8 @@ def test_memory_for_graphs_is_kept_where_steps_will_be_recorded(made: Any, monke
 
     monkeypatch.setattr(fitting, "make_backend", lambda _, spec, kv: Recordable(spec, kv))
     page_bytes = made.spec.kv.page_bytes(16)
-    for flags, rungs, graphs in (({}, 4 * MIB, 5 * GIB // 4 + 3 * BYTES_EACH), ({"disable_cuda_graph": True}, 0, 0)):
-        needs = Needs(80 * GIB, 70 * GIB, 2 * GIB, rungs, 6 * GIB // 4, graphs)
+    for flags, rungs, graphs in (({}, 4 * MIB, 7 * GIB // 4 + 3 * BYTES_EACH), ({"disable_cuda_graph": True}, 0, 0)):
+        needs = Needs(80 * GIB, 70 * GIB, 2 * GIB, rungs, 8 * GIB // 4, graphs)
         asked = config(mem_fraction_static=0.99, **flags)
         assert fit(made, asked, 512, None, CPU, Counted()).pages == size_pool(needs, page_bytes, 0.99).pages
 
@@ -206,7 +212,7 @@ def test_weights_that_cannot_fit_are_not_loaded(made: Any) -> None:
 def test_a_wanted_pool_is_rehearsed_too_and_checked(made: Any) -> None:
     memory = Counted()
     assert fit(made, config(), 512, 100, CPU, memory).pages == 100
-    assert memory.steps == 6
+    assert memory.steps == 8
     with pytest.raises(ConfigError, match="asked for"):
         fit(made, config(), 512, 100, CPU, Counted(free=GIB))
 
@@ -292,7 +298,7 @@ def test_tensor_parallel_ranks_rehearse_together_and_take_the_smallest_pool(made
     other = Place(Shard(1, 2), Path(), hear=lambda: orders.pop(0))
     group: Any = Least()
     assert fit(made, config(), 512, None, CPU, Counted(), first, group).pages == 1234
-    assert len(orders) == 6
+    assert len(orders) == 8
     assert fit(made, config(), 512, None, CPU, Counted(), other, group).pages == 1234
     assert orders == []
 

@@ -103,6 +103,18 @@ def test_a_model_computes_alike_with_them(
     torch.testing.assert_close(logits(FAST), logits(None), rtol=0.05, atol=0.05)
 
 
+def test_a_chunk_that_samples_nothing_launches_no_kernel_over_no_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = shapes.make("tiny", tmp_path / "m")
+    monkeypatch.setattr(ops, "_kernels_for", lambda _: FAST)
+    model = load_model(path, "bfloat16", "dummy")
+    model._rope.cos, model._rope.sin = torch.cat((model._rope.cos, model._rope.sin), 1).chunk(2, 1)
+    loop = ModelLoop(model, "torch", 4)
+    seq = loop.start(list(range(9)), 0)
+    assert model.forward(loop.batch([(seq, 4)]), loop.attn).shape == (0, model.spec.vocab_size)
+
+
 def test_tables_elsewhere_than_on_the_cpu_are_whole_and_one(tmp_path: Path) -> None:
     model = load_model(shapes.make("tiny", tmp_path / "m"), load_format="dummy")
     before = model._rope.cos

@@ -123,14 +123,14 @@ class Decoder:
             else:
                 normed, residual = ops.add_rms_norm(x, residual, w.input_norm, eps)
             attended = self._attend(i, w, normed, batch, attn)
+            if i == last and len(batch.sample_index) == 0:  # CUDA refuses to launch a kernel over no rows
+                return torch.empty(0, self.spec.vocab_size, device=x.device)
             if i == last and len(batch.sample_index) < len(attended):
                 attended, residual = attended[batch.sample_index], residual[batch.sample_index]
             x = tp.all_reduce(ops.linear(attended, w.o, w.o_bias))
             normed, residual = ops.add_rms_norm(x, residual, w.post_norm, eps)
             inner = ops.silu_mul(ops.linear(normed, w.gate_up, w.gate_up_bias))
             x = tp.all_reduce(ops.linear(inner, w.down, w.down_bias))
-        if len(x) == 0:
-            return torch.empty(0, self.spec.vocab_size, device=x.device)
         assert residual is not None, "a spec has at least one layer"
         normed, _ = ops.add_rms_norm(x, residual, self.weights.norm, eps)
         return tp.gather(ops.linear(normed, self.weights.lm_head), self.spec.vocab_size)

@@ -1,8 +1,8 @@
 """Steps that nobody asked for, run before the engine says that it is ready: kernels are compiled and loaded by them
 instead of by the first requests, and what they take tells how much memory is left for the KV pool (memory).
 
-1. `steps` writes the plans: every kind of step (prompts only, decode rows only, both, each way of sampling) small, then
-the largest that the limits allow; 2. `rehearse` executes them on a runner with a small pool (`pages_needed`), with a
+1. `steps` writes the plans: every kind of step (prompts only, decode rows only, both, each way of sampling, a chunk
+that samples nothing, a few tokens behind a long cached prefix) small, then the largest that the limits allow; 2. `rehearse` executes them on a runner with a small pool (`pages_needed`), with a
 line of progress each; 3. that pool and runner are dropped, and the real ones are made.
 
 Plans are those of the scheduler in every respect, so that whatever a runner does for a request it does here.
@@ -32,6 +32,9 @@ SAMPLINGS = (
     SamplingParams(temperature=0.0, logprobs=2),
 )
 """Rows that are sampled in different ways, in one step."""
+CACHED_TOKENS = 8192
+"""Long enough for attention to split one row's KV among thread blocks, which takes its workspace."""
+FEW_TOKENS = 16
 TOKEN = 0
 """Every vocabulary has it."""
 
@@ -70,16 +73,20 @@ class _Step:
     prompts: tuple[int, ...]
     """Tokens of each prompt."""
     params: Sequence[SamplingParams] = (GREEDY,)
+    samples: bool = True
+    """All rows or none: the more, the more memory."""
+    cached: int = 0
+    """Tokens of each prompt that are in the KV pool already."""
 
     def plan(self, number: int, limits: Limits) -> StepPlan:
-        """All rows sample: the more, the more memory."""
         free = itertools.count()
-        shapes = [(min(limits.page_size, limits.context) - 1, 1)] * self.decode + [(0, n) for n in self.prompts]
+        shapes = [(min(limits.page_size, limits.context) - 1, 1)] * self.decode
+        shapes += [(self.cached, n) for n in self.prompts]
         rows, admitted = [], []
         for slot, (start, n) in enumerate(shapes):
             pages = array("i", itertools.islice(free, limits.pages(start + n)))
             tokens = array("i", [TOKEN]) * n
-            rows.append(Row(slot, slot, start, n, True, tokens, 0, pages))
+            rows.append(Row(slot, slot, start, n, self.samples, tokens, 0, pages))
             history = array("i", [TOKEN]) * (start + n)
             params = self.params[slot % len(self.params)]
             admitted.append(Admitted(slot, slot, params, start + n, history))
@@ -90,8 +97,12 @@ def steps(limits: Limits) -> list[tuple[str, StepPlan]]:
     """Each with a name for people. The last two are the largest of decode rows only, and the largest of all."""
     few = min(4, limits.running)
     short = min(2 * limits.page_size, limits.prompt_tokens, limits.context, max(1, limits.tokens - few + 1))
+    few_tokens = min(FEW_TOKENS, limits.prompt_tokens, limits.context)
+    cached = min(CACHED_TOKENS, limits.context - few_tokens)
     made = [
         _Step("one prompt", 0, (short,)),
+        _Step("a chunk that is not a prompt's last", 0, (short,), samples=False),
+        _Step(f"{few_tokens} tokens after {cached} cached ones", 0, (few_tokens,), cached=cached),
         _Step("one sequence decoding", 1, ()),
         _Step("prompt and decode rows", few - 1, (short,)),
         _Step("all ways of sampling", min(len(SAMPLINGS) * ROWS_AT_ONCE, limits.running), (), SAMPLINGS[-few:]),
