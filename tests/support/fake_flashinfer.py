@@ -24,6 +24,7 @@ class _Paged:
         assert float_workspace_buffer.is_contiguous()
         assert (kv_layout, backend) == ("NHD", "fa2")
         self.device = float_workspace_buffer.device
+        self.workspace_bytes = float_workspace_buffer.numel()
         self.plans = 0
         self.planned: dict[str, Any] | None = None
 
@@ -195,6 +196,38 @@ class BatchPrefillWithPagedKVCacheWrapper(_Paged):
             window_left=window_left, logits_soft_cap=logits_soft_cap, sm_scale=sm_scale, q_data_type=q_data_type,
             kv_data_type=kv_data_type,
         )  # fmt: skip
+        group = num_qo_heads // num_kv_heads
+        queries = [n * group for n in qo_indptr.diff().tolist()]
+        needed = split_bytes(
+            queries, paged_kv_indptr.diff().tolist(), num_qo_heads, num_kv_heads, head_dim_qk, page_size
+        )
+        assert needed <= self.workspace_bytes, f"Buffer overflow: a workspace of {needed} bytes is needed"
+
+
+def split_bytes(
+    queries: list[int],
+    pages: list[int],
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    page_size: int,
+    multiprocessors: int = 132,
+) -> int:
+    """Partial results of rows whose KV is split, in bytes, as flashinfer 0.6's scheduler.cuh has it (PrefillPlan).
+
+    Args: `queries`: of each row, times the heads that share a KV head.
+    """
+    most_blocks, mean = 2 * multiprocessors // kv_heads, sum(queries) // len(queries)
+    tile = 128 if mean > 64 and dim < 256 else 64 if mean > 16 else 16
+
+    def blocks(chunk: int) -> int:
+        return sum(-(-q // tile) * -(-n // chunk) for q, n in zip(queries, pages, strict=True))
+
+    low, high = max(128 // page_size, 1), max(pages)
+    while low < high:
+        chunk = (low + high) // 2
+        low, high = (chunk + 1, high) if blocks(chunk) > most_blocks else (low, chunk)
+    return heads * blocks(low) * tile * (dim + 1) * 4 if low < max(pages) else 0
 
 
 def rmsnorm(input: Tensor, weight: Tensor, eps: float = 1e-6, out: Tensor | None = None) -> Tensor:

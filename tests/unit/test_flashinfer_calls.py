@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from baton.errors import ConfigError
 from baton.runtime import attention
+from baton.runtime.attention.base import Row, build_batch
 from baton.runtime.attention.flashinfer import FlashInferAttention
 from baton.runtime.attention.torch import TorchAttention
 from tests.support import fake_flashinfer
@@ -76,6 +77,20 @@ def test_one_plan_per_window_and_step_however_many_layers() -> None:
     check(case, make)
     wrappers = made[0]._wrappers
     assert {w: (x.decode.plans, x.prefill.plans) for w, x in wrappers.items()} == {0: (1, 0), 5: (1, 0)}
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim"), [(64, 8, 128), (96, 8, 128), (8, 1, 128), (16, 2, 64), (32, 4, 256)]
+)
+def test_the_workspace_holds_what_splitting_a_short_chunk_of_a_long_context_takes(
+    heads: int, kv_heads: int, dim: int
+) -> None:
+    case = Case(heads=heads, kv_heads=kv_heads, dim=dim, windows=(0,), lengths=(1,))
+    backend = FlashInferAttention(case.spec(), case.pool("cpu"), fake_flashinfer)
+    for new_tokens in (2, 5, 9, 12, 17, 32, 64, 128, 300):
+        for context in (2048, 8192, 32768):
+            pages = list(range(context // case.page_size))
+            backend.plan(build_batch([Row([0] * new_tokens, context - new_tokens, pages)], case.page_size))
 
 
 def test_tensor_cores_decode_from_groups_of_three() -> None:

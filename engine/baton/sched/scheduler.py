@@ -286,7 +286,10 @@ class Scheduler:
             return
         seq.finish = FinishReason.ERROR
         state.stats.on_failed(seq, error.code)
-        state.outbox.append(Emitted(seq.handle, (), FinishReason.ERROR, 0, error=(error.code, error.message)))
+        given = (error.code, error.message)
+        state.outbox.append(
+            Emitted(seq.handle, (), FinishReason.ERROR, 0, error=given, retry_after_secs=error.retry_after_secs)
+        )
         state.forget(seq)
 
     def transfer_closed(self, room: int) -> None:
@@ -296,11 +299,18 @@ class Scheduler:
             self._state.forget(seq)
 
     def release(self, room: int, code: str = "DONE") -> None:
-        """P: the lease on a prompt's pages is over, however it ended: DONE, or the transfer runtime's reason."""
+        """P: the lease on a prompt's pages is over, however it ended: DONE, or the transfer runtime's reason.
+
+        A room that ends before its prompt is computed gets no lease: the pages are free when the last step commits.
+        """
         seq = self._state.rooms.get(room)
-        if seq is not None and seq.state is SeqState.LEASED:
+        if seq is None:
+            return
+        if seq.state is SeqState.LEASED:
             self._state.stats.on_released(seq, code)
             self._state.forget(seq)
+        else:
+            seq.is_released = True
 
     # ------------------------------------------------------------------ planning
 
@@ -382,7 +392,7 @@ class Scheduler:
             seq.inflight_steps -= 1
             if start + n > seq.committed and (seq.state is SeqState.RUNNING or handle in parked):
                 seq.committed = start + n
-                if seq.is_lease:
+                if seq.is_lease and not seq.is_released:
                     self._announce(seq)
             if sample:
                 seq.inflight -= 1
@@ -411,7 +421,7 @@ class Scheduler:
         state.outbox.append(Emitted(seq.handle, (token,), finish, max(seq.cached_tokens, 0), logprobs))
         if finish is None:
             return
-        if seq.is_lease:
+        if seq.is_lease and not seq.is_released:
             self._lease(seq, token, logprobs)
         else:
             seq.finish = finish

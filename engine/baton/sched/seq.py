@@ -88,6 +88,8 @@ class Seq:
     """Pages of this sequence's prefix that the tree holds and `node` locks."""
     sent_pages: int = 0
     """How much of `pages` the runner knows."""
+    is_released: bool = False
+    """P: its room ended before the prompt was computed; no lease follows."""
     announced_pages: int = 0
     """P: prompt pages already offered to D."""
     is_announced: bool = False

@@ -2,8 +2,9 @@
 instead of by the first requests, and what they take tells how much memory is left for the KV pool (memory).
 
 1. `steps` writes the plans: every kind of step (prompts only, decode rows only, both, each way of sampling, a chunk
-that samples nothing, a few tokens behind a long cached prefix) small, then the largest that the limits allow; 2. `rehearse` executes them on a runner with a small pool (`pages_needed`), with a
-line of progress each; 3. that pool and runner are dropped, and the real ones are made.
+that samples nothing, a few tokens after a long cached prefix) small, then the largest that the limits allow;
+2. `rehearse` executes them on a runner with a small pool (`pages_needed`), with a line of progress each; 3. that pool
+and runner are dropped, and the real ones are made.
 
 Plans are those of the scheduler in every respect, so that whatever a runner does for a request it does here.
 """
