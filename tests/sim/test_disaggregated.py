@@ -171,6 +171,22 @@ def test_an_abort_ends_a_lease_for_which_nobody_came() -> None:
     p.sched.ledger().check_idle(8)
 
 
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_room_that_ends_before_its_prompt_is_computed_leaves_no_page_leased(depth: int) -> None:
+    for turns in range(6):
+        p = Node(Limits(16, 4, 8, 100, 8, role="prefill"), depth=depth)
+        p.sched.add(request(1, [1] * 20, 3, room=101))
+        p.sched.add(request(2, [1] * 20, 3, room=102))
+        for _ in range(turns):
+            p.step()
+        p.sched.release(101, "CLIENT_GONE")
+        p.run()
+        assert p.sched.leased(None) == [2], f"released after {turns} turns"
+        p.sched.release(102)
+        assert p.sched.is_idle
+        p.sched.ledger().check_idle(16)
+
+
 def test_a_whole_prompt_in_ds_cache_needs_no_page() -> None:
     d = Node(Limits(32, 4, 4, 100, 64, role="decode"), depth=1)
     prompt = [1, 2, 3, 4, 1, 2, 3, 4]

@@ -26,6 +26,8 @@ class Relay:
         self.revoked = 0
         self.broken: set[int] = set()
         self.over: set[int] = set()
+        self.unknown_to_p: set[int] = set()
+        """Rooms that were over before P had their request: P's runtime learns nothing of their end."""
 
     def tick(self) -> None:
         self.ticks += 1
@@ -33,8 +35,8 @@ class Relay:
             if self.ticks - self.leased_at.setdefault(room, self.ticks) > self.lease_ticks:
                 self.expired += 1
                 self._break(room, "the lease expired")
-        for room in self.over & self.p.done.keys():
-            self.p.sched.release(room)  # D was gone before P had finished: the lease expires
+        for room in self.unknown_to_p & self.p.done.keys():
+            self.p.sched.release(room)  # D was gone before P had the request: the lease expires
         for abort in self.p.aborts:
             assert abort.req.rendezvous
             if abort.req.rendezvous.room not in self.over:
@@ -99,6 +101,8 @@ class Relay:
 
     def close(self, room: int, tell_d: bool = True) -> None:
         self.over.add(room)
+        if not self.p.sched.in_rooms([room]):
+            self.unknown_to_p.add(room)
         self.d.grants.pop(room, None)
         self.p.sched.release(room)
         if tell_d:
