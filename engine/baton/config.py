@@ -282,6 +282,14 @@ class EngineConfig:
     )
     log_level: str = opt("info", "least severe log line shown", choices=("debug", "info", "warning", "error"))
 
+    @property
+    def max_rooms(self) -> int:
+        """Most KV transfers of a rank: one per request that waits or runs, and as many that are leased or closing.
+
+        The transfer runtime derives its other limits from this one (kv_transfer/src/node/config.rs).
+        """
+        return 2 * (self.max_queued_requests + self.max_running_requests)
+
 
 GROUPS = (
     ("model", "model_path"),

@@ -262,15 +262,38 @@ def test_a_room_that_a_follower_refuses_fails_everywhere() -> None:
     assert team.poll(10) == [("failed", ROOM, "DUP_ROOM", "room is in use", True)]
 
 
-def test_calls_that_make_no_sense_are_not_swallowed() -> None:
+def test_a_follower_without_capacity_fails_the_room_and_lives() -> None:
+    class Full(FakeNode):
+        def open(self, *_: Any) -> None:
+            raise RuntimeError("4 rooms are live")
+
+    nodes = [FakeNode(), Full()]
+    team, _ = team_of(nodes)
+    team.open(ROOM, 0, "host", 8998, -1, b"hash", 1000)
+    nodes[0].events = [("aborted", ROOM)]
+    assert team.poll(10) == [("failed", ROOM, "NO_CAPACITY", "4 rooms are live", True)]
+
+
+def test_a_call_that_a_follower_refuses_aborts_the_room() -> None:
     class Broken(FakeNode):
         def grant(self, *_: Any) -> None:
             raise ValueError("5 pages are not int32")
 
-    team, _ = team_of([FakeNode(), Broken()])
+    nodes = [FakeNode(), Broken()]
+    team, _ = team_of(nodes)
     team.open(ROOM, 0, "host", 8998, -1, b"hash", 1000)
-    with pytest.raises(ValueError, match="not int32"):
-        team.grant(ROOM, 0, b"odd")
+    team.grant(ROOM, 0, b"odd")
+    assert nodes[1].calls[-1] == ("abort", ROOM, "TRANSPORT_BROKEN")
+
+
+def test_a_room_that_lives_on_a_follower_is_not_begun_again() -> None:
+    nodes = [FakeNode(), FakeNode()]
+    team, _ = team_of(nodes)
+    team.offer(ROOM, 0, b"hash", 1000)
+    nodes[0].events = [("released", ROOM, "CLIENT_GONE")]
+    assert team.poll(10) == []
+    with pytest.raises(ValueError, match="room 7 is live on another tensor-parallel rank"):
+        team.offer(ROOM, 1, b"hash", 1000)
 
 
 def test_a_rank_that_never_ends_a_room_is_noticed() -> None:

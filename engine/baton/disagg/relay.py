@@ -5,7 +5,9 @@
         announced (P holds pages, no grant yet) ─▶ sched.transfer_announced
         revoke ──▶ revoked ─▶ sched.grant_revoked, or announced: P came first
                                         └─▶ failed ─▶ sched.transfer_failed
-        abort ──▶ aborted ─▶ sched.transfer_closed
+        abort ──▶ aborted ─▶ sched.transfer_failed, which frees the pages of what had ended already
+
+What fails about one room (the runtime's table is full, a call is refused, P's payload cannot be used) ends that room.
 
 Native calls never block: sockets and copies live in the transfer runtime's threads (crate kv_transfer), which wakes the
 scheduler process through `event_fd`. Nothing here knows torch or a socket.
@@ -14,8 +16,9 @@ scheduler process through `event_fd`. Nothing here knows torch or a socket.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
-from typing import Protocol
+import logging
+from collections.abc import Callable, Sequence
+from typing import Annotated, Protocol
 
 import msgspec
 
@@ -28,6 +31,7 @@ from baton.errors import (
     PairIncompatible,
     PrefillFailed,
     PromptTooLong,
+    QueueFull,
 )
 from baton.request import Rendezvous, Validated
 from baton.sched.events import AbortTransfer, Event, GrantPages, OpenTransfer, PagesFinal, PrefillDone, RevokeGrant
@@ -35,8 +39,14 @@ from baton.sched.plan import TokenLogprobs
 from baton.sched.scheduler import Scheduler
 from baton.sched.story import Pulled
 
+log = logging.getLogger("baton.relay")
+
 POLL_BATCH = 256
 """Transfer events taken per scheduler turn."""
+RETRY_AFTER_SECS = 2
+"""Retry-After of a request whose room the transfer runtime does not take: leases and transfers end within seconds."""
+ROOM_ERRORS = ("refused", "call", "payload")
+"""Kinds of `kv_room_errors_total`: rooms not taken, calls that failed, first tokens that could not be used."""
 
 _ERROR_OF_REASON: dict[str, type[EngineError]] = {
     "DEADLINE": KvTransferTimeout,
@@ -66,13 +76,16 @@ class TransferNode(Protocol):
     def poll(self, max: int) -> Sequence[tuple[object, ...]]: ...
 
 
+TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
+
+
 class FirstToken(msgspec.Struct, array_like=True):
     """What P tells D beside the pages: the payload of FINAL."""
 
-    token: int
-    cached_tokens: int
+    token: TokenId
+    cached_tokens: Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
     logprob: float | None = None
-    top_ids: tuple[int, ...] = ()
+    top_ids: tuple[TokenId, ...] = ()
     top_logprobs: tuple[float, ...] = ()
 
     def logprobs(self) -> TokenLogprobs | None:
@@ -100,75 +113,151 @@ def error_of(reason: str, message: str, retryable: bool) -> EngineError:
     return _ERROR_OF_REASON.get(reason, KvTransferFailed)(f"{reason}: {message}{hint}")
 
 
-class PrefillRelay:
-    """P's half. Raises DuplicateRoom from `accept` when the room is still known to the transfer runtime."""
+def read_first_token(payload: bytes, vocab_size: int) -> FirstToken:
+    """Decode and check the payload of FINAL, which another process wrote. Raises ValueError."""
+    try:
+        first = _payload_decoder.decode(payload)
+    except msgspec.DecodeError as err:
+        raise ValueError(f"the payload of FINAL is not a first token ({err})") from err
+    if (highest := max(first.token, *first.top_ids, 0)) >= vocab_size:
+        raise ValueError(f"token id {highest} is outside the vocabulary of {vocab_size}")
+    if len(first.top_ids) != len(first.top_logprobs):
+        raise ValueError(f"{len(first.top_ids)} top tokens have {len(first.top_logprobs)} logprobs")
+    return first
+
+
+class RoomCalls:
+    """Calls to the transfer runtime, one room each. A call that fails ends its own room; the rank continues."""
 
     def __init__(self, node: TransferNode, timeout_secs: float) -> None:
         self._node = node
         self._timeout_ms = int(timeout_secs * 1000)
+        self.counters = dict.fromkeys((f'kv_room_errors_total{{kind="{kind}"}}' for kind in ROOM_ERRORS), 0.0)
+
+    def _begin(self, room: int, call: Callable[[], None]) -> None:
+        """Make the call that starts a room. Raises DuplicateRoom or QueueFull; the runtime knows no such room then."""
+        try:
+            call()
+        except ValueError as err:
+            raise DuplicateRoom(f"bootstrap room {room} is in use: {err}", param="bootstrap_room") from err
+        except RuntimeError as err:
+            self._count("refused")
+            raise QueueFull(
+                f"NO_CAPACITY: {err}; retry after {RETRY_AFTER_SECS} s", retry_after_secs=RETRY_AFTER_SECS
+            ) from err
+
+    def _continue(self, sched: Scheduler, req: Validated, call: Callable[[], None]) -> None:
+        """Make a call about a live room; when it fails, the request ends with TRANSPORT_BROKEN."""
+        try:
+            call()
+        except (ValueError, RuntimeError) as err:
+            self._count("call")
+            log.error("room %d ends: %s", _meeting(req).room, err)
+            if sched.is_alive(req.handle):
+                sched.fail(req.handle, error_of("TRANSPORT_BROKEN", str(err), retryable=True), "TRANSPORT_BROKEN")
+            else:
+                sched.abort(req.handle, "TRANSPORT_BROKEN")
+
+    def _abort(self, req: Validated, code: str) -> None:
+        """Give the room up. A runtime that cannot take the call ends the room at its deadline, or has ended it."""
+        room = _meeting(req).room
+        try:
+            self._node.abort(room, code)
+        except (ValueError, RuntimeError) as err:
+            self._count("call")
+            log.error("room %d was not aborted: %s", room, err)
+
+    def _count(self, kind: str) -> None:
+        self.counters[f'kv_room_errors_total{{kind="{kind}"}}'] += 1
+
+
+class PrefillRelay(RoomCalls):
+    """P's half. Raises DuplicateRoom or QueueFull from `accept` when the transfer runtime does not take the room."""
+
+    def __init__(self, node: TransferNode, timeout_secs: float) -> None:
+        super().__init__(node, timeout_secs)
+        self._offered: dict[int, int] = {}
+        """Offers of each room whose end was not polled yet. A number may be offered again before its first end is."""
 
     def accept(self, req: Validated) -> None:
         """Called before the scheduler queues a request with a room."""
         meet = _meeting(req)
-        try:
-            self._node.offer(meet.room, meet.attempt, prompt_hash(req), self._timeout_ms)
-        except ValueError as err:
-            raise DuplicateRoom(f"bootstrap room {meet.room} is in use: {err}", param="bootstrap_room") from err
+        self._begin(meet.room, lambda: self._node.offer(meet.room, meet.attempt, prompt_hash(req), self._timeout_ms))
+        self._offered[meet.room] = self._offered.get(meet.room, 0) + 1
 
-    def refuse(self, req: Validated) -> None:
+    def refuse(self, req: Validated, error: EngineError) -> None:
         """The scheduler did not take a request that `accept` had offered."""
-        self._node.abort(_meeting(req).room, "NO_CAPACITY")
+        self._abort(req, "PROMPT_TOO_LONG" if isinstance(error, PromptTooLong) else "NO_CAPACITY")
 
-    def carry_out(self, event: Event) -> None:
+    def carry_out(self, event: Event, sched: Scheduler) -> None:
         if isinstance(event, PagesFinal):
-            self._node.publish(_meeting(event.req).room, event.first_page, event.pages.tobytes())
+            room, first, pages = _meeting(event.req).room, event.first_page, event.pages.tobytes()
+            self._continue(sched, event.req, lambda: self._node.publish(room, first, pages))
         elif isinstance(event, PrefillDone):
-            lp = event.logprobs
-            payload = FirstToken(event.token, event.cached_tokens)
-            if lp is not None:
-                payload = FirstToken(
-                    event.token, event.cached_tokens, lp.chosen, tuple(lp.top_ids), tuple(lp.top_logprobs)
-                )
-            self._node.finish(
-                _meeting(event.req).room, event.total_pages, event.last_page_tokens, _payload_encoder.encode(payload)
-            )
+            room, total, last, payload = (
+                _meeting(event.req).room, event.total_pages, event.last_page_tokens, _payload_of(event)
+            )  # fmt: skip
+            self._continue(sched, event.req, lambda: self._node.finish(room, total, last, payload))
         elif isinstance(event, AbortTransfer):
-            self._node.abort(_meeting(event.req).room, event.code)
+            self._abort(event.req, event.code)
 
     def pump(self, sched: Scheduler) -> None:
         """Take over what the transfer runtime reports."""
         for kind, room, *rest in self._node.poll(POLL_BATCH):
             assert isinstance(room, int)
             if kind == "released":
-                sched.release(room, str(rest[0]))
+                later = self._offered.pop(room, 1) - 1
+                if later:
+                    self._offered[room] = later  # the scheduler's request is of a later offer
+                else:
+                    sched.release(room, str(rest[0]))
 
 
-class DecodeRelay:
+def _payload_of(event: PrefillDone) -> bytes:
+    lp = event.logprobs
+    first = FirstToken(event.token, event.cached_tokens)
+    if lp is not None:
+        first = FirstToken(event.token, event.cached_tokens, lp.chosen, tuple(lp.top_ids), tuple(lp.top_logprobs))
+    return _payload_encoder.encode(first)
+
+
+class DecodeRelay(RoomCalls):
     """D's half."""
 
-    def __init__(self, node: TransferNode, timeout_secs: float) -> None:
-        self._node = node
-        self._timeout_ms = int(timeout_secs * 1000)
+    def __init__(self, node: TransferNode, timeout_secs: float, vocab_size: int) -> None:
+        super().__init__(node, timeout_secs)
+        self._vocab_size = vocab_size
 
     def accept(self, req: Validated) -> None:
         """Nothing to do before the scheduler has queued the request."""
 
-    def refuse(self, req: Validated) -> None:
+    def refuse(self, req: Validated, error: EngineError) -> None:
         """Nothing was promised to the peer."""
 
-    def carry_out(self, event: Event) -> None:
+    def carry_out(self, event: Event, sched: Scheduler) -> None:
         if isinstance(event, OpenTransfer):
-            meet = _meeting(event.req)
-            self._node.open(
-                meet.room, meet.attempt, meet.host, meet.port, meet.prefill_dp_rank, prompt_hash(event.req),
-                self._timeout_ms,
-            )  # fmt: skip
+            self._open(event.req, sched)
         elif isinstance(event, GrantPages):
-            self._node.grant(_meeting(event.req).room, event.start_page, event.pages.tobytes())
+            room, start, pages = _meeting(event.req).room, event.start_page, event.pages.tobytes()
+            self._continue(sched, event.req, lambda: self._node.grant(room, start, pages))
         elif isinstance(event, RevokeGrant):
-            self._node.revoke(_meeting(event.req).room)
+            room = _meeting(event.req).room
+            self._continue(sched, event.req, lambda: self._node.revoke(room))
         elif isinstance(event, AbortTransfer):
-            self._node.abort(_meeting(event.req).room, event.code)
+            self._abort(event.req, event.code)
+
+    def _open(self, req: Validated, sched: Scheduler) -> None:
+        meet = _meeting(req)
+        try:
+            self._begin(
+                meet.room,
+                lambda: self._node.open(
+                    meet.room, meet.attempt, meet.host, meet.port, meet.prefill_dp_rank, prompt_hash(req),
+                    self._timeout_ms,
+                ),
+            )  # fmt: skip
+        except EngineError as err:
+            sched.transfer_failed(meet.room, err)
 
     def pump(self, sched: Scheduler) -> None:
         for kind, room, *rest in self._node.poll(POLL_BATCH):
@@ -181,14 +270,22 @@ class DecodeRelay:
                 payload, _, _, pulled = rest
                 assert isinstance(payload, bytes)
                 assert isinstance(pulled, str)
-                first = _payload_decoder.decode(payload)
-                told = _pulled_decoder.decode(pulled)
-                sched.transfer_committed(room, first.token, first.cached_tokens, first.logprobs(), told)
+                self._commit(sched, room, payload, _pulled_decoder.decode(pulled))
             elif kind == "failed":
                 code, message, retryable = rest
                 sched.transfer_failed(room, error_of(str(code), str(message), bool(retryable)))
-            elif kind == "aborted":
-                sched.transfer_closed(room)
+            elif kind == "aborted":  # by this node, or by the runtime of a tensor-parallel rank
+                sched.transfer_failed(room, error_of("TRANSPORT_BROKEN", "a rank gave the room up", retryable=True))
+
+    def _commit(self, sched: Scheduler, room: int, payload: bytes, pulled: Pulled) -> None:
+        try:
+            first = read_first_token(payload, self._vocab_size)
+        except ValueError as err:
+            self._count("payload")
+            log.error("room %d ends: %s", room, err)
+            sched.transfer_failed(room, error_of("TRANSPORT_BROKEN", str(err), retryable=True))
+            return
+        sched.transfer_committed(room, first.token, first.cached_tokens, first.logprobs(), pulled)
 
 
 Relay = PrefillRelay | DecodeRelay

@@ -60,6 +60,10 @@ class Loaded:
         return make_engine(self.config, self._sizes, self.runner, relay, trace, device_thread())
 
     @property
+    def vocab_size(self) -> int:
+        return self.runner.vocab_size
+
+    @property
     def native_pool(self) -> Any:
         """What a TransferNode serves pages of; None for plain memory."""
         return self.kv.native

@@ -31,7 +31,7 @@ from baton.request import Validated
 from baton.runtime import priority_hook
 from baton.runtime.priority_hook import PriorityHook
 from baton.sched import replay, setup
-from baton.sched.events import Emitted, OrderReviewed
+from baton.sched.events import Emitted, Event, OrderReviewed
 from baton.sched.plan import StepPlan, StepResult
 from baton.sched.scheduler import Scheduler
 from baton.sched.story import Story
@@ -156,10 +156,10 @@ class Engine:
             self._relay.accept(req)
         try:
             self.sched.add(req)
-        except EngineError:
+        except EngineError as err:
             if disaggregated:
                 assert self._relay is not None
-                self._relay.refuse(req)
+                self._relay.refuse(req, err)
             raise
         if self._hook is not None:
             self._hook.watch(req.handle, req.arrival)
@@ -233,22 +233,31 @@ class Engine:
         self.counters["generated_tokens_total"] += len(result.tokens)
 
     def _carry_out(self) -> None:
-        for event in self.sched.drain_events():
-            if isinstance(event, Emitted):
-                self._outputs.append(event)
-            elif isinstance(event, Story):
-                self._stories.append(event)
-            elif isinstance(event, OrderReviewed):
-                if event.after != event.before:
-                    log.info("queue order: %s instead of %s", event.after, event.before)
-                log.debug("queue order replay: %s", event.line)
-            elif self._relay is not None:
-                self._relay.carry_out(event)
+        while events := self.sched.drain_events():  # a call that fails ends its request, which is an event again
+            for event in events:
+                self._carry_out_one(event)
+
+    def _carry_out_one(self, event: Event) -> None:
+        if isinstance(event, Emitted):
+            self._outputs.append(event)
+        elif isinstance(event, Story):
+            self._stories.append(event)
+        elif isinstance(event, OrderReviewed):
+            if event.after != event.before:
+                log.info("queue order: %s instead of %s", event.after, event.before)
+            log.debug("queue order replay: %s", event.line)
+        elif self._relay is not None:
+            self._relay.carry_out(event, self.sched)
 
     def close(self) -> None:
         self._device.close()
 
     # ------------------------------------------------------------------ views
+
+    @property
+    def relay_counters(self) -> dict[str, float]:
+        """Counters of the transfer relay; empty on a node without one."""
+        return {} if self._relay is None else self._relay.counters
 
     @property
     def hook_errors(self) -> int:

@@ -70,6 +70,10 @@ class Runner:
         """Of the last step, with `tell` or `follow`."""
 
     @property
+    def vocab_size(self) -> int:
+        return self._model.spec.vocab_size
+
+    @property
     def page_bytes(self) -> int:
         return self._kv.page_bytes
 

@@ -183,6 +183,12 @@ RANK = (
     Spec("kv_pull_bytes", "counter", "D: bytes of KV pages pulled", ("transport",)),
     Spec("kv_pull_seconds", "counter", "D: time from grant to verified, summed over pulls", ("transport",)),
     Spec("kv_transfer_failures", "counter", "transfers that failed, by reason code (docs/protocol.md)", ("code",)),
+    Spec(
+        "kv_room_errors",
+        "counter",
+        "transfers this node ended itself: refused (no capacity), call (a failed call), payload (a bad first token)",
+        ("kind",),
+    ),
     Spec("kv_transport_fallbacks", "counter", "pairs that changed to a slower transport"),
     Spec("kv_communicators", "gauge", "communicators of the gloo or nccl transport by state", ("state",)),
     Spec(

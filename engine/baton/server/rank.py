@@ -196,7 +196,7 @@ class RankProcess:
             late_secs = c.kv_transfer_timeout_secs + c.kv_lease_secs + c.dist_timeout
             self._node = TeamNode(self._node, self._followers, team, late_secs)
         if c.disaggregation_mode == "decode":
-            return DecodeRelay(self._node, c.kv_transfer_timeout_secs)
+            return DecodeRelay(self._node, c.kv_transfer_timeout_secs, loaded.vocab_size)
         node = loaded.paced(self._node) if c.simulate is not None else self._node
         return PrefillRelay(node, c.request_timeout_secs)
 
@@ -345,6 +345,7 @@ class RankProcess:
         counters["priority_hook_errors_total"] = self.engine.hook_errors
         counters["schedule_policy_degraded_total"] = self.engine.sched.policy_degraded
         counters.update(self.engine.sched.turned_away())
+        counters.update(self.engine.relay_counters)
         if self._node is not None:
             flatten_transfer_stats(json.loads(self._node.stats_json()), gauges, counters)
         stats = self.engine.sched.stats

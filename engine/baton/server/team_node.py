@@ -17,6 +17,7 @@ Invariant: the pages of a room are the scheduler's again only when no rank's run
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -63,6 +64,9 @@ class Merger:
 
     def __len__(self) -> int:
         return len(self._rooms)
+
+    def __contains__(self, room: int) -> bool:
+        return room in self._rooms
 
     def begin(self, room: int) -> None:
         self._rooms[room] = Room()
@@ -209,7 +213,9 @@ class TeamNode:
         return str(self._node.stats_json())
 
     def _begin(self, room: int, call: str, *args: Any) -> None:
-        """Raises what the first rank's runtime raises; nothing was told then."""
+        """Raises what the first rank's runtime raises, ValueError while a follower's room of this number lives."""
+        if room in self._merger:
+            raise ValueError(f"room {room} is live on another tensor-parallel rank")
         obey_or_raise(self._node, self._team, call, args)
         self._merger.begin(room)
         self._followers.tell_node(call, *args)
@@ -235,12 +241,20 @@ def obey_or_raise(node: TransferNode, team: Team, call: str, args: Sequence[Any]
 
 
 def obey(node: TransferNode, team: Team, call: str, args: Sequence[Any]) -> Event | None:
-    """As `obey_or_raise`, on a follower. A room that its runtime refuses is over there: returns that as an event."""
+    """As `obey_or_raise`, on a follower, where a call that fails ends its room only.
+
+    Returns the end of a room that its runtime does not take. A live room is aborted; its runtime reports its end.
+    """
     try:
         obey_or_raise(node, team, call, args)
-    except ValueError as err:
-        if call not in ("offer", "open"):
-            raise
-        log.error("%s of room %d: %s", call, args[0], err)
-        return ("released", args[0], "DUP_ROOM") if call == "offer" else ("failed", args[0], "DUP_ROOM", str(err), True)
+    except (ValueError, RuntimeError) as err:
+        log.error("%s of room %s: %s", call, args[0] if args else None, err)
+        code = "DUP_ROOM" if isinstance(err, ValueError) else "NO_CAPACITY"
+        if call == "offer":
+            return ("released", args[0], code)
+        if call == "open":
+            return ("failed", args[0], code, str(err), True)
+        if call != "abort" and args:
+            with contextlib.suppress(RuntimeError):
+                node.abort(args[0], "TRANSPORT_BROKEN")
     return None

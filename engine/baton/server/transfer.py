@@ -106,6 +106,7 @@ def start(
         "lease_ms": int(config.kv_lease_secs * 1000),
         "heartbeat_ms": 1000,
         "copy_threads": 1,
+        "max_rooms": config.max_rooms,
         "fault": json.loads(os.environ.get("BATON_TEST_KV_FAULT", "null")),
     }
     node = TransferNode(native_pool, json.dumps(settings), make_backend(config, host, allowed))

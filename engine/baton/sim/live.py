@@ -42,6 +42,11 @@ class SimLoaded:
         runner = SimRunner(self.simulated, answer_tokens(self.config), announced)
         return make_engine(self.config, PoolSizes(self.num_pages, 0, PAGE_BYTES), runner, relay, trace)
 
+    @property
+    def vocab_size(self) -> int:
+        """Simulated tokens are four bytes of text without the top bit."""
+        return 2**31
+
     def paced(self, node: TransferNode) -> TransferNode:
         """The transfer runtime as a P node's relay should see it."""
         return PacedTransfer(node, self.simulated, self.config.page_size)

@@ -49,8 +49,8 @@ if TYPE_CHECKING:
 DTYPES = (torch.float16, torch.bfloat16)
 HEAD_DIMS = (64, 128, 256)
 MAX_PAGE_SIZE = 64
-WORKSPACE_BYTES = 128 << 20
-"""What flashinfer's documentation gives a wrapper; partial results of long rows that are split over thread blocks."""
+LEAST_WORKSPACE_BYTES = 128 << 20
+"""What flashinfer's documentation gives a wrapper."""
 RUNG_INT_WORKSPACE_BYTES = 1 << 20
 """For the wrappers of all rungs with one window together. A rung takes some 30 bytes for each row and each thread
 block, of which there are a few thousand."""
@@ -112,7 +112,7 @@ class FlashInferAttention:
         # The kernels without tensor cores are built for groups of 1 and 2 here; from 4 on tensor cores are faster.
         self._group = spec.num_heads // spec.num_kv_heads
         self._tensor_cores = self._group > 2
-        self._workspace = self._zeros(WORKSPACE_BYTES)
+        self._workspace = self._zeros(max(LEAST_WORKSPACE_BYTES, self._eager_workspace_bytes()))
         self._wrappers = self._make_wrappers()
         self._rungs: dict[int, dict[int, _Wrappers]] = {}
         """By rows, then by window."""
@@ -167,12 +167,12 @@ class FlashInferAttention:
 
     def rung_bytes(self, largest: int) -> int:
         needed = self._rung_workspace_bytes(largest)
-        return len(self._wrappers) * RUNG_INT_WORKSPACE_BYTES + (needed if needed > WORKSPACE_BYTES else 0)
+        return len(self._wrappers) * RUNG_INT_WORKSPACE_BYTES + (needed if needed > len(self._workspace) else 0)
 
     def make_rung(self, size: int, static: Static) -> None:
         if self._rung_workspaces is None:
             needed = self._rung_workspace_bytes(size)
-            floats = self._workspace if needed <= WORKSPACE_BYTES else self._zeros(needed)
+            floats = self._workspace if needed <= len(self._workspace) else self._zeros(needed)
             self._rung_workspaces = (floats, {w: self._zeros(RUNG_INT_WORKSPACE_BYTES) for w in self._wrappers})
         floats, integers = self._rung_workspaces
         any_rows = PagedRows(np.arange(size + 1, dtype=np.int32), np.zeros(size, np.int32), np.ones(size, np.int32))
@@ -194,15 +194,22 @@ class FlashInferAttention:
         self._note_plan()
         self._rungs[size] = made
 
+    def _eager_workspace_bytes(self) -> int:
+        """The most that splitting a step's rows takes. Rows are split only into at most two blocks per multiprocessor."""
+        tile = 64 if self._spec.head_dim >= 256 else 128
+        return self._split_bytes(2 * self._multiprocessors() // self._spec.num_kv_heads, tile)
+
     def _rung_workspace_bytes(self, size: int) -> int:
-        """What splitting the rows of the largest rung takes (flashinfer's scheduler.cuh, PrefillPlan, step 2): partial
-        results of each thread block, of which there are at least two per multiprocessor."""
-        spec = self._spec
+        """What splitting the rows of the largest rung takes; there are at least two blocks per multiprocessor."""
         if not self._tensor_cores:
             return 0  # a head's share of few blocks: some MiB
-        tile = 16 if self._group <= 16 else 64 if self._group <= 64 or spec.head_dim >= 256 else 128
-        blocks = max(2 * self._multiprocessors() // spec.num_kv_heads, size - 1 + -(-size * self._group // tile))
-        return spec.num_heads * blocks * tile * (spec.head_dim + 1) * 4 + (1 << 20)
+        tile = 16 if self._group <= 16 else 64 if self._group <= 64 or self._spec.head_dim >= 256 else 128
+        least = 2 * self._multiprocessors() // self._spec.num_kv_heads
+        return self._split_bytes(max(least, size - 1 + -(-size * self._group // tile)), tile)
+
+    def _split_bytes(self, blocks: int, tile: int) -> int:
+        """Partial results of thread blocks for `tile` queries each (flashinfer's scheduler.cuh, PrefillPlan, step 2)."""
+        return self._spec.num_heads * blocks * tile * (self._spec.head_dim + 1) * 4 + (1 << 20)
 
     def _multiprocessors(self) -> int:
         if not self._kv.data.is_cuda:
