@@ -152,7 +152,7 @@ def test_step_time_predicts_a_device_that_is_linear_in_rows_tokens_and_pairs(
     node = Node(Limits(4000, 4, 8, 100, 256, radix_cache=False), depth=1)
     for handle in range(8):
         node.sched.add(request(handle, [handle % VOCAB] * rng.randint(500, 1500), rng.randint(5, 40), ignore_eos=True))
-    times = StepTime()
+    times = StepTime(256)
     for plan, seconds in run_timed(node, clockwork):
         times.observe(plan, seconds)
     for start, n in ((0, 256), (1000, 64)):
@@ -161,6 +161,26 @@ def test_step_time_predicts_a_device_that_is_linear_in_rows_tokens_and_pairs(
         fits = times.chunk_tokens(start, want)
         assert times.chunk_seconds(start, fits) <= want * 1.000001
         assert times.chunk_seconds(start, fits + 1) >= want * 0.999999
+
+
+@pytest.mark.parametrize("base", [0.0, 0.005])
+def test_prefill_rate_is_learned_beside_decode_rows_and_kept_through_short_prompts(base: float) -> None:
+    """Steps with decode rows teach it, and the fixed time of many short steps does not displace long prompts."""
+    clockwork = Clockwork()
+    clockwork.base, clockwork.row, clockwork.token, clockwork.pair = base, 0.0, 0.0001, 0.0
+    node = Node(Limits(4000, 4, 8, 200, 256, radix_cache=False), depth=1)
+    node.sched.add(request(0, [1] * 8, 400, ignore_eos=True))  # decodes all the time
+    for _ in range(20):
+        plan = node.sched.plan()
+        assert plan is not None
+        node.sched.commit(plan, node.device.execute(plan))
+        node.sched.observe(plan, clockwork.seconds(plan))
+    node.sched.add(request(1, [2] * 2560, 1, ignore_eos=True))
+    for handle in range(2, 150):
+        node.sched.add(request(handle, [handle % VOCAB] * 8, 1, ignore_eos=True))
+    steps = run_timed(node, clockwork)
+    assert sum(plan.num_decode > 0 and len(plan.rows) > plan.num_decode for plan, _ in steps) > 10
+    assert node.sched.load().prefill_tokens_per_s == pytest.approx(10_000, rel=0.1)
 
 
 def test_step_target_keeps_steps_within_the_target_and_every_prompt_moving() -> None:

@@ -257,19 +257,37 @@ def test_deadline_abort_ends_what_has_no_first_token_in_time() -> None:
     assert node.sched.turned_away()['queue_turned_away_total{reason="deadline"}'] == 1
 
 
-@pytest.mark.parametrize(("aborts", "ended"), [(True, [1]), (False, [])])
-def test_what_cannot_make_its_deadline_is_not_begun(aborts: bool, ended: list[int]) -> None:
+@pytest.mark.parametrize(
+    ("aborts", "length", "asked_after", "refused"),
+    [
+        pytest.param(True, 60, 1.0, True, id="60 tokens take 30 s"),
+        pytest.param(False, 60, 1.0, False, id="not asked to abort"),
+        pytest.param(True, 8, 1.0, False, id="8 tokens take 4 s"),
+        pytest.param(True, 90, 1.0, False, id="no prompt half as long was computed"),
+        pytest.param(True, 60, 11.0, False, id="the evidence is too old"),
+    ],
+)
+def test_a_missed_deadline_is_predicted_only_from_a_comparable_recent_prompt(
+    aborts: bool, length: int, asked_after: float, refused: bool
+) -> None:
     node = Node(limits(max_running_requests=4, step_tokens=4, aborts_missed_deadlines=aborts), depth=1)
-    node.sched.add(ask(0))
-    plan = node.sched.plan(0.0)
-    assert plan is not None
-    node.sched.commit(plan, node.device.execute(plan))
-    for _ in range(200):  # 4 tokens in 2 s
+    node.sched.add(ask(0, length=40))
+    now = 0.0
+    while 0 not in node.finished:
+        plan = node.sched.plan(now)
+        assert plan is not None
+        now += 2.0  # a step of 4 prompt tokens takes 2 s
+        node.sched.commit(plan, node.device.execute(plan), now)
         node.sched.observe(plan, 2.0)
-    node.sched.add(ask(1, length=60, arrival=1.0, ttft_deadline=20.0))
-    node.sched.plan(1.0)
+        node.absorb()
+        if node.outputs.get(0):
+            node.sched.abort(0)
+            break
+    now += asked_after
+    node.sched.add(ask(1, length=length, arrival=now, ttft_deadline=now + 10.0))
+    node.sched.plan(now)
     node.absorb()
-    assert sorted(node.errors) == ended, "60 tokens take 30 s"
+    assert (1 in node.errors) == refused
 
 
 def test_a_deadline_passes_in_the_opening_queue_too() -> None:

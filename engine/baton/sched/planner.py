@@ -25,11 +25,10 @@ from collections.abc import Iterable, Iterator
 from baton.cache.radix import Match
 from baton.sched.fairness import Fairness
 from baton.sched.plan import UNKNOWN_TOKEN, Admitted, Row, StepPlan, Stop, new_row
-from baton.sched.policy import work
+from baton.sched.policy import cached_tokens
 from baton.sched.preempt import priority_victims, retraction_victim
 from baton.sched.seq import Seq, SeqState, is_partial, partial_of
 from baton.sched.state import State
-from baton.sched.step_time import StepTime
 
 UNKNOWN = array("i", (UNKNOWN_TOKEN,))
 NO_PAGES = array("i")
@@ -47,7 +46,7 @@ class Planner:
         """What the prompts of the last plan were allowed to take."""
         self._is_blocked = False
         """A waiting sequence did not fit: this plan tries no further one."""
-        self.times = StepTime()
+        self.times = state.times
         self._prefill_run_secs: float | None = None
         """Predicted time of the steps without decode rows since the last step with some; None: that was it."""
         self._reserved: int | None = None
@@ -409,14 +408,16 @@ class Planner:
                 room -= seq.state is SeqState.RUNNING and is_partial(seq)
 
     def _is_too_late(self, seq: Seq) -> bool:
-        """Under --deadline-miss-action abort: no first token can come in time any more, so nothing is begun."""
+        """Under --deadline-miss-action abort: no first token can come in time any more, so nothing is begun.
+
+        An estimate that no comparable prompt has confirmed refuses nothing.
+        """
         deadline = seq.req.ttft_deadline
         if deadline is None or seq.has_started or not self._limits.aborts_missed_deadlines:
             return False
-        view = self._state.view()
-        if not view.computed_tokens:
-            return False  # the rate is not measured yet
-        return view.now + work(seq, view) / view.prefill_rate > deadline
+        now, cached = self._state.now, cached_tokens(seq, self._memory.cache)
+        tokens = seq.total_len - cached
+        return self.times.confirms(tokens, now) and now + self.times.chunk_seconds(cached, tokens) > deadline
 
     def _prompt_seconds(self, num_decode: int) -> float | None:
         """Time that prompt chunks may add to this step; None: they are sized by tokens alone."""

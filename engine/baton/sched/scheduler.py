@@ -41,9 +41,6 @@ from baton.sched.state import State
 from baton.sched.stats import SchedStats
 from baton.sched.story import Pulled
 
-RATE_SMOOTHING = 0.1
-
-
 TAKES_TOKENS = (SeqState.RUNNING, SeqState.WAITING, SeqState.SUSPENDED)
 
 
@@ -364,14 +361,11 @@ class Scheduler:
     def observe(self, plan: StepPlan, seconds: float, copy_seconds: float = 0.0) -> None:
         """How long a step took on the device, and how much of it the copies to and from the host.
 
-        Ageing, deadlines and the choice between copying and computing a preempted request's KV are measured with it.
+        Aging, deadlines and the choice between copying and computing a preempted request's KV are measured with it.
         """
         seconds -= copy_seconds
-        self._planner.times.observe(plan, seconds)
+        self._state.times.observe(plan, seconds)
         self._state.stats.on_observed(plan, seconds)
-        tokens = plan.num_tokens - plan.num_decode
-        if tokens and seconds > 0 and not plan.num_decode:
-            self._state.prefill_rate += RATE_SMOOTHING * (tokens / seconds - self._state.prefill_rate)
         self._state.memory.observe_copies(plan.copies, copy_seconds)
 
     def commit(self, plan: StepPlan, result: StepResult, now: float = 0.0) -> None:
@@ -396,6 +390,8 @@ class Scheduler:
                     self._announce(seq)
             if sample:
                 seq.inflight -= 1
+                if len(seq.tokens) == seq.prompt_len:
+                    state.times.on_prompt_computed(seq.prompt_len - max(seq.cached_tokens, 0), state.now)
                 if seq.state in TAKES_TOKENS:
                     self._take_token(seq, tokens[sampled], logprobs.get(sampled))
         state.stats.on_step(plan, state.now)

@@ -32,7 +32,7 @@ from baton.sched.policy import POLICIES, View
 from baton.sched.queue import WaitingQueue
 from baton.sched.seq import Seq, SeqState
 from baton.sched.stats import SchedStats
-from baton.sched.step_time import INITIAL_PREFILL_RATE
+from baton.sched.step_time import StepTime
 
 
 class State:
@@ -41,7 +41,7 @@ class State:
         self.memory = Memory(limits)
         self.policy = POLICIES[limits.policy](limits.policy_params)
         self.now = 0.0
-        self.prefill_rate = INITIAL_PREFILL_RATE
+        self.times = StepTime(limits.step_tokens)
         self.computed_tokens = 0
         """Prompt tokens computed since the start."""
         self.door = Door(limits)
@@ -92,6 +92,11 @@ class State:
             self.limits.clip_new_tokens,
             self.door.queued_tokens,
         )
+
+    @property
+    def prefill_rate(self) -> float:
+        """Prompt tokens per second, as measured."""
+        return self.times.prefill_rate
 
     # ------------------------------------------------------------------ steps
 

@@ -5,9 +5,15 @@ Two small models, each a least-squares fit with exponentially fading memory:
     decode step    seconds = base + per_row * rows
     prompt chunks  seconds beyond that = per_token * tokens + per_pair * pairs
 
-where pairs counts (new token, token it attends to): the part of a long prompt's cost that grows with its context. The
-memory of each model fades only when a step of its own kind is seen, so that an hour of decoding forgets nothing about
-prompts. Coefficients are never negative; until something was observed a prompt token costs 1 / INITIAL_PREFILL_RATE.
+where pairs counts (new token, token it attends to): the part of a long prompt's cost that grows with its context.
+Steps with decode rows teach the second model too. The memory of each model fades only when a step of its own kind is
+seen, so that an hour of decoding forgets nothing about prompts; the second one's fades by tokens, so that many short
+prompts do not displace what a long one has shown. Coefficients are never negative; until something was observed a
+prompt token costs 1 / INITIAL_PREFILL_RATE.
+
+This is the engine's only estimate of prefill throughput. It may refuse a request only while `confirms` holds: the
+evidence is a prompt of comparable length that was computed recently. Evidence expires, so that a wrong estimate refuses
+requests for EVIDENCE_SECS at most: then the next prompt is computed and corrects it.
 """
 
 from __future__ import annotations
@@ -19,7 +25,9 @@ from baton.sched.plan import StepPlan
 INITIAL_PREFILL_RATE = 2000.0
 """Assumed until steps have been observed [tokens/s]."""
 MEMORY = 0.98
-"""Weight that an observation keeps when the next of its kind comes: about the last 50 count."""
+"""Weight that an observation keeps when the next full step of its kind comes: about the last 50 count."""
+EVIDENCE_SECS = 10.0
+"""How long a computed prompt confirms the estimate for prompts up to twice as long [s]."""
 TOKENS_UNIT = 1e3
 PAIRS_UNIT = 1e6
 
@@ -31,12 +39,13 @@ class Fit:
         self._uu = self._uv = self._vv = self._uy = self._vy = 0.0
         self.a = self.b = 0.0
 
-    def observe(self, u: float, v: float, y: float) -> None:
-        self._uu = self._uu * MEMORY + u * u
-        self._uv = self._uv * MEMORY + u * v
-        self._vv = self._vv * MEMORY + v * v
-        self._uy = self._uy * MEMORY + u * y
-        self._vy = self._vy * MEMORY + v * y
+    def observe(self, u: float, v: float, y: float, keep: float = MEMORY) -> None:
+        """`keep`: weight that earlier observations retain."""
+        self._uu = self._uu * keep + u * u
+        self._uv = self._uv * keep + u * v
+        self._vv = self._vv * keep + v * v
+        self._uy = self._uy * keep + u * y
+        self._vy = self._vy * keep + v * y
         det = self._uu * self._vv - self._uv * self._uv
         if det > 1e-9 * self._uu * self._vv:
             self.a = (self._uy * self._vv - self._vy * self._uv) / det
@@ -51,6 +60,11 @@ class Fit:
         else:
             self.a, self.b = 0.0, max(alone_b, 0.0)
 
+    @property
+    def ratio(self) -> float | None:
+        """y per u, weighted by u; None before the first observation."""
+        return self._uy / self._uu if self._uu else None
+
 
 def attended_pairs(start: int, n: int) -> int:
     """(new token, token it attends to) pairs of a chunk [start, start + n)."""
@@ -58,10 +72,31 @@ def attended_pairs(start: int, n: int) -> int:
 
 
 class StepTime:
-    def __init__(self) -> None:
+    """`step_tokens`: tokens of a full step."""
+
+    def __init__(self, step_tokens: int) -> None:
+        self._step_tokens = step_tokens
         self._decode = Fit()
         self._prompt = Fit()
         self._prompt.a = TOKENS_UNIT / INITIAL_PREFILL_RATE
+        self._evidence = (-math.inf, 0)
+        """(time, tokens) of a prompt that was computed."""
+
+    @property
+    def prefill_rate(self) -> float:
+        """Prompt tokens per second: the mean over recent steps, weighted by tokens."""
+        seconds = self._prompt.ratio
+        return TOKENS_UNIT / seconds if seconds else INITIAL_PREFILL_RATE
+
+    def on_prompt_computed(self, tokens: int, now: float) -> None:
+        """All of a prompt's `tokens` uncached tokens have been computed."""
+        if tokens >= self._evidence[1] or not self.confirms(self._evidence[1], now):
+            self._evidence = now, tokens
+
+    def confirms(self, tokens: int, now: float) -> bool:
+        """True if a prompt at least half as long was computed within EVIDENCE_SECS."""
+        at, most = self._evidence
+        return now - at <= EVIDENCE_SECS and tokens <= 2 * most
 
     def observe(self, plan: StepPlan, seconds: float) -> None:
         """Learn from a step that took `seconds` on the device."""
@@ -74,7 +109,8 @@ class StepTime:
             tokens += row.n
             pairs += attended_pairs(row.start, row.n)
         beyond = max(seconds - self.decode_seconds(plan.num_decode), 0.0)
-        self._prompt.observe(tokens / TOKENS_UNIT, pairs / PAIRS_UNIT, beyond)
+        keep = MEMORY ** min(tokens / self._step_tokens, 1.0)
+        self._prompt.observe(tokens / TOKENS_UNIT, pairs / PAIRS_UNIT, beyond, keep)
 
     def decode_seconds(self, rows: int) -> float:
         """A step's time without prompt chunks."""
