@@ -217,8 +217,9 @@ def test_bodies_that_are_no_json_objects(http: httpx.Client, raw: bytes) -> None
     assert r.headers["content-type"].startswith("application/json")
 
 
-def test_a_body_over_the_limit_is_refused(http: httpx.Client) -> None:
-    r = http.post("/v1/completions", content=b'{"prompt": "' + b"a" * (33 * 2**20) + b'"}')
+@pytest.mark.parametrize("content", [b"a" * (33 * 2**20), b"," * (2**21 + 1)], ids=["bytes", "values"])
+def test_a_body_over_the_limit_is_refused_unparsed(http: httpx.Client, content: bytes) -> None:
+    r = http.post("/v1/completions", content=content)  # which is no JSON either
     assert (r.status_code, r.json()["error"]["code"]) == (413, "payload_too_large")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.config import build
-from baton.errors import BadRequest, EngineError, UnsupportedParameter
+from baton.errors import BadRequest, EngineError, PromptTooLong, UnsupportedParameter
 from baton.server import model_dir
 from baton.server.placement import seed_of_room
 from baton.server.tokenizer import Tokenizer
@@ -54,6 +55,44 @@ def generate(v: Validator, **body: Any) -> Accepted:
     if "input_ids" not in body:
         body.setdefault("text", "hello")
     return asyncio.run(v.generate(body))
+
+
+# ---- work that is bounded before it begins -----------------------------------------------------------------------
+
+
+def tokenize(v: Validator, **body: Any) -> Any:
+    return asyncio.run(v.tokenize(body))
+
+
+@pytest.mark.parametrize(
+    ("form", "field"),
+    [(chat, "messages"), (completion, "prompt"), (generate, "text"), (tokenize, "prompt"), (tokenize, "messages")],
+)
+def test_a_text_too_long_for_any_tokens_is_refused_untokenized(
+    make: Make, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, form: Any, field: str
+) -> None:
+    chars = CONTEXT * tokenizer.max_chars_per_token + 1
+    text = "x" * chars
+    body = {field: [{"role": "user", "content": text}] if field == "messages" else text}
+    monkeypatch.setattr(tokenizer, "encode_batch", None)
+    monkeypatch.setattr(tokenizer, "encode", None)
+    with pytest.raises(PromptTooLong) as caught:
+        form(make(), **body)
+    assert caught.value.param == field
+    assert f"context length is {CONTEXT} tokens" in caught.value.message
+    assert re.search(r"at least \d+ tokens", caught.value.message)
+
+
+def test_the_longest_text_that_may_fit_is_tokenized(make: Make, tokenizer: Tokenizer) -> None:
+    text = "x" * (CONTEXT * tokenizer.max_chars_per_token)
+    assert len(tokenize(make(), prompt=text)) > CONTEXT
+    with pytest.raises(PromptTooLong, match="the prompt has "):
+        completion(make(), prompt=text)
+
+
+def test_too_many_ids_are_refused_before_they_are_looked_at(make: Make) -> None:
+    with pytest.raises(PromptTooLong, match=f"has {CONTEXT + 1};"):
+        completion(make(), prompt=[0] * CONTEXT + ["x"])
 
 
 # ---- refusals ----------------------------------------------------------------------------------------------------

@@ -158,7 +158,7 @@ class Front:
         return json_response({"tokens": ids, "count": count, "max_model_len": self.validator.context_length})
 
     async def detokenize(self, request: web.Request) -> web.Response:
-        text = self.validator.detokenize(await read_object(request))
+        text = await self.validator.detokenize(await read_object(request))
         # SGLang says `text`, vLLM says `prompt`; clients of both exist.
         return json_response({"text": text, "prompt": text})
 

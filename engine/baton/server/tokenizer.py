@@ -1,12 +1,14 @@
 """Text to token ids and back, with the `tokenizers` wheel and a tokenizer.json.
 
-Encoding a long prompt takes milliseconds to seconds, so texts above INLINE_CHARS go to a small thread pool (the wheel
-releases the GIL); short ones are encoded on the event loop, which is cheaper than the hop.
+Encoding a long prompt takes milliseconds to seconds, so texts above INLINE_CHARS go to a small thread pool; short ones
+are encoded on the event loop, which is cheaper than the hop. Of the wheel only the batch calls are used: they release
+the GIL, while `encode` and `decode` hold it (0.23: one prompt of 1 MB stops all threads for 2 s) and are not faster.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
@@ -15,11 +17,16 @@ from typing import TypeVar
 
 from tokenizers import Tokenizer as HFTokenizer
 
-from baton.errors import ConfigError
+from baton.errors import ConfigError, QueueFull
 
 INLINE_CHARS = 4096
 """About 1 ms of encoding on one core: below it a thread hop costs more than it hides."""
 WORKERS = 2
+MAX_WAITING = 256
+"""Requests that wait for a thread, at most (the router's limit too)."""
+NORMALIZER_SHRINKS = 4
+"""Characters that a normalizer makes one of, at most: NFC composes up to four."""
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # a batch is encoded by the thread that asks
 
 T = TypeVar("T")
 
@@ -50,27 +57,51 @@ class Tokenizer:
         # A checkpoint may come with truncation or padding switched on; a server must see the whole prompt and only it.
         self._hf.no_truncation()
         self._hf.no_padding()
-        self._pool = ThreadPoolExecutor(WORKERS, thread_name_prefix="tokenize")
+        self._start_pool()
         self._byte_level = "ByteLevel" in str(self._hf.decoder.__getstate__()) if self._hf.decoder else False
         self._added = dict(self._hf.get_added_tokens_decoder())
         self.vocab_size: int = self._hf.get_vocab_size(with_added_tokens=True)
+        longest = max(map(len, self._hf.get_vocab(with_added_tokens=True)), default=1)
+        self.max_chars_per_token: int = longest * (NORMALIZER_SHRINKS if self._hf.normalizer else 1)
+        """A text has at least as many tokens as this goes into its length. Not where a tokenizer drops text: an
+        unknown word, or spaces beside an added token with lstrip or rstrip."""
         self.token_bytes: Callable[[int], bytes] = lru_cache(maxsize=16384)(self._token_bytes)
 
+    def _start_pool(self) -> None:
+        self._pool = ThreadPoolExecutor(WORKERS, thread_name_prefix="tokenize")
+        self._offloaded = 0
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        return list(self._hf.encode(text, add_special_tokens=add_special_tokens).ids)
+        return self.encode_batch([text], add_special_tokens=add_special_tokens)[0]
+
+    def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
+        found = self._hf.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
+        return [encoding.ids for encoding in found]
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """For a few ids: the event loop stands still meanwhile."""
         return str(self._hf.decode(ids, skip_special_tokens=skip_special_tokens))
+
+    def decode_batch(self, rows: Sequence[Sequence[int]], *, skip_special_tokens: bool = True) -> list[str]:
+        return list(self._hf.decode_batch(rows, skip_special_tokens=skip_special_tokens))
 
     def id_of(self, token: str) -> int | None:
         found = self._hf.token_to_id(token)
         return None if found is None else int(found)
 
     async def offload(self, size: int, work: Callable[[], T]) -> T:
-        """Run `work` here when it concerns few characters, else on the pool."""
+        """Run `work` here when it concerns few characters, else on the pool. Raises QueueFull."""
         if size <= INLINE_CHARS:
             return work()
-        return await asyncio.get_running_loop().run_in_executor(self._pool, work)
+        if self._offloaded >= WORKERS + MAX_WAITING:
+            raise QueueFull(f"{MAX_WAITING} long prompts wait to be tokenized; try again later", retry_after_secs=1)
+        self._offloaded += 1
+        future = asyncio.get_running_loop().run_in_executor(self._pool, work)
+        future.add_done_callback(self._one_less)
+        return await future
+
+    def _one_less(self, _: object) -> None:
+        self._offloaded -= 1
 
     def token_text(self, token_id: int) -> str:
         """One token as text for logprobs; bytes that are no UTF-8 alone become U+FFFD."""

@@ -156,6 +156,7 @@ class Validator:
                 continue_final_message=continue_final,
                 kwargs=template_kwargs,
             )
+            self._refuse_too_long([text], "messages")
             return self._tokenizer.encode(text, add_special_tokens=special)
 
         common = self._common(f)
@@ -186,14 +187,8 @@ class Validator:
             f, prompts, common, max_tokens, COMPLETION_MAX_TOKENS, -1 if wanted is None else wanted, "prompt"
         )
         if echo:
-            texts = [given] if isinstance(given, str) else given
-            decoded = [
-                t
-                if isinstance(t, str)
-                else self._tokenizer.decode(p, skip_special_tokens=common.text.skip_special_tokens)
-                for t, p in zip(texts if len(texts) == len(prompts) else prompts, prompts, strict=True)
-            ]
-            accepted = replace(accepted, echo=tuple(decoded), max_tokens_zero=max_tokens == 0)
+            texts = raw if isinstance(raw[0], str) else await self._decode(prompts, common.text.skip_special_tokens)
+            accepted = replace(accepted, echo=tuple(texts), max_tokens_zero=max_tokens == 0)
         return accepted
 
     async def generate(self, body: dict[str, Any]) -> Accepted:
@@ -236,21 +231,22 @@ class Validator:
             messages = read_messages(f)
             generation_prompt = f.boolean("add_generation_prompt", True)
             special = f.boolean("add_special_tokens", False)
-            return await self._tokenizer.offload(
-                chars_of(messages),
-                lambda: self._tokenizer.encode(
-                    self._template.render(messages, add_generation_prompt=generation_prompt), add_special_tokens=special
-                ),
-            )
+
+            def tokens() -> list[int]:
+                text = self._template.render(messages, add_generation_prompt=generation_prompt)
+                self._refuse_too_long([text], "messages")
+                return self._tokenizer.encode(text, add_special_tokens=special)
+
+            return await self._tokenizer.offload(chars_of(messages), tokens)
         prompt = f.require(f.first("prompt", "text"))
         special = f.boolean("add_special_tokens", True)
         texts = [prompt] if isinstance(prompt, str) else prompt
         if type(texts) is not list or not all(type(t) is str for t in texts) or len(texts) > MAX_ITEMS:
             raise f.bad("prompt", f"must be a string or an array of at most {MAX_ITEMS} strings")
-        ids = await self._encode(texts, special)
+        ids = await self._encode(texts, special, "prompt")
         return ids[0] if isinstance(prompt, str) else ids
 
-    def detokenize(self, body: dict[str, Any]) -> str | list[str]:
+    async def detokenize(self, body: dict[str, Any]) -> str | list[str]:
         f = Fields(body)
         self._check_model(f)
         value = f.require(f.first("tokens", "input_ids"))
@@ -261,7 +257,7 @@ class Validator:
         rows = value if nested else [value]
         for row in rows:
             self._check_ids(row, "tokens")
-        texts = [self._tokenizer.decode(row, skip_special_tokens=skip) for row in rows]
+        texts = await self._decode(rows, skip)
         return texts if nested else texts[0]
 
     # ---- parts -------------------------------------------------------------------------------------------------
@@ -275,12 +271,38 @@ class Validator:
 
     def _check_ids(self, ids: Any, param: str) -> None:
         vocab = self._tokenizer.vocab_size
-        if type(ids) is not list or not all(type(i) is int and 0 <= i < vocab for i in ids):
+        if type(ids) is not list or (ids and not (set(map(type, ids)) == {int} and 0 <= min(ids) <= max(ids) < vocab)):
             raise BadRequest(f"{param} must hold token ids from 0 to {vocab - 1}", param=param)
 
-    async def _encode(self, texts: list[str], special: bool) -> list[list[int]]:
+    def _check_prompt_ids(self, ids: Any, param: str) -> None:
+        if type(ids) is list and len(ids) > self.context_length:
+            raise self._too_long(f"has {len(ids)}", param)
+        self._check_ids(ids, param)
+
+    async def _encode(self, texts: list[str], special: bool, param: str) -> list[list[int]]:
+        self._refuse_too_long(texts, param)
         return await self._tokenizer.offload(
-            sum(map(len, texts)), lambda: [self._tokenizer.encode(t, add_special_tokens=special) for t in texts]
+            sum(map(len, texts)), lambda: self._tokenizer.encode_batch(texts, add_special_tokens=special)
+        )
+
+    async def _decode(self, rows: Sequence[Sequence[int]], skip_special: bool) -> list[str]:
+        return await self._tokenizer.offload(
+            sum(map(len, rows)), lambda: self._tokenizer.decode_batch(rows, skip_special_tokens=skip_special)
+        )
+
+    def _refuse_too_long(self, texts: Iterable[str], param: str) -> None:
+        """Raise PromptTooLong for a text that cannot fit, whatever its tokens: tokenizing it would be in vain."""
+        most = self._tokenizer.max_chars_per_token
+        longest = max(map(len, texts), default=0)
+        if longest > self.context_length * most:
+            raise self._too_long(f"has {longest} characters, at least {-(-longest // most)} tokens", param)
+
+    def _too_long(self, size: str, param: str) -> PromptTooLong:
+        return PromptTooLong(
+            # OpenAI's words first: litellm's fallbacks (seen in 1.106) know the error by them, not by its code.
+            f"this model's maximum context length is {self.context_length} tokens here, but the prompt {size}; "
+            "shorten it, or start the engine with a larger --context-length or --max-total-tokens",
+            param=param,
         )
 
     def _tokenized(self, f: Fields, count: int, *, many: bool) -> list[list[int]] | None:
@@ -297,7 +319,7 @@ class Validator:
             wanted = f"an array of {min(count, MAX_ITEMS)} arrays of token ids" if many else "an array of token ids"
             raise f.bad("input_ids", f"must be {wanted}, the prompts as they are tokenized")
         for ids in rows:
-            self._check_ids(ids, "input_ids")
+            self._check_prompt_ids(ids, "input_ids")
             if not ids:
                 raise f.bad("input_ids", "is empty; give at least one token")
         return rows
@@ -309,9 +331,9 @@ class Validator:
         if raw and isinstance(raw[0], str):
             if not all(isinstance(t, str) for t in raw):
                 raise BadRequest(f"{param} must not mix texts and token ids", param=param)
-            return await self._encode(raw, special)
+            return await self._encode(raw, special, param)
         for ids in raw:
-            self._check_ids(ids, param)
+            self._check_prompt_ids(ids, param)
         return raw
 
     def _common(self, f: Fields, sampling: Fields | None = None) -> _Common:
@@ -468,13 +490,7 @@ class Validator:
         left = self.context_length - prompt_tokens
         if left < 1 or (asked is not None and asked > left):
             wish = "" if asked is None else f" and max_tokens asks for {asked} more"
-            raise PromptTooLong(
-                # OpenAI's words first: litellm's fallbacks (seen in 1.106) know the error by them, not by its code.
-                f"this model's maximum context length is {self.context_length} tokens here, but the prompt has "
-                f"{prompt_tokens}{wish}; "
-                "shorten it, or start the engine with a larger --context-length or --max-total-tokens",
-                param=param,
-            )
+            raise self._too_long(f"has {prompt_tokens}{wish}", param)
         if asked is not None:
             return asked
         return left if default is None else min(default, left)

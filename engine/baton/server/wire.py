@@ -8,11 +8,13 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from baton.errors import EngineError, InvalidJson
+from baton.errors import EngineError, InvalidJson, PayloadTooLarge
 from baton.server.openai import encode_json
 
 MAX_BODY_BYTES = 32 * 2**20
 """A 128k-token prompt as JSON numbers is about 1 MiB; this leaves room for batches of them."""
+MAX_BODY_COMMAS = 2**21
+"""Bounds the values in a body before it is parsed: that many take 20 to 130 ms, and all requests wait meanwhile."""
 
 REQUEST_ID: web.RequestKey[str] = web.RequestKey("request_id", str)
 
@@ -31,8 +33,10 @@ def json_response(value: Any, status: int = 200, headers: dict[str, str] | None 
 
 
 async def read_object(request: web.Request) -> dict[str, Any]:
-    """The body as a JSON object. Raises InvalidJson."""
+    """The body as a JSON object. Raises InvalidJson, PayloadTooLarge."""
     raw = await request.read()
+    if (commas := raw.count(b",")) > MAX_BODY_COMMAS:
+        raise PayloadTooLarge(f"the body has {commas} commas, at most {MAX_BODY_COMMAS} are accepted; split the batch")
     try:
         value = msgspec.json.decode(raw)
     except UnicodeDecodeError as err:

@@ -9,9 +9,8 @@ from __future__ import annotations
 import sys
 from array import array
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 
-from baton.server.tokenizer import WORKERS, Tokenizer
+from baton.server.tokenizer import Tokenizer
 
 BYTES = 4
 MASK = 0x7FFFFFFF
@@ -25,7 +24,8 @@ def word_id(word: str) -> int:
 
 class FourByteTokenizer(Tokenizer):
     def __init__(self) -> None:
-        self._pool = ThreadPoolExecutor(WORKERS, thread_name_prefix="tokenize")
+        self._start_pool()
+        self.max_chars_per_token = BYTES
         self.vocab_size = MASK + 1
         self.token_bytes: Callable[[int], bytes] = _bytes_of
 
@@ -35,8 +35,14 @@ class FourByteTokenizer(Tokenizer):
         ids.frombytes(data + b"\0" * (-len(data) % BYTES))
         return ids.tolist() if text.isascii() else [i & MASK for i in ids]
 
+    def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
+        return [self.encode(text) for text in texts]
+
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         return b"".join(map(_bytes_of, ids)).decode("utf-8", "replace")
+
+    def decode_batch(self, rows: Sequence[Sequence[int]], *, skip_special_tokens: bool = True) -> list[str]:
+        return [self.decode(ids) for ids in rows]
 
     def id_of(self, token: str) -> int | None:
         ids = self.encode(token)
