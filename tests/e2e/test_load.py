@@ -26,16 +26,21 @@ def test_64_requests_at_once_are_all_answered(pair: Cluster) -> None:
 def test_client_that_leaves_frees_both_nodes(pair: Cluster, is_stream: bool) -> None:
     decode = pair.node("decode")["url"]
     pair.complete("so that the counter exists", max_tokens=2)
-    pair.assert_nothing_is_held()
-    before = metric(decode, "baton_generated_tokens_total")
-    body = {"model": "demo", "prompt": f"leaving {is_stream}", "max_tokens": TOO_LONG, "temperature": 0}
-    connection = HTTPConnection(pair.url.removeprefix("http://"), timeout=30)
-    connection.request("POST", "/v1/completions", json.dumps({**body, "ignore_eos": True, "stream": is_stream}))
-    if is_stream:
-        assert connection.getresponse().readline().startswith(b"data: ")
-    else:
-        eventually("it runs", lambda: metric(decode, "baton_requests", state="running") > 0, 20)
-    connection.close()
-    pair.assert_nothing_is_held()
-    assert metric(decode, "baton_generated_tokens_total") - before < TOO_LONG, "it ran to its end"
+    body = {"model": "demo", "max_tokens": TOO_LONG, "temperature": 0, "ignore_eos": True, "stream": is_stream}
+
+    def was_cut() -> bool:
+        """Leave a request early; False if it had ended by then, which a busy machine may do."""
+        pair.assert_nothing_is_held()
+        before = metric(decode, "baton_generated_tokens_total")
+        connection = HTTPConnection(pair.url.removeprefix("http://"), timeout=30)
+        connection.request("POST", "/v1/completions", json.dumps({**body, "prompt": f"leaving {is_stream}"}))
+        if is_stream:
+            assert connection.getresponse().readline().startswith(b"data: ")
+        else:
+            eventually("it runs", lambda: metric(decode, "baton_generated_tokens_total") > before, 20)
+        connection.close()
+        pair.assert_nothing_is_held()
+        return metric(decode, "baton_generated_tokens_total") - before < TOO_LONG
+
+    eventually("an abandoned request is cut", was_cut)
     pair.complete("still here", max_tokens=2)
