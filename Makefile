@@ -12,11 +12,11 @@ smoke: setup ## start the cluster, send real requests through it, stop; exit cod
 	@$(py)baton up --smoke $(ARGS)
 test: setup ## every test that needs no GPU and no patience
 	cargo test --locked --workspace --quiet
-	$(py)pytest -m "not slow and not gpu" $(ARGS)
+	$(py)pytest -n auto --maxprocesses 4 --dist loadgroup -m "not slow and not gpu" $(ARGS)
 test-all: setup ## the slow ones too
 	@tests/peers/setup.sh
 	cargo test --locked --workspace --quiet
-	$(py)pytest -m "not gpu" $(ARGS)
+	$(py)pytest -n auto --maxprocesses 4 --dist loadgroup -m "not gpu" $(ARGS)
 bench: setup ## ratios of interleaved arms, the quick ones; the long ones and all results: docs/benchmarks.md
 	$(py)python -W ignore -m tests.perf.bench_engine
 	cargo bench --locked --quiet -p baton-kv-transfer --bench transfer

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import struct
 from collections.abc import Iterator
@@ -195,13 +196,17 @@ def test_a_subscriber_holds_what_the_engine_caches(cluster: Cluster, subscriber:
         cluster.generate_ids(prompt(number), 4)
     subscriber.connect()
 
-    def returns() -> bool:
-        cluster.generate_ids(prompt(99, pages=2), 2)  # a joining subscriber hears what comes after it has joined
-        subscriber.receive()
-        return subscriber.gaps > 0
+    numbers = itertools.count(30)
 
-    eventually("a gap is noticed", returns)
-    eventually("the last prompt is known", lambda: follows(prompt(29)))
+    def gap_after_prompt() -> list[int] | None:
+        """A new prompt each time: a subscriber receives only batches published after it has joined."""
+        last = prompt(next(numbers), pages=2)
+        cluster.generate_ids(last, 2)
+        subscriber.receive()
+        return last if subscriber.gaps > 0 else None
+
+    last = eventually("a gap is noticed", gap_after_prompt)
+    eventually("the last prompt is known", lambda: follows(last))
     assert len(subscriber.blocks) == cached_pages(cluster) <= 64
     snapshot = over_http(cluster, "")[0]
     assert snapshot["seq"] == subscriber.next_seq
