@@ -102,6 +102,12 @@ class NotReady(EngineError):
     code, status, type = "not_ready", 503, "overloaded_error"
 
 
+class NonfiniteLogits(EngineError):
+    """The model computed NaN or infinity where a request's next token was to be chosen."""
+
+    code = "nonfinite_logits"
+
+
 class EngineDead(EngineError):
     code, status = "engine_dead", 503
 

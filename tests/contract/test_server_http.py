@@ -217,6 +217,21 @@ def test_bodies_that_are_no_json_objects(http: httpx.Client, raw: bytes) -> None
     assert r.headers["content-type"].startswith("application/json")
 
 
+def test_answers_that_end_in_nan_make_the_node_unhealthy_until_one_does_not() -> None:
+    with (
+        fake_engine("--model-path", model(), "--served-model-name", "tiny") as engine,
+        httpx.Client(base_url=engine.url, timeout=20) as http,
+    ):
+        bad = {"prompt": "hi", "cache_salt": script(error=["nonfinite_logits", "NaN"])}
+        for _ in range(3):
+            assert http.get("/health").status_code == 200
+            r = http.post("/v1/completions", json=bad)
+            assert (r.status_code, r.json()["error"]["code"]) == (500, "nonfinite_logits")
+        assert http.get("/health").json()["error"]["code"] == "engine_dead"
+        assert http.post("/v1/completions", json={"prompt": "hi"}).status_code == 200
+        assert http.get("/health").status_code == 200
+
+
 @pytest.mark.parametrize("content", [b"a" * (33 * 2**20), b"," * (2**21 + 1)], ids=["bytes", "values"])
 def test_a_body_over_the_limit_is_refused_unparsed(http: httpx.Client, content: bytes) -> None:
     r = http.post("/v1/completions", content=content)  # which is no JSON either

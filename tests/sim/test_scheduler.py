@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from array import array
 
 import pytest
 
 from baton.errors import PromptTooLong, QueueFull
 from baton.request import FinishReason
 from baton.sched.limits import Limits
+from baton.sched.plan import INVALID_TOKEN, StepPlan, StepResult
 from baton.sched.scheduler import Scheduler
 from tests.support.sched_sim import VOCAB, Node, random_prompt, reference, request
 
@@ -65,6 +67,28 @@ def test_random_load_gives_reference_tokens_and_leaks_nothing(seed: int) -> None
     node.sched.ledger().check_idle(node.limits.num_pages)
     node.sched.flush_cache()
     assert node.sched.ledger().free == node.limits.num_pages
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_row_without_a_token_ends_its_request_alone(depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    node = Node(Limits(64, 1, 4, 100, 32), depth=depth)
+    for handle in range(3):
+        node.sched.add(request(handle, [handle] * 4, 8, ignore_eos=True))
+    plain = node.device.execute
+
+    def broken(plan: StepPlan) -> StepResult:
+        sampling = [row for row in plan.rows if row.sample]
+        tokens = plain(plan).tokens
+        bad = [row.handle == 1 and row.start >= 6 for row in sampling]
+        return StepResult([INVALID_TOKEN if b else t for b, t in zip(bad, tokens, strict=True)])
+
+    monkeypatch.setattr(node.device, "execute", broken)
+    node.run()
+    assert node.finished[1] is FinishReason.ERROR
+    assert len(node.outputs[1]) == 3
+    for handle in (0, 2):
+        assert node.outputs[handle] == reference(array("i", [handle] * 4), 8, True)
+    node.sched.ledger().check_idle(64)
 
 
 def test_memory_pressure_retracts_and_still_answers_exactly() -> None:

@@ -15,6 +15,7 @@ from baton.request import SamplingParams
 from baton.runtime import sampler
 from baton.runtime.sampler import SampleRow, sample
 from baton.sched.mix import uniform
+from baton.sched.plan import INVALID_TOKEN
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -52,6 +53,26 @@ def naive_distribution(logits: torch.Tensor, p: SamplingParams) -> np.ndarray:
         probs[order[before >= p.top_p]] = 0
     probs[probs < p.min_p * probs.max()] = 0
     return probs / probs.sum()
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("params", [{"temperature": 0.0}, {"temperature": 1.0, "top_p": 0.9}, {"logprobs": 2}])
+def test_a_row_with_nonfinite_logits_gets_no_token_and_others_keep_theirs(
+    value: float, params: dict[str, float]
+) -> None:
+    logits = noise(3, 300)
+    rows = [row(seed=i, **params) for i in range(3)]
+    alone = [sample(logits[i : i + 1].clone(), [rows[i]]) for i in range(3)]
+    logits[1] = value
+    result = sample(logits, rows)
+    assert list(result.tokens) == [alone[0].tokens[0], INVALID_TOKEN, alone[2].tokens[0]]
+    assert set(result.logprobs) == ({0, 2} if "logprobs" in params else set())
+
+
+def test_one_nan_among_the_logits_is_enough() -> None:
+    logits = noise(1, 300)
+    logits[0, 299] = math.nan
+    assert list(sample(logits, [row(temperature=0.0)]).tokens) == [INVALID_TOKEN]
 
 
 GOLDEN = [0.6524484863740322, 0.7012121095215252, 0.36818951565166946, 0.5268763636163535, 0.7238582745899125]

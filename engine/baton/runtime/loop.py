@@ -32,7 +32,7 @@ from baton.runtime import priority_hook
 from baton.runtime.priority_hook import PriorityHook
 from baton.sched import replay, setup
 from baton.sched.events import Emitted, Event, OrderReviewed
-from baton.sched.plan import StepPlan, StepResult
+from baton.sched.plan import INVALID_TOKEN, StepPlan, StepResult
 from baton.sched.scheduler import Scheduler
 from baton.sched.story import Story
 
@@ -139,6 +139,7 @@ class Engine:
             "engine_step_seconds_total": 0,
             "prompt_tokens_computed_total": 0,
             "generated_tokens_total": 0,
+            "nonfinite_logits_total": 0,
             'kv_host_copies_total{direction="out"}': 0,
             'kv_host_copies_total{direction="in"}': 0,
             'kv_host_copy_bytes_total{direction="out"}': 0,
@@ -230,7 +231,9 @@ class Engine:
         self.counters["engine_steps_total"] += 1
         self.counters["engine_step_seconds_total"] += seconds
         self.counters["prompt_tokens_computed_total"] += flight.plan.num_tokens - flight.plan.num_decode
-        self.counters["generated_tokens_total"] += len(result.tokens)
+        invalid = sum(token == INVALID_TOKEN for token in result.tokens)
+        self.counters["generated_tokens_total"] += len(result.tokens) - invalid
+        self.counters["nonfinite_logits_total"] += invalid
 
     def _carry_out(self) -> None:
         while events := self.sched.drain_events():  # a call that fails ends its request, which is an event again

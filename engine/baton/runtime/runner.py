@@ -90,6 +90,7 @@ class Runner:
         sample_rows = [self._sample_row(row) for row in sampling]
         result = sample(logits, sample_rows)
         for row, sample_row, token in zip(sampling, sample_rows, result.tokens, strict=True):
+            token = max(token, 0)  # of a row that has ended (INVALID_TOKEN) another step may be planned already
             sample_row.append(token)
             self._last_token[row.slot] = token
         return replace(result, copy_seconds=copy_seconds)

@@ -7,6 +7,8 @@ penalties or min_new_tokens get their logits edited; (3) greedy rows take the la
     most likely first   |----- id 7 -----|--- id 3 ---|- 12 -|…| cut by the filters
                         0              u * kept mass            kept mass
 
+A row whose largest logit is NaN or infinite gets INVALID_TOKEN; the other rows of the step are not affected.
+
 u is a hash of (seed, position) and nothing else, so that a token does not depend on the rest of the batch, on
 preemption, on the page size, or on which node draws it (the first token is drawn on P, the others on D).
 
@@ -31,7 +33,7 @@ from torch import Tensor
 
 from baton.request import SamplingParams
 from baton.sched.mix import uniform
-from baton.sched.plan import StepResult, TokenLogprobs
+from baton.sched.plan import INVALID_TOKEN, StepResult, TokenLogprobs
 
 GREEDY_BELOW = 1e-5
 """Temperatures below this are greedy: dividing by them would overflow (matches vLLM)."""
@@ -174,8 +176,13 @@ def sample(logits: Tensor, rows: Sequence[SampleRow]) -> StepResult:
         logits: float32 [S, vocab]; overwritten where rows edit theirs.
         rows: S rows, in the order of logits.
     """
+    best = logits.argmax(-1)  # the place of a NaN, where there is one
+    is_finite = logits.gather(1, best[:, None])[:, 0].isfinite()
+    bad = [] if is_finite.all() else (~is_finite).nonzero()[:, 0].tolist()
     if all(row.is_plain for row in rows):
-        return StepResult(tokens=logits.argmax(-1).tolist())
+        return StepResult(_without(bad, best.tolist()))
+    if bad:
+        logits[bad] = 0.0
     raw = {i: logits[i].log_softmax(-1) for i, row in enumerate(rows) if row.params.logprobs >= 0}
     if edited := [(i, row) for i, row in enumerate(rows) if row.is_edited]:
         Edits(edited, logits.shape[1]).apply(logits, torch.from_numpy)
@@ -185,7 +192,14 @@ def sample(logits: Tensor, rows: Sequence[SampleRow]) -> StepResult:
         some = drawn[start : start + _ROWS_AT_ONCE]
         for i, token in zip(some, _draw(logits[some], [rows[i] for i in some]), strict=True):
             tokens[i] = token
-    return StepResult(tokens, {i: _token_logprobs(lp, tokens[i], rows[i].params.logprobs) for i, lp in raw.items()})
+    asked = {i: _token_logprobs(lp, tokens[i], rows[i].params.logprobs) for i, lp in raw.items() if i not in bad}
+    return StepResult(_without(bad, tokens), asked)
+
+
+def _without(bad: Sequence[int], tokens: list[int]) -> list[int]:
+    for i in bad:
+        tokens[i] = INVALID_TOKEN
+    return tokens
 
 
 def _token_logprobs(logprobs: Tensor, token: int, k: int) -> TokenLogprobs:

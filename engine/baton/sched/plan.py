@@ -15,6 +15,9 @@ from baton.request import SamplingParams
 UNKNOWN_TOKEN = -1
 """In Row.tokens: the token sampled by the step before, which the runner reads from its token table."""
 
+INVALID_TOKEN = -2
+"""In StepResult.tokens: the row's logits hold NaN or infinity, so no token was chosen. No input to a later step."""
+
 
 class ForwardMode(enum.Enum):
     """Which phases a step holds; an IDLE step has no rows and is executed for its copies."""

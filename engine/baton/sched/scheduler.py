@@ -19,6 +19,7 @@ from baton.cache.ledger import HostLedger, PageLedger
 from baton.errors import (
     DuplicateRoom,
     EngineError,
+    NonfiniteLogits,
     PromptTooLong,
     QueueFull,
     QueueTimeout,
@@ -33,7 +34,7 @@ from baton.sched.events import AbortTransfer, Emitted, Event, PagesFinal, Prefil
 from baton.sched.fairness import Fairness
 from baton.sched.limits import Limits
 from baton.sched.load import Load, measure
-from baton.sched.plan import ForwardMode, StepPlan, StepResult, TokenLogprobs
+from baton.sched.plan import INVALID_TOKEN, ForwardMode, StepPlan, StepResult, TokenLogprobs
 from baton.sched.planner import Planner
 from baton.sched.policy import work
 from baton.sched.seq import Seq, SeqState
@@ -400,6 +401,13 @@ class Scheduler:
 
     def _take_token(self, seq: Seq, token: int, logprobs: TokenLogprobs | None) -> None:
         state = self._state
+        if token == INVALID_TOKEN:
+            error = NonfiniteLogits(
+                f"the model computed NaN or infinity after {len(seq.tokens)} tokens; send the request again, and check "
+                "the checkpoint and --dtype when it happens to all"
+            )
+            state.end_with_error(seq, error, "CLIENT_GONE")
+            return
         generated = len(seq.tokens) - seq.prompt_len + 1
         if generated == 1:
             state.stats.on_first_token(seq, state.now)

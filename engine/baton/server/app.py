@@ -57,6 +57,10 @@ log = logging.getLogger("baton.front")
 
 CONTROL_SECS = 10.0
 HEALTH_GENERATE_SECS = 20.0
+NONFINITE_IN_A_ROW = 3
+"""So many answers that ended in NaN or infinity, with none that did not between them, make the node unhealthy."""
+NONFINITE_SECS = 30.0
+"""It is tried again after this long; the next such answer makes it unhealthy at once."""
 OPEN_PATHS = frozenset({"/health", "/livez", "/readyz", "/health_generate", "/ping", "/metrics"})
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,256}")
 SECRETS = ("api_key", "cluster_key")
@@ -132,6 +136,18 @@ class Front:
             return NotReady(
                 f"the model is loading: {ready} of {len(self.ranks.ranks)} ranks are ready", retry_after_secs=2
             )
+        return None
+
+    def _nonfinite(self) -> EngineError | None:
+        """Keeps routers away from a rank that computes NaN or infinity, for a while; requests are still accepted."""
+        since = time.monotonic() - NONFINITE_SECS
+        for rank in self.ranks.ranks:
+            if rank.nonfinite >= NONFINITE_IN_A_ROW and rank.nonfinite_at > since:
+                return EngineDead(
+                    f"the last {rank.nonfinite} answers of rank {rank.dp_rank} ended because the model computed NaN or "
+                    "infinity; check the checkpoint and --dtype, or restart the engine",
+                    retry_after_secs=int(NONFINITE_SECS),
+                )
         return None
 
     # ---- generation --------------------------------------------------------------------------------------------
@@ -248,7 +264,7 @@ class Front:
         return json_response({"status": "alive"})
 
     async def health(self, request: web.Request) -> web.Response:
-        trouble = self.trouble()
+        trouble = self.trouble() or self._nonfinite()
         return json_response({"status": "ok"}) if trouble is None else error_response(trouble)
 
     async def health_generate(self, request: web.Request) -> web.Response:

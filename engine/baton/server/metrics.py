@@ -119,6 +119,7 @@ RANK = (
     ),
     Spec("kv_event_batches", "counter", "batches of KV events announced, with --kv-events-config"),
     Spec("generated_tokens", "counter", "tokens sampled"),
+    Spec("nonfinite_logits", "counter", "rows that got no token because the model computed NaN or infinity"),
     Spec("generated_tokens_per_s", "gauge", "the same per second, over the second before the report"),
     Spec("retractions", "counter", "running requests sent back to the waiting queue for memory"),
     Spec(

@@ -22,7 +22,7 @@ from typing import Any, Protocol
 import msgspec
 import zmq
 
-from baton.errors import EngineDead, EngineError, NotReady, QueueFull, RequestTimeout, by_code
+from baton.errors import EngineDead, EngineError, NonfiniteLogits, NotReady, QueueFull, RequestTimeout, by_code
 from baton.request import FinishReason
 from baton.server.messages import (
     Abort,
@@ -76,6 +76,10 @@ class Rank:
     """sched.load.Load, as reported at `reported_at` (monotonic seconds)."""
     reported_at: float = 0.0
     sinks: dict[int, Sink] = field(default_factory=dict)
+    nonfinite: int = 0
+    """Answers in a row that ended because the model computed NaN or infinity."""
+    nonfinite_at: float = 0.0
+    """When the last of them ended (monotonic seconds)."""
     tokens_in_flight: int = 0
     """Prompt tokens + answer limit of what it works on: the load that balancing compares."""
 
@@ -258,8 +262,12 @@ class Ranks:
                 self._forget(handle)
             try:
                 if finish in (FinishReason.ERROR, FinishReason.ABORT):
-                    sink.on_error(_error(finish, batch.errors.get(row), batch.retry_after.get(row, 1)))
+                    error = _error(finish, batch.errors.get(row), batch.retry_after.get(row, 1))
+                    if isinstance(error, NonfiniteLogits):
+                        rank.nonfinite, rank.nonfinite_at = rank.nonfinite + 1, time.monotonic()
+                    sink.on_error(error)
                 else:
+                    rank.nonfinite = 0
                     sink.on_tokens(mine, cached[row], batch.logprobs.get(row), finish)
             except Exception:  # one request's trouble must not cost the other rows of the batch
                 log.exception("handle %d: its tokens could not be processed", handle)
