@@ -148,6 +148,15 @@ def test_abbreviations_are_no_flags() -> None:
         config.parse(["--disagg", "prefill"])
 
 
+def test_a_gpu_has_larger_steps_unless_their_size_is_given() -> None:
+    cuda = config.build({"device": "cuda"})
+    assert (cuda.max_running_requests, cuda.chunked_prefill_size) == (256, 8192)
+    assert config.build({"device": "cuda", "chunked_prefill_size": 512}).chunked_prefill_size == 512
+    for device in ("cpu", "auto"):
+        other = config.build({"device": device})
+        assert (other.max_running_requests, other.chunked_prefill_size) == (64, 512)
+
+
 def test_flashinfer_on_the_cpu_is_refused_before_anything_is_loaded() -> None:
     with pytest.raises(ConfigError, match="--attention-backend flashinfer: needs a CUDA device, --device is cpu"):
         config.build({"attention_backend": "flashinfer"})
