@@ -9,8 +9,9 @@ cd "$(dirname "$0")/../.."
 out=${1:-gpu-wheels}
 py=${PYTHON:-.venv/bin/python}
 limit_mib=${LIMIT_MIB:-64}
+flashinfer=$(sed -n 's/.*"\(flashinfer-python==[^"]*\)".*/\1/p' pyproject.toml)
 PACKAGES=(
-    flashinfer-python==0.6.8 apache-tvm-ffi==0.1.9 einops tabulate   # the kernels, without the packages for other GPUs' formats
+    "${flashinfer:?}" apache-tvm-ffi==0.1.9 einops tabulate   # the kernels, without the packages for other GPUs' formats
     pyzmq msgspec                                                    # the engine
     openai==1.109.1 pydantic pydantic-core annotated-types typing-inspection typing-extensions jiter distro sniffio # tests.support.cluster
 )

@@ -38,6 +38,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine that says it has a GPU."""
     monkeypatch.setattr(device, "no_cuda", lambda: None)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(device.flashinfer_library, "obstacle", lambda: None)
 
 
 @pytest.fixture
@@ -86,6 +87,15 @@ def test_what_only_cpus_do_is_refused_on_cuda(flags: dict[str, object], message:
 @pytest.mark.usefixtures("cuda")
 def test_cuda_is_taken_where_there_is_one() -> None:
     assert resolve(device="cuda") == resolve(device="auto") == CUDA
+
+
+@pytest.mark.usefixtures("cuda")
+def test_a_gpu_without_flashinfer_is_refused_unless_the_reference_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device.flashinfer_library, "obstacle", lambda: "it cannot be imported; install it")
+    with pytest.raises(ConfigError, match="--device cuda: flashinfer cannot be used: it cannot be imported; install"):
+        resolve(device="cuda")
+    assert resolve(device="auto") == torch.device("cpu")
+    assert resolve(device="cuda", attention_backend="torch") == CUDA
 
 
 def test_no_cuda_tells_a_build_from_a_machine_without_it(monkeypatch: pytest.MonkeyPatch) -> None:

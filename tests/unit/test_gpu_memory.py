@@ -173,10 +173,10 @@ def config(**flags: Any) -> EngineConfig:
 def test_the_pool_is_what_rehearsals_leave(made: Any, caplog: pytest.LogCaptureFixture) -> None:
     memory, asked = Counted(), config(mem_fraction_static=0.5)
     with caplog.at_level(logging.INFO):
-        pages, backend = fit(made, asked, 512, None, CPU, memory)
+        pages = fit(made, asked, 512, None, CPU, memory)
     page_bytes = made.spec.kv.page_bytes(16)
     needs = Needs(80 * GIB, 70 * GIB, 2 * GIB, 0, 8 * GIB // 4, 0)
-    assert (pages, backend) == (size_pool(needs, page_bytes, 0.5).pages, "auto")
+    assert pages == size_pool(needs, page_bytes, 0.5).pages
     lines = [line for line in caplog.messages if line.startswith("rehearsal")]
     assert len(lines) == memory.steps == 8
     assert caplog.messages[-1] == (
@@ -198,7 +198,7 @@ def test_memory_for_graphs_is_kept_where_steps_will_be_recorded(made: Any, monke
     for flags, rungs, graphs in (({}, 4 * MIB, 7 * GIB // 4 + 3 * BYTES_EACH), ({"disable_cuda_graph": True}, 0, 0)):
         needs = Needs(80 * GIB, 70 * GIB, 2 * GIB, rungs, 8 * GIB // 4, graphs)
         asked = config(mem_fraction_static=0.99, **flags)
-        assert fit(made, asked, 512, None, CPU, Counted()).pages == size_pool(needs, page_bytes, 0.99).pages
+        assert fit(made, asked, 512, None, CPU, Counted()) == size_pool(needs, page_bytes, 0.99).pages
 
 
 def test_weights_that_cannot_fit_are_not_loaded(made: Any) -> None:
@@ -211,7 +211,7 @@ def test_weights_that_cannot_fit_are_not_loaded(made: Any) -> None:
 
 def test_a_wanted_pool_is_rehearsed_too_and_checked(made: Any) -> None:
     memory = Counted()
-    assert fit(made, config(), 512, 100, CPU, memory).pages == 100
+    assert fit(made, config(), 512, 100, CPU, memory) == 100
     assert memory.steps == 8
     with pytest.raises(ConfigError, match="asked for"):
         fit(made, config(), 512, 100, CPU, Counted(free=GIB))
@@ -242,32 +242,21 @@ def backends(monkeypatch: pytest.MonkeyPatch, error: Exception) -> list[str]:
 NINJA = "Ninja build failed. Ninja output:\n[1/2] nvcc …\nfatal error: cuda_fp8.h: No such file\nninja: stopped"
 
 
-def test_a_flashinfer_that_cannot_run_is_replaced_and_said(
-    made: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    asked = backends(monkeypatch, RuntimeError(NINJA))
-    assert fit(made, config(), 512, None, CPU, Counted()).attention_backend == "torch"
-    assert asked == ["auto", "torch"]
-    assert (
-        "--attention-backend auto: flashinfer cannot run here (fatal error: cuda_fp8.h: No such file); the slow torch "
-        "reference is used"
-    ) in caplog.messages
-
-
-def test_a_flashinfer_with_another_interface_is_replaced_too(
-    made: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    backends(monkeypatch, TypeError("plan() got an unexpected keyword argument 'window_left'"))
-    assert fit(made, config(), 512, None, CPU, Counted()).attention_backend == "torch"
-    assert "cannot run here (TypeError: plan() got an unexpected keyword argument 'window_left')" in caplog.text
-
-
-def test_a_flashinfer_asked_for_by_name_ends_the_start(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_flashinfer_that_cannot_run_ends_the_start(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     backends(monkeypatch, RuntimeError(NINJA))
-    with pytest.raises(
-        ConfigError, match=r"--attention-backend flashinfer: it cannot run here \(fatal error: cuda_fp8"
-    ):
-        fit(made, config(attention_backend="flashinfer"), 512, None, CPU, Counted())
+    for name in ("auto", "flashinfer"):
+        with pytest.raises(
+            ConfigError,
+            match=rf"--attention-backend {name}: .* cannot run here \(fatal error: cuda_fp8.*; use .* torch",
+        ):
+            fit(made, config(attention_backend=name), 512, None, CPU, Counted())
+    assert fit(made, config(attention_backend="torch"), 512, None, CPU, Counted()) > 0
+
+
+def test_a_flashinfer_with_another_interface_ends_the_start_too(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    backends(monkeypatch, TypeError("plan() got an unexpected keyword argument 'window_left'"))
+    with pytest.raises(ConfigError, match=r"cannot run here \(TypeError: plan\(\) got an unexpected keyword argument"):
+        fit(made, config(), 512, None, CPU, Counted())
 
 
 def test_a_device_that_runs_out_of_memory_is_no_reason_for_another_backend(
@@ -297,9 +286,9 @@ def test_tensor_parallel_ranks_rehearse_together_and_take_the_smallest_pool(made
     first = Place(Shard(0, 2), Path(), tell=orders.append)
     other = Place(Shard(1, 2), Path(), hear=lambda: orders.pop(0))
     group: Any = Least()
-    assert fit(made, config(), 512, None, CPU, Counted(), first, group).pages == 1234
+    assert fit(made, config(), 512, None, CPU, Counted(), first, group) == 1234
     assert len(orders) == 8
-    assert fit(made, config(), 512, None, CPU, Counted(), other, group).pages == 1234
+    assert fit(made, config(), 512, None, CPU, Counted(), other, group) == 1234
     assert orders == []
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -188,7 +189,8 @@ def test_flags_that_would_have_no_effect_are_refused(flags: dict[str, object], m
 @pytest.mark.parametrize(
     ("flags", "rows"),
     [
-        ({}, 64), ({"max_running_requests": 1000}, 256), ({"disable_cuda_graph": True}, 0), ({"tp_size": 2}, 0),
+        ({}, 256), ({"disaggregation_mode": "prefill"}, 0),
+        ({"max_running_requests": 1000}, 256), ({"disable_cuda_graph": True}, 0), ({"tp_size": 2}, 0),
         ({"cuda_graph_max_bs": 16}, 16), ({"cuda_graph_max_bs": 500, "max_running_requests": 100}, 100),
     ],
 )  # fmt: skip
@@ -202,8 +204,29 @@ def test_why_nothing_is_recorded_is_said(tmp_path: Path, caplog: pytest.LogCaptu
     runner = DeviceRunner(model, kv, DeviceCheck(), 2, stream=LateStream())
     memory: Any = None
     with caplog.at_level(logging.INFO):
-        for flags in ({"disable_cuda_graph": True}, {"tp_size": 2}, {}):
+        for flags in ({"disable_cuda_graph": True}, {"tp_size": 2}, {"disaggregation_mode": "prefill"}, {}):
             engine._record(runner, config.build({"device": "cuda", **flags}), torch.device("cpu"), 64, memory)
     assert "none with --disable-cuda-graph" in caplog.messages[0]
     assert "none with --tp-size 2" in caplog.messages[1]
-    assert "the torch attention backend cannot be recorded" in caplog.messages[2]
+    assert "none, a prefill node runs no decode steps" in caplog.messages[2]
+    assert "the torch attention backend cannot be recorded" in caplog.messages[3]
+
+
+def test_a_failure_while_recording_leaves_an_engine_that_runs_eagerly(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = load_model(tiny_model.make(tmp_path / "m"), load_format="dummy")
+    kv = make_pool(model.spec.kv, 4, 8, native=False, dummy_page=True)
+    runner = DeviceRunner(model, kv, RecordedCheck(), 2, stream=LateStream())
+
+    class Refuses:
+        def __init__(self, device: torch.device) -> None: ...
+
+        def record(self, work: Any) -> Any:
+            raise RuntimeError("fast_decode_plan() got an unexpected keyword argument")
+
+    memory: Any = SimpleNamespace(held=lambda: 0)
+    monkeypatch.setattr(engine, "CudaRecorder", Refuses)
+    engine._record(runner, config.build({"device": "cuda"}), torch.device("cpu"), 64, memory)
+    assert runner._graphs is None
+    assert "recording failed (fast_decode_plan() got an unexpected keyword argument)" in caplog.messages[-1]

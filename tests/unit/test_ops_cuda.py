@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from baton.errors import ConfigError
 from baton.models.load import load_model
 from baton.runtime import ops, ops_cuda
 from baton.runtime.gpu import flashinfer_library
@@ -180,6 +181,8 @@ def test_every_function_is_run_once_and_what_does_not_compile_is_said(
     ops.choose_cuda(spec, CPU)
     assert ops._flashinfer is None
     assert "flashinfer's: norm.cu(3): error: identifier is undefined" in caplog.messages[-1]
+    with pytest.raises(ConfigError, match=r"norms cannot run here .*identifier is undefined.*cuBLAS and cuRAND"):
+        ops.choose_cuda(spec, CPU, required=True)
 
 
 @pytest.fixture
@@ -207,10 +210,30 @@ def test_a_missing_or_mismatched_compiler_is_one_sentence(tmp_path: Path, monkey
         flashinfer_library.obstacle.cache_clear()
         return flashinfer_library.obstacle()
 
-    assert "with nvcc, which is not at CUDA_HOME, in PATH or in /usr/local/cuda; install" in str(why(tmp_path / "no"))
+    assert "or beside torch; install a CUDA 13.0 toolkit, or pip install" in str(why(tmp_path / "no"))
     assert "of CUDA 12.4 and torch of CUDA 13.0; point CUDA_HOME to" in str(why(nvcc(tmp_path / "old", "12.4")))
     monkeypatch.setattr(flashinfer_library.shutil, "which", lambda name: f"/usr/bin/{name}")
     assert why(nvcc(tmp_path / "new", "13.2")) is None
+
+
+def test_the_compiler_of_nvidias_wheels_is_used_where_there_is_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home = nvcc(tmp_path / "site" / "nvidia" / "cu13", "13.0")
+    (home / "lib").mkdir()
+    (home / "lib" / "libcudart.so.13").write_text("")
+    monkeypatch.setattr(flashinfer_library, "_wheel_homes", lambda: [home])
+    monkeypatch.setattr(flashinfer_library.importlib, "import_module", lambda name: fake_flashinfer)
+    for name in ("CUDA_HOME", "CUDA_PATH", "FLASHINFER_EXTRA_LDFLAGS"):
+        monkeypatch.setenv(name, "")  # restored later, whatever `load` sets
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    for _ in range(2):
+        flashinfer_library.load()
+        assert flashinfer_library.os.environ["CUDA_HOME"] == str(home)
+        links = tmp_path / "cache" / "baton" / "cuda"
+        assert flashinfer_library.os.environ["FLASHINFER_EXTRA_LDFLAGS"] == f"-L{links}"
+        assert (links / "libcudart.so").resolve() == home / "lib" / "libcudart.so.13"
 
 
 @pytest.mark.usefixtures("library")
@@ -232,4 +255,4 @@ def test_a_ninja_beside_the_interpreter_is_found(tmp_path: Path, monkeypatch: py
 def test_an_absent_library_is_one_sentence() -> None:
     code = "from baton.runtime.gpu import flashinfer_library as f; print(f.obstacle())"
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert said.startswith("it cannot be imported: No module named 'flashinfer'; install flashinfer-python 0.6")
+    assert said.startswith("it cannot be imported: No module named 'flashinfer'; install Baton's extra 'gpu'")

@@ -21,6 +21,7 @@ from baton.runtime import device, ops
 from baton.runtime.attention import make_backend
 from baton.runtime.collectives import ALONE, Group, Place, join
 from baton.runtime.gpu.fit import check_weights, fit, no_room
+from baton.runtime.gpu.flashinfer_library import reason
 from baton.runtime.gpu.graphs import CudaRecorder, rows_to_record
 from baton.runtime.gpu.memory import GIB, DeviceMemory
 from baton.runtime.gpu.runner import DeviceRunner, make_runner
@@ -109,10 +110,9 @@ def load(config: EngineConfig, model_dir: str, place: Place | None = None) -> Lo
         raise ConfigError(f"--context-length {context}: the model was made for {spec.max_context} tokens; lower it")
     mib = config.kv_pool_mib or (CPU_POOL_MIB if on_cpu else None)
     pages = asked_pages(spec.kv, config.page_size, config.max_total_tokens, mib)
-    backend = config.attention_backend
     if memory is not None:
-        ops.choose_cuda(spec, compute)
-        pages, backend = fit(model, config, context, pages, compute, memory, place, group)
+        ops.choose_cuda(spec, compute, required=config.attention_backend != "torch")
+        pages = fit(model, config, context, pages, compute, memory, place, group)
     disaggregated = config.disaggregation_mode != "null"
     recorded_rows = 0 if on_cpu else rows_to_record(config)
     with no_room("the KV pool", "another process took memory meanwhile: start again, or lower --mem-fraction-static"):
@@ -124,7 +124,7 @@ def load(config: EngineConfig, model_dir: str, place: Place | None = None) -> Lo
             device=compute,
             dummy_page=recorded_rows > 0,
         )
-        attn = make_backend(backend, spec, kv)
+        attn = make_backend(config.attention_backend, spec, kv)
     host_pages = host_pool_pages(spec.kv, config.page_size, config.host_kv_gib, config.dp_size * config.tp_size)
     runner = make_runner(
         model,
@@ -166,6 +166,9 @@ def _record(
     """Record decode steps as CUDA graphs, or say why not."""
     rows = rows_to_record(config)
     if not rows:
+        if config.disaggregation_mode == "prefill":
+            log.info("CUDA graphs: none, a prefill node runs no decode steps")
+            return
         why = "--disable-cuda-graph" if config.disable_cuda_graph else f"--tp-size {config.tp_size}"
         log.info("CUDA graphs: none with %s; every kernel is launched by itself", why)
         return
@@ -174,7 +177,13 @@ def _record(
         return
     started, before = time.monotonic(), memory.held()
     with no_room("CUDA graphs", "lower --cuda-graph-max-bs or --mem-fraction-static, or give --disable-cuda-graph"):
-        runner.record_graphs(CudaRecorder(compute), rows, context)
+        try:
+            runner.record_graphs(CudaRecorder(compute), rows, context)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as err:  # noqa: BLE001 - of flashinfer or torch; steps run without graphs, as rehearsed
+            log.warning("CUDA graphs: none, recording failed (%s); every kernel is launched by itself", reason(err))
+            return
     log.info(
         "CUDA graphs: decode steps of up to %d rows are replayed; they took %.2f GiB and %.1f s",
         rows, (memory.held() - before) / GIB, time.monotonic() - started,

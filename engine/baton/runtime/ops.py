@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from baton.errors import ConfigError
 from baton.runtime.gpu import flashinfer_library
 
 if TYPE_CHECKING:
@@ -47,10 +48,13 @@ _NATIVE_DTYPES = (torch.float32, torch.bfloat16)
 _flashinfer: FlashInferOps | None = None
 
 
-def choose_cuda(spec: ModelSpec, device: torch.device) -> None:
+def choose_cuda(spec: ModelSpec, device: torch.device, *, required: bool = False) -> None:
     """Decide for this process whether the model's functions on `device` are flashinfer's, which compiles them.
 
-    Plain torch takes their place where they cannot be had; the reason is logged.
+    Plain torch takes their place for models they do not take; the reason is logged.
+
+    Raises:
+        ConfigError: with `required`, the kernels take this model and cannot be compiled here.
     """
     from baton.runtime import ops_cuda
 
@@ -58,14 +62,20 @@ def choose_cuda(spec: ModelSpec, device: torch.device) -> None:
     _flashinfer = None
     problem = ops_cuda.obstacle(spec)
     if problem is None:
+        log.info("flashinfer compiles its kernels at the first start, which takes minutes; later starts load them")
         try:
             _flashinfer = ops_cuda.try_out(spec, device)
             log.info("norms, rotation and activation: flashinfer")
             return
         except torch.OutOfMemoryError:
             raise
-        except Exception as err:  # noqa: BLE001 - whatever it is, there is another way, and the reason is said
+        except Exception as err:
             problem = flashinfer_library.reason(err)
+            if required:
+                raise ConfigError(
+                    f"flashinfer's norms cannot run here ({problem}); they need the headers of cuBLAS and cuRAND "
+                    f"beside nvcc: install a whole CUDA toolkit, or use --attention-backend {flashinfer_library.SLOWER}"
+                ) from err
     log.warning("norms, rotation and activation: plain torch, in several launches each; flashinfer's: %s", problem)
 
 

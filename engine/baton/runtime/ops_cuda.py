@@ -4,7 +4,7 @@ One launch each where plain torch takes three to eight, and every one can be par
 device or allocates outside torch. Numbers differ from plain torch's in the last bit only: the quotient of a norm is not
 rounded before its product with the weight, and silu uses the fast exponential.
 
-What the kernels take (flashinfer 0.6.8, csrc/norm.cu, csrc/rope.cu, include/flashinfer/activation.cuh):
+What the kernels take (flashinfer 0.6.8 to 0.6.18, csrc/norm.cu, csrc/rope.cu, flashinfer/activation.cuh):
 
 * norms: the last dimension contiguous, others with any strides; reading 16 bytes at once wants sizes and strides that
   are multiples of 8 values;

@@ -76,7 +76,11 @@ class UpConfig:
     smoke: bool = opt(False, "send real requests through the cluster, print what came back, stop; exit code 0 or 1")
     state_file: str | None = opt(None, "write who runs where to this JSON file, now and after every change")
     log_dir: str | None = opt(None, "directory for one log file per process (default: a new temporary one)")
-    start_timeout_secs: float = opt(300.0, "give up when a process is not ready after this long [s]")
+    start_timeout_secs: float | None = opt(
+        None,
+        "give up when a process is not ready after this long (default: 300; 1800 with --device cuda or auto, since "
+        "kernels are compiled at the first start) [s]",
+    )
     router_args: str = opt("", "more flags for the router, in one string: --router-args='--log-level debug'")
     prefill_args: str = opt("", "more flags for every prefill node")
     decode_args: str = opt("", "more flags for every decode node")
@@ -108,6 +112,12 @@ class Plan:
         if self.engine.get("device", "cpu") == "cpu":
             return {}
         return {"mem_fraction_static": round(MEM_FRACTION / sum(self.counts.values()), 3)}
+
+    @property
+    def start_timeout_secs(self) -> float:
+        if self.up.start_timeout_secs is not None:
+            return self.up.start_timeout_secs
+        return 300.0 if self.engine.get("device", "cpu") == "cpu" else 1800.0
 
     def _size(self, role: str, field: str) -> int:
         own, _ = _role_flags(self.up, role)
@@ -289,14 +299,14 @@ class Cluster:
 
     async def _start_node(self, node: Node) -> None:
         await node.child.start()
-        ready = await node.child.until_ready(self.plan.up.start_timeout_secs)
+        ready = await node.child.until_ready(self.plan.start_timeout_secs)
         node.port = int(ready["url"].rpartition(":")[2])
         node.bootstrap_port = int(ready.get("bootstrap_port") or 0)
         self._say(f"{node.name:<10} {node.url}")
 
     async def _start_router(self, path: str) -> None:
         await self.router.start()
-        await self.router.until_ready(self.plan.up.start_timeout_secs, _answers(f"{self.url}{path}"))
+        await self.router.until_ready(self.plan.start_timeout_secs, _answers(f"{self.url}{path}"))
         self._say(f"router     {self.url}")
 
     async def _guarded(self, child: Child, starting: Coroutine[Any, Any, None]) -> None:

@@ -32,27 +32,22 @@ def make_backend(name: str, spec: ModelSpec, kv: KvTensors) -> AttentionBackend:
 
 
 def _choose(spec: ModelSpec, kv: KvTensors) -> AttentionBackend:
-    """The fastest that can serve this pool; says which one and why."""
-    from baton.runtime.attention import flashinfer
-
+    """The fastest that can serve this pool; says which one and why. On a GPU it is flashinfer or none."""
     device = kv.data.device.type
     if device == "cuda":
-        problem = flashinfer.obstacle(spec, kv)
-        if problem is None:
-            log.info("attention: flashinfer")
-            return flashinfer.FlashInferAttention(spec, kv)
-        return _reference(spec, kv, f"flashinfer cannot be used ({problem})")
+        chosen = make_backend("flashinfer", spec, kv)
+        log.info("attention: flashinfer")
+        return chosen
     try:
         made = _cpu(spec, kv)
     except ConfigError as err:
-        return _reference(spec, kv, f"the native CPU kernels cannot be used ({err.message})")
+        log.warning(
+            "--attention-backend auto: the native CPU kernels cannot be used (%s); the slow torch reference is used "
+            "instead", err.message,
+        )  # fmt: skip
+        return TorchAttention(spec, kv)
     log.info("attention: native CPU kernels (flashinfer needs a CUDA device, the KV pool is on %s)", device)
     return made
-
-
-def _reference(spec: ModelSpec, kv: KvTensors, why: str) -> AttentionBackend:
-    log.warning("--attention-backend auto: %s; the slow torch reference is used instead", why)
-    return TorchAttention(spec, kv)
 
 
 def _cpu(spec: ModelSpec, kv: KvTensors) -> AttentionBackend:

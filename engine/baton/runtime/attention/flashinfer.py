@@ -41,6 +41,7 @@ from baton.models.spec import ModelSpec
 from baton.runtime.attention.base import ForwardBatch
 from baton.runtime.attention.paged_plan import PagedRows, split_step
 from baton.runtime.gpu import flashinfer_library
+from baton.runtime.gpu.flashinfer_library import SLOWER
 from baton.runtime.kv_pool import KvTensors
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ if TYPE_CHECKING:
 
 DTYPES = (torch.float16, torch.bfloat16)
 HEAD_DIMS = (64, 128, 256)
-MAX_PAGE_SIZE = 64
+MAX_PAGE_SIZE = 128
 LEAST_WORKSPACE_BYTES = 128 << 20
 """What flashinfer's documentation gives a wrapper."""
 RUNG_INT_WORKSPACE_BYTES = 1 << 20
@@ -101,7 +102,7 @@ class FlashInferAttention:
     def __init__(self, spec: ModelSpec, kv: KvTensors, library: Any = None, *, logits_soft_cap: float = 0.0) -> None:
         problem = obstacle(spec, kv) if library is None else _unsupported(spec, kv)
         if problem is not None:
-            raise ConfigError(f"--attention-backend flashinfer: {problem}; use auto or torch")
+            raise ConfigError(f"--attention-backend flashinfer: {problem}; use --attention-backend {SLOWER}")
         library = library or flashinfer_library.load()
         self._spec = spec
         self._kv = kv
@@ -195,7 +196,7 @@ class FlashInferAttention:
         self._rungs[size] = made
 
     def _eager_workspace_bytes(self) -> int:
-        """The most that splitting a step's rows takes. Rows are split only into at most two blocks per multiprocessor."""
+        """The most that splitting the rows of a step takes: into at most two thread blocks per multiprocessor."""
         tile = 64 if self._spec.head_dim >= 256 else 128
         return self._split_bytes(2 * self._multiprocessors() // self._spec.num_kv_heads, tile)
 
@@ -208,7 +209,7 @@ class FlashInferAttention:
         return self._split_bytes(max(least, size - 1 + -(-size * self._group // tile)), tile)
 
     def _split_bytes(self, blocks: int, tile: int) -> int:
-        """Partial results of thread blocks for `tile` queries each (flashinfer's scheduler.cuh, PrefillPlan, step 2)."""
+        """Partial results of thread blocks of `tile` queries (flashinfer's scheduler.cuh, PrefillPlan, step 2)."""
         return self._spec.num_heads * blocks * tile * (self._spec.head_dim + 1) * 4 + (1 << 20)
 
     def _multiprocessors(self) -> int:

@@ -1,8 +1,7 @@
 """A model tried out on a CUDA device before it serves: which attention backend runs there, how large its pool may be.
 
 1. A small pool and a runner are made; 2. the rehearsals run on them, which compiles and loads every kernel; a
-flashinfer that cannot do that is given up for the torch reference, unless it was asked for by name; 3. what they took
-sizes the real pool; 4. the small one is dropped.
+flashinfer that cannot do that ends the start; 3. what they took sizes the real pool; 4. the small one is dropped.
 
 Tensor-parallel ranks go through this together: the first one tells its steps to the others as it does later, and all
 take the pool of the one that has the least room.
@@ -25,7 +24,7 @@ from baton.runtime.attention.base import GraphAttention
 from baton.runtime.attention.paged_plan import batch_ladder
 from baton.runtime.collectives import Group, Place
 from baton.runtime.gpu import rehearsal
-from baton.runtime.gpu.flashinfer_library import reason
+from baton.runtime.gpu.flashinfer_library import SLOWER, reason
 from baton.runtime.gpu.graphs import BYTES_EACH, rows_to_record
 from baton.runtime.gpu.memory import GIB, Memory, Needs, account, size_pool
 from baton.runtime.gpu.rehearsal import Rehearsed
@@ -33,12 +32,6 @@ from baton.runtime.gpu.runner import make_runner
 from baton.runtime.kv_pool import make_pool
 
 log = logging.getLogger("baton.fit")
-
-
-class Fit(NamedTuple):
-    pages: int
-    attention_backend: str
-    """The one asked for, or "torch" in its place."""
 
 
 def check_weights(needed: int, memory: Memory) -> None:
@@ -60,8 +53,10 @@ def fit(
     memory: Memory,
     place: Place | None = None,
     group: Group | None = None,
-) -> Fit:
-    """Args: `wanted_pages`: as the user said; None: as many as fit. `model` has its weights on `device`.
+) -> int:
+    """Pages of the pool.
+
+    Args: `wanted_pages`: as the user said; None: as many as fit. `model` has its weights on `device`.
 
     Raises ConfigError when the model, its steps and the pool do not fit, or the backend asked for cannot run here.
     """
@@ -73,23 +68,16 @@ def fit(
         context=context,
         page_size=config.page_size,
     )
-    name = config.attention_backend
     with no_room("a step of the largest size", "lower --chunked-prefill-size or --max-running-requests"):
         try:
-            tried = _try(model, config, name, limits, device, memory, place)
+            tried = _try(model, config, limits, device, memory, place)
         except (torch.OutOfMemoryError, EngineError):
             raise
         except Exception as err:  # of flashinfer: its compiler, its launches, arguments that another version has not
-            if name == "torch" or place is not None:  # other ranks may be in the middle of the step
+            if config.attention_backend == "torch":
                 raise
-            why = reason(err)
-            if name != "auto":
-                raise ConfigError(f"--attention-backend {name}: it cannot run here ({why}); use auto or torch") from err
-            log.warning(
-                "--attention-backend auto: flashinfer cannot run here (%s); the slow torch reference is used", why
-            )
-            name = "torch"
-            tried = _try(model, config, name, limits, device, memory, place)
+            why = f"flashinfer cannot run here ({reason(err)}); use --attention-backend {SLOWER}"
+            raise ConfigError(f"--attention-backend {config.attention_backend}: {why}") from err
     free, total = memory.free()
     needs = Needs(
         total=total,
@@ -106,7 +94,7 @@ def fit(
         "%s; KV pool %.2f GiB (%s): %d pages, %d tokens",
         account(needs), pages * page_bytes / GIB, sized.why, pages, pages * config.page_size,
     )  # fmt: skip
-    return Fit(pages, name)
+    return pages
 
 
 class _Tried(NamedTuple):
@@ -122,7 +110,6 @@ class _Tried(NamedTuple):
 def _try(
     model: Decoder,
     config: EngineConfig,
-    backend: str,
     limits: rehearsal.Limits,
     device: torch.device,
     memory: Memory,
@@ -130,7 +117,7 @@ def _try(
 ) -> _Tried:
     pool = make_pool(model.spec.kv, config.page_size, rehearsal.pages_needed(limits), native=False, device=device)
     before = memory.held()
-    attn = make_backend(backend, model.spec, pool)
+    attn = make_backend(config.attention_backend, model.spec, pool)
     workspace = memory.held() - before
     runner = make_runner(model, pool, attn, config.max_running_requests, tell=None if place is None else place.tell)
     if place is None or place.hear is None:

@@ -18,11 +18,15 @@ from typing import Any
 
 import torch
 
+SLOWER = "torch, which is 10 to 100 times slower"
+"""What can be used instead, as the end of a sentence."""
+
 
 def load() -> Any:
     """The module. Raises ImportError, RuntimeError or OSError: absent, of mismatched versions, or without libraries."""
     # Its norms are compiled by nvcc, or by CuTe where nvidia-cutlass-dsl is installed: take the same ones everywhere.
     os.environ.setdefault("FLASHINFER_USE_CUDA_NORM", "1")
+    _use_wheels()
     return importlib.import_module("flashinfer")
 
 
@@ -32,7 +36,7 @@ def obstacle() -> str | None:
     try:
         load()
     except (ImportError, RuntimeError, OSError) as err:
-        return f"it cannot be imported: {err}; install flashinfer-python 0.6"
+        return f"it cannot be imported: {err}; install Baton's extra 'gpu' (pip install '.[gpu]')"
     if importlib.util.find_spec("flashinfer_jit_cache") is not None:
         return None
     return _no_nvcc() or _no_ninja()
@@ -41,8 +45,10 @@ def obstacle() -> str | None:
 def _no_nvcc() -> str | None:
     nvcc = find_nvcc()
     if nvcc is None:
-        where = "not at CUDA_HOME, in PATH or in /usr/local/cuda"
-        return f"it compiles its kernels with nvcc, which is {where}; install CUDA's compiler or flashinfer-jit-cache"
+        where = "not at CUDA_HOME, in PATH, in /usr/local/cuda or beside torch"
+        wheels = f"pip install 'nvidia-cuda-nvcc=={torch.version.cuda}.*' nvidia-curand"
+        get = f"install a CUDA {torch.version.cuda} toolkit, or {wheels}"
+        return f"it compiles its kernels with nvcc, which is {where}; {get}"
     made, wanted = nvcc_version(nvcc), torch.version.cuda
     if made is not None and wanted is not None and made.split(".")[0] != wanted.split(".")[0]:
         return f"{nvcc} is of CUDA {made} and torch of CUDA {wanted}; point CUDA_HOME to a CUDA {wanted}"
@@ -50,13 +56,39 @@ def _no_nvcc() -> str | None:
 
 
 def find_nvcc() -> str | None:
-    """Where flashinfer 0.6 looks, in its order: CUDA_HOME or CUDA_PATH alone when set, PATH, the usual folder."""
+    """Where flashinfer 0.6 looks, in its order: CUDA_HOME or CUDA_PATH alone when set, PATH, the usual folder; then
+    NVIDIA's wheels, which `load` tells it about."""
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
-    if home is not None:
+    if home:
         found = Path(home) / "bin" / "nvcc"
         return str(found) if found.is_file() else None
-    usual = Path("/usr/local/cuda/bin/nvcc")
-    return shutil.which("nvcc") or (str(usual) if usual.is_file() else None)
+    if in_path := shutil.which("nvcc"):
+        return in_path
+    homes = (Path("/usr/local/cuda"), *_wheel_homes())
+    return next((str(nvcc) for home in homes if (nvcc := home / "bin" / "nvcc").is_file()), None)
+
+
+def _wheel_homes() -> list[Path]:
+    """Folders of NVIDIA's wheels for CUDA 13: those torch needs, and the compiler of nvidia-cuda-nvcc."""
+    nvidia = importlib.util.find_spec("nvidia")
+    return [Path(folder) / "cu13" for folder in (nvidia and nvidia.submodule_search_locations) or ()]
+
+
+def _use_wheels() -> None:
+    """Let flashinfer compile with the wheels where no other nvcc is found; it links libcudart.so, which they lack."""
+    nvcc = find_nvcc()
+    home = next((home for home in _wheel_homes() if nvcc == str(home / "bin" / "nvcc")), None)
+    if home is None or os.environ.get("CUDA_HOME") == str(home):
+        return
+    links = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "baton" / "cuda"
+    links.mkdir(parents=True, exist_ok=True)
+    for library in (home / "lib").glob("libcudart.so.*"):
+        made = links / f"libcudart.so.{os.getpid()}"
+        made.unlink(missing_ok=True)
+        made.symlink_to(library)
+        made.replace(links / "libcudart.so")  # at once: other engines may be linking
+    os.environ["CUDA_HOME"] = str(home)
+    os.environ["FLASHINFER_EXTRA_LDFLAGS"] = f"-L{links} {os.environ.get('FLASHINFER_EXTRA_LDFLAGS', '')}".strip()
 
 
 def nvcc_version(nvcc: str) -> str | None:

@@ -46,7 +46,7 @@ BYTES_EACH = 8 << 20
 
 def rows_to_record(config: EngineConfig) -> int:
     """Rows of the largest step recorded on a CUDA device as the flags have it; 0: nothing is recorded."""
-    if config.disable_cuda_graph or config.tp_size > 1:
+    if config.disable_cuda_graph or config.tp_size > 1 or config.disaggregation_mode == "prefill":
         return 0
     return min(config.cuda_graph_max_bs or MOST_ROWS, config.max_running_requests)
 
