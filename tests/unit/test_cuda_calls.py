@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 import pytest
 import torch
 
+from baton.runtime.comm.nccl import NcclCommunicator
 from baton.runtime.gpu import cuda_ipc, pages
 from baton.runtime.gpu.cuda_ipc import CudaIpc
 from baton.runtime.gpu.pages import CudaQueue
@@ -30,7 +31,7 @@ class FakeCuda:
         self.used: list[int] = []
         self.looks = 0
 
-    def Stream(self, device: torch.device, priority: int) -> int:
+    def Stream(self, device: torch.device, priority: int = -1) -> int:
         assert (device, priority) == (GPU, -1)
         self.made += 1
         return self.made
@@ -167,6 +168,23 @@ def test_an_error_is_named_and_cleared_and_no_memory_is_torchs_error(lib: FakeRu
     lib.codes["cudaMalloc"] = 2
     with pytest.raises(torch.OutOfMemoryError, match="cudaMalloc: text of 2"):
         cuda_ipc.call("cudaMalloc", None, 1 << 60)
+
+
+def test_memory_that_cannot_be_page_locked_leaves_no_error_and_nothing_registered(
+    lib: FakeRuntime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lib.codes["cudaHostRegister"] = 712
+    with pytest.raises(RuntimeError, match=r"cudaHostRegister: text of 712 \(CUDA error 712\)"):
+        CudaQueue(GPU, stuck).pin(torch.zeros(8, dtype=torch.uint8))
+    assert lib.calls == ["cudaHostRegister", "cudaGetLastError"]
+    lib.calls.clear()
+    answers = iter((0, 712))
+    monkeypatch.setattr(lib, "cudaHostRegister", lambda *_: next(answers), raising=False)
+    slabs = [memoryview(bytearray(8)) for _ in range(2)]
+    monkeypatch.setattr(torch, "empty_like", lambda x, device: x)
+    with pytest.raises(RuntimeError, match="cudaHostRegister"):
+        NcclCommunicator(object(), 1, GPU, slabs, 1.0)  # type: ignore[arg-type]
+    assert lib.calls == ["cudaGetLastError", "cudaHostUnregister"], "the first slab's memory is given back"
 
 
 def test_the_runtime_that_torch_loads_has_every_call() -> None:

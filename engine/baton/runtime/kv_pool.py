@@ -15,6 +15,7 @@ Which page belongs to whom is the cache's business (`baton.cache`), not this mod
 from __future__ import annotations
 
 import logging
+import mmap
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -157,9 +158,14 @@ def host_pool_pages(spec: KVSpec, page_size: int, host_kv_gib: float, ranks: int
 
 
 def make_host_pool(kv: KvTensors, num_pages: int) -> Tensor:
-    """Host memory for `num_pages` pages of kv's shape: pinned for a CUDA device; it is taken as it is first written."""
-    pinned = kv.data.device.type == "cuda"
-    return torch.empty((num_pages, *kv.data.shape[1:]), dtype=kv.data.dtype, pin_memory=pinned)
+    """Host memory for `num_pages` pages of kv's shape, taken as it is first written; for a CUDA device all at once.
+
+    Registered rather than allocated as pinned memory, which torch rounds up to a power of two: 40 GiB would take 64.
+    """
+    memory = torch.frombuffer(mmap.mmap(-1, num_pages * kv.page_bytes), dtype=torch.uint8)
+    if kv.data.device.type == "cuda":
+        cuda_ipc.register(memory)
+    return memory.view(kv.data.dtype).view(num_pages, *kv.data.shape[1:])
 
 
 def copy_pages(device: Tensor, host: Tensor, run: CopyRun) -> None:

@@ -16,6 +16,7 @@ What NCCL demands, and what is done about it:
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import importlib.util
 import threading
@@ -28,6 +29,7 @@ import torch
 from torch import Tensor
 
 from baton.runtime.device import no_cuda
+from baton.runtime.gpu import cuda_ipc
 
 LIBRARY = "libnccl.so.2"
 UNIQUE_ID_BYTES = 128
@@ -217,10 +219,11 @@ class NcclCommunicator:
         self._stream = torch.cuda.Stream(device)
         self._event = torch.cuda.Event()
         # A copy to or from memory that is not pinned would wait for the stream, and the stream may wait for the peer.
-        for slab in self._host:
-            code = int(torch.cuda.cudart().cudaHostRegister(slab.data_ptr(), slab.numel(), 0))
-            if code != SUCCESS:
-                raise RuntimeError(f"cudaHostRegister of {slab.numel()} bytes failed with CUDA error {code}")
+        with contextlib.ExitStack() as undo:  # slabs of which one cannot be registered are given back
+            for slab in self._host:
+                cuda_ipc.register(slab)
+                undo.callback(cuda_ipc.unregister, slab)
+            undo.pop_all()
 
     def _enqueue(self, name: str, slab: int, nbytes: int) -> None:
         pointer, stream = self._device_slabs[slab].data_ptr(), self._stream.cuda_stream
@@ -254,4 +257,4 @@ class NcclCommunicator:
         self._handle.abort()
         self._event.synchronize()  # its last kernel has ended: the slabs may be let go
         for slab in self._host:
-            torch.cuda.cudart().cudaHostUnregister(slab.data_ptr())
+            cuda_ipc.unregister(slab)

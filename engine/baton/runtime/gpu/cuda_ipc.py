@@ -40,6 +40,8 @@ def runtime() -> Any:
         "cudaIpcGetMemHandle": [ctypes.POINTER(Handle), pointer],
         "cudaIpcOpenMemHandle": [ctypes.POINTER(pointer), Handle, ctypes.c_uint],
         "cudaIpcCloseMemHandle": [pointer],
+        "cudaHostRegister": [pointer, ctypes.c_size_t, ctypes.c_uint],
+        "cudaHostUnregister": [pointer],
         "cudaGetLastError": [],
     }
     for name, arguments in calls.items():
@@ -57,6 +59,15 @@ def call(name: str, *args: object) -> None:
     lib.cudaGetLastError()  # else torch's next launch would find it, and take it for its own
     text = f"{name}: {lib.cudaGetErrorString(code).decode()} (CUDA error {code})"
     raise torch.OutOfMemoryError(text) if code == OUT_OF_MEMORY else RuntimeError(text)
+
+
+def register(memory: Tensor) -> None:
+    """Page-lock host memory, so that copies from and to it are asynchronous. Takes all of it at once."""
+    call("cudaHostRegister", memory.data_ptr(), memory.nbytes, 0)
+
+
+def unregister(memory: Tensor) -> None:
+    call("cudaHostUnregister", memory.data_ptr())
 
 
 class Block:

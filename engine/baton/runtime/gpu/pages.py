@@ -27,6 +27,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from baton.runtime.gpu import cuda_ipc
+
 log = logging.getLogger("baton.pages")
 
 SUM_BYTES = 8 << 20
@@ -263,10 +265,8 @@ class CudaQueue:
 
     def pin(self, memory: Tensor) -> None:
         with torch.cuda.device(self._device):
-            code = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0))
-        if code:
-            raise RuntimeError(f"cudaHostRegister of {memory.numel()} bytes failed with CUDA error {code}")
+            cuda_ipc.register(memory)
 
     def unpin(self, memory: Tensor) -> None:
         with torch.cuda.device(self._device):
-            torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
+            cuda_ipc.unregister(memory)
