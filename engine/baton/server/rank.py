@@ -12,6 +12,7 @@ follow it (server.tp). Only these processes of an engine import torch, and not w
 from __future__ import annotations
 
 import ctypes
+import gc
 import json
 import logging
 import os
@@ -90,7 +91,10 @@ def main() -> int:
         if team is not None and team.tp_rank:
             tp.follow(config, team, context, transfer.Bootstrap.of(job))
         else:
-            RankProcess(config, job, pull, push, team).run()
+            rank = RankProcess(config, job, pull, push, team)
+            gc.collect()
+            gc.freeze()  # modules and the model: a full collection within the loop would walk them for tens of ms
+            rank.run()
         return 0
     except ConfigError as err:
         push.send(encoder.encode(Fatal(job["dp_rank"], err.message)))
