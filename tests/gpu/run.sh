@@ -94,7 +94,7 @@ part engine 150 "${tests[@]}" tests/gpu/test_engine.py
 mapfile -t rest < <(ls tests/gpu/test_*.py | grep -v 'test_engine\|test_attention\|test_ops\|test_start\|test_graphs\|test_sampler\|test_device_pa')
 part graphs 120 "${tests[@]}" tests/gpu/test_graphs.py tests/gpu/test_sampler.py
 part bench 150 "${bench[@]}" --shapes $big --sections copy,decode,prefill,workload
-part pages 180 "${tests[@]}" tests/gpu/test_device_pages.py tests/gpu/test_device_pairs.py
+part pages 250 "${tests[@]}" tests/gpu/test_device_pages.py tests/gpu/test_device_pairs.py
 part start 100 "${tests[@]}" tests/gpu/test_ops.py tests/gpu/test_start.py
 part attention 120 "${tests[@]}" tests/gpu/test_attention.py
 part more 200 "${tests[@]}" "${rest[@]}"

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 from tests.e2e.test_faults import killed_node_is_survived
 from tests.gpu.test_nccl import PROMPTS, SHARED_GPU
@@ -27,6 +28,8 @@ def want() -> list[list[int]]:
 @pytest.fixture(scope="module", params=["cuda_ipc", "nccl"])
 def pair(request: pytest.FixtureRequest) -> Iterator[tuple[str, Cluster]]:
     """Copies by cuda_ipc are slow, so that a kill finds some under way."""
+    if request.param == "nccl" and torch.cuda.nccl.version() < (2, 30):
+        pytest.skip(f"NCCL {torch.cuda.nccl.version()} refuses two ranks on one GPU; 2.30 does not")
     env = {**SHARED_GPU, "BATON_TEST_KV_FAULT": json.dumps(SLOW)}
     with Cluster.up(*FLAGS, *SMALL, "--transport", request.param, env=env) as cluster:
         yield request.param, cluster

@@ -119,7 +119,8 @@ def test_every_rung_computes_what_the_eager_step_does(demo: str) -> None:
         size = graphs.size_for(step, indices)
         assert size is not None
         with torch.inference_mode():
-            replayed, best, _ = graphs.replay(size, step, indices)
+            graphs.load(size, step, indices)
+            replayed, best, _ = graphs.replay(size, len(step.slots))
             replayed, best = replayed.clone(), best.clone()
             eager = runner._model.forward(runner._batch(step, indices), runner._attn)
         assert torch.isfinite(replayed).all()

@@ -90,9 +90,9 @@ def test_every_rung_and_beyond(reference: Callable[[str], Reference], device: De
     assert made._graphs is not None
     replay, execute = made._graphs.replay, made._upload
 
-    def noted(size, step, indices):  # type: ignore[no-untyped-def]
+    def noted(size, n):  # type: ignore[no-untyped-def]
         sizes.add(size)
-        return replay(size, step, indices)
+        return replay(size, n)
 
     def noted_eager(step, indices):  # type: ignore[no-untyped-def]
         if step.num_decode == len(step.slots):

@@ -26,6 +26,7 @@ import platform
 import random
 import statistics
 import subprocess
+import sys
 import tempfile
 import time
 import traceback
@@ -314,9 +315,11 @@ def transfer(report: Report, args: argparse.Namespace, effort: Effort, shape: st
             for _ in range(4 * effort.rounds):
                 cluster.generate_ids(ids(rng, effort.pair_prompts[-1]), 1)
             url = cluster.node("decode")["url"]
-            moved, secs, pulls = (
-                metric(url, f"baton_kv_{name}_total") for name in ("pull_bytes", "pull_seconds", "pulls")
-            )
+            names = ("pull_bytes", "pull_seconds", "pulls")
+            moved, secs, pulls = (metric(url, f"baton_kv_{name}_total", transport=transport) for name in names)
+            slower = metric(url, "baton_kv_transport_fallbacks_total")
+            if not moved > 0 or slower > 0:
+                raise RuntimeError(f"{transport} moved {moved:g} bytes, {slower:g} pairs changed to a slower transport")
             row("transfer", shape, transport, moved / 1e6, moved / secs / 1e9 if secs else float("nan"), int(pulls))
 
 
@@ -369,6 +372,7 @@ def setting(text: str) -> tuple[str, Any]:
 
 
 def main() -> int:
+    sys.setswitchinterval(0.0005)  # as server.rank has it
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )

@@ -193,6 +193,34 @@ def test_a_step_on_cuda_mixes_no_devices(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
+def test_a_steps_time_begins_when_its_inputs_are_queued(tmp_path: Path) -> None:
+    """Else a device that waits for the host would count as busy."""
+    calls: list[str] = []
+
+    class NotingStream(FakeStream):
+        def put_all(self, arrays: Sequence[np.ndarray]) -> list[Tensor]:
+            calls.append("put")
+            return super().put_all(arrays)
+
+        def mark(self) -> Any:
+            calls.append("mark")
+
+    class NotingCheck(DeviceCheck):
+        def plan(self, batch: ForwardBatch) -> None:
+            calls.append("plan")
+
+        def forward(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            calls.append("kernel")
+            return super().forward(layer, q, k, v)
+
+    model = load_model(tiny_model.make(tmp_path / "m"), load_format="dummy")
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        model.to(CUDA)
+        kv = make_pool(model.spec.kv, 4, 8, device=CUDA)
+        DeviceRunner(model, kv, NotingCheck(), max_slots=2, stream=NotingStream()).execute(plan_of(3))
+    assert calls[:4] == ["put", "plan", "mark", "kernel"]
+
+
 def test_the_check_itself_works(tmp_path: Path) -> None:
     """Were fake tensors lenient, a weight left behind would pass."""
     model = load_model(tiny_model.make(tmp_path / "m"), load_format="dummy")

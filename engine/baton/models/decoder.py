@@ -101,16 +101,20 @@ class Decoder:
 
         All tensor-parallel ranks must be given the same batch. The first one gets the logits, the others S = 0.
         """
+        self.prepare(batch, attn)
+        return self.compute(batch, attn).float()
+
+    def prepare(self, batch: ForwardBatch, attn: AttentionBackend) -> None:
+        """The host's part of `forward`."""
         attn.plan(batch)
         self.reserve(batch.max_kv_len)
-        return self.compute(batch, attn).float()
 
     def reserve(self, positions: int) -> None:
         """Make the tables that positions below this need; `forward` does so itself."""
         self._rope.ensure(positions)
 
     def compute(self, batch: ForwardBatch, attn: AttentionBackend) -> Tensor:
-        """`forward` without what the host prepares for it, `plan` and `reserve`; the logits in compute type.
+        """`forward` without `prepare`; the logits in compute type.
 
         On a CUDA device it queues work and waits for nothing, so it can be recorded (runtime.gpu.graphs).
         """

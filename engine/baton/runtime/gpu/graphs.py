@@ -197,17 +197,19 @@ class DecodeGraphs:
             return None
         return size
 
-    def replay(self, size: int, step: Step, indices: Indices) -> tuple[Tensor, Tensor, Tensor]:
-        """Queue the step. Waits for nothing but the plan before.
-
-        Returns:
-            Logits float32 [S, vocab], their argmax int64 [S], which is in the token table already, and the rows'
-            entries of it. All three are overwritten by the next replay.
-        """
-        n = len(step.slots)
+    def load(self, size: int, step: Step, indices: Indices) -> None:
+        """Queue the step's index arrays, and plan for them. Waits for nothing but the plan before."""
         last_page_len = ((indices.kv_lens - 1) % self._page_size + 1).astype(np.int32)
         rows = PagedRows(indices.page_indptr, indices.page_indices, last_page_len)
         columns = np.stack((indices.token_ids, indices.positions, step.slots))
         self._load(size, columns, indices.slot_mapping, rows)
+
+    def replay(self, size: int, n: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Queue the step of n rows that was loaded.
+
+        Returns:
+            Logits float32 [n, vocab], their argmax int64 [n], which is in the token table already, and the rows'
+            entries of it. All three are overwritten by the next replay.
+        """
         self._replays[size]()
         return self._logits[:n], self._greedy[:n], self._static.entries[:n]

@@ -109,11 +109,12 @@ class DeviceRunner(Runner):
         if self._tell is not None:
             self._read()
         step, indices = self._begin(plan)
-        began = self._stream.mark()
-        self._copy(step)
         if indices is None:
+            began = self._stream.mark()
+            self._copy(step)
             return InFlight(began, self._stream.mark())
-        logits, greedy, slots = self._compute(step, indices)
+        self._copy(step)
+        began, logits, greedy, slots = self._compute(step, indices)
         if not step.samples.any():
             return InFlight(began, self._stream.mark())
         rows = [self._sample_row(row) for row in plan.rows if row.sample]
@@ -127,13 +128,21 @@ class DeviceRunner(Runner):
         if self._kv.native is not None:
             self._stream.mark().wait()  # the first rank may say next that the step's pages are final
 
-    def _compute(self, step: Step, indices: Indices) -> tuple[Tensor, Tensor | None, Tensor]:
-        """Logits of the rows that sample, their argmax if the token table has it already, and their slots."""
+    def _compute(self, step: Step, indices: Indices) -> tuple[Mark, Tensor, Tensor | None, Tensor]:
+        """Logits of the rows that sample, their argmax if the token table has it already, and their slots.
+
+        The mark is where the model's first kernel is queued: earlier it would count a device that waits for the host's
+        planning as busy.
+        """
         size = None if self._graphs is None else self._graphs.size_for(step, indices)
         if self._graphs is not None and size is not None:
-            return self._graphs.replay(size, step, indices)
+            self._graphs.load(size, step, indices)
+            began = self._stream.mark()
+            return began, *self._graphs.replay(size, len(step.slots))
         batch, slots = self._upload(step, indices)
-        return self._model.forward(batch, self._attn), None, slots
+        self._model.prepare(batch, self._attn)
+        began = self._stream.mark()
+        return began, self._model.compute(batch, self._attn).float(), None, slots
 
     def _draw(
         self, rows: Sequence[SampleRow], logits: Tensor, greedy: Tensor | None, slots: Tensor
