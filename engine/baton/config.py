@@ -464,7 +464,7 @@ def _violations(c: EngineConfig) -> list[str]:
     rule(1 <= c.dp_size <= 64, f"--dp-size {c.dp_size}: give 1 to 64 ranks")
     rule(c.page_size in (1, 2, 4, 8, 16, 32, 64, 128), f"--page-size {c.page_size}: use a power of two from 1 to 128")
     rule(
-        c.chunked_prefill_size >= c.page_size and c.chunked_prefill_size % c.page_size == 0,
+        c.chunked_prefill_size >= c.page_size and c.chunked_prefill_size % max(c.page_size, 1) == 0,
         f"--chunked-prefill-size {c.chunked_prefill_size}: use a positive multiple of --page-size ({c.page_size})",
     )
     for name in ("max_running_requests", "max_queued_requests", "max_prefill_tokens", "stream_interval"):

@@ -259,7 +259,8 @@ def test_without_the_native_extension_a_prefill_node_says_what_to_do(path: str) 
     script = (
         "import sys; sys.modules['baton._native'] = None\n"
         "from baton.config import parse; from baton.server.launch import run_engine\n"
-        f"sys.exit(run_engine(parse(['--model-path', {path!r}, '--port', '0', '--disaggregation-mode', 'prefill'])))"
+        "flags = ['--port', '0', '--disaggregation-mode', 'prefill', '--load-format', 'dummy']\n"
+        f"sys.exit(run_engine(parse(['--model-path', {path!r}, *flags])))"
     )
     env = {**os.environ, "PYTHONPATH": str(REPO / "engine")}
     done = subprocess.run(

@@ -41,7 +41,7 @@ from typing import Any
 import torch
 
 from baton.config import build
-from baton.models.load import weight_bytes
+from baton.models.checkpoint import weight_bytes
 from baton.request import SamplingParams, Validated
 from baton.runtime import engine as runtime
 from baton.runtime.engine import Loaded

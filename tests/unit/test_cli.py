@@ -167,12 +167,36 @@ def test_a_wrong_router_flag_is_reported_before_any_node_starts(
     assert not (tmp_path / "logs").exists()
 
 
+@pytest.mark.parametrize(
+    ("flags", "complaint"),
+    [
+        ("--page-size 0", "--page-size 0: use a power of two"),
+        ("--host 192.0.2.1", "--host 192.0.2.1 cannot be bound"),
+        ("--router-args=--port=9", "--router-args: --port is set by baton up"),
+        ("--log-dir /proc/x", "--log-dir: /proc/x cannot be written to"),
+        ("--state-file /no-such-directory/x", "--state-file: /no-such-directory cannot be written to"),
+        ("--model-path /no-such-model", "/no-such-model is not a directory"),
+        ("--model-path no-such-owner/model", "hf download no-such-owner/model"),
+        ("--kv-pool-mib 99999999", "195312.50 GiB for KV pools"),
+    ],
+)
+def test_what_cannot_start_is_refused_before_any_process(
+    flags: str, complaint: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(up, "check_router_flags", lambda plan: None)
+    monkeypatch.setattr(up, "_run", None)
+    with pytest.raises(SystemExit) as ended:
+        up.main(flags.split())
+    assert ended.value.code == 2
+    assert complaint in capsys.readouterr().err
+
+
 def test_failing_first_start_ends_up_with_the_end_of_the_log(tmp_path: Path) -> None:
-    """A whole `baton up` whose nodes cannot start: exit code 1, the reason on stderr, no process left."""
+    """A whole `baton up` with a node that cannot start: its exit code, the reason on stderr, no process left."""
     command = [sys.executable, "-m", "baton.cli", "up", "--port", "0", "--log-dir", str(tmp_path)]
-    command += ["--model-path", str(tmp_path / "no-such-model")]
+    command += ["--prefill-args", f"--model-path {tmp_path / 'no-such-model'}"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert "before it was ready" in done.stderr
     assert "no-such-model" in done.stderr
 

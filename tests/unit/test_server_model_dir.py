@@ -87,6 +87,21 @@ def test_tokenizer_errors_name_the_file(tmp_path: Path) -> None:
         Tokenizer(tmp_path)
 
 
+def test_a_hub_id_is_found_in_the_hub_cache_and_gives_the_name(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    with pytest.raises(ConfigError, match=r"hf download Qwen/Tiny-1\.0$"):
+        load("Qwen/Tiny-1.0")
+    folder = tmp_path / "hub/models--Qwen--Tiny-1.0"
+    (folder / "snapshots").mkdir(parents=True)
+    path.rename(folder / "snapshots/abc")
+    (folder / "refs").mkdir()
+    (folder / "refs/main").write_text("abc\n")
+    facts = load("Qwen/Tiny-1.0")
+    assert (facts.name, facts.path) == ("Qwen/Tiny-1.0", folder / "snapshots/abc")
+
+
 def test_a_checkpoints_truncation_does_not_cut_prompts(path: Path) -> None:
     edit(
         path / "tokenizer.json",

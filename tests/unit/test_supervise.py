@@ -68,7 +68,7 @@ def test_ready_line_is_read_and_all_output_logged(tmp_path: Path) -> None:
         assert await node.until_ready(20) == {"port": 7}
         assert node.ready_at is not None
         assert await node.stop(10)
-        assert "hello" in node.last_lines()
+        assert "hello" in node.last_errors()
 
     run(work())
 
@@ -80,7 +80,25 @@ def test_child_that_ends_before_it_is_ready_says_so(tmp_path: Path) -> None:
         with pytest.raises(ChildFailed, match="node 0 exited with code 1 before it was ready"):
             await node.until_ready(20)
         assert await node.wait() == 1
-        assert "no such model" in node.last_lines()
+        assert "no such model" in node.last_errors()
+
+    run(work())
+
+
+def test_errors_and_progress_are_read_from_the_log_since_the_last_start(tmp_path: Path) -> None:
+    text = (
+        "2026-11-22 15:58:28,753 INFO baton.load loading weights: 3 of 9 tensors\\n"
+        "2026-11-22 15:58:29,100 ERROR baton.launch no room\\nTraceback: x\\n"
+        "2026-11-22T15:59:12.986Z  INFO router: ready\\n"
+    )
+
+    async def work() -> None:
+        node = child(tmp_path, f"import sys; sys.stderr.write('{text}')")
+        node.log_path.write_text("2026-11-22 11:00:00,000 ERROR baton.launch of an earlier life\n")
+        await node.start()
+        assert await node.wait() == 0
+        assert node.last_errors() == "2026-11-22 15:58:29,100 ERROR baton.launch no room\nTraceback: x"
+        assert node.last_progress() == "loading weights: 3 of 9 tensors"
 
     run(work())
 

@@ -12,9 +12,7 @@ device. It needs config.json only, and next to no host memory.
 
 from __future__ import annotations
 
-import json
 import logging
-import math
 import time
 from pathlib import Path
 from typing import Any
@@ -24,10 +22,11 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from baton.errors import ConfigError
+from baton.models.checkpoint import check_files
 from baton.models.decoder import Decoder, DecoderWeights, LayerWeights
 from baton.models.shard import WHOLE, Shard, share_of
-from baton.models.spec import DTYPE_BYTES, ModelSpec, read_spec
-from baton.models.weights import is_ignorable, plan_weights
+from baton.models.spec import ModelSpec, read_spec
+from baton.models.weights import plan_weights
 from baton.runtime.collectives import ALONE, Collectives
 from baton.runtime.ops import TORCH_DTYPES
 
@@ -36,7 +35,6 @@ log = logging.getLogger("baton.load")
 _DUMMY_STD = 0.02
 _NOISE = 4194301
 """Values that are really drawn. A prime, so that no two rows of a matrix are the same stretch of them."""
-_SHOWN = 8
 _PROGRESS_SECS = 5.0
 _CPU = torch.device("cpu")
 
@@ -94,11 +92,6 @@ def _assemble(spec: ModelSpec, tensors: dict[tuple[int, str], Tensor]) -> Decode
     embed = tensors[-1, "embed"]
     lm_head = embed if spec.tied else tensors[-1, "lm_head"]
     return DecoderWeights(embed, [LayerWeights(**w) for w in per_layer], tensors[-1, "norm"], lm_head)
-
-
-def weight_bytes(spec: ModelSpec, shard: Shard = WHOLE) -> int:
-    """What a rank's weights take."""
-    return DTYPE_BYTES[spec.dtype] * sum(math.prod(param.shape) for param in plan_weights(spec, shard))
 
 
 def _dummy(spec: ModelSpec, seed: int, shard: Shard, device: torch.device) -> dict[tuple[int, str], Tensor]:
@@ -159,56 +152,22 @@ def _from_files(spec: ModelSpec, root: Path, shard: Shard, device: torch.device)
     params = list(plan_weights(spec, shard))
     places = {part.source: (param, part) for param in params for part in param.parts}
     tensors: dict[tuple[int, str], Tensor] = {}
-    problems: list[str] = []
-    missing = set(places)
+    in_file: dict[Path, list[str]] = {}
+    for source, file in check_files(spec, root, shard).items():
+        in_file.setdefault(file, []).append(source)
     progress = _Progress(len(places))
-    for file in weight_files(root):
+    for file, sources in in_file.items():
         try:
             with safe_open(str(file), framework="pt") as f:
-                for source in f.keys():  # noqa: SIM118 - a safetensors handle is not a mapping
-                    if source not in places:
-                        if not is_ignorable(spec, source, shard):
-                            problems.append(f"{file.name}: unexpected tensor {source}")
-                        continue
+                for source in sources:
                     param, part = places[source]
-                    stored = f.get_slice(source)
-                    found = tuple(stored.get_shape())
-                    missing.discard(source)
-                    if found != part.whole:
-                        wanted = list(part.whole)
-                        problems.append(f"{file.name}: {source} is {list(found)}, config.json implies {wanted}")
-                        continue
                     target = tensors.get((param.layer, param.name))
                     if target is None:
                         target = torch.empty(param.shape, dtype=TORCH_DTYPES[spec.dtype], device=device)
                         tensors[param.layer, param.name] = target
-                    taken = f.get_tensor(source) if part.shape == part.whole else stored[part.share]
+                    taken = f.get_tensor(source) if part.shape == part.whole else f.get_slice(source)[part.share]
                     target[part.first_row : part.first_row + part.shape[0]].copy_(taken)
                     progress.add(taken)
         except SafetensorError as err:
             raise ConfigError(f"{file}: {err}; the file is damaged, download it again") from err
-    problems += [f"missing tensor {source}" for source in sorted(missing)]
-    if problems:
-        shown = problems[:_SHOWN] + ([f"… and {len(problems) - _SHOWN} more"] if len(problems) > _SHOWN else [])
-        raise ConfigError("\n  ".join([f"{root}: the weights do not fit its config.json:", *shown]))
     return tensors
-
-
-def weight_files(root: Path) -> list[Path]:
-    """The safetensors files of a checkpoint: those of the index, else model.safetensors, else the only ones there."""
-    index = root / "model.safetensors.index.json"
-    if index.is_file():
-        try:
-            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        except (ValueError, KeyError, AttributeError) as err:
-            raise ConfigError(f"{index}: no readable weight_map ({err!r}); download the file again") from err
-        if absent := [n for n in names if not (root / n).is_file()]:
-            count = f"{len(absent)} of {len(names)}"
-            raise ConfigError(f"{index}: {count} files are absent, first {absent[0]}; finish the download")
-        return [root / n for n in names]
-    if (root / "model.safetensors").is_file():
-        return [root / "model.safetensors"]
-    files = sorted(root.glob("*.safetensors"))
-    if not files:
-        raise ConfigError(f"{root}: no *.safetensors file; convert the checkpoint, or give --load-format dummy")
-    return files

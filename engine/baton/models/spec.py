@@ -293,7 +293,7 @@ def _first_tensor_dtype(root: Path) -> str:
     names = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
     for file in sorted(root.glob("*.safetensors")):
         try:
-            tensors = json.loads(_safetensors_header(file))
+            tensors = json.loads(safetensors_header(file))
         except ValueError as err:
             raise ConfigError(f"{file}: no readable header ({err}); the file is damaged, download it again") from err
         for name, entry in tensors.items():
@@ -302,7 +302,7 @@ def _first_tensor_dtype(root: Path) -> str:
     return "float32"
 
 
-def _safetensors_header(file: Path) -> bytes:
+def safetensors_header(file: Path) -> bytes:
     """The JSON header: 8 bytes little-endian length, then that many bytes."""
     with file.open("rb") as f:
         size = int.from_bytes(f.read(8), "little")
@@ -446,7 +446,7 @@ def hash_model(root: Path, load_format: str = "auto", seed: int = 0) -> str:
         return digest.hexdigest()[:32]
     for file in sorted(root.glob("*.safetensors")):
         size = file.stat().st_size
-        add(file.name, _safetensors_header(file) + size.to_bytes(8, "little"))
+        add(file.name, safetensors_header(file) + size.to_bytes(8, "little"))
         with file.open("rb") as f:
             for i in range(_SAMPLES):
                 f.seek(size * i // _SAMPLES)

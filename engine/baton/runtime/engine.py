@@ -14,7 +14,8 @@ import torch
 from baton.config import EngineConfig
 from baton.disagg.relay import Relay
 from baton.errors import ConfigError
-from baton.models.load import load_weights, weight_bytes
+from baton.models.checkpoint import CPU_POOL_MIB, weight_bytes
+from baton.models.load import load_weights
 from baton.models.shard import WHOLE, share_of
 from baton.models.spec import read_spec
 from baton.runtime import device, ops
@@ -25,7 +26,7 @@ from baton.runtime.gpu.flashinfer_library import reason
 from baton.runtime.gpu.graphs import CudaRecorder, rows_to_record
 from baton.runtime.gpu.memory import GIB, DeviceMemory
 from baton.runtime.gpu.runner import DeviceRunner, make_runner
-from baton.runtime.kv_pool import CPU_POOL_MIB, KvTensors, asked_pages, host_pool_pages, make_host_pool, make_pool
+from baton.runtime.kv_pool import KvTensors, asked_pages, host_pool_pages, make_host_pool, make_pool
 from baton.runtime.loop import DeviceThread, Engine, PoolSizes, make_engine
 from baton.runtime.runner import Runner
 from baton.sched import setup

@@ -76,10 +76,6 @@ class KvTensors:
         }
 
 
-CPU_POOL_MIB = 128
-"""A CPU's memory is shared with everything else of the machine; --kv-pool-mib says more."""
-
-
 def asked_pages(spec: KVSpec, page_size: int, max_total_tokens: int, kv_pool_mib: int | None) -> int | None:
     """How many pages the user wants: max_total_tokens when set (rounded down to pages), else what fits kv_pool_mib;
     None: as many as fit.

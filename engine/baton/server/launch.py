@@ -37,6 +37,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 import baton
 from baton.config import EngineConfig
 from baton.errors import ConfigError, EngineError
+from baton.models import checkpoint
 from baton.server import model_dir
 from baton.server.app import Front, Phase
 from baton.server.ranks import SEND_QUEUE, Rank, Ranks
@@ -65,6 +66,8 @@ def run_engine(config: EngineConfig, rank_command: Sequence[str] = RANK_COMMAND)
     )
     logging.getLogger("aiohttp.server").addFilter(_one_line_for_no_request)
     try:
+        if config.simulate is None and rank_command is RANK_COMMAND:  # ranks of tests have no model
+            checkpoint.check(config, model_dir.resolve(config.model_path))
         return asyncio.run(_Launcher(config, rank_command).run())
     except ConfigError as err:
         print(f"baton engine: {err.message}", file=sys.stderr)

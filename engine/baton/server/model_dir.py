@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import os
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,8 @@ from baton.errors import ConfigError
 from baton.sim.device import CONTEXT_LENGTH, uses_four_bytes
 
 SAMPLING_DEFAULT_KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
+"""Owner and name of a model on the Hugging Face hub."""
 FALLBACK_CONTEXT_LENGTH = 2048
 """Used when config.json names no limit: the shortest context of the model families we load."""
 
@@ -58,11 +62,27 @@ def resolve(model_path: str) -> Path:
         path = Path(next(iter(spec.submodule_search_locations))) / "demo"
     else:
         path = Path(model_path).expanduser()
+    if not path.is_dir() and HUB_ID.fullmatch(model_path):
+        path = _from_hub_cache(model_path)
     if not path.is_dir():
         raise ConfigError(f"--model-path {model_path}: {path} is not a directory; give a Hugging Face model directory")
     if not (path / "config.json").is_file():
         raise ConfigError(f"--model-path {model_path}: {path} has no config.json; give a Hugging Face model directory")
     return path.resolve()
+
+
+def _from_hub_cache(model_id: str) -> Path:
+    """Where `hf download` has put a model. Raises ConfigError when it has not."""
+    home = os.environ.get("HF_HOME", "~/.cache/huggingface")
+    cache = Path(os.environ.get("HF_HUB_CACHE", f"{home}/hub")).expanduser()
+    folder = cache / f"models--{model_id.replace('/', '--')}"
+    try:
+        return folder / "snapshots" / (folder / "refs" / "main").read_text().strip()
+    except OSError:
+        raise ConfigError(
+            f"--model-path {model_id}: there is no such directory here, nor such a model in {cache}; to download it: "
+            f"hf download {model_id}"
+        ) from None
 
 
 def load(config: EngineConfig) -> ModelFacts:
@@ -85,7 +105,7 @@ def load(config: EngineConfig) -> ModelFacts:
     return ModelFacts(
         path=path,
         tokenizer_path=tokenizer_path,
-        name=config.served_model_name or path.name,
+        name=config.served_model_name or (config.model_path if "snapshots" in path.parts[-2:-1] else path.name),
         context_length=config.context_length or limit,
         eos_token_ids=_union(_ids(text.get("eos_token_id")), _ids(generation.get("eos_token_id"))),
         chat_template=chat_template,

@@ -5,7 +5,7 @@
  3. `wait` returns its exit code; `Backoff` says how long to pause before the next `start`;
  4. `stop` asks (SIGTERM), waits a bounded time, then kills the whole group.
 
-Its output goes to a log file; `last_lines` shows the end of it when the process dies.
+Its output goes to a log file; `last_errors` shows the end of it when the process dies.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import contextlib
 import ctypes
 import json
 import os
+import re
 import signal
 import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -24,10 +25,18 @@ from typing import Any
 READY_PREFIX = b"READY "
 PIPE_CHUNK = 65536
 PR_SET_PDEATHSIG = 1
+ROUTINE_LINE = re.compile(r"\S+( \S+)? +(INFO|DEBUG|TRACE) |READY ")
+"""Lines of an engine (date, time, level) or a router (time, level) that are no complaint."""
+PROGRESS_LINE = re.compile(r"\S+ \S+ INFO \S+ (.*)")
 
 
 class ChildFailed(Exception):
     """The process ended, or did not become ready in time. The message says which."""
+
+    def __init__(self, message: str, exit_code: int | None = None) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+        """The process's own, when it ended."""
 
 
 class Backoff:
@@ -72,6 +81,8 @@ class Child:
         self._process: asyncio.subprocess.Process | None = None
         self._output: asyncio.Task[None] | None = None
         self._announced: asyncio.Future[dict[str, Any]] | None = None
+        self._log_start = 0
+        """Size of its log when it was last started."""
         self._is_swept = True
         """Nothing of its group is left: the group's id may belong to somebody else by now."""
 
@@ -88,6 +99,7 @@ class Child:
         read_end, write_end = os.pipe()
         try:
             with self.log_path.open("ab") as log:
+                self._log_start = log.tell()
                 self._process = await asyncio.create_subprocess_exec(
                     *self._argv(),
                     stdin=asyncio.subprocess.DEVNULL,
@@ -118,7 +130,8 @@ class Child:
                 self.ready_at = asyncio.get_running_loop().time()
                 return result
             if ended.done():
-                raise ChildFailed(f"{self.name} {describe_exit(ended.result())} before it was ready")
+                code = ended.result()
+                raise ChildFailed(f"{self.name} {describe_exit(code)} before it was ready", code)
             raise ChildFailed(f"{self.name} was not ready after {timeout_secs:.0f} s")
         finally:
             for task in (ready, ended):
@@ -158,12 +171,21 @@ class Child:
         """No patience: SIGKILL for the whole group."""
         self._kill_group()
 
-    def last_lines(self, count: int = 20) -> str:
-        """The end of its log."""
+    def last_errors(self, count: int = 20) -> str:
+        """The end of what it logged since its start, without lines of level INFO and below where there are others."""
+        lines = self._last_lines()
+        return "\n".join([line for line in lines if not ROUTINE_LINE.match(line)][-count:] or lines[-5:])
+
+    def last_progress(self) -> str:
+        """Its newest INFO line without time and logger; empty when there is none."""
+        found = (PROGRESS_LINE.match(line) for line in reversed(self._last_lines()))
+        return next((match[1] for match in found if match), "")
+
+    def _last_lines(self) -> list[str]:
         with self.log_path.open("rb") as log:
-            log.seek(0, os.SEEK_END)
-            log.seek(max(0, log.tell() - 64 * 1024))
-            return "\n".join(log.read().decode(errors="replace").splitlines()[-count:])
+            size = log.seek(0, os.SEEK_END)
+            log.seek(max(self._log_start, size - 64 * 1024))
+            return log.read().decode(errors="replace").splitlines()
 
     def _kill_group(self) -> None:
         """Its members too: a group outlives its leader."""

@@ -16,6 +16,7 @@ import dataclasses
 import json
 import os
 import shlex
+import shutil
 import signal
 import socket
 import subprocess
@@ -32,6 +33,8 @@ import aiohttp
 
 from baton.config import MEM_FRACTION, EngineConfig, FlagParser, add_flags, build, flag_name, markdown, opt, refuse
 from baton.errors import ConfigError
+from baton.models import checkpoint
+from baton.server import model_dir
 from baton.server.model_dir import resolve
 from baton.server.supervise import Backoff, Child, ChildFailed, describe_exit
 from baton.sim.device import uses_four_bytes
@@ -53,6 +56,10 @@ ROUTER_STOP_SECS = ROUTER_GRACE_SECS + 5.0
 NODE_GRACE_SECS = 10.0
 PORTS_TRIED = 100
 PROBE_PAUSE_SECS = 0.05
+PROGRESS_SECS = 3.0
+"""Between two lines about a node that loads its model; small ones are ready sooner."""
+_ROUTER_OWN = ("--host", "--port", "--pd-disaggregation", "--prefill", "--decode", "--worker-urls")
+"""Flags of the router that follow from those of `up`."""
 
 ROLES = ("prefill", "decode", "worker")
 MODE = {"prefill": "prefill", "decode": "decode", "worker": "null"}
@@ -75,7 +82,9 @@ class UpConfig:
     port: int | None = opt(None, "port of the router; 0 picks a free one (default: 8000, or the next free one)")
     smoke: bool = opt(False, "send real requests through the cluster, print what came back, stop; exit code 0 or 1")
     state_file: str | None = opt(None, "write who runs where to this JSON file, now and after every change")
-    log_dir: str | None = opt(None, "directory for one log file per process (default: a new temporary one)")
+    log_dir: str | None = opt(
+        None, "directory for one log file per process (default: a temporary one, removed after a stop without errors)"
+    )
     start_timeout_secs: float | None = opt(
         None,
         "give up when a process is not ready after this long (default: 300; 1800 with --device cuda or auto, since "
@@ -143,7 +152,8 @@ def parse(argv: Sequence[str]) -> Plan:
     }
     if up.transport is not None:
         engine["disaggregation_transfer_backend"] = up.transport
-    if bad := [*bad, *filter(None, (_complaint(counts), _engine_complaint(engine))), *_role_complaints(up, engine)]:
+    bad += filter(None, (_complaint(counts), _engine_complaint(engine)))
+    if bad := [*bad, *_router_complaints(up), *_role_complaints(up, engine)]:
         refuse("baton up", bad)
     return Plan(up, counts, engine)
 
@@ -167,6 +177,15 @@ def _role_flags(up: UpConfig, role: str) -> tuple[dict[str, Any], list[str]]:
     parser = FlagParser(f"baton up: {flag_name(name)}", "")
     add_flags(parser)
     return parser.read(words)
+
+
+def _router_complaints(up: UpConfig) -> list[str]:
+    try:
+        words = shlex.split(up.router_args)
+    except ValueError as err:
+        return [f"--router-args: {err}; it is read as a shell would"]
+    names = [word.partition("=")[0] for word in words]
+    return [f"--router-args: {name} is set by baton up; give its own flags" for name in names if name in _ROUTER_OWN]
 
 
 def _role_complaints(up: UpConfig, engine: dict[str, Any]) -> list[str]:
@@ -245,7 +264,11 @@ class Cluster:
         self.port, note = choose_port(self.host, self.plan.up.port)
         if note:
             self._say(note)
-        await _all_or_none(self._guarded(node.child, self._start_node(node)) for node in self.nodes)
+        progress = asyncio.ensure_future(self._tell_progress())
+        try:
+            await _all_or_none(self._guarded(node.child, self._start_node(node)) for node in self.nodes)
+        finally:
+            await _cancelled([progress])
         router = asyncio.ensure_future(self._guarded(self.router, self._start_router("/readyz")))
         ends = [asyncio.ensure_future(self._guarded(node.child, _fail_at_end(node.child))) for node in self.nodes]
         await _first_of([router, *ends])  # the router would wait for a node that is gone
@@ -304,6 +327,17 @@ class Cluster:
         node.bootstrap_port = int(ready.get("bootstrap_port") or 0)
         self._say(f"{node.name:<10} {node.url}")
 
+    async def _tell_progress(self) -> None:
+        """What nodes that are not ready have logged last, whenever that has changed; until cancelled."""
+        told: dict[str, str] = {}
+        while True:
+            await asyncio.sleep(PROGRESS_SECS)
+            for node in self.nodes:
+                if node.child.ready_at is None and node.child.pid and (text := node.child.last_progress()):
+                    if told.get(node.name) != text:
+                        self._say(f"{node.name:<10} {text}")
+                    told[node.name] = text
+
     async def _start_router(self, path: str) -> None:
         await self.router.start()
         await self.router.until_ready(self.plan.start_timeout_secs, _answers(f"{self.url}{path}"))
@@ -314,7 +348,9 @@ class Cluster:
         try:
             await starting
         except ChildFailed as err:
-            raise ChildFailed(f"{err}; the end of {child.log_path}:\n{_indented(child.last_lines())}") from err
+            raise ChildFailed(
+                f"{err}; {child.log_path} says:\n{_indented(child.last_errors())}", err.exit_code
+            ) from err
 
     def _router_argv(self) -> list[str]:
         argv = [sys.executable, "-m", "baton.cli", "router", "--host", self.host, "--port", str(self.port)]
@@ -342,8 +378,8 @@ class Cluster:
                 return
             loop_time = asyncio.get_running_loop().time()
             pause = backoff.pause(0.0 if child.ready_at is None else loop_time - child.ready_at)
-            self._say(f"{child.name} {describe_exit(code)}; restarting it in {pause:g} s. The end of {child.log_path}:")
-            self._say(_indented(child.last_lines()))
+            self._say(f"{child.name} {describe_exit(code)}; restarting it in {pause:g} s. {child.log_path} says:")
+            self._say(_indented(child.last_errors()))
             await asyncio.sleep(pause)
             child.restarts += 1
             try:
@@ -463,10 +499,9 @@ async def _serve(cluster: Cluster, api_key: str | None) -> int:
         await asyncio.gather(watch, return_exceptions=True)
 
 
-async def _run(plan: Plan) -> int:
+async def _run(plan: Plan, log_dir: Path) -> int:
+    """Returns the exit code. Removes no logs."""
     started = time.monotonic()
-    log_dir = Path(plan.up.log_dir or tempfile.mkdtemp(prefix="baton-up-"))
-    log_dir.mkdir(parents=True, exist_ok=True)
 
     def say(text: str) -> None:
         print(text if text.startswith(" ") else f"{time.monotonic() - started:6.1f} s  {text}", flush=True)
@@ -494,7 +529,7 @@ async def _run(plan: Plan) -> int:
         return serving.result()
     except ChildFailed as err:
         print(f"baton up: {err}", file=sys.stderr, flush=True)
-        return 1
+        return 2 if err.exit_code == 2 else 1
     finally:
         for task in (serving, stopping):
             task.cancel()
@@ -535,12 +570,47 @@ def check_router_flags(plan: Plan) -> str | None:
     return asked.stderr.strip() if asked.returncode == 2 else None
 
 
+def check_place(plan: Plan) -> str | None:
+    """What is wrong with the address, the files and the model that the flags name."""
+    up = plan.up
+    try:
+        with socket.create_server((up.host, 0), family=socket.AF_INET6 if ":" in up.host else socket.AF_INET):
+            pass
+    except OSError as err:
+        why = (err.strerror or str(err)).partition(" (while")[0]
+        return f"--host {up.host} cannot be bound ({why}); give an address of this machine"
+    for name, path in (("--log-dir", up.log_dir), ("--state-file", up.state_file and Path(up.state_file).parent)):
+        try:
+            if path and name == "--log-dir":
+                Path(path).mkdir(parents=True, exist_ok=True)
+            if path:
+                tempfile.TemporaryFile(dir=path).close()
+        except OSError as err:
+            return f"{name}: {path} cannot be written to ({err.strerror}); give another directory"
+    try:
+        config = build(dict(plan.engine))
+        facts = model_dir.load(config)
+        if config.simulate is None:
+            checkpoint.check(config, facts.path, sum(plan.counts.values()))
+    except ConfigError as err:
+        return err.message
+    return None
+
+
 def main(argv: Sequence[str]) -> int:
     plan = parse(argv)
     if complaint := check_router_flags(plan):
         print(complaint, file=sys.stderr)
         return 2
-    return asyncio.run(_run(plan))
+    if complaint := check_place(plan):
+        refuse("baton up", [complaint])
+    if plan.up.log_dir:
+        return asyncio.run(_run(plan, Path(plan.up.log_dir)))
+    log_dir = Path(tempfile.mkdtemp(prefix="baton-up-"))
+    code = asyncio.run(_run(plan, log_dir))
+    if code == 0:  # else the logs are of interest; --log-dir keeps them always
+        shutil.rmtree(log_dir, ignore_errors=True)
+    return code
 
 
 if __name__ == "__main__":

@@ -1,0 +1,139 @@
+"""What can be known of a checkpoint before it is loaded, from config.json and the headers of its files. No torch here.
+
+`check` is what a start asks first: in milliseconds it finds what would otherwise end it minutes later. Everything wrong
+is a ConfigError that names the file and what to do.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+from baton.config import EngineConfig
+from baton.errors import ConfigError
+from baton.models.shard import WHOLE, Shard, share_of
+from baton.models.spec import DTYPE_BYTES, ModelSpec, read_spec, safetensors_header
+from baton.models.weights import Part, is_ignorable, plan_weights
+
+CPU_POOL_MIB = 128
+"""KV pool of each process on the CPU, whose memory is shared with all of the machine; --kv-pool-mib says more."""
+GIB = 2**30
+_SHOWN = 8
+
+
+def check(config: EngineConfig, path: Path, nodes: int = 1) -> None:
+    """Raise ConfigError when engines with these flags cannot load the model at `path`, or `nodes` of them together."""
+    spec = read_spec(path, config.dtype, config.load_format, config.random_seed, on_cpu=config.device == "cpu")
+    share_of(spec, Shard(0, config.tp_size))
+    if config.load_format != "dummy":
+        check_files(spec, path)
+    if config.device == "cpu":
+        _check_memory(config, spec, nodes)
+
+
+def check_files(spec: ModelSpec, root: Path, shard: Shard = WHOLE) -> dict[str, Path]:
+    """The file of each tensor that a rank reads, once all files fit the config by their headers.
+
+    Raises ConfigError for damaged files, and one that lists what is missing, unexpected or of another shape.
+    """
+    places: dict[str, Part] = {part.source: part for param in plan_weights(spec, shard) for part in param.parts}
+    found: dict[str, Path] = {}
+    problems: list[str] = []
+    for file in weight_files(root):
+        for name, shape in _tensors(file).items():
+            if name not in places:
+                if not is_ignorable(spec, name, shard):
+                    problems.append(f"{file.name}: unexpected tensor {name}")
+                continue
+            found[name] = file
+            if shape != list(places[name].whole):
+                problems.append(f"{file.name}: {name} is {shape}, config.json implies {list(places[name].whole)}")
+    problems += [f"missing tensor {name}" for name in sorted(places.keys() - found)]
+    if problems:
+        shown = problems[:_SHOWN] + ([f"… and {len(problems) - _SHOWN} more"] if len(problems) > _SHOWN else [])
+        raise ConfigError("\n  ".join([f"{root}: the weights do not fit its config.json:", *shown]))
+    return found
+
+
+def _tensors(file: Path) -> dict[str, list[int]]:
+    """Names and shapes in a safetensors file. Raises ConfigError when its header or its length is wrong."""
+    try:
+        header = safetensors_header(file)
+        entries = {name: entry for name, entry in json.loads(header).items() if name != "__metadata__"}
+        end = 8 + len(header) + max((entry["data_offsets"][1] for entry in entries.values()), default=0)
+        shapes = {name: list(entry["shape"]) for name, entry in entries.items()}
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError) as err:
+        raise ConfigError(f"{file}: no readable header ({err!r}); the file is damaged, download it again") from err
+    if (size := file.stat().st_size) != end:
+        raise ConfigError(f"{file}: has {size} bytes, its header says {end}; the file is damaged, download it again")
+    return shapes
+
+
+def weight_files(root: Path) -> list[Path]:
+    """The safetensors files of a checkpoint: those of the index, else model.safetensors, else the only ones there."""
+    index = root / "model.safetensors.index.json"
+    if index.is_file():
+        try:
+            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        except (ValueError, KeyError, AttributeError) as err:
+            raise ConfigError(f"{index}: no readable weight_map ({err!r}); download the file again") from err
+        if absent := [n for n in names if not (root / n).is_file()]:
+            count = f"{len(absent)} of {len(names)}"
+            raise ConfigError(f"{index}: {count} files are absent, first {absent[0]}; finish the download")
+        return [root / n for n in names]
+    if (root / "model.safetensors").is_file():
+        return [root / "model.safetensors"]
+    files = sorted(root.glob("*.safetensors"))
+    if not files:
+        other = next((f.name for pattern in ("*.bin", "*.gguf", "*.pth") for f in sorted(root.glob(pattern))), None)
+        raise ConfigError(
+            f"{root}: no *.safetensors file"
+            + (f", only {other}; convert it with transformers' save_pretrained" if other else "; download the weights")
+            + " (--load-format dummy runs without weights, for tests: it answers noise)"
+        )
+    return files
+
+
+def weight_bytes(spec: ModelSpec, shard: Shard = WHOLE) -> int:
+    """Size of a rank's weights."""
+    return DTYPE_BYTES[spec.dtype] * sum(math.prod(param.shape) for param in plan_weights(spec, shard))
+
+
+def _check_memory(config: EngineConfig, spec: ModelSpec, nodes: int) -> None:
+    weights = weight_bytes(spec) * config.dp_size
+    if config.max_total_tokens:
+        pools = config.max_total_tokens * spec.kv.token_bytes * config.dp_size
+    else:
+        pools = (config.kv_pool_mib or CPU_POOL_MIB) * 2**20 * config.dp_size * config.tp_size
+    pools += int(config.host_kv_gib * GIB) * config.dp_size * config.tp_size
+    available = available_memory()
+    if available is not None and nodes * (weights + pools) > available:
+        many = f"{nodes} engines need" if nodes > 1 else "the engine needs"
+        raise ConfigError(
+            f"{many} {nodes * weights / GIB:.2f} GiB for weights and {nodes * pools / GIB:.2f} GiB for KV pools, but "
+            f"{available / GIB:.2f} GiB of memory are available; use a smaller model, another --dtype, a smaller "
+            "--kv-pool-mib, or end other programs"
+        )
+
+
+def available_memory() -> int | None:
+    """Bytes this process and its children may still take: the machine's, or less where its cgroup says so."""
+    found = []
+    for line in _lines(Path("/proc/meminfo")):
+        if line.startswith("MemAvailable:"):
+            found.append(int(line.split()[1]) * 1024)
+    group = Path("/sys/fs/cgroup")
+    limit, used = (_lines(group / name) for name in ("memory.max", "memory.current"))
+    if limit and used and limit[0].isdigit():
+        # Cached file pages count as used and are given up when memory is short.
+        cached = next((int(line.split()[1]) for line in _lines(group / "memory.stat") if line.startswith("file ")), 0)
+        found.append(int(limit[0]) - int(used[0]) + cached)
+    return min(found, default=None)
+
+
+def _lines(file: Path) -> list[str]:
+    try:
+        return file.read_text().splitlines()
+    except OSError:
+        return []
