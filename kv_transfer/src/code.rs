@@ -26,6 +26,8 @@ macro_rules! codes {
 codes! {
     /// The peer's socket closed, or three of its heartbeats are missing.
     PeerDead = "PEER_DEAD", retryable: true;
+    /// The peer's transfer runtime lives, but its engine has stopped working.
+    PeerStalled = "PEER_STALLED", retryable: true;
     /// The peer answered with another incarnation than the one this room was opened with.
     PeerRestarted = "PEER_RESTARTED", retryable: true;
     /// The decode side did not fetch the pages in time.

@@ -410,12 +410,88 @@ fn a_black_hole_for_a_bootstrap_server_delays_nobody_else() {
             hole.local_addr().unwrap().port(),
             0,
             HASH,
-            1500,
+            NEVER_MS,
         )
         .unwrap();
     pair.relay(2);
-    assert_eq!(pair.d.state(1).as_deref(), Some("RESOLVING"));
     assert_eq!(pair.d.end_code(1), "UNREACHABLE");
+    pair.assert_idle();
+}
+
+/// A deadline that no test reaches: a room that ends before it did not wait for it.
+const NEVER_MS: u64 = 3_600_000;
+
+#[test]
+fn an_unreachable_prefill_rank_fails_its_rooms_long_before_their_deadline_and_is_found_when_it_is_back()
+ {
+    let port = TcpListener::bind("127.0.0.1:0")
+        .unwrap()
+        .local_addr()
+        .unwrap()
+        .port();
+    let d = Rank::start("decode", &json!({}));
+    let open = |room: u64, rank: i64| {
+        d.node
+            .open(room, 0, "127.0.0.1", port, rank, HASH, NEVER_MS)
+            .unwrap()
+    };
+    for (room, rank) in [(1, 0), (2, 0), (3, -1)] {
+        open(room, rank); // with a rank, and without
+    }
+    for room in 1..=3 {
+        match d.end(room) {
+            NodeEvent::Failed { code, message, .. } => {
+                assert_eq!(code.as_str(), "UNREACHABLE");
+                assert!(message.contains("refused"), "{message}");
+            }
+            other => panic!("{other:?}"),
+        }
+    }
+    let server = BootstrapServer::start("127.0.0.1", port, None).unwrap();
+    let p = Rank::start("prefill", &json!({}));
+    p.node
+        .register("127.0.0.1", server.port(), PATIENCE)
+        .unwrap();
+    let mut room = 10;
+    until("the rank is probed again", || {
+        room += 1;
+        p.prefill(room, &span(0, 5), 5);
+        open(room, 0);
+        d.node.grant(room, 0, &ids(&span(500, 5))).unwrap();
+        let ends = (d.end_code(room), room);
+        if ends.0 != "COMMITTED" {
+            p.node.abort(room, "CLIENT_GONE").unwrap();
+        }
+        p.end_code(room);
+        ends.0 == "COMMITTED"
+    });
+    p.assert_idle();
+    d.assert_idle();
+}
+
+#[test]
+fn an_engine_that_stands_still_fails_its_rooms_although_its_transfer_runtime_lives() {
+    let d = json!({"stall_ms": 100});
+    let pair = Pair::with(&json!({"heartbeat_ms": 50}), &d);
+    // Computed already: what is announced needs no engine.
+    pair.p.prefill(1, &span(0, 5), 5);
+    pair.open_with(1, HASH, NEVER_MS);
+    pair.d.wait_state(1, "ADMITTED");
+    pair.p.node.offer(2, 0, HASH, NEVER_MS).unwrap();
+    pair.open_with(2, HASH, NEVER_MS);
+    assert_eq!(pair.d.end_code(2), "PEER_STALLED"); // P polls no more
+    assert_eq!(pair.p.end_code(2), "PEER_STALLED");
+    pair.grant(1, &span(500, 5));
+    assert_eq!(pair.d.end_code(1), "COMMITTED");
+    assert_eq!(pair.p.end_code(1), "DONE");
+    // An engine without work to do counts as working.
+    pair.p.prefill(3, &span(20, 5), 5);
+    pair.open(3);
+    pair.grant(3, &span(600, 5));
+    assert_eq!(
+        (pair.d.end_code(3), pair.p.end_code(3)),
+        ("COMMITTED".into(), "DONE".into())
+    );
     pair.assert_idle();
 }
 
@@ -816,4 +892,54 @@ fn the_limit_of_rooms_is_told_and_passes() {
         );
     }
     pair.assert_idle();
+}
+
+#[test]
+fn five_thousand_rooms_to_one_peer_survive_a_link_that_comes_up_late_or_early() {
+    const ROOMS: u64 = 5000;
+    let limit = json!({"max_rooms": ROOMS, "lease_ms": 600_000});
+    for is_late in [true, false] {
+        let server = BootstrapServer::start("127.0.0.1", 0, None).unwrap();
+        let (p, d) = (
+            Rank::start("prefill", &limit),
+            Rank::start("decode", &limit),
+        );
+        let register = || {
+            p.node
+                .register("127.0.0.1", server.port(), PATIENCE)
+                .unwrap()
+        };
+        if !is_late {
+            register();
+        }
+        p.write(&[0], 1);
+        for room in 1..=ROOMS {
+            p.node.offer(room, 0, HASH, NEVER_MS).unwrap();
+            p.node.publish(room, 0, &ids(&[0])).unwrap();
+            p.node.finish(room, 1, 1, vec![0; 4096]).unwrap(); // 20 MiB of answers in all, more than may wait
+            d.node
+                .open(room, 0, "127.0.0.1", server.port(), 0, HASH, NEVER_MS)
+                .unwrap();
+            d.node.grant(room, 1, &[]).unwrap(); // it has the page
+        }
+        if is_late {
+            register();
+        }
+        let mut ends = std::collections::BTreeMap::new();
+        let mut told = 0;
+        while told < ROOMS {
+            assert!(d.node.wait(PATIENCE), "{ends:?}");
+            for event in d.node.poll(1000).iter().filter(|event| event.is_end()) {
+                let end = match event {
+                    NodeEvent::Failed { code, message, .. } => format!("{code}: {message}"),
+                    NodeEvent::Committed { .. } => "committed".into(),
+                    other => format!("{other:?}"),
+                };
+                *ends.entry(end).or_insert(0) += 1;
+                told += 1;
+            }
+        }
+        assert_eq!(ends, [("committed".to_owned(), ROOMS)].into());
+        assert_eq!(d.detail("links_lost"), 0);
+    }
 }

@@ -41,6 +41,7 @@ QUEUE = 1024
 STEP, NODE, STOP = b"s", b"n", b""
 """How messages to followers begin: a step, a call of the transfer runtime, the end."""
 EVENTS_AT_ONCE = 256
+ALIVE_EVERY_MS = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,7 +214,7 @@ def _execute(team: Team, loaded: Loaded, node: Any, orders: zmq.Socket[bytes], r
     if node is not None:
         poller.register(node.event_fd, zmq.POLLIN)
     while True:
-        poller.poll()
+        poller.poll(ALIVE_EVERY_MS)  # each poll of the runtime tells its peers that this process works
         while node is not None and (events := node.poll(EVENTS_AT_ONCE)):
             said = [event[:2] if event[0] == "committed" else event for event in events]
             reports.send(_encode(Heard(team.tp_rank, said)))

@@ -19,6 +19,8 @@ from baton.errors import ConfigError
 log = logging.getLogger("baton.transfer")
 
 REGISTER_TIMEOUT_MS = 30_000
+MIN_STALL_MS = 5_000
+"""An engine that waits for something makes a sign of life every second; a step takes longer on a slow machine."""
 TRANSPORTS = {
     "auto": ["shm", "tcp"], "shm": ["shm"], "tcp": ["tcp"], "gloo": ["gloo", "tcp"], "nccl": ["nccl", "tcp"]
 }  # fmt: skip
@@ -105,6 +107,7 @@ def start(
         "dp_size": config.dp_size * config.tp_size,
         "lease_ms": int(config.kv_lease_secs * 1000),
         "heartbeat_ms": 1000,
+        "stall_ms": max(MIN_STALL_MS, int(config.kv_transfer_timeout_secs * 1000 / 2)),
         "copy_threads": 1,
         "max_rooms": config.max_rooms,
         "fault": json.loads(os.environ.get("BATON_TEST_KV_FAULT", "null")),

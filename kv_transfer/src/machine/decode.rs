@@ -158,6 +158,11 @@ pub enum Event {
         code: Code,
         readable: bool,
     },
+    /// The peer lives, but its engine stands still: what it has not announced will not come.
+    PeerStalled {
+        peer: Peer,
+        why: String,
+    },
     /// Own engine: it holds the prompt's pages before start_page; where the later ones go.
     Grant {
         start_page: u32,
@@ -194,6 +199,7 @@ impl Event {
             Event::Final { .. } => "FINAL",
             Event::PeerAbort { .. } => "ABORT",
             Event::PeerGone { .. } => "peer gone",
+            Event::PeerStalled { .. } => "peer stalled",
             Event::Grant { .. } => "grant",
             Event::Revoke => "revoke",
             Event::Abort(_) => "abort",
@@ -213,7 +219,7 @@ impl Event {
             | Event::Progress { peer, attempt, .. }
             | Event::Final { peer, attempt, .. }
             | Event::PeerAbort { peer, attempt, .. } => Some((*peer, Some(*attempt))),
-            Event::PeerGone { peer, .. } => Some((*peer, None)),
+            Event::PeerGone { peer, .. } | Event::PeerStalled { peer, .. } => Some((*peer, None)),
             _ => None,
         }
     }
@@ -416,6 +422,11 @@ impl Room {
                         self.end(Ending::Fail(code, "the prefill rank is gone".into()), None)
                     );
                 }
+            }
+            Event::PeerStalled { .. } if self.all_announced() => return Ok(vec![]),
+            Event::PeerStalled { why, .. } => {
+                let code = Code::PeerStalled;
+                return Ok(self.end(Ending::Fail(code, why), Some(code)));
             }
             Event::Abort(code) => return Ok(self.end(Ending::Abort, Some(code))),
             Event::Tick if now >= self.deadline => {

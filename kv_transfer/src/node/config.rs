@@ -77,6 +77,9 @@ pub struct NodeConfig {
     pub lease_ms: u64,
     #[serde(default = "heartbeat_ms")]
     pub heartbeat_ms: u64,
+    /// D: how long a prefill rank's engine may claim work without a sign of life before its rooms here fail.
+    #[serde(default = "stall_ms")]
+    pub stall_ms: u64,
     #[serde(default = "copy_threads")]
     pub copy_threads: usize,
     /// Rooms alive at once, counting those whose end was not polled yet.
@@ -106,6 +109,24 @@ pub struct NodeConfig {
     pub fault: Option<Faults>,
 }
 
+/// Bounds of one node's tables, all derived from `max_rooms`: no table is full before the one of rooms is.
+#[derive(Debug, Clone, Copy)]
+pub struct NodeLimits {
+    /// P: OPENs that wait for their request. Each becomes a room, or is answered when its time is over.
+    pub parked_opens: usize,
+    /// Ended rooms whose late messages are answered with the reason of their end.
+    pub ended_rooms: usize,
+    /// Calls not yet seen by the control thread: a few per room. A full channel means a dead thread.
+    pub commands: usize,
+    /// Bytes that wait for a peer before its frames stay unread (`outbox`): the answers to one OPEN of each room.
+    pub outbox_bytes: usize,
+}
+
+/// Smallest table, for nodes with few rooms.
+const MIN_TABLE: usize = 1024;
+const COMMANDS_PER_ROOM: usize = 8;
+const OUTBOX_BYTES_PER_ROOM: usize = 1024;
+
 fn one() -> u32 {
     1
 }
@@ -114,6 +135,10 @@ fn lease_ms() -> u64 {
 }
 fn heartbeat_ms() -> u64 {
     1000
+}
+/// Longer than any step of an engine.
+fn stall_ms() -> u64 {
+    30_000
 }
 fn copy_threads() -> usize {
     1
@@ -163,6 +188,7 @@ impl NodeConfig {
         let positive = [
             ("lease_ms", config.lease_ms),
             ("heartbeat_ms", config.heartbeat_ms),
+            ("stall_ms", config.stall_ms),
             ("max_rooms", config.max_rooms as u64),
             ("dp_size", config.dp_size.into()),
             ("slabs", config.slabs as u64),
@@ -207,6 +233,16 @@ impl NodeConfig {
             ));
         }
         Ok(config)
+    }
+
+    pub fn limits(&self) -> NodeLimits {
+        let rooms = self.max_rooms.max(MIN_TABLE);
+        NodeLimits {
+            parked_opens: rooms,
+            ended_rooms: rooms,
+            commands: COMMANDS_PER_ROOM * rooms,
+            outbox_bytes: OUTBOX_BYTES_PER_ROOM * rooms,
+        }
     }
 
     /// The staged transport of this node, if it has one.

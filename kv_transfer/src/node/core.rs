@@ -7,13 +7,14 @@ use std::io;
 use std::net::{SocketAddr, TcpListener};
 use std::os::unix::net::UnixListener;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use tokio::net::TcpStream;
 use tokio::sync::{Semaphore, mpsc};
 
 use super::decode::{DecodeEntry, Link, LinkKey, PullJob};
-use super::link::{self, Established, Heard, Outgoing, Running};
+use super::link::{self, Established, Heard, LinkFailure, Outgoing, Running};
 use super::prefill::PrefillEntry;
 use super::staged::{CommKey, Staged};
 use super::timers::Timers;
@@ -40,9 +41,6 @@ const HEARD: usize = 1024;
 const MAX_CONNS: usize = 4096;
 /// Connections in the middle of HELLO.
 const HANDSHAKES: usize = 64;
-/// OPENs waiting for their request, and ended rooms remembered.
-const PARKED: usize = 4096;
-const TOMBSTONES: usize = 8192;
 const MISSED_HEARTBEATS: u64 = 3;
 /// One attempt to reach the bootstrap server.
 const HTTP_TIMEOUT: Duration = Duration::from_secs(1);
@@ -65,10 +63,12 @@ pub struct Listeners {
 /// What tasks and threads tell the loop. Unbounded, because every sender is: one message per task, or per job of a bounded number.
 pub(super) enum Internal {
     Accepted(TcpStream, Box<Opened>),
-    Linked(LinkKey, Box<Result<Established, LinkError>>),
+    Linked(LinkKey, Box<Result<Established, LinkFailure>>),
+    /// More rooms wait for this link, which is up as this peer.
+    OpenWaiting(LinkKey, Peer),
     Sized {
         room: u64,
-        size: Result<u32, LinkError>,
+        size: Result<u32, LinkFailure>,
     },
     Copied(Done),
     Pulled(PullEnd),
@@ -76,6 +76,7 @@ pub(super) enum Internal {
     Registered(Box<(Client, Registration)>),
     DataThreadDead(String),
     ListenerDead(String),
+    AcceptFailed,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -110,6 +111,9 @@ pub(super) struct Conn {
     last_seen: u64,
     last_beat: u64,
     seq: u64,
+    /// The last sign of life of the peer's engine (`Msg::Heartbeat`), and when it changed or the engine had nothing to do.
+    progress: u64,
+    progressed_at: u64,
 }
 
 pub(super) struct Core {
@@ -150,6 +154,7 @@ impl Core {
         backend: Option<Arc<dyn CommBackend>>,
     ) -> io::Result<Self> {
         let faults = Arc::new(config.fault.take().unwrap_or_default());
+        let limits = config.limits();
         let (internal, internal_inbox) = mpsc::unbounded_channel();
         let (heard, heard_inbox) = mpsc::channel(HEARD);
         // Reports after the loop's end are dropped: nobody is left to tell.
@@ -195,8 +200,8 @@ impl Core {
             conns: HashMap::new(),
             next_conn: 1,
             prefill: HashMap::new(),
-            parked: Parked::new(PARKED),
-            tombstones: Tombstones::new(TOMBSTONES),
+            parked: Parked::new(limits.parked_opens),
+            tombstones: Tombstones::new(limits.ended_rooms),
             decode: HashMap::new(),
             links: HashMap::new(),
             jobs: HashMap::new(),
@@ -246,8 +251,10 @@ impl Core {
         });
         if let Some(local) = listeners.local {
             let (pool, internal) = (self.pool.clone(), self.internal.clone());
+            let failed = internal.clone();
+            let failed = move || drop(failed.send(Internal::AcceptFailed));
             tokio::spawn(async move {
-                let err = shm::serve(local.listener, pool, local.token, local.handle).await;
+                let err = shm::serve(local.listener, pool, local.token, local.handle, failed).await;
                 let _ = internal.send(Internal::ListenerDead(format!("shm: {err}")));
             });
         }
@@ -318,6 +325,7 @@ impl Core {
         match message {
             Internal::Accepted(stream, opened) => self.accepted(stream, *opened),
             Internal::Linked(key, result) => self.linked(key, *result),
+            Internal::OpenWaiting(key, peer) => self.open_waiting(&key, peer),
             Internal::Sized { room, size } => self.sized(room, size),
             Internal::Copied(Done::Hashed { room, sums }) => self.hashed(room, sums),
             Internal::Copied(Done::Pulled(end)) | Internal::Pulled(end) => self.pulled(end),
@@ -334,6 +342,7 @@ impl Core {
                 self.shared.sicken(format!("data thread: {why}"));
                 self.data_thread_died();
             }
+            Internal::AcceptFailed => self.shared.stats.lock().accept_errors += 1,
             Internal::ListenerDead(why) => self.shared.sicken(format!("listener: {why}")),
         }
     }
@@ -403,7 +412,14 @@ impl Core {
         tracing::info!(peer = %view.addr, incarnation = %view.incarnation, transport, inbound = view.inbound, "link up");
         self.shared.gauges.lock().peers.insert(peer, view);
         self.shared.stats.lock().links_up += 1;
-        let running = link::run(peer, stream, sealer, opener, self.heard.clone());
+        let running = link::run(
+            peer,
+            stream,
+            (sealer, opener),
+            self.heard.clone(),
+            self.config.limits().outbox_bytes,
+            key.is_none(), // P: what it sends are answers; a decode node goes on reading
+        );
         let conn = Conn {
             running,
             peer: hello,
@@ -419,6 +435,8 @@ impl Core {
             last_seen: now,
             last_beat: now,
             seq: 0,
+            progress: 0,
+            progressed_at: now,
         };
         self.conns.insert(peer, conn);
         self.timers.set(
@@ -498,7 +516,15 @@ impl Core {
                 self.decode_peer_abort(peer, room, attempt, code);
             }
             Msg::AbortAck { .. } => {} // aborts need no answer: nobody waits for it
-            Msg::Heartbeat { rooms, .. } => self.renew(peer, &rooms),
+            Msg::Heartbeat {
+                rooms,
+                progress,
+                busy,
+                ..
+            } => {
+                self.renew(peer, &rooms);
+                self.watch_progress(peer, progress, busy);
+            }
             Msg::Reject {
                 code,
                 message,
@@ -537,25 +563,23 @@ impl Core {
         let outbox = conn.running.outbox.clone();
         let plain = |msg| Outgoing { msg, flip: false };
         let sent = match self.faults.on_send(msg.name()) {
-            None | Some(Fault::Break) => outbox.try_send(plain(msg)).is_ok(),
+            None | Some(Fault::Break) => outbox.put(plain(msg)),
             Some(Fault::Drop) => true,
-            Some(Fault::Dup) => {
-                outbox.try_send(plain(msg.clone())).is_ok() && outbox.try_send(plain(msg)).is_ok()
-            }
-            Some(Fault::Flip) => outbox.try_send(Outgoing { msg, flip: true }).is_ok(),
+            Some(Fault::Dup) => outbox.put(plain(msg.clone())) && outbox.put(plain(msg)),
+            Some(Fault::Flip) => outbox.put(Outgoing { msg, flip: true }),
             Some(Fault::Kill) => {
                 return self.conn_lost(peer, &LinkError::new(Code::PeerDead, "fault injection"));
             }
             Some(Fault::DelayMs(ms)) => {
                 tokio::spawn(async move {
                     tokio::time::sleep(Duration::from_millis(ms)).await;
-                    let _ = outbox.send(plain(msg)).await; // cut meanwhile
+                    let _ = outbox.put(plain(msg)); // cut meanwhile
                 });
                 true
             }
         };
         if !sent {
-            let why = format!("it is closing, or {} frames wait for it", link::OUTBOX);
+            let why = "it is closing, or reads much less than it asks for";
             self.conn_lost(peer, &LinkError::new(Code::PeerDead, why));
         }
     }
@@ -576,7 +600,7 @@ impl Core {
                 retry_after_ms: 0,
                 connection: true,
             };
-            let _ = conn.running.outbox.try_send(Outgoing {
+            let _ = conn.running.outbox.put(Outgoing {
                 msg: refusal,
                 flip: false,
             });
@@ -617,6 +641,9 @@ impl Core {
             conn.last_seen = now; // we slept (a stopped process, a stalled host): the peer's beats may still be in the socket
         }
         conn.last_beat = now;
+        if conn.key.is_none() && conn.running.outbox.backlog.is_full() {
+            conn.last_seen = now; // its beats are not read now; the writing task cuts a peer that takes no byte
+        }
         if now.saturating_sub(conn.last_seen) >= MISSED_HEARTBEATS * every {
             let why = format!(
                 "no word for {} ms ({MISSED_HEARTBEATS} heartbeats)",
@@ -625,12 +652,7 @@ impl Core {
             return self.conn_lost(peer, &LinkError::new(Code::PeerDead, why));
         }
         conn.seq += 1;
-        let rooms = conn
-            .rooms
-            .iter()
-            .map(|&(_, room)| room)
-            .take(MAX_HEARTBEAT_ROOMS)
-            .collect();
+        let rooms: Vec<u64> = conn.rooms.iter().map(|&(_, room)| room).collect();
         let seq = conn.seq;
         let backlog = self
             .jobs
@@ -639,14 +661,49 @@ impl Core {
             .map(|job| job.pages.len() as u64)
             .sum::<u64>()
             * self.pool.page_bytes() as u64;
-        let beat = Msg::Heartbeat {
-            inc: self.identity.hello.inc.clone(),
-            seq,
-            rooms,
-            pull_backlog_bytes: backlog,
-        };
+        let progress = self.shared.progress.load(Ordering::Relaxed);
+        let busy = self.prefill.values().any(|entry| entry.is_computing());
         self.timers.set(&Timer::Heartbeat(peer), Some(now + every));
-        self.send(peer, beat);
+        let mut lists = rooms.chunks(MAX_HEARTBEAT_ROOMS);
+        let mut rooms = lists.next().unwrap_or_default().to_vec();
+        loop {
+            let beat = Msg::Heartbeat {
+                inc: self.identity.hello.inc.clone(),
+                seq,
+                rooms,
+                pull_backlog_bytes: backlog,
+                progress,
+                busy,
+            };
+            self.send(peer, beat);
+            let Some(more) = lists.next() else { break };
+            rooms = more.to_vec();
+        }
+    }
+
+    /// D: fail the rooms of a prefill rank whose engine claims work and does none, although its transfer runtime lives.
+    fn watch_progress(&mut self, peer: Peer, progress: u64, busy: bool) {
+        let (now, limit) = (self.now(), self.config.stall_ms);
+        let Some(conn) = self.conns.get_mut(&peer) else {
+            return;
+        };
+        if !busy || progress != conn.progress {
+            (conn.progress, conn.progressed_at) = (progress, now);
+        }
+        let still_ms = now.saturating_sub(conn.progressed_at);
+        if still_ms < limit {
+            return;
+        }
+        let rooms: Vec<u64> = conn
+            .rooms
+            .iter()
+            .filter(|(side, _)| *side == Side::Decode)
+            .map(|&(_, room)| room)
+            .collect();
+        tracing::warn!(peer = %conn.peer.addr, still_ms, rooms = rooms.len(), "the peer's engine stands still");
+        for room in rooms {
+            self.decode_peer_stalled(peer, room, still_ms);
+        }
     }
 
     // ---- bootstrap ----

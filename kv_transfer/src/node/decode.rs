@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
 use super::core::{Core, Internal, Timer, mapped_by};
-use super::link::{Established, establish, unreachable};
+use super::link::{Established, LinkFailure, establish, unreachable};
 use super::{NodeEvent, PullStats, Transport};
 use crate::code::Code;
 use crate::ledger::Side;
@@ -21,9 +21,19 @@ use crate::transport::{Pull, PullEnd, PullError};
 /// Bytes of one pull: large enough that its bookkeeping is lost in the copy, small enough that rooms share the copy thread.
 const PULL_BYTES: usize = 16 << 20;
 const PULLS_IN_FLIGHT: usize = 2;
+/// Rooms opened in one turn of the control loop when their link comes up.
+const OPENS_AT_ONCE: usize = 256;
 /// Pause before the next attempt to reach a prefill rank: doubled from the first to the last.
 const FIRST_PAUSE_MS: u64 = 50;
 const LAST_PAUSE_MS: u64 = 1000;
+
+/// Attempts without an answer after which a prefill rank counts as unreachable, and the time after which it does with fewer of
+/// them: a refused connection is tried again at once, one that nothing answers has taken its second.
+const SILENT_ATTEMPTS: u32 = 4;
+const SILENT_MS: u64 = 900;
+/// How long rooms for an unreachable prefill rank fail at once; doubled while a probe by the next room fails, too.
+const FIRST_BREAK_MS: u64 = 250;
+const LAST_BREAK_MS: u64 = 4000;
 
 /// A prefill rank as requests name it.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -37,14 +47,59 @@ pub(super) enum LinkState {
     Connecting,
     Pausing,
     Up(Peer),
+    /// Unreachable: rooms fail at once until then; the next one after it probes the rank.
+    Broken {
+        until: u64,
+    },
 }
 
-/// The way to a prefill rank, and the rooms that wait for it. Exists as long as it is up or somebody waits.
+/// Attempts in a row that nothing answered.
+#[derive(Default)]
+struct Outage {
+    attempts: u32,
+    since: u64,
+}
+
+impl Outage {
+    /// An attempt begun at `started` has failed. True: give up.
+    fn is_over_with(&mut self, is_silent: bool, started: u64, now: u64) -> bool {
+        if !is_silent {
+            *self = Self::default();
+            return false;
+        }
+        if self.attempts == 0 {
+            self.since = started;
+        }
+        self.attempts += 1;
+        self.attempts >= SILENT_ATTEMPTS || now.saturating_sub(self.since) >= SILENT_MS
+    }
+}
+
+/// The way to a prefill rank, and the rooms that wait for it. Exists as long as it is up or broken, or rooms wait.
 pub(super) struct Link {
     state: LinkState,
     waiting: BTreeSet<u64>,
     failures: u32,
+    outage: Outage,
+    /// Start of the last attempt.
+    tried_at: u64,
+    /// Times in a row that this link broke; from the second on, one attempt decides.
+    breaks: u32,
     last_error: String,
+}
+
+impl Link {
+    fn new(room: u64) -> Self {
+        Self {
+            state: LinkState::Connecting,
+            waiting: BTreeSet::from([room]),
+            failures: 0,
+            outage: Outage::default(),
+            tried_at: 0,
+            breaks: 0,
+            last_error: "no answer yet".into(),
+        }
+    }
 }
 
 /// Where an unranked room asks for the dp size.
@@ -52,6 +107,8 @@ struct Unranked {
     host: String,
     port: u16,
     pause_ms: u64,
+    outage: Outage,
+    tried_at: u64,
 }
 
 pub(super) struct DecodeEntry {
@@ -130,6 +187,8 @@ impl Core {
                 host: host.clone(),
                 port,
                 pause_ms: FIRST_PAUSE_MS,
+                outage: Outage::default(),
+                tried_at: 0,
             });
         }
         self.decode.insert(room, entry);
@@ -180,14 +239,16 @@ impl Core {
 
     /// A room without a rank: the prefill node's dp size decides it.
     pub fn ask_size(&mut self, room: u64) {
-        let Some(unranked) = self
-            .decode
-            .get(&room)
-            .and_then(|entry| entry.unranked.as_ref())
-        else {
+        let now = self.now();
+        let Some(entry) = self.decode.get_mut(&room) else {
             return;
         };
-        let client = self.bootstrap_client(unranked.host.clone(), unranked.port);
+        let Some(unranked) = &mut entry.unranked else {
+            return;
+        };
+        unranked.tried_at = now;
+        let (host, port) = (unranked.host.clone(), unranked.port);
+        let client = self.bootstrap_client(host, port);
         let internal = self.internal.clone();
         tokio::spawn(async move {
             let size = client
@@ -199,7 +260,7 @@ impl Core {
         });
     }
 
-    pub fn sized(&mut self, room: u64, size: Result<u32, LinkError>) {
+    pub fn sized(&mut self, room: u64, size: Result<u32, LinkFailure>) {
         let now = self.now();
         let Some(entry) = self.decode.get_mut(&room) else {
             return;
@@ -215,14 +276,14 @@ impl Core {
                 entry.unranked = None;
                 self.request_link(room, key);
             }
-            (Err(err), _) if is_final(err.code) => self.step_decode(
-                room,
-                Event::Unreachable {
-                    code: err.code,
-                    why: err.why,
-                },
-            ),
-            (Err(err), Some(unranked)) => {
+            (Err(failure), Some(unranked)) => {
+                let LinkFailure { err, is_silent } = failure;
+                let started = unranked.tried_at;
+                let give_up = unranked.outage.is_over_with(is_silent, started, now);
+                if give_up || is_final(err.code) {
+                    let (code, why) = (err.code, err.why);
+                    return self.step_decode(room, Event::Unreachable { code, why });
+                }
                 entry.last_error = err.why;
                 self.timers
                     .set(&Timer::Size(room), Some(now + unranked.pause_ms));
@@ -236,31 +297,30 @@ impl Core {
         if let Some(entry) = self.decode.get_mut(&room) {
             entry.key = Some(key.clone());
         }
-        match self.links.get_mut(&key) {
-            Some(Link {
-                state: LinkState::Up(peer),
-                ..
-            }) => {
-                let peer = *peer;
-                self.connected(room, peer);
+        let now = self.now();
+        let Some(link) = self.links.get_mut(&key) else {
+            self.links.insert(key.clone(), Link::new(room));
+            return self.connect(key);
+        };
+        match link.state {
+            LinkState::Up(peer) => self.connected(room, peer),
+            LinkState::Connecting | LinkState::Pausing => drop(link.waiting.insert(room)),
+            LinkState::Broken { until } if now < until => {
+                let (code, why) = (Code::Unreachable, link.last_error.clone());
+                self.step_decode(room, Event::Unreachable { code, why });
             }
-            Some(link) => {
+            LinkState::Broken { .. } => {
                 link.waiting.insert(room);
-            }
-            None => {
-                let link = Link {
-                    state: LinkState::Connecting,
-                    waiting: BTreeSet::from([room]),
-                    failures: 0,
-                    last_error: "no answer yet".into(),
-                };
-                self.links.insert(key.clone(), link);
                 self.connect(key);
             }
         }
     }
 
     fn connect(&mut self, key: LinkKey) {
+        let now = self.now();
+        if let Some(link) = self.links.get_mut(&key) {
+            (link.state, link.tried_at) = (LinkState::Connecting, now);
+        }
         let client = self.bootstrap_client(key.host.clone(), key.port);
         let (identity, internal) = (self.identity.clone(), self.internal.clone());
         let (mapped, device) = (self.config.mapped(), self.pool.device().cloned());
@@ -271,19 +331,17 @@ impl Core {
                 async move { establish(&client, key.dp_rank, &identity, mapped, device).await }
             });
             let result = task.await.unwrap_or_else(|err| {
-                Err(LinkError::new(
-                    Code::TransportBroken,
-                    format!("internal: {err}"),
-                ))
+                let why = format!("internal: {err}");
+                Err(LinkError::new(Code::TransportBroken, why).into())
             });
             let _ = internal.send(Internal::Linked(key, Box::new(result))); // the node is closing
         });
     }
 
-    pub fn linked(&mut self, key: LinkKey, result: Result<Established, LinkError>) {
+    pub fn linked(&mut self, key: LinkKey, result: Result<Established, LinkFailure>) {
         match result {
             Ok(established) => self.link_up(key, established),
-            Err(err) => self.link_failed(key, err),
+            Err(failure) => self.link_failed(key, failure),
         }
     }
 
@@ -304,54 +362,88 @@ impl Core {
             return;
         };
         link.state = LinkState::Up(peer);
-        link.failures = 0;
-        for room in std::mem::take(&mut link.waiting) {
+        (link.failures, link.breaks, link.outage) = (0, 0, Outage::default());
+        self.open_waiting(&key, peer);
+    }
+
+    /// Open the rooms that waited for this link, some at a time: heartbeats and other peers get their turn between.
+    pub fn open_waiting(&mut self, key: &LinkKey, peer: Peer) {
+        let Some(link) = self.links.get_mut(key) else {
+            return;
+        };
+        if !matches!(link.state, LinkState::Up(up) if up == peer) {
+            return; // lost meanwhile: the rooms wait for the next one
+        }
+        let rest = link.waiting.iter().nth(OPENS_AT_ONCE).copied();
+        let rest = rest.map(|first| link.waiting.split_off(&first));
+        let rooms = std::mem::replace(&mut link.waiting, rest.unwrap_or_default());
+        if !link.waiting.is_empty() {
+            let _ = self.internal.send(Internal::OpenWaiting(key.clone(), peer)); // the node is closing
+        }
+        for room in rooms {
             self.connected(room, peer);
         }
     }
 
-    fn link_failed(&mut self, key: LinkKey, err: LinkError) {
+    fn link_failed(&mut self, key: LinkKey, failure: LinkFailure) {
         let now = self.now();
+        let LinkFailure { err, is_silent } = failure;
         let Some(link) = self.links.get_mut(&key) else {
             return;
         };
         tracing::debug!(host = %key.host, port = key.port, rank = key.dp_rank, code = %err.code, why = %err.why, "no link to the prefill rank");
+        let give_up = link.outage.is_over_with(is_silent, link.tried_at, now);
         if is_final(err.code) {
             let waiting = std::mem::take(&mut link.waiting);
             self.links.remove(&key);
-            for room in waiting {
-                self.step_decode(
-                    room,
-                    Event::Unreachable {
-                        code: err.code,
-                        why: err.why.clone(),
-                    },
-                );
-            }
-            return;
+            return self.fail_waiting(waiting, err.code, &err.why);
         }
         link.last_error = err.why;
+        if give_up || (is_silent && link.breaks > 0) {
+            let pause = (FIRST_BREAK_MS << link.breaks.min(10)).min(LAST_BREAK_MS);
+            link.state = LinkState::Broken { until: now + pause };
+            link.breaks += 1;
+            link.outage = Outage::default();
+            let (waiting, why) = (std::mem::take(&mut link.waiting), link.last_error.clone());
+            // Forgotten when no room has probed it for some time.
+            self.timers
+                .set(&Timer::Link(key), Some(now + pause + LAST_BREAK_MS));
+            return self.fail_waiting(waiting, Code::Unreachable, &why);
+        }
         link.state = LinkState::Pausing;
         let pause = (FIRST_PAUSE_MS << link.failures.min(10)).min(LAST_PAUSE_MS);
         link.failures += 1;
         self.timers.set(&Timer::Link(key), Some(now + pause));
     }
 
+    fn fail_waiting(&mut self, rooms: BTreeSet<u64>, code: Code, why: &str) {
+        for room in rooms {
+            let why = why.to_owned();
+            self.step_decode(room, Event::Unreachable { code, why });
+        }
+    }
+
     pub fn retry_link(&mut self, key: &LinkKey) {
+        let Some(link) = self.links.get_mut(key) else {
+            return;
+        };
+        match link.state {
+            LinkState::Connecting | LinkState::Up(_) => {} // a probe came before
+            LinkState::Pausing if !link.waiting.is_empty() => self.connect(key.clone()),
+            LinkState::Pausing | LinkState::Broken { .. } => drop(self.links.remove(key)),
+        }
+    }
+
+    /// The connection is gone: the next room, or those that wait still, ask the bootstrap server again.
+    pub fn link_down(&mut self, key: &LinkKey) {
         let Some(link) = self.links.get_mut(key) else {
             return;
         };
         if link.waiting.is_empty() {
             self.links.remove(key);
         } else {
-            link.state = LinkState::Connecting;
             self.connect(key.clone());
         }
-    }
-
-    /// The connection is gone: the next room asks the bootstrap server again.
-    pub fn link_down(&mut self, key: &LinkKey) {
-        self.links.remove(key);
     }
 
     fn connected(&mut self, room: u64, peer: Peer) {
@@ -493,6 +585,11 @@ impl Core {
                 readable,
             },
         );
+    }
+
+    pub fn decode_peer_stalled(&mut self, peer: Peer, room: u64, still_ms: u64) {
+        let why = format!("the prefill rank's engine has made no progress for {still_ms} ms");
+        self.step_decode(room, Event::PeerStalled { peer, why });
     }
 
     // ---- pulls ----

@@ -152,9 +152,14 @@ impl EventQueue {
             return false;
         }
         inner.queue.push_back(event);
-        // The counter cannot overflow: it is at most the queue's length.
-        let _ = rustix::io::write(&self.fd, &1u64.to_ne_bytes());
+        self.wake();
         true
+    }
+
+    /// Make the descriptor readable until the next `poll`.
+    pub fn wake(&self) {
+        // The counter cannot overflow: it is about the queue's length.
+        let _ = rustix::io::write(&self.fd, &1u64.to_ne_bytes());
     }
 
     /// Up to `max` events; the eventfd stays readable as long as any are left.

@@ -10,6 +10,7 @@ use tokio::sync::mpsc;
 use tokio::task::AbortHandle;
 
 use super::Transport;
+use super::outbox::{Backlog, Outbox};
 use crate::bootstrap::{Client, HttpError};
 use crate::code::Code;
 use crate::machine::Peer;
@@ -23,8 +24,6 @@ use crate::transport::tcp::tune;
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(1);
 /// A peer that takes no byte for this long is as good as dead (its heartbeats will be missing too).
 const WRITE_TIMEOUT: Duration = Duration::from_secs(5);
-/// Frames waiting for a slow peer; more than that and the connection is cut.
-pub const OUTBOX: usize = 4096;
 
 /// A control connection to a prefill rank, ready for OPENs.
 pub struct Established {
@@ -37,6 +36,27 @@ pub struct Established {
     pub map_problem: Option<String>,
 }
 
+/// Why there is no connection to a prefill rank.
+pub struct LinkFailure {
+    pub err: LinkError,
+    /// The address refuses connections or does not answer. Otherwise something is there that may know the rank soon.
+    pub is_silent: bool,
+}
+
+impl From<LinkError> for LinkFailure {
+    fn from(err: LinkError) -> Self {
+        let is_silent = matches!(err.code, Code::PeerDead);
+        Self { err, is_silent }
+    }
+}
+
+fn silent(why: String) -> LinkFailure {
+    LinkFailure {
+        err: LinkError::new(Code::Unreachable, why),
+        is_silent: true,
+    }
+}
+
 /// Resolve, connect, say HELLO, and map the peer's pool if it is on this host. Every step is bounded to about a second.
 pub async fn establish(
     bootstrap: &Client,
@@ -44,7 +64,7 @@ pub async fn establish(
     identity: &Identity,
     mapped: Option<Transport>,
     device: Option<Arc<dyn DevicePages>>,
-) -> Result<Established, LinkError> {
+) -> Result<Established, LinkFailure> {
     let route = bootstrap
         .route(dp_rank)
         .await
@@ -53,25 +73,18 @@ pub async fn establish(
         return Err(LinkError::new(
             Code::LayoutMismatch,
             "the prefill rank is registered without instance_id: it does not speak this protocol",
-        ));
+        )
+        .into());
     }
     let target = (route.rank_ip.as_str(), route.rank_port);
     let mut stream = match tokio::time::timeout(CONNECT_TIMEOUT, TcpStream::connect(target)).await {
         Ok(Ok(stream)) => stream,
-        Ok(Err(err)) => {
-            return Err(LinkError::new(
-                Code::Unreachable,
-                format!("{}:{}: {err}", target.0, target.1),
-            ));
-        }
+        Ok(Err(err)) => return Err(silent(format!("{}:{}: {err}", target.0, target.1))),
         Err(_) => {
-            return Err(LinkError::new(
-                Code::Unreachable,
-                format!(
-                    "{}:{} did not accept within {CONNECT_TIMEOUT:?}",
-                    target.0, target.1
-                ),
-            ));
+            return Err(silent(format!(
+                "{}:{} did not accept within {CONNECT_TIMEOUT:?}",
+                target.0, target.1
+            )));
         }
     };
     tune(&stream);
@@ -87,7 +100,7 @@ pub async fn establish(
             "the prefill rank takes {:?} checksums, which this node does not know: update it",
             peer.sums
         );
-        return Err(LinkError::new(Code::LayoutMismatch, why));
+        return Err(LinkError::new(Code::LayoutMismatch, why).into());
     }
     let same_host = !peer.boot_id.is_empty() && peer.boot_id == identity.hello.boot_id;
     let (remote, map_problem) = if let Some(via) = mapped
@@ -111,13 +124,16 @@ pub async fn establish(
     })
 }
 
-pub fn unreachable(err: &HttpError) -> LinkError {
+pub fn unreachable(err: &HttpError) -> LinkFailure {
     let code = if err.status() == Some(http::StatusCode::UNAUTHORIZED) {
         Code::Auth
     } else {
         Code::Unreachable
     };
-    LinkError::new(code, err.to_string())
+    LinkFailure {
+        err: LinkError::new(code, err.to_string()),
+        is_silent: err.status().is_none(),
+    }
 }
 
 async fn map_peer(
@@ -149,7 +165,7 @@ pub enum Heard {
 
 /// The two tasks of one connection. Dropping the outbox lets what is queued go out, then closes the sending half.
 pub struct Running {
-    pub outbox: mpsc::Sender<Outgoing>,
+    pub outbox: Outbox,
     reader: AbortHandle,
     writer: AbortHandle,
 }
@@ -168,21 +184,27 @@ impl Running {
 }
 
 /// Start serving an open connection; both tasks report to `heard`, at most one `Down` counts.
+///
+/// `holds_back`: read nothing while more than `outbox_bytes` wait for the peer. Only one side of a connection may, or both could wait
+/// for each other.
 pub fn run(
     peer: Peer,
     stream: TcpStream,
-    sealer: Sealer,
-    opener: Opener,
+    (sealer, opener): (Sealer, Opener),
     heard: mpsc::Sender<(Peer, Heard)>,
+    outbox_bytes: usize,
+    holds_back: bool,
 ) -> Running {
-    let (outbox, inbox) = mpsc::channel(OUTBOX);
+    let (outbox, inbox) = Outbox::new(outbox_bytes);
     let (read_half, write_half) = stream.into_split();
+    let held_back_by = holds_back.then(|| outbox.backlog.clone());
     let reader = supervised(
         peer,
         heard.clone(),
-        read_loop(peer, read_half, opener, heard.clone()),
+        read_loop(peer, read_half, opener, heard.clone(), held_back_by),
     );
-    let writer = supervised(peer, heard, write_loop(write_half, sealer, inbox));
+    let written = outbox.backlog.clone();
+    let writer = supervised(peer, heard, write_loop(write_half, sealer, inbox, written));
     Running {
         outbox,
         reader,
@@ -217,8 +239,12 @@ async fn read_loop(
     mut stream: impl tokio::io::AsyncRead + Unpin,
     mut opener: Opener,
     heard: mpsc::Sender<(Peer, Heard)>,
+    held_back_by: Option<Arc<Backlog>>,
 ) -> LinkError {
     loop {
+        if let Some(backlog) = &held_back_by {
+            backlog.below_limit().await;
+        }
         let msg = match read_frame(&mut stream).await {
             Ok(frame) => opener.open(&frame),
             Err(err) => return err,
@@ -237,15 +263,18 @@ async fn read_loop(
 async fn write_loop(
     mut stream: tokio::net::tcp::OwnedWriteHalf,
     mut sealer: Sealer,
-    mut inbox: mpsc::Receiver<Outgoing>,
+    mut inbox: mpsc::UnboundedReceiver<Outgoing>,
+    backlog: Arc<Backlog>,
 ) -> LinkError {
-    while let Some(Outgoing { msg, flip }) = inbox.recv().await {
+    while let Some(out) = inbox.recv().await {
+        let bytes = out.bytes();
+        let Outgoing { msg, flip } = out;
         let mut frame = sealer.seal(&msg);
         if flip && let Some(last) = frame.last_mut() {
             *last ^= 1;
         }
         match tokio::time::timeout(WRITE_TIMEOUT, stream.write_all(&frame)).await {
-            Ok(Ok(())) => {}
+            Ok(Ok(())) => backlog.written(bytes),
             Ok(Err(err)) => return LinkError::new(Code::PeerDead, err.to_string()),
             Err(_) => {
                 return LinkError::new(

@@ -13,6 +13,7 @@ mod core;
 mod decode;
 mod events;
 mod link;
+mod outbox;
 mod prefill;
 mod staged;
 mod stats;
@@ -22,6 +23,7 @@ use std::net::TcpListener;
 use std::os::fd::RawFd;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -44,9 +46,6 @@ use crate::transport::copier::panic_text;
 use crate::transport::shm;
 use events::{ClaimError, EventQueue};
 
-/// Calls not yet seen by the control thread. A scheduler makes a few per step, so a full channel means a dead thread.
-const COMMANDS: usize = 65_536;
-
 #[derive(Debug, thiserror::Error)]
 pub enum NodeError {
     #[error("{0}")]
@@ -65,7 +64,7 @@ pub enum NodeError {
     },
     #[error("{0:?} is no reason code; there are {all:?}", all = Code::ALL)]
     UnknownCode(String),
-    #[error("the transfer runtime is closed or {COMMANDS} commands behind: {0}")]
+    #[error("the transfer runtime is closed or too many calls behind: {0}")]
     Unhealthy(String),
     #[error("registering with the bootstrap server failed: {0}")]
     Register(String),
@@ -132,6 +131,8 @@ struct Shared {
     ledger: Mutex<Ledger>,
     gauges: Mutex<Gauges>,
     unhealthy: Mutex<Option<String>>,
+    /// Calls of `poll`: an engine that works makes one per turn, an idle one with live rooms at least one per second.
+    progress: AtomicU64,
     started: Instant,
 }
 
@@ -161,6 +162,7 @@ impl Shared {
     fn sicken(&self, why: String) {
         tracing::error!(%why, "the transfer node is unhealthy");
         self.unhealthy.lock().get_or_insert(why);
+        self.events.wake(); // an idle engine reports its health, too
     }
 }
 
@@ -251,13 +253,14 @@ impl TransferNode {
             ledger: Mutex::default(),
             gauges: Mutex::default(),
             unhealthy: Mutex::default(),
+            progress: AtomicU64::new(0),
             started: Instant::now(),
         });
         let runtime = tokio::runtime::Builder::new_current_thread()
             .enable_all()
             .build()
             .map_err(|err| start("runtime", err))?;
-        let (commands, inbox) = mpsc::channel(COMMANDS);
+        let (commands, inbox) = mpsc::channel(config.limits().commands);
         let core = core::Core::new(
             config,
             shared.clone(),
@@ -434,7 +437,9 @@ impl TransferNode {
         self.command(Command::Abort { room, code })
     }
 
+    /// Up to `max` events. Each call is a sign of life of the engine, which peers are told in HEARTBEAT.
     pub fn poll(&self, max: usize) -> Vec<NodeEvent> {
+        self.shared.progress.fetch_add(1, Ordering::Relaxed);
         self.shared.events.poll(max)
     }
 
@@ -463,7 +468,7 @@ impl TransferNode {
         detail["incarnation"] = json!(self.incarnation);
         detail["uptime_ms"] = json!(shared.now_ms());
         json!({
-            "gauges": stats::gauges(&states, more.peers.len(), &more.comms),
+            "gauges": stats::gauges(&states, more.peers.len(), &more.comms, why.is_none()),
             "counters": stats.counters(),
             "detail": detail,
             "healthy": why.is_none(),

@@ -23,6 +23,13 @@ pub(super) struct PrefillEntry {
     to_hash: VecDeque<(u32, u32, u64)>,
 }
 
+impl PrefillEntry {
+    /// The engine has not finished the prompt.
+    pub fn is_computing(&self) -> bool {
+        matches!(self.room.phase, Phase::Waiting | Phase::Prefilling)
+    }
+}
+
 /// What an OPEN asks.
 pub(super) struct Question {
     pub room: u64,

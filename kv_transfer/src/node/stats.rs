@@ -75,6 +75,8 @@ pub struct Stats {
     pub fallbacks: u64,
     /// Communicators that ended: closed to make place, failed, or given up because their abort hung.
     pub comms_ended: BTreeMap<&'static str, u64>,
+    /// Connections on this host that could not be accepted, for lack of descriptors or memory.
+    pub accept_errors: u64,
     pub links_up: u64,
     pub links_lost: u64,
     pub bad_frames: u64,
@@ -105,6 +107,7 @@ impl Default for Stats {
             pages_hashed: 0,
             fallbacks: 0,
             comms_ended: COMM_ENDS.iter().map(|&end| (end, 0)).collect(),
+            accept_errors: 0,
             links_up: 0,
             links_lost: 0,
             bad_frames: 0,
@@ -139,6 +142,7 @@ impl Stats {
             );
         }
         counters.insert("kv_transport_fallbacks_total".into(), self.fallbacks as f64);
+        counters.insert("kv_accept_errors_total".into(), self.accept_errors as f64);
         counters
     }
 }
@@ -148,6 +152,7 @@ pub fn gauges(
     states: &BTreeMap<&'static str, usize>,
     peers: usize,
     comms: &BTreeMap<&'static str, usize>,
+    is_healthy: bool,
 ) -> BTreeMap<String, f64> {
     let count = |state: &str| states.get(state).copied().unwrap_or(0) as f64;
     let mut gauges: BTreeMap<String, f64> = prefill::Phase::LIVE_NAMES
@@ -162,6 +167,10 @@ pub fn gauges(
         .collect();
     gauges.insert("kv_leases".into(), count("LEASED"));
     gauges.insert("kv_peers".into(), peers as f64);
+    gauges.insert(
+        "kv_transfer_healthy".into(),
+        f64::from(u8::from(is_healthy)),
+    );
     for state in slab::Phase::NAMES {
         let count = comms.get(state).copied().unwrap_or(0);
         gauges.insert(

@@ -163,6 +163,12 @@ pub enum Msg {
         seq: u64,
         rooms: Vec<u64>,
         pull_backlog_bytes: u64,
+        /// Changes while the sender's engine works; a transfer runtime beats on when its engine hangs.
+        #[serde(default)]
+        progress: u64,
+        /// The sender's engine has prompts to compute. Idle counts as progress.
+        #[serde(default)]
+        busy: bool,
     },
     #[serde(rename = "READ")]
     Read {

@@ -20,6 +20,7 @@ use rustix::net::{
 };
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{UnixListener, UnixStream};
+use tokio::sync::Semaphore;
 
 use crate::pool::device::DevicePages;
 use crate::pool::{KvPool, RemoteData, RemotePool};
@@ -27,6 +28,10 @@ use crate::pool::{KvPool, RemoteData, RemotePool};
 pub const TOKEN_BYTES: usize = 16;
 /// Longest wait for a peer on the same host, in each step.
 const STEP: Duration = Duration::from_secs(1);
+/// Hand-overs at once; each takes one descriptor for at most `STEP`. Further peers wait in the socket's backlog.
+const HAND_OVERS: usize = 64;
+/// Pause after a failed accept, which is out of descriptors or memory for now.
+const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
 /// Longest handle of pages on a device.
 const MAX_HANDLE_BYTES: usize = 4096;
 
@@ -44,12 +49,15 @@ pub fn listen(name: &str) -> io::Result<StdUnixListener> {
     Ok(listener)
 }
 
-/// Serve fds until the listener fails. Every exchange is bounded in time; a stranger gets nothing. `handle`: of the pages on a device.
+/// Serve fds as long as the node lives; returns only why it cannot begin. Every exchange is bounded in time; a stranger gets nothing.
+///
+/// `handle`: of the pages on a device. `accept_failed` is called for each failed accept.
 pub async fn serve(
     listener: StdUnixListener,
     pool: Arc<KvPool>,
     token: [u8; TOKEN_BYTES],
     handle: Vec<u8>,
+    accept_failed: impl Fn() + Send,
 ) -> io::Error {
     let listener = match UnixListener::from_std(listener) {
         Ok(listener) => listener,
@@ -60,10 +68,19 @@ pub async fn serve(
         Err(err) => return err,
     });
     let handle: Arc<[u8]> = handle.into();
+    let slots = Arc::new(Semaphore::new(HAND_OVERS));
     loop {
+        let Ok(slot) = slots.clone().acquire_owned().await else {
+            return io::Error::other("closed");
+        };
         let stream = match listener.accept().await {
             Ok((stream, _)) => stream,
-            Err(err) => return err,
+            Err(err) => {
+                tracing::warn!(%err, "a peer on this host was not accepted");
+                accept_failed();
+                tokio::time::sleep(ACCEPT_PAUSE).await;
+                continue;
+            }
         };
         let (fd, handle) = (fd.clone(), handle.clone());
         tokio::spawn(async move {
@@ -74,6 +91,7 @@ pub async fn serve(
                 }
                 Err(_) => tracing::warn!("a peer asked for the KV pool and then said nothing"),
             }
+            drop(slot);
         });
     }
 }
@@ -197,4 +215,65 @@ fn receive_fd(socket: BorrowedFd<'_>) -> io::Result<OwnedFd> {
                 "the peer's answer carries no fd",
             )
         })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+
+    #[test]
+    fn the_listener_survives_a_lack_of_descriptors() {
+        // In a process of its own: the limit is one of the process.
+        let child = std::process::Command::new(std::env::current_exe().expect("a test binary"))
+            .args([
+                "--exact",
+                "--ignored",
+                "transport::shm::tests::child_without_descriptors",
+            ])
+            .output()
+            .expect("started");
+        let said = String::from_utf8_lossy(&child.stdout);
+        assert!(
+            child.status.success() && said.contains("1 passed"),
+            "{said}"
+        );
+    }
+
+    #[test]
+    #[ignore = "not a test: the process that the test above starts"]
+    fn child_without_descriptors() {
+        let name = format!("baton-kv-test-{}", std::process::id());
+        let token = [7; TOKEN_BYTES];
+        let pool = Arc::new(KvPool::create(2, 4096).expect("memfd"));
+        let listener = listen(&name).expect("abstract socket");
+        let (failed, failures) = std::sync::mpsc::channel();
+        std::thread::spawn(move || {
+            let runtime = tokio::runtime::Builder::new_current_thread()
+                .enable_all()
+                .build()
+                .expect("runtime");
+            runtime.block_on(serve(listener, pool, token, vec![], move || {
+                let _ = failed.send(());
+            }))
+        });
+        fetch(&name, &token, 2, 4096, None).expect("the listener works");
+        let waiting = socket(AddressFamily::UNIX, SocketType::STREAM, None).expect("socket");
+        let before = getrlimit(Resource::Nofile);
+        let none = Rlimit {
+            current: Some(0),
+            ..before
+        };
+        setrlimit(Resource::Nofile, none).expect("lowered");
+        let address = SocketAddrUnix::new_abstract_name(name.as_bytes()).expect("short");
+        connect(&waiting, &address).expect("in the backlog");
+        failures
+            .recv_timeout(Duration::from_secs(30))
+            .expect("accept fails");
+        setrlimit(Resource::Nofile, before).expect("raised");
+        let mut waiting = StdUnixStream::from(waiting);
+        io::Write::write_all(&mut waiting, &token).expect("sent");
+        receive_fd(waiting.as_fd()).expect("the peer that waited is served");
+        fetch(&name, &token, 2, 4096, None).expect("the listener works again");
+    }
 }
