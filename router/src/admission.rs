@@ -65,6 +65,15 @@ impl Admission {
         }
     }
 
+    /// A place in the queue for a request that waits for a worker. `None`: --queue-size places are taken.
+    pub fn queue_place(&self, metrics: &Metrics) -> Option<QueuePlace> {
+        let place = self.queue.clone().try_acquire_owned().ok()?;
+        Some(QueuePlace {
+            _place: place,
+            _shown: Shown::new(&metrics.queued),
+        })
+    }
+
     /// Wait for a place. Dropping the future leaves the queue.
     pub async fn enter(
         &self,
@@ -107,17 +116,23 @@ fn fill(owed: &mut f64, there: usize, size: usize) -> (usize, usize) {
     (add, there.saturating_sub(size))
 }
 
-/// Counts a waiting request in the gauge while it waits.
-struct Shown<'a>(&'a prometheus::Gauge);
+/// One of --queue-size places; free when dropped.
+pub struct QueuePlace {
+    _place: OwnedSemaphorePermit,
+    _shown: Shown,
+}
 
-impl<'a> Shown<'a> {
-    fn new(gauge: &'a prometheus::Gauge) -> Self {
+/// Counts a waiting request in the gauge while it waits.
+struct Shown(prometheus::Gauge);
+
+impl Shown {
+    fn new(gauge: &prometheus::Gauge) -> Self {
         gauge.inc();
-        Self(gauge)
+        Self(gauge.clone())
     }
 }
 
-impl Drop for Shown<'_> {
+impl Drop for Shown {
     fn drop(&mut self) {
         self.0.dec();
     }

@@ -25,6 +25,7 @@ use crate::error::RouteError;
 use crate::inbound::Inbound;
 use crate::late::{sse_headers, with_keepalive};
 use crate::leg::{Failure, Leg, Opened, Told};
+use crate::pacing::{ResumeTurn, WorkerWait, may_come};
 use crate::pair::{self, PrefillLeg};
 use crate::registry::{Candidate, Chosen};
 use crate::relay::Relay;
@@ -63,6 +64,9 @@ pub async fn generate(app: Arc<App>, request: Inbound) -> Response {
 }
 
 async fn attempts(app: Arc<App>, mut request: Inbound) -> Response {
+    if request.is_poison(&app) {
+        return refuse(request, RouteError::PoisonRequest);
+    }
     app.retry_budget.lock().on_request(now_ms());
     app.registry.introductions(app.serving_roles()).await;
     match commit(&app, &mut request).await {
@@ -84,9 +88,22 @@ pub enum Unanswered {
 
 /// Attempts until an answer opens.
 pub async fn commit(app: &Arc<App>, request: &mut Inbound) -> Result<Committed, Unanswered> {
+    let committed = try_until_committed(app, request).await;
+    request.place = None;
+    committed
+}
+
+async fn try_until_committed(
+    app: &Arc<App>,
+    request: &mut Inbound,
+) -> Result<Committed, Unanswered> {
     let mut had_second_opinion = false;
-    let mut kept = None;
+    let (mut kept, mut wait) = (None, None);
     loop {
+        let turn = match request.is_paced {
+            true => Some(ResumeTurn::wait(app).await),
+            false => None,
+        };
         if request.record.attempts > 0 || request.has_lost_time() {
             request.prepare_again().map_err(Unanswered::Refused)?;
         }
@@ -96,9 +113,18 @@ pub async fn commit(app: &Arc<App>, request: &mut Inbound) -> Result<Committed, 
         } else {
             single(app, request).await
         };
+        drop(turn);
         let (failure, is_stale) = match attempt {
             Ok(committed) => return Ok(committed),
-            Err(Stop::Error(err)) => return Err(Unanswered::Refused(err)),
+            Err(Stop::Error(err)) => {
+                if may_come(app, request, &err)
+                    && WorkerWait::for_change(&mut wait, app, request).await
+                {
+                    request.record.attempts -= 1; // nothing was sent
+                    continue;
+                }
+                return Err(Unanswered::Refused(err));
+            }
             Err(Stop::Failed(failure)) => (failure, false),
             Err(Stop::Stale(failure)) => (failure, true),
         };
@@ -110,7 +136,20 @@ pub async fn commit(app: &Arc<App>, request: &mut Inbound) -> Result<Committed, 
             RetryClass::Unexplained => !std::mem::replace(&mut had_second_opinion, true),
             RetryClass::Broken | RetryClass::Leaving | RetryClass::Overloaded => true,
         };
-        if !may_retry || !may_try_again(app, request) {
+        request.tries += 1;
+        let is_poison = failure
+            .broke_alone
+            .is_some_and(|alone| request.add_break(app, failure.worker, alone));
+        if !may_retry || is_poison {
+            return Err(Unanswered::Failed(failure));
+        }
+        let has_budget = |request: &mut Inbound| is_stale || has_budget(app, request, &failure);
+        if !has_tries(app, request) || !has_budget(request) {
+            // Nothing reached the worker: trying it, or its successor, once more does no harm.
+            let may_wait = failure.reason == "connect";
+            if may_wait && WorkerWait::for_change(&mut wait, app, request).await {
+                continue;
+            }
             return Err(Unanswered::Failed(failure));
         }
         tracing::debug!(rid = %request.record.rid, attempt = request.record.attempts, reason = failure.reason, "trying again");
@@ -126,29 +165,38 @@ pub async fn commit(app: &Arc<App>, request: &mut Inbound) -> Result<Committed, 
             .registry
             .has_other(failure.role, &request.wanted(), &request.avoid);
         if failure.class == RetryClass::Overloaded || !has_other {
-            let pause_ms = app
-                .retry
-                .backoff_ms(request.record.attempts, &mut rand::rng());
+            let pause_ms = app.retry.backoff_ms(request.tries, &mut rand::rng());
             tokio::time::sleep(Duration::from_millis(pause_ms)).await;
         }
     }
 }
 
-/// Whether the request's attempts and the fleet's budget have another retry; takes it.
-pub fn may_try_again(app: &App, request: &Inbound) -> bool {
+/// Whether the request has another attempt.
+pub fn has_tries(app: &App, request: &Inbound) -> bool {
     if app.is_cut() {
         return false;
     }
-    let refused_by = if !app.retry.allows_another(request.record.attempts) {
-        "attempts"
-    } else if !app.retry_budget.lock().try_retry(now_ms()) {
-        "budget"
-    } else {
+    let has_tries = app.retry.allows_another(request.tries);
+    if !has_tries {
+        let refused = &app.metrics.retries_refused;
+        refused.with_label_values(&["attempts"]).inc();
+    }
+    has_tries
+}
+
+/// Whether the fleet's budget has another retry; takes it. When it is used up, a request that lost its worker is paced, if
+/// there is a place in the queue: the budget cannot tell the end of a busy worker from a storm of retries.
+fn has_budget(app: &App, request: &mut Inbound, failure: &Failure) -> bool {
+    if request.is_paced || app.retry_budget.lock().try_retry(now_ms()) {
         return true;
-    };
-    let labels = [refused_by];
-    app.metrics.retries_refused.with_label_values(&labels).inc();
-    false
+    }
+    let may_wait = app.config.retry.worker_wait_timeout_secs > 0 && failure.lost_worker();
+    request.is_paced = may_wait && request.take_place(app);
+    if !request.is_paced {
+        let refused = &app.metrics.retries_refused;
+        refused.with_label_values(&["budget"]).inc();
+    }
+    request.is_paced
 }
 
 pub type Committed = (Opened, Option<PrefillLeg>);

@@ -110,6 +110,10 @@ pub enum RouteError {
         "the request's own deadline passed, {waited_ms} ms after it came; give it more, or add workers"
     )]
     DeadlineOver { waited_ms: u64 },
+    #[error(
+        "requests with this body broke the workers they were sent to, so it is refused for a minute; see the workers' logs, or change the request"
+    )]
+    PoisonRequest,
     #[error("{detail}")]
     Unasked { detail: String },
     #[error("prefill worker {worker} could not prefill: {cause}")]
@@ -141,6 +145,7 @@ pub const CODES: &[&str] = &[
     "upstream_error",
     "timeout",
     "prefill_failed",
+    "poison_request",
     "internal_error",
 ];
 
@@ -172,6 +177,7 @@ impl RouteError {
             RouteError::Upstream { .. } | RouteError::Unasked { .. } => "upstream_error",
             RouteError::UpstreamSilent { .. } | RouteError::DeadlineOver { .. } => "timeout",
             RouteError::PrefillFailed { .. } => "prefill_failed",
+            RouteError::PoisonRequest => "poison_request",
             RouteError::Internal { .. } => "internal_error",
         }
     }
@@ -185,6 +191,7 @@ impl RouteError {
             RouteError::BodySilent { .. } | RouteError::BodySlow { .. } => {
                 StatusCode::REQUEST_TIMEOUT
             }
+            RouteError::PoisonRequest => StatusCode::UNPROCESSABLE_ENTITY,
             RouteError::InvalidApiKey | RouteError::InvalidControlKey => StatusCode::UNAUTHORIZED,
             RouteError::Forbidden { .. } => StatusCode::FORBIDDEN,
             RouteError::NotFound { .. }

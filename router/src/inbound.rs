@@ -1,18 +1,20 @@
 //! A generation request, read and checked, and what of it goes to a worker: the same for each attempt, but for the time
 //! that is left and, when its answer broke off, the part that the client has.
 
+use std::hash::{DefaultHasher, Hash, Hasher};
 use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
 use http::{HeaderMap, HeaderValue};
-use router_core::{Blocks, Make};
+use router_core::{Blocks, Make, RequestBreaks, WorkerId};
 use tokio::sync::OwnedSemaphorePermit;
 use tokio::time::Instant;
 
 use crate::App;
+use crate::admission::QueuePlace;
 use crate::body::{Deadlines, Ours, Parts, Scan};
-use crate::clock::ms_since;
+use crate::clock::{ms_since, now_ms};
 use crate::error::RouteError;
 use crate::record::Record;
 use crate::registry::{Avoid, Candidate, Wanted};
@@ -49,6 +51,16 @@ pub struct Inbound {
     pub avoid: Avoid,
     /// Set when its answer broke off.
     pub begun: Option<Begun>,
+    /// Its answer has opened: it is resumed, and only paced.
+    pub is_accepted: bool,
+    /// Its attempts wait for their turn, and no retry budget applies to them.
+    pub is_paced: bool,
+    /// Failed attempts since the client last got a token.
+    pub tries: u32,
+    /// Workers that broke under it since then.
+    pub breaks: RequestBreaks,
+    /// Held while it waits for a worker and has no answer.
+    pub place: Option<QueuePlace>,
     /// Of its headers; the body's are in `scan`.
     pub told: Deadlines,
     /// Members that this attempt adds to the body or puts in the place of the client's, without braces.
@@ -107,6 +119,39 @@ impl Inbound {
             && !scan.wants_input_logprobs
             && !scan.has(Ours::Resume)
             && candidate.worker.has_feature(resume::FEATURE)
+    }
+
+    /// Whether it may wait: an accepted stream always, another while there is a place in the queue.
+    pub fn take_place(&mut self, app: &App) -> bool {
+        if self.is_accepted || self.place.is_some() {
+            return true;
+        }
+        self.place = app.admission.queue_place(&app.metrics);
+        self.place.is_some()
+    }
+
+    /// A worker broke under it, without a token since the last one did. True: it is not to be tried again.
+    pub fn add_break(&mut self, app: &App, worker: WorkerId, is_alone: bool) -> bool {
+        let (now_ms, mut poison) = (now_ms(), app.poison.lock());
+        let is_over = self.breaks.add(is_alone);
+        match (is_alone, is_over) {
+            (true, _) => poison.add_break(self.body_hash(), worker, now_ms),
+            (false, true) => poison.refuse(self.body_hash(), now_ms),
+            (false, false) => {}
+        }
+        is_over
+    }
+
+    /// Whether requests with this body broke workers a moment ago.
+    pub fn is_poison(&self, app: &App) -> bool {
+        let poison = app.poison.lock();
+        !poison.is_empty() && poison.is_refused(self.body_hash(), now_ms())
+    }
+
+    fn body_hash(&self) -> u64 {
+        let mut hasher = DefaultHasher::new();
+        self.body.hash(&mut hasher);
+        hasher.finish()
     }
 
     /// Bytes that are held to ask again.

@@ -15,6 +15,7 @@ use serde_json::value::RawValue;
 use tokio::time::timeout;
 
 use crate::body::Parts;
+use crate::clock::now_ms;
 use crate::error::RouteError;
 use crate::load;
 use crate::registry::LoadGuard;
@@ -76,7 +77,14 @@ pub struct Failure {
     /// Label of metrics: a code, or connect, reset, silent.
     pub reason: &'static str,
     pub class: RetryClass,
+    /// The worker broke with the request in hand; whether it had no other.
+    pub broke_alone: Option<bool>,
     pub told: Told,
+}
+
+/// Reasons that mean a worker, or its connection, ended with the request in hand.
+pub fn is_break(reason: &str) -> bool {
+    matches!(reason, "reset" | "engine_dead")
 }
 
 /// Codes by which a decode worker reports trouble that is more likely its prefill worker's.
@@ -88,6 +96,24 @@ const PARTNERS_FAULT: [&str; 4] = [
 ];
 
 impl Failure {
+    /// Whether the worker has gone, as far as the failure tells, rather than refused the request.
+    pub fn lost_worker(&self) -> bool {
+        matches!(
+            self.reason,
+            "connect" | "reset" | "engine_dead" | "draining" | "not_ready"
+        )
+    }
+
+    /// A room of the router's own is in use at a worker: no mistake of the client's, who has never seen it.
+    pub fn hide_room(&mut self, worker: String) {
+        self.told = Told::Error(RouteError::Upstream {
+            role: self.role,
+            worker,
+            cause: "it says of each bootstrap room drawn for the request that it is in use"
+                .to_owned(),
+        });
+    }
+
     /// Whether it may be the other leg's worker that failed.
     pub fn blames_partner(&self) -> bool {
         PARTNERS_FAULT.contains(&self.reason)
@@ -99,6 +125,7 @@ impl Failure {
             worker: leg.candidate.id,
             reason,
             class,
+            broke_alone: None,
             told: Told::Error(told),
         }
     }
@@ -130,6 +157,7 @@ impl Failure {
             worker: leg.candidate.id,
             reason,
             class,
+            broke_alone: None,
             told: Told::Answer {
                 status,
                 headers,
@@ -283,8 +311,11 @@ impl Leg {
         }
     }
 
-    fn failed(&mut self, failure: Failure) -> Failure {
+    fn failed(&mut self, mut failure: Failure) -> Failure {
         self.guard.settle(failure.outcome());
+        if is_break(failure.reason) {
+            failure.broke_alone = Some(self.guard.candidate.worker.note_break(now_ms()));
+        }
         if matches!(failure.reason, "connect" | "reset") {
             self.guard.candidate.worker.suspect.notify_one();
         }

@@ -26,6 +26,7 @@ mod leg;
 mod load;
 mod logprobs;
 mod metrics;
+mod pacing;
 mod pair;
 mod patience;
 mod record;
@@ -49,8 +50,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use parking_lot::Mutex;
-use router_core::{Deciders, LiveRooms, RetryBudget, RetryConfig, Role};
-use tokio::sync::watch;
+use router_core::{Deciders, LiveRooms, PoisonList, ResumePacer, RetryBudget, RetryConfig, Role};
+use tokio::sync::{oneshot, watch};
 
 pub use config::{ParseStop, RouterConfig, flags_markdown};
 pub use error::{CODES, RouteError};
@@ -68,6 +69,9 @@ pub struct App {
     pub(crate) admission: admission::Admission,
     pub(crate) retry: RetryConfig,
     pub(crate) retry_budget: Mutex<RetryBudget>,
+    pub(crate) resume_pacer: Mutex<ResumePacer<oneshot::Sender<()>>>,
+    /// Bodies that broke workers.
+    pub(crate) poison: Mutex<PoisonList>,
     /// Bootstrap rooms of requests in flight.
     pub(crate) rooms: Arc<Mutex<LiveRooms>>,
     /// `None`: prompts are counted in characters.
@@ -101,6 +105,8 @@ impl App {
             admission: admission::Admission::new(&config.limits),
             retry: config.retry(),
             retry_budget: Mutex::new(RetryBudget::new(config.retry_budget())),
+            resume_pacer: Mutex::default(),
+            poison: Mutex::default(),
             rooms: Arc::new(Mutex::new(LiveRooms::new(MAX_ROOMS))),
             tokens: None,
             tracer: None,

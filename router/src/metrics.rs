@@ -55,7 +55,7 @@ specs! {
     QUEUE = Histogram "baton_router_queue_seconds" []
         "Wait for one of --max-concurrent-requests";
     QUEUED = Gauge "baton_router_queued_requests" []
-        "Requests waiting for one of --max-concurrent-requests";
+        "Requests waiting for one of --max-concurrent-requests, or for a worker";
     CONNECTIONS = Gauge "baton_router_client_connections" []
         "Open connections of clients";
     CLIENT_CUTS = Counter "baton_router_client_cuts_total" ["reason"]
@@ -97,7 +97,9 @@ specs! {
     RETRIES_REFUSED = Counter "baton_router_retries_refused_total" ["by"]
         "Failures that another worker could have mended, but for attempts (--retry-max-retries) or budget (--retry-budget-ratio)";
     FAILOVERS = Counter "baton_router_failovers_total" ["role", "outcome"]
-        "Streams whose worker broke off and that another could go on with; outcome is resumed, failed (nobody did), refused (attempts or budget) or client_gone";
+        "Streams whose worker broke off and that another could go on with; outcome is resumed, failed (nobody did), refused (attempts) or client_gone";
+    RESUMES_WAITING = Gauge "baton_router_resumes_waiting" []
+        "Interrupted streams waiting for their turn to be resumed (--failover-concurrency)";
     FAILOVER_PAUSE = Histogram "baton_router_failover_pause_seconds" ["role"]
         "From the break of such a stream to the first event of the next worker";
     UNRESUMABLE = Counter "baton_router_unresumable_streams_total" ["reason"]
@@ -212,6 +214,7 @@ pub struct Metrics {
     pub retries: IntCounterVec,
     pub retries_refused: IntCounterVec,
     pub failovers: IntCounterVec,
+    pub resumes_waiting: Gauge,
     pub failover_pause: HistogramVec,
     pub unresumable: IntCounterVec,
     pub decode_retries: IntCounterVec,
@@ -306,6 +309,7 @@ impl Metrics {
             retries: counters(&exposed, &RETRIES)?,
             retries_refused: counters(&exposed, &RETRIES_REFUSED)?,
             failovers: counters(&exposed, &FAILOVERS)?,
+            resumes_waiting: gauges(&exposed, &RESUMES_WAITING)?.with_label_values(no_labels),
             failover_pause: histograms(&exposed, &FAILOVER_PAUSE)?,
             unresumable: counters(&exposed, &UNRESUMABLE)?,
             decode_retries: counters(&exposed, &DECODE_RETRIES)?,

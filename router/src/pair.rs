@@ -147,9 +147,31 @@ pub struct Prefilled {
     meeting: Meeting,
 }
 
+/// As [`try_attempt`]; a room that is in use at a worker is no fault of anybody's, and the next attempt draws another.
+pub async fn attempt(
+    app: &Arc<App>,
+    request: &mut Inbound,
+    kept: &mut Option<Prefilled>,
+) -> Result<Committed, Stop> {
+    match try_attempt(app, request, kept).await {
+        Err(Stop::Failed(mut failure) | Stop::Stale(mut failure))
+            if failure.reason == "duplicate_room" =>
+        {
+            let sent_to = match failure.role {
+                Role::Prefill => &request.record.prefill,
+                Role::Decode | Role::Regular => &request.record.worker,
+            };
+            failure.hide_room(sent_to.as_ref().map(|to| to.0.clone()).unwrap_or_default());
+            *kept = None;
+            Err(Stop::Stale(failure))
+        }
+        other => other,
+    }
+}
+
 /// One attempt. `kept` is the prefill of an attempt before whose decode worker failed; it is left there again when the
 /// same may be tried with another.
-pub async fn attempt(
+async fn try_attempt(
     app: &Arc<App>,
     request: &mut Inbound,
     kept: &mut Option<Prefilled>,
@@ -208,10 +230,6 @@ pub async fn attempt(
                 false => opened,
             };
             Ok((opened, Some(prefilled.leg)))
-        }
-        // Before P has noticed that the first reader is gone.
-        Err(failure) if is_second_reader && failure.reason == "duplicate_room" => {
-            Err(Stop::Stale(failure))
         }
         Err(mut failure) if failure.blames_partner() => {
             match timeout(BLAME_WAIT, prefilled.leg.ended()).await {

@@ -4,7 +4,8 @@
 //! 2. hyper polls it as fast as the client reads: a slow client slows the worker down, nothing piles up here;
 //! 3. the end: a clean one settles the record as ok; a break or silence ends a stream with one error event and [DONE];
 //! 4. or, where the worker told the tokens behind the text (resume.rs), another one is asked to go on: the client sees a
-//!    pause, with comments that keep its connection alive. Each is an attempt of the request, under the same limits;
+//!    pause, with comments that keep its connection alive. It waits for its turn and for a worker (pacing.rs), and is given
+//!    up only after --retry-max-retries attempts without a token of progress;
 //! 5. dropped before that (the client left): the guards close both legs' connections and free the load.
 
 use std::collections::VecDeque;
@@ -21,16 +22,16 @@ use tokio::sync::OwnedSemaphorePermit;
 use tokio::time::{Instant, Sleep, sleep, sleep_until, timeout_at};
 
 use crate::App;
-use crate::clock::ms_since;
-use crate::dispatch::{Committed, Unanswered, commit, may_try_again};
+use crate::clock::{ms_since, now_ms};
+use crate::dispatch::{Committed, Unanswered, commit, has_tries};
 use crate::error::RouteError;
 use crate::inbound::{Begun, Inbound};
 use crate::late;
-use crate::leg::{Opened, SILENT, silent_error};
+use crate::leg::{Opened, SILENT, is_break, silent_error};
 use crate::metrics::Metrics;
 use crate::pair::PrefillLeg;
 use crate::record::Record;
-use crate::registry::{LoadGuard, State};
+use crate::registry::{Avoid, LoadGuard, State};
 use crate::resume::{Broken, Said};
 use crate::sse::{Ending, Tail, epilogue};
 use crate::upstream::{Answer, with_source};
@@ -371,7 +372,7 @@ impl Relay {
         None
     }
 
-    /// Whether another worker is to be asked to go on; takes a retry.
+    /// Whether another worker is to be asked to go on.
     fn may_fail_over(&mut self, reason: &'static str) -> bool {
         let (Some(said), Some(guard), Asker::Whole(request)) =
             (&self.said, &self.guard, &mut self.asker)
@@ -383,6 +384,16 @@ impl Relay {
         }
         let (app, candidate) = (&self.app, &guard.candidate);
         let role = candidate.worker.role();
+        let broke_alone = is_break(reason).then(|| candidate.worker.note_break(now_ms()));
+        let resumed_at = request.begun.as_ref().map_or(0, |begun| begun.tokens);
+        if said.tokens() > resumed_at {
+            (request.tries, request.breaks) = Default::default();
+            request.avoid = Avoid::default();
+        } else if broke_alone.is_some_and(|alone| request.add_break(app, candidate.id, alone)) {
+            return false;
+        }
+        request.tries += 1;
+        (request.is_accepted, request.is_paced) = (true, true);
         request.avoid.add(role, candidate.id);
         request.begun = (said.tokens() > 0).then(|| Begun {
             make: candidate.make,
@@ -394,7 +405,7 @@ impl Relay {
             let wanted = request.wanted();
             app.registry.has_other(role, &wanted, &request.avoid)
         };
-        let may = (reason != SILENT || has_other()) && may_try_again(app, request);
+        let may = (reason != SILENT || has_other()) && has_tries(app, request);
         if !may {
             let labels = [role.label(), "refused"];
             app.metrics.failovers.with_label_values(&labels).inc();
@@ -585,7 +596,10 @@ impl Body for Relay {
                 }
                 Poll::Pending => match this.too_silent(cx) {
                     None => return Poll::Pending,
-                    Some(words) => this.fail(words, SILENT),
+                    Some(words @ Words::Ours(RouteError::UpstreamSilent { .. })) => {
+                        this.fail(words, SILENT)
+                    }
+                    Some(words) => this.fail(words, "hung"),
                 },
             };
             if let Some(cut) = cut {

@@ -21,6 +21,8 @@ pub mod journal;
 pub mod kv;
 pub mod local;
 pub mod make;
+pub mod pacer;
+pub mod poison;
 pub mod policy;
 pub mod prefix_tree;
 pub mod prompt;
@@ -35,6 +37,8 @@ pub use explain::Explanation;
 pub use health::{HealthChange, HealthConfig, HealthCounter};
 pub use local::{LocalRule, LocalView, LocalWhy};
 pub use make::{ASPECTS, Make};
+pub use pacer::{PacerTicket, ResumePacer};
+pub use poison::{PoisonList, RequestBreaks};
 pub use policy::{
     AssignmentMode, CacheAwareParams, CostParams, ManualParams, Miss, Policy, PolicyKind,
     PolicyParams, PolicyStats, RankStats, UnknownName, build, choose_fitting_pair, choose_pair,

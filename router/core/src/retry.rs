@@ -92,6 +92,7 @@ const CODES: &[(&str, RetryClass)] = &[
     ("too_many_workers", RetryClass::Refused),
     ("timeout", RetryClass::Refused),
     ("deadline", RetryClass::Refused),
+    ("poison_request", RetryClass::Refused),
     ("internal_error", RetryClass::Unexplained),
     ("duplicate_room", RetryClass::Broken),
     ("prefill_failed", RetryClass::Broken),

@@ -182,7 +182,8 @@ pub struct Retry {
     /// One attempt per request
     #[arg(long)]
     pub disable_retries: bool,
-    /// Retries of the whole fleet in 30 s, per request of these 30 s; 0 leaves --retry-budget-floor
+    /// Retries of the whole fleet in 30 s, per request of these 30 s; 0 leaves --retry-budget-floor. Interrupted streams
+    /// need none: --failover-concurrency paces them
     #[arg(long, default_value_t = 0.1, value_name = "RATIO")]
     pub retry_budget_ratio: f64,
     /// Retries in 30 s that are allowed however few requests there are: as many as one worker has in flight
@@ -195,6 +196,13 @@ pub struct Retry {
     /// their worker breaks off [bytes]
     #[arg(long, default_value_t = 1 << 30, value_name = "BYTES")]
     pub failover_max_bytes: usize,
+    /// Interrupted streams that are resumed at once, per ready worker; the others wait for their turn
+    #[arg(long, default_value_t = 16, value_name = "N")]
+    pub failover_concurrency: usize,
+    /// Longest wait of an interrupted stream, or of a request in the queue, for a worker while none is ready; 0: fail at
+    /// once [s]
+    #[arg(long, default_value_t = 30, value_name = "SECS")]
+    pub worker_wait_timeout_secs: u64,
 }
 
 #[derive(Debug, Clone, Args)]
@@ -396,6 +404,10 @@ impl RouterConfig {
             (
                 "--retry-max-retries",
                 u64::from(self.retry.retry_max_retries),
+            ),
+            (
+                "--failover-concurrency",
+                self.retry.failover_concurrency as u64,
             ),
             (
                 "--cb-failure-threshold",

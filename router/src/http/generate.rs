@@ -10,7 +10,7 @@ use http::header::{ACCEPT_ENCODING, CONTENT_LENGTH, CONTENT_TYPE, COOKIE, EXPECT
 use http::{HeaderMap, HeaderValue, Method, StatusCode, Uri};
 use http_body::Body;
 use http_body_util::BodyExt;
-use router_core::Blocks;
+use router_core::{Blocks, RequestBreaks};
 use tokio::sync::OwnedSemaphorePermit;
 use tokio::time::{Instant, timeout_at};
 
@@ -67,6 +67,11 @@ async fn serve(app: Arc<App>, api: Api, request: Request) -> Response {
                 again: String::new(),
                 avoid: Avoid::default(),
                 begun: None,
+                is_accepted: false,
+                is_paced: false,
+                tries: 0,
+                breaks: RequestBreaks::default(),
+                place: None,
                 head,
                 blocks: prompt.blocks.map(Arc::new),
                 prompt_tokens: prompt.tokens,

@@ -165,6 +165,8 @@ pub struct Registry {
     all_fit: AtomicBool,
     changing: Mutex<()>,
     newcomers: Newcomers,
+    /// Told when candidates come or go.
+    changed: watch::Sender<()>,
     next_worker: AtomicU64,
     next_candidate: AtomicU64,
     next_ticket: AtomicU64,
@@ -198,6 +200,7 @@ impl Registry {
             all_fit: AtomicBool::new(true),
             changing: Mutex::default(),
             newcomers: Newcomers::default(),
+            changed: watch::Sender::default(),
             next_worker: AtomicU64::new(1),
             next_candidate: AtomicU64::new(1),
             dp_aware: config.workers.is_dp_aware(),
@@ -246,6 +249,7 @@ impl Registry {
             state: RwLock::new((State::Starting, Arc::default())),
             loads: Mutex::default(),
             idle: Notify::new(),
+            last_break_ms: AtomicU64::new(0),
             health_task: Mutex::default(),
         });
         workers.push(worker.clone());
@@ -304,6 +308,18 @@ impl Registry {
         ROLES
             .map(|role| (role, self.policy(role).stats(now_ms)))
             .to_vec()
+    }
+
+    /// Told from here on when candidates come or go.
+    pub fn changes(&self) -> watch::Receiver<()> {
+        self.changed.subscribe()
+    }
+
+    /// Whether a worker of this role is registered that serves, or may serve again.
+    pub fn may_return(&self, role: Role) -> bool {
+        let workers = self.workers.read();
+        let mut of_role = workers.iter().filter(|w| w.role() == role);
+        of_role.any(|w| !matches!(w.state(), State::Rejected { .. } | State::Draining))
     }
 
     /// (known, ready) workers of a role.
@@ -401,6 +417,7 @@ impl Registry {
         let fits_all = |p: &Arc<Candidate>| d_list.iter().all(|d| p.make.fits(&d.make));
         self.all_fit
             .store(p_list.iter().all(fits_all), Ordering::Relaxed);
+        self.changed.send_replace(());
     }
 
     fn swap_candidates(&self, worker: &Arc<Worker>, new: Vec<Arc<Candidate>>) {

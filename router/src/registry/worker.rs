@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
 use parking_lot::{Mutex, RwLock};
 use router_core::{Make, QueueOrder, Role, WorkerFacts};
@@ -16,6 +16,9 @@ use crate::upstream::Pool;
 
 /// Most DP ranks of one worker that are believed.
 pub const MAX_DP_SIZE: u32 = 1024;
+
+/// Connections that break within this time have one cause: the worker's end.
+const SAME_BREAK_MS: u64 = 1_000;
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum State {
@@ -106,6 +109,8 @@ pub struct Worker {
     pub(super) loads: Mutex<Vec<Arc<AtomicUsize>>>,
     /// Told when the load of a rank falls to 0.
     pub(super) idle: Notify,
+    /// When a request's connection last broke here; 0: never.
+    pub(super) last_break_ms: AtomicU64,
     pub(super) health_task: Mutex<Option<AbortHandle>>,
 }
 
@@ -143,6 +148,13 @@ impl Worker {
     pub fn load(&self) -> usize {
         let loads = self.loads.lock();
         loads.iter().map(|load| load.load(Ordering::Relaxed)).sum()
+    }
+
+    /// A request broke here. Returns whether it was alone: no other is in flight, or broke a moment before.
+    pub fn note_break(&self, now_ms: u64) -> bool {
+        let before_ms = self.last_break_ms.swap(now_ms, Ordering::Relaxed);
+        let is_first = before_ms == 0 || now_ms >= before_ms + SAME_BREAK_MS;
+        self.load() <= 1 && is_first
     }
 
     /// Wait until nothing is in flight.

@@ -120,7 +120,7 @@ fn rows() -> Vec<Row> {
             "D says the room is taken",
             Hang,
             Status(409, "duplicate_room"),
-            (409, "duplicate_room"),
+            (502, "upstream_error"),
             [(2, 2), (2, 0)],
         ),
         row(

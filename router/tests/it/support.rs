@@ -69,6 +69,8 @@ pub enum Act {
     Stream(Vec<&'static str>, End),
     /// Count (support/counting.rs).
     Count,
+    /// Count after `Mock::release`.
+    GatedCount,
     /// Count for so many writes, then so many bytes of the next (less than all), then …
     CountTo(usize, usize, End),
 }
@@ -349,7 +351,7 @@ async fn serve(
     };
     let stream = value["stream"] == true;
     let counted = match &act {
-        Some(Act::Count | Act::CountTo(..)) => {
+        Some(Act::Count | Act::GatedCount | Act::CountTo(..)) => {
             let is_asked = parts.headers.contains_key("x-baton-emit-tokens");
             counting::writes(&value, is_asked)
         }
@@ -409,7 +411,10 @@ async fn serve(
             let pieces = pieces.into_iter().map(Bytes::from).collect();
             sse(pieces, end, unfinished)
         }
-        Act::Count => {
+        act @ (Act::Count | Act::GatedCount) => {
+            if matches!(act, Act::GatedCount) {
+                inner.gate.notified().await;
+            }
             let writes = counted.into_iter().map(Bytes::from).collect();
             sse(writes, End::Clean, unfinished)
         }
@@ -502,9 +507,15 @@ const BASE: &str = "baton-router --host 127.0.0.1 --port 0 --policy round_robin 
 
 impl Router {
     pub async fn start(flags: &[&str]) -> Router {
+        // Most tests look at what follows when nobody comes.
+        const WAIT: &str = "--worker-wait-timeout-secs";
+        let no_wait: &[&str] = match flags.contains(&WAIT) {
+            true => &[],
+            false => &[WAIT, "0"],
+        };
         let argv: Vec<String> = BASE
             .split_whitespace()
-            .chain(flags.iter().copied())
+            .chain(flags.iter().chain(no_wait).copied())
             .map(str::to_owned)
             .collect();
         let config = RouterConfig::parse(&argv).expect("good flags");
