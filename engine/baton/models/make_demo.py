@@ -1,13 +1,13 @@
 """Trains the demo model on the docs and on demo_qa.txt, and writes it as a Hugging Face directory.
 
-    baton model make-demo [--out DIR] [--steps N] [--threads N] [--seed N]
+    baton model make-demo [--out DIR] [--steps N] [--threads N] [--seed N] [--start-from DIR]
 
 1. Corpus and tokenizer: a byte-level BPE is trained on the same text (demo_corpus.py).
 2. Training: a small Llama in plain torch (demo_net.py), AdamW, loss on answers and passages only.
 3. Weights are rounded to bfloat16 and *then* evaluated, because that is what is stored. Computed in float32 everywhere.
 4. Exit code 1 when fewer than 98 % of the canonical questions are answered word for word; nothing is written then.
 
-Invariants: same seed, one thread, same machine and torch: same files. No network, no transformers.
+Invariants: same seed, same start, one thread, same machine and torch: same files. No network, no transformers.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -264,7 +264,9 @@ def save(model: Llama, tokenizer: Tokenizer, out: Path) -> None:
         "clean_up_tokenization_spaces": False,
         "chat_template": CHAT_TEMPLATE,
     }
-    generation = {"bos_token_id": bos, "eos_token_id": eos, "pad_token_id": pad_id, "do_sample": False}
+    generation = {"bos_token_id": bos, "eos_token_id": eos, "pad_token_id": pad_id}
+    # Servers take the temperature from here when a request has none; transformers goes by do_sample.
+    generation |= {"do_sample": False, "temperature": 0.0}
     files = {"config": config, "tokenizer_config": tokenizer_config, "generation_config": generation}
     for name, content in files.items():
         (out / f"{name}.json").write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
@@ -287,6 +289,11 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--threads", type=int, default=1, help="CPU threads (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="seed of weights and samples (default: %(default)s)")
     parser.add_argument("--rate", type=float, default=2e-3, help="peak learning rate (default: %(default)s)")
+    parser.add_argument(
+        "--start-from",
+        type=Path,
+        help="continue with this model and its tokenizer, as for some new answers (900 steps did)",
+    )
     parser.add_argument("--keep", action="store_true", help="write the files even if the model fails the evaluation")
     args = parser.parse_args(argv)
     if not (REPOSITORY / "docs").is_dir():
@@ -299,8 +306,12 @@ def main(argv: Sequence[str]) -> int:
     shape = Shape()
     topics = questions.all_topics
     texts = ["\n\n".join(page) for page in pages] + [text for t in topics for text in (*t.questions, t.answer)]
-    tokenizer = train_tokenizer(texts, shape.vocab)
     model = Llama(shape)
+    if args.start_from is None:
+        tokenizer = train_tokenizer(texts, shape.vocab)
+    else:
+        tokenizer = Tokenizer.from_file(str(args.start_from / "tokenizer.json"))
+        model.load_state_dict({k: w.float() for k, w in load_file(args.start_from / "model.safetensors").items()})
     phrasings, size = sum(len(t.questions) for t in topics), sum(p.numel() for p in model.parameters())
     print(
         f"{len(topics)} answers, {phrasings} questions, {len(pages)} pages; {size / 1e6:.2f} M parameters", flush=True
