@@ -55,6 +55,7 @@ use tokio::sync::{oneshot, watch};
 
 pub use config::{ParseStop, RouterConfig, flags_markdown};
 pub use error::{CODES, RouteError};
+pub use http::route_access;
 pub use metrics::metrics_markdown;
 pub use serve::{Running, run};
 

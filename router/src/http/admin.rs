@@ -72,17 +72,18 @@ fn not_ready_because(app: &App) -> Option<RouteError> {
         })
 }
 
-/// Every ready worker is asked to generate something.
-pub async fn health_generate(State(app): State<Arc<App>>) -> Response {
+/// Every ready worker is asked to generate something, which counts as one running request.
+pub async fn health_generate(State(app): State<Arc<App>>) -> Result<Response, RouteError> {
     if let Some(err) = not_ready_because(&app) {
-        return err.into_response();
+        return Err(err);
     }
+    let _place = app.admission.enter(&app.metrics).await?;
     let head = Head {
         method: Method::GET,
         uri: Uri::from_static("/health_generate"),
         headers: app.worker_headers(),
     };
-    ask_all(&app, head, Bytes::new()).await.0
+    Ok(ask_all(&app, head, Bytes::new()).await)
 }
 
 pub async fn metrics(State(app): State<Arc<App>>) -> Response {

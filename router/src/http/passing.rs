@@ -254,7 +254,7 @@ pub async fn fan_out(
     let (parts, body) = request.into_parts();
     let body = read_at_most(body, &parts.headers, MAX_ADMIN_BODY, &app.config.limits).await?;
     let head = head_of(parts)?;
-    Ok(ask_all(&app, head, body).await.0)
+    Ok(ask_all(&app, head, body).await)
 }
 
 /// Workers drop their caches, the policies what they believe of them.
@@ -264,29 +264,44 @@ pub async fn flush_cache(State(app): State<Arc<App>>) -> Response {
         uri: Uri::from_static("/flush_cache"),
         headers: app.worker_headers(),
     };
-    let (response, _) = ask_all(&app, head, Bytes::new()).await;
+    let response = ask_all(&app, head, Bytes::new()).await;
     app.registry.forget_prompts();
     response
 }
 
-/// 200 when all of them agreed, else 502; the body tells each worker's answer.
-pub async fn ask_all(app: &Arc<App>, head: Head, body: Bytes) -> (Response, bool) {
-    let (mut told, mut is_ok) = (serde_json::Map::new(), true);
-    for worker in ask_each(app, &head, &body).await {
-        is_ok &= worker.is_success();
-        let text: String = worker.text.chars().take(MAX_REPEATED).collect();
-        told.insert(
-            worker.url.clone(),
-            json!({"ok": worker.is_success(), "answer": text}),
-        );
-    }
-    let status = if is_ok {
-        StatusCode::OK
-    } else {
-        StatusCode::BAD_GATEWAY
+/// Ask all ready workers and report each answer. 200 when all succeeded; a status that all of them refused the request
+/// with, and the first one's error object; else 502.
+pub async fn ask_all(app: &Arc<App>, head: Head, body: Bytes) -> Response {
+    let asked = ask_each(app, &head, &body).await;
+    let answers = asked.iter().map(|worker| {
+        let answer = json!({"ok": worker.is_success(), "answer": worker.answer()});
+        (worker.url.clone(), answer)
+    });
+    let workers: serde_json::Map<String, Value> = answers.collect();
+    let failed: Vec<&Asked> = asked.iter().filter(|worker| !worker.is_success()).collect();
+    let Some(first) = failed.first() else {
+        return answer(StatusCode::OK, &json!({"ok": true, "workers": workers}));
     };
-    let body = json!({"ok": is_ok, "workers": told});
-    (answer(status, &body), is_ok)
+    let is_refused = asked.iter().all(|worker| worker.status == first.status);
+    let (status, error) = match first.refusal().filter(|_| is_refused) {
+        Some((status, error)) => (status, error),
+        None => {
+            let (count, all, url) = (failed.len(), asked.len(), &first.url);
+            let what = first.status.map_or(first.text.clone(), |s| s.to_string());
+            let detail = format!("{count} of {all} workers failed, the first is {url}: {what}");
+            let err = RouteError::Unasked { detail };
+            (err.status(), error_object(&err.body()).unwrap_or_default())
+        }
+    };
+    let body = json!({"error": error, "ok": false, "workers": workers});
+    answer(status, &body)
+}
+
+/// Member `error` of a JSON body.
+fn error_object(body: &[u8]) -> Option<Value> {
+    let mut body: Value = serde_json::from_slice(body).ok()?;
+    let error = body.get_mut("error")?.take();
+    error.is_object().then_some(error)
 }
 
 /// What a worker said when all were asked.
@@ -301,6 +316,27 @@ struct Asked {
 impl Asked {
     fn is_success(&self) -> bool {
         self.status.is_some_and(|status| status.is_success())
+    }
+
+    /// The text as the JSON it is; else, or if it is long, a string.
+    fn answer(&self) -> Value {
+        let json = (self.text.len() <= MAX_REPEATED).then(|| serde_json::from_str(&self.text));
+        match json {
+            Some(Ok(value)) => value,
+            _ => self
+                .text
+                .chars()
+                .take(MAX_REPEATED)
+                .collect::<String>()
+                .into(),
+        }
+    }
+
+    /// Status and error object of a worker that finds the request itself wrong. Its 401, 403 and 429 concern the router.
+    fn refusal(&self) -> Option<(StatusCode, Value)> {
+        let status = self.status.filter(|status| status.is_client_error())?;
+        let is_own = !matches!(status.as_u16(), 401 | 403 | 429);
+        Some((status, error_object(self.text.as_bytes())?)).filter(|_| is_own)
     }
 
     fn passed_on(self) -> Response {
