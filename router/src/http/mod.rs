@@ -17,7 +17,7 @@ use axum::extract::{MatchedPath, Request, State};
 use axum::middleware::{Next, from_fn_with_state};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{MethodRouter, get, post};
-use http::{HeaderMap, HeaderValue, Method, StatusCode, header};
+use http::{HeaderMap, HeaderName, HeaderValue, Method, StatusCode, header};
 use rand::Rng;
 use rand::distr::Alphanumeric;
 
@@ -29,7 +29,7 @@ use crate::leg::status_label;
 use crate::record::class;
 
 /// Headers that belong to one connection.
-pub const HOP_BY_HOP: [&str; 9] = [
+const HOP_BY_HOP: [&str; 9] = [
     "connection",
     "keep-alive",
     "proxy-authenticate",
@@ -40,6 +40,22 @@ pub const HOP_BY_HOP: [&str; 9] = [
     "transfer-encoding",
     "upgrade",
 ];
+
+/// Remove headers that belong to one connection, those that `Connection` names included (RFC 9110, 7.6.1).
+pub fn remove_hop_by_hop(headers: &mut HeaderMap) {
+    let nominated: Vec<HeaderName> = headers
+        .get_all(header::CONNECTION)
+        .iter()
+        .flat_map(|value| value.as_bytes().split(|byte| *byte == b','))
+        .filter_map(|name| HeaderName::from_bytes(name.trim_ascii()).ok())
+        .collect();
+    for name in nominated {
+        headers.remove(name);
+    }
+    for name in HOP_BY_HOP {
+        headers.remove(name);
+    }
+}
 
 pub const REQUEST_ID: &str = "x-request-id";
 
@@ -167,8 +183,8 @@ async fn edge(State(state): State<EdgeState>, mut request: Request, next: Next) 
         .as_ref()
         .and_then(|path| state.levels.get(path.as_str()));
     let level = level.copied().unwrap_or(AccessLevel::Client);
-    let access = access::check(app, level, &request);
-    let is_recorded = access.is_ok() && !is_preflight && is_generation(&request);
+    let access = check_head(app, &request).and_then(|()| access::check(app, level, &request));
+    let is_recorded = access.is_ok() && !is_preflight && keeps_record(&request);
     let unrecorded = (!is_recorded).then(|| (label(request.method()), path));
     let mut response = if is_preflight {
         preflight(request.headers())
@@ -195,11 +211,34 @@ async fn edge(State(state): State<EdgeState>, mut request: Request, next: Next) 
     response
 }
 
-/// Requests that keep a record of their own (record.rs) when they get as far as their handler.
 fn is_generation(request: &Request) -> bool {
     let is_post = matches!(*request.method(), Method::POST | Method::PUT);
     let mut apis = [Api::Chat, Api::Completions, Api::Generate].into_iter();
     is_post && apis.any(|api| api.path() == request.uri().path())
+}
+
+/// Requests with a record of their own (record.rs) when they get as far as their handler.
+fn keeps_record(request: &Request) -> bool {
+    let is_passed = || passing::PASSED.contains(&request.uri().path());
+    is_generation(request) || (request.method() == Method::POST && is_passed())
+}
+
+/// The limit to the byte: hyper looks at it only when its buffer is full.
+fn check_head(app: &App, request: &Request) -> Result<(), RouteError> {
+    let limit_bytes = app.config.limits.max_header_bytes;
+    let target = request
+        .uri()
+        .path_and_query()
+        .map_or(0, |target| target.as_str().len());
+    let headers = request.headers().iter();
+    // With ": " and the line's end.
+    let fields: usize = headers
+        .map(|(name, value)| name.as_str().len() + value.len() + 4)
+        .sum();
+    match target + fields <= limit_bytes {
+        true => Ok(()),
+        false => Err(RouteError::HeadTooLarge { limit_bytes }),
+    }
 }
 
 /// Metric label of a method: a closed set.
@@ -279,4 +318,27 @@ fn preflight(asked: &HeaderMap) -> Response {
         HeaderValue::from_static("3600"),
     );
     response
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn headers_that_connection_names_are_removed_with_it() {
+        let mut headers = HeaderMap::new();
+        for (name, value) in [
+            ("connection", "keep-alive, X-Secret"),
+            ("connection", "http2-settings,,"),
+            ("x-secret", "1"),
+            ("http2-settings", "AAMAAABk"),
+            ("te", "trailers"),
+            ("x-kept", "1"),
+        ] {
+            headers.append(name, HeaderValue::from_static(value));
+        }
+        remove_hop_by_hop(&mut headers);
+        let left: Vec<_> = headers.keys().map(HeaderName::as_str).collect();
+        assert_eq!(left, ["x-kept"]);
+    }
 }
