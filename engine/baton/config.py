@@ -23,9 +23,14 @@ from baton.errors import ConfigError
 from baton.sched.classes import parse_classes
 
 
-def opt(default: Any, help: str, *, choices: Sequence[str] | None = None, env: str | None = None) -> Any:
-    """A field that is also a flag. `help` names the unit in brackets; `env` is read when the flag is absent."""
-    return dataclasses.field(default=default, metadata={"help": help, "choices": choices, "env": env})
+def opt(
+    default: Any, help: str, *, choices: Sequence[str] | None = None, env: str | None = None, alias: str | None = None
+) -> Any:
+    """A field that is also a flag. `help` names the unit in brackets; `env` is read when the flag is absent.
+
+    `alias`: another name of the flag.
+    """
+    return dataclasses.field(default=default, metadata={"help": help, "choices": choices, "env": env, "alias": alias})
 
 
 MEM_FRACTION = 0.85
@@ -130,7 +135,9 @@ class EngineConfig:
     )
     host_kv_gib: float = opt(0.0, "host memory per process for KV evicted from the pool; 0: none [GiB]")
     max_running_requests: int = opt(
-        64, "most requests decoding at once per DP rank; with --device cuda 256 unless given"
+        64,
+        "most requests decoding at once per DP rank; with --device cuda 256 unless given",
+        alias="--max-num-seqs",
     )
     max_queued_requests: int = opt(4096, "most requests waiting per DP rank; more are answered 503 with Retry-After")
     max_queued_tokens: int | None = opt(None, "most prompt tokens waiting per DP rank; more are answered 503 [tokens]")
@@ -139,9 +146,15 @@ class EngineConfig:
     )
     chunked_prefill_size: int = opt(
         512,
-        "token budget of one step: decode rows first, then prompts; with --device cuda 8192 unless given [tokens]",
+        "token budget of one step: decode rows first, then prompts; -1: prompts are not split, the budget is "
+        "max-prefill-tokens; with --device cuda 8192 unless given [tokens]",
+        alias="--max-num-batched-tokens",
     )
     max_prefill_tokens: int = opt(16384, "most prompt tokens in one step, whatever the chunk size [tokens]")
+    long_prefill_token_threshold: int = opt(
+        0,
+        "most tokens of one prompt per step, so that a long one leaves some to others; 0: no limit (as vLLM) [tokens]",
+    )
     prefill_max_requests: int | None = opt(None, "most prompts that one step may work on")
     enable_dynamic_chunking: bool = opt(
         False, "size chunks by predicted time, so that steps deep in a long prompt take no longer than its first one"
@@ -206,7 +219,14 @@ class EngineConfig:
         choices=("demote", "keep", "abort"),
     )
     max_partial_prefills: int = opt(
-        4, "srpt-aging, edf, or with priorities: most prompts under way at once (they hold pages while others go first)"
+        4,
+        "srpt-aging, edf, or with priorities: behind this many unfinished prompts, which hold pages, a request starts "
+        "only if one step completes it",
+    )
+    admission_skip_ahead: int = opt(
+        8,
+        "waiting requests without enough pages (or behind max-partial-prefills) that a step may pass over, per class; "
+        "pages are kept for the first of them; 0: nothing passes",
     )
     priority_classes: str | None = opt(
         None,
@@ -293,6 +313,13 @@ class EngineConfig:
     log_level: str = opt("info", "least severe log line shown", choices=("debug", "info", "warning", "error"))
 
     @property
+    def step_tokens(self) -> int:
+        """Token budget of one step. Without chunking a longer prompt exceeds it, alone."""
+        if self.chunked_prefill_size < 0:
+            return self.max_prefill_tokens
+        return min(self.chunked_prefill_size, self.max_prefill_tokens)
+
+    @property
     def max_rooms(self) -> int:
         """Most KV transfers of a rank: one per request that waits or runs, and as many that are leased or closing.
 
@@ -374,12 +401,13 @@ def add_flags(
         flag, kind, choices = flag_name(f.name), _base_type(hints[f.name]), f.metadata["choices"]
         shown = "" if f.default in (None, "") or kind is bool else f" (default: {f.default})"
         env = f"; environment {f.metadata['env']}" if f.metadata["env"] else ""
+        names = [flag, f.metadata["alias"]] if f.metadata["alias"] else [flag]
         text = f.metadata["help"].replace("%", "%%") + env + shown
         if kind is bool:
             into.add_argument(flag, action="store_true", default=argparse.SUPPRESS, help=text)
         else:
             into.add_argument(
-                flag,
+                *names,
                 type=_reader(flag, kind, choices),
                 default=argparse.SUPPRESS,
                 help=text,
@@ -464,8 +492,20 @@ def _violations(c: EngineConfig) -> list[str]:
     rule(1 <= c.dp_size <= 64, f"--dp-size {c.dp_size}: give 1 to 64 ranks")
     rule(c.page_size in (1, 2, 4, 8, 16, 32, 64, 128), f"--page-size {c.page_size}: use a power of two from 1 to 128")
     rule(
-        c.chunked_prefill_size >= c.page_size and c.chunked_prefill_size % max(c.page_size, 1) == 0,
-        f"--chunked-prefill-size {c.chunked_prefill_size}: use a positive multiple of --page-size ({c.page_size})",
+        c.chunked_prefill_size == -1
+        or (c.chunked_prefill_size >= c.page_size and c.chunked_prefill_size % max(c.page_size, 1) == 0),
+        f"--chunked-prefill-size {c.chunked_prefill_size}: use a positive multiple of --page-size ({c.page_size}), or "
+        "-1 to compute each prompt in one step",
+    )
+    for name in ("enable_dynamic_chunking", "step_target_ms", "long_prefill_token_threshold"):
+        rule(
+            c.chunked_prefill_size != -1 or not getattr(c, name),
+            f"{flag_name(name)}: --chunked-prefill-size -1 splits no prompt; leave one of the two out",
+        )
+    rule(
+        c.long_prefill_token_threshold == 0 or c.long_prefill_token_threshold >= c.page_size,
+        f"--long-prefill-token-threshold {c.long_prefill_token_threshold}: use at least --page-size "
+        f"({c.page_size}), or 0 for no limit",
     )
     for name in ("max_running_requests", "max_queued_requests", "max_prefill_tokens", "stream_interval"):
         rule(getattr(c, name) >= 1, f"{flag_name(name)} {getattr(c, name)}: must be at least 1")
@@ -531,6 +571,7 @@ def _violations(c: EngineConfig) -> list[str]:
         f"--default-priority {c.default_priority}: use an integer between -2147483647 and 2147483647",
     )
     for name in (
+        "admission_skip_ahead",
         "lpm_degrade_threshold",
         "priority_scheduling_preemption_threshold",
         "preemption_min_remaining_tokens",
@@ -701,7 +742,8 @@ def markdown(cls: type = EngineConfig) -> str:
         value = " ".join(f"`{c}`" for c in f.metadata["choices"] or ()) or names[typing.cast(type, kind)]
         default = "off" if kind is bool else "-" if f.default is None else f"`{f.default}`"
         env = f"; environment `{f.metadata['env']}`" if f.metadata["env"] else ""
-        rows.append(f"| `{flag_name(f.name)}` | {value} | {default} | {f.metadata['help']}{env} |")
+        alias = f" `{f.metadata['alias']}`" if f.metadata["alias"] else ""
+        rows.append(f"| `{flag_name(f.name)}`{alias} | {value} | {default} | {f.metadata['help']}{env} |")
     return "\n".join(rows)
 
 

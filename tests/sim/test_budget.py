@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.config import ConfigError, build
+from baton.config import ConfigError, build, parse
 from baton.sched import setup
 from baton.sched.estimate import KnownAnswer, peak_growth
 from baton.sched.limits import Limits
@@ -181,6 +181,68 @@ def test_prefill_rate_is_learned_beside_decode_rows_and_kept_through_short_promp
     steps = run_timed(node, clockwork)
     assert sum(plan.num_decode > 0 and len(plan.rows) > plan.num_decode for plan, _ in steps) > 10
     assert node.sched.load().prefill_tokens_per_s == pytest.approx(10_000, rel=0.1)
+
+
+def test_a_long_prompt_leaves_tokens_of_each_step_to_short_ones_behind_it() -> None:
+    """--long-prefill-token-threshold, on the flags' way into the scheduler."""
+    flags = build({"long_prefill_token_threshold": 128, "chunked_prefill_size": 256, "page_size": 16})
+    node = Node(setup.limits(flags, 1000), depth=1)
+    node.sched.add(request(0, [1] * 2000, 4))
+    for handle in range(1, 4):
+        node.sched.add(request(handle, [1 + handle] * 40, 4))
+    plan = node.sched.plan()
+    assert plan is not None
+    assert [(row.handle, row.n) for row in plan.rows] == [(0, 128), (1, 40), (2, 40), (3, 40)]
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "srpt-aging"])
+def test_without_chunking_every_prompt_is_computed_in_one_step(policy: str) -> None:
+    values = {
+        "chunked_prefill_size": -1,
+        "max_prefill_tokens": 100,
+        "page_size": 4,
+        "schedule_policy": policy,
+        "srpt_aging": 0.0,
+    }
+    node = Node(setup.limits(build(values), 1000), depth=1)
+    lengths = [60, 30, 50, 300, 20]
+    for handle, length in enumerate(lengths):
+        node.sched.add(request(handle, [handle % VOCAB] * length, 1, ignore_eos=True))
+    seen: list[int] = []
+    while len(seen) < len(lengths):
+        plan = node.sched.plan()
+        assert plan is not None
+        rows = [row for row in plan.rows if row.start == 0]
+        assert [row.n for row in rows] == [lengths[row.handle] for row in rows]
+        assert len(rows) == 1 or sum(row.n for row in rows) <= 100
+        seen += [row.handle for row in rows]
+        node.sched.commit(plan, node.device.execute(plan))
+        node.absorb()
+    assert seen == ([0, 1, 2, 3, 4] if policy == "fcfs" else [4, 1, 2, 0, 3])
+
+
+@pytest.mark.parametrize("budget", [100, 90])
+def test_a_request_is_admitted_only_into_a_step_that_computes_some_of_it(budget: int) -> None:
+    values = {"chunked_prefill_size": -1, "max_prefill_tokens": budget, "page_size": 4}
+    node = Node(setup.limits(build(values), 1000), depth=1)
+    for handle in (0, 1):
+        node.sched.add(request(handle, [handle] * 50, 4, ignore_eos=True))
+    plan = node.sched.plan()
+    assert plan is not None
+    admitted = 2 if budget == 100 else 1
+    assert len(plan.rows) == len(plan.admitted) == admitted
+    assert node.sched.counts()["running"] == admitted
+
+
+def test_vllm_names_are_aliases() -> None:
+    parsed = parse(["--max-num-seqs", "7", "--max-num-batched-tokens", "64"])
+    assert (parsed.max_running_requests, parsed.chunked_prefill_size) == (7, 64)
+
+
+@pytest.mark.parametrize("flag", ["enable_dynamic_chunking", "step_target_ms", "long_prefill_token_threshold"])
+def test_without_chunking_flags_about_chunks_are_refused(flag: str) -> None:
+    with pytest.raises(ConfigError, match="--chunked-prefill-size -1 splits no prompt"):
+        build({"chunked_prefill_size": -1, flag: 64})
 
 
 def test_step_target_keeps_steps_within_the_target_and_every_prompt_moving() -> None:

@@ -66,6 +66,7 @@ def test_prefill_here_decode_there_equals_one_node(seed: int) -> None:
         counts = p.sched.counts()
         if d.sched.is_idle and sum(counts.values()) == counts["leased"]:
             break
+    d.absorb()
     for handle, tokens in want.items():
         got = d.outputs.get(handle, [])
         if handle in aborted or 1000 + handle in relay.broken:

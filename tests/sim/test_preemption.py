@@ -48,7 +48,7 @@ def test_the_victims_are_the_cheapest_set_of_eligible_rows_that_is_enough(seed: 
     head = Seq(asked(99, [1, 2], 4, rng.choice([3, 6, 9])), request(99, [1, 2], 4).prompt, 4)
     freed = {s.handle: state.memory.freed_by(s) for s in running}
     short = rng.randint(-2, 60)
-    chosen = priority_victims(head, short, running, node.limits, state.memory.freed_by)
+    chosen = priority_victims(head, short, running, node.limits, state.memory.freed_by, PRIORITY.place(head, 0.0))
 
     below = PRIORITY.base(head) - PRIORITY.preemption_threshold
     eligible = [s for s in running if PRIORITY.base(s) < below and may_preempt(s, node.limits)]
@@ -221,3 +221,52 @@ def test_nothing_stays_full_when_room_was_made(lacks: str, ends: str) -> None:
     assert 1 in turn()
     if lacks == "queue":
         sched.add(request(2, [3] * 9, 2, ignore_eos=True))
+
+
+def test_a_request_preempts_nobody_that_precedes_it_in_the_order() -> None:
+    """Aging put the victim first; preempting it would only admit it again before the other."""
+    rule = PriorityRule(enabled=True, aging_rate=1.0, preemption_threshold=2)
+    sched = Scheduler(Limits(100, 4, 1, 100, 64, priority=rule))
+    for handle, priority, arrival in ((0, 0, 0.0), (1, 5, 90.0)):
+        plain = request(handle, [handle] * 4, 50, ignore_eos=True)
+        sched.add(dataclasses.replace(plain, priority=priority, arrival=arrival))
+    for _ in range(5):
+        plan = sched.plan(100.0)
+        assert plan is not None
+        assert [row.handle for row in plan.rows] == [0], "100 against 5 + 10"
+        sched.commit(plan, StepResult([1]), 100.0)
+    assert sched.preemptions == 0
+
+
+def test_the_first_request_that_may_preempt_gets_the_slot_it_makes_free() -> None:
+    """An aged request that may not preempt is first in the order; it does not take what another one gets."""
+    rule = PriorityRule(enabled=True, aging_rate=1.0, preemption_threshold=2)
+    sched = Scheduler(Limits(100, 4, 1, 100, 64, priority=rule))
+    for handle, priority, arrival in ((0, 1, 80.0), (1, 0, 0.0), (2, 9, 85.0)):
+        plain = request(handle, [handle] * 4, 50, ignore_eos=True)
+        sched.add(dataclasses.replace(plain, priority=priority, arrival=arrival))
+        if handle == 0:
+            plan = sched.plan(90.0)
+            assert plan is not None
+            sched.commit(plan, StepResult([1]), 90.0)
+    plan = sched.plan(90.0)
+    assert plan is not None
+    assert [row.handle for row in plan.rows] == [2]
+    assert sched.preemptions == 1
+
+
+@pytest.mark.parametrize(("under_way", "preempts"), [(200, False), (0, True)])
+def test_a_request_preempts_only_if_the_step_has_tokens_for_it(under_way: int, preempts: bool) -> None:
+    sched = Scheduler(Limits(400, 4, 2, 100, 16, priority=PRIORITY))
+
+    def step() -> None:
+        plan = sched.plan()
+        assert plan is not None
+        sched.commit(plan, StepResult([1] * sum(row.sample for row in plan.rows)))
+
+    sched.add(asked(0, [1] * 4, 50, 0))
+    sched.add(asked(1, [2] * (under_way or 4), 50, 9))
+    step()
+    sched.add(asked(2, [3] * 4, 50, 5))
+    step()
+    assert sched.preemptions == preempts, "the prompt of priority 9 takes every step's tokens while it is under way"

@@ -103,11 +103,22 @@ def test_chunk_tokens_go_to_the_more_important_prompt_first(policy: str, fairnes
     assert sched.preemptions == 0
 
 
-def test_no_more_prompts_are_begun_than_may_be_under_way() -> None:
+def test_the_cap_on_unfinished_prompts_never_delays_a_more_important_one() -> None:
     sched = Scheduler(limits(step_tokens=16, max_partial_prefills=2))
     for handle in range(4):
         sched.add(important(handle, handle, 100))
-        assert rows(turn(sched))[0] == min(handle, 1)
+        assert rows(turn(sched)) == [handle]
+
+
+@pytest.mark.parametrize(("length", "starts"), [(8, True), (100, False)])
+def test_behind_too_many_unfinished_prompts_only_what_one_step_completes_may_start(length: int, starts: bool) -> None:
+    """Each prompt gets 16 tokens of a step's 64, so there is budget for others behind the two under way."""
+    sched = Scheduler(limits(step_tokens=64, max_partial_prefills=2, long_prefill_tokens=16))
+    for handle in range(2):
+        sched.add(important(handle, 5, 100))
+    assert rows(turn(sched)) == [0, 1]
+    sched.add(important(2, 5, length))
+    assert rows(turn(sched)) == ([0, 1, 2] if starts else [0, 1])
 
 
 def test_the_most_important_row_gets_the_last_page_and_is_sent_back_last() -> None:

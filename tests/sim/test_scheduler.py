@@ -10,9 +10,12 @@ import pytest
 
 from baton.errors import PromptTooLong, QueueFull
 from baton.request import FinishReason
+from baton.sched.classes import parse_classes
+from baton.sched.fairness import FairnessRules
 from baton.sched.limits import Limits
 from baton.sched.plan import INVALID_TOKEN, StepPlan, StepResult
 from baton.sched.scheduler import Scheduler
+from baton.sched.tenants import TenantRules
 from tests.support.sched_sim import VOCAB, Node, random_prompt, reference, request
 
 
@@ -204,8 +207,8 @@ def test_short_prompts_fill_the_budget_however_few_may_stay_unfinished(policy: s
     assert node.steps < 4
 
 
-def test_room_that_a_finished_prompt_makes_goes_to_the_first_in_order() -> None:
-    """Room for one unfinished prompt, taken by 0; 1 is due before it and 2 after it."""
+def test_a_prompt_that_precedes_the_unfinished_one_starts_before_it() -> None:
+    """One unfinished prompt is allowed, and that is 0; 1 is due before it and 2 after it."""
     node = Node(Limits(400, 4, 32, 100, 16, policy="edf", max_partial_prefills=1, role="prefill"), depth=1)
 
     def due(handle: int, length: int, at: float) -> None:
@@ -218,5 +221,71 @@ def test_room_that_a_finished_prompt_makes_goes_to_the_first_in_order() -> None:
     due(2, 8, 900.0)
     plan = node.sched.plan()
     assert plan is not None
-    assert [row.handle for row in plan.rows] == [0, 1, 2]
+    assert [row.handle for row in plan.rows] == [1, 0, 2]
     assert plan.num_tokens == 16
+
+
+@pytest.mark.parametrize("share", ["none", "classes", "tenants"])
+def test_others_pass_a_request_that_waits_for_pages_and_do_not_delay_it(share: str) -> None:
+    """Request 0 holds a quarter of the pool for long; request 1 needs most of it and waits for 0, the others do not."""
+    rules = FairnessRules(
+        classes=parse_classes("small:8,large:1")[0] if share == "classes" else FairnessRules().classes,
+        tenants=TenantRules() if share == "tenants" else None,
+    )
+    node = Node(Limits(100, 4, 32, 100, 64, fairness=rules, radix_cache=False), depth=1)
+
+    def add(handle: int, length: int, answer: int, who: str) -> None:
+        req = request(handle, [handle % VOCAB] * length, answer, ignore_eos=True)
+        node.sched.add(dataclasses.replace(req, arrival=float(handle), priority_class=who, tenant=who))
+
+    add(0, 20, 80, "small")
+    node.step()
+    add(1, 340, 4, "large")
+    started = {}
+    handle = 1
+    while 1 not in node.finished:
+        if handle < 200:
+            handle += 1
+            add(handle, 8, 4, "small")
+        node.step()
+        for done in node.outputs:
+            started.setdefault(done, node.steps)
+        assert node.steps < 400, "the large request starves"
+    before_it = [h for h in started if h > 1 and started[h] < started[1]]
+    assert len(before_it) >= 50, "the small requests wait for the large one"
+    assert max(started[h] - h for h in before_it) < 20
+    assert started[1] - 80 < 20, "the large request waits for those that passed it"
+
+
+def test_a_request_that_waits_for_all_pages_is_not_passed_for_ever() -> None:
+    """What passes it adds to its reservation; with a full one, nothing passes until it has started."""
+    node = Node(Limits(100, 4, 32, 1000, 64, radix_cache=False), depth=1)
+    node.sched.add(request(0, [1] * 60, 240, ignore_eos=True))
+    node.step()
+    node.sched.add(request(1, [2] * 396, 4, ignore_eos=True))
+    handle = 1
+    while not node.outputs.get(1):
+        handle += 1
+        node.sched.add(request(handle, [3] * 8, 40, ignore_eos=True))
+        node.step()
+        assert node.steps < 400, "the large request starves"
+    assert len(node.outputs) >= 5, "others passed it at first"
+
+
+@pytest.mark.parametrize("skip", [0, 2])
+def test_skip_ahead_bounds_how_many_requests_are_passed_over(skip: int) -> None:
+    node = Node(Limits(100, 4, 32, 100, 64, radix_cache=False, admission_skip_ahead=skip), depth=1)
+    node.sched.add(request(0, [1] * 60, 240, ignore_eos=True))
+    node.step()
+    for handle in (1, 2, 3):
+        node.sched.add(request(handle, [2] * 300, 4, ignore_eos=True))
+    for handle in (4, 5):
+        node.sched.add(request(handle, [3] * 4, 4, ignore_eos=True))
+    plan = node.sched.plan()
+    assert plan is not None
+    assert {row.handle for row in plan.rows} == {0}
+    node.flight.append(plan)
+    node.sched.abort(3)
+    plan = node.sched.plan()
+    assert plan is not None
+    assert {row.handle for row in plan.rows} >= ({4, 5} if skip else set())

@@ -78,6 +78,7 @@ class Weather:
                 preemption_threshold=rng.choice([0, 3]),
             ),
             max_partial_prefills=rng.choice([1, 4]),
+            admission_skip_ahead=rng.choice([0, 1, 8]),
             preemption_mode=rng.choice(["recompute", "cache", "offload", "auto"]),
             host_pages=rng.choice([0, 0, 4, 60]),
             max_preemptions_per_request=rng.choice([1, 8]),

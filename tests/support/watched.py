@@ -5,10 +5,11 @@ Nothing here reuses the planner's arithmetic: orders, needs, holders and gaps ar
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from array import array
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import pytest
@@ -17,6 +18,7 @@ from baton.cache.radix import Node
 from baton.sched.limits import Limits
 from baton.sched.mix import uniform
 from baton.sched.plan import StepPlan, StepResult
+from baton.sched.planner import Reservation
 from baton.sched.policy import HOPELESS, LOWEST_PRIORITY, Adaptive, Edf, ShortFirst, SrptAging
 from baton.sched.scheduler import Scheduler
 from baton.sched.seq import Seq, SeqState
@@ -49,9 +51,8 @@ class Before:
     waiting: set[int]
     opening: set[int]
     decoding: set[int]
-    partial: int
-    """Prompts under way."""
     evictions: int
+    reservation: Reservation | None
 
 
 class WatchedScheduler(Scheduler):
@@ -122,8 +123,8 @@ class WatchedScheduler(Scheduler):
             waiting={seq.handle for seq in state.waiting},
             opening={seq.handle for seq in state.opening},
             decoding={seq.handle for seq in running if _decodes(seq)},
-            partial=sum(_left(seq) > 0 and not _decodes(seq) and _wants(seq) for seq in running),
             evictions=self._evictions,
+            reservation=copy.copy(self._planner._reservation),
         )
 
     def _facts(self) -> list[Fact]:
@@ -216,7 +217,7 @@ class WatchedScheduler(Scheduler):
         decode, prompts = ranks[: plan.num_decode], [rank[:1] for rank in ranks[plan.num_decode :]]
         assert decode == sorted(decode), "decode rows are not in order"
         self.checked["order of decode rows"] += len(decode) > 1
-        if not self.limits.fairness.enabled and before.partial < self.limits.max_partial_prefills:
+        if not self.limits.fairness.enabled:
             assert prompts == sorted(prompts), "a prompt went before a more important one"
 
     def _check_holders(self) -> None:
@@ -295,11 +296,51 @@ class WatchedScheduler(Scheduler):
             self.checked["order"] += 1
             if isinstance(self._state.policy, ShortFirst):
                 assert self._state.policy._weight == pytest.approx(before.ratio, rel=0.06)
-            assert came == queue[: len(came)], f"{self.limits.policy}: {came} were admitted of {queue}"
+            assert came == [h for h in queue if h in came], f"{self.limits.policy}: {came} were admitted of {queue}"
+            if came and queue[0] != came[0]:
+                self.checked["passed a request without room"] += 1
+                self._check_lacks_room(before, plan, alive[queue[0]], came)
 
     def _preempted(self, before: Before) -> bool:
         now = {seq.handle: seq.preemptions for seq in self._state.seqs.values()}
         return any(now.get(handle, count) != count for handle, count in before.preemptions.items())
+
+    def _check_lacks_room(self, before: Before, plan: StepPlan, first: Seq, came: list[int]) -> None:
+        """The first of the queue was passed because it lacks pages even without those that passed it.
+
+        Other reasons: too many unfinished prompts precede it, or it leaves pages to another one.
+        """
+        if first.pages or self._is_capped(first, plan) or self._leaves_pages(first, before):
+            return
+        need = self._need(first, before.ratio, without=came)
+        available = self._available_to(first) + sum(len(self._state.seqs[h].private) for h in came)
+        assert need > available, f"request {first.handle} needs {need} of {available} pages and was passed by {came}"
+
+    def _is_capped(self, seq: Seq, plan: StepPlan | None) -> bool:
+        """Too many unfinished prompts precede it, and the tokens left over in this step do not complete it."""
+        state, limits = self._state, self.limits
+        unfinished = [s for s in state.running.values() if _left(s) > 0 and not _decodes(s) and _wants(s)]
+        ahead = sum(self._importance(s) >= self._importance(seq) for s in unfinished)
+        together = state.policy.redecides_chunks or limits.priority.enabled
+        if not together or ahead < limits.max_partial_prefills:
+            return False
+        cached = state.memory.cache.peek(seq.tokens.tobytes(), seq.req.namespace, len(seq.tokens) - 1)
+        return len(seq.tokens) - cached > limits.step_tokens - (plan.num_tokens if plan is not None else 0)
+
+    def _leaves_pages(self, seq: Seq, before: Before) -> bool:
+        """Another request waits for pages, and those that passed it hold, with this one, more than the rest."""
+        state, limits = self._state, self.limits
+        held = before.reservation or self._planner._reservation
+        if held is None or held.seq is seq or self._importance(seq) > self._importance(held.seq):
+            return False
+
+        def at_end(one: Seq) -> int:
+            total = len(one.tokens) + one.inflight + self._rest(one, before.ratio)
+            return max(-(-total // limits.page_size), len(one.pages))
+
+        passed = sum(at_end(s) for s in state.running.values() if s.admitted_step >= held.since)
+        set_aside = min(held.passed_pages, at_end(held.seq)) + int(limits.watermark * limits.num_pages)
+        return passed + at_end(seq) > limits.num_pages - set_aside
 
     def _check_work_conserved(self, before: Before, plan: StepPlan | None) -> None:
         """Budget is left over only when nobody could use it."""
@@ -318,17 +359,14 @@ class WatchedScheduler(Scheduler):
         if limits.step_tokens - used < page or prompts == limits.prefill_max_requests:
             return
         rows = {row.handle for row in plan.rows} if plan is not None else set()
-        partial = 0
         for seq in state.running.values():
             left = _left(seq)
             is_prompt = left > 0 and not _decodes(seq) and _wants(seq)
-            partial += is_prompt
             if is_prompt and seq.handle not in rows:
                 self.checked["unfinished prompt passed over"] += 1
                 need = -(-(seq.computed + min(left, limits.step_tokens - used)) // page) - len(seq.pages)
                 assert memory.available < need, f"request {seq.handle} had pages and budget for its next chunk"
-        together = state.policy.redecides_chunks or limits.priority.enabled
-        if not state.slots or (together and partial >= limits.max_partial_prefills):
+        if not state.slots:
             return
         if limits.policy in CACHE_AWARE and (prompts or self._evictions != before.evictions):
             return  # the tree has changed since the order was made
@@ -343,25 +381,30 @@ class WatchedScheduler(Scheduler):
         head = order[0]
         if head.pages:
             return  # parked: it needs no prefix
+        if self._is_capped(head, plan) or self._leaves_pages(head, before):
+            return
         need, available = self._need(head, before.ratio), self._available_to(head)
         assert need > available, (
             f"request {head.handle} needed {need} of {available} pages and was not admitted, "
             f"{limits.step_tokens - used} tokens of budget were left: {plan and plan.stopped_by}"
         )
 
-    def _need(self, seq: Seq, ratio: float) -> int:
+    def _rest(self, one: Seq, ratio: float) -> int:
+        left = one.max_new_tokens - (len(one.tokens) - one.prompt_len) - one.inflight
+        if one.is_lease:
+            return 0
+        return left if one.req.params.ignore_eos else int(min(left, self.limits.clip_new_tokens) * ratio)
+
+    def _need(self, seq: Seq, ratio: float, without: Sequence[int] = ()) -> int:
         """Pages that must be available before `seq` is let in: its prompt, its answer, and the growth of the others."""
         state, limits, page = self._state, self.limits, self.limits.page_size
 
         def rest(one: Seq) -> int:
-            left = one.max_new_tokens - (len(one.tokens) - one.prompt_len) - one.inflight
-            if one.is_lease:
-                return 0
-            return left if one.req.params.ignore_eos else int(min(left, limits.clip_new_tokens) * ratio)
+            return self._rest(one, ratio)
 
         cached = state.memory.cache.peek(seq.tokens.tobytes(), seq.req.namespace, len(seq.tokens) - 1)
         need = -(-len(seq.tokens) // page) - cached // page
-        others = [*state.running.values(), *state.transfer.values()]
+        others = [s for s in (*state.running.values(), *state.transfer.values()) if s.handle not in without]
         if not others and not state.leased:
             return need
         need += -(-rest(seq) // page) + int(limits.watermark * limits.num_pages)

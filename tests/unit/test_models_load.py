@@ -78,9 +78,7 @@ def test_a_start_refuses_what_headers_and_memory_show(tmp_path, monkeypatch):
     path = checkpoint(tmp_path)
     check(build({}), path)
     monkeypatch.setattr(checkpoint_module, "available_memory", lambda: 2**20)
-    with pytest.raises(
-        ConfigError, match=r"2 engines need 0\.00 GiB for weights and 0\.25 GiB for KV pools"
-    ):
+    with pytest.raises(ConfigError, match=r"2 engines need 0\.00 GiB for weights and 0\.25 GiB for KV pools"):
         check(build({}), path, 2)
     monkeypatch.setattr(checkpoint_module, "available_memory", lambda: None)
     check(build({"kv_pool_mib": 10**9}), path)

@@ -7,8 +7,9 @@
 tenants has had least. What the planner plans for a candidate is charged before the next one is asked for.
 
 * A tenant at its limit (`max_running`, `max_kv_tokens`) is skipped with everything it has waiting; others pass.
-* A candidate for which there are no pages or slots keeps its class's turn, and nobody is admitted before it; prompts
-  under way go on. So neither small requests nor another class can keep a large request out for ever.
+* A candidate for which there are no pages is passed over: other tenants of its class follow, then its own tenant's
+  later requests, then other classes. The planner keeps pages for it (Planner._may_pass_reservation), so that those
+  that pass cannot keep it out for ever. A class whose requests all lack pages has no turn.
 * Recomputed tokens (after a retraction or preemption) are charged again: they are work. Tokens found in the cache cost
   a class nothing and a tenant `cached_weight` of computed ones. On D, fetched prompt tokens count as computed.
 * With one class and no tenants the order is the policy's own.
@@ -21,6 +22,8 @@ from __future__ import annotations
 
 import functools
 import heapq
+import itertools
+import math
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -74,67 +77,69 @@ class FairnessRules:
 class _Lane:
     """What one class has to offer in this step. Candidates are taken from the policy's order as far as needed."""
 
-    def __init__(self, counters: VirtualCounters, tenants: Iterable[str], pull: Callable[[str], bool]) -> None:
+    def __init__(
+        self, counters: VirtualCounters, tenants: Iterable[str], pull: Callable[[str], bool], most_skipped: int
+    ) -> None:
         """`pull`: look for a tenant's next candidate and put it into its queue; False when it has no more."""
         self.first: deque[Seq] = deque()
         self.queues: dict[str, deque[Seq]] = {tenant: deque() for tenant in tenants}
-        self.under_way = 0
+        self.ahead = 0
+        """Unfinished prompts among those handed out."""
         self.pending = 0
         """Prompts under way in the queues, or still to come into them."""
         self._pull = pull
         self._counters = counters
         self._stopped: set[str] = set()
-        """Tenants whose first waiting request may not start."""
-        self._passed: dict[str, deque[Seq]] = {}
-        """Waiting requests that found too many prompts under way, to be tried again when one is finished."""
+        """Tenants whose limits keep their first waiting request from starting."""
+        self._last: set[str] = set()
+        """Tenants whose first waiting request could not start: the class's others go first."""
+        self._skips_left = most_skipped
         self._heap: list[tuple[float, int, str]] | None = None
 
-    def next(self, may_start: Callable[[Seq], bool], has_room: Callable[[], bool]) -> Seq | None:
-        """The next candidate: a prompt under way, or a request that may start now. Those without room wait aside."""
+    def skip(self, tenant: str) -> None:
+        """A waiting request handed out could not start."""
+        self._skips_left -= 1
+        self._last.add(tenant)
+
+    def next(self, may_start: Callable[[Seq], bool], has_room: Callable[[Seq], bool]) -> Seq | None:
+        """The next candidate: a prompt under way, or a request that may start now."""
         if self.first:
             return self.first.popleft()
         if self._heap is None:
             # Equal counters: who has been waiting longer without a break.
-            self._heap = [(self._counters[tenant], i, tenant) for i, tenant in enumerate(self.queues)]
+            self._heap = [(self._rank(tenant), i, tenant) for i, tenant in enumerate(self.queues)]
             heapq.heapify(self._heap)
-        while self._heap or (self._passed and has_room()):
-            if not self._heap:
-                self._heap = [(self._counters[tenant], i, tenant) for i, tenant in enumerate(self._passed)]
-                heapq.heapify(self._heap)
-            counter, i, tenant = self._heap[0]
-            if counter != self._counters[tenant]:
-                heapq.heapreplace(self._heap, (self._counters[tenant], i, tenant))
+        while self._heap:
+            rank, i, tenant = self._heap[0]
+            if rank != self._rank(tenant):
+                heapq.heapreplace(self._heap, (self._rank(tenant), i, tenant))
             elif (seq := self._next_of(tenant, may_start, has_room)) is not None:
                 return seq
             else:
                 heapq.heappop(self._heap)
         return None
 
-    def _next_of(self, tenant: str, may_start: Callable[[Seq], bool], has_room: Callable[[], bool]) -> Seq | None:
+    def _rank(self, tenant: str) -> float:
+        return math.inf if tenant in self._last else self._counters[tenant]
+
+    def _next_of(self, tenant: str, may_start: Callable[[Seq], bool], has_room: Callable[[Seq], bool]) -> Seq | None:
         queue = self.queues[tenant]
         while queue or self._pull(tenant):
-            if not self.pending and (tenant in self._stopped or not has_room()):
+            is_closed = tenant in self._stopped or self._skips_left < 0
+            if not self.pending and is_closed:
                 break
             seq = queue.popleft()
             if seq.state is SeqState.RUNNING:
                 self.pending -= 1
                 return seq
-            if tenant in self._stopped:
+            if is_closed:
                 continue
-            if not has_room():
-                self._passed.setdefault(tenant, deque()).append(seq)
+            if not has_room(seq):
+                self._skips_left -= 1
             elif may_start(seq):
                 return seq
             else:
                 self._stopped.add(tenant)
-        passed = self._passed.get(tenant)
-        if passed and has_room():
-            seq = passed.popleft()
-            if not passed:
-                del self._passed[tenant]
-            if tenant not in self._stopped and may_start(seq):
-                return seq
-            self._passed.pop(tenant, None)
         return None
 
 
@@ -230,7 +235,9 @@ class Fairness:
         *,
         together: bool = False,
         has_slot: Callable[[], bool] = lambda: True,
+        completes: Callable[[Seq], bool] = lambda seq: False,
         most: int = sys.maxsize,
+        most_skipped: int = 0,
     ) -> Iterator[Seq]:
         """Candidates in the order in which the planner should try them. What it plans must be charged at once.
 
@@ -240,15 +247,18 @@ class Fairness:
             holders: every sequence that holds pages now.
             together: `order` holds those under way as well, and they go where the policy puts them.
             has_slot: asked before a waiting sequence is handed out.
-            most: prompts that may be under way at once; each class may have one all the same.
+            completes: would this step compute all of a waiting sequence?
+            most: a request starts only if fewer unfinished prompts were handed out before it, none of its class, or
+                this step completes it.
+            most_skipped: waiting sequences that could not start, per class, after which no further one is handed out.
         """
-        lanes = self._lanes(under_way, order, together)
+        lanes = self._lanes(under_way, order, together, most_skipped)
         ready = {c for c, lane in enumerate(lanes) if lane.first or lane.queues}
         if not ready:
             self._rounds.settle()
         for idle in set(range(len(lanes))) - ready:
             self._rounds.leave(idle)
-        begun = len(under_way)
+        ahead = 0
         used = self._use(holders)
         is_open = True
         c = 0
@@ -256,8 +266,8 @@ class Fairness:
         def may_start(seq: Seq) -> bool:
             return is_open and self._fits(seq, used)
 
-        def has_room() -> bool:
-            return begun < most or not lanes[c].under_way
+        def has_room(seq: Seq) -> bool:
+            return ahead < most or not lanes[c].ahead or completes(seq)
 
         while ready:
             is_open = is_open and has_slot()
@@ -273,23 +283,23 @@ class Fairness:
             was = seq.state
             yield seq
             if seq.state is was and was is not SeqState.RUNNING:
-                is_open = False  # nobody is admitted before it, and its class keeps the turn
+                lanes[c].skip(self.tenant_of(seq.req))  # no pages for it: others may pass
                 continue
             if was is not SeqState.RUNNING and seq.state in _HOLDING:
                 self._count(seq, used)
-            # Only a prompt that this step leaves unfinished takes room.
-            change = (seq.state is SeqState.RUNNING and is_partial(seq)) - (was is SeqState.RUNNING)
-            begun += change
-            lanes[c].under_way += change
+            is_ahead = seq.state is SeqState.RUNNING and is_partial(seq)
+            ahead += is_ahead
+            lanes[c].ahead += is_ahead
 
-    def head(self, waiting: Iterable[Seq], holders: Iterable[Seq]) -> Seq | None:
-        """The waiting sequence that should start next. Changes nothing."""
+    def heads(self, waiting: Iterable[Seq], holders: Iterable[Seq], count: int) -> Iterator[Seq]:
+        """The waiting sequences that should be tried first. Changes nothing, once it is exhausted or closed."""
         saved = self._rounds.saved()
-        seq = next(self.merge((), waiting, holders), None)
-        self._rounds.restore(saved)
-        return seq
+        try:
+            yield from itertools.islice(self.merge((), waiting, holders, most_skipped=count), count)
+        finally:
+            self._rounds.restore(saved)
 
-    def _lanes(self, under_way: Sequence[Seq], order: Iterable[Seq], together: bool) -> list[_Lane]:
+    def _lanes(self, under_way: Sequence[Seq], order: Iterable[Seq], together: bool, most_skipped: int) -> list[_Lane]:
         source = iter(order)
         lanes: list[_Lane] = []
 
@@ -302,10 +312,9 @@ class Fairness:
             return False
 
         for c, (counters, waiting) in enumerate(zip(self._counters, self._waiting, strict=True)):
-            lanes.append(_Lane(counters, waiting, functools.partial(pull, c)))
+            lanes.append(_Lane(counters, waiting, functools.partial(pull, c), most_skipped))
         for seq in under_way:
             lane = lanes[self.class_of(seq)]
-            lane.under_way += 1
             if together:
                 lane.queues.setdefault(self.tenant_of(seq.req), deque())
                 lane.pending += 1

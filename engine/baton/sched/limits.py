@@ -15,7 +15,7 @@ class Limits:
     max_running_requests: int
     max_queued_requests: int
     step_tokens: int
-    """Token budget of one step: min(chunked_prefill_size, max_prefill_tokens)."""
+    """Token budget of one step (EngineConfig.step_tokens)."""
     prefill_max_requests: int | None = None
     reserved_decode_tokens: int = 512
     role: str = "null"
@@ -46,7 +46,13 @@ class Limits:
     policy_params: PolicyParams = field(default_factory=PolicyParams)
     priority: PriorityRule = field(default_factory=PriorityRule)
     max_partial_prefills: int = 4
-    """Prompts that may be under way at once when the policy re-decides per chunk: they hold pages while suspended."""
+    """A request does not start behind so many unfinished prompts, unless one step completes it: they hold pages."""
+    admission_skip_ahead: int = 8
+    """Waiting requests that could not start and that a step passes over, per class."""
+    is_chunked: bool = True
+    """Prompts may be split over several steps."""
+    long_prefill_tokens: int = 0
+    """Most tokens of one prompt per step; 0: as many as the step's budget allows."""
     preemption_mode: str = "cache"
     """What becomes of a preempted request's KV: recompute, cache, offload, auto (docs/scheduling/preemption.md)."""
     host_pages: int = 0

@@ -114,6 +114,10 @@ class Memory:
         """Pages that a sequence is expected to still take."""
         return max(self.pages(seq.total_len + self.answer_tokens(seq)) - len(seq.pages), 0)
 
+    def pages_at_end(self, seq: Seq) -> int:
+        """Pages that a sequence is expected to hold at its end."""
+        return self.pages(seq.total_len + self.answer_tokens(seq))
+
     def total_growth(self, seqs: Iterable[Seq]) -> int:
         """The sum of `growth`, without a call per sequence: it is taken in every step that a waiting request sees."""
         page_size, clip, ratio = self.page_size, self.ratio.clip, self.ratio.value

@@ -19,8 +19,8 @@ from __future__ import annotations
 import itertools
 import sys
 from array import array
-from collections import deque
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 
 from baton.cache.radix import Match
 from baton.sched.fairness import Fairness
@@ -31,8 +31,23 @@ from baton.sched.seq import Seq, SeqState, is_partial, partial_of
 from baton.sched.state import State
 
 UNKNOWN = array("i", (UNKNOWN_TOKEN,))
+MAX_PREEMPTORS = 16
+"""Waiting requests that a plan asks whether they may preempt."""
 NO_PAGES = array("i")
 """Shared by all rows that decode: rows are read only."""
+
+
+@dataclass(slots=True)
+class Reservation:
+    """Pages kept for a waiting request that did not fit."""
+
+    seq: Seq
+    since: int
+    """Step from which on admitted requests have passed it."""
+    passed_pages: int = 0
+    """Pages given to requests that passed it, expected growth included."""
+    was_tried: bool = True
+    """It did not fit in this plan either."""
 
 
 class Planner:
@@ -44,8 +59,13 @@ class Planner:
         """Why the last plan took no further prompt tokens."""
         self.seconds_budget: float | None = None
         """What the prompts of the last plan were allowed to take."""
-        self._is_blocked = False
-        """A waiting sequence did not fit: this plan tries no further one."""
+        self._budget = 0
+        """Prompt tokens that this plan may still take."""
+        self._skipped = 0
+        """Waiting requests that this plan tried and could not start."""
+        self._reservation: Reservation | None = None
+        self._preemptor: Seq | None = None
+        """The waiting request that others were preempted for in this plan."""
         self.times = state.times
         self._prefill_run_secs: float | None = None
         """Predicted time of the steps without decode rows since the last step with some; None: that was it."""
@@ -88,6 +108,8 @@ class Planner:
                 return self.plan(now)  # the pages just freed may let another sequence run; each round frees one's
             if not state.running:
                 self._memory.ratio.on_idle()
+            elif state.planned_step == state.committed_step:
+                self._take_back(1)  # D: no answer finds a page, and transfers of which nothing has come hold some
             if not self._memory.has_copies:
                 return None
         if num_decode:
@@ -155,7 +177,9 @@ class Planner:
                 return
             match, short = self._transfer_needs(seq)
             if (short > 0 or not state.slots) and limits.priority.enabled:
-                victims = priority_victims(seq, short, state.running.values(), limits, memory.freed_by)
+                victims = priority_victims(
+                    seq, short, state.running.values(), limits, memory.freed_by, self._place(seq)
+                )
                 memory.cache.unlock(match.node)
                 for victim in victims:
                     state.preempt(victim, seq)
@@ -291,38 +315,62 @@ class Planner:
         return victim is not None and victim is not keep
 
     def _preempt_for_priority(self) -> None:
-        """Make room for the first waiting request by suspending running ones of clearly lower priority.
+        """Make room for the first waiting request that may preempt, by suspending running ones behind it in the order.
 
-        Triggered by slots and by pages.
+        Triggered by slots and by pages, and only if the request has tokens to compute in this very step.
         """
-        state = self._state
-        head = self._head() if state.waiting else None
-        if head is None:
+        state, rule = self._state, self._limits.priority
+        self._preemptor = None
+        if not state.waiting or not state.running:
             return
-        short = self._pages_for(head, self._memory.cached_pages(head)) - self._memory.available
-        if state.slots and short <= 0:
-            return
-        for seq in priority_victims(head, short, state.running.values(), self._limits, self._memory.freed_by):
-            state.preempt(seq, head)
+        least = min(map(rule.base, state.running.values()))
+        for seq in self._heads():
+            short = self._pages_for(seq, self._memory.cached_pages(seq)) - self._memory.available
+            if state.slots and short <= 0:
+                return
+            if rule.base(seq) - least <= rule.preemption_threshold or not self._could_run(seq):
+                continue
+            victims = priority_victims(
+                seq, short, state.running.values(), self._limits, self._memory.freed_by, self._place(seq)
+            )
+            for victim in victims:
+                state.preempt(victim, seq)
+            if victims:
+                self._preemptor = seq
+                return
 
-    def _head(self) -> Seq | None:
-        """The waiting sequence whose turn is next."""
+    def _heads(self) -> Iterator[Seq]:
+        """The first waiting sequences, in the order in which they would be tried."""
         waiting = (s for s in self._state.waiting.in_order() if not s.inflight_steps)
         fair = self._state.fair
-        return next(waiting, None) if fair is None else fair.head(waiting, self._state.holders())
+        if fair is not None:
+            return fair.heads(waiting, self._state.holders(), MAX_PREEMPTORS)
+        return itertools.islice(waiting, MAX_PREEMPTORS)
+
+    def _could_run(self, seq: Seq) -> bool:
+        """Would a waiting sequence get tokens in this step, after decode rows and the prompts that precede it?"""
+        limits, running = self._limits, self._state.running.values()
+        decoding = sum(s.is_decoding for s in running)
+        if decoding and limits.prefill_first and not limits.mixed_chunk and not self._skips_decode():
+            return False
+        key, is_first = self._place(seq)[0], not self._state.policy.redecides_chunks
+        ahead = [s for s in partial_of(running) if s.place[0] < key or (is_first and s.place[0] == key)]
+        self._budget = max(limits.step_tokens - decoding, limits.page_size) - sum(s.extend_tokens for s in ahead)
+        if self._budget <= 0 or (limits.prefill_max_requests is not None and len(ahead) >= limits.prefill_max_requests):
+            return False
+        return self._completes(seq) or (len(ahead) < limits.max_partial_prefills and self._budget >= limits.page_size)
 
     # ------------------------------------------------------------------ prefill
 
     def _plan_prefill(self, rows: list[Row], admitted: list[Admitted], num_decode: int) -> Stop:
         self._reserved = None  # decode rows have changed it
         limit = self._limits.prefill_max_requests
-        budget = max(self._limits.step_tokens - num_decode, self._limits.page_size)
+        self._budget = max(self._limits.step_tokens - num_decode, self._limits.page_size)
         self.seconds_budget = seconds = self._prompt_seconds(num_decode)
         started = 0
         blocked: Stop | None = None
-        self._is_blocked = False
         for seq in self._prefill_candidates():
-            if budget <= 0:
+            if self._budget <= 0:
                 return Stop.TOKEN_BUDGET
             if limit is not None and started >= limit:
                 return Stop.MAX_REQUESTS
@@ -333,14 +381,15 @@ class Planner:
             is_first = is_new and seq.cached_tokens < 0
             before = self._memory.growth(seq) if not is_new or seq.handle in self._state.parked else 0
             if is_new:
-                # One that cannot be admitted blocks those behind it; prompts under way go on.
-                blocked = self._admit(seq)
-                if blocked is not None:
-                    self._is_blocked = True
+                if not self._has_budget_for(seq, seconds, is_first=not started):
+                    return Stop.TOKEN_BUDGET
+                # Prompts under way go on beside one that cannot be admitted; so may others (_may_pass_reservation).
+                if (stop := self._admit(seq)) is not None:
+                    blocked = blocked or stop
                     continue
             else:
                 self._memory.adopt_prefix(seq)
-            n = self._chunk(seq, budget, seconds, is_first=not started)
+            n = self._chunk(seq.computed, seq.extend_tokens, seconds, is_first=not started)
             if n and not self._memory.extend(seq, seq.computed + n):
                 if is_new:
                     self._state.unadmit(seq)
@@ -348,10 +397,12 @@ class Planner:
                     # Nothing else runs that could free pages: let the youngest prompt give way.
                     self._retract_for(seq)
                 return Stop.NO_PAGES
+            if n == 0:
+                if is_new:  # the host tier had more of it than the tree
+                    self._state.unadmit(seq)
+                return Stop.TOKEN_BUDGET
             if is_new:
                 self._state.stats.on_admitted(seq, self._state.now)
-            if n == 0:
-                return Stop.TOKEN_BUDGET
             if seconds is not None:
                 seconds -= self.times.chunk_seconds(seq.computed, n)
             if self._state.fair is not None:
@@ -360,7 +411,7 @@ class Planner:
             if self._reserved is not None:
                 self._reserved += self._memory.growth(seq) - before
             self._memory.publish(seq)
-            budget -= n
+            self._budget -= n
             started += 1
         if blocked is None and self._state.waiting and not self._state.slots:
             return Stop.NO_SLOT
@@ -369,43 +420,62 @@ class Planner:
     def _prefill_candidates(self) -> Iterator[Seq]:
         """Prompts under way, then the waiting queue in policy order; or both in policy order if it re-decides.
 
-        More important requests come first in any case.
+        More important requests come first in any case. The one with the reservation is tried at the latest when all
+        others have been.
         """
         state = self._state
-        together = state.policy.redecides_chunks or self._limits.priority.enabled
+        self._skipped = 0
+        self._check_reservation()
         unfinished = partial_of(state.running.values())
+        together = state.policy.redecides_chunks or self._limits.priority.enabled
         if state.fair is not None:
             yield from self._fair_candidates(state.fair, unfinished, together)
-            return
-        # A retracted sequence with a row in flight waits for that step's commit.
+        else:
+            yield from self._ordered_candidates(unfinished, together)
+        held = self._reservation
+        if held is not None and not held.was_tried and state.slots and self._can_start(held.seq):
+            yield held.seq
+
+    def _ordered_candidates(self, unfinished: list[Seq], together: bool) -> Iterator[Seq]:
+        """All of `unfinished`, and those of the waiting queue that may start.
+
+        Where both compete, a request starts only if this step completes it, or if fewer than max_partial_prefills
+        unfinished prompts precede it: those behind it hold back nothing.
+        """
+        state = self._state
         if not together:
             yield from unfinished
-            for seq in state.waiting.in_order() if state.slots and state.waiting else ():
-                if self._is_blocked:
-                    return
-                if not seq.inflight_steps:
-                    yield seq
-            return
-        ahead, room = len(unfinished), self._limits.max_partial_prefills - len(unfinished)
-        passed: deque[Seq] = deque()
-        for seq in state.waiting.in_order(unfinished):
-            is_new = seq.state is SeqState.WAITING
-            may_admit = state.slots and not self._is_blocked
-            if not ahead and (room <= 0 or not may_admit):
-                break
-            if is_new and (seq.inflight_steps or not may_admit):
-                continue
-            if is_new and room <= 0:
-                passed.append(seq)
-                continue
-            ahead -= not is_new
+            if not state.slots or not state.waiting:
+                return
+        to_come, ahead = len(unfinished) if together else 0, 0
+        for seq in state.waiting.in_order(unfinished if together else ()):
+            if seq.state is SeqState.WAITING:
+                if seq.inflight_steps:
+                    continue  # retracted: its row in flight is committed first
+                if not state.slots or not (self._may_skip or self._holds_reservation(seq)):
+                    if not to_come:
+                        return
+                    continue
+                if self._preemptor is not None and seq is not self._preemptor:
+                    continue  # the slot and the pages were taken for another
+                if ahead >= self._limits.max_partial_prefills and not self._completes(seq):
+                    self._skipped += 1
+                    continue
+            else:
+                to_come -= 1
             yield seq
-            # Only a prompt that this step leaves unfinished takes room.
-            room += (not is_new) - (seq.state is SeqState.RUNNING and is_partial(seq))
-            while passed and room > 0 and state.slots and not self._is_blocked:
-                seq = passed.popleft()
-                yield seq
-                room -= seq.state is SeqState.RUNNING and is_partial(seq)
+            if seq is self._preemptor:
+                self._preemptor = None
+            ahead += together and seq.state is SeqState.RUNNING and is_partial(seq)
+
+    @property
+    def _may_skip(self) -> bool:
+        """May another waiting request be tried, after those that could not start?"""
+        return self._skipped <= self._limits.admission_skip_ahead
+
+    def _completes(self, seq: Seq) -> bool:
+        """Would what is left of the step's budget compute all of this waiting request?"""
+        return seq.total_len - cached_tokens(seq, self._memory.cache) <= self._budget
 
     def _is_too_late(self, seq: Seq) -> bool:
         """Under --deadline-miss-action abort: no first token can come in time any more, so nothing is begun.
@@ -429,36 +499,55 @@ class Planner:
     def _fair_candidates(self, fair: Fairness, unfinished: list[Seq], together: bool) -> Iterator[Seq]:
         """The same with classes and tenants: the policy orders the requests of each."""
         state = self._state
-        had_slot = bool(state.slots)
+
+        def has_slot() -> bool:
+            return bool(state.slots) and self._skipped < sys.maxsize
+
+        if self._preemptor is not None:
+            yield self._preemptor
+            self._preemptor = None
 
         def order() -> Iterator[Seq]:
             for seq in state.waiting.in_order(unfinished if together else ()):
                 if seq.state is not SeqState.WAITING or not seq.inflight_steps:
                     yield seq
 
-        return fair.merge(
+        yield from fair.merge(
             unfinished,
             order(),
             state.holders(),
             together=together,
-            has_slot=lambda: bool(state.slots) if together else had_slot,
+            has_slot=has_slot,
+            completes=self._completes,
             most=self._limits.max_partial_prefills if together else sys.maxsize,
+            most_skipped=self._limits.admission_skip_ahead,
         )
 
-    def _chunk(self, seq: Seq, budget: int, seconds: float | None, *, is_first: bool) -> int:
-        """Tokens of this prompt to compute now: all, or whole pages so that chunks end at page boundaries.
+    def _has_budget_for(self, seq: Seq, seconds: float | None, *, is_first: bool) -> bool:
+        """Is there anything of a waiting request that this step could compute?"""
+        if seconds is None and self._budget >= self._limits.page_size and self._limits.is_chunked:
+            return True
+        cached = cached_tokens(seq, self._memory.cache)
+        return self._chunk(cached, seq.total_len - cached, seconds, is_first=is_first) > 0
 
-        By time alone it may be nothing, but the first prompt of a step gets a page: every prompt moves on.
+    def _chunk(self, start: int, left: int, seconds: float | None, *, is_first: bool) -> int:
+        """How many of a prompt's `left` tokens to compute now: all, or whole pages so that chunks end at page ends.
+
+        By time alone it may be nothing, but the first prompt of a step gets a page: every prompt moves on. Without
+        chunking it is all or nothing, and the first prompt of a step gets all.
         """
-        left = seq.extend_tokens
+        page_size, most = self._limits.page_size, self._budget
+        if not self._limits.is_chunked:
+            return left if left <= most or is_first else 0
+        if self._limits.long_prefill_tokens:
+            most = min(most, self._limits.long_prefill_tokens)
         if seconds is not None:
-            timed = self.times.chunk_tokens(seq.computed, seconds)
-            budget = min(budget, max(timed, self._limits.page_size) if is_first else timed)
-        if left <= budget:
+            timed = self.times.chunk_tokens(start, seconds)
+            most = min(most, max(timed, page_size) if is_first else timed)
+        if left <= most:
             return left
-        end = seq.computed + budget
-        aligned = end - end % self._limits.page_size
-        return max(aligned - seq.computed, 0)
+        end = start + most
+        return max(end - end % page_size - start, 0)
 
     def _admit(self, seq: Seq) -> Stop | None:
         """Give a waiting sequence a slot and its cached prefix, if it is expected to fit."""
@@ -466,12 +555,20 @@ class Planner:
         if not state.slots:
             return Stop.NO_SLOT
         match = memory.match(seq, len(seq.tokens) - 1)
-        if self._pages_for(seq, max(len(match.pages), len(seq.pages))) > memory.available:
+        need = self._pages_for(seq, max(len(match.pages), len(seq.pages)))
+        if need > memory.available or not self._may_pass_reservation(seq):
             memory.cache.unlock(match.node)
+            self._skipped += 1
+            if need > memory.available:
+                self._reserve_for(seq)
+                if memory.available <= memory.watermark + self._reserved_growth():
+                    self._skipped = sys.maxsize  # no request would fit
             return Stop.NO_PAGES
+        self._note_admission(seq)
         state.dequeue(seq)
         state.run(seq)
         seq.slot = state.slots.pop()
+        seq.admitted_step = state.planned_step
         if seq.pages:  # parked: it goes on where it was
             memory.cache.unlock(match.node)
             return None
@@ -493,6 +590,62 @@ class Planner:
         if seq.handle in state.parked:
             growth -= memory.growth(seq)
         return need + growth
+
+    # ------------------------------------------------------------------ reservation
+
+    def _reserve_for(self, seq: Seq) -> None:
+        """There were no pages for this waiting request: others that pass it leave it room from now on."""
+        held = self._reservation
+        if held is not None and held.seq is seq:
+            held.was_tried = True
+        elif held is None or self._is_more_important(seq, held.seq):
+            self._reservation = Reservation(seq, since=self._state.planned_step)
+
+    def _may_pass_reservation(self, seq: Seq) -> bool:
+        """May a request be admitted although another one waits for pages?
+
+        Each page given to one that passes is set aside for the one that waits, until all of its pages are. So those
+        that pass hold at most the rest of the pool, and it starts as soon as what ran before it has ended.
+        """
+        held, memory = self._reservation, self._memory
+        if held is None or held.seq is seq or self._is_more_important(seq, held.seq):
+            return True
+        if not self._state.running and not self._state.transfer and not self._state.leased:
+            return True
+        passed = sum(
+            len(s.pages) + memory.growth(s) for s in self._state.running.values() if s.admitted_step >= held.since
+        )
+        set_aside = min(held.passed_pages, memory.pages_at_end(held.seq)) + memory.watermark
+        return passed + memory.pages_at_end(seq) <= self._limits.num_pages - set_aside
+
+    def _note_admission(self, seq: Seq) -> None:
+        held = self._reservation
+        if held is None:
+            return
+        if held.seq is seq:
+            self._reservation = None
+        else:
+            held.passed_pages += self._memory.pages_at_end(seq)
+
+    def _holds_reservation(self, seq: Seq) -> bool:
+        return self._reservation is not None and self._reservation.seq is seq
+
+    def _check_reservation(self) -> None:
+        """Drop the reservation of a request that does not wait any more, or that its tenant's limits hold back."""
+        held = self._reservation
+        if held is not None and not self._can_start(held.seq):
+            held = self._reservation = None
+        if held is not None:
+            held.was_tried = False
+
+    def _can_start(self, seq: Seq) -> bool:
+        """Does it wait, within its tenant's limits?"""
+        fair = self._state.fair
+        return seq.state is SeqState.WAITING and (fair is None or any(fair.startable([seq], self._state.holders())))
+
+    def _is_more_important(self, seq: Seq, other: Seq) -> bool:
+        rule, now = self._limits.priority, self._state.now
+        return rule.key(seq, now) < rule.key(other, now)
 
     def _reserved_growth(self) -> int:
         if self._reserved is None:

@@ -44,22 +44,29 @@ def may_preempt(seq: Seq, limits: Limits) -> bool:
 
 
 def priority_victims(
-    head: Seq, short: int, running: Collection[Seq], limits: Limits, freed: Callable[[Seq], tuple[int, int]]
+    head: Seq,
+    short: int,
+    running: Collection[Seq],
+    limits: Limits,
+    freed: Callable[[Seq], tuple[int, int]],
+    place: tuple[float, float, int],
 ) -> list[Seq]:
     """Running sequences to suspend so that `head` gets a slot and `short` more pages; none if that cannot be had.
 
     All or nothing, and of all sets that are enough the one with the fewest tokens to compute again (`cheapest_cover`);
-    among equals the least important, then the newest. Only base priorities count, so that an aged request never evicts
-    and no two can evict each other in turn.
+    among equals the least important, then the newest. A victim's base priority is lower by more than the threshold, so
+    that an aged request never evicts, and it is behind `head` in the order, so that it is not admitted again before it:
+    no two can evict each other in turn.
 
     Args:
+        place: of `head` among the running (PriorityRule.place).
         freed: (pages that become available, tokens to compute again) when this sequence alone is suspended. What two
             victims share with nobody else is not counted for either: the set frees at least what it promises.
     """
     rule = limits.priority
     below = rule.base(head) - rule.preemption_threshold
     candidates = sorted(
-        (s for s in running if rule.base(s) < below and may_preempt(s, limits)),
+        (s for s in running if rule.base(s) < below and s.place > place and may_preempt(s, limits)),
         key=lambda s: (rule.base(s), -s.req.arrival, -s.handle),
     )
     gains, costs = [], []

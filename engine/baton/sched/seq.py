@@ -100,6 +100,8 @@ class Seq:
     """Prompt tokens that this request got from the cache instead of computing them; -1: has not run."""
     has_let_go: bool = False
     """It had pages and gave them up: what it finds in the cache now may be its own work."""
+    admitted_step: int = -1
+    """Steps that had been planned when it was last admitted."""
     born_tokens: int = 0
     """Prompt tokens the engine had computed when this request arrived."""
     has_started: bool = False

@@ -118,8 +118,11 @@ def _shrunk(value: float, name: str, run: Run) -> float:
     scale, page = run.sim.length_scale, run.engine.page_size
     if isinstance(value, float):
         return value / scale
+    if value < 0:
+        return value
     small = traces.scaled(value, scale)
-    return max(small - small % page, page) if name == "chunked_prefill_size" else small
+    in_pages = name in ("chunked_prefill_size", "long_prefill_token_threshold")
+    return max(small - small % page, page) if in_pages else small
 
 
 def _coarser(rules: TenantRules, run: Run) -> TenantRules:
@@ -242,7 +245,7 @@ def offered_seconds(run: Run, trace: Sequence[TraceRequest]) -> float:
     """
     model, engine = run.model, run.engine
     capacity = 0 if engine.disable_radix_cache else engine.max_total_tokens
-    step_tokens = min(engine.chunked_prefill_size, engine.max_prefill_tokens)
+    step_tokens = engine.step_tokens
     total = 0.0
     for request, cached in zip(trace, traces.cached_in_arrival_order(trace, capacity), strict=True):
         new = request.input_length - cached

@@ -2,7 +2,6 @@
 
 use std::sync::Arc;
 
-use axum::extract::rejection::{PathRejection, QueryRejection};
 use axum::extract::{Path, Query, Request, State};
 use axum::response::{IntoResponse, Response};
 use bytes::Bytes;
@@ -73,18 +72,17 @@ fn not_ready_because(app: &App) -> Option<RouteError> {
         })
 }
 
-/// Every ready worker is asked to generate something, which counts as one running request.
-pub async fn health_generate(State(app): State<Arc<App>>) -> Result<Response, RouteError> {
+/// Every ready worker is asked to generate something.
+pub async fn health_generate(State(app): State<Arc<App>>) -> Response {
     if let Some(err) = not_ready_because(&app) {
-        return Err(err);
+        return err.into_response();
     }
-    let _place = app.admission.enter(&app.metrics).await?;
     let head = Head {
         method: Method::GET,
         uri: Uri::from_static("/health_generate"),
         headers: app.worker_headers(),
     };
-    Ok(ask_all(&app, head, Bytes::new()).await)
+    ask_all(&app, head, Bytes::new()).await.0
 }
 
 pub async fn metrics(State(app): State<Arc<App>>) -> Response {
@@ -153,9 +151,8 @@ fn with_url(app: &App, url: &WorkerUrl) -> Option<Arc<Worker>> {
 
 pub async fn show_worker(
     State(app): State<Arc<App>>,
-    id: Result<Path<String>, PathRejection>,
+    Path(id): Path<String>,
 ) -> Result<Response, RouteError> {
-    let Path(id) = id?;
     let worker = find(&app, &id)?;
     Ok(answer(StatusCode::OK, &show(&app, &worker)))
 }
@@ -163,9 +160,8 @@ pub async fn show_worker(
 /// The story of a recent request, by the id it came or was answered with.
 pub async fn show_request(
     State(app): State<Arc<App>>,
-    id: Result<Path<String>, PathRejection>,
+    Path(id): Path<String>,
 ) -> Result<Response, RouteError> {
-    let Path(id) = id?;
     let story = app.requests.find(&id);
     let story = story.ok_or(RouteError::NoStory { id })?;
     Ok(answer(StatusCode::OK, &story))
@@ -173,9 +169,8 @@ pub async fn show_request(
 
 pub async fn remove_worker(
     State(app): State<Arc<App>>,
-    id: Result<Path<String>, PathRejection>,
+    Path(id): Path<String>,
 ) -> Result<Response, RouteError> {
-    let Path(id) = id?;
     let worker = find(&app, &id)?;
     app.registry.remove(worker.id);
     tracing::info!(url = %worker.url(), "worker removed");
@@ -191,9 +186,8 @@ pub async fn remove_worker(
 /// Like DELETE, but the worker stays visible until its requests have ended. Asking again changes nothing.
 pub async fn drain_worker(
     State(app): State<Arc<App>>,
-    id: Result<Path<String>, PathRejection>,
+    Path(id): Path<String>,
 ) -> Result<Response, RouteError> {
-    let Path(id) = id?;
     let worker = find(&app, &id)?;
     app.drain(&worker);
     let body = json!({
@@ -219,7 +213,7 @@ pub async fn add_worker(
     request: Request,
 ) -> Result<Response, RouteError> {
     let (parts, body) = request.into_parts();
-    let body = read_at_most(&app, body, &parts.headers, MAX_ADMIN_BODY).await?;
+    let body = read_at_most(body, &parts.headers, MAX_ADMIN_BODY, &app.config.limits).await?;
     let asked: NewWorker =
         serde_json::from_slice(&body).map_err(|err| RouteError::InvalidJson {
             detail: format!(
@@ -283,9 +277,8 @@ impl LegacyQuery {
 
 pub async fn legacy_add(
     State(app): State<Arc<App>>,
-    query: Result<Query<LegacyQuery>, QueryRejection>,
+    Query(query): Query<LegacyQuery>,
 ) -> Result<Response, RouteError> {
-    let Query(query) = query?;
     let role = query.worker_type.unwrap_or(Role::Regular);
     let worker = register(&app, query.url()?, role, query.bootstrap_port.as_deref())?;
     let message = format!("Successfully added worker: {}", worker.url());
@@ -297,9 +290,8 @@ pub async fn legacy_add(
 
 pub async fn legacy_remove(
     State(app): State<Arc<App>>,
-    query: Result<Query<LegacyQuery>, QueryRejection>,
+    Query(query): Query<LegacyQuery>,
 ) -> Result<Response, RouteError> {
-    let Query(query) = query?;
     let given = query.url()?;
     let url = WorkerUrl::parse(given).map_err(|problem| RouteError::InvalidValue {
         param: "url",

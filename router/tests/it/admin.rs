@@ -178,6 +178,75 @@ async fn a_drained_worker_finishes_its_request_and_goes() {
 }
 
 #[tokio::test]
+async fn control_paths_take_control_keys_only() {
+    timed(async {
+        let mock = Mock::start(&[]).await;
+        let url = mock.url();
+        let flags = [
+            "--api-key",
+            "shared",
+            "--worker-urls",
+            &url,
+            "--control-plane-api-keys",
+        ];
+        let flags = [
+            &flags[..],
+            &["ci:CI Pipeline:admin:boss", "mon:Monitoring:user:guest"],
+        ]
+        .concat();
+        let router = Router::start(&flags).await;
+        let ask = |method: Method, path: &'static str, key: &'static str| {
+            let (router, key) = (&router, format!("Bearer {key}"));
+            async move {
+                let body = chat(false).to_string();
+                router
+                    .send(method, path, &[("authorization", &key)], &body)
+                    .await
+            }
+        };
+        eventually("the worker is ready", || async {
+            let listed = ask(Method::GET, "/workers", "boss").await.json();
+            listed["workers"][0]["state"] == "ready"
+        })
+        .await;
+        let chat_path = "/v1/chat/completions";
+        assert_eq!(ask(Method::POST, chat_path, "shared").await.status, 200);
+        assert_eq!(ask(Method::POST, chat_path, "boss").await.status, 401);
+        for (method, path) in [
+            (Method::GET, "/workers"),
+            (Method::DELETE, "/workers/1"),
+            (Method::POST, "/workers/1/drain"),
+            (Method::POST, "/add_worker"),
+            (Method::POST, "/remove_worker"),
+            (Method::GET, "/list_workers"),
+            (Method::POST, "/flush_cache"),
+            (Method::GET, "/get_loads"),
+            (Method::POST, "/start_profile"),
+            (Method::POST, "/v1/requests/r/suspend"),
+        ] {
+            for (key, status, code) in [
+                ("shared", 401, "invalid_api_key"),
+                ("", 401, "invalid_api_key"),
+                ("guest", 403, "forbidden"),
+            ] {
+                let reply = ask(method.clone(), path, key).await;
+                assert_eq!(
+                    (reply.status, reply.code().as_str()),
+                    (status, code),
+                    "{path} {key}"
+                );
+            }
+        }
+        assert_eq!(ask(Method::GET, "/health", "").await.status, 200);
+        assert_eq!(
+            ask(Method::POST, "/workers/1/drain", "boss").await.status,
+            202
+        );
+    })
+    .await;
+}
+
+#[tokio::test]
 async fn the_older_worker_paths_work_too() {
     timed(async {
         let mock = Mock::start(&[]).await;

@@ -2,7 +2,6 @@
 
 #![allow(clippy::unwrap_used)]
 
-mod access;
 mod admin;
 mod compat;
 mod discovery;

@@ -61,9 +61,10 @@ def fit(
     Raises ConfigError when the model, its steps and the pool do not fit, or the backend asked for cannot run here.
     """
     weights = memory.held()
+    most_tokens = config.step_tokens if config.chunked_prefill_size > 0 else max(config.step_tokens, context)
     limits = rehearsal.Limits(
-        tokens=config.chunked_prefill_size,
-        prompt_tokens=min(config.chunked_prefill_size, config.max_prefill_tokens),
+        tokens=max(config.chunked_prefill_size, most_tokens),
+        prompt_tokens=most_tokens,
         running=config.max_running_requests,
         context=context,
         page_size=config.page_size,
