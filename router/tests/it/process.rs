@@ -2,6 +2,7 @@
 
 use std::io::{BufRead, BufReader};
 use std::process::{Child, Command, Output, Stdio};
+use std::sync::mpsc::{Receiver, channel};
 
 use crate::support::{Act, Client, End, Mock, TOKEN, eventually, timed};
 
@@ -28,6 +29,12 @@ impl Drop for Started {
 impl Started {
     /// Start and read the address from the log.
     fn new(flags: &[&str]) -> (Started, std::net::SocketAddr) {
+        let (started, addr, _) = Started::with_log(flags);
+        (started, addr)
+    }
+
+    /// The same, with the lines that follow.
+    fn with_log(flags: &[&str]) -> (Started, std::net::SocketAddr, Receiver<String>) {
         let mut all = vec![
             "--host",
             "127.0.0.1",
@@ -46,7 +53,12 @@ impl Started {
             .unwrap()
             .unwrap();
         // The rest of the log is read too, so that the pipe never fills.
-        std::thread::spawn(move || lines.for_each(drop));
+        let (read, log) = channel();
+        std::thread::spawn(move || {
+            for line in lines.map_while(Result::ok) {
+                let _ = read.send(line); // an error: nobody wants the log
+            }
+        });
         let addr = line
             .split("http://")
             .nth(1)
@@ -54,7 +66,7 @@ impl Started {
             .split(' ')
             .next()
             .unwrap();
-        (started, addr.parse().unwrap())
+        (started, addr.parse().unwrap(), log)
     }
 
     fn signal(&self, name: &str) {
@@ -105,6 +117,26 @@ async fn sigterm_ends_it_with_0_and_a_taken_port_with_2() {
         assert!(text.contains("in use"), "{text}");
         started.signal("-TERM");
         assert_eq!(started.exit_code().await, Some(0));
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn request_id_cannot_look_like_fields_of_the_access_line() {
+    timed(async {
+        let (_started, addr, log) = Started::with_log(&[]);
+        let headers = [("x-request-id", "abc status=200 outcome=\"ok\"")];
+        let mut client = Client::connect(addr).await;
+        let path = "/v1/chat/completions";
+        let answer = client.send(http::Method::POST, path, &headers, "{}").await;
+        assert_eq!(answer.read().await.status, 503);
+        let line =
+            tokio::task::spawn_blocking(move || log.iter().find(|line| line.contains("abc")));
+        let line = line.await.unwrap().unwrap();
+        assert!(
+            line.contains(r#"rid="abc status=200 outcome=\"ok\"" route="#),
+            "{line}"
+        );
     })
     .await;
 }
