@@ -188,6 +188,29 @@ def test_a_room_that_ends_before_its_prompt_is_computed_leaves_no_page_leased(de
         p.sched.ledger().check_idle(16)
 
 
+def test_damaged_pages_serve_no_later_prompt_and_are_free_when_their_users_end() -> None:
+    p = Node(Limits(40, 4, 8, 100, 8, role="prefill"), depth=2)
+    first = [1] * 20
+    p.sched.add(request(1, first, 3, room=101))
+    p.sched.add(request(2, first, 3, room=102))
+    p.run()
+    p.sched.add(request(3, first + [2] * 40, 3, room=103))  # has the same pages, and computes for some steps more
+    p.step()
+    p.sched.release(101, "CHECKSUM")
+    p.sched.ledger()
+    p.sched.add(request(4, first, 3, room=104))
+    p.sched.add(request(5, first, 3, room=105))
+    p.run()
+    assert (p.cached[3], p.cached[4], p.cached[5]) == (20, 0, 16), "only what was computed anew is shared"
+    assert p.sched.quarantined_pages >= 5
+    assert sorted(p.done) == [101, 102, 103, 104, 105]
+    for room in (102, 103, 104, 105):
+        p.sched.release(room)
+    p.sched.ledger().check_idle(40)
+    p.sched.flush_cache()
+    assert p.sched.ledger().free == 40
+
+
 def test_a_whole_prompt_in_ds_cache_needs_no_page() -> None:
     d = Node(Limits(32, 4, 4, 100, 64, role="decode"), depth=1)
     prompt = [1, 2, 3, 4, 1, 2, 3, 4]

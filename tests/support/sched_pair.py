@@ -81,7 +81,7 @@ class Relay:
     def _break(self, room: int, why: str) -> None:
         self.broken.add(room)
         self.d.sched.transfer_failed(room, KvTransferFailed(why))
-        self.close(room, tell_d=False)
+        self.close(room, tell_d=False, code=self.rng.choice(["PEER_DEAD", "CHECKSUM"]))
 
     def _copy(self, room: int) -> None:
         grant = self.d.grants[room]
@@ -99,11 +99,11 @@ class Relay:
             self.d.sched.transfer_committed(room, done.token, done.cached_tokens, None)
             self.close(room, tell_d=False)
 
-    def close(self, room: int, tell_d: bool = True) -> None:
+    def close(self, room: int, tell_d: bool = True, code: str = "DONE") -> None:
         self.over.add(room)
         if not self.p.sched.in_rooms([room]):
             self.unknown_to_p.add(room)
         self.d.grants.pop(room, None)
-        self.p.sched.release(room)
+        self.p.sched.release(room, code)
         if tell_d:
             self.d.sched.transfer_closed(room)

@@ -18,6 +18,8 @@ bisection. 4096 tokens match in under 10 us where a loop over Python ints takes 
 Invariants: sibling edges differ in their first page; a locked node's ancestors are locked; evictable_pages +
 locked_pages = pages in the tree; every evictable leaf has exactly one live heap entry (`queued`) whose key is at most
 its own (so the smallest up-to-date entry is the next victim), and dead entries are never more than live ones + a few.
+`quarantine` moves a branch with a damaged page under a root that no prompt matches; its users keep it until they end.
+
 Deliberately unknown here: requests, tensors, time (stamps are counts of a clock that ticks with each use).
 """
 
@@ -152,6 +154,8 @@ class RadixCache:
         self._heap: list[tuple[Key, int, Node]] = []
         self._queued = 0
         """Live heap entries."""
+        self._quarantine: set[Node] = set()
+        """Roots of branches that no prompt may match any more."""
 
     def match(self, tokens: bytes, namespace: bytes, max_tokens: int) -> Match:
         """Find the longest cached prefix of at most `max_tokens`, in whole pages, and mark it recently used.
@@ -293,7 +297,7 @@ class RadixCache:
 
     def lock(self, node: Node) -> None:
         """Keep `node` and its ancestors from eviction until as many `unlock`s. O(depth)."""
-        if node.is_evicted:
+        if node.is_evicted and not self.is_quarantined(node):
             raise ValueError("cannot lock an evicted node: lock a match before evicting")
         at = node
         while at.parent is not None:
@@ -375,6 +379,41 @@ class RadixCache:
         self._drop_dead_entries()
         return freed
 
+    def quarantine(self, tokens: bytes, namespace: bytes) -> int:
+        """Keep every later match from the branch whose pages begin this prompt: one of them is damaged.
+
+        Unlocked pages are freed now, locked ones as any others once they are unlocked. Returns how many pages it was.
+        """
+        root = self._roots.get(namespace)
+        first = tokens[: self._page_bytes]
+        if root is None or (top := root.children.pop(first, None)) is None:
+            return 0
+        if not root.children:
+            del self._roots[namespace]
+        self._serial += 1
+        self.version += 1
+        away = top.parent = Node(None, namespace, array("i"), self.clock, self._serial)
+        away.children[first] = top
+        self._quarantine.add(away)
+        branch = [top]
+        for node in branch:
+            branch.extend(node.children.values())
+        pages = sum(len(node.pages) for node in branch)
+        for node in branch:
+            if not node.is_evicted:  # with the last of its children
+                self.evict_branch(node)
+        for node in branch:
+            node.is_evicted = True  # for probes; its users keep it
+        return pages
+
+    def is_quarantined(self, node: Node) -> bool:
+        """O(depth), and O(1) while nothing is."""
+        if not self._quarantine:
+            return False
+        while node.parent is not None:
+            node = node.parent
+        return node in self._quarantine
+
     def _walk(self, tokens: bytes, namespace: bytes, limit: int) -> tuple[Node, int, int]:
         """Follow `tokens` for at most `limit` pages.
 
@@ -430,7 +469,7 @@ class RadixCache:
         parent = leaf.parent
         assert parent is not None, "a root is not a leaf"
         if self.on_remove is not None:
-            self.on_remove(leaf, for_good)
+            self.on_remove(leaf, for_good or self.is_quarantined(leaf))
         del parent.children[leaf.key[: self._page_bytes]]
         leaf.is_evicted = True
         self.version += 1
@@ -441,7 +480,10 @@ class RadixCache:
         if parent.parent is not None:
             self._offer(parent)
         elif not parent.children:
-            del self._roots[parent.key]
+            if parent in self._quarantine:
+                self._quarantine.remove(parent)
+            else:
+                del self._roots[parent.key]
         return len(leaf.pages)
 
     def _offer(self, node: Node) -> None:

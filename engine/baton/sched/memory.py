@@ -50,6 +50,8 @@ def ceil_div(a: int, b: int) -> int:
 class Memory:
     def __init__(self, limits: Limits) -> None:
         self.page_size = limits.page_size
+        self.quarantined_pages = 0
+        """Cached pages taken out of use since the start, because one of their prompt was damaged."""
         self.allocator = PageAllocator(limits.num_pages)
         keep = limits.kv_event_batches
         self.kv_events = KvEventLog(limits.page_size * TOKEN_BYTES, keep) if keep else None
@@ -181,6 +183,9 @@ class Memory:
 
     def match(self, seq: Seq, max_tokens: int) -> Match:
         """The cached prefix of a sequence, locked: the caller hands it to `share` or unlocks its node."""
+        if seq.node is not None and self.cache.is_quarantined(seq.node):
+            self.cache.lock(seq.node)  # what it has stays; the tree has nothing that continues it
+            return Match(seq.node, seq.pages[: seq.published], seq.published * self.page_size)
         match = self.cache.match(seq.key, seq.req.namespace, max_tokens)
         self.cache.lock(match.node)
         return match
@@ -278,6 +283,8 @@ class Memory:
         last = min(seq.computed, len(seq.tokens)) // self.page_size
         if last <= first or not self.cache.enabled:
             return
+        if seq.node is not None and self.cache.is_quarantined(seq.node):
+            return  # what follows a damaged page is of no use to others
         priority = self._priority.base(seq)
         done = self.cache.insert(seq.key, seq.pages[first:last], seq.req.namespace, first, priority)
         self.cache.lock(done.node)
@@ -330,6 +337,10 @@ class Memory:
             seq.node = None
             seq.published = 0
         seq.pages = array("i")
+
+    def quarantine(self, seq: Seq) -> None:
+        """Keep the cached pages of this prompt from all others: the transfer peer found one of them damaged."""
+        self.quarantined_pages += self.cache.quarantine(seq.key, seq.req.namespace)
 
     def flush(self) -> int:
         """Drop every cached page that nobody uses, on the host too; returns how many of the device."""

@@ -42,6 +42,9 @@ from baton.sched.state import State
 from baton.sched.stats import SchedStats
 from baton.sched.story import Pulled
 
+DUMPED_DECISIONS = 20
+"""Decisions in the dump of a scheduler whose page ledger does not balance."""
+
 TAKES_TOKENS = (SeqState.RUNNING, SeqState.WAITING, SeqState.SUSPENDED)
 
 
@@ -300,10 +303,13 @@ class Scheduler:
         """P: the lease on a prompt's pages is over, however it ended: DONE, or the transfer runtime's reason.
 
         A room that ends before its prompt is computed gets no lease: the pages are free when the last step commits.
+        After CHECKSUM the prompt's cached pages serve nobody else: a retry computes them again.
         """
         seq = self._state.rooms.get(room)
         if seq is None:
             return
+        if code == "CHECKSUM":
+            self._state.memory.quarantine(seq)
         if seq.state is SeqState.LEASED:
             self._state.stats.on_released(seq, code)
             self._state.forget(seq)
@@ -505,6 +511,11 @@ class Scheduler:
         return self._state.policy.degraded_total
 
     @property
+    def quarantined_pages(self) -> int:
+        """Cached pages taken out of use after a checksum failed, since the start."""
+        return self._state.memory.quarantined_pages
+
+    @property
     def suspensions(self) -> int:
         """Requests suspended by an operator, since the start."""
         return self._state.suspensions
@@ -545,3 +556,7 @@ class Scheduler:
     def ledger(self) -> PageLedger:
         """Where every page is. Raises if the books do not balance."""
         return self._state.ledger()
+
+    def dump(self) -> dict[str, object]:
+        """Who holds which pages, and the last decisions: for the log when the books do not balance."""
+        return {**self._state.dump(), "decisions": self.decisions.recent(DUMPED_DECISIONS)}

@@ -400,6 +400,26 @@ class State:
             "aborting": len(self.closing),
         }
 
+    def dump(self) -> dict[str, object]:
+        """Page counts and every request's pages."""
+        memory = self.memory
+        return {
+            "free": memory.allocator.free_count,
+            "evictable": memory.cache.evictable_pages,
+            "locked": memory.cache.locked_pages,
+            "capacity": self.limits.num_pages,
+            "requests": [
+                {
+                    "rid": seq.req.rid,
+                    "state": seq.state.value,
+                    "pages": seq.pages.tolist(),
+                    "private": sorted(seq.private),
+                    "published": seq.published,
+                }
+                for seq in self.seqs.values()
+            ],
+        }
+
     def ledger(self) -> PageLedger:
         """Where every page is. Raises if the books do not balance."""
         moving = 0
