@@ -125,5 +125,6 @@ def test_a_prompt_for_which_nobody_comes_is_let_go_on_request(reference: Callabl
         assert p.abort_where([77], None, all_leases=False) == 1
         pair.until(lambda: p.sched.is_idle)  # long before the lease is over
         p.gauges()
+        assert p.trouble is None
     finally:
         pair.close()

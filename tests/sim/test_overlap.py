@@ -13,6 +13,7 @@ import threading
 
 import pytest
 
+from baton.errors import EngineDead
 from baton.request import FinishReason, Validated
 from baton.runtime.loop import Engine
 from baton.sched.limits import Limits
@@ -124,6 +125,31 @@ class RandomDevice:
         return self.device.execute(plan)
 
 
+def test_a_broken_page_ledger_fences_the_engine_and_does_not_end_it(caplog: pytest.LogCaptureFixture) -> None:
+    limits = Limits(30, 2, 4, 1000, 8)
+    engine = Engine(Scheduler(limits), RandomDevice(limits, 0), None, overlap=True)  # type: ignore[arg-type]
+    try:
+        engine.submit(request(1, [1, 2, 3], 5, ignore_eos=True))
+        engine.advance(0.0)
+        lost = engine.sched._state.memory.allocator.alloc(1)
+        assert lost is not None
+        assert not any(name.startswith("kv_pages") for name in engine.gauges())
+        assert engine.trouble is not None
+        assert "sums to 29 of 30" in engine.trouble
+        engine.gauges()
+        (record,) = caplog.records
+        assert '"rid": "r1"' in record.message
+        with pytest.raises(EngineDead, match="sums to 29 of 30") as refused:
+            engine.submit(request(2, [1, 2, 3], 5))
+        assert refused.value.retry_after_secs == 5
+        said = []
+        while engine.sched.counts()["running"] or engine.sched.counts()["waiting"]:
+            said += engine.advance(0.0)[0]
+        assert said[-1].finish is FinishReason.LENGTH, "what had been accepted is answered"
+    finally:
+        engine.close()
+
+
 def answers(seed: int, overlap: bool) -> tuple[dict[int, list[int]], dict[int, FinishReason], set[int]]:
     """Outputs and ends of a scripted crowd; aborts are bound to what was heard, so that they mean the same anywhere."""
     rng = random.Random(seed)
@@ -160,6 +186,7 @@ def answers(seed: int, overlap: bool) -> tuple[dict[int, list[int]], dict[int, F
                     engine.abort(out.handle)
                     ends[out.handle] = FinishReason.ABORT
         engine.gauges()
+        assert engine.trouble is None
         assert engine.sched.is_idle
     finally:
         engine.close()

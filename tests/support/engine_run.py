@@ -62,6 +62,7 @@ def answer(
     while engine.advance(time.monotonic())[1]:
         pass
     engine.gauges()
+    assert engine.trouble is None
     return [got[h] for h in handles]
 
 

@@ -86,6 +86,7 @@ class Cluster:
             while engine.advance(time.monotonic())[1]:
                 pass
             engine.gauges()
+            assert engine.trouble is None
 
     def resume_all(self) -> None:
         for engine in self.engines:

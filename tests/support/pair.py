@@ -109,6 +109,7 @@ class Pair:
         self.until(lambda: self.p.engine.sched.is_idle and self.d.engine.sched.is_idle)
         for half in (self.p, self.d):
             half.engine.gauges()
+            assert half.engine.trouble is None
         return [self.d.got[room] for room in rooms]
 
     def submit(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[int]:

@@ -8,7 +8,7 @@ from baton.request import FinishReason
 from baton.sched.events import Emitted
 from baton.sched.plan import TokenLogprobs
 from baton.server.messages import encoder, to_front_decoder
-from baton.server.rank import StreamBuffer, token_batch
+from baton.server.rank import StreamBuffer, flatten_transfer_stats, token_batch
 
 
 def one(handle: int, token: int, finish: FinishReason | None = None) -> Emitted:
@@ -40,3 +40,13 @@ def test_stream_interval_groups_tokens_but_delays_neither_first_nor_last() -> No
     buffer.take([one(2, 1)])
     buffer.forget(2)
     assert buffer.take([one(3, 9)]) == [one(3, 9)]
+
+
+def test_health_of_the_transfer_runtime_is_reported_with_its_numbers() -> None:
+    gauges: dict[str, float] = {}
+    counters: dict[str, float] = {}
+    stats = {"gauges": {"kv_peers": 1.0}, "counters": {"kv_x_total": 2.0}, "healthy": True, "unhealthy_reason": None}
+    assert flatten_transfer_stats(stats, gauges, counters) is None
+    assert (gauges, counters) == ({"kv_peers": 1.0}, {"kv_x_total": 2.0})
+    failed = flatten_transfer_stats(stats | {"healthy": False, "unhealthy_reason": "data thread: gone"}, gauges, {})
+    assert failed == "its KV transfer runtime has failed: data thread: gone"

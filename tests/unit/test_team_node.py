@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections import deque
 from pathlib import Path
@@ -284,6 +285,19 @@ def test_a_call_that_a_follower_refuses_aborts_the_room() -> None:
     team.open(ROOM, 0, "host", 8998, -1, b"hash", 1000)
     team.grant(ROOM, 0, b"odd")
     assert nodes[1].calls[-1] == ("abort", ROOM, "TRANSPORT_BROKEN")
+
+
+def test_a_runtime_that_failed_on_a_follower_shows_in_the_health_of_all() -> None:
+    class Healthy(FakeNode):
+        def stats_json(self) -> str:
+            return '{"healthy": true, "unhealthy_reason": null}'
+
+    team, followers = team_of([Healthy(), FakeNode()])
+    assert json.loads(team.stats_json())["healthy"]
+    followers.reports.append(tp.Heard(1, [], "data thread: gone"))
+    assert team.poll(10) == []
+    health = {"healthy": False, "unhealthy_reason": "tensor-parallel rank 1: data thread: gone"}
+    assert json.loads(team.stats_json()) == health
 
 
 def test_a_room_that_lives_on_a_follower_is_not_begun_again() -> None:

@@ -15,6 +15,7 @@ Nothing here knows torch: the device is a model with its pool (runtime.engine), 
 
 from __future__ import annotations
 
+import json
 import logging
 import queue
 import threading
@@ -24,9 +25,10 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, TypeAlias
 
+from baton.cache.ledger import LedgerError
 from baton.config import EngineConfig
 from baton.disagg.relay import Relay
-from baton.errors import Aborted, EngineError
+from baton.errors import Aborted, EngineDead, EngineError
 from baton.request import Validated
 from baton.runtime import priority_hook
 from baton.runtime.priority_hook import PriorityHook
@@ -132,6 +134,8 @@ class Engine:
         self._depth = 2 if overlap else 1
         self._device = device or DeviceThread()
         self._flight: deque[Flight] = deque()
+        self.trouble: str | None = None
+        """Why no new requests are taken: the page ledger does not balance. Running ones end as they can."""
         self._outputs: list[Emitted] = []
         self._stories: list[Story] = []
         self.counters: dict[str, float] = {
@@ -151,6 +155,8 @@ class Engine:
 
     def submit(self, req: Validated) -> None:
         """Queue a request. Raises EngineError when it is refused; nothing is held for it then."""
+        if self.trouble is not None:
+            raise EngineDead(f"this rank takes no new requests: {self.trouble}", retry_after_secs=5)
         disaggregated = self._relay is not None and req.rendezvous is not None
         if disaggregated:
             assert self._relay is not None
@@ -267,21 +273,29 @@ class Engine:
         """Calls of --priority-adjustment-function that failed."""
         return 0 if self._hook is None else self._hook.errors
 
+    def page_gauges(self) -> dict[str, float]:
+        """Where the pages are. Empty when the ledger does not balance, which fences the pool: `trouble` is set."""
+        sched = self.sched
+        try:
+            ledger, host = sched.ledger(), sched.host_ledger()
+            if sched.is_idle:
+                ledger.check_idle(sched.limits.num_pages)
+                if host is not None:
+                    host.check_idle(sched.limits.host_pages)
+        except LedgerError as err:
+            if self.trouble is None:
+                self.trouble = f"its page ledger is broken: {err}"
+                log.error("%s; no new requests are taken; %s", self.trouble, json.dumps(sched.dump()))
+            return {}
+        total = sched.limits.num_pages
+        values = ledger.gauges() | ({} if host is None else host.gauges())
+        return values | {"kv_usage_ratio": (total - ledger.free - ledger.cached) / total}
+
     def gauges(self) -> dict[str, float]:
         """Gauges for messages.Stats. Checks the page ledger on the way."""
-        ledger = self.sched.ledger()
         counts = self.sched.counts()
-        if self.sched.is_idle:
-            ledger.check_idle(self.sched.limits.num_pages)
-        total = self.sched.limits.num_pages
-        values = ledger.gauges()
+        values = self.page_gauges()
         values.update({f'requests{{state="{state}"}}': float(count) for state, count in counts.items()})
-        host = self.sched.host_ledger()
-        if host is not None:
-            if self.sched.is_idle:
-                host.check_idle(self.sched.limits.host_pages)
-            values.update(host.gauges())
-        values["kv_usage_ratio"] = (total - ledger.free - ledger.cached) / total
         values.update(self.sched.order_gauges())
         values["new_token_ratio"] = self.sched.new_token_ratio
         return values

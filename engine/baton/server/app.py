@@ -129,6 +129,11 @@ class Front:
         dead = [r for r in self.ranks.ranks if r.dead is not None]
         if dead:
             return EngineDead(f"rank {dead[0].dp_rank} of this engine is gone ({dead[0].dead})", retry_after_secs=5)
+        if ill := [r for r in self.ranks.ranks if r.trouble is not None]:
+            return EngineDead(
+                f"rank {ill[0].dp_rank} of this engine takes no new requests: {ill[0].trouble}; restart the node",
+                retry_after_secs=5,
+            )
         if not self.bootstrap_healthy():
             return EngineDead("the bootstrap server of this prefill node has stopped; restart the node")
         if self.phase is Phase.STARTING:

@@ -118,6 +118,8 @@ class Stats(msgspec.Struct, tag="stats"):
     """Keyed like the others; the buckets' bounds are those of the metric's name in server.metrics.RANK."""
     load: dict[str, Any] = {}
     """sched.load.Load."""
+    trouble: str | None = None
+    """Why the rank should get no new requests although it lives."""
 
 
 class Fatal(msgspec.Struct, tag="fatal"):

@@ -298,7 +298,7 @@ class RankProcess:
             return Reply(message.id, True, {**self._info, **self.engine.sched.counts()})
         if message.op == "ledger":
             result: dict[str, Any] = {
-                "pages": self.engine.sched.ledger().gauges(),
+                "pages": self.engine.page_gauges(),
                 "requests": self.engine.sched.counts(),
             }
             if self._node is not None:
@@ -350,8 +350,11 @@ class RankProcess:
         counters["schedule_policy_degraded_total"] = self.engine.sched.policy_degraded
         counters.update(self.engine.sched.turned_away())
         counters.update(self.engine.relay_counters)
+        counters["kv_quarantined_pages_total"] = self.engine.sched.quarantined_pages
+        trouble = self.engine.trouble
         if self._node is not None:
-            flatten_transfer_stats(json.loads(self._node.stats_json()), gauges, counters)
+            failed = flatten_transfer_stats(json.loads(self._node.stats_json()), gauges, counters)
+            trouble = trouble or failed
         stats = self.engine.sched.stats
         gauges.update(stats.gauges())
         counters.update(stats.counters())
@@ -363,13 +366,18 @@ class RankProcess:
             if file is not None:
                 counters[f'log_lines_dropped_total{{log="{name}"}}'] = file.dropped
         histograms = {name: HistogramColumns(h.counts, h.sum) for name, h in stats.histograms().items()}
-        self._send(Stats(self.dp_rank, gauges, counters, histograms, asdict(self.engine.sched.load())))
+        load = asdict(self.engine.sched.load())
+        self._send(Stats(self.dp_rank, gauges, counters, histograms, load, trouble))
 
 
-def flatten_transfer_stats(stats: dict[str, Any], gauges: dict[str, float], counters: dict[str, float]) -> None:
-    """Put the transfer runtime's numbers (kv_transfer's stats_json) under their metric names."""
-    gauges.update(stats.get("gauges", {}))
-    counters.update(stats.get("counters", {}))
+def flatten_transfer_stats(stats: dict[str, Any], gauges: dict[str, float], counters: dict[str, float]) -> str | None:
+    """Put the transfer runtime's numbers (kv_transfer's stats_json) under their metric names.
+
+    Returns why the rank should get no new requests; None while the runtime works.
+    """
+    gauges.update(stats["gauges"])
+    counters.update(stats["counters"])
+    return None if stats["healthy"] else f"its KV transfer runtime has failed: {stats['unhealthy_reason']}"
 
 
 class StreamBuffer:

@@ -68,6 +68,8 @@ class Rank:
     ready: bool = False
     dead: str | None = None
     """Why it is gone; None while it lives."""
+    trouble: str | None = None
+    """Why it should get no new requests although it lives."""
     info: dict[str, Any] = field(default_factory=dict)
     gauges: dict[str, float] = field(default_factory=dict)
     counters: dict[str, float] = field(default_factory=dict)
@@ -226,7 +228,7 @@ class Ranks:
         elif isinstance(message, Stats):
             rank = self.ranks[message.dp_rank]
             rank.gauges, rank.counters, rank.histograms = message.gauges, message.counters, message.histograms
-            rank.load, rank.reported_at = message.load, time.monotonic()
+            rank.load, rank.reported_at, rank.trouble = message.load, time.monotonic(), message.trouble
             self.on_stats(rank)
         elif isinstance(message, Reply):
             _, future = self._controls.get(message.id, (None, None))

@@ -18,6 +18,7 @@ Invariant: the pages of a room are the scheduler's again only when no rank's run
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -153,6 +154,8 @@ class TeamNode:
         self._followers = followers
         self._team = team
         self._late_secs = late_secs
+        self._failure: str | None = None
+        """Why a follower's runtime does not work any more."""
         self._merger = Merger(team.tp_size, self._everywhere)
 
     def offer(self, room: int, attempt: int, prompt_hash: bytes, deadline_ms: int) -> None:
@@ -189,6 +192,8 @@ class TeamNode:
         merged = self._merger.take(0, self._node.poll(max), now)
         for heard in self._followers.heard():
             merged += self._merger.take(heard.tp_rank, heard.events, now)
+            if heard.failure is not None:
+                self._failure = f"tensor-parallel rank {heard.tp_rank}: {heard.failure}"
         self._merger.check_nobody_is_late(now, self._late_secs)
         return merged
 
@@ -209,8 +214,11 @@ class TeamNode:
         return str(self._node.rooms_json(room))
 
     def stats_json(self) -> str:
-        """This process's: of bytes, its share."""
-        return str(self._node.stats_json())
+        """This process's: of bytes, its share. The health is that of all."""
+        text = str(self._node.stats_json())
+        if self._failure is None:
+            return text
+        return json.dumps({**json.loads(text), "healthy": False, "unhealthy_reason": self._failure})
 
     def _begin(self, room: int, call: str, *args: Any) -> None:
         """Raises what the first rank's runtime raises, ValueError while a follower's room of this number lives."""

@@ -14,6 +14,7 @@ Channel: one PUSH socket per follower, bound by the first rank in the engine's p
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import signal
@@ -74,6 +75,8 @@ class Heard(msgspec.Struct, tag="heard"):
 
     tp_rank: int
     events: list[tuple[Any, ...]]
+    failure: str | None = None
+    """Why the follower's transfer runtime does not work any more."""
 
 
 class Report(msgspec.Struct, tag="loaded"):
@@ -213,11 +216,15 @@ def _execute(team: Team, loaded: Loaded, node: Any, orders: zmq.Socket[bytes], r
     poller.register(orders, zmq.POLLIN)
     if node is not None:
         poller.register(node.event_fd, zmq.POLLIN)
+    is_healthy = True
     while True:
         poller.poll(ALIVE_EVERY_MS)  # each poll of the runtime tells its peers that this process works
         while node is not None and (events := node.poll(EVENTS_AT_ONCE)):
             said = [event[:2] if event[0] == "committed" else event for event in events]
             reports.send(_encode(Heard(team.tp_rank, said)))
+        if node is not None and is_healthy and not node.healthy:
+            is_healthy = False
+            reports.send(_encode(Heard(team.tp_rank, [], json.loads(node.stats_json())["unhealthy_reason"])))
         try:
             message = orders.recv(zmq.DONTWAIT)
         except zmq.Again:
