@@ -20,17 +20,18 @@ from typing import Any, NoReturn
 
 from baton import kv_events, tenant_file
 from baton.errors import ConfigError
+from baton.flag_names import INSTEAD
 from baton.sched.classes import parse_classes
 
 
 def opt(
-    default: Any, help: str, *, choices: Sequence[str] | None = None, env: str | None = None, alias: str | None = None
+    default: Any, help: str, *, choices: Sequence[str] | None = None, env: str | None = None, also: Sequence[str] = ()
 ) -> Any:
     """A field that is also a flag. `help` names the unit in brackets; `env` is read when the flag is absent.
 
-    `alias`: another name of the flag.
+    `also`: names of the same flag in SGLang and vLLM.
     """
-    return dataclasses.field(default=default, metadata={"help": help, "choices": choices, "env": env, "alias": alias})
+    return dataclasses.field(default=default, metadata={"help": help, "choices": choices, "env": env, "also": also})
 
 
 MEM_FRACTION = 0.85
@@ -44,8 +45,14 @@ match SGLang's on an H200, 256 rows are the largest recorded decode step (runtim
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    model_path: str = opt("demo", "Hugging Face model directory, or 'demo' for the built-in model")
-    tokenizer_path: str | None = opt(None, "directory with tokenizer.json (default: the model's)")
+    model_path: str = opt(
+        "demo",
+        "Hugging Face model directory, owner/name of one in the Hugging Face cache, or 'demo' for the built-in model",
+        also=("--model",),
+    )
+    tokenizer_path: str | None = opt(
+        None, "directory with tokenizer.json (default: the model's)", also=("--tokenizer",)
+    )
     served_model_name: str | None = opt(None, "name in /v1/models and responses (default: the directory's name)")
     load_format: str = opt(
         "auto", "auto: safetensors files; dummy: random weights of the config's shape", choices=("auto", "dummy")
@@ -60,7 +67,9 @@ class EngineConfig:
         "no model: steps take the time of this device, reference or h200-8b, followed by name=number with commas "
         "between for speed, length_scale and single numbers of it (docs/simulate.md)",
     )
-    context_length: int | None = opt(None, "longest prompt + answer accepted (default: the model's) [tokens]")
+    context_length: int | None = opt(
+        None, "longest prompt + answer accepted (default: the model's) [tokens]", also=("--max-model-len",)
+    )
     chat_template: str | None = opt(None, "file with a Jinja chat template that replaces the model's")
 
     host: str = opt("127.0.0.1", "address the HTTP server listens on")
@@ -90,12 +99,16 @@ class EngineConfig:
     )
 
     tp_size: int = opt(
-        1, "tensor-parallel ranks: processes per DP rank that divide every layer's heads and weights among them"
+        1,
+        "tensor-parallel ranks: processes per DP rank that divide every layer's heads and weights among them",
+        also=("--tp", "--tensor-parallel-size"),
     )
     dist_timeout: float = opt(
         120.0, "longest wait of a tensor-parallel rank for another one, at start and in every step [s]"
     )
-    dp_size: int = opt(1, "data-parallel ranks, each with its own scheduler and KV pool")
+    dp_size: int = opt(
+        1, "data-parallel ranks, each with its own scheduler and KV pool", also=("--dp", "--data-parallel-size")
+    )
     device: str = opt(
         "cpu",
         "compute device; cuda: one GPU, untried so far (docs/gpu.md); auto: cuda where there is one, else cpu",
@@ -108,7 +121,9 @@ class EngineConfig:
         choices=("auto", "cpu", "torch", "flashinfer"),
     )
     disable_cuda_graph: bool = opt(
-        False, "CUDA: launch every kernel of a decode step, instead of replaying steps recorded at start"
+        False,
+        "CUDA: launch every kernel of a decode step, instead of replaying steps recorded at start",
+        also=("--enforce-eager",),
     )
     cuda_graph_max_bs: int | None = opt(
         None,
@@ -119,7 +134,7 @@ class EngineConfig:
         0, "compute threads per process, of which there are dp-size times tp-size; 0: cores / processes"
     )
 
-    page_size: int = opt(16, "tokens per KV page; equal on all nodes of a cluster [tokens]")
+    page_size: int = opt(16, "tokens per KV page; equal on all nodes of a cluster [tokens]", also=("--block-size",))
     max_total_tokens: int = opt(
         0, "KV pool size per DP rank; 0: sized from kv-pool-mib, or on a GPU from mem-fraction-static [tokens]"
     )
@@ -137,7 +152,7 @@ class EngineConfig:
     max_running_requests: int = opt(
         64,
         "most requests decoding at once per DP rank; with --device cuda 256 unless given",
-        alias="--max-num-seqs",
+        also=("--max-num-seqs",),
     )
     max_queued_requests: int = opt(4096, "most requests waiting per DP rank; more are answered 503 with Retry-After")
     max_queued_tokens: int | None = opt(None, "most prompt tokens waiting per DP rank; more are answered 503 [tokens]")
@@ -148,7 +163,7 @@ class EngineConfig:
         512,
         "token budget of one step: decode rows first, then prompts; -1: prompts are not split, the budget is "
         "max-prefill-tokens; with --device cuda 8192 unless given [tokens]",
-        alias="--max-num-batched-tokens",
+        also=("--max-num-batched-tokens",),
     )
     max_prefill_tokens: int = opt(16384, "most prompt tokens in one step, whatever the chunk size [tokens]")
     long_prefill_token_threshold: int = opt(
@@ -401,13 +416,14 @@ def add_flags(
         flag, kind, choices = flag_name(f.name), _base_type(hints[f.name]), f.metadata["choices"]
         shown = "" if f.default in (None, "") or kind is bool else f" (default: {f.default})"
         env = f"; environment {f.metadata['env']}" if f.metadata["env"] else ""
-        names = [flag, f.metadata["alias"]] if f.metadata["alias"] else [flag]
         text = f.metadata["help"].replace("%", "%%") + env + shown
+        also = f.metadata["also"]
         if kind is bool:
-            into.add_argument(flag, action="store_true", default=argparse.SUPPRESS, help=text)
+            into.add_argument(flag, *also, action="store_true", default=argparse.SUPPRESS, help=text)
         else:
             into.add_argument(
-                *names,
+                flag,
+                *also,
                 type=_reader(flag, kind, choices),
                 default=argparse.SUPPRESS,
                 help=text,
@@ -421,7 +437,7 @@ class FlagParser(argparse.ArgumentParser):
     def __init__(self, prog: str, description: str, elsewhere: Mapping[str, str] | None = None) -> None:
         """`elsewhere`: flags that are not for this program, with what to do instead."""
         super().__init__(prog=prog, usage=f"{prog} [flags]", description=description, allow_abbrev=False)
-        self._elsewhere = elsewhere or {}
+        self._elsewhere = {**INSTEAD, **(elsewhere or {})}
 
     def read(self, argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
         """The values given, by field name, and what is wrong with the others."""
@@ -742,8 +758,8 @@ def markdown(cls: type = EngineConfig) -> str:
         value = " ".join(f"`{c}`" for c in f.metadata["choices"] or ()) or names[typing.cast(type, kind)]
         default = "off" if kind is bool else "-" if f.default is None else f"`{f.default}`"
         env = f"; environment `{f.metadata['env']}`" if f.metadata["env"] else ""
-        alias = f" `{f.metadata['alias']}`" if f.metadata["alias"] else ""
-        rows.append(f"| `{flag_name(f.name)}`{alias} | {value} | {default} | {f.metadata['help']}{env} |")
+        flags = " ".join(f"`{name}`" for name in (flag_name(f.name), *f.metadata["also"]))
+        rows.append(f"| {flags} | {value} | {default} | {f.metadata['help']}{env} |")
     return "\n".join(rows)
 
 

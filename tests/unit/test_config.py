@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 
 import pytest
 
 from baton import config
 from baton.errors import ConfigError
+from baton.flag_names import INSTEAD
 from baton.sched import setup
 
 
@@ -171,3 +173,24 @@ def test_the_share_of_a_gpus_memory_is_for_gpus() -> None:
     assert config.build({"mem_fraction_static": 0.5, "device": "auto"}).kv_pool_mib is None
     with pytest.raises(ConfigError, match="--kv-pool-mib 0: must be at least 1, or left out"):
         config.build({"kv_pool_mib": 0})
+
+
+def test_flag_names_of_sglang_and_vllm_are_aliases_or_say_what_to_use(capsys: pytest.CaptureFixture[str]) -> None:
+    line = "--model demo --tp 2 --max-model-len 512 --max-num-seqs 8 --block-size 32 --enforce-eager"
+    c = config.parse(line.split())
+    assert (c.tp_size, c.context_length, c.max_running_requests, c.page_size) == (2, 512, 8, 32)
+    assert c.disable_cuda_graph
+    with pytest.raises(SystemExit):
+        config.parse(["--dp", "2", "--enable-lora", "--trust-remote-code", "--base-gpu-id", "1"])
+    said = capsys.readouterr().err.splitlines()
+    assert [text.split(": ")[1] for text in said] == ["--enable-lora", "--trust-remote-code", "--base-gpu-id"]
+    assert "CUDA_VISIBLE_DEVICES" in said[2]
+
+
+def test_no_refused_flag_name_exists_and_every_flag_named_instead_does() -> None:
+    parser = config.FlagParser("x", "")
+    config.add_flags(parser)
+    known = set(parser._option_string_actions)
+    assert not known & INSTEAD.keys()
+    of_others = {"--prefill", "--decode", "--revision", "--local-dir"}
+    assert set(re.findall(r"--[a-z][a-z-]+", " ".join(INSTEAD.values()))) - known - of_others == set()

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from baton import config
+from baton import config, flag_names
 from baton.sched import histogram
 from baton.sched.stats import HISTOGRAMS, SchedStats
 from baton.server import compat, metrics, up
@@ -18,6 +18,10 @@ DOCS = Path(__file__).parents[2] / "docs"
 
 def test_flags_table_is_current() -> None:
     assert config.markdown() in (DOCS / "flags.md").read_text(), "run: python -m baton.config"
+
+
+def test_table_of_refused_flags_is_current() -> None:
+    assert flag_names.markdown() in (DOCS / "flags.md").read_text(), "run: python -m baton.flag_names"
 
 
 def test_up_flags_page_is_generated_from_its_config() -> None:

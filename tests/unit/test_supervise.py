@@ -87,7 +87,7 @@ def test_child_that_ends_before_it_is_ready_says_so(tmp_path: Path) -> None:
 
 def test_errors_and_progress_are_read_from_the_log_since_the_last_start(tmp_path: Path) -> None:
     text = (
-        "2026-11-22 15:58:28,753 INFO baton.load loading weights: 3 of 9 tensors\\n"
+        "2026-11-22 15:58:28,753 rank0 INFO baton.load: loading weights: 3 of 9 tensors\\n"
         "2026-11-22 15:58:29,100 ERROR baton.launch no room\\nTraceback: x\\n"
         "2026-11-22T15:59:12.986Z  INFO router: ready\\n"
     )

@@ -25,9 +25,9 @@ from typing import Any
 READY_PREFIX = b"READY "
 PIPE_CHUNK = 65536
 PR_SET_PDEATHSIG = 1
-ROUTINE_LINE = re.compile(r"\S+( \S+)? +(INFO|DEBUG|TRACE) |READY ")
-"""Lines of an engine (date, time, level) or a router (time, level) that are no complaint."""
-PROGRESS_LINE = re.compile(r"\S+ \S+ INFO \S+ (.*)")
+ROUTINE_LINE = re.compile(r"\S+( \S+){0,2} +(INFO|DEBUG|TRACE) |READY ")
+"""Lines of an engine (date, time, maybe the rank, level) or a router (time, level) that are no complaint."""
+PROGRESS_LINE = re.compile(r"\S+ \S+ (?:\S+ )?INFO \S+ (.*)")
 
 
 class ChildFailed(Exception):
