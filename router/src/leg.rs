@@ -16,7 +16,7 @@ use tokio::time::timeout;
 
 use crate::body::Parts;
 use crate::clock::now_ms;
-use crate::error::RouteError;
+use crate::error::{RouteError, error_body};
 use crate::load;
 use crate::registry::LoadGuard;
 use crate::upstream::{Answer, Head, SendError, with_source};
@@ -203,6 +203,12 @@ fn upstream_error(leg: &LoadGuard, cause: String) -> RouteError {
     }
 }
 
+/// In the place of an error answer that is too long to be passed on: the class is its status's.
+fn error_too_long(status: StatusCode) -> Bytes {
+    let message = format!("the worker's error answer is longer than {MAX_ERROR_BODY} bytes");
+    error_body(&message, "server_error", None, status_label(status))
+}
+
 pub fn silent_error(leg: &LoadGuard, limit: Duration) -> RouteError {
     RouteError::UpstreamSilent {
         role: leg.candidate.worker.role(),
@@ -237,10 +243,49 @@ pub fn error_event(piece: &[u8]) -> Option<&[u8]> {
     data.split(|b| *b == b'\n').next()
 }
 
-/// Whether there is nothing but comments in it: the worker says that it lives, not that it has begun.
-fn is_comment(piece: &[u8]) -> bool {
-    let mut lines = piece.split(|b| *b == b'\n');
-    lines.all(|line| line.is_empty() || line == b"\r" || line.starts_with(b":"))
+/// What a stream has begun with.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum StreamStart {
+    /// Nothing but comments: the worker says that it lives, not that it has begun.
+    Comment,
+    /// Too little to tell an answer from an error.
+    Unclear,
+    /// An error event, from this index on.
+    Error(usize),
+    Answer,
+}
+
+/// Classify the beginning of a stream, however it was cut into pieces.
+fn stream_start(text: &[u8]) -> StreamStart {
+    const ERROR: &[u8] = b"{\"error\"";
+    let mut at = 0;
+    for line in text.split_inclusive(|b| *b == b'\n') {
+        if !(line.starts_with(b":") || line.trim_ascii().is_empty()) {
+            break;
+        }
+        at += line.len();
+    }
+    let event = &text[at..];
+    if event.is_empty() {
+        return StreamStart::Comment;
+    }
+    let data = event.strip_prefix(b"event: error\n").unwrap_or(event);
+    if b"event: error\n".starts_with(data) || b"data:".starts_with(data) {
+        return StreamStart::Unclear;
+    }
+    let Some(json) = data.strip_prefix(b"data:").map(<[u8]>::trim_ascii_start) else {
+        return StreamStart::Answer;
+    };
+    if !json.starts_with(ERROR) {
+        return match ERROR.starts_with(json) {
+            true => StreamStart::Unclear,
+            false => StreamStart::Answer,
+        };
+    }
+    match json.contains(&b'\n') {
+        true => StreamStart::Error(at),
+        false => StreamStart::Unclear,
+    }
 }
 
 pub fn is_sse(headers: &HeaderMap) -> bool {
@@ -338,43 +383,40 @@ impl Leg {
             self.guard.load_told(&told);
         }
         if head.status.as_u16() >= 400 {
+            let status = head.status;
             let body = self.collect(Bytes::new(), &mut answer).await?;
-            return Err(Failure::answer(
-                &self.guard,
-                head.status,
-                head.headers,
-                body,
-            ));
+            let body = body.unwrap_or_else(|| error_too_long(status));
+            return Err(Failure::answer(&self.guard, status, head.headers, body));
         }
         if is_sse(&head.headers) {
-            let mut before = Vec::new();
-            let first = loop {
-                match self.next_piece(&mut answer).await? {
-                    Some(piece) if is_comment(&piece) => {
-                        // The tokens of an event that comes with another piece.
-                        if self.tells_tokens && !piece.ends_with(b"\n\n") {
-                            before.push(piece);
-                        }
+            let mut pieces = Vec::new();
+            let mut text = Vec::new();
+            loop {
+                let Some(piece) = self.next_piece(&mut answer).await? else {
+                    let cause = "ended the stream before it began".into();
+                    let told = upstream_error(&self.guard, cause);
+                    let class = RetryClass::Broken;
+                    return Err(Failure::error(&self.guard, "reset", class, told));
+                };
+                text.extend_from_slice(&piece);
+                pieces.push(piece);
+                match stream_start(&text) {
+                    StreamStart::Error(at) => {
+                        let first = Bytes::from(text).slice(at..);
+                        return Err(self.error_in_stream(head.headers, first, answer).await);
                     }
-                    Some(piece) => break piece,
-                    None => {
-                        let cause = "ended the stream before it began".into();
-                        let told = upstream_error(&self.guard, cause);
-                        return Err(Failure::error(
-                            &self.guard,
-                            "reset",
-                            RetryClass::Broken,
-                            told,
-                        ));
+                    // Whole comments are left out; a part of one may tell the tokens of the event behind it.
+                    StreamStart::Comment if text.ends_with(b"\n\n") => {
+                        pieces.clear();
+                        text.clear();
                     }
+                    StreamStart::Comment | StreamStart::Unclear if text.len() <= MAX_ERROR_BODY => {
+                    }
+                    _ => break,
                 }
-            };
-            if error_event(&first).is_some() {
-                return Err(self.error_in_stream(head.headers, first, answer).await);
             }
             let rest = (!answer.is_end()).then_some(answer);
-            before.push(first);
-            return Ok((head.status, head.headers, before, rest));
+            return Ok((head.status, head.headers, pieces, rest));
         }
         let mut pieces = Vec::new();
         let mut held = 0;
@@ -402,8 +444,13 @@ impl Leg {
     /// A stream whose event is an error. If nobody else can do better the client gets the stream as it came.
     async fn error_in_stream(&self, headers: HeaderMap, first: Bytes, mut rest: Answer) -> Failure {
         let code = error_event(&first).and_then(code_of);
-        let body = match self.collect(first, &mut rest).await {
-            Ok(body) => body,
+        let body = match self.collect(first.clone(), &mut rest).await {
+            Ok(Some(body)) => body,
+            // The event, without what follows it.
+            Ok(None) => {
+                let json = error_event(&first).unwrap_or_default();
+                Bytes::from([b"data: ", json, b"\n\ndata: [DONE]\n\n"].concat())
+            }
             Err(failure) => return failure,
         };
         let mut failure = Failure::answer(&self.guard, StatusCode::OK, headers, body);
@@ -413,23 +460,16 @@ impl Leg {
         failure
     }
 
-    /// The rest of a short answer.
-    async fn collect(&self, first: Bytes, answer: &mut Answer) -> Result<Bytes, Failure> {
+    /// The rest of a short answer; `None`: it is longer than `MAX_ERROR_BODY`.
+    async fn collect(&self, first: Bytes, answer: &mut Answer) -> Result<Option<Bytes>, Failure> {
         let mut body = Vec::from(first);
         while let Some(piece) = self.next_piece(answer).await? {
             body.extend_from_slice(&piece);
             if body.len() > MAX_ERROR_BODY {
-                let cause = format!("error answer is longer than {MAX_ERROR_BODY} bytes");
-                let told = upstream_error(&self.guard, cause);
-                return Err(Failure::error(
-                    &self.guard,
-                    "reset",
-                    RetryClass::Broken,
-                    told,
-                ));
+                return Ok(None);
             }
         }
-        Ok(Bytes::from(body))
+        Ok(Some(Bytes::from(body)))
     }
 }
 
@@ -464,7 +504,36 @@ mod tests {
         assert!(error_event(b"event: error\ndata: {\"error\": {}}\n\n").is_some());
         assert!(error_event(b"data: {\"choices\":[\"error\"]}\n\n").is_none());
         assert!(error_event(b": keep-alive\n\n").is_none());
-        assert!(is_comment(b": keep-alive\n\n: x\r\n\r\n"));
-        assert!(!is_comment(b": x\n\ndata: {}\n\n"));
+    }
+
+    #[test]
+    fn start_of_a_stream_is_told_however_it_is_cut() {
+        let error = "data: {\"error\":{\"code\":\"draining\"}}\n\n";
+        for (before, event) in [
+            ("", error.to_owned()),
+            (
+                ": keep-alive\n\n: x\r\n\r\n",
+                format!("event: error\n{error}"),
+            ),
+        ] {
+            let text = format!("{before}{event}");
+            for cut in 1..text.len() - 1 {
+                let expected = match cut > before.len() {
+                    true => StreamStart::Unclear,
+                    false => StreamStart::Comment,
+                };
+                assert_eq!(stream_start(&text.as_bytes()[..cut]), expected, "{cut}");
+            }
+            let whole = stream_start(text.as_bytes());
+            assert_eq!(whole, StreamStart::Error(before.len()));
+        }
+        for answer in [
+            "data: {\"choices\":[",
+            "data: {}\n\n",
+            "id: 1\n",
+            "event: x\n",
+        ] {
+            assert_eq!(stream_start(answer.as_bytes()), StreamStart::Answer);
+        }
     }
 }

@@ -153,3 +153,38 @@ async fn a_retry_has_what_is_left_of_the_clients_time() {
     })
     .await;
 }
+
+#[tokio::test]
+async fn error_event_is_recognized_however_it_is_cut() {
+    const PIECES: [&str; 4] = [
+        ": keep-alive\n\nda",
+        "ta: {\"err",
+        "or\":{\"message\":\"m\",\"code\":\"draining\"}}\n\n",
+        "data: [DONE]\n\n",
+    ];
+    timed(async {
+        let leaving = Mock::start(&[Act::Stream(PIECES.to_vec(), End::Clean)]).await;
+        let good = Mock::start(&[]).await;
+        let router = Router::regular(&[&leaving, &good], &[]).await;
+        for _ in 0..2 {
+            assert!(router.chat_stream().await.text().starts_with(TOKEN));
+        }
+        assert_eq!((leaving.count(), good.count()), (1, 2));
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn long_error_answer_keeps_its_status_and_is_not_tried_again() {
+    timed(async {
+        let worker = Mock::start(&[]).await;
+        let path = "/v1/chat/completions";
+        worker.answers(path, 400, json!({"error": "x".repeat(2 << 20)}));
+        let router = Router::regular(&[&worker], &[]).await;
+        let reply = router.chat().await;
+        assert_eq!((reply.status, reply.code().as_str()), (400, "status_4xx"));
+        let failed = "baton_router_upstream_errors_total{reason=\"status_4xx\",role=\"regular\"}";
+        assert_eq!(router.metric(failed).await, 1.0);
+    })
+    .await;
+}
