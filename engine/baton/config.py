@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
+import ipaddress
 import os
 import re
 import sys
@@ -34,6 +35,13 @@ def opt(
     return dataclasses.field(default=default, metadata={"help": help, "choices": choices, "env": env, "also": also})
 
 
+LOOPBACK = "127.0.0.1"
+UNSPECIFIED_HOSTS = ("0.0.0.0", "::", "")
+"""Values of --host that listen on every address."""
+KV_REMEDY = (
+    "give all engines the same --cluster-key (BATON_CLUSTER_KEY), or --insecure-kv where every host of the network is "
+    "trusted"
+)
 MEM_FRACTION = 0.85
 """Not measured on a GPU yet; what steps need besides is (runtime.gpu.memory), and comes first."""
 
@@ -90,7 +98,14 @@ class EngineConfig:
     )
     transfer_port: int = opt(0, "first TCP port of the transfer runtime, one per DP rank; 0 picks free ones")
     cluster_key: str | None = opt(
-        None, "shared secret that authenticates the KV transfer control plane", env="BATON_CLUSTER_KEY"
+        None,
+        "shared secret of all engines that authenticates KV transfers; without it they stay on loopback",
+        env="BATON_CLUSTER_KEY",
+    )
+    insecure_kv: bool = opt(
+        False,
+        "without cluster-key: listen for KV transfers on --host, and take KV from any host; whoever reaches these "
+        "ports can read prompts and forge answers",
     )
     kv_lease_secs: float = opt(30.0, "how long P keeps a finished prompt's pages for D without a heartbeat [s]")
     kv_transfer_timeout_secs: float = opt(60.0, "D gives up on a request's KV after this long [s]")
@@ -342,6 +357,16 @@ class EngineConfig:
         """
         return 2 * (self.max_queued_requests + self.max_running_requests)
 
+    @property
+    def is_kv_open(self) -> bool:
+        """Whether KV may cross hosts: with a cluster key, or by --insecure-kv."""
+        return self.cluster_key is not None or self.insecure_kv
+
+    @property
+    def kv_host(self) -> str:
+        """Address that the bootstrap server and the transfer runtime listen on: --host, or loopback."""
+        return self.host if self.is_kv_open or is_loopback(self.host) else LOOPBACK
+
 
 GROUPS = (
     ("model", "model_path"),
@@ -359,6 +384,14 @@ GROUPS = (
     ("time limits, metrics and logs", "request_timeout_secs"),
 )
 """Headings of --help and docs/flags.md: title, and the first field of EngineConfig that it stands above."""
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches the address. A name other than localhost counts as reachable."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def flag_name(field_name: str) -> str:
@@ -483,6 +516,12 @@ def _violations(c: EngineConfig) -> list[str]:
         if not ok:
             bad.append(text)
 
+    rule(c.cluster_key != "", "--cluster-key is empty: give a long random text, or leave it out")
+    rule(
+        c.disaggregation_mode != "prefill" or c.kv_host == c.host or c.host in UNSPECIFIED_HOSTS,
+        f"--host {c.host}: without a cluster key KV transfers stay on {LOOPBACK}, where no decode node would look for "
+        f"them; {KV_REMEDY}",
+    )
     rule(1 <= c.tp_size <= 64, f"--tp-size {c.tp_size}: give 1 to 64 ranks")
     rule(
         c.tp_size == 1 or c.dp_size == 1 or c.disaggregation_mode != "prefill",

@@ -395,6 +395,30 @@ fn with_a_key_everything_works_over_every_transport() {
     }
 }
 
+#[test]
+fn without_a_cluster_key_kv_comes_from_loopback_only() {
+    let server = BootstrapServer::start("127.0.0.1", 0, None).unwrap();
+    // TEST-NET-1: no host has these addresses, and no packet must be sent to them.
+    let p = Rank::start("prefill", &json!({"advertise_host": "192.0.2.1"}));
+    p.node
+        .register("127.0.0.1", server.port(), PATIENCE)
+        .unwrap();
+    let d = Rank::start("decode", &json!({}));
+    for (room, bootstrap) in [(1, "192.0.2.2"), (2, "127.0.0.1")] {
+        d.node
+            .open(room, 0, bootstrap, server.port(), 0, HASH, DEADLINE_MS)
+            .unwrap();
+        match d.end(room) {
+            NodeEvent::Failed { code, message, .. } => {
+                assert_eq!(code.as_str(), "AUTH");
+                assert!(message.contains("--cluster-key"), "{message}");
+            }
+            other => panic!("{other:?}"),
+        }
+    }
+    d.assert_idle();
+}
+
 // ---- the bootstrap server ----
 
 #[test]

@@ -97,6 +97,21 @@ def test_engine_flags_reach_every_engine_and_secrets_stay_off_command_lines(tmp_
     assert router[-2:] == ["--policy", "random"]
 
 
+def test_nodes_get_a_cluster_key_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def key(*flags: str) -> str:
+        cluster = up.Cluster(up.parse(flags), tmp_path, print)
+        keys = {node.child._env["BATON_CLUSTER_KEY"] for node in cluster.nodes}
+        assert all(key not in " ".join(node.argv()) for key in keys for node in cluster.nodes)
+        return keys.pop() if len(keys) == 1 else ""
+
+    monkeypatch.delenv("BATON_CLUSTER_KEY", raising=False)
+    assert len(key()) == 64
+    assert key() != key()
+    assert key("--cluster-key", "s3cret") == "s3cret"
+    monkeypatch.setenv("BATON_CLUSTER_KEY", "from-environment")
+    assert key() == "from-environment"
+
+
 def test_cores_are_divided_between_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def threads(cores: int, *flags: str) -> list[str]:
         monkeypatch.setattr(up, "_cores", lambda: cores)

@@ -12,7 +12,7 @@ from baton.config import EngineConfig
 from baton.errors import ConfigError
 from baton.runtime.comm import nccl
 from baton.server import up
-from baton.server.transfer import ON_DEVICE, TRANSPORTS, transports
+from baton.server.transfer import ON_DEVICE, TRANSPORTS, transports, warn_of_reach
 
 
 def choices(of: type, field: str) -> set[str]:
@@ -46,3 +46,34 @@ def test_a_transport_of_the_other_memory_is_refused() -> None:
         transports(build("shm", "cuda"), on_device=True)
     with pytest.raises(ConfigError, match="cuda_ipc: the KV pages are in host memory with --device cpu; use auto, shm"):
         transports(build("cuda_ipc"), on_device=False)
+
+
+@pytest.mark.parametrize(
+    ("values", "kv_host"),
+    [
+        ({}, "127.0.0.1"),
+        ({"host": "::1"}, "::1"),
+        ({"host": "0.0.0.0"}, "127.0.0.1"),
+        ({"host": "10.0.0.1"}, "127.0.0.1"),
+        ({"host": "0.0.0.0", "cluster_key": "k"}, "0.0.0.0"),
+        ({"host": "10.0.0.1", "insecure_kv": True}, "10.0.0.1"),
+    ],
+)
+def test_kv_stays_on_loopback_without_a_cluster_key(
+    values: dict[str, object], kv_host: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    c = config.build({"disaggregation_mode": "decode", **values})
+    assert c.kv_host == kv_host
+    warn_of_reach(c)
+    warned = " ".join(caplog.messages)
+    assert ("--cluster-key" in warned) == (c.kv_host != c.host or c.insecure_kv)
+
+
+def test_prefill_node_that_no_decode_node_could_reach_is_refused() -> None:
+    values = {"disaggregation_mode": "prefill", "host": "10.0.0.1"}
+    with pytest.raises(ConfigError, match=r"--host 10\.0\.0\.1: without a cluster key KV"):
+        config.build(values)
+    with pytest.raises(ConfigError, match="--cluster-key is empty"):
+        config.build({**values, "cluster_key": ""})
+    assert config.build({**values, "host": "0.0.0.0"}).kv_host == "127.0.0.1"
+    assert config.build({**values, "cluster_key": "k"}).kv_host == "10.0.0.1"

@@ -35,10 +35,10 @@ from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
 import baton
-from baton.config import EngineConfig
+from baton.config import LOOPBACK, UNSPECIFIED_HOSTS, EngineConfig
 from baton.errors import ConfigError, EngineError
 from baton.models import checkpoint
-from baton.server import model_dir
+from baton.server import model_dir, transfer
 from baton.server.app import Front, Phase
 from baton.server.ranks import SEND_QUEUE, Rank, Ranks
 from baton.server.tokenizer import Tokenizer
@@ -115,6 +115,7 @@ class _Launcher:
             if front.tracer is not None:
                 stack.push_async_callback(front.tracer.flush)
             url = await self._serve_http(stack, front)
+            transfer.warn_of_reach(self._config)
             bootstrap = self._start_bootstrap(stack)
             if bootstrap is not None:
                 front.bootstrap_port = bootstrap.port
@@ -177,7 +178,7 @@ class _Launcher:
             ) from err
         port = self._config.disaggregation_bootstrap_port
         try:
-            server = BootstrapServer(self._config.host, port, self._config.cluster_key)
+            server = BootstrapServer(self._config.kv_host, port, self._config.cluster_key)
         except OSError as err:
             raise ConfigError(
                 f"--disaggregation-bootstrap-port {port} cannot be bound ({err}); choose another, or 0"
@@ -208,7 +209,7 @@ class _Launcher:
             "front_pid": os.getpid(),
             "to_rank": addresses[1 + dp_rank],
             "to_front": addresses[0],
-            "bootstrap_host": None if bootstrap is None else _reachable(self._config.host),
+            "bootstrap_host": None if bootstrap is None else _reachable(self._config.kv_host),
             "bootstrap_port": None if bootstrap is None else bootstrap.port,
         }
         assert child.stdin is not None  # asked for above
@@ -353,4 +354,4 @@ async def _within(work: Any, secs: float) -> bool:
 
 def _reachable(host: str) -> str:
     """Where our own ranks find the bootstrap server."""
-    return "127.0.0.1" if host in ("0.0.0.0", "::", "") else host
+    return LOOPBACK if host in UNSPECIFIED_HOSTS else host

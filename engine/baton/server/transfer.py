@@ -13,7 +13,7 @@ import socket
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from baton.config import EngineConfig
+from baton.config import KV_REMEDY, LOOPBACK, UNSPECIFIED_HOSTS, EngineConfig
 from baton.errors import ConfigError
 
 log = logging.getLogger("baton.transfer")
@@ -68,9 +68,27 @@ class Bootstrap(NamedTuple):
         return None if port is None else Bootstrap(job["bootstrap_host"], port)
 
 
+def warn_of_reach(config: EngineConfig) -> None:
+    """One line at the start of an engine of a pair about what protects its KV, if that is not a cluster key."""
+    if config.disaggregation_mode == "null" or config.cluster_key is not None:
+        return
+    if config.insecure_kv:
+        log.warning(
+            "--insecure-kv: WITHOUT A CLUSTER KEY WHOEVER REACHES THIS ENGINE'S KV PORTS CAN READ PROMPTS AND FORGE "
+            "ANSWERS; give all engines the same --cluster-key (BATON_CLUSTER_KEY) instead"
+        )
+    elif config.kv_host != config.host:
+        log.warning(
+            "--host %s without a cluster key: KV transfers stay on %s, only nodes of this machine form pairs; %s",
+            config.host,
+            LOOPBACK,
+            KV_REMEDY,
+        )
+
+
 def advertised_host(host: str) -> str:
     """The address peers can reach us at when we listen on `host`: itself, or this machine's outward one."""
-    if host not in ("0.0.0.0", "::", ""):
+    if host not in UNSPECIFIED_HOSTS:
         return host
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
@@ -92,16 +110,17 @@ def start(
     from baton._native import TransferNode
     from baton.runtime.comm import make_backend
 
-    host = advertised_host(config.host)
+    host = advertised_host(config.kv_host)
     allowed = transports(config, on_device=native_pool.on_device)
     number = dp_rank * config.tp_size + tp_rank
     settings = {
         "role": config.disaggregation_mode,
-        "host": config.host,
+        "host": config.kv_host,
         "advertise_host": host,
         "port": config.transfer_port + number if config.transfer_port else 0,
         "transports": allowed,
         "cluster_key": config.cluster_key,
+        "insecure": config.insecure_kv,
         "layout": layout,
         "dp_rank": number,
         "dp_size": config.dp_size * config.tp_size,

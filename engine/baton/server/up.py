@@ -15,6 +15,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import secrets
 import shlex
 import shutil
 import signal
@@ -248,6 +249,8 @@ class Cluster:
         self._stopping = asyncio.Event()
         env = {**os.environ, "PYTHONUNBUFFERED": "1"}
         env.update({SECRETS[name]: value for name, value in plan.engine.items() if name in SECRETS})
+        key = SECRETS["cluster_key"]
+        env[key] = env.get(key) or secrets.token_hex(32)  # a new one per start: other programs cannot take part
         self.nodes = [Node(role, f"{role} {i}", plan) for role in ROLES for i in range(plan.counts[role])]
         for node in self.nodes:
             node.child = Child(node.name, node.argv, log_dir / f"{node.name.replace(' ', '-')}.log", env)

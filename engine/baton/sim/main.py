@@ -44,13 +44,13 @@ PROGRESS_SECS = 2.0
 NOT_SIMULATED = frozenset({
     "simulate", "model_path", "tokenizer_path", "served_model_name", "load_format", "dtype", "context_length",
     "chat_template", "host", "port", "api_key", "disaggregation_mode", "disaggregation_bootstrap_port",
-    "disaggregation_transfer_backend", "transfer_port", "cluster_key", "kv_lease_secs", "kv_transfer_timeout_secs",
-    "num_reserved_decode_tokens", "tp_size", "dist_timeout", "dp_size", "device", "attention_backend", "cpu_threads",
-    "disable_cuda_graph", "cuda_graph_max_bs", "kv_pool_mib", "mem_fraction_static",
-    "priority_adjustment_function", "priority_adjust_interval_ms",
-    "schedule_policy", "random_seed", "log_level", "abort_on_priority_when_disabled", "stream_interval",
-    "drain_timeout_secs", "decision_log", "scheduler_trace", "kv_events_config", "host_kv_gib", "metrics_compat",
-    "enable_trace", "otlp_traces_endpoint",
+    "disaggregation_transfer_backend", "transfer_port", "cluster_key", "insecure_kv", "kv_lease_secs",
+    "kv_transfer_timeout_secs", "num_reserved_decode_tokens", "tp_size", "dist_timeout", "dp_size", "device",
+    "attention_backend", "cpu_threads", "disable_cuda_graph", "cuda_graph_max_bs", "kv_pool_mib",
+    "mem_fraction_static", "priority_adjustment_function", "priority_adjust_interval_ms", "schedule_policy",
+    "random_seed", "log_level", "abort_on_priority_when_disabled", "stream_interval", "drain_timeout_secs",
+    "decision_log", "scheduler_trace", "kv_events_config", "host_kv_gib", "metrics_compat", "enable_trace",
+    "otlp_traces_endpoint",
 })  # fmt: skip
 """Engine flags without a meaning here: refused, not swallowed. Every other one is taken from EngineConfig."""
 

@@ -1,6 +1,6 @@
 //! Asks a bootstrap server. One connection per request: a node asks once per peer, not once per room.
 
-use std::net::IpAddr;
+use std::net::{IpAddr, SocketAddr};
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -30,6 +30,9 @@ pub enum HttpError {
     },
     #[error("{0} answered nonsense: {1}")]
     Nonsense(String, String),
+    /// The server did not prove that it belongs to this cluster.
+    #[error("{0}")]
+    Untrusted(String),
 }
 
 impl HttpError {
@@ -55,8 +58,31 @@ pub struct Client {
     pub host: String,
     pub port: u16,
     pub cluster_key: Option<String>,
+    /// Ask no server of another host: without a cluster key a stranger's answers look like any other.
+    pub loopback_only: bool,
     /// For each whole request.
     pub timeout: Duration,
+}
+
+/// Addresses of a peer. With `loopback_only`, `Err` names the remedy when there are none on this host.
+pub async fn resolve(
+    host: &str,
+    port: u16,
+    loopback_only: bool,
+) -> Result<Vec<SocketAddr>, HttpError> {
+    let found = tokio::net::lookup_host((host, port))
+        .await
+        .map_err(|err| HttpError::Io(format!("{host}:{port}"), err.to_string()))?;
+    let usable: Vec<_> = found
+        .filter(|addr| !loopback_only || addr.ip().to_canonical().is_loopback())
+        .collect();
+    if loopback_only && usable.is_empty() {
+        return Err(HttpError::Untrusted(format!(
+            "{host} is another host, and this node has no cluster key: give all engines the same --cluster-key, or \
+             --insecure-kv where every host of the network is trusted"
+        )));
+    }
+    Ok(usable)
 }
 
 impl Client {
@@ -82,7 +108,8 @@ impl Client {
         url: &str,
     ) -> Result<(Bytes, IpAddr), HttpError> {
         let io = |err: &dyn std::fmt::Display| HttpError::Io(url.to_owned(), err.to_string());
-        let stream = TcpStream::connect((self.host.as_str(), self.port))
+        let addrs = resolve(&self.host, self.port, self.loopback_only).await?;
+        let stream = TcpStream::connect(&addrs[..])
             .await
             .map_err(|err| io(&err))?;
         let local = stream.local_addr().map_err(|err| io(&err))?.ip();

@@ -13,6 +13,6 @@ mod server;
 mod table;
 
 pub use auth::AUTH_HEADER;
-pub use client::{Client, HttpError, Route};
+pub use client::{Client, HttpError, Route, resolve};
 pub use server::BootstrapServer;
 pub use table::{Registration, RouteTable, Sizes, TableError};

@@ -66,6 +66,9 @@ pub struct NodeConfig {
     pub transports: Vec<Transport>,
     #[serde(default)]
     pub cluster_key: Option<String>,
+    /// Without a cluster key: take KV from any host instead of from loopback addresses only.
+    #[serde(default)]
+    pub insecure: bool,
     /// What a page holds. Two nodes pair only if all of it is equal; `page_bytes` must be the pool's.
     pub layout: BTreeMap<String, serde_json::Value>,
     #[serde(default)]

@@ -713,6 +713,7 @@ impl Core {
             host,
             port,
             cluster_key: self.config.cluster_key.clone(),
+            loopback_only: self.config.cluster_key.is_none() && !self.config.insecure,
             timeout: HTTP_TIMEOUT,
         }
     }

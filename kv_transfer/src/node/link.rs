@@ -11,7 +11,7 @@ use tokio::task::AbortHandle;
 
 use super::Transport;
 use super::outbox::{Backlog, Outbox};
-use crate::bootstrap::{Client, HttpError};
+use crate::bootstrap::{Client, HttpError, resolve};
 use crate::code::Code;
 use crate::machine::Peer;
 use crate::pool::device::DevicePages;
@@ -77,9 +77,17 @@ pub async fn establish(
         .into());
     }
     let target = (route.rank_ip.as_str(), route.rank_port);
-    let mut stream = match tokio::time::timeout(CONNECT_TIMEOUT, TcpStream::connect(target)).await {
+    let connect = async {
+        let addrs = resolve(target.0, target.1, bootstrap.loopback_only)
+            .await
+            .map_err(|err| unreachable(&err))?;
+        TcpStream::connect(&addrs[..])
+            .await
+            .map_err(|err| silent(format!("{}:{}: {err}", target.0, target.1)))
+    };
+    let mut stream = match tokio::time::timeout(CONNECT_TIMEOUT, connect).await {
         Ok(Ok(stream)) => stream,
-        Ok(Err(err)) => return Err(silent(format!("{}:{}: {err}", target.0, target.1))),
+        Ok(Err(err)) => return Err(err),
         Err(_) => {
             return Err(silent(format!(
                 "{}:{} did not accept within {CONNECT_TIMEOUT:?}",
@@ -125,10 +133,10 @@ pub async fn establish(
 }
 
 pub fn unreachable(err: &HttpError) -> LinkFailure {
-    let code = if err.status() == Some(http::StatusCode::UNAUTHORIZED) {
-        Code::Auth
-    } else {
-        Code::Unreachable
+    let code = match err {
+        HttpError::Untrusted(_) => Code::Auth,
+        _ if err.status() == Some(http::StatusCode::UNAUTHORIZED) => Code::Auth,
+        _ => Code::Unreachable,
     };
     LinkFailure {
         err: LinkError::new(code, err.to_string()),
