@@ -356,14 +356,14 @@ fn strangers_and_garbage_on_the_port_harm_nobody() {
 // ---- keys ----
 
 #[test]
-fn a_wrong_cluster_key_is_refused_by_the_bootstrap_server_and_by_the_rank() {
+fn a_wrong_or_missing_cluster_key_is_refused_by_the_bootstrap_server() {
     let d = Rank::start("decode", &json!({"cluster_key": "guess"}));
     for server_key in [Some("secret".to_owned()), None] {
+        let is_keyed = server_key.is_some();
         let server = BootstrapServer::start("127.0.0.1", 0, server_key).unwrap();
         let p = Rank::start("prefill", &json!({"cluster_key": "secret"}));
-        p.node
-            .register("127.0.0.1", server.port(), PATIENCE)
-            .unwrap();
+        let registered = p.node.register("127.0.0.1", server.port(), PATIENCE);
+        assert_eq!(registered.is_ok(), is_keyed, "{registered:?}");
         d.node
             .open(1, 0, "127.0.0.1", server.port(), 0, HASH, DEADLINE_MS)
             .unwrap();

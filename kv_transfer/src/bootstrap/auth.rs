@@ -1,4 +1,9 @@
-//! The signature of a bootstrap request.
+//! Signatures of bootstrap requests and of their answers.
+//!
+//! A request is signed over method, path, time, a nonce and its body; the answer over the request's signature, its status and its body, so
+//! that it answers this request only. The server remembers the signatures of changes for as long as they could be sent again.
+
+use std::collections::BTreeSet;
 
 use std::time::{SystemTime, UNIX_EPOCH};
 
@@ -8,6 +13,8 @@ use sha2::Sha256;
 pub const AUTH_HEADER: &str = "x-baton-auth";
 /// A signature is refused after this time; hosts' clocks must agree better than that.
 const MAX_AGE_MS: u64 = 300_000;
+/// Signatures remembered: `MAX_RANKS` ranks register every 5 s for `MAX_AGE_MS`.
+const MAX_SEEN: usize = 65_536;
 
 pub fn unix_ms() -> u64 {
     SystemTime::now()
@@ -15,21 +22,80 @@ pub fn unix_ms() -> u64 {
         .map_or(0, |age| age.as_millis() as u64)
 }
 
-fn mac(key: &str, method: &str, path: &str, at_ms: u64, body: &[u8]) -> Hmac<Sha256> {
+fn mac(key: &str, head: &str, body: &[u8]) -> Hmac<Sha256> {
     let mut mac =
         Hmac::<Sha256>::new_from_slice(key.as_bytes()).expect("HMAC takes keys of any length");
-    mac.update(format!("{method}\n{path}\n{at_ms}\n").as_bytes());
+    mac.update(head.as_bytes());
     mac.update(body);
     mac
 }
 
-pub fn sign(key: &str, method: &str, path: &str, at_ms: u64, body: &[u8]) -> String {
-    let tag = mac(key, method, path, at_ms, body).finalize().into_bytes();
-    let hex: String = tag.iter().map(|byte| format!("{byte:02x}")).collect();
-    format!("{at_ms} {hex}")
+fn hex(mac: Hmac<Sha256>) -> String {
+    let tag = mac.finalize().into_bytes();
+    tag.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
-/// Why a request is refused, or `Ok`.
+fn request_mac(key: &str, method: &str, path: &str, stamp: &str, body: &[u8]) -> Hmac<Sha256> {
+    mac(key, &format!("{method}\n{path}\n{stamp}\n"), body)
+}
+
+/// The header of a request: time, nonce and tag.
+pub fn sign(key: &str, method: &str, path: &str, at_ms: u64, body: &[u8]) -> String {
+    let stamp = format!("{at_ms} {:016x}", rand::random::<u64>());
+    let tag = hex(request_mac(key, method, path, &stamp, body));
+    format!("{stamp} {tag}")
+}
+
+fn answer_mac(key: &str, request: &str, status: u16, body: &[u8]) -> Hmac<Sha256> {
+    mac(key, &format!("answer\n{request}\n{status}\n"), body)
+}
+
+/// The header of an answer; `request` is the header of its request.
+pub fn sign_answer(key: &str, request: &str, status: u16, body: &[u8]) -> String {
+    hex(answer_mac(key, request, status, body))
+}
+
+pub fn is_answer_signed(
+    key: &str,
+    request: &str,
+    status: u16,
+    body: &[u8],
+    header: Option<&str>,
+) -> bool {
+    let tag = header.and_then(unhex);
+    tag.is_some_and(|tag| {
+        answer_mac(key, request, status, body)
+            .verify_slice(&tag)
+            .is_ok()
+    })
+}
+
+/// Signatures that were accepted and are not too old yet, by time.
+#[derive(Debug, Default)]
+pub struct SeenSignatures(BTreeSet<(u64, String)>);
+
+impl SeenSignatures {
+    /// Records a request signed at `at_ms`. `Err`: it is a repetition, or too many are remembered.
+    pub fn add(&mut self, at_ms: u64, header: &str, now_ms: u64) -> Result<(), &'static str> {
+        while self
+            .0
+            .first()
+            .is_some_and(|(at, _)| at.saturating_add(MAX_AGE_MS) < now_ms)
+        {
+            self.0.pop_first();
+        }
+        if self.0.len() >= MAX_SEEN {
+            return Err("too many changes within five minutes");
+        }
+        if self.0.insert((at_ms, header.to_owned())) {
+            Ok(())
+        } else {
+            Err("the signature was used before")
+        }
+    }
+}
+
+/// Why a request is refused, or the time of its signature.
 pub fn verify(
     key: &str,
     method: &str,
@@ -37,16 +103,19 @@ pub fn verify(
     now_ms: u64,
     body: &[u8],
     header: Option<&str>,
-) -> Result<(), String> {
+) -> Result<u64, String> {
     let header = header.ok_or(format!(
         "this server has a cluster key and wants a signature in {AUTH_HEADER}"
     ))?;
-    let (at, hex) = header.split_once(' ').ok_or("the signature has no time")?;
+    let (stamp, hex) = header.rsplit_once(' ').ok_or("the signature has no time")?;
+    let (at, _nonce) = stamp
+        .split_once(' ')
+        .ok_or("the signature has no nonce: update the engine that sent it")?;
     let at: u64 = at
         .parse()
         .map_err(|_| "the signature's time is no number")?;
     let tag = unhex(hex).ok_or("the signature is no hexadecimal")?;
-    mac(key, method, path, at, body)
+    request_mac(key, method, path, stamp, body)
         .verify_slice(&tag)
         .map_err(|_| "the signature is wrong: the cluster keys differ")?;
     if at.abs_diff(now_ms) > MAX_AGE_MS {
@@ -55,7 +124,7 @@ pub fn verify(
             at.abs_diff(now_ms) / 1000
         ));
     }
-    Ok(())
+    Ok(at)
 }
 
 fn unhex(text: &str) -> Option<Vec<u8>> {
@@ -85,8 +154,32 @@ mod tests {
         assert!(!check("key", "PUT", "/route", 1000, b"{ }"));
         assert!(!check("key", "PUT", "/route", 1001 + MAX_AGE_MS, b"{}"));
         assert!(verify("key", "PUT", "/route", 1000, b"{}", None).is_err());
-        for garbage in ["", "1000", "x y", "1000 zz", "1000 abc"] {
+        for garbage in ["", "1000", "x y", "1000 zz", "1000 abc", "1000 0 abc"] {
             assert!(verify("key", "PUT", "/route", 1000, b"{}", Some(garbage)).is_err());
         }
+    }
+
+    #[test]
+    fn answer_is_signed_for_one_request() {
+        let (request, other) = (
+            sign("key", "GET", "/route", 1000, b""),
+            sign("key", "GET", "/route", 1000, b""),
+        );
+        let header = sign_answer("key", &request, 200, b"{}");
+        let is_signed =
+            |key, request, status| is_answer_signed(key, request, status, b"{}", Some(&header));
+        assert!(is_signed("key", &request, 200));
+        assert!(!is_signed("key", &other, 200) && !is_signed("key", &request, 404));
+        assert!(!is_signed("guess", &request, 200));
+        assert!(!is_answer_signed("key", &request, 200, b"{}", None));
+    }
+
+    #[test]
+    fn signature_is_used_once_within_its_age() {
+        let mut seen = SeenSignatures::default();
+        assert!(seen.add(1000, "a", 1000).is_ok() && seen.add(1000, "b", 1000).is_ok());
+        assert!(seen.add(1000, "a", 1000 + MAX_AGE_MS).is_err());
+        assert!(seen.add(2000, "c", 1001 + MAX_AGE_MS).is_ok());
+        assert_eq!(seen.0.len(), 1, "older ones are refused by their age");
     }
 }

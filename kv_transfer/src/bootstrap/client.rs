@@ -10,7 +10,7 @@ use hyper_util::rt::TokioIo;
 use serde::Deserialize;
 use tokio::net::TcpStream;
 
-use super::auth::{AUTH_HEADER, sign, unix_ms};
+use super::auth::{AUTH_HEADER, is_answer_signed, sign, unix_ms};
 use super::{Registration, Sizes};
 
 /// Answers are small; more is not a bootstrap server.
@@ -51,6 +51,9 @@ pub struct Route {
     pub rank_port: u16,
     #[serde(default)]
     pub instance_id: String,
+    /// Newest version of the transfer protocol that the rank speaks; 0: unknown.
+    #[serde(default)]
+    pub proto_ver: u32,
 }
 
 #[derive(Debug, Clone)]
@@ -124,23 +127,34 @@ impl Client {
         if !body.is_empty() {
             request = request.header("content-type", "application/json");
         }
-        if let Some(key) = &self.cluster_key {
-            request = request.header(
-                AUTH_HEADER,
-                sign(key, method.as_str(), path, unix_ms(), &body),
-            );
+        let key = self.cluster_key.as_deref();
+        let signed = key.map(|key| sign(key, method.as_str(), path, unix_ms(), &body));
+        if let Some(signature) = &signed {
+            request = request.header(AUTH_HEADER, signature);
         }
         let request = request
             .body(Full::new(Bytes::from(body)))
             .map_err(|err| io(&err))?;
         let response = sender.send_request(request).await.map_err(|err| io(&err))?;
         let status = response.status();
+        let proof = response.headers().get(AUTH_HEADER).cloned();
         let answer = Limited::new(response.into_body(), MAX_ANSWER_BYTES)
             .collect()
             .await
             .map_err(|err| io(&err))?
             .to_bytes();
         drop(connection);
+        // A refusal of our own signature may come unsigned: from a server without our key.
+        if let (Some(key), Some(request)) = (key, &signed)
+            && status != StatusCode::UNAUTHORIZED
+        {
+            let proof = proof.as_ref().and_then(|value| value.to_str().ok());
+            if !is_answer_signed(key, request, status.as_u16(), &answer, proof) {
+                return Err(HttpError::Untrusted(format!(
+                    "{url} did not sign its answer with this cluster's key: give all engines the same --cluster-key"
+                )));
+            }
+        }
         if !status.is_success() {
             let text = String::from_utf8_lossy(&answer)
                 .trim()

@@ -4,8 +4,8 @@
 //! GETs it when it opens its first room with that rank; the P rank DELETEs it when it leaves. The table answers questions; it is not
 //! asked per request.
 //!
-//! With a cluster key every request but `/health` carries `x-baton-auth: <unix ms> <hex HMAC-SHA256 of method, path, time, body>`, at
-//! most five minutes old; without it anybody who reaches the port could send decode nodes to a prefill rank of his own.
+//! With a cluster key every request but `/health` carries `x-baton-auth: <unix ms> <nonce> <HMAC-SHA256>`, at most five minutes old, and
+//! its answer is signed too (`auth`); without it anybody who reaches the port could send decode nodes to a prefill rank of his own.
 
 mod auth;
 mod client;

@@ -4,8 +4,9 @@ use std::convert::Infallible;
 use std::io;
 use std::net::{SocketAddr, TcpListener};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread::JoinHandle;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use http::{Method, Request, Response, StatusCode};
@@ -17,10 +18,10 @@ use parking_lot::Mutex;
 use serde_json::json;
 use tokio::sync::{Semaphore, oneshot};
 
-use super::auth::{AUTH_HEADER, unix_ms, verify};
+use super::auth::{AUTH_HEADER, SeenSignatures, sign_answer, unix_ms, verify};
 use super::table::{Rank, Registration, RouteTable, TableError};
 
-const MAX_BODY_BYTES: usize = 64 << 10;
+const MAX_BODY_BYTES: usize = 16 << 10;
 const MAX_CONNECTIONS: usize = 1024;
 /// For the request head, and again for the body.
 const READ_TIMEOUT: Duration = Duration::from_secs(5);
@@ -28,6 +29,7 @@ const READ_TIMEOUT: Duration = Duration::from_secs(5);
 /// Runs until `stop` or drop.
 pub struct BootstrapServer {
     addr: SocketAddr,
+    state: Arc<State>,
     stop: Option<oneshot::Sender<()>>,
     thread: Option<JoinHandle<()>>,
 }
@@ -44,18 +46,23 @@ impl BootstrapServer {
         let (stop, stopped) = oneshot::channel();
         let state = Arc::new(State {
             table: Mutex::default(),
+            seen: Mutex::default(),
             cluster_key,
+            started: Instant::now(),
+            refused: AtomicU64::default(),
         });
+        let served = state.clone();
         let thread = std::thread::Builder::new().name("kv-bootstrap".into()).spawn(move || {
             runtime.block_on(async {
                 tokio::select! {
-                    err = serve(listener, state) => tracing::error!(%err, "the bootstrap server stopped"),
+                    err = serve(listener, served) => tracing::error!(%err, "the bootstrap server stopped"),
                     _ = stopped => {}
                 }
             });
         })?;
         Ok(Self {
             addr,
+            state,
             stop: Some(stop),
             thread: Some(thread),
         })
@@ -63,6 +70,11 @@ impl BootstrapServer {
 
     pub fn port(&self) -> u16 {
         self.addr.port()
+    }
+
+    /// Requests about routes that were refused: unauthenticated, malformed, or in conflict with what is registered.
+    pub fn refused(&self) -> u64 {
+        self.state.refused.load(Ordering::Relaxed)
     }
 
     /// Whether its thread still serves; part of the node's health.
@@ -92,7 +104,10 @@ impl Drop for BootstrapServer {
 
 struct State {
     table: Mutex<RouteTable>,
+    seen: Mutex<SeenSignatures>,
     cluster_key: Option<String>,
+    started: Instant,
+    refused: AtomicU64,
 }
 
 async fn serve(listener: TcpListener, state: Arc<State>) -> io::Error {
@@ -160,8 +175,39 @@ fn refuse(status: StatusCode, message: impl Into<String>) -> Response<Full<Bytes
     )
 }
 
+async fn signed(
+    key: &str,
+    request: &str,
+    response: Response<Full<Bytes>>,
+) -> Response<Full<Bytes>> {
+    let (mut head, body) = response.into_parts();
+    let body = body.collect().await.unwrap_or_default().to_bytes();
+    let proof = sign_answer(key, request, head.status.as_u16(), &body);
+    if let Ok(proof) = proof.parse() {
+        head.headers.insert(AUTH_HEADER, proof);
+    }
+    Response::from_parts(head, Full::new(body))
+}
+
 impl State {
+    fn now_ms(&self) -> u64 {
+        self.started.elapsed().as_millis() as u64
+    }
+
     async fn answer(&self, request: Request<Incoming>) -> Response<Full<Bytes>> {
+        let signature = request.headers().get(AUTH_HEADER).cloned();
+        let response = self.respond(request).await;
+        if response.status().is_client_error() && response.status() != StatusCode::NOT_FOUND {
+            self.refused.fetch_add(1, Ordering::Relaxed);
+        }
+        let signature = signature.as_ref().and_then(|value| value.to_str().ok());
+        match (&self.cluster_key, signature) {
+            (Some(key), Some(signature)) => signed(key, signature, response).await,
+            _ => response,
+        }
+    }
+
+    async fn respond(&self, request: Request<Incoming>) -> Response<Full<Bytes>> {
         let (head, body) = request.into_parts();
         let path = head.uri.path();
         if path == "/health" {
@@ -195,14 +241,15 @@ impl State {
                 .headers
                 .get(AUTH_HEADER)
                 .and_then(|value| value.to_str().ok());
-            if let Err(why) = verify(
-                key,
-                head.method.as_str(),
-                full_path,
-                unix_ms(),
-                &body,
-                header,
-            ) {
+            let now = unix_ms();
+            let verified = verify(key, head.method.as_str(), full_path, now, &body, header);
+            let fresh = verified.and_then(|at| match header {
+                Some(header) if head.method != Method::GET => {
+                    Ok(self.seen.lock().add(at, header, now)?)
+                }
+                _ => Ok(()),
+            });
+            if let Err(why) = fresh {
                 return refuse(StatusCode::UNAUTHORIZED, why);
             }
         }
@@ -227,7 +274,7 @@ impl State {
                 );
             }
         };
-        match self.table.lock().put(registration) {
+        match self.table.lock().put(registration, self.now_ms()) {
             Ok(()) => reply(StatusCode::OK, &json!({"status": "ok"})),
             Err(err @ TableError::Conflict { .. }) => refuse(StatusCode::CONFLICT, err.to_string()),
             Err(err @ TableError::Full) => refuse(StatusCode::SERVICE_UNAVAILABLE, err.to_string()),
@@ -254,7 +301,8 @@ impl State {
                 return refuse(StatusCode::BAD_REQUEST, why);
             }
         };
-        let table = self.table.lock();
+        let mut table = self.table.lock();
+        table.expire(self.now_ms());
         if (tp, dp_group, pp) == (-1, -1, -1) {
             return match table.sizes() {
                 Some(sizes) => {
@@ -293,16 +341,12 @@ impl State {
                 );
             }
         };
-        if self
-            .table
-            .lock()
-            .remove(registration.rank(), &registration.instance_id)
-        {
+        if self.table.lock().remove(&registration) {
             reply(StatusCode::OK, &json!({"status": "ok"}))
         } else {
             refuse(
                 StatusCode::NOT_FOUND,
-                "this incarnation of the rank is not registered",
+                "this incarnation of the rank is not registered, or not by the owner of this request",
             )
         }
     }

@@ -5,7 +5,9 @@ use std::collections::BTreeMap;
 use serde::{Deserialize, Serialize};
 
 /// Most ranks one server remembers.
-const MAX_RANKS: usize = 65_536;
+const MAX_RANKS: usize = 1024;
+/// A rank registers every 5 s; one that has not for this long is forgotten, and its topology with the last one.
+pub(super) const ROUTE_TTL_MS: u64 = 30_000;
 
 fn one() -> u32 {
     1
@@ -35,6 +37,9 @@ pub struct Registration {
     pub rank_port: u16,
     #[serde(default)]
     pub instance_id: String,
+    /// Known to the rank and this server only: who removes the rank has to name it.
+    #[serde(default)]
+    pub owner: String,
     #[serde(default)]
     pub proto_ver: u32,
     #[serde(default)]
@@ -110,15 +115,18 @@ pub enum TableError {
 /// Ranks by position; the topology is that of the first one as long as any is registered.
 #[derive(Debug, Default)]
 pub struct RouteTable {
-    ranks: BTreeMap<Rank, Registration>,
+    /// With the time of the last registration.
+    ranks: BTreeMap<Rank, (Registration, u64)>,
     sizes: Option<Sizes>,
     /// Counts changes, so that a reader can tell an old answer from a new one.
     pub epoch: u64,
 }
 
 impl RouteTable {
-    /// A rank that registers again (a restart) replaces its former self.
-    pub fn put(&mut self, registration: Registration) -> Result<(), TableError> {
+    /// A rank that registers again (a restart) replaces its former self. What a page holds is for the rank to compare: it is not kept.
+    pub fn put(&mut self, mut registration: Registration, now_ms: u64) -> Result<(), TableError> {
+        self.expire(now_ms);
+        registration.layout = serde_json::Value::Null;
         if !registration.role.eq_ignore_ascii_case("prefill") {
             return Err(TableError::Role(registration.role));
         }
@@ -150,13 +158,16 @@ impl RouteTable {
             return Err(TableError::Conflict { ours, theirs });
         }
         let rank = registration.rank();
-        if self.ranks.get(&rank) == Some(&registration) {
-            return Ok(()); // the periodic reminder
+        if let Some((known, at)) = self.ranks.get_mut(&rank)
+            && *known == registration
+        {
+            *at = now_ms; // the periodic reminder
+            return Ok(());
         }
         if self.ranks.len() >= MAX_RANKS && !self.ranks.contains_key(&rank) {
             return Err(TableError::Full);
         }
-        self.ranks.insert(rank, registration);
+        self.ranks.insert(rank, (registration, now_ms));
         self.epoch += 1;
         Ok(())
     }
@@ -166,22 +177,36 @@ impl RouteTable {
     }
 
     pub fn get(&self, rank: Rank) -> Option<&Registration> {
-        self.ranks.get(&rank)
+        self.ranks.get(&rank).map(|(registration, _)| registration)
     }
 
-    /// A rank leaves. Only its own incarnation can remove it, so a late farewell does not unseat the successor.
-    pub fn remove(&mut self, rank: Rank, instance_id: &str) -> bool {
-        let known = self
-            .ranks
-            .get(&rank)
-            .is_some_and(|r| r.instance_id == instance_id);
+    /// Forget ranks that do not register any more.
+    pub fn expire(&mut self, now_ms: u64) {
+        let before = self.ranks.len();
+        self.ranks
+            .retain(|_, (_, at)| now_ms.saturating_sub(*at) <= ROUTE_TTL_MS);
+        self.epoch += u64::from(self.ranks.len() != before);
+        self.free_topology();
+    }
+
+    fn free_topology(&mut self) {
+        if self.ranks.is_empty() {
+            self.sizes = None;
+        }
+    }
+
+    /// A rank leaves. Only its own incarnation can remove it, so a late farewell does not unseat the successor; and only who
+    /// knows its `owner`, which no answer tells.
+    pub fn remove(&mut self, farewell: &Registration) -> bool {
+        let rank = farewell.rank();
+        let known = self.get(rank).is_some_and(|known| {
+            (&known.instance_id, &known.owner) == (&farewell.instance_id, &farewell.owner)
+        });
         if known {
             self.ranks.remove(&rank);
             self.epoch += 1;
         }
-        if self.ranks.is_empty() {
-            self.sizes = None;
-        }
+        self.free_topology();
         known
     }
 }
@@ -209,7 +234,7 @@ mod tests {
     fn ranks_come_restart_and_go() {
         let mut table = RouteTable::default();
         assert_eq!(table.sizes(), None);
-        table.put(rank(1, "a")).expect("new");
+        table.put(rank(1, "a"), 0).expect("new");
         assert_eq!(
             table.sizes(),
             Some(Sizes {
@@ -226,34 +251,68 @@ mod tests {
             (None, Some("a"))
         );
         let epoch = table.epoch;
-        table.put(rank(1, "a")).expect("a reminder");
+        table.put(rank(1, "a"), 0).expect("a reminder");
         assert_eq!(table.epoch, epoch);
-        table.put(rank(1, "b")).expect("a restart");
+        table.put(rank(1, "b"), 0).expect("a restart");
         assert_eq!(table.epoch, epoch + 1);
         assert!(
-            !table.remove(at(1), "a"),
+            !table.remove(&rank(1, "a")),
             "a late farewell of the former incarnation"
         );
-        assert!(table.remove(at(1), "b"));
+        assert!(table.remove(&rank(1, "b")));
         assert_eq!(table.sizes(), None, "the last one out frees the topology");
     }
 
     #[test]
     fn one_node_has_one_topology() {
         let mut table = RouteTable::default();
-        table.put(rank(0, "a")).expect("new");
+        table.put(rank(0, "a"), 0).expect("new");
         let mut other = rank(1, "b");
         other.system_dp_size = 4;
-        assert!(matches!(table.put(other), Err(TableError::Conflict { .. })));
+        assert!(matches!(
+            table.put(other, 0),
+            Err(TableError::Conflict { .. })
+        ));
         let mut outside = rank(0, "c");
         outside.pp_rank = 1;
         assert!(matches!(
-            table.put(outside),
+            table.put(outside, 0),
             Err(TableError::RankRange { what: "pp", .. })
         ));
         let mut decode = rank(0, "d");
         decode.role = "Decode".into();
-        assert!(matches!(table.put(decode), Err(TableError::Role(_))));
+        assert!(matches!(table.put(decode, 0), Err(TableError::Role(_))));
+    }
+
+    #[test]
+    fn only_its_owner_removes_a_rank() {
+        let mut table = RouteTable::default();
+        let mine = Registration {
+            owner: "secret".into(),
+            ..rank(1, "a")
+        };
+        table.put(mine.clone(), 0).expect("new");
+        assert!(!table.remove(&rank(1, "a")), "what GET tells is not enough");
+        assert!(table.remove(&mine));
+    }
+
+    #[test]
+    fn forged_topology_ends_when_it_is_not_repeated() {
+        let mut table = RouteTable::default();
+        let mut forged = rank(0, "forged");
+        forged.system_dp_size = 4;
+        forged.layout = serde_json::json!(vec![0; 20_000]);
+        table.put(forged, 0).expect("new");
+        let kept = table.get(at(0)).expect("registered");
+        assert!(kept.layout.is_null(), "large values are not kept");
+        let late = ROUTE_TTL_MS + 1;
+        assert!(table.put(rank(1, "a"), ROUTE_TTL_MS).is_err());
+        table
+            .put(rank(1, "a"), late)
+            .expect("the table is empty again");
+        table.put(rank(1, "a"), 2 * late).expect("a reminder");
+        table.expire(2 * late + ROUTE_TTL_MS);
+        assert!(table.get(at(1)).is_some() && table.get(at(0)).is_none());
     }
 
     #[test]
@@ -261,7 +320,10 @@ mod tests {
         let text = r#"{"role": "prefill", "attn_dp_size": 4, "attn_dp_rank": 3, "attn_tp_size": 2, "attn_tp_rank": 1, "rank_ip": "h", "rank_port": 1}"#;
         let mut table = RouteTable::default();
         table
-            .put(serde_json::from_str(text).expect("SGLang's fields alone"))
+            .put(
+                serde_json::from_str(text).expect("SGLang's fields alone"),
+                0,
+            )
             .expect("new");
         assert!(
             table

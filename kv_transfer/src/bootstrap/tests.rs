@@ -74,7 +74,10 @@ async fn with_a_cluster_key_a_forged_route_is_refused() {
         BootstrapServer::start("127.0.0.1", 0, Some("secret".into())).expect("a free port");
     for key in [None, Some("guess")] {
         let err = client(&server, key)
-            .register(&registration(1, "evil"))
+            .register(&Registration {
+                rank_ip: "evil".into(),
+                ..registration(1, "evil")
+            })
             .await
             .expect_err("refused");
         assert_eq!(err.status(), Some(StatusCode::UNAUTHORIZED), "{err}");
@@ -98,6 +101,46 @@ async fn with_a_cluster_key_a_forged_route_is_refused() {
             .expect("known")
             .rank_port,
         2
+    );
+}
+
+#[tokio::test]
+async fn recorded_change_of_a_route_is_refused() {
+    use super::super::auth::sign;
+    use tokio::io::{AsyncReadExt, AsyncWriteExt};
+    let server =
+        BootstrapServer::start("127.0.0.1", 0, Some("secret".into())).expect("a free port");
+    let body = json!({"role": "Prefill", "rank_ip": "h", "rank_port": 1}).to_string();
+    let signature = sign("secret", "PUT", "/route", unix_ms(), body.as_bytes());
+    let request = format!(
+        "PUT /route HTTP/1.1\r\nhost: x\r\n{AUTH_HEADER}: {signature}\r\nconnection: close\r\ncontent-length: {}\r\n\r\n{body}",
+        body.len()
+    );
+    let mut answers = Vec::new();
+    for _ in 0..2 {
+        let mut stream = tokio::net::TcpStream::connect(("127.0.0.1", server.port()))
+            .await
+            .expect("connect");
+        stream.write_all(request.as_bytes()).await.expect("write");
+        let mut answer = String::new();
+        stream.read_to_string(&mut answer).await.expect("read");
+        answers.push(answer.split(' ').nth(1).map(str::to_owned));
+    }
+    assert_eq!(answers, [Some("200".into()), Some("401".into())]);
+    assert_eq!(server.refused(), 1);
+}
+
+#[tokio::test]
+async fn unsigned_answer_is_refused_by_a_client_with_a_key() {
+    let server = BootstrapServer::start("127.0.0.1", 0, None).expect("a free port");
+    client(&server, None)
+        .register(&registration(1, "a"))
+        .await
+        .expect("accepted");
+    let err = client(&server, Some("secret")).route(0).await;
+    assert!(
+        matches!(err, Err(super::super::HttpError::Untrusted(_))),
+        "{err:?}"
     );
 }
 

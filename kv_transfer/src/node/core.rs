@@ -19,7 +19,7 @@ use super::prefill::PrefillEntry;
 use super::staged::{CommKey, Staged};
 use super::timers::Timers;
 use super::{Command, NodeConfig, NodeEvent, PeerView, Shared, Transport};
-use crate::bootstrap::{Client, Registration};
+use crate::bootstrap::{Client, HttpError, Registration};
 use crate::code::Code;
 use crate::ledger::{Entry, Side};
 use crate::machine::parked::{Parked, Tombstones};
@@ -744,6 +744,7 @@ impl Core {
             },
             rank_port: self.port,
             instance_id: self.identity.hello.inc.clone(),
+            owner: super::uuid(),
             proto_ver: crate::protocol::VERSION,
             transports: self.identity.hello.transports.clone(),
             layout_hash: self.identity.hello.layout_hash.clone(),
@@ -909,7 +910,11 @@ async fn register_until(
             Ok(()) => return Ok(()),
             Err(err) => err,
         };
-        let hopeless = err.status().is_some_and(|status| status.is_client_error());
+        // A conflict may be with ranks that are gone, whose registration ends.
+        let hopeless = matches!(err, HttpError::Untrusted(_))
+            || err.status().is_some_and(|status| {
+                status.is_client_error() && status != http::StatusCode::CONFLICT
+            });
         if hopeless || tokio::time::Instant::now() + pause >= deadline {
             return Err(err.to_string());
         }
