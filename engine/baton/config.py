@@ -112,6 +112,9 @@ class EngineConfig:
     num_reserved_decode_tokens: int = opt(
         512, "D keeps room for this many more tokens per running request when admitting [tokens]"
     )
+    test_kv_fault: str | None = opt(
+        None, "for tests: damage KV transfers by these rules, a JSON object (kv_transfer/src/transport/fault.rs)"
+    )
 
     tp_size: int = opt(
         1,

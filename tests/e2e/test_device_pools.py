@@ -23,8 +23,8 @@ SLOW = {"rules": [{"on": "PAGE", "do": {"delay_ms": 4}, "repeat": True}]}
 def cluster() -> Iterator[Cluster]:
     """--transport is left at auto. Copies are slow, so that a kill finds some under way."""
     path = os.pathsep.join([str(SITE), str(REPO), str(REPO / "engine")])
-    env = {"PYTHONPATH": path, "BATON_TEST_KV_FAULT": json.dumps(SLOW)}
-    with Cluster.up("--chunked-prefill-size", "64", "--kv-lease-secs", "5", env=env) as cluster:
+    flags = ["--chunked-prefill-size", "64", "--kv-lease-secs", "5", "--test-kv-fault", json.dumps(SLOW)]
+    with Cluster.up(*flags, env={"PYTHONPATH": path}) as cluster:
         yield cluster
 
 

@@ -30,8 +30,8 @@ def pair(request: pytest.FixtureRequest) -> Iterator[tuple[str, Cluster]]:
     """Copies by cuda_ipc are slow, so that a kill finds some under way."""
     if request.param == "nccl" and torch.cuda.nccl.version() < (2, 30):
         pytest.skip(f"NCCL {torch.cuda.nccl.version()} refuses two ranks on one GPU; 2.30 does not")
-    env = {**SHARED_GPU, "BATON_TEST_KV_FAULT": json.dumps(SLOW)}
-    with Cluster.up(*FLAGS, *SMALL, "--transport", request.param, env=env) as cluster:
+    flags = [*FLAGS, *SMALL, "--transport", request.param, "--test-kv-fault", json.dumps(SLOW)]
+    with Cluster.up(*flags, env=SHARED_GPU) as cluster:
         yield request.param, cluster
 
 

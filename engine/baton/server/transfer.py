@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import socket
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -129,7 +128,7 @@ def start(
         "stall_ms": max(MIN_STALL_MS, int(config.kv_transfer_timeout_secs * 1000 / 2)),
         "copy_threads": 1,
         "max_rooms": config.max_rooms,
-        "fault": json.loads(os.environ.get("BATON_TEST_KV_FAULT", "null")),
+        "fault": json.loads(config.test_kv_fault or "null"),
     }
     node = TransferNode(native_pool, json.dumps(settings), make_backend(config, host, allowed))
     if bootstrap is not None:
