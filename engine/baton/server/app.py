@@ -98,6 +98,9 @@ class Front:
         self.bootstrap_port: int | None = None
         self.bootstrap_healthy: Callable[[], bool] = lambda: True
         """P nodes: whether the bootstrap server still answers; without it no D node finds us."""
+        self.bootstrap_refused: Callable[[], int] = lambda: 0
+        """P nodes: requests that the bootstrap server has refused."""
+        self._counted_refused = 0
         self.started_at = int(time.time())
         self.tracer = tracer.start(config)
         self.answering = Answering(
@@ -257,6 +260,9 @@ class Front:
     async def metrics_text(self, request: web.Request) -> web.Response:
         if self.tracer is not None:
             self.tracer.count(self.metrics.trace_spans)
+        refused = self.bootstrap_refused()
+        self.metrics.kv_routes_refused.inc(refused - self._counted_refused)
+        self._counted_refused = refused
         self.metrics.ready.set(self.trouble() is None)
         self.metrics.ranks_alive.set(sum(r.dead is None for r in self.ranks.ranks))
         return web.Response(

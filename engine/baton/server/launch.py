@@ -120,6 +120,7 @@ class _Launcher:
             if bootstrap is not None:
                 front.bootstrap_port = bootstrap.port
                 front.bootstrap_healthy = lambda: bool(bootstrap.healthy)
+                front.bootstrap_refused = lambda: int(bootstrap.refused)
             stack.push_async_callback(self._end_children)
             for dp_rank, tp_rank in itertools.product(range(self._config.dp_size), range(self._config.tp_size)):
                 await self._spawn(dp_rank, tp_rank, folder, addresses, ranks, bootstrap)

@@ -80,6 +80,7 @@ FRONT = (
     Spec("ready", "gauge", "1 when a request sent now would be accepted"),
     Spec("ranks_alive", "gauge", "DP ranks of this engine that live"),
     Spec("build", "info", "version and mode, value 1", ("version", "python", "mode", "model")),
+    Spec("kv_routes_refused", "counter", "P: requests to the bootstrap server that were refused"),
 )
 
 RANK = (
@@ -193,6 +194,11 @@ RANK = (
         "transfers this node ended itself: refused (no capacity), call (a failed call), payload (a bad first token)",
         ("kind",),
     ),
+    Spec("kv_rejects", "counter", "P: OPENs of decode ranks that were refused, by reason code", ("code",)),
+    Spec("kv_hellos_refused", "counter", "connections refused before a link existed, by reason code", ("code",)),
+    Spec("kv_hellos_evicted", "counter", "silent connections closed to make space for new ones"),
+    Spec("kv_reads_refused", "counter", "P: reads of pages that were not announced to the asking decode rank"),
+    Spec("kv_bad_frames", "counter", "links cut because of a damaged, unauthenticated or unexpected message"),
     Spec("kv_transport_fallbacks", "counter", "pairs that changed to a slower transport"),
     Spec("kv_communicators", "gauge", "communicators of the gloo or nccl transport by state", ("state",)),
     Spec(
@@ -269,6 +275,7 @@ class Metrics:
         self.ignored: Counter = made["ignored_parameters"]
         self.rate_limited: Counter = made["tenant_rate_limited"]
         self.trace_spans: Counter = made["trace_spans"]
+        self.kv_routes_refused: Counter = made["kv_routes_refused"]
         self.ready: Gauge = made["ready"]
         self.ranks_alive: Gauge = made["ranks_alive"]
         made["build"].labels(version, platform.python_version(), mode, model).set(1)

@@ -21,6 +21,8 @@ pub struct ParkedOpen {
 #[derive(Debug, PartialEq, Eq)]
 pub enum ParkError {
     Full,
+    /// This peer has as many as one may have.
+    PeerFull,
     /// Another OPEN of this room is parked already.
     Duplicate,
 }
@@ -28,14 +30,19 @@ pub enum ParkError {
 #[derive(Debug)]
 pub struct Parked {
     limit: usize,
+    per_peer: usize,
+    by_peer: HashMap<Peer, usize>,
     rooms: HashMap<u64, ParkedOpen>,
     order: VecDeque<(u64, u64)>, // (until, room), oldest first; TTLs differ little, so expiry scans from the front
 }
 
 impl Parked {
-    pub fn new(limit: usize) -> Self {
+    /// At most `limit` OPENs, `per_peer` of them of one peer.
+    pub fn new(limit: usize, per_peer: usize) -> Self {
         Self {
             limit,
+            per_peer,
+            by_peer: HashMap::new(),
             rooms: HashMap::new(),
             order: VecDeque::new(),
         }
@@ -59,6 +66,11 @@ impl Parked {
             None if self.rooms.len() >= self.limit => return Err(ParkError::Full),
             None => {}
         }
+        let of_peer = self.by_peer.entry(open.peer).or_default();
+        if *of_peer >= self.per_peer {
+            return Err(ParkError::PeerFull);
+        }
+        *of_peer += 1;
         self.order.push_back((open.until, room));
         self.rooms.insert(room, open);
         Ok(())
@@ -66,6 +78,12 @@ impl Parked {
 
     pub fn take(&mut self, room: u64) -> Option<ParkedOpen> {
         let open = self.rooms.remove(&room)?;
+        if let Some(of_peer) = self.by_peer.get_mut(&open.peer) {
+            *of_peer -= 1;
+            if *of_peer == 0 {
+                self.by_peer.remove(&open.peer);
+            }
+        }
         self.order.retain(|&(_, r)| r != room);
         Some(open)
     }
@@ -184,7 +202,7 @@ mod tests {
 
     #[test]
     fn parked_opens_are_bounded_and_expire() {
-        let mut parked = Parked::new(2);
+        let mut parked = Parked::new(2, 2);
         assert_eq!(parked.park(1, open(9, 50)), Ok(()));
         assert_eq!(parked.park(1, open(9, 60)), Ok(()), "the same OPEN twice");
         assert_eq!(parked.park(1, open(8, 60)), Err(ParkError::Duplicate));
@@ -200,6 +218,20 @@ mod tests {
         parked.drop_peer(9, None);
         assert!(parked.is_empty());
         assert_eq!(parked.next_due(), None);
+    }
+
+    #[test]
+    fn one_peer_leaves_space_for_others() {
+        let mut parked = Parked::new(3, 2);
+        assert_eq!(parked.park(1, open(9, 50)), Ok(()));
+        assert_eq!(parked.park(2, open(9, 50)), Ok(()));
+        assert_eq!(parked.park(3, open(9, 50)), Err(ParkError::PeerFull));
+        assert_eq!(parked.park(3, open(8, 50)), Ok(()));
+        parked.take(1);
+        assert_eq!(parked.park(4, open(9, 50)), Ok(()));
+        parked.drop_peer(9, None);
+        parked.drop_peer(8, None);
+        assert!(parked.by_peer.is_empty());
     }
 
     #[test]

@@ -91,6 +91,9 @@ pub struct NodeConfig {
     /// How long P keeps an OPEN whose request has not arrived.
     #[serde(default = "park_ttl_ms")]
     pub park_ttl_ms: u64,
+    /// P closes a decode rank's data stream that is silent for this long.
+    #[serde(default = "data_idle_ms")]
+    pub data_idle_ms: u64,
     /// Staged transports: slabs per communicator and side.
     #[serde(default = "slabs")]
     pub slabs: usize,
@@ -117,6 +120,8 @@ pub struct NodeConfig {
 pub struct NodeLimits {
     /// P: OPENs that wait for their request. Each becomes a room, or is answered when its time is over.
     pub parked_opens: usize,
+    /// Those of one decode rank: as many as it has requests, when its limits are those of this node.
+    pub parked_opens_per_peer: usize,
     /// Ended rooms whose late messages are answered with the reason of their end.
     pub ended_rooms: usize,
     /// Calls not yet seen by the control thread: a few per room. A full channel means a dead thread.
@@ -151,6 +156,10 @@ fn max_rooms() -> usize {
 }
 fn park_ttl_ms() -> u64 {
     30_000
+}
+/// Four of D's beats.
+fn data_idle_ms() -> u64 {
+    60_000
 }
 fn slabs() -> usize {
     4
@@ -193,6 +202,7 @@ impl NodeConfig {
             ("heartbeat_ms", config.heartbeat_ms),
             ("stall_ms", config.stall_ms),
             ("max_rooms", config.max_rooms as u64),
+            ("data_idle_ms", config.data_idle_ms),
             ("dp_size", config.dp_size.into()),
             ("slabs", config.slabs as u64),
             ("max_communicators", config.max_communicators as u64),
@@ -242,6 +252,7 @@ impl NodeConfig {
         let rooms = self.max_rooms.max(MIN_TABLE);
         NodeLimits {
             parked_opens: rooms,
+            parked_opens_per_peer: rooms / 2,
             ended_rooms: rooms,
             commands: COMMANDS_PER_ROOM * rooms,
             outbox_bytes: OUTBOX_BYTES_PER_ROOM * rooms,

@@ -11,8 +11,9 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use tokio::net::TcpStream;
-use tokio::sync::{Semaphore, mpsc};
+use tokio::sync::mpsc;
 
+use super::accept::accept_loop;
 use super::decode::{DecodeEntry, Link, LinkKey, PullJob};
 use super::link::{self, Established, Heard, LinkFailure, Outgoing, Running};
 use super::prefill::PrefillEntry;
@@ -27,20 +28,18 @@ use crate::machine::slab::Breaker;
 use crate::machine::{Illegal, Peer};
 use crate::pool::{KvPool, RemotePool, SumKind};
 use crate::protocol::wire::{Identity, LinkError, Opened};
-use crate::protocol::{Channel, Hello, MAX_HEARTBEAT_ROOMS, Msg};
+use crate::protocol::{Channel, Hello, MAX_HEARTBEAT_ROOMS, Msg, clipped};
 use crate::transport::PullEnd;
 use crate::transport::comm::{CommBackend, CommReport};
 use crate::transport::copier::{Copier, Done, Job};
 use crate::transport::fault::{Fault, Faults};
 use crate::transport::shm;
-use crate::transport::tcp::{DataLink, DataPlane};
+use crate::transport::tcp::{DataContext, DataLink, DataPlane};
 
 /// Messages read from sockets and not yet handled; more stay in the sockets.
 const HEARD: usize = 1024;
 /// Control connections; a fleet has fewer ranks.
 const MAX_CONNS: usize = 4096;
-/// Connections in the middle of HELLO.
-const HANDSHAKES: usize = 64;
 const MISSED_HEARTBEATS: u64 = 3;
 /// One attempt to reach the bootstrap server.
 const HTTP_TIMEOUT: Duration = Duration::from_secs(1);
@@ -63,6 +62,9 @@ pub struct Listeners {
 /// What tasks and threads tell the loop. Unbounded, because every sender is: one message per task, or per job of a bounded number.
 pub(super) enum Internal {
     Accepted(TcpStream, Box<Opened>),
+    HelloRefused(Code),
+    /// A connection that had not said HELLO made space for another one.
+    HelloEvicted,
     Linked(LinkKey, Box<Result<Established, LinkFailure>>),
     /// More rooms wait for this link, which is up as this peer.
     OpenWaiting(LinkKey, Peer),
@@ -171,13 +173,15 @@ impl Core {
         )?;
         let dead = internal.clone();
         let dead = move |why| drop(dead.send(Internal::DataThreadDead(why)));
-        let data = DataPlane::start(
-            pool.clone(),
-            identity.clone(),
-            faults.clone(),
-            tell(Internal::Pulled),
-            dead,
-        )?;
+        let data = DataContext {
+            pool: pool.clone(),
+            identity: identity.clone(),
+            faults: faults.clone(),
+            announced: shared.announced.clone(),
+            idle: Duration::from_millis(config.data_idle_ms),
+            report: tell(Internal::Pulled),
+        };
+        let data = DataPlane::start(data, dead)?;
         let staged = config
             .staged()
             .zip(backend)
@@ -200,7 +204,7 @@ impl Core {
             conns: HashMap::new(),
             next_conn: 1,
             prefill: HashMap::new(),
-            parked: Parked::new(limits.parked_opens),
+            parked: Parked::new(limits.parked_opens, limits.parked_opens_per_peer),
             tombstones: Tombstones::new(limits.ended_rooms),
             decode: HashMap::new(),
             links: HashMap::new(),
@@ -324,6 +328,8 @@ impl Core {
     fn on_internal(&mut self, message: Internal) {
         match message {
             Internal::Accepted(stream, opened) => self.accepted(stream, *opened),
+            Internal::HelloRefused(code) => self.count_refused_hello(code),
+            Internal::HelloEvicted => self.shared.stats.lock().hellos_evicted += 1,
             Internal::Linked(key, result) => self.linked(key, *result),
             Internal::OpenWaiting(key, peer) => self.open_waiting(&key, peer),
             Internal::Sized { room, size } => self.sized(room, size),
@@ -363,6 +369,11 @@ impl Core {
 
     fn accepted(&mut self, stream: TcpStream, opened: Opened) {
         if opened.peer.channel == Channel::Data {
+            let inc = &opened.peer.inc;
+            if !self.conns.values().any(|conn| conn.peer.inc == *inc) {
+                tracing::warn!(peer = %opened.peer.addr, "a data stream of a peer without a control connection is refused");
+                return self.count_refused_hello(Code::TransportBroken);
+            }
             match stream.into_std() {
                 Ok(stream) => self.data.serve(stream, opened),
                 Err(err) => {
@@ -542,7 +553,8 @@ impl Core {
             | Msg::SlabRead { .. }
             | Msg::SlabSend { .. }
             | Msg::SlabStale { .. } => self.on_comm_msg(peer, msg),
-            Msg::Hello(_)
+            Msg::Challenge { .. }
+            | Msg::Hello(_)
             | Msg::Read { .. }
             | Msg::Data { .. }
             | Msg::DataEnd { .. }
@@ -596,7 +608,7 @@ impl Core {
                 room: 0,
                 attempt: 0,
                 code: err.code,
-                message: err.why.clone(),
+                message: clipped(&err.why),
                 retry_after_ms: 0,
                 connection: true,
             };
@@ -825,6 +837,11 @@ impl Core {
         self.shared.ledger.lock().note(entry);
     }
 
+    fn count_refused_hello(&self, code: Code) {
+        let mut stats = self.shared.stats.lock();
+        *stats.hellos_refused.entry(code.as_str()).or_default() += 1;
+    }
+
     pub fn count_failure(&self, code: Code) {
         *self
             .shared
@@ -859,42 +876,6 @@ pub(super) fn mapped_by(remote: &RemotePool) -> Transport {
     match remote.device() {
         Some(_) => Transport::CudaIpc,
         None => Transport::Shm,
-    }
-}
-
-async fn accept_loop(
-    listener: TcpListener,
-    identity: Arc<Identity>,
-    internal: mpsc::UnboundedSender<Internal>,
-) -> io::Error {
-    let listener = match tokio::net::TcpListener::from_std(listener) {
-        Ok(listener) => listener,
-        Err(err) => return err,
-    };
-    let slots = Arc::new(Semaphore::new(HANDSHAKES));
-    loop {
-        let Ok(slot) = slots.clone().acquire_owned().await else {
-            return io::Error::other("closed");
-        };
-        let mut stream = match listener.accept().await {
-            Ok((stream, _)) => stream,
-            Err(err) => {
-                tracing::warn!(%err, "accept failed"); // out of descriptors, or a peer that was gone at once
-                tokio::time::sleep(Duration::from_millis(50)).await;
-                continue;
-            }
-        };
-        let (identity, internal) = (identity.clone(), internal.clone());
-        tokio::spawn(async move {
-            crate::transport::tcp::tune(&stream);
-            match identity.answer(&mut stream).await {
-                Ok(opened) => drop(internal.send(Internal::Accepted(stream, Box::new(opened)))),
-                Err(err) => {
-                    tracing::warn!(code = %err.code, why = %err.why, "a peer's HELLO was refused")
-                }
-            }
-            drop(slot);
-        });
     }
 }
 

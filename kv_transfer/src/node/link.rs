@@ -17,7 +17,7 @@ use crate::machine::Peer;
 use crate::pool::device::DevicePages;
 use crate::pool::{RemotePool, SumKind};
 use crate::protocol::wire::{Identity, LinkError, Opened, read_frame};
-use crate::protocol::{Channel, Hello, Msg, Opener, Sealer};
+use crate::protocol::{Channel, Hello, MIN_VERSION, Msg, Opener, Sealer, VERSION};
 use crate::transport::shm;
 use crate::transport::tcp::tune;
 
@@ -73,6 +73,16 @@ pub async fn establish(
         return Err(LinkError::new(
             Code::LayoutMismatch,
             "the prefill rank is registered without instance_id: it does not speak this protocol",
+        )
+        .into());
+    }
+    if route.proto_ver != 0 && route.proto_ver < MIN_VERSION {
+        return Err(LinkError::new(
+            Code::LayoutMismatch,
+            format!(
+                "the prefill rank speaks protocol version {}, this node {MIN_VERSION} to {VERSION}",
+                route.proto_ver
+            ),
         )
         .into());
     }

@@ -8,6 +8,7 @@
 //! to wait (except in `register` and `close`). A panic in any thread marks the node unhealthy; a panic of the control thread ends every
 //! room.
 
+mod accept;
 mod config;
 mod core;
 mod decode;
@@ -38,9 +39,11 @@ pub use stats::{Histogram, Stats, TransportStats};
 use crate::code::Code;
 use crate::ledger::{Ledger, Side};
 use crate::machine::prefill::Finish;
-use crate::pool::{KvPool, PoolError};
+use crate::pool::{AnnouncedPages, KvPool, PoolError};
 use crate::protocol::wire::Identity;
-use crate::protocol::{Channel, Hello, MAX_PAYLOAD_BYTES, MAX_PROMPT_HASH_BYTES, VERSION};
+use crate::protocol::{
+    Channel, Hello, MAX_PAYLOAD_BYTES, MAX_PROMPT_HASH_BYTES, MIN_VERSION, VERSION,
+};
 use crate::transport::comm::CommBackend;
 use crate::transport::copier::panic_text;
 use crate::transport::shm;
@@ -133,6 +136,7 @@ struct Shared {
     unhealthy: Mutex<Option<String>>,
     /// Calls of `poll`: an engine that works makes one per turn, an idle one with live rooms at least one per second.
     progress: AtomicU64,
+    announced: Arc<AnnouncedPages>,
     started: Instant,
 }
 
@@ -228,6 +232,7 @@ impl TransferNode {
             cluster_key: config.cluster_key.clone(),
             hello: Hello {
                 ver: VERSION,
+                min_ver: MIN_VERSION,
                 channel: Channel::Control,
                 nonce: vec![],
                 inc: incarnation.clone(),
@@ -254,6 +259,7 @@ impl TransferNode {
             gauges: Mutex::default(),
             unhealthy: Mutex::default(),
             progress: AtomicU64::new(0),
+            announced: Arc::default(),
             started: Instant::now(),
         });
         let runtime = tokio::runtime::Builder::new_current_thread()
@@ -469,7 +475,7 @@ impl TransferNode {
         detail["uptime_ms"] = json!(shared.now_ms());
         json!({
             "gauges": stats::gauges(&states, more.peers.len(), &more.comms, why.is_none()),
-            "counters": stats.counters(),
+            "counters": stats.counters(shared.announced.refused()),
             "detail": detail,
             "healthy": why.is_none(),
             "unhealthy_reason": why,

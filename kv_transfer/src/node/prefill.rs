@@ -9,7 +9,7 @@ use crate::ledger::Side;
 use crate::machine::Peer;
 use crate::machine::parked::{EVERY_ATTEMPT, ParkError, ParkedOpen};
 use crate::machine::prefill::{Action, Event, Finish, Phase, Room};
-use crate::protocol::{Msg, Sealed};
+use crate::protocol::{Msg, Sealed, clipped};
 use crate::transport::copier::Job;
 
 /// Pages hashed in one job; a few milliseconds of a copy thread, so that pulls get their turn.
@@ -235,7 +235,7 @@ impl Core {
                     },
                 );
             }
-            Err(ParkError::Full) => self.reject(
+            Err(ParkError::Full | ParkError::PeerFull) => self.reject(
                 peer,
                 room,
                 attempt,
@@ -270,7 +270,11 @@ impl Core {
     }
 
     fn reject(&mut self, peer: Peer, room: u64, attempt: u32, code: Code, why: &str) {
-        self.shared.stats.lock().opens_rejected += 1;
+        {
+            let mut stats = self.shared.stats.lock();
+            stats.opens_rejected += 1;
+            *stats.rejects.entry(code.as_str()).or_default() += 1;
+        }
         self.note(self.entry(
             Side::Prefill,
             room,
@@ -289,7 +293,7 @@ impl Core {
                 room,
                 attempt,
                 code,
-                message: why.to_owned(),
+                message: clipped(why),
                 retry_after_ms,
                 connection: false,
             },
@@ -374,6 +378,7 @@ impl Core {
                 self.hash_more(room);
             }
             Action::Accept { peer } => {
+                self.shared.announced.withdraw(room); // everything is told again
                 self.tie(peer, Side::Prefill, room);
                 let p_inc = self.identity.hello.inc.clone();
                 self.send(
@@ -391,6 +396,10 @@ impl Core {
                 first_page,
                 pages,
             } => {
+                if let Some(conn) = self.conns.get(&peer) {
+                    let pages = pages.iter().map(|p| (p.page, p.generation));
+                    self.shared.announced.announce(room, &conn.peer.inc, pages);
+                }
                 let ids = pages.iter().map(|p| p.page).collect();
                 let gens = pages.iter().map(|p| p.generation).collect();
                 let sums = pages.iter().map(|p| p.sum).collect();
@@ -434,6 +443,7 @@ impl Core {
             ),
             Action::AckAbort { peer } => self.send(peer, Msg::AbortAck { room, attempt }),
             Action::ReaderLeft { peer } => {
+                self.shared.announced.withdraw(room);
                 self.untie(Some(peer), Side::Prefill, room);
                 let why = "waits for another decode rank".into();
                 self.note(self.entry(Side::Prefill, room, attempt, "READER_LEFT", why));
@@ -446,6 +456,7 @@ impl Core {
         let Some(entry) = self.prefill.remove(&room) else {
             return;
         };
+        self.shared.announced.withdraw(room);
         self.timers.set(&Timer::Prefill(room), None);
         self.untie(entry.room.reader(), Side::Prefill, room);
         let code_for_late = entry.room.code_after_the_end();

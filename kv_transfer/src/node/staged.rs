@@ -17,7 +17,7 @@ use crate::machine::slab::{
     Ticket,
 };
 use crate::pool::SumKind;
-use crate::protocol::{Hello, MAX_SLAB_BYTES, Msg};
+use crate::protocol::{Hello, MAX_SLAB_BYTES, Msg, clipped};
 use crate::transport::comm::{
     Claim, CommBackend, CommContext, CommGuard, CommJob, CommReport, CommThread, CommTimeouts,
 };
@@ -340,6 +340,10 @@ impl Core {
                 ids,
                 gens,
             } => {
+                let inc = self.conns.get(&peer).map_or("", |conn| &conn.peer.inc);
+                if let Some(page) = self.shared.announced.first_refused(inc, &ids, &gens) {
+                    return self.send(peer, Msg::SlabStale { comm, ticket, page });
+                }
                 let pages = ids.into_iter().zip(gens).collect();
                 self.step_source((peer, comm), SourceEvent::Read { ticket, pages });
             }
@@ -398,7 +402,7 @@ impl Core {
         let (source, actions) = Source::new(limits, now);
         if let Err(err) = self.start_comm(key, Half::Source(source), limits) {
             let code = Some(Code::TransportBroken);
-            let why = format!("no thread for a communicator: {err}");
+            let why = clipped(&format!("no thread for a communicator: {err}"));
             return self.send(peer, Msg::CommEnd { comm, code, why });
         }
         self.timers
@@ -643,7 +647,7 @@ impl Core {
     fn tell_end(&mut self, key: CommKey, end: &End) {
         let (code, why) = match end {
             End::Closed => (None, "its place was needed".to_owned()),
-            End::Failed(why) | End::ByPeer(why) => (Some(Code::TransportBroken), why.clone()),
+            End::Failed(why) | End::ByPeer(why) => (Some(Code::TransportBroken), clipped(why)),
         };
         let comm = key.1;
         self.send(key.0, Msg::CommEnd { comm, code, why });

@@ -80,6 +80,11 @@ pub struct Stats {
     pub links_up: u64,
     pub links_lost: u64,
     pub bad_frames: u64,
+    /// Connections that were refused before a link existed, by reason code.
+    pub hellos_refused: BTreeMap<&'static str, u64>,
+    pub hellos_evicted: u64,
+    /// OPENs that were refused, by reason code.
+    pub rejects: BTreeMap<&'static str, u64>,
     /// Calls that the state machines refused; each one is a bug on our side.
     pub illegal: u64,
 }
@@ -111,14 +116,17 @@ impl Default for Stats {
             links_up: 0,
             links_lost: 0,
             bad_frames: 0,
+            hellos_refused: Code::ALL.iter().map(|code| (code.as_str(), 0)).collect(),
+            hellos_evicted: 0,
+            rejects: Code::ALL.iter().map(|code| (code.as_str(), 0)).collect(),
             illegal: 0,
         }
     }
 }
 
 impl Stats {
-    /// Under the engine's metric names, labels included.
-    pub fn counters(&self) -> BTreeMap<String, f64> {
+    /// Under the engine's metric names, labels included. `reads_refused` is counted by the data thread.
+    pub fn counters(&self, reads_refused: u64) -> BTreeMap<String, f64> {
         let mut counters = BTreeMap::new();
         for (transport, pull) in &self.pull {
             for (name, value) in [
@@ -129,11 +137,21 @@ impl Stats {
                 counters.insert(format!("{name}_total{{transport=\"{transport}\"}}"), value);
             }
         }
-        for (code, &count) in &self.failures {
-            counters.insert(
-                format!("kv_transfer_failures_total{{code=\"{code}\"}}"),
-                count as f64,
-            );
+        for (name, by_code) in [
+            ("kv_transfer_failures", &self.failures),
+            ("kv_hellos_refused", &self.hellos_refused),
+            ("kv_rejects", &self.rejects),
+        ] {
+            for (code, &count) in by_code {
+                counters.insert(format!("{name}_total{{code=\"{code}\"}}"), count as f64);
+            }
+        }
+        for (name, count) in [
+            ("kv_hellos_evicted_total", self.hellos_evicted),
+            ("kv_bad_frames_total", self.bad_frames),
+            ("kv_reads_refused_total", reads_refused),
+        ] {
+            counters.insert(name.into(), count as f64);
         }
         for (end, &count) in &self.comms_ended {
             counters.insert(

@@ -15,6 +15,7 @@
 //! Invariants: the mapping is writable only in the process that created it (not in its forks: MADV_DONTFORK); the file never
 //! shrinks, so a reader cannot be hit by SIGBUS; generations only grow.
 
+mod announced;
 pub mod device;
 mod map;
 mod remote;
@@ -29,6 +30,7 @@ use rustix::fs::{
     MemfdFlags, SealFlags, fcntl_add_seals, fcntl_get_seals, ftruncate, memfd_create,
 };
 
+pub use announced::AnnouncedPages;
 use device::DevicePages;
 pub use map::Mapping;
 pub use remote::{RemoteData, RemotePool};

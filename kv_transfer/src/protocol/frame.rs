@@ -2,7 +2,7 @@
 //! the MAC would cover (kind 0, 8 bytes), or with a cluster key an HMAC-SHA256 (kind 1, 32 bytes). TCP's own checksum lets one damaged
 //! frame in some ten million through, and a FINAL carries a token.
 //!
-//! With a cluster key, HELLO is authenticated by the key itself (the answer also covers the asker's nonce), and every later frame by a key
+//! With a cluster key, HELLO is authenticated by the key itself together with the other side's nonce, and every later frame by a key
 //! derived from both nonces, over direction, sequence number and body: a frame cannot be replayed, reordered, reflected or moved to
 //! another connection.
 
@@ -136,46 +136,48 @@ impl<'a> Handshake<'a> {
         Self { key: cluster_key }
     }
 
-    /// A HELLO frame. `asker_nonce` is empty for the asking side and the asker's nonce for the answer.
-    pub fn seal_hello(&self, hello: &Msg, asker_nonce: &[u8]) -> Vec<u8> {
+    /// A HELLO frame, fresh because it covers the nonce that the other side sent.
+    pub fn seal_hello(&self, hello: &Msg, peer_nonce: &[u8]) -> Vec<u8> {
         build(
             self.key,
             &[
                 HELLO_LABEL,
-                &[asker_nonce.len() as u8],
-                asker_nonce,
+                &[peer_nonce.len() as u8],
+                peer_nonce,
                 &hello.encode(),
             ],
         )
     }
 
-    /// An unauthenticated refusal, for a peer whose HELLO did not verify: it could not check a MAC of ours either.
-    pub fn seal_refusal(&self, refusal: &Msg) -> Vec<u8> {
-        build(None, &[HELLO_LABEL, &[0], &refusal.encode()])
+    /// An unauthenticated frame: CHALLENGE, or a refusal, for a peer whose HELLO did not verify and that could not check a MAC of
+    /// ours either.
+    pub fn seal_plain(msg: &Msg) -> Vec<u8> {
+        build(None, &[HELLO_LABEL, &[0], &msg.encode()])
     }
 
-    pub fn open_hello(&self, frame: &[u8], asker_nonce: &[u8]) -> Result<Msg, FrameError> {
+    pub fn open_plain(frame: &[u8]) -> Result<Msg, FrameError> {
+        let (tag, body) = split(frame)?;
+        verify(None, &[HELLO_LABEL, &[0], body], tag)?;
+        Ok(Msg::decode(body)?)
+    }
+
+    /// `own_nonce`: what we sent, which the frame must cover.
+    pub fn open_hello(&self, frame: &[u8], own_nonce: &[u8]) -> Result<Msg, FrameError> {
         let (tag, body) = split(frame)?;
         let err = match verify(
             self.key,
-            &[HELLO_LABEL, &[asker_nonce.len() as u8], asker_nonce, body],
+            &[HELLO_LABEL, &[own_nonce.len() as u8], own_nonce, body],
             tag,
         ) {
             Ok(()) => return Ok(Msg::decode(body)?),
             Err(err) => err,
         };
         // A refusal may be read without a MAC: all it can do is to end this connection.
-        match (
-            verify(None, &[HELLO_LABEL, &[0], body], tag),
-            Msg::decode(body),
-        ) {
-            (
-                Ok(()),
-                Ok(
-                    refusal @ Msg::Reject {
-                        connection: true, ..
-                    },
-                ),
+        match Self::open_plain(frame) {
+            Ok(
+                refusal @ Msg::Reject {
+                    connection: true, ..
+                },
             ) => Ok(refusal),
             _ => Err(err),
         }

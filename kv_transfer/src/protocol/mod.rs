@@ -1,6 +1,6 @@
 //! What two transfer nodes say to each other: msgpack messages in length-prefixed frames, authenticated when a cluster key is set.
 //!
-//! One control connection per (D rank, P rank) pair, opened by D. Both sides send HELLO first; then, per room:
+//! One control connection per (D rank, P rank) pair, opened by D. P sends CHALLENGE, then both send HELLO; then, per room:
 //!
 //! ```text
 //! D ── OPEN ─────────────────────▶ P      D ◀── OPEN_OK | PARKED | REJECT ── P
@@ -10,7 +10,7 @@
 //! ```
 //!
 //! HEARTBEAT flows both ways once a second. `tcp` data streams carry READ and DATA … DATA_END, or STALE; the raw page bytes
-//! follow a DATA frame. Page bytes are covered by the page checksum announced in PROGRESS, not by the frame's MAC.
+//! follow a DATA frame; a HEARTBEAT shows that an idle stream is in use. Page bytes are covered by the page checksum announced in PROGRESS, not by the frame's MAC.
 //!
 //! Staged transports (`gloo`, `nccl`): COMM_OPEN, COMM_ID and COMM_END make and end a communicator of the connection; SLAB_READ is
 //! answered by SLAB_SEND (the bytes come over the communicator) or SLAB_STALE. See `machine::slab`.
@@ -26,8 +26,16 @@ pub use frame::{FrameError, HEADER_BYTES, Handshake, MAX_FRAME_BYTES, Opener, Se
 
 use crate::code::Code;
 
-/// Spoken by this build; a peer with another number is refused with LAYOUT_MISMATCH.
-pub const VERSION: u32 = 1;
+/// Newest version spoken by this build.
+pub const VERSION: u32 = 2;
+/// Oldest one; a peer whose versions do not overlap with ours is refused with LAYOUT_MISMATCH. Before 2, HELLO could be replayed.
+pub const MIN_VERSION: u32 = 2;
+/// Longest name (host, incarnation, hash, transport) and longest explanation in a message.
+pub const MAX_NAME_BYTES: usize = 300;
+pub const MAX_TEXT_BYTES: usize = 1024;
+/// Largest frame of the HELLO exchange, and largest of a decode rank on a data stream (READ).
+pub const MAX_HELLO_BYTES: usize = 16 << 10;
+pub const MAX_READ_FRAME_BYTES: usize = 64 << 10;
 /// Most pages in one PROGRESS frame (about 21 bytes each).
 pub const MAX_PROGRESS_PAGES: usize = 4096;
 /// Most pages in one READ.
@@ -52,7 +60,10 @@ pub enum Channel {
 /// First frame of either side of a connection.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Hello {
+    /// Newest and oldest version that the sender speaks; 0: the newest only.
     pub ver: u32,
+    #[serde(default)]
+    pub min_ver: u32,
     pub channel: Channel,
     /// Fresh randomness of this side; both nonces together key the connection.
     #[serde(with = "serde_bytes")]
@@ -87,6 +98,13 @@ pub struct Sealed {
 
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Msg {
+    /// First frame of the answering side: fresh randomness that the asker's HELLO is authenticated with. It is also the nonce of the
+    /// answering side's own HELLO.
+    #[serde(rename = "CHALLENGE")]
+    Challenge {
+        #[serde(with = "serde_bytes")]
+        nonce: Vec<u8>,
+    },
     #[serde(rename = "HELLO")]
     Hello(Hello),
     #[serde(rename = "OPEN")]
@@ -186,9 +204,14 @@ pub enum Msg {
     /// Follows the raw bytes; names a page whose generation changed while it was sent.
     #[serde(rename = "DATA_END")]
     DataEnd { ticket: u64, stale: Option<u32> },
-    /// Instead of DATA: this page is no longer what was announced.
+    /// Instead of DATA: this page is no longer what was announced, or with a code: it is not leased to the asking decode rank.
     #[serde(rename = "STALE")]
-    Stale { ticket: u64, page: u32 },
+    Stale {
+        ticket: u64,
+        page: u32,
+        #[serde(default)]
+        code: Option<Code>,
+    },
     /// D wants a communicator with P; `comm` is its number on this connection, in all messages about it.
     #[serde(rename = "COMM_OPEN")]
     CommOpen {
@@ -238,6 +261,7 @@ pub enum DecodeError {
 impl Msg {
     pub fn name(&self) -> &'static str {
         match self {
+            Msg::Challenge { .. } => "CHALLENGE",
             Msg::Hello(_) => "HELLO",
             Msg::Open { .. } => "OPEN",
             Msg::OpenOk { .. } => "OPEN_OK",
@@ -285,6 +309,10 @@ impl Msg {
                 Err(format!("{what} is {n}, at most {limit} are accepted"))
             }
         };
+        let names = |names: &[&String]| {
+            let longest = names.iter().map(|name| name.len()).max();
+            at_most("name bytes", longest.unwrap_or(0), MAX_NAME_BYTES)
+        };
         match self {
             Msg::Progress {
                 first_page,
@@ -322,8 +350,12 @@ impl Msg {
             Msg::Open {
                 prompt_hash,
                 start_page,
+                d_inc,
+                p_inc_expected,
+                layout_hash,
                 ..
             } => {
+                names(&[d_inc, p_inc_expected, layout_hash])?;
                 at_most("start_page", *start_page as usize, i32::MAX as usize)?;
                 at_most(
                     "prompt_hash bytes",
@@ -342,8 +374,10 @@ impl Msg {
             Msg::CommOpen {
                 slabs,
                 pages_per_slab,
+                transport,
                 ..
             } => {
+                names(&[transport])?;
                 if *slabs == 0 || *pages_per_slab == 0 {
                     return Err(format!("{slabs} slabs of {pages_per_slab} pages"));
                 }
@@ -351,8 +385,19 @@ impl Msg {
                 at_most("pages_per_slab", *pages_per_slab as usize, MAX_READ_PAGES)
             }
             Msg::CommId { id, .. } => at_most("id bytes", id.len(), MAX_COMM_ID_BYTES),
-            Msg::Heartbeat { rooms, .. } => at_most("rooms", rooms.len(), MAX_HEARTBEAT_ROOMS),
+            Msg::Heartbeat { rooms, inc, .. } => {
+                names(&[inc])?;
+                at_most("rooms", rooms.len(), MAX_HEARTBEAT_ROOMS)
+            }
+            Msg::OpenOk { p_inc, .. } => names(&[p_inc]),
+            Msg::Reject { message, .. } => at_most("message bytes", message.len(), MAX_TEXT_BYTES),
+            Msg::CommEnd { why, .. } => at_most("reason bytes", why.len(), MAX_TEXT_BYTES),
+            Msg::Challenge { nonce } => at_most("nonce bytes", nonce.len(), 64),
             Msg::Hello(hello) => {
+                names(&[&hello.inc, &hello.addr, &hello.boot_id])?;
+                names(&[&hello.layout_hash, &hello.sums])?;
+                names(&hello.expected_inc.iter().collect::<Vec<_>>())?;
+                names(&hello.transports.iter().collect::<Vec<_>>())?;
                 at_most("nonce bytes", hello.nonce.len(), 64)?;
                 at_most("token bytes", hello.shm_token.len(), 64)?;
                 at_most("transports", hello.transports.len(), 16)?;
@@ -361,6 +406,13 @@ impl Msg {
             _ => Ok(()),
         }
     }
+}
+
+/// An explanation cut to what a message may carry.
+pub fn clipped(text: &str) -> String {
+    let fits = (0..=text.len().min(MAX_TEXT_BYTES)).rev();
+    let end = fits.into_iter().find(|&end| text.is_char_boundary(end));
+    text[..end.unwrap_or(0)].to_owned()
 }
 
 /// Root of a run of page checksums: equal on both sides only if every page of the run is.

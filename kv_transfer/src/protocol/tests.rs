@@ -7,6 +7,7 @@ use super::*;
 pub(super) fn hello(nonce: &[u8]) -> Msg {
     Msg::Hello(Hello {
         ver: VERSION,
+        min_ver: MIN_VERSION,
         channel: Channel::Control,
         nonce: nonce.to_vec(),
         inc: "inc".into(),
@@ -226,6 +227,41 @@ fn oversized_and_inconsistent_messages_are_refused() {
         root: 0,
         payload: vec![0; MAX_PAYLOAD_BYTES + 1]
     }));
+}
+
+#[test]
+fn names_and_explanations_are_bounded() {
+    let refused =
+        |msg: &Msg| matches!(Msg::decode(&msg.encode()), Err(DecodeError::Invalid { .. }));
+    let Msg::Hello(fine) = hello(b"n") else {
+        unreachable!("it makes a HELLO")
+    };
+    let long = || "x".repeat(MAX_NAME_BYTES + 1);
+    assert!(!refused(&Msg::Hello(fine.clone())));
+    for change in [
+        (|hello, long| hello.inc = long) as fn(&mut Hello, String),
+        |hello, long| hello.addr = long,
+        |hello, long| hello.boot_id = long,
+        |hello, long| hello.layout_hash = long,
+        |hello, long| hello.sums = long,
+        |hello, long| hello.expected_inc = Some(long),
+        |hello, long| hello.transports = vec![long],
+    ] {
+        let mut hello = fine.clone();
+        change(&mut hello, long());
+        assert!(refused(&Msg::Hello(hello.clone())), "{hello:?}");
+    }
+    let reject = |message| Msg::Reject {
+        room: 0,
+        attempt: 0,
+        code: Code::Auth,
+        message,
+        retry_after_ms: 0,
+        connection: true,
+    };
+    let text = "é".repeat(MAX_TEXT_BYTES);
+    assert!(refused(&reject(text.clone())));
+    assert!(!refused(&reject(clipped(&text))));
 }
 
 #[test]

@@ -6,13 +6,16 @@ use std::time::Duration;
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 
 use super::{
-    Channel, FrameError, HEADER_BYTES, Handshake, Hello, Msg, Opener, Sealer, VERSION, frame_len,
+    Channel, FrameError, HEADER_BYTES, Handshake, Hello, MAX_HELLO_BYTES, MIN_VERSION, Msg, Opener,
+    Sealer, VERSION, clipped, frame_len,
 };
 use crate::code::Code;
 
 /// Longest wait for a peer's half of the HELLO exchange.
 pub const HELLO_TIMEOUT: Duration = Duration::from_secs(1);
 pub const NONCE_BYTES: usize = 16;
+/// A frame that has begun ends within this time, where heartbeats do not watch over the connection.
+const FRAME_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Why a connection did not come about or ended.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -48,17 +51,54 @@ impl From<FrameError> for LinkError {
 
 /// What follows one length field. An error leaves the stream unusable.
 pub async fn read_frame(stream: &mut (impl AsyncRead + Unpin)) -> Result<Vec<u8>, LinkError> {
+    let len = read_len(stream).await?;
+    read_body(stream, len).await
+}
+
+/// The same on a stream without heartbeats of the control thread: a frame of at most `limit` bytes begins within `idle`.
+pub async fn read_small_frame(
+    stream: &mut (impl AsyncRead + Unpin),
+    limit: usize,
+    idle: Duration,
+) -> Result<Vec<u8>, LinkError> {
+    let silent = |what: &str, time| LinkError::new(Code::PeerDead, format!("{what} for {time:?}"));
+    let len = tokio::time::timeout(idle, read_len(stream))
+        .await
+        .unwrap_or_else(|_| Err(silent("no frame", idle)))?;
+    if len > limit {
+        return Err(LinkError::new(
+            Code::TransportBroken,
+            format!("a frame of {len} bytes, the limit is {limit} here"),
+        ));
+    }
+    tokio::time::timeout(FRAME_TIMEOUT, read_body(stream, len))
+        .await
+        .unwrap_or_else(|_| Err(silent("half a frame", FRAME_TIMEOUT)))
+}
+
+async fn read_len(stream: &mut (impl AsyncRead + Unpin)) -> Result<usize, LinkError> {
     let mut header = [0; HEADER_BYTES];
     stream
         .read_exact(&mut header)
         .await
         .map_err(|err| LinkError::io(&err))?;
-    let mut frame = vec![0; frame_len(header)?];
+    Ok(frame_len(header)?)
+}
+
+async fn read_body(
+    stream: &mut (impl AsyncRead + Unpin),
+    len: usize,
+) -> Result<Vec<u8>, LinkError> {
+    let mut frame = vec![0; len];
     stream
         .read_exact(&mut frame)
         .await
         .map_err(|err| LinkError::io(&err))?;
     Ok(frame)
+}
+
+async fn read_hello_frame(stream: &mut (impl AsyncRead + Unpin)) -> Result<Vec<u8>, LinkError> {
+    read_small_frame(stream, MAX_HELLO_BYTES, HELLO_TIMEOUT).await
 }
 
 /// An open connection's peer and keys.
@@ -81,15 +121,13 @@ impl Identity {
         Handshake::new(self.cluster_key.as_deref().map(str::as_bytes))
     }
 
-    fn fresh_hello(&self, channel: Channel, expected_inc: Option<&str>) -> (Msg, Vec<u8>) {
-        let nonce: [u8; NONCE_BYTES] = rand::random();
-        let hello = Hello {
+    fn hello(&self, channel: Channel, nonce: &[u8], expected_inc: Option<&str>) -> Msg {
+        Msg::Hello(Hello {
             channel,
             nonce: nonce.to_vec(),
             expected_inc: expected_inc.map(Into::into),
             ..self.hello.clone()
-        };
-        (Msg::Hello(hello), nonce.to_vec())
+        })
     }
 
     /// The asking side (D). `expected_inc`: refuse any other incarnation.
@@ -100,13 +138,24 @@ impl Identity {
         expected_inc: Option<&str>,
     ) -> Result<Opened, LinkError> {
         let exchange = async {
-            let (hello, nonce) = self.fresh_hello(channel, expected_inc);
-            let frame = self.handshake().seal_hello(&hello, b"");
+            let challenge = match Handshake::open_plain(&read_hello_frame(stream).await?)? {
+                Msg::Challenge { nonce } => nonce,
+                Msg::Reject { code, message, .. } => return Err(LinkError::new(code, message)),
+                other => {
+                    return Err(LinkError::new(
+                        Code::TransportBroken,
+                        format!("the peer opened with {}", other.name()),
+                    ));
+                }
+            };
+            let nonce: [u8; NONCE_BYTES] = rand::random();
+            let hello = self.hello(channel, &nonce, expected_inc);
+            let frame = self.handshake().seal_hello(&hello, &challenge);
             stream
                 .write_all(&frame)
                 .await
                 .map_err(|err| LinkError::io(&err))?;
-            let answer = read_frame(stream).await?;
+            let answer = read_hello_frame(stream).await?;
             let peer = match self.handshake().open_hello(&answer, &nonce)? {
                 Msg::Hello(peer) => peer,
                 Msg::Reject { code, message, .. } => return Err(LinkError::new(code, message)),
@@ -153,14 +202,12 @@ impl Identity {
                         room: 0,
                         attempt: 0,
                         code: err.code,
-                        message: err.why.clone(),
+                        message: clipped(&err.why),
                         retry_after_ms: 0,
                         connection: true,
                     };
                     // The connection ends either way; a peer that is gone needs no explanation.
-                    let _ = stream
-                        .write_all(&self.handshake().seal_refusal(&refusal))
-                        .await;
+                    let _ = stream.write_all(&Handshake::seal_plain(&refusal)).await;
                     let _ = stream.shutdown().await;
                     Err(err)
                 }
@@ -174,10 +221,25 @@ impl Identity {
         &self,
         stream: &mut (impl AsyncRead + AsyncWrite + Unpin),
     ) -> Result<Opened, LinkError> {
-        let frame = read_frame(stream).await?;
-        let peer = match self.handshake().open_hello(&frame, b"")? {
-            Msg::Hello(peer) => peer,
-            other => {
+        let nonce: [u8; NONCE_BYTES] = rand::random();
+        let challenge = Msg::Challenge {
+            nonce: nonce.to_vec(),
+        };
+        stream
+            .write_all(&Handshake::seal_plain(&challenge))
+            .await
+            .map_err(|err| LinkError::io(&err))?;
+        let frame = read_hello_frame(stream).await?;
+        let peer = match self.handshake().open_hello(&frame, &nonce) {
+            Ok(Msg::Hello(peer)) => peer,
+            Err(err) => {
+                // Version 1 sent HELLO without waiting for a challenge.
+                if let Ok(Msg::Hello(peer)) = self.handshake().open_hello(&frame, b"") {
+                    check_version(&peer)?;
+                }
+                return Err(err.into());
+            }
+            Ok(other) => {
                 return Err(LinkError::new(
                     Code::TransportBroken,
                     format!("the peer opened with {}", other.name()),
@@ -195,7 +257,7 @@ impl Identity {
                 format!("this is incarnation {}", self.hello.inc),
             ));
         }
-        let (hello, nonce) = self.fresh_hello(peer.channel, None);
+        let hello = self.hello(peer.channel, &nonce, None);
         stream
             .write_all(&self.handshake().seal_hello(&hello, &peer.nonce))
             .await
@@ -210,13 +272,18 @@ impl Identity {
 }
 
 fn check_version(peer: &Hello) -> Result<(), LinkError> {
-    if peer.ver == VERSION {
+    let oldest = if peer.min_ver == 0 {
+        peer.ver
+    } else {
+        peer.min_ver
+    };
+    if peer.ver >= MIN_VERSION && oldest <= VERSION {
         return Ok(());
     }
     Err(LinkError::new(
         Code::LayoutMismatch,
         format!(
-            "the peer speaks protocol version {}, this node {VERSION}",
+            "the peer speaks protocol versions {oldest} to {}, this node {MIN_VERSION} to {VERSION}",
             peer.ver
         ),
     ))
@@ -242,7 +309,7 @@ mod tests {
             unreachable!("it makes a HELLO")
         };
         hello.inc = inc.into();
-        hello.ver = ver;
+        (hello.ver, hello.min_ver) = (VERSION + ver - 1, VERSION + ver - 1);
         Identity {
             cluster_key: key.map(Into::into),
             hello,
@@ -325,6 +392,21 @@ mod tests {
                 (asked.err().map(|e| e.code), answered.err().map(|e| e.code)),
                 (Some(code), Some(code))
             );
+        }
+    }
+
+    #[tokio::test]
+    async fn version_ranges_that_overlap_are_accepted() {
+        for (oldest, newest, fits) in [
+            (MIN_VERSION, VERSION + 3, true),
+            (VERSION + 1, VERSION + 3, false),
+            (0, VERSION, true),
+            (0, MIN_VERSION - 1, false),
+        ] {
+            let mut peer = identity(None, "d", 1);
+            (peer.hello.min_ver, peer.hello.ver) = (oldest, newest);
+            let (_, answered) = meet(peer, identity(None, "p", 1), None).await;
+            assert_eq!(answered.is_ok(), fits, "{oldest} to {newest}");
         }
     }
 

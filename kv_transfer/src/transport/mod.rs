@@ -9,6 +9,7 @@ pub mod copier;
 pub mod copy;
 pub mod fault;
 pub mod shm;
+pub mod tasks;
 pub mod tcp;
 
 use std::sync::Arc;

@@ -2,7 +2,7 @@
 //! them straight into the granted pages.
 //!
 //! All data streams of a node live on one data thread, apart from the control thread, so that a megabyte on its way delays no
-//! heartbeat. D keeps at most `WINDOW_BYTES` requested and unanswered per stream; nothing else is buffered here.
+//! heartbeat. P answers for pages that the asking rank may read (`AnnouncedPages`), and closes streams that are silent. D keeps at most `WINDOW_BYTES` requested and unanswered per stream; nothing else is buffered here.
 //!
 //! A pull ends exactly once. After a cancel D reads the rest of the answer into a scratch buffer: the granted pages are not touched again.
 //!
@@ -25,21 +25,30 @@ use tokio::time::Instant;
 
 use super::copier::{check_sum, flip_and_rehash, land_on, panic_text};
 use super::fault::Faults;
+use super::tasks::PeerTasks;
 use super::{Pull, PullEnd, PullError, copy};
 use crate::code::Code;
 use crate::machine::decode::PullPage;
+use crate::pool::AnnouncedPages;
 use crate::pool::{KvPool, SumKind};
-use crate::protocol::wire::{Identity, LinkError, Opened, read_frame};
-use crate::protocol::{Channel, HEADER_BYTES, MAX_READ_PAGES, Msg, Opener, Sealer, frame_len};
+use crate::protocol::wire::{Identity, LinkError, Opened, read_small_frame};
+use crate::protocol::{
+    Channel, HEADER_BYTES, MAX_READ_FRAME_BYTES, MAX_READ_PAGES, Msg, Opener, Sealer, frame_len,
+};
 
 /// Requested and not yet received, per stream: two answers of `READ_BYTES`, so that P never waits for the next question.
 const WINDOW_BYTES: usize = 8 << 20;
 const READ_BYTES: usize = 2 << 20;
-/// A stream with an unanswered READ that brings no byte for this long is broken.
+/// Most bytes of one answer (a page at least): a peer of another build may ask for more than `READ_BYTES`.
+const MAX_READ_BYTES: usize = 4 * READ_BYTES;
+/// D shows this often that it still uses a stream; P waits several times as long (`data_idle_ms`).
+const BEAT: Duration = Duration::from_secs(15);
+/// A stream with an unanswered READ that brings no byte for this long is broken, or takes none of the answer.
 const STALL: Duration = Duration::from_secs(5);
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(1);
 const KEEPALIVE: Duration = Duration::from_secs(15);
-/// Peers served at once; more are turned away.
+/// Streams of one peer, of which it uses one, and streams served at once. The oldest makes space for another one.
+const STREAMS_PER_PEER: usize = 4;
 const MAX_SERVED: usize = 4096;
 /// Socket buffers we ask for, where the system allows them; otherwise the kernel's own tuning is better than its cap.
 const SOCKET_BUFFER: usize = 4 << 20;
@@ -85,33 +94,28 @@ impl DataLink {
     }
 }
 
+/// What the data thread works with.
 #[derive(Clone)]
-struct Context {
-    pool: Arc<KvPool>,
-    identity: Arc<Identity>,
-    faults: Arc<Faults>,
-    report: Report,
+pub struct DataContext {
+    pub pool: Arc<KvPool>,
+    pub identity: Arc<Identity>,
+    pub faults: Arc<Faults>,
+    pub announced: Arc<AnnouncedPages>,
+    /// A peer's stream is closed when it is silent for this long.
+    pub idle: Duration,
+    pub report: Report,
 }
 
 impl DataPlane {
     /// `dead` is told when the thread panics.
     pub fn start(
-        pool: Arc<KvPool>,
-        identity: Arc<Identity>,
-        faults: Arc<Faults>,
-        report: Report,
+        context: DataContext,
         dead: impl FnOnce(String) + Send + 'static,
     ) -> io::Result<Self> {
         let runtime = tokio::runtime::Builder::new_current_thread()
             .enable_all()
             .build()?;
         let (commands, inbox) = mpsc::unbounded_channel();
-        let context = Context {
-            pool,
-            identity,
-            faults,
-            report,
-        };
         let thread = std::thread::Builder::new()
             .name("kv-data".into())
             .spawn(move || {
@@ -154,20 +158,26 @@ impl Drop for DataPlane {
     }
 }
 
-async fn run(context: Context, mut inbox: mpsc::UnboundedReceiver<Command>) {
+async fn run(context: DataContext, mut inbox: mpsc::UnboundedReceiver<Command>) {
     let mut tasks = tokio::task::JoinSet::new();
+    let mut served = PeerTasks::new(STREAMS_PER_PEER, MAX_SERVED);
     loop {
         tokio::select! {
             command = inbox.recv() => match command {
-                Some(Command::Serve(..)) if tasks.len() >= MAX_SERVED => {
-                    tracing::warn!("{MAX_SERVED} data streams are open: another one is refused");
+                Some(Command::Serve(stream, opened)) => {
+                    let (inc, addr) = (opened.peer.inc.clone(), opened.peer.addr.clone());
+                    let task = tasks.spawn(serve(context.clone(), stream, *opened));
+                    if served.add(inc, task) {
+                        tracing::warn!(peer = %addr, "too many data streams: the oldest one is closed");
+                    }
                 }
-                Some(Command::Serve(stream, opened)) => { tasks.spawn(serve(context.clone(), stream, *opened)); }
                 Some(Command::Connect(addr, inc, sums, inbox)) => { tasks.spawn(client(context.clone(), addr, inc, sums, inbox)); }
                 None => return, // the node is closing: dropping the tasks ends all streams
             },
-            Some(ended) = tasks.join_next() => if let Err(err) = ended && err.is_panic() {
-                std::panic::resume_unwind(err.into_panic());
+            Some(ended) = tasks.join_next_with_id() => match ended {
+                Ok((id, ())) => served.ended(id),
+                Err(err) if err.is_panic() => std::panic::resume_unwind(err.into_panic()),
+                Err(err) => served.ended(err.id()),
             },
         }
     }
@@ -198,7 +208,7 @@ pub fn tune(stream: &TcpStream) {
 
 // ---- P: answer READs -------------------------------------------------------------------------------------------------
 
-async fn serve(context: Context, stream: std::net::TcpStream, opened: Opened) {
+async fn serve(context: DataContext, stream: std::net::TcpStream, opened: Opened) {
     let Opened {
         peer,
         mut sealer,
@@ -209,13 +219,15 @@ async fn serve(context: Context, stream: std::net::TcpStream, opened: Opened) {
             .map_err(|err| LinkError::new(Code::TransportBroken, err.to_string()))?;
         tune(&stream);
         loop {
-            let frame = read_frame(&mut stream).await?;
+            let frame = read_small_frame(&mut stream, MAX_READ_FRAME_BYTES, context.idle).await?;
             match opener.open(&frame)? {
+                Msg::Heartbeat { .. } => {}
                 Msg::Read { ticket, ids, gens } => {
                     if let Some(ms) = context.faults.page_delay_ms() {
                         tokio::time::sleep(Duration::from_millis(ms)).await; // a test's slow link
                     }
-                    answer(&context, &stream, &mut sealer, ticket, &ids, &gens).await?;
+                    let read = Read { ticket, ids, gens };
+                    answer(&context, &stream, &mut sealer, &peer.inc, &read).await?;
                 }
                 other => {
                     return Err::<(), _>(LinkError::new(
@@ -240,20 +252,33 @@ fn first_stale(pool: &KvPool, ids: &[u32], gens: &[u64]) -> Option<u32> {
         .map(|(&id, _)| id)
 }
 
+/// A READ of the peer.
+struct Read {
+    ticket: u64,
+    ids: Vec<u32>,
+    gens: Vec<u64>,
+}
+
 async fn answer(
-    context: &Context,
+    context: &DataContext,
     stream: &TcpStream,
     sealer: &mut Sealer,
-    ticket: u64,
-    ids: &[u32],
-    gens: &[u64],
+    inc: &str,
+    read: &Read,
 ) -> Result<(), LinkError> {
     let pool = &context.pool;
+    let (ticket, ids, gens) = (read.ticket, &read.ids[..], &read.gens[..]);
     let io = |err: io::Error| LinkError::new(Code::PeerDead, err.to_string());
-    if let Some(page) = first_stale(pool, ids, gens) {
-        return write_all(stream, &sealer.seal(&Msg::Stale { ticket, page }))
-            .await
-            .map_err(io);
+    let bytes = ids.len() * pool.page_bytes();
+    if ids.len() > 1 && bytes > MAX_READ_BYTES {
+        let why = format!("a READ of {bytes} bytes, the limit is {MAX_READ_BYTES}");
+        return Err(LinkError::new(Code::TransportBroken, why));
+    }
+    let refused = context.announced.first_refused(inc, ids, gens);
+    if let Some(page) = refused.or_else(|| first_stale(pool, ids, gens)) {
+        let code = refused.map(|_| Code::LeaseExpired);
+        let stale = Msg::Stale { ticket, page, code };
+        return write_all(stream, &sealer.seal(&stale)).await.map_err(io);
     }
     let head = sealer.seal(&Msg::Data {
         ticket,
@@ -263,7 +288,7 @@ async fn answer(
     let staged = match pool.device() {
         None => None,
         Some(device) => {
-            let mut bytes = vec![0; ids.len() * pool.page_bytes()];
+            let mut bytes = vec![0; bytes];
             device
                 .gather(ids, &mut bytes)
                 .map_err(|err| LinkError::new(Code::TransportBroken, err.to_string()))?;
@@ -287,7 +312,7 @@ async fn answer(
 
 async fn write_all(stream: &TcpStream, mut bytes: &[u8]) -> io::Result<()> {
     while !bytes.is_empty() {
-        stream.writable().await?;
+        within_stall(stream.writable()).await?;
         match stream.try_write(bytes) {
             Ok(n) => bytes = &bytes[n..],
             Err(err) if err.kind() == io::ErrorKind::WouldBlock => {}
@@ -297,25 +322,29 @@ async fn write_all(stream: &TcpStream, mut bytes: &[u8]) -> io::Result<()> {
     Ok(())
 }
 
+/// A peer that takes no byte for `STALL` is as good as gone.
+async fn within_stall<T>(io: impl Future<Output = io::Result<T>>) -> io::Result<T> {
+    tokio::time::timeout(STALL, io)
+        .await
+        .unwrap_or_else(|_| Err(io::ErrorKind::TimedOut.into()))
+}
+
 async fn write_pages(stream: &TcpStream, pool: &KvPool, ids: &[u32]) -> io::Result<()> {
     let page_bytes = pool.page_bytes();
     let total = ids.len() * page_bytes;
     let mut sent = 0;
     while sent < total {
-        let n = stream
-            .async_io(Interest::WRITABLE, || {
-                let mut iovecs = iovecs(ids.len(), page_bytes, sent, |i| pool.page_ptr(ids[i]));
-                // SAFETY: an all-zero msghdr is a valid one without address, vectors and control data.
-                let mut message: libc::msghdr = unsafe { std::mem::zeroed() };
-                message.msg_iov = iovecs.as_mut_ptr();
-                message.msg_iovlen = iovecs.len() as _;
-                // SAFETY: the ids are below num_pages, so every range lies in our mapping, which `pool` keeps alive; the kernel only
-                // reads. The scheduler may write the pages meanwhile: the second look at the generations, or the checksum, finds out.
-                check_len(unsafe {
-                    libc::sendmsg(stream.as_raw_fd(), &message, libc::MSG_NOSIGNAL)
-                })
-            })
-            .await?;
+        let n = within_stall(stream.async_io(Interest::WRITABLE, || {
+            let mut iovecs = iovecs(ids.len(), page_bytes, sent, |i| pool.page_ptr(ids[i]));
+            // SAFETY: an all-zero msghdr is a valid one without address, vectors and control data.
+            let mut message: libc::msghdr = unsafe { std::mem::zeroed() };
+            message.msg_iov = iovecs.as_mut_ptr();
+            message.msg_iovlen = iovecs.len() as _;
+            // SAFETY: the ids are below num_pages, so every range lies in our mapping, which `pool` keeps alive; the kernel only
+            // reads. The scheduler may write the pages meanwhile: the second look at the generations, or the checksum, finds out.
+            check_len(unsafe { libc::sendmsg(stream.as_raw_fd(), &message, libc::MSG_NOSIGNAL) })
+        }))
+        .await?;
         sent += n;
     }
     Ok(())
@@ -347,7 +376,7 @@ fn iovecs(
 // ---- D: ask and read -------------------------------------------------------------------------------------------------
 
 async fn client(
-    context: Context,
+    context: DataContext,
     addr: SocketAddr,
     inc: String,
     sums: SumKind,
@@ -388,7 +417,7 @@ async fn client(
 }
 
 async fn connect(
-    context: &Context,
+    context: &DataContext,
     addr: SocketAddr,
     inc: &str,
 ) -> Result<(TcpStream, Opened), LinkError> {
@@ -451,7 +480,7 @@ impl Reading {
 }
 
 struct Client {
-    context: Context,
+    context: DataContext,
     jobs: HashMap<u64, Job>,
     todo: VecDeque<Chunk>,
     waiting: VecDeque<Chunk>,
@@ -478,6 +507,7 @@ impl Client {
         let mut reading = Reading::head();
         let mut scratch = vec![0u8; SCRATCH_BYTES];
         let mut stalled_at = Instant::now() + STALL;
+        let mut beat = tokio::time::interval_at(Instant::now() + BEAT, BEAT);
         loop {
             self.ask_more(&mut sealer);
             let step = tokio::select! {
@@ -498,6 +528,10 @@ impl Client {
                 },
                 ready = stream.readable() => ready.map_err(broken).and_then(|()| self.read(&stream, &mut opener, &mut reading, &mut scratch)),
                 ready = stream.writable(), if !self.out.is_empty() => ready.map_err(broken).and_then(|()| self.write(&stream)).map(|()| false),
+                _ = beat.tick() => {
+                    self.out.extend(sealer.seal(&stream_beat()));
+                    Ok(false)
+                }
                 () = tokio::time::sleep_until(stalled_at), if !self.waiting.is_empty() => {
                     Err(LinkError::new(Code::TransportBroken, format!("no byte for {STALL:?}")))
                 }
@@ -711,7 +745,16 @@ impl Client {
                 }
                 Ok(Reading::Pages { done: 0 })
             }
-            Msg::Stale { ticket, page }
+            Msg::Stale {
+                ticket,
+                page,
+                code: Some(code),
+            } if ticket == chunk.ticket => {
+                let why = format!("the prefill node leases page {page} to this node no more");
+                self.answered(Err(PullError::Failed(code, why)));
+                Ok(Reading::head())
+            }
+            Msg::Stale { ticket, page, .. }
             | Msg::DataEnd {
                 ticket,
                 stale: Some(page),
@@ -789,6 +832,18 @@ impl Client {
                 result,
             });
         }
+    }
+}
+
+/// Says nothing but that the stream is in use: rooms and load are for the control connection.
+fn stream_beat() -> Msg {
+    Msg::Heartbeat {
+        inc: String::new(),
+        seq: 0,
+        rooms: Vec::new(),
+        pull_backlog_bytes: 0,
+        progress: 0,
+        busy: false,
     }
 }
 

@@ -1,0 +1,263 @@
+//! What a node grants to those who connect to it: strangers, former peers, and peers that ask for too much.
+#![allow(clippy::unwrap_used, reason = "a test may stop at the first surprise")]
+
+mod common;
+
+use std::sync::LazyLock;
+
+use common::*;
+use kv_transfer::bootstrap::Client;
+use kv_transfer::protocol::wire::{Identity, Opened, read_frame};
+use kv_transfer::protocol::{Channel, Handshake, Hello, MIN_VERSION, Msg, VERSION};
+use kv_transfer::{BootstrapServer, Code};
+use serde_json::json;
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::TcpStream;
+use tokio::runtime::Runtime;
+
+fn identity(inc: &str, key: Option<&str>) -> Identity {
+    Identity {
+        cluster_key: key.map(Into::into),
+        hello: Hello {
+            ver: VERSION,
+            min_ver: MIN_VERSION,
+            channel: Channel::Control,
+            nonce: vec![],
+            inc: inc.into(),
+            expected_inc: None,
+            addr: "stranger:1".into(),
+            boot_id: String::new(),
+            transports: vec!["tcp".into()],
+            layout_hash: String::new(),
+            num_pages: 1,
+            page_bytes: PAGE as u64,
+            sums: "xxh3".into(),
+            shm_socket: String::new(),
+            shm_token: vec![],
+        },
+    }
+}
+
+/// Nodes must not be closed inside a runtime, so tests enter it for single steps.
+fn block<T>(step: impl Future<Output = T>) -> T {
+    static RUNTIME: LazyLock<Runtime> = LazyLock::new(|| {
+        let mut builder = tokio::runtime::Builder::new_multi_thread();
+        builder.worker_threads(1).enable_all().build().unwrap()
+    });
+    let bounded = async { tokio::time::timeout(PATIENCE, step).await };
+    RUNTIME.block_on(bounded).expect("an answer in time")
+}
+
+fn connect(rank: &Rank) -> TcpStream {
+    block(TcpStream::connect(("127.0.0.1", rank.node.port()))).unwrap()
+}
+
+fn frame(stream: &mut TcpStream) -> Vec<u8> {
+    block(read_frame(stream)).unwrap()
+}
+
+/// Waits until the rank has closed or reset the connection.
+fn closed(stream: &mut TcpStream) {
+    let _ = block(stream.read_to_end(&mut Vec::new()));
+}
+
+/// An open connection to a rank.
+struct Visitor {
+    stream: TcpStream,
+    opened: Opened,
+}
+
+impl Visitor {
+    fn new(rank: &Rank, inc: &str, channel: Channel) -> Self {
+        let mut stream = connect(rank);
+        let opened = block(identity(inc, None).ask(&mut stream, channel, None)).unwrap();
+        Self { stream, opened }
+    }
+
+    fn send(&mut self, msg: &Msg) {
+        let frame = self.opened.sealer.seal(msg);
+        block(self.stream.write_all(&frame)).unwrap();
+    }
+
+    fn answer(&mut self) -> Msg {
+        let frame = frame(&mut self.stream);
+        self.opened.opener.open(&frame).unwrap()
+    }
+
+    fn read(&mut self, ids: &[u32], generation: u64) {
+        let (ids, gens) = (ids.to_vec(), vec![generation; ids.len()]);
+        self.send(&Msg::Read {
+            ticket: 1,
+            ids,
+            gens,
+        });
+    }
+
+    fn closed(&mut self) {
+        closed(&mut self.stream);
+    }
+}
+
+fn counter(rank: &Rank, name: &str) -> f64 {
+    rank.stats()["counters"][name].as_f64().unwrap()
+}
+
+#[test]
+fn page_is_read_only_by_the_decode_rank_it_was_announced_to() {
+    let pair = Pair::new("tcp");
+    let (src, dst) = (span(0, 4), span(100, 4));
+    pair.open(1);
+    pair.grant(1, &dst);
+    pair.p.node.offer(1, 0, HASH, DEADLINE_MS).unwrap();
+    pair.p.publish(1, &src, 4);
+    until("the pages are announced and pulled", || {
+        pair.d.holds(&dst, 1, 0)
+    });
+    let _control = Visitor::new(&pair.p, "stranger", Channel::Control);
+    let mut data = Visitor::new(&pair.p, "stranger", Channel::Data);
+    data.read(&src[1..2], pair.p.pool.generation(1));
+    let refused = Msg::Stale {
+        ticket: 1,
+        page: 1,
+        code: Some(Code::LeaseExpired),
+    };
+    assert_eq!(data.answer(), refused);
+    assert_eq!(counter(&pair.p, "kv_reads_refused_total"), 1.0);
+    pair.p.finish(1, src.len());
+    assert_eq!(pair.d.end_code(1), "COMMITTED");
+    assert_eq!(pair.p.end_code(1), "DONE");
+}
+
+#[test]
+fn data_streams_belong_to_a_peer_are_few_and_end_when_silent() {
+    let patient = json!({"heartbeat_ms": 60_000});
+    let p = Rank::start("prefill", &patient);
+    Visitor::new(&p, "d", Channel::Data).closed();
+    let refused = r#"kv_hellos_refused_total{code="TRANSPORT_BROKEN"}"#;
+    assert_eq!(counter(&p, refused), 1.0, "no control connection");
+
+    let _control = Visitor::new(&p, "d", Channel::Control);
+    let mut streams = Vec::new();
+    for _ in 0..5 {
+        streams.push(Visitor::new(&p, "d", Channel::Data));
+    }
+    streams[0].closed();
+    let last = &mut streams[4];
+    last.read(&[1], 2);
+    assert!(matches!(last.answer(), Msg::Stale { .. }));
+    last.read(&span(0, 600), 2);
+    last.closed(); // more bytes than one answer may have
+
+    let hasty = json!({"heartbeat_ms": 60_000, "data_idle_ms": 50});
+    let p = Rank::start("prefill", &hasty);
+    let _control = Visitor::new(&p, "d", Channel::Control);
+    Visitor::new(&p, "d", Channel::Data).closed();
+}
+
+#[test]
+fn recorded_hello_is_refused() {
+    let p = Rank::start("prefill", &json!({"cluster_key": "secret"}));
+    let mut first = connect(&p);
+    let challenge = frame(&mut first);
+    let Ok(Msg::Challenge { nonce }) = Handshake::open_plain(&challenge) else {
+        panic!("no challenge");
+    };
+    let hello = Msg::Hello(Hello {
+        nonce: vec![7; 16],
+        ..identity("d", None).hello
+    });
+    let recorded = Handshake::new(Some(b"secret")).seal_hello(&hello, &nonce);
+    block(first.write_all(&recorded)).unwrap();
+    let answer = frame(&mut first);
+    let answer = Handshake::new(Some(b"secret")).open_hello(&answer, &[7; 16]);
+    assert!(matches!(answer, Ok(Msg::Hello(_))), "{answer:?}");
+
+    let mut second = connect(&p);
+    let _other_challenge = frame(&mut second);
+    block(second.write_all(&recorded)).unwrap();
+    let answer = frame(&mut second);
+    match Handshake::open_plain(&answer) {
+        Ok(Msg::Reject { code, .. }) => assert_eq!(code, Code::Auth),
+        other => panic!("{other:?}"),
+    }
+    until("the refusal is counted", || {
+        counter(&p, r#"kv_hellos_refused_total{code="AUTH"}"#) > 0.0
+    });
+}
+
+#[test]
+fn silent_connections_keep_no_pair_from_meeting() {
+    let pair = Pair::new("tcp");
+    let mut silent = Vec::new();
+    for _ in 0..300 {
+        silent.push(connect(&pair.p));
+    }
+    pair.relay(1);
+    until("silent connections made space", || {
+        counter(&pair.p, "kv_hellos_evicted_total") > 0.0
+    });
+    // A length that no HELLO has is refused before its bytes are awaited.
+    let mut loud = connect(&pair.p);
+    block(loud.write_all(&u32::to_le_bytes(1 << 20))).unwrap();
+    closed(&mut loud);
+    pair.assert_idle();
+}
+
+#[test]
+fn rank_of_another_cluster_key_is_refused() {
+    let server = BootstrapServer::start("127.0.0.1", 0, Some("ours".into())).unwrap();
+    let p = Rank::start("prefill", &json!({"cluster_key": "theirs"}));
+    let client = Client {
+        host: "127.0.0.1".into(),
+        port: server.port(),
+        cluster_key: Some("ours".into()),
+        loopback_only: false,
+        timeout: PATIENCE,
+    };
+    let route = json!({
+        "role": "Prefill", "rank_ip": "127.0.0.1", "rank_port": p.node.port(), "instance_id": p.node.incarnation(),
+    });
+    block(client.register(&serde_json::from_value(route).unwrap())).unwrap();
+    let d = Rank::start("decode", &json!({"cluster_key": "ours"}));
+    d.node
+        .open(1, 0, "127.0.0.1", server.port(), 0, HASH, DEADLINE_MS)
+        .unwrap();
+    assert_eq!(d.end_code(1), "AUTH");
+}
+
+#[test]
+fn one_peer_cannot_fill_the_table_of_parked_opens() {
+    let p = json!({"heartbeat_ms": 60_000, "max_rooms": 8});
+    let pair = Pair::with(&p, &json!({}));
+    let mut greedy = Visitor::new(&pair.p, "greedy", Channel::Control);
+    let mut room = 1000;
+    let refusal = loop {
+        room += 1;
+        greedy.send(&Msg::Open {
+            room,
+            attempt: 0,
+            d_inc: "greedy".into(),
+            p_inc_expected: pair.p.node.incarnation().into(),
+            layout_hash: greedy.opened.peer.layout_hash.clone(),
+            prompt_hash: vec![],
+            start_page: 0,
+            deadline_ms: 60_000,
+            prio: 0,
+        });
+        match greedy.answer() {
+            Msg::Parked { .. } => {}
+            Msg::Reject { code, .. } => break code,
+            other => panic!("{other:?}"),
+        }
+    };
+    assert_eq!(refusal, Code::NoCapacity);
+    assert_eq!(
+        counter(&pair.p, r#"kv_rejects_total{code="NO_CAPACITY"}"#),
+        1.0
+    );
+    let before = pair.p.detail("opens_waiting").as_u64();
+    pair.open(1);
+    until("the other peer's OPEN is parked", || {
+        pair.p.detail("opens_waiting").as_u64() > before
+    });
+}
