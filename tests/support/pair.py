@@ -59,8 +59,10 @@ class Half:
         self.native: Any = loaded.kv.native
         self.node: Any = TransferNode(self.native, json.dumps(node_settings), backend)
         told = self.node if stand_in is None else stand_in.watched(self.node)
-        relay = (PrefillRelay if role == "prefill" else DecodeRelay)(told, PATIENCE_SECS)
-        self.engine: Engine = loaded.engine(relay)
+        if role == "prefill":
+            self.engine: Engine = loaded.engine(PrefillRelay(told, PATIENCE_SECS))
+        else:
+            self.engine = loaded.engine(DecodeRelay(told, PATIENCE_SECS, loaded.vocab_size))
         self.got: dict[int, list[int]] = {}
         self.cached: dict[int, int] = {}
         self.finished: set[int] = set()
