@@ -241,7 +241,7 @@ class EngineConfig:
     short_first_aging_tokens_per_s: float = opt(500.0, "short-first: waiting shortens a request by this [tokens/s]")
     srpt_aging: float = opt(0.05, "srpt-aging: waiting shortens a prompt by this share of the prefill rate")
     srpt_aging_backlog_secs: float = opt(
-        0.0, "srpt-aging: with more work than this waiting, ageing shrinks in proportion; 0: never [s of prefill]"
+        60.0, "srpt-aging: with more work than this waiting, aging shrinks in proportion; 0: never [s of prefill]"
     )
     adaptive_window_secs: float = opt(15.0, "adaptive: the orders are compared this often [s]")
     adaptive_tail_weight: float = opt(0.1, "adaptive: weight of the p99 TTFT against the mean")

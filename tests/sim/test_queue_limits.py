@@ -224,6 +224,20 @@ def test_retry_after_is_the_time_until_the_queue_has_moved_far_enough() -> None:
     assert Door(limits()).retry_after(0.0, 1e6) == 1, "bounded"
 
 
+def test_a_request_without_a_priority_ages_past_important_ones_in_bounded_time() -> None:
+    """It starts one unit below the least important priority stated, whatever that is, in both directions."""
+    for low_first in (False, True):
+        rule = PriorityRule(enabled=True, aging_rate=1.0, low_values_first=low_first)
+        node = Node(limits(max_queued_requests=100, priority=rule), depth=1)
+        node.sched.add(ask(0, priority=2, arrival=0.0))
+        node.sched.add(ask(1, priority=8, arrival=0.0))
+        node.sched.add(ask(2, arrival=0.0))
+        node.sched.add(ask(3, priority=2, arrival=30.0))
+        node.sched.add(ask(4, priority=8, arrival=30.0))
+        order = [seq.handle for seq in node.sched._state.waiting.in_order()]
+        assert order.index(2) == 2, "after what was stated before it came, before what comes much later"
+
+
 def test_moving_rate_forgets_the_past() -> None:
     rate = MovingRate(horizon_secs=10.0)
     assert rate.per_second(5.0) == (0.0, 0.0)

@@ -286,7 +286,14 @@ def test_every_flag_that_the_planner_reads_is_accepted_and_no_other() -> None:
     limits(recorder, 8)  # type: ignore[arg-type]
     own = {"schedule_policy", "disaggregation_mode", "num_reserved_decode_tokens"}  # --role, comma list, D only
     own |= {"kv_events_config"}  # nobody listens
-    also = {"max_total_tokens", "disable_overlap_schedule", "request_timeout_secs", "default_deadline_ms"}
+    own |= {"step_tokens"}  # made of two flags
+    also = {
+        "max_prefill_tokens",
+        "max_total_tokens",
+        "disable_overlap_schedule",
+        "request_timeout_secs",
+        "default_deadline_ms",
+    }
     accepted = {f.name for f in dataclasses.fields(EngineConfig)} - command.NOT_SIMULATED
     assert accepted == (recorder.read - own) | also
 

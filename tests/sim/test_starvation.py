@@ -102,7 +102,7 @@ def test_a_long_prompt_under_srpt_waits_for_its_length_at_a_share_of_the_prefill
 @pytest.mark.parametrize("rate", [0.51, 2.03])
 def test_a_low_priority_request_waits_for_the_difference_at_the_ageing_rate(rate: float) -> None:
     limits = one_at_a_time(priority=PriorityRule(enabled=True, aging_rate=rate))
-    assert 0 < wait_of(MINOR, important, limits, warm=[]) <= (7 - 2) / rate + QUEUED * STEP
+    assert 0 < wait_of(MINOR, important, limits, warm=[]) <= (7 - 2 + 1) / rate + QUEUED * STEP
     limits = one_at_a_time(priority=PriorityRule(enabled=True))
     assert wait_of(MINOR, important, limits, warm=[]) == PATIENCE
 

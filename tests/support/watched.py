@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import math
 from array import array
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -173,7 +174,7 @@ class WatchedScheduler(Scheduler):
                 return work + policy._weight * f.rest - params.short_first_aging_tokens_per_s * f.waited  # type: ignore
             case "srpt-aging":
                 assert isinstance(policy, SrptAging)
-                return work - params.srpt_aging * policy._rate * f.waited
+                return work - params.srpt_aging * policy._rate * policy._share * f.waited
             case "hrrn":
                 return -f.overtaken_work / max(work, 1)
             case "random":
@@ -194,7 +195,12 @@ class WatchedScheduler(Scheduler):
         if not rule.enabled:
             return 0.0
         base = LOWEST_PRIORITY if given is None else (-given if rule.low_values_first else given)
-        return base + min(rule.aging_rate * (self.clock - seq.req.arrival), rule.aging_max)
+        if not rule.aging_rate:
+            return base
+        start = base if seq.start_priority is None else seq.start_priority
+        if rule.aging_rate * (self.clock - seq.req.arrival) >= rule.aging_max:
+            return start + rule.aging_max
+        return math.floor(start - rule.aging_rate * seq.req.arrival) + rule.aging_rate * self.clock
 
     # ------------------------------------------------------------------ the checks
 

@@ -1,4 +1,4 @@
-"""--schedule-policy adaptive: which of four orders would serve the queue best? Replay it through each, and see.
+"""--schedule-policy adaptive: which of five orders would serve the queue best? Replay it through each, and see.
 
 1. Every `--adaptive-window-secs` the queue is written down as a `Snapshot`: plain numbers, fit for a log line.
 2. `forecast` serves it on paper, one request after the other, in each order: with the measured prefill rate, and with
@@ -60,6 +60,8 @@ class Snapshot:
     short_first_aging: float
     requests: tuple[Waiting, ...]
     """In order of arrival."""
+    srpt_aging: float = 0.0
+    """Tokens per second."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,12 +109,15 @@ def take_snapshot(
                 cached=min(cached_tokens(seq) // block, len(blocks)),
             )
         )
+    backlog_secs, most = view.queued_tokens / view.prefill_rate, params.srpt_aging_backlog_secs
+    share = most / backlog_secs if 0 < most < backlog_secs else 1.0
     return Snapshot(
         rate=round(view.prefill_rate, 3),
         block_tokens=block,
         cache_blocks=max(view.pool_tokens // block, 1),
         lpm_aging=params.lpm_aging_tokens_per_s,
         short_first_aging=params.short_first_aging_tokens_per_s,
+        srpt_aging=round(params.srpt_aging * view.prefill_rate * share, 3),
         requests=tuple(requests),
     )
 
@@ -183,11 +188,16 @@ def _hrrn_key(at: _Replay, i: int) -> float:
     return -(at.snapshot.requests[i].waited_tokens + at.computed) / at.work(i)
 
 
+def _srpt_key(at: _Replay, i: int) -> float:
+    return at.work(i) - at.snapshot.srpt_aging * at.snapshot.requests[i].wait
+
+
 CANDIDATES: dict[str, Key] = {
     "fcfs": lambda _, i: i,
     "lpm": _lpm_key,
     "short-first": _short_first_key,
     "hrrn": _hrrn_key,
+    "srpt-aging": _srpt_key,
 }
 """The orders as they look on paper, smallest first. Of equal forecasts the first wins."""
 

@@ -14,7 +14,7 @@ the same inputs give the same order. Retracted sequences keep their arrival, hen
 | srpt-aging | tokens left to prefill - ageing, per chunk | mean TTFT of prefill nodes | long prompts, bounded |
 | edf | first-token deadline, hopeless ones last | most requests inside their deadline | requests without a deadline |
 | hrrn | - (waited work / own work) | a compromise without a parameter | nobody much, nobody gains much |
-| adaptive | as fcfs, lpm, short-first or hrrn, by a replay of the queue | changing traffic | as those |
+| adaptive | as fcfs, lpm, short-first, hrrn or srpt-aging, by a replay of the queue | changing traffic | as those |
 
 A policy also says what its numbers depend on beside the sequences (`inputs`): while that is equal, nobody computes or
 sorts anything again (queue.py).
@@ -95,7 +95,7 @@ class PolicyParams:
     short_first_output_weight: float | None = None
     """None: as large a share of the allowed tokens as the engine measures."""
     srpt_aging: float = 0.05
-    srpt_aging_backlog_secs: float = 0.0
+    srpt_aging_backlog_secs: float = 60.0
     default_deadline_secs: float = 60.0
     demote_hopeless: bool = True
     adaptive_window_secs: float = 15.0
@@ -106,8 +106,6 @@ class Policy(abc.ABC):
     """`keys` is the order, the rest says when it changes. An instance belongs to one queue: it may have a memory."""
 
     name: ClassVar[str]
-    redecides_chunks: ClassVar[bool] = False
-    """Prompts in progress compete with waiting ones at every chunk boundary, instead of going first."""
     reviews: ClassVar[bool] = False
     """Wants to look at the whole queue before every plan."""
     each_alone: bool = True
@@ -115,6 +113,11 @@ class Policy(abc.ABC):
 
     def __init__(self, params: PolicyParams) -> None:
         self.params = params
+
+    @property
+    def redecides_chunks(self) -> bool:
+        """Prompts in progress compete with waiting ones at every chunk boundary, instead of going first."""
+        return False
 
     @property
     def active(self) -> str:
@@ -380,7 +383,6 @@ class SrptAging(Policy):
     """
 
     name = "srpt-aging"
-    redecides_chunks = True
 
     def __init__(self, params: PolicyParams) -> None:
         super().__init__(params)
@@ -393,6 +395,10 @@ class SrptAging(Policy):
         most, backlog_secs = self.params.srpt_aging_backlog_secs, view.queued_tokens / view.prefill_rate
         self._share = self._held_share(most / backlog_secs) if 0 < most < backlog_secs else 1.0
         return self._rate, self._share
+
+    @property
+    def redecides_chunks(self) -> bool:
+        return True
 
     @property
     def reads_tree(self) -> bool:
@@ -414,7 +420,6 @@ class Edf(Policy):
     """
 
     name = "edf"
-    redecides_chunks = True
 
     def __init__(self, params: PolicyParams) -> None:
         super().__init__(params)
@@ -432,6 +437,10 @@ class Edf(Policy):
             self._lost += 1
             self._next_lost = math.inf
         return self._rate, self._lost
+
+    @property
+    def redecides_chunks(self) -> bool:
+        return True
 
     @property
     def reads_tree(self) -> bool:
@@ -454,7 +463,7 @@ class Edf(Policy):
 
 
 class Adaptive(Policy):
-    """Stands back for fcfs, lpm, short-first or hrrn: the one that a replay of the queue favours (sched.adaptive)."""
+    """Uses fcfs, lpm, short-first, hrrn or srpt-aging: the one that a replay of the queue favors (sched.adaptive)."""
 
     name = "adaptive"
     reviews = True
@@ -462,7 +471,7 @@ class Adaptive(Policy):
     def __init__(self, params: PolicyParams) -> None:
         super().__init__(params)
         self.choice = adaptive.Choice(Fcfs.name)
-        candidates: tuple[type[Policy], ...] = (Fcfs, Lpm, ShortFirst, Hrrn)
+        candidates: tuple[type[Policy], ...] = (Fcfs, Lpm, ShortFirst, Hrrn, SrptAging)
         self._orders = {policy.name: policy(params) for policy in candidates}
         self._next_review: float | None = None
 
@@ -477,6 +486,10 @@ class Adaptive(Policy):
     @property
     def degraded_total(self) -> int:
         return self._orders[Lpm.name].degraded_total
+
+    @property
+    def redecides_chunks(self) -> bool:
+        return self.order.redecides_chunks
 
     @property
     def chosen(self) -> dict[str, bool]:
@@ -514,10 +527,11 @@ LOWEST_PRIORITY = -(2**31)
 class PriorityRule:
     """How a request's priority enters the order. `sign` is applied once: after it, larger is better in both directions.
 
-    With ageing a request gains `aging_rate` units per second of waiting, up to `aging_max`. Until then
+    With aging a request gains `aging_rate` units per second of waiting, up to `aging_max`. Until then
     P + R * (now - t0) orders like the constant P - R * t0, so keys never change while a request waits (queue.py keeps
-    those that have reached the maximum, whose key is constant too, in a second list). Preemption compares the unaged
-    priority.
+    those that have reached the maximum, whose key is constant too, in a second list). That constant is rounded down to
+    whole units: requests of one unit are equally important, and among them the policy decides. Preemption compares the
+    unaged priority.
     """
 
     enabled: bool = False
@@ -526,7 +540,7 @@ class PriorityRule:
     aging_max: float = math.inf
     preemption_threshold: int = 10
     default: int | None = None
-    """Priority of requests that state none; None: below every stated one."""
+    """Priority of requests that state none; None: below every stated one (State.start_priority where they age)."""
 
     def base(self, seq: Seq) -> int:
         """Priority with larger meaning better: what preemption and queue limits compare."""
@@ -540,11 +554,17 @@ class PriorityRule:
 
     def unaged(self, seq: Seq) -> float:
         """What the order starts from: the base, or what --priority-adjustment-function made of it."""
-        return self.base(seq) if seq.adjusted_priority is None else seq.adjusted_priority
+        if seq.adjusted_priority is not None:
+            return seq.adjusted_priority
+        return self.base(seq) if seq.start_priority is None else seq.start_priority
 
     def ageing_key(self, seq: Seq) -> float:
         """Smaller is earlier, among requests that still age; true at all times."""
-        return -(self.unaged(seq) - self.aging_rate * seq.req.arrival) if self.enabled else 0.0
+        if not self.enabled:
+            return 0.0
+        if not self.aging_rate:
+            return -self.unaged(seq)
+        return -math.floor(self.unaged(seq) - self.aging_rate * seq.req.arrival)
 
     def capped_key(self, seq: Seq) -> float:
         """Smaller is earlier, among requests that have gained all they can."""
@@ -558,9 +578,9 @@ class PriorityRule:
 
     def key(self, seq: Seq, now: float) -> float:
         """The definition, for any two requests at one time."""
-        if not self.enabled:
-            return 0.0
-        return -(self.unaged(seq) + min(self.aging_rate * (now - seq.req.arrival), self.aging_max))
+        if now >= self.capped_from(seq):
+            return self.capped_key(seq)
+        return self.ageing_key(seq) - (self.aging_rate * now if self.enabled else 0.0)
 
     @property
     def is_capped(self) -> bool:

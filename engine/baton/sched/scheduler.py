@@ -84,6 +84,7 @@ class Scheduler:
         is_lease = limits.role == "prefill" and meet is not None
         limit = 1 if is_lease else min(req.params.max_new_tokens, limits.capacity_tokens - prompt_len)
         seq = Seq(req, array("i", req.prompt), limit, is_lease=is_lease, born_tokens=state.computed_tokens)
+        seq.start_priority = state.start_priority(req)
         state.seqs[req.handle] = seq
         if meet is not None:
             state.rooms[meet.room] = seq

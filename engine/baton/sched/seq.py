@@ -115,6 +115,8 @@ class Seq:
     """While it runs: its place among the running (PriorityRule.place), kept because each plan compares them all."""
     adjusted_priority: float | None = None
     """Replaces the priority in the queue order, larger is better (--priority-adjustment-function)."""
+    start_priority: float | None = None
+    """Replaces the base priority in the queue order of a request that states none, where requests age."""
     probe: Probe | None = None
     """What the radix tree had of this sequence when an order last asked."""
     _key: bytes = b""

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 
 from baton.cache.ledger import PageLedger
 from baton.errors import DeadlineMissed, EngineError
-from baton.request import FinishReason
+from baton.request import FinishReason, Validated
 from baton.sched.bands import class_of
 from baton.sched.door import Door
 from baton.sched.events import AbortTransfer, Emitted, Event, GrantPages, OpenTransfer, RevokeGrant
@@ -59,7 +59,9 @@ class State:
         self.waiting = WaitingQueue(self.policy, limits.priority, self.view, self.fair)
         self.opening = WaitingQueue(POLICIES["fcfs"](limits.policy_params), limits.priority, self.view, self.fair)
         self.announced: dict[int, Seq] = {}
-        """D: those of `opening` whose pages P holds, longest first. A view, not a table."""
+        """D: those of `opening` whose pages P holds. A view, not a table."""
+        self._least_priority = 0
+        """The least important priority that a request has stated."""
         self.transfer: dict[int, Seq] = {}
         self.running: dict[int, Seq] = {}
         """In order of place from `sort_running` on, until somebody joins."""
@@ -117,6 +119,18 @@ class State:
             self.memory.cache.settle(self.memory.cache.clock)
 
     # ------------------------------------------------------------------ waiting
+
+    def start_priority(self, req: Validated) -> float | None:
+        """What the order starts from where the request states no priority and requests age; None: its base.
+
+        Below all priorities stated so far, but within reach: aging has to bring it past them in bounded time.
+        """
+        rule = self.limits.priority
+        if req.priority is not None or rule.default is not None:
+            self._least_priority = min(self._least_priority, rule.base_of(req))
+        elif rule.enabled and rule.aging_rate:
+            return self._least_priority - 1
+        return None
 
     def enqueue(self, seq: Seq) -> None:
         self.waiting.add(seq)
