@@ -17,6 +17,7 @@ test-all: setup ## the slow ones too
 	@tests/peers/setup.sh
 	cargo test --locked --workspace --quiet
 	$(py)pytest -n auto --maxprocesses 4 --dist loadgroup -m "not gpu" $(ARGS)
+bench: export NATIVE_PROFILE = dist
 bench: setup ## ratios of interleaved arms, the quick ones; the long ones and all results: docs/benchmarks.md
 	$(py)python -W ignore -m tests.perf.bench_engine
 	cargo bench --locked --quiet -p baton-kv-transfer --bench transfer

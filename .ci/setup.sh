@@ -3,7 +3,7 @@
 #
 # Each step is skipped while what it depends on is unchanged (content hashes in .venv/.stamps), so a second run takes
 # about a second and a changed Rust file only rebuilds the extension. PYTHON=… chooses the interpreter;
-# NATIVE_PROFILE=dev builds the extension in half the time, slower and with its assertions.
+# NATIVE_PROFILE=dev builds the extension in half the time, slower and with its assertions; dist adds link-time optimization.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 venv=.venv

@@ -74,6 +74,10 @@ class PayloadTooLarge(EngineError):
     code, status, type = "payload_too_large", 413, "invalid_request_error"
 
 
+class UnsupportedMediaType(EngineError):
+    code, status, type = "unsupported_media_type", 415, "invalid_request_error"
+
+
 class RateLimited(EngineError):
     """A tenant has used up its tokens of the minute."""
 

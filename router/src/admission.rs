@@ -74,6 +74,24 @@ impl Admission {
         })
     }
 
+    /// Refuse a request that would find the queue full, before its body is read.
+    pub fn check_queue(&self) -> Result<(), RouteError> {
+        let Some(places) = &self.places else {
+            return Ok(());
+        };
+        match places.available_permits() > 0 || self.queue.available_permits() > 0 {
+            true => Ok(()),
+            false => Err(self.queue_full()),
+        }
+    }
+
+    fn queue_full(&self) -> RouteError {
+        RouteError::QueueFull {
+            running: self.running,
+            queued: self.queue_size,
+        }
+    }
+
     /// Wait for a place. Dropping the future leaves the queue.
     pub async fn enter(
         &self,
@@ -85,13 +103,7 @@ impl Admission {
         if let Ok(place) = places.clone().try_acquire_owned() {
             return Ok(Some(place));
         }
-        let _in_queue = self
-            .queue
-            .try_acquire()
-            .map_err(|_| RouteError::QueueFull {
-                running: self.running,
-                queued: self.queue_size,
-            })?;
+        let _in_queue = self.queue.try_acquire().map_err(|_| self.queue_full())?;
         let _shown = Shown::new(&metrics.queued);
         let since = Instant::now();
         let place = timeout(self.queue_timeout, places.clone().acquire_owned()).await;

@@ -13,7 +13,7 @@ use std::borrow::Cow;
 use std::ops::Range;
 
 use bytes::Bytes;
-use router_core::{Blocks, namespace, token_blocks};
+use router_core::{Blocks, TextScope, namespace, token_blocks};
 use serde::Deserialize;
 use serde::de::{Deserializer, IgnoredAny, MapAccess, Visitor};
 use serde_json::value::RawValue;
@@ -22,6 +22,16 @@ use crate::error::RouteError;
 
 /// Most answers one request may ask for (prompts × n): the rooms of a request are one array.
 const MAX_ITEMS: usize = 4096;
+
+/// Members beside the prompt's text that change its KV, or say who may share it.
+const SCOPE: [&str; 6] = [
+    "model",
+    "lora_path",
+    "cache_salt",
+    "extra_key",
+    "tools",
+    "chat_template_kwargs",
+];
 
 /// The three endpoints that generate. They differ in where the prompt is and in the id they give.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -63,6 +73,8 @@ pub struct Scan {
     ids: Option<Range<usize>>,
     /// Whose prompts may share a cache with this one, as our engines name it.
     pub namespace: String,
+    /// Where the members named in `SCOPE` lie.
+    scope: [Option<Range<usize>>; SCOPE.len()],
     /// /generate with `return_logprob`: the prefill leg's input logprobs belong into the answer.
     pub wants_input_logprobs: bool,
     pub deadlines: Deadlines,
@@ -156,7 +168,12 @@ impl Scan {
     /// Hashes of the prompt's text. Cost: one pass over it.
     pub fn text_blocks(&self, body: &[u8]) -> Blocks {
         let prompt = self.prompt.clone().map_or(&[][..], |span| &body[span]);
-        Blocks::of_text(prompt, None)
+        let parts = SCOPE.iter().zip(&self.scope);
+        let scope = parts.fold(TextScope::default(), |scope, (name, span)| match span {
+            Some(span) => scope.with(name, &body[span.clone()]),
+            None => scope,
+        });
+        Blocks::of_text_in(scope, prompt, None)
     }
 
     /// Hashes of its token ids.
@@ -259,6 +276,7 @@ struct Members<'a> {
     return_logprob: Option<&'a RawValue>,
     /// What is no such number is the engine's to refuse.
     deadlines: Deadlines,
+    scope: [Option<Range<usize>>; SCOPE.len()],
     cache_salt: Option<&'a RawValue>,
     extra_key: Option<&'a RawValue>,
 }
@@ -282,6 +300,7 @@ impl<'a> Members<'a> {
             sampling_params: None,
             return_logprob: None,
             deadlines: Deadlines::default(),
+            scope: Default::default(),
             cache_salt: None,
             extra_key: None,
         }
@@ -300,6 +319,9 @@ impl<'a> Members<'a> {
         }
         self.last_end = end;
         self.count += 1;
+        if let Some(at) = SCOPE.iter().position(|scope| *scope == name) {
+            self.scope[at] = (value.get() != "null").then(|| self.span(value));
+        }
         match name {
             "stream" => self.stream = Some(value),
             "n" => self.n = Some(value),
@@ -357,6 +379,7 @@ impl<'a> Members<'a> {
             wants_input_logprobs: api == Api::Generate
                 && self.return_logprob.is_some_and(|v| v.get() == "true"),
             deadlines: self.deadlines,
+            scope: self.scope,
             ours: self.ours,
             close,
             count: self.count,
@@ -681,5 +704,35 @@ mod tests {
         assert!(Scan::of(b"{\"a\":\"\xff\"}", Api::Chat).is_err());
         let deep = format!(r#"{{"a":{}{}}}"#, "[".repeat(300), "]".repeat(300));
         assert!(Scan::of(deep.as_bytes(), Api::Chat).is_ok());
+    }
+
+    #[test]
+    fn members_that_change_the_kv_keep_equal_texts_apart() {
+        let first = |members: &str| {
+            let text = "x".repeat(600);
+            let body = format!("{{\"messages\":[{{\"content\":\"{text}\"}}]{members}}}");
+            let scan = Scan::of(body.as_bytes(), Api::Chat).unwrap();
+            scan.text_blocks(body.as_bytes()).prompt().hashes[0]
+        };
+        let plain = first("");
+        let mut all = vec![plain];
+        for members in [
+            r#","model":"a""#,
+            r#","model":"b""#,
+            r#","cache_salt":"a""#,
+            r#","extra_key":"a""#,
+            r#","tools":[{"type":"function"}]"#,
+            r#","chat_template_kwargs":{"enable_thinking":false}"#,
+            r#","model":"a","lora_path":"b""#,
+        ] {
+            let hash = first(members);
+            assert!(!all.contains(&hash), "{members}");
+            all.push(hash);
+        }
+        assert_eq!(first(r#","temperature":1,"cache_salt":null"#), plain);
+        assert_eq!(
+            first(r#","cache_salt":"b","model":"a""#),
+            first(r#","model":"a","cache_salt":"b""#)
+        );
     }
 }

@@ -41,6 +41,8 @@ use crate::tcp::tune_client;
 use crate::tls::HTTP_2;
 
 const MAX_HEADERS: usize = 100;
+/// A head that exceeds --max-header-bytes by less is read whole, so that its 431 has a JSON body [bytes].
+const HEAD_SLACK: usize = 8 << 10;
 /// How long a client may take over its TLS handshake (nginx: 60 s; nobody needs it).
 const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(10);
 /// Out of file descriptors: wait for some to be closed.
@@ -217,7 +219,7 @@ where
     let connection = http1::Builder::new()
         .timer(patience.clone())
         .header_read_timeout(patience.idle())
-        .max_buf_size(limits.max_header_bytes)
+        .max_buf_size(limits.max_header_bytes.saturating_add(HEAD_SLACK))
         .max_headers(MAX_HEADERS)
         .serve_connection(TokioIo::new(patience.watch(stream)), service);
     // The client left, or sent no HTTP: its request's record says so where there was one.

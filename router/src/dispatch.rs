@@ -22,6 +22,7 @@ use crate::App;
 use crate::body::{Ours, Parts};
 use crate::clock::now_ms;
 use crate::error::RouteError;
+use crate::http::remove_hop_by_hop;
 use crate::inbound::Inbound;
 use crate::late::{sse_headers, with_keepalive};
 use crate::leg::{Failure, Leg, Opened, Told};
@@ -152,7 +153,12 @@ async fn try_until_committed(
             }
             return Err(Unanswered::Failed(failure));
         }
-        tracing::debug!(rid = %request.record.rid, attempt = request.record.attempts, reason = failure.reason, "trying again");
+        tracing::debug!(
+            rid = request.record.rid,
+            attempt = request.record.attempts,
+            reason = failure.reason,
+            "trying again"
+        );
         app.metrics
             .retries
             .with_label_values(&[failure.reason])
@@ -266,14 +272,10 @@ pub fn observe_overhead(app: &App, request: &Inbound) {
 }
 
 /// Headers of a worker's answer that belong to its connection, not to the answer.
-fn end_to_end(headers: &HeaderMap) -> HeaderMap {
-    let mut kept = HeaderMap::with_capacity(headers.len() + 2);
-    for (name, value) in headers {
-        let is_hop = crate::http::HOP_BY_HOP.contains(&name.as_str());
-        if !is_hop && name != header::CONTENT_LENGTH {
-            kept.append(name, value.clone());
-        }
-    }
+pub fn end_to_end(headers: &HeaderMap) -> HeaderMap {
+    let mut kept = headers.clone();
+    remove_hop_by_hop(&mut kept);
+    kept.remove(header::CONTENT_LENGTH);
     kept
 }
 

@@ -3,6 +3,7 @@
 //! The body is OpenAI's nested object `{"error":{"message","type","param","code"}}`; codes are the engine's where both
 //! sides have the error (`engine/baton/errors.py`), and docs/protocol.md lists them.
 
+use axum::extract::rejection::{PathRejection, QueryRejection};
 use axum::response::{IntoResponse, Response};
 use bytes::Bytes;
 use http::{HeaderValue, StatusCode, header};
@@ -49,6 +50,17 @@ pub enum RouteError {
     TooManyWorkers { limit: usize },
     #[error("the body is larger than {limit_bytes} bytes; shorten it or raise --max-payload-size")]
     PayloadTooLarge { limit_bytes: usize },
+    #[error(
+        "request bodies hold {held_bytes} of {limit_bytes} bytes, too many for this one; try again later, or raise --max-total-body-bytes"
+    )]
+    BodyMemoryFull {
+        held_bytes: usize,
+        limit_bytes: usize,
+    },
+    #[error("the head is larger than {limit_bytes} bytes; shorten it or raise --max-header-bytes")]
+    HeadTooLarge { limit_bytes: usize },
+    #[error("{problem}")]
+    UnsupportedMediaType { problem: String },
     #[error("the body ended early: {detail}")]
     BodyBroken { detail: String },
     #[error("nothing more of the body came for {waited_ms} ms")]
@@ -122,6 +134,23 @@ pub enum RouteError {
     Internal { detail: String },
 }
 
+/// axum's refusal of a path or query it cannot read.
+macro_rules! from_rejection {
+    ($($rejection:ty: $param:literal;)*) => {
+        $(impl From<$rejection> for RouteError {
+            fn from(rejection: $rejection) -> Self {
+                let problem = format!("cannot be read: {}", rejection.body_text());
+                RouteError::InvalidValue { param: $param, problem }
+            }
+        })*
+    };
+}
+
+from_rejection! {
+    PathRejection: "path";
+    QueryRejection: "query";
+}
+
 /// Every code the router itself can answer with, for docs/protocol.md and the outcome label of metrics.
 pub const CODES: &[&str] = &[
     "invalid_json",
@@ -135,6 +164,9 @@ pub const CODES: &[&str] = &[
     "duplicate_worker",
     "too_many_workers",
     "payload_too_large",
+    "unsupported_media_type",
+    "head_too_large",
+    "body_memory_full",
     "rate_limit_exceeded",
     "queue_full",
     "queue_timeout",
@@ -169,6 +201,9 @@ impl RouteError {
             RouteError::DuplicateWorker { .. } => "duplicate_worker",
             RouteError::TooManyWorkers { .. } => "too_many_workers",
             RouteError::PayloadTooLarge { .. } => "payload_too_large",
+            RouteError::UnsupportedMediaType { .. } => "unsupported_media_type",
+            RouteError::HeadTooLarge { .. } => "head_too_large",
+            RouteError::BodyMemoryFull { .. } => "body_memory_full",
             RouteError::QueueFull { .. } => "rate_limit_exceeded",
             RouteError::QueueTimeout { .. } => "queue_timeout",
             RouteError::Draining => "draining",
@@ -201,8 +236,11 @@ impl RouteError {
             RouteError::MethodNotAllowed { .. } => StatusCode::METHOD_NOT_ALLOWED,
             RouteError::DuplicateWorker { .. } => StatusCode::CONFLICT,
             RouteError::PayloadTooLarge { .. } => StatusCode::PAYLOAD_TOO_LARGE,
+            RouteError::UnsupportedMediaType { .. } => StatusCode::UNSUPPORTED_MEDIA_TYPE,
+            RouteError::HeadTooLarge { .. } => StatusCode::REQUEST_HEADER_FIELDS_TOO_LARGE,
             RouteError::QueueFull { .. } => StatusCode::TOO_MANY_REQUESTS,
             RouteError::QueueTimeout { .. }
+            | RouteError::BodyMemoryFull { .. }
             | RouteError::Draining
             | RouteError::TooLate { .. }
             | RouteError::NoPair { .. }

@@ -9,6 +9,7 @@
 
 mod admission;
 mod body;
+mod body_memory;
 mod clock;
 mod config;
 mod connections;
@@ -55,6 +56,7 @@ use tokio::sync::{oneshot, watch};
 
 pub use config::{ParseStop, RouterConfig, flags_markdown};
 pub use error::{CODES, RouteError};
+pub use http::route_access;
 pub use metrics::metrics_markdown;
 pub use serve::{Running, run};
 
@@ -67,6 +69,7 @@ pub struct App {
     pub(crate) registry: registry::Registry,
     pub(crate) metrics: Arc<metrics::Metrics>,
     pub(crate) admission: admission::Admission,
+    pub(crate) body_memory: Arc<body_memory::BodyMemory>,
     pub(crate) retry: RetryConfig,
     pub(crate) retry_budget: Mutex<RetryBudget>,
     pub(crate) resume_pacer: Mutex<ResumePacer<oneshot::Sender<()>>>,
@@ -101,6 +104,10 @@ impl App {
             releases: release::Releases::default(),
             cut,
             requests: Arc::new(story::Requests::new(config.observe.request_history)),
+            body_memory: body_memory::BodyMemory::new(
+                config.limits.max_total_body_bytes,
+                metrics.body_bytes.clone(),
+            ),
             metrics,
             admission: admission::Admission::new(&config.limits),
             retry: config.retry(),

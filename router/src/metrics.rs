@@ -56,6 +56,8 @@ specs! {
         "Wait for one of --max-concurrent-requests";
     QUEUED = Gauge "baton_router_queued_requests" []
         "Requests waiting for one of --max-concurrent-requests, or for a worker";
+    BODY_BYTES = Gauge "baton_router_request_body_bytes" []
+        "Memory of request bodies, of those being read and those kept for attempts (--max-total-body-bytes)";
     CONNECTIONS = Gauge "baton_router_client_connections" []
         "Open connections of clients";
     CLIENT_CUTS = Counter "baton_router_client_cuts_total" ["reason"]
@@ -191,6 +193,7 @@ pub struct Metrics {
     stages: [Histogram; 7],
     pub queue: Histogram,
     pub queued: Gauge,
+    pub body_bytes: Gauge,
     pub connections: Gauge,
     pub client_cuts: IntCounterVec,
     pub shed: IntCounterVec,
@@ -286,6 +289,7 @@ impl Metrics {
             stages: STAGE_NAMES.map(|stage| stages.with_label_values(&[stage])),
             queue: histograms(&exposed, &QUEUE)?.with_label_values(no_labels),
             queued: gauges(&exposed, &QUEUED)?.with_label_values(no_labels),
+            body_bytes: gauges(&exposed, &BODY_BYTES)?.with_label_values(no_labels),
             connections: gauges(&exposed, &CONNECTIONS)?.with_label_values(no_labels),
             client_cuts: counters(&exposed, &CLIENT_CUTS)?,
             shed: counters(&exposed, &SHED)?,

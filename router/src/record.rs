@@ -119,7 +119,8 @@ impl Drop for Record {
         };
         tracing::info!(
             target: "access",
-            rid = %self.rid,
+            // With its Debug form in text logs: a client's id cannot look like further fields.
+            rid = self.rid,
             trace_id = self.story.trace_id(),
             route = self.route,
             prefill = %show(&self.prefill),

@@ -360,7 +360,7 @@ impl Relay {
     fn last_words(&mut self, words: Words) -> Option<Cut> {
         self.end(words.outcome());
         if let (Some(record), Words::Ours(err)) = (self.asker.record(), &words) {
-            tracing::warn!(rid = %record.rid, %err, "answer broke off");
+            tracing::warn!(rid = record.rid, %err, "answer broke off");
         }
         match (words, &self.tail) {
             (Words::Ours(err), None) => return Some(Cut(err)),
@@ -428,7 +428,7 @@ impl Relay {
         said.cut();
         let (role, tokens) = (guard.candidate.worker.role(), said.tokens());
         request.record.story.fails_over(role, reason, tokens);
-        tracing::info!(rid = %request.record.rid, worker = %guard.candidate.name, reason, tokens, "another worker goes on");
+        tracing::info!(rid = request.record.rid, worker = %guard.candidate.name, reason, tokens, "another worker goes on");
         (self.prefill, self.silence) = (None, None);
         let app = self.app.clone();
         let metrics = app.metrics.clone();

@@ -25,7 +25,7 @@ use tokio::time::{Instant, interval, sleep, timeout};
 use tokio_rustls::TlsAcceptor;
 
 use crate::App;
-use crate::config::{ParseStop, RouterConfig, flags_markdown};
+use crate::config::{Listen, ParseStop, RouterConfig, flags_markdown};
 use crate::connections::{Terms, accept};
 use crate::decision_log;
 use crate::discovery;
@@ -215,6 +215,9 @@ impl Running {
         let terms = terms(&app, router(app.clone()), tls);
         let accepting = tokio::spawn(accept(listener, terms, closed));
         tracing::info!(%addr, pd = app.is_pd(), "listening on {scheme}://{addr}");
+        if let Some(text) = exposure_warning(&app.config.listen, addr) {
+            tracing::warn!("{text}");
+        }
         Ok(Self {
             addr,
             metrics_addr,
@@ -284,6 +287,28 @@ pub fn deciders(
     Ok((deciders, Some(writer)))
 }
 
+/// What others than this machine may do without a key of their own.
+fn exposure_warning(listen: &Listen, addr: SocketAddr) -> Option<String> {
+    if addr.ip().to_canonical().is_loopback() {
+        return None;
+    }
+    let has_control_keys = !listen.control_plane_api_keys.is_empty();
+    match (&listen.api_key, has_control_keys) {
+        (None, false) => Some(format!(
+            "no key guards {addr}: anyone who reaches it may generate, abort requests, and register workers that then \
+             receive prompts; set --api-key and --control-plane-api-keys, or listen on --host 127.0.0.1"
+        )),
+        (Some(_), false) => Some(format!(
+            "the control plane of {addr} is open to every client with the --api-key, who may register workers and abort \
+             requests of others; set --control-plane-api-keys"
+        )),
+        (None, true) => Some(format!(
+            "anyone who reaches {addr} may generate; set --api-key, or listen on --host 127.0.0.1"
+        )),
+        (Some(_), true) => None,
+    }
+}
+
 async fn bind(host: &str, port: u16, flag: &str) -> Result<TcpListener, String> {
     TcpListener::bind((host, port)).await.map_err(|err| match err.kind() {
         std::io::ErrorKind::AddrInUse => {
@@ -319,4 +344,40 @@ fn evict_regularly(app: &Arc<App>) {
             }
         }
     });
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn open_listener_beyond_loopback_warns_with_a_remedy() {
+        let warning = |addr: &str, flags: &[&str]| {
+            let argv = [&["baton-router"], flags].concat();
+            let argv: Vec<String> = argv.into_iter().map(str::to_owned).collect();
+            let listen = RouterConfig::parse(&argv).unwrap().listen;
+            exposure_warning(&listen, addr.parse().unwrap())
+        };
+        let (key, control) = (
+            ["--api-key", "k"],
+            ["--control-plane-api-keys", "a:b:admin:c"],
+        );
+        let open = warning("0.0.0.0:8000", &[]).unwrap();
+        assert!(
+            open.contains("0.0.0.0:8000") && open.contains("--api-key and"),
+            "{open}"
+        );
+        let control_open = warning("10.0.0.1:8000", &key).unwrap();
+        assert!(
+            control_open.contains("set --control-plane-api-keys"),
+            "{control_open}"
+        );
+        let client_open = warning("[::]:8000", &control).unwrap();
+        assert!(client_open.contains("set --api-key"), "{client_open}");
+        assert_eq!(warning("0.0.0.0:8000", &[key, control].concat()), None);
+        for addr in ["127.0.0.1:8000", "[::1]:8000", "[::ffff:127.0.0.1]:8000"] {
+            assert_eq!(warning(addr, &[]), None, "{addr}");
+        }
+    }
 }

@@ -82,7 +82,7 @@ async fn ask_prefill(
         .and_then(|answer| answer.kv_transfer_params);
     if told.is_none() {
         let worker = &opened.guard.candidate.name;
-        tracing::warn!(rid = %request.record.rid, %worker, "no kv_transfer_params in the prefill worker's answer: decode computes the prompt; see its --kv-transfer-config");
+        tracing::warn!(rid = request.record.rid, %worker, "no kv_transfer_params in the prefill worker's answer: decode computes the prompt; see its --kv-transfer-config");
     }
     Ok(told.map(|told| told.get().into()))
 }

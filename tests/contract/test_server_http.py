@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 import os
 import socket
@@ -215,6 +216,17 @@ def test_bodies_that_are_no_json_objects(http: httpx.Client, raw: bytes) -> None
     r = http.post("/v1/completions", content=raw)
     assert (r.status_code, r.json()["error"]["code"]) == (400, "invalid_json")
     assert r.headers["content-type"].startswith("application/json")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("content-encoding", "gzip"), ("content-type", "multipart/form-data; boundary=x")],
+)
+def test_bodies_in_another_form_are_refused_by_name(http: httpx.Client, name: str, value: str) -> None:
+    body = b'{"prompt": "x"}'
+    r = http.post("/v1/completions", content=gzip.compress(body) if value == "gzip" else body, headers={name: value})
+    assert (r.status_code, r.json()["error"]["code"]) == (415, "unsupported_media_type")
+    assert value.split(";")[0] in r.json()["error"]["message"]
 
 
 def test_answers_that_end_in_nan_make_the_node_unhealthy_until_one_does_not() -> None:

@@ -176,6 +176,8 @@ def test_a_wrong_router_flag_is_reported_before_any_node_starts(
     for flags, complaint in (
         (["--policy", "nope"], "invalid value 'nope' for '--policy"),
         (["--router-args=--no-such-flag"], "--no-such-flag"),
+        (["--router-args=--api-key secret"], "give --api-key to baton up itself"),
+        (["--router-args=--api-key=secret"], "give --api-key to baton up itself"),
     ):
         assert up.main([*flags, "--log-dir", str(tmp_path / "logs")]) == 2
         assert complaint in capsys.readouterr().err

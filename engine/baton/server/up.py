@@ -568,6 +568,8 @@ def _router_flags(plan: Plan) -> list[str]:
 
 def check_router_flags(plan: Plan) -> str | None:
     """The router's complaint about its flags, which is better heard before a node has loaded a model."""
+    if any(word == "--api-key" or word.startswith("--api-key=") for word in shlex.split(plan.up.router_args)):
+        return "--router-args: give --api-key to baton up itself, which gives it to the router and the nodes"
     argv = [sys.executable, "-m", "baton.cli", "router", *_router_flags(plan), "--print-flags"]
     asked = subprocess.run(argv, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
     return asked.stderr.strip() if asked.returncode == 2 else None

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from baton.errors import EngineError, InvalidJson, PayloadTooLarge
+from baton.errors import EngineError, InvalidJson, PayloadTooLarge, UnsupportedMediaType
 from baton.server.openai import encode_json
 
 MAX_BODY_BYTES = 32 * 2**20
@@ -33,7 +33,12 @@ def json_response(value: Any, status: int = 200, headers: dict[str, str] | None 
 
 
 async def read_object(request: web.Request) -> dict[str, Any]:
-    """The body as a JSON object. Raises InvalidJson, PayloadTooLarge."""
+    """The body as a JSON object. Raises InvalidJson, PayloadTooLarge, UnsupportedMediaType."""
+    coding = request.headers.get("content-encoding", "identity").lower()
+    if coding not in ("", "identity"):
+        raise UnsupportedMediaType(f"the body has content-encoding {coding[:50]}; send it as plain JSON")
+    if request.content_type.startswith("multipart/"):
+        raise UnsupportedMediaType(f"the body is {request.content_type[:50]}; send application/json")
     raw = await request.read()
     if (commas := raw.count(b",")) > MAX_BODY_COMMAS:
         raise PayloadTooLarge(f"the body has {commas} commas, at most {MAX_BODY_COMMAS} are accepted; split the batch")

@@ -44,7 +44,7 @@ pub use policy::{
     PolicyParams, PolicyStats, RankStats, UnknownName, build, choose_fitting_pair, choose_pair,
     explain_pair,
 };
-pub use prompt::{Blocks, Prompt, TokenChain, Unit, namespace, token_blocks};
+pub use prompt::{Blocks, Prompt, TextScope, TokenChain, Unit, namespace, token_blocks};
 pub use replay::Replay;
 pub use retry::{BudgetConfig, RetryBudget, RetryClass, RetryConfig};
 pub use room::{LiveRooms, draw_room};

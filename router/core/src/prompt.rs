@@ -62,7 +62,12 @@ impl Prompt<'_> {
 impl Blocks {
     /// Blocks of text; `tokens` if somebody counted them.
     pub fn of_text(text: &[u8], tokens: Option<u32>) -> Self {
-        let mut state = SEED;
+        Self::of_text_in(TextScope::default(), text, tokens)
+    }
+
+    /// Blocks of text that share no hash with blocks in another scope.
+    pub fn of_text_in(scope: TextScope, text: &[u8], tokens: Option<u32>) -> Self {
+        let mut state = scope.0;
         let whole = text.chunks_exact(BLOCK_BYTES);
         Self {
             hashes: whole
@@ -102,6 +107,32 @@ impl Blocks {
             units: self.units,
             tokens: self.tokens,
         }
+    }
+}
+
+/// What text blocks belong to besides the text before them: model, tools, salt and whatever else changes a prompt's KV.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct TextScope(u64);
+
+impl Default for TextScope {
+    fn default() -> Self {
+        Self(SEED)
+    }
+}
+
+impl TextScope {
+    /// The scope with one more part; `name` keeps parts of equal value apart. Cost: one pass over `value`.
+    pub fn with(self, name: &str, value: &[u8]) -> Self {
+        let hash = |state: u64, bytes: &[u8]| {
+            let mut state = mix(state, bytes.len() as u64);
+            for chunk in bytes.chunks(8) {
+                let mut word = [0; 8];
+                word[..chunk.len()].copy_from_slice(chunk);
+                state = mix(state, u64::from_le_bytes(word));
+            }
+            state
+        };
+        Self(hash(hash(self.0, name.as_bytes()), value))
     }
 }
 

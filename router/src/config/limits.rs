@@ -13,6 +13,9 @@ pub struct Limits {
     /// Longest request body accepted [bytes]
     #[arg(long, default_value_t = 536_870_912, value_name = "BYTES")]
     pub max_payload_size: usize,
+    /// Most memory of all request bodies together; beyond it a request with a body is answered 503 [bytes]
+    #[arg(long, default_value_t = 2_147_483_648, value_name = "BYTES")]
+    pub max_total_body_bytes: usize,
     /// Longest head of a request accepted; a longer one is answered 431 [bytes]
     #[arg(long, default_value_t = 262_144, value_name = "BYTES")]
     pub max_header_bytes: usize,
@@ -88,6 +91,12 @@ impl Limits {
             if value == 0 {
                 bad.push(format!("{flag} {value}: must be at least 1"));
             }
+        }
+        let (one, all) = (self.max_payload_size, self.max_total_body_bytes);
+        if all < one {
+            bad.push(format!(
+                "--max-total-body-bytes {all}: give at least --max-payload-size, which is {one}"
+            ));
         }
         let head = self.max_header_bytes;
         if head < MIN_HEADER_BYTES {

@@ -90,11 +90,12 @@ pub struct Listen {
     /// Port the router listens on; 0 picks a free one, which the log names
     #[arg(long, default_value_t = 8000)]
     pub port: u16,
-    /// Require 'Authorization: Bearer KEY' on all but health and metrics paths; also sent to workers by health checks
+    /// Require 'Authorization: Bearer KEY' on all but health paths and /metrics; also sent to workers by health checks
     #[arg(long, value_name = "KEY")]
     pub api_key: Option<String>,
-    /// Keys that alone open the paths which show or change the fleet (/workers, /flush_cache, /get_loads and their older
-    /// names, profiles) or others' requests (/v1/requests), each ID:NAME:ROLE:KEY with role admin; user is answered 403
+    /// Keys that alone open the paths which show or change the fleet (/workers and its older names, /flush_cache,
+    /// /get_loads, /engine_metrics, /health_generate, profiles) or others' requests (/v1/requests, /abort_request), each
+    /// ID:NAME:ROLE:KEY with role admin; user is answered 403
     #[arg(long, value_name = "ID:NAME:ROLE:KEY", num_args = 1.., hide_env_values = true)]
     pub control_plane_api_keys: Vec<ControlKey>,
     /// Origins a browser page may call from; '*' allows all

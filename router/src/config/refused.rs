@@ -316,7 +316,7 @@ pub const REFUSED: &[Refused] = &[
     ),
     refused(
         &["max-buffered-request-bytes"],
-        "a body is held until its request ends; see --max-payload-size",
+        "a body is held until its request ends; see --max-payload-size and --max-total-body-bytes",
     ),
     refused(
         &[

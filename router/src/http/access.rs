@@ -1,70 +1,55 @@
-//! Who may ask what: the shared key on all but the open paths, keys of their own on the paths that change the router.
+//! API keys: which key each path needs, and that a key of the control plane never reaches a worker.
 //!
 //! With --control-plane-api-keys the control paths take these keys and nothing else; each use is logged with the key's id.
 
-use http::header;
+use http::{HeaderMap, header};
 
 use axum::extract::Request;
 
+use super::is_generation;
 use crate::App;
-use crate::config::KeyRole;
+use crate::config::{ControlKey, KeyRole};
 use crate::error::RouteError;
 use crate::explain;
 
-/// Paths that need no API key: probes and scrapers have none.
-const OPEN_PATHS: [&str; 8] = [
-    "/health",
-    "/livez",
-    "/liveness",
-    "/readyz",
-    "/readiness",
-    "/health_generate",
-    "/ping",
-    "/metrics",
-];
+/// The key a path needs.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum AccessLevel {
+    /// None: liveness probes and scrapers have no key.
+    Open,
+    /// --api-key, if it is set.
+    Client,
+    /// An admin key of --control-plane-api-keys if there are any, else as `Client`: the path shows or changes the fleet or
+    /// the requests of others.
+    Control,
+}
 
-/// Paths that show or change the fleet or others' requests, and everything below them.
-const CONTROL_PATHS: [&str; 9] = [
-    "/workers",
-    "/add_worker",
-    "/remove_worker",
-    "/list_workers",
-    "/flush_cache",
-    "/get_loads",
-    "/start_profile",
-    "/stop_profile",
-    "/v1/requests",
-];
-
-fn is_control(path: &str) -> bool {
-    CONTROL_PATHS.iter().any(|control| {
-        let rest = path.strip_prefix(control);
-        rest.is_some_and(|rest| rest.is_empty() || rest.starts_with('/'))
-    })
+impl AccessLevel {
+    pub fn label(self) -> &'static str {
+        match self {
+            AccessLevel::Open => "open",
+            AccessLevel::Client => "client",
+            AccessLevel::Control => "control",
+        }
+    }
 }
 
 pub fn has_control_keys(app: &App) -> bool {
     !app.config.listen.control_plane_api_keys.is_empty()
 }
 
-/// A dry run shows the fleet, whatever its path.
+/// A dry run shows the fleet.
 fn is_dry_run(request: &Request) -> bool {
-    explain::Asks::of(request.headers()).is_ok_and(|asks| asks == explain::Asks::DryRun)
+    is_generation(request)
+        && explain::Asks::of(request.headers()).is_ok_and(|asks| asks == explain::Asks::DryRun)
 }
 
 /// An error is the answer to the request.
-pub fn check(app: &App, request: &Request) -> Result<(), RouteError> {
+pub fn check(app: &App, level: AccessLevel, request: &Request) -> Result<(), RouteError> {
     let path = request.uri().path();
-    let given = request.headers().get(header::AUTHORIZATION);
-    let given = given.and_then(|value| value.as_bytes().strip_prefix(b"Bearer "));
-    let control = &app.config.listen.control_plane_api_keys;
-    if !control.is_empty() && (is_control(path) || is_dry_run(request)) {
-        let known = given.and_then(|given| {
-            // All are compared: the time does not tell which one is nearly right.
-            control.iter().fold(None, |found, key| {
-                is_same(given, key.key.as_bytes()).then_some(key).or(found)
-            })
-        });
+    let given = bearer(request.headers());
+    if has_control_keys(app) && (level == AccessLevel::Control || is_dry_run(request)) {
+        let known = given.and_then(|given| control_key(app, given));
         let key = known.ok_or(RouteError::InvalidControlKey)?;
         let (id, name, method) = (&key.id, &key.name, request.method());
         return match key.role {
@@ -79,12 +64,36 @@ pub fn check(app: &App, request: &Request) -> Result<(), RouteError> {
         };
     }
     match &app.config.listen.api_key {
-        Some(key) if !OPEN_PATHS.contains(&path) => {
+        Some(key) if level != AccessLevel::Open => {
             let is_right = given.is_some_and(|given| is_same(given, key.as_bytes()));
             is_right.then_some(()).ok_or(RouteError::InvalidApiKey)
         }
         _ => Ok(()),
     }
+}
+
+/// Replace a key of the control plane by the router's own key for workers.
+pub fn hide_control_key(app: &App, headers: &mut HeaderMap) {
+    if bearer(headers).is_some_and(|given| control_key(app, given).is_some()) {
+        headers.remove(header::AUTHORIZATION);
+        headers.extend(app.worker_headers());
+    }
+}
+
+/// KEY of `Authorization: Bearer KEY`; the scheme in any case (RFC 9110, 11.1).
+fn bearer(headers: &HeaderMap) -> Option<&[u8]> {
+    let value = headers.get(header::AUTHORIZATION)?.as_bytes();
+    let (scheme, key) = value.split_at_checked(b"bearer ".len())?;
+    let is_bearer = scheme.eq_ignore_ascii_case(b"bearer ");
+    is_bearer.then(|| key.trim_ascii())
+}
+
+fn control_key<'a>(app: &'a App, given: &[u8]) -> Option<&'a ControlKey> {
+    // All are compared: the time does not tell which one is nearly right.
+    let keys = app.config.listen.control_plane_api_keys.iter();
+    keys.fold(None, |found, key| {
+        is_same(given, key.key.as_bytes()).then_some(key).or(found)
+    })
 }
 
 /// Compare in a time that does not depend on where the difference is.
@@ -94,23 +103,23 @@ fn is_same(a: &[u8], b: &[u8]) -> bool {
 }
 
 #[cfg(test)]
+#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
 
     #[test]
-    fn control_paths_are_whole_segments() {
-        for path in [
-            "/workers",
-            "/workers/",
-            "/workers/3",
-            "/workers/3/drain",
-            "/flush_cache",
-            "/v1/requests/chatcmpl-1",
-        ] {
-            assert!(is_control(path), "{path}");
+    fn bearer_scheme_is_read_in_any_case() {
+        let read = |value: &str| {
+            let mut headers = HeaderMap::new();
+            headers.insert(header::AUTHORIZATION, value.parse().unwrap());
+            bearer(&headers).map(|key| String::from_utf8(key.to_vec()).unwrap())
+        };
+        for value in ["Bearer k", "bearer k", "BEARER  k "] {
+            assert_eq!(read(value).as_deref(), Some("k"), "{value}");
         }
-        for path in ["/workersx", "/", "/v1/models", "/health", "/metrics"] {
-            assert!(!is_control(path), "{path}");
+        for value in ["Basic k", "k", "Bearerk"] {
+            assert_eq!(read(value), None, "{value}");
         }
+        assert_eq!(bearer(&HeaderMap::new()), None);
     }
 }

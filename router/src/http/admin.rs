@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use axum::extract::rejection::{PathRejection, QueryRejection};
 use axum::extract::{Path, Query, Request, State};
 use axum::response::{IntoResponse, Response};
 use bytes::Bytes;
@@ -72,17 +73,18 @@ fn not_ready_because(app: &App) -> Option<RouteError> {
         })
 }
 
-/// Every ready worker is asked to generate something.
-pub async fn health_generate(State(app): State<Arc<App>>) -> Response {
+/// Every ready worker is asked to generate something, which counts as one running request.
+pub async fn health_generate(State(app): State<Arc<App>>) -> Result<Response, RouteError> {
     if let Some(err) = not_ready_because(&app) {
-        return err.into_response();
+        return Err(err);
     }
+    let _place = app.admission.enter(&app.metrics).await?;
     let head = Head {
         method: Method::GET,
         uri: Uri::from_static("/health_generate"),
         headers: app.worker_headers(),
     };
-    ask_all(&app, head, Bytes::new()).await.0
+    Ok(ask_all(&app, head, Bytes::new()).await)
 }
 
 pub async fn metrics(State(app): State<Arc<App>>) -> Response {
@@ -151,8 +153,9 @@ fn with_url(app: &App, url: &WorkerUrl) -> Option<Arc<Worker>> {
 
 pub async fn show_worker(
     State(app): State<Arc<App>>,
-    Path(id): Path<String>,
+    id: Result<Path<String>, PathRejection>,
 ) -> Result<Response, RouteError> {
+    let Path(id) = id?;
     let worker = find(&app, &id)?;
     Ok(answer(StatusCode::OK, &show(&app, &worker)))
 }
@@ -160,8 +163,9 @@ pub async fn show_worker(
 /// The story of a recent request, by the id it came or was answered with.
 pub async fn show_request(
     State(app): State<Arc<App>>,
-    Path(id): Path<String>,
+    id: Result<Path<String>, PathRejection>,
 ) -> Result<Response, RouteError> {
+    let Path(id) = id?;
     let story = app.requests.find(&id);
     let story = story.ok_or(RouteError::NoStory { id })?;
     Ok(answer(StatusCode::OK, &story))
@@ -169,8 +173,9 @@ pub async fn show_request(
 
 pub async fn remove_worker(
     State(app): State<Arc<App>>,
-    Path(id): Path<String>,
+    id: Result<Path<String>, PathRejection>,
 ) -> Result<Response, RouteError> {
+    let Path(id) = id?;
     let worker = find(&app, &id)?;
     app.registry.remove(worker.id);
     tracing::info!(url = %worker.url(), "worker removed");
@@ -186,8 +191,9 @@ pub async fn remove_worker(
 /// Like DELETE, but the worker stays visible until its requests have ended. Asking again changes nothing.
 pub async fn drain_worker(
     State(app): State<Arc<App>>,
-    Path(id): Path<String>,
+    id: Result<Path<String>, PathRejection>,
 ) -> Result<Response, RouteError> {
+    let Path(id) = id?;
     let worker = find(&app, &id)?;
     app.drain(&worker);
     let body = json!({
@@ -213,7 +219,7 @@ pub async fn add_worker(
     request: Request,
 ) -> Result<Response, RouteError> {
     let (parts, body) = request.into_parts();
-    let body = read_at_most(body, &parts.headers, MAX_ADMIN_BODY, &app.config.limits).await?;
+    let body = read_at_most(&app, body, &parts.headers, MAX_ADMIN_BODY).await?;
     let asked: NewWorker =
         serde_json::from_slice(&body).map_err(|err| RouteError::InvalidJson {
             detail: format!(
@@ -277,8 +283,9 @@ impl LegacyQuery {
 
 pub async fn legacy_add(
     State(app): State<Arc<App>>,
-    Query(query): Query<LegacyQuery>,
+    query: Result<Query<LegacyQuery>, QueryRejection>,
 ) -> Result<Response, RouteError> {
+    let Query(query) = query?;
     let role = query.worker_type.unwrap_or(Role::Regular);
     let worker = register(&app, query.url()?, role, query.bootstrap_port.as_deref())?;
     let message = format!("Successfully added worker: {}", worker.url());
@@ -290,8 +297,9 @@ pub async fn legacy_add(
 
 pub async fn legacy_remove(
     State(app): State<Arc<App>>,
-    Query(query): Query<LegacyQuery>,
+    query: Result<Query<LegacyQuery>, QueryRejection>,
 ) -> Result<Response, RouteError> {
+    let Query(query) = query?;
     let given = query.url()?;
     let url = WorkerUrl::parse(given).map_err(|problem| RouteError::InvalidValue {
         param: "url",

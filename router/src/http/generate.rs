@@ -6,7 +6,9 @@ use std::time::Duration;
 use axum::extract::{Request, State};
 use axum::response::{IntoResponse, Response};
 use bytes::{Bytes, BytesMut};
-use http::header::{ACCEPT_ENCODING, CONTENT_LENGTH, CONTENT_TYPE, COOKIE, EXPECT, HOST};
+use http::header::{
+    ACCEPT_ENCODING, CONTENT_ENCODING, CONTENT_LENGTH, CONTENT_TYPE, COOKIE, EXPECT, HOST,
+};
 use http::{HeaderMap, HeaderValue, Method, StatusCode, Uri};
 use http_body::Body;
 use http_body_util::BodyExt;
@@ -14,10 +16,9 @@ use router_core::{Blocks, RequestBreaks};
 use tokio::sync::OwnedSemaphorePermit;
 use tokio::time::{Instant, timeout_at};
 
-use super::{HOP_BY_HOP, REQUEST_ID, access};
+use super::{REQUEST_ID, access, remove_hop_by_hop};
 use crate::App;
 use crate::body::{Api, Scan};
-use crate::config::Limits;
 use crate::dispatch;
 use crate::error::RouteError;
 use crate::explain::{self, Asks};
@@ -30,6 +31,9 @@ use crate::upstream::Head;
 
 /// A client that sends nothing of its body for this long is gone or means harm.
 const BODY_SILENCE: Duration = Duration::from_secs(60);
+/// Most prompts (times answers) of a request sent with token ids: beyond its engine's limit of 1024 prompts the engine
+/// complains about the member the client sent, not about ours.
+const MAX_FORWARDED: usize = 1024;
 /// A client's own affinity key.
 const ROUTING_KEY: &str = "x-smg-routing-key";
 
@@ -57,7 +61,7 @@ async fn serve(app: Arc<App>, api: Api, request: Request) -> Response {
         Ok(asks) => asks,
         Err(err) => return refused(record, err),
     };
-    match take_in(&app, api, request, asks, &record.story).await {
+    match take_in(&app, api, request, &record.story).await {
         Ok((head, routing_key, body, scan, ready_at, queued, permit)) => {
             let (needs_text, needs_blocks) = app.registry.needs(app.serving_roles());
             let prompt = prompt_of(&app, api, &scan, &body, needs_blocks).await;
@@ -107,7 +111,7 @@ async fn serve(app: Arc<App>, api: Api, request: Request) -> Response {
     }
 }
 
-fn refused(mut record: Record, err: RouteError) -> Response {
+pub fn refused(mut record: Record, err: RouteError) -> Response {
     record.end(err.status(), err.code());
     err.into_response()
 }
@@ -135,24 +139,22 @@ type TakenIn = (
     Option<OwnedSemaphorePermit>,
 );
 
-/// A dry run takes no place.
+/// A dry run takes a place like any other: it may cost as much of the tokenizer.
 async fn take_in(
     app: &App,
     api: Api,
     request: Request,
-    asks: Asks,
     story: &Story,
 ) -> Result<TakenIn, RouteError> {
     let (parts, body) = request.into_parts();
     let routing_key = text_header(&parts.headers, ROUTING_KEY);
-    let body = read_body(body, &parts.headers, &app.config.limits).await?;
+    check_media_type(&parts.headers)?;
+    app.admission.check_queue()?;
+    let body = read_body(app, body, &parts.headers).await?;
     story.mark(Stage::Read);
     story.body(body.len());
     let read_at = Instant::now();
-    let permit = match asks {
-        Asks::DryRun => None,
-        _ => app.admission.enter(&app.metrics).await?,
-    };
+    let permit = app.admission.enter(&app.metrics).await?;
     story.mark(Stage::Admitted);
     let ready_at = Instant::now();
     let queued = ready_at - read_at;
@@ -217,7 +219,8 @@ async fn prompt_of(app: &App, api: Api, scan: &Scan, body: &Bytes, needs_blocks:
     if let Some(ids) = scan.ids(body) {
         return of_ids(&ids, None);
     }
-    let forwards = config.forward_input_ids;
+    let is_small = scan.batch.is_none_or(|items| items <= MAX_FORWARDED);
+    let forwards = config.forward_input_ids && is_small;
     if let Some(tokens) = app.tokens.as_ref().filter(|_| needs_blocks || forwards)
         && let Ok(made) = tokens.read(api, body, scan.prompt_len()).await
     {
@@ -229,7 +232,31 @@ async fn prompt_of(app: &App, api: Api, scan: &Scan, body: &Bytes, needs_blocks:
     }
 }
 
-fn text_header(headers: &HeaderMap, name: &str) -> Option<String> {
+/// A generation request is JSON without a content coding. Its declared type is not insisted on: `curl -d` calls JSON a form.
+fn check_media_type(headers: &HeaderMap) -> Result<(), RouteError> {
+    let text = |name| {
+        headers
+            .get(name)
+            .map(|value| String::from_utf8_lossy(value.as_bytes()))
+    };
+    let refuse = |problem| Err(RouteError::UnsupportedMediaType { problem });
+    match text(CONTENT_ENCODING) {
+        Some(coding) if !coding.is_empty() && !coding.eq_ignore_ascii_case("identity") => {
+            return refuse(format!(
+                "the body has content-encoding {coding}; send it as plain JSON"
+            ));
+        }
+        _ => {}
+    }
+    match text(CONTENT_TYPE) {
+        Some(kind) if kind.to_ascii_lowercase().starts_with("multipart/") => {
+            refuse(format!("the body is {kind}; send application/json"))
+        }
+        _ => Ok(()),
+    }
+}
+
+pub fn text_header(headers: &HeaderMap, name: &str) -> Option<String> {
     let value = headers.get(name)?;
     value.to_str().ok().map(str::to_owned)
 }
@@ -237,9 +264,7 @@ fn text_header(headers: &HeaderMap, name: &str) -> Option<String> {
 /// All but what belongs to the client's connection, and cookies, which are for whoever set them: no worker did. No
 /// accept-encoding: streams are watched as they pass.
 pub fn forwarded(mut headers: HeaderMap) -> HeaderMap {
-    for name in HOP_BY_HOP {
-        headers.remove(name);
-    }
+    remove_hop_by_hop(&mut headers);
     for name in [HOST, CONTENT_LENGTH, EXPECT, ACCEPT_ENCODING, COOKIE] {
         headers.remove(name);
     }
@@ -248,20 +273,21 @@ pub fn forwarded(mut headers: HeaderMap) -> HeaderMap {
 
 /// Read a body of at most --max-payload-size within --body-read-timeout-secs.
 pub async fn read_body(
+    app: &App,
     body: axum::body::Body,
     headers: &HeaderMap,
-    limits: &Limits,
 ) -> Result<Bytes, RouteError> {
-    read_at_most(body, headers, limits.max_payload_size, limits).await
+    read_at_most(app, body, headers, app.config.limits.max_payload_size).await
 }
 
 /// Read a body of at most `limit_bytes`. One piece, the usual case, is not copied.
 pub async fn read_at_most(
+    app: &App,
     mut body: axum::body::Body,
     headers: &HeaderMap,
     limit_bytes: usize,
-    limits: &Limits,
 ) -> Result<Bytes, RouteError> {
+    let limits = &app.config.limits;
     let until = Instant::now() + limits.body_timeout();
     let too_large = || RouteError::PayloadTooLarge { limit_bytes };
     let announced = headers.get(CONTENT_LENGTH);
@@ -269,6 +295,8 @@ pub async fn read_at_most(
     if announced.is_some_and(|announced| announced > limit_bytes) {
         return Err(too_large());
     }
+    app.body_memory.check(announced.unwrap_or(0))?;
+    let mut share = app.body_memory.share();
     let mut first = Bytes::new();
     let mut all = BytesMut::new();
     loop {
@@ -293,6 +321,7 @@ pub async fn read_at_most(
         if first.len() + all.len() + piece.len() > limit_bytes {
             return Err(too_large());
         }
+        share.grow(piece.len())?;
         if first.is_empty() && all.is_empty() {
             first = piece;
             continue;
@@ -305,5 +334,6 @@ pub async fn read_at_most(
         }
         all.extend_from_slice(&piece);
     }
-    Ok(if all.is_empty() { first } else { all.freeze() })
+    let body = if all.is_empty() { first } else { all.freeze() };
+    Ok(share.keep_with(body))
 }

@@ -9,17 +9,19 @@ mod exposition;
 mod generate;
 mod passing;
 
+use std::collections::HashMap;
 use std::sync::Arc;
 
 use axum::Router;
 use axum::extract::{MatchedPath, Request, State};
 use axum::middleware::{Next, from_fn_with_state};
 use axum::response::{IntoResponse, Response};
-use axum::routing::{get, post};
-use http::{HeaderMap, HeaderValue, Method, StatusCode, header};
+use axum::routing::{MethodRouter, get, post};
+use http::{HeaderMap, HeaderName, HeaderValue, Method, StatusCode, header};
 use rand::Rng;
 use rand::distr::Alphanumeric;
 
+use self::access::AccessLevel;
 use crate::App;
 use crate::body::Api;
 use crate::error::{Code, RouteError};
@@ -27,7 +29,7 @@ use crate::leg::status_label;
 use crate::record::class;
 
 /// Headers that belong to one connection.
-pub const HOP_BY_HOP: [&str; 9] = [
+const HOP_BY_HOP: [&str; 9] = [
     "connection",
     "keep-alive",
     "proxy-authenticate",
@@ -39,60 +41,112 @@ pub const HOP_BY_HOP: [&str; 9] = [
     "upgrade",
 ];
 
+/// Remove headers that belong to one connection, those that `Connection` names included (RFC 9110, 7.6.1).
+pub fn remove_hop_by_hop(headers: &mut HeaderMap) {
+    let nominated: Vec<HeaderName> = headers
+        .get_all(header::CONNECTION)
+        .iter()
+        .flat_map(|value| value.as_bytes().split(|byte| *byte == b','))
+        .filter_map(|name| HeaderName::from_bytes(name.trim_ascii()).ok())
+        .collect();
+    for name in nominated {
+        headers.remove(name);
+    }
+    for name in HOP_BY_HOP {
+        headers.remove(name);
+    }
+}
+
 pub const REQUEST_ID: &str = "x-request-id";
 
-pub fn router(app: Arc<App>) -> Router {
-    let passed = passing::PASSED.iter().fold(Router::new(), |routes, path| {
-        routes.route(path, post(passing::forward_work))
-    });
-    passed
-        .route(Api::Chat.path(), post(generate::chat))
-        .route(Api::Completions.path(), post(generate::completions))
-        .route(
+/// Path, the key it needs, and what answers it.
+type Route = (&'static str, AccessLevel, MethodRouter<Arc<App>>);
+
+fn routes() -> Vec<Route> {
+    use AccessLevel::{Client, Control, Open};
+    let flush = post(passing::flush_cache).get(passing::flush_cache);
+    let worker = get(admin::show_worker).delete(admin::remove_worker);
+    let mut routes: Vec<Route> = vec![
+        (Api::Chat.path(), Client, post(generate::chat)),
+        (Api::Completions.path(), Client, post(generate::completions)),
+        (
             Api::Generate.path(),
+            Client,
             post(generate::generate).put(generate::generate),
-        )
-        .route("/tokenize", post(passing::forward))
-        .route("/v1/tokenize", post(passing::forward))
-        .route("/detokenize", post(passing::forward))
-        .route("/v1/detokenize", post(passing::forward))
-        .route("/v1/models", get(passing::models))
-        .route("/v1/models/{id}", get(passing::forward))
-        .route("/get_model_info", get(passing::forward))
-        .route("/model_info", get(passing::forward))
-        .route("/get_server_info", get(passing::forward))
-        .route("/server_info", get(passing::forward))
-        .route("/health", get(admin::live))
-        .route("/ping", get(admin::live))
-        .route("/livez", get(admin::live))
-        .route("/liveness", get(admin::live))
-        .route("/readyz", get(admin::ready))
-        .route("/readiness", get(admin::ready))
-        .route("/health_generate", get(admin::health_generate))
-        .route("/workers", get(admin::list_workers).post(admin::add_worker))
-        .route(
-            "/workers/{id}",
-            get(admin::show_worker).delete(admin::remove_worker),
-        )
-        .route("/workers/{id}/drain", post(admin::drain_worker))
-        .route("/add_worker", post(admin::legacy_add))
-        .route("/remove_worker", post(admin::legacy_remove))
-        .route("/list_workers", get(admin::legacy_list))
-        .route(
-            "/flush_cache",
-            post(passing::flush_cache).get(passing::flush_cache),
-        )
-        .route("/get_loads", get(admin::loads))
-        .route("/engine_metrics", get(passing::engine_metrics))
-        .route("/v1/requests/{id}", get(admin::show_request))
-        .route("/abort_request", post(passing::fan_out))
-        .route("/start_profile", post(passing::fan_out))
-        .route("/stop_profile", post(passing::fan_out))
-        .route("/v1/requests/{rid}/{verb}", post(passing::about_request))
-        .route("/metrics", get(admin::metrics))
-        .fallback(not_found)
+        ),
+        ("/tokenize", Client, post(passing::forward)),
+        ("/v1/tokenize", Client, post(passing::forward)),
+        ("/detokenize", Client, post(passing::forward)),
+        ("/v1/detokenize", Client, post(passing::forward)),
+        ("/v1/models", Client, get(passing::models)),
+        ("/v1/models/{id}", Client, get(passing::forward)),
+        ("/get_model_info", Client, get(passing::forward)),
+        ("/model_info", Client, get(passing::forward)),
+        ("/get_server_info", Client, get(passing::forward)),
+        ("/server_info", Client, get(passing::forward)),
+        ("/health", Open, get(admin::live)),
+        ("/ping", Open, get(admin::live)),
+        ("/livez", Open, get(admin::live)),
+        ("/liveness", Open, get(admin::live)),
+        ("/readyz", Open, get(admin::ready)),
+        ("/readiness", Open, get(admin::ready)),
+        ("/metrics", Open, get(admin::metrics)),
+        ("/health_generate", Control, get(admin::health_generate)),
+        (
+            "/workers",
+            Control,
+            get(admin::list_workers).post(admin::add_worker),
+        ),
+        ("/workers/{id}", Control, worker),
+        ("/workers/{id}/drain", Control, post(admin::drain_worker)),
+        ("/add_worker", Control, post(admin::legacy_add)),
+        ("/remove_worker", Control, post(admin::legacy_remove)),
+        ("/list_workers", Control, get(admin::legacy_list)),
+        ("/flush_cache", Control, flush),
+        ("/get_loads", Control, get(admin::loads)),
+        ("/engine_metrics", Control, get(passing::engine_metrics)),
+        ("/abort_request", Control, post(passing::fan_out)),
+        ("/start_profile", Control, post(passing::fan_out)),
+        ("/stop_profile", Control, post(passing::fan_out)),
+        ("/v1/requests/{id}", Control, get(admin::show_request)),
+        (
+            "/v1/requests/{rid}/{verb}",
+            Control,
+            post(passing::about_request),
+        ),
+    ];
+    let passed = passing::PASSED.into_iter();
+    routes.extend(passed.map(|path| (path, Client, post(passing::forward_work))));
+    routes
+}
+
+/// Every path of the router with the key it needs: open, client or control.
+pub fn route_access() -> Vec<(&'static str, &'static str)> {
+    let routes = routes().into_iter();
+    routes
+        .map(|(path, level, _)| (path, level.label()))
+        .collect()
+}
+
+/// What `edge` works with.
+#[derive(Clone)]
+struct EdgeState {
+    app: Arc<App>,
+    levels: Arc<HashMap<&'static str, AccessLevel>>,
+}
+
+pub fn router(app: Arc<App>) -> Router {
+    let routes = routes();
+    let levels = routes.iter().map(|(path, level, _)| (*path, *level));
+    let state = EdgeState {
+        app: app.clone(),
+        levels: Arc::new(levels.collect()),
+    };
+    let add = |all: Router<Arc<App>>, (path, _, methods): Route| all.route(path, methods);
+    let all = routes.into_iter().fold(Router::new(), add);
+    all.fallback(not_found)
         .method_not_allowed_fallback(method_not_allowed)
-        .layer(from_fn_with_state(app.clone(), edge))
+        .layer(from_fn_with_state(state, edge))
         .with_state(app)
 }
 
@@ -119,24 +173,30 @@ async fn method_not_allowed(request: Request) -> RouteError {
 }
 
 /// Around every route: request id in and out, CORS, API key.
-async fn edge(State(app): State<Arc<App>>, mut request: Request, next: Next) -> Response {
-    let rid = request_id(&app, &request);
-    let origin = allowed_origin(&app, request.headers());
+async fn edge(State(state): State<EdgeState>, mut request: Request, next: Next) -> Response {
+    let app = &*state.app;
+    let rid = request_id(app, &request);
+    let origin = allowed_origin(app, request.headers());
     let is_preflight = request.method() == Method::OPTIONS && origin.is_some();
-    let access = access::check(&app, &request);
-    let is_recorded = access.is_ok() && !is_preflight && is_generation(&request);
     let path = request.extensions().get::<MatchedPath>().cloned();
+    let level = path
+        .as_ref()
+        .and_then(|path| state.levels.get(path.as_str()));
+    let level = level.copied().unwrap_or(AccessLevel::Client);
+    let access = check_head(app, &request).and_then(|()| access::check(app, level, &request));
+    let is_recorded = access.is_ok() && !is_preflight && keeps_record(&request);
     let unrecorded = (!is_recorded).then(|| (label(request.method()), path));
     let mut response = if is_preflight {
         preflight(request.headers())
     } else if let Err(refusal) = access {
         refusal.into_response()
     } else {
+        access::hide_control_key(app, request.headers_mut());
         request.headers_mut().insert(REQUEST_ID, rid.clone());
         next.run(request).await
     };
     if let Some((method, path)) = unrecorded {
-        count(&app, method, path.as_ref(), &response);
+        count(app, method, path.as_ref(), &response);
     }
     let headers = response.headers_mut();
     headers.insert(REQUEST_ID, rid);
@@ -151,11 +211,34 @@ async fn edge(State(app): State<Arc<App>>, mut request: Request, next: Next) -> 
     response
 }
 
-/// Requests that keep a record of their own (record.rs) when they get as far as their handler.
 fn is_generation(request: &Request) -> bool {
     let is_post = matches!(*request.method(), Method::POST | Method::PUT);
     let mut apis = [Api::Chat, Api::Completions, Api::Generate].into_iter();
     is_post && apis.any(|api| api.path() == request.uri().path())
+}
+
+/// Requests with a record of their own (record.rs) when they get as far as their handler.
+fn keeps_record(request: &Request) -> bool {
+    let is_passed = || passing::PASSED.contains(&request.uri().path());
+    is_generation(request) || (request.method() == Method::POST && is_passed())
+}
+
+/// The limit to the byte: hyper looks at it only when its buffer is full.
+fn check_head(app: &App, request: &Request) -> Result<(), RouteError> {
+    let limit_bytes = app.config.limits.max_header_bytes;
+    let target = request
+        .uri()
+        .path_and_query()
+        .map_or(0, |target| target.as_str().len());
+    let headers = request.headers().iter();
+    // With ": " and the line's end.
+    let fields: usize = headers
+        .map(|(name, value)| name.as_str().len() + value.len() + 4)
+        .sum();
+    match target + fields <= limit_bytes {
+        true => Ok(()),
+        false => Err(RouteError::HeadTooLarge { limit_bytes }),
+    }
 }
 
 /// Metric label of a method: a closed set.
@@ -235,4 +318,27 @@ fn preflight(asked: &HeaderMap) -> Response {
         HeaderValue::from_static("3600"),
     );
     response
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn headers_that_connection_names_are_removed_with_it() {
+        let mut headers = HeaderMap::new();
+        for (name, value) in [
+            ("connection", "keep-alive, X-Secret"),
+            ("connection", "http2-settings,,"),
+            ("x-secret", "1"),
+            ("http2-settings", "AAMAAABk"),
+            ("te", "trailers"),
+            ("x-kept", "1"),
+        ] {
+            headers.append(name, HeaderValue::from_static(value));
+        }
+        remove_hop_by_hop(&mut headers);
+        let left: Vec<_> = headers.keys().map(HeaderName::as_str).collect();
+        assert_eq!(left, ["x-kept"]);
+    }
 }

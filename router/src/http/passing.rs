@@ -3,6 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use axum::extract::rejection::PathRejection;
 use axum::extract::{Path, Request, State};
 use axum::response::{IntoResponse, Response};
 use bytes::{Bytes, BytesMut};
@@ -12,14 +13,18 @@ use serde_json::{Value, json};
 use tokio::task::JoinSet;
 use tokio::time::timeout;
 
+use super::REQUEST_ID;
 use super::admin::{MAX_ADMIN_BODY, answer};
 use super::exposition;
-use super::generate::{forwarded, read_at_most, read_body};
+use super::generate::{forwarded, read_at_most, read_body, refused, text_header};
 use crate::App;
 use crate::body::Parts;
+use crate::dispatch::end_to_end;
 use crate::error::RouteError;
-use crate::leg::{Leg, Opened, Told, silent_error};
+use crate::leg::{Leg, Opened, Told, silent_error, status_label};
+use crate::record::Record;
 use crate::registry::{Avoid, LoadGuard, ROLES, Wanted, Worker};
+use crate::story::Stage;
 use crate::upstream::{Head, with_source};
 
 /// A worker asked by an operator or a probe answers within this.
@@ -52,23 +57,51 @@ pub async fn forward(
     State(app): State<Arc<App>>,
     request: Request,
 ) -> Result<Response, RouteError> {
-    to_one(&app, request, ASK_TIMEOUT).await
+    let (parts, body) = request.into_parts();
+    let body = read_body(&app, body, &parts.headers).await?;
+    to_one(&app, head_of(parts)?, body, ASK_TIMEOUT, None).await
 }
 
-/// The same for work: it may take as long as a generation.
-pub async fn forward_work(
-    State(app): State<Arc<App>>,
-    request: Request,
-) -> Result<Response, RouteError> {
+/// The same for work: it takes a place like a generation, may take as long, and is recorded.
+pub async fn forward_work(State(app): State<Arc<App>>, request: Request) -> Response {
+    let path = request.uri().path();
+    let path = PASSED
+        .into_iter()
+        .find(|one| *one == path)
+        .unwrap_or("other");
+    let rid = text_header(request.headers(), REQUEST_ID).unwrap_or_default();
+    let mut record = Record::new(&app, path, "POST", request.headers(), rid);
+    match work(&app, request, &mut record).await {
+        Ok(response) => {
+            let status = response.status();
+            record.first_byte(status);
+            let is_ok = status.is_success();
+            record.end(status, if is_ok { "ok" } else { status_label(status) });
+            response
+        }
+        Err(err) => refused(record, err),
+    }
+}
+
+async fn work(app: &App, request: Request, record: &mut Record) -> Result<Response, RouteError> {
+    let (parts, body) = request.into_parts();
+    app.admission.check_queue()?;
+    let body = read_body(app, body, &parts.headers).await?;
+    record.story.mark(Stage::Read);
+    let _place = app.admission.enter(&app.metrics).await?;
+    record.story.mark(Stage::Admitted);
     let limit = app.config.request_timeout();
-    to_one(&app, request, limit).await
+    to_one(app, head_of(parts)?, body, limit, Some(record)).await
 }
 
 /// The first role that has a worker ready.
-async fn to_one(app: &App, request: Request, limit: Duration) -> Result<Response, RouteError> {
-    let (parts, body) = request.into_parts();
-    let body = read_body(body, &parts.headers, &app.config.limits).await?;
-    let head = head_of(parts)?;
+async fn to_one(
+    app: &App,
+    head: Head,
+    body: Bytes,
+    limit: Duration,
+    mut record: Option<&mut Record>,
+) -> Result<Response, RouteError> {
     app.registry.introductions(app.serving_roles()).await;
     let (mut avoid, mut is_second) = (Avoid::default(), false);
     loop {
@@ -79,6 +112,10 @@ async fn to_one(app: &App, request: Request, limit: Duration) -> Result<Response
             .find(|role| app.registry.count(**role).1 > 0)
             .unwrap_or(&app.serving_roles()[0]);
         let chosen = app.registry.choose(role, &Wanted::default(), &avoid)?;
+        if let Some(record) = &mut record {
+            record.attempts += 1;
+            record.worker = Some((chosen.guard.candidate.name.clone(), chosen.why));
+        }
         let leg = Leg {
             guard: chosen.guard,
             head: head.clone(),
@@ -102,11 +139,7 @@ async fn to_one(app: &App, request: Request, limit: Duration) -> Result<Response
                 status,
                 headers,
                 body,
-            } => Ok(passed_on(
-                status,
-                headers.get(header::CONTENT_TYPE).cloned(),
-                body,
-            )),
+            } => Ok(passed_on(status, end_to_end(&headers), body)),
         };
     }
 }
@@ -138,16 +171,14 @@ async fn whole(mut opened: Opened, limit: Duration) -> Result<Response, RouteErr
         }
     }
     opened.guard.settle(Outcome::Success);
-    let kind = opened.headers.get(header::CONTENT_TYPE).cloned();
-    Ok(passed_on(opened.status, kind, body.freeze()))
+    let headers = end_to_end(&opened.headers);
+    Ok(passed_on(opened.status, headers, body.freeze()))
 }
 
-fn passed_on(status: StatusCode, kind: Option<HeaderValue>, body: Bytes) -> Response {
-    let mut response = (status, body).into_response();
-    match kind {
-        Some(kind) => response.headers_mut().insert(header::CONTENT_TYPE, kind),
-        None => response.headers_mut().remove(header::CONTENT_TYPE),
-    };
+fn passed_on(status: StatusCode, headers: HeaderMap, body: Bytes) -> Response {
+    let mut response = Response::new(body.into());
+    *response.status_mut() = status;
+    *response.headers_mut() = headers;
     response
 }
 
@@ -199,14 +230,15 @@ pub async fn engine_metrics(State(app): State<Arc<App>>) -> Response {
 /// another router. 404 when nobody knows it.
 pub async fn about_request(
     State(app): State<Arc<App>>,
-    Path((rid, _)): Path<(String, String)>,
+    path: Result<Path<(String, String)>, PathRejection>,
     request: Request,
 ) -> Result<Response, RouteError> {
+    let Path((rid, _)) = path?;
     if let Some(err) = no_worker(&app) {
         return Err(err);
     }
     let (parts, body) = request.into_parts();
-    let body = read_at_most(body, &parts.headers, MAX_ADMIN_BODY, &app.config.limits).await?;
+    let body = read_at_most(&app, body, &parts.headers, MAX_ADMIN_BODY).await?;
     let head = head_of(parts)?;
     let mut told = ask_each(&app, &head, &body).await;
     told.retain(|told| told.status != Some(StatusCode::NOT_FOUND));
@@ -252,9 +284,9 @@ pub async fn fan_out(
     request: Request,
 ) -> Result<Response, RouteError> {
     let (parts, body) = request.into_parts();
-    let body = read_at_most(body, &parts.headers, MAX_ADMIN_BODY, &app.config.limits).await?;
+    let body = read_at_most(&app, body, &parts.headers, MAX_ADMIN_BODY).await?;
     let head = head_of(parts)?;
-    Ok(ask_all(&app, head, body).await.0)
+    Ok(ask_all(&app, head, body).await)
 }
 
 /// Workers drop their caches, the policies what they believe of them.
@@ -264,29 +296,44 @@ pub async fn flush_cache(State(app): State<Arc<App>>) -> Response {
         uri: Uri::from_static("/flush_cache"),
         headers: app.worker_headers(),
     };
-    let (response, _) = ask_all(&app, head, Bytes::new()).await;
+    let response = ask_all(&app, head, Bytes::new()).await;
     app.registry.forget_prompts();
     response
 }
 
-/// 200 when all of them agreed, else 502; the body tells each worker's answer.
-pub async fn ask_all(app: &Arc<App>, head: Head, body: Bytes) -> (Response, bool) {
-    let (mut told, mut is_ok) = (serde_json::Map::new(), true);
-    for worker in ask_each(app, &head, &body).await {
-        is_ok &= worker.is_success();
-        let text: String = worker.text.chars().take(MAX_REPEATED).collect();
-        told.insert(
-            worker.url.clone(),
-            json!({"ok": worker.is_success(), "answer": text}),
-        );
-    }
-    let status = if is_ok {
-        StatusCode::OK
-    } else {
-        StatusCode::BAD_GATEWAY
+/// Ask all ready workers and report each answer. 200 when all succeeded; a status that all of them refused the request
+/// with, and the first one's error object; else 502.
+pub async fn ask_all(app: &Arc<App>, head: Head, body: Bytes) -> Response {
+    let asked = ask_each(app, &head, &body).await;
+    let answers = asked.iter().map(|worker| {
+        let answer = json!({"ok": worker.is_success(), "answer": worker.answer()});
+        (worker.url.clone(), answer)
+    });
+    let workers: serde_json::Map<String, Value> = answers.collect();
+    let failed: Vec<&Asked> = asked.iter().filter(|worker| !worker.is_success()).collect();
+    let Some(first) = failed.first() else {
+        return answer(StatusCode::OK, &json!({"ok": true, "workers": workers}));
     };
-    let body = json!({"ok": is_ok, "workers": told});
-    (answer(status, &body), is_ok)
+    let is_refused = asked.iter().all(|worker| worker.status == first.status);
+    let (status, error) = match first.refusal().filter(|_| is_refused) {
+        Some((status, error)) => (status, error),
+        None => {
+            let (count, all, url) = (failed.len(), asked.len(), &first.url);
+            let what = first.status.map_or(first.text.clone(), |s| s.to_string());
+            let detail = format!("{count} of {all} workers failed, the first is {url}: {what}");
+            let err = RouteError::Unasked { detail };
+            (err.status(), error_object(&err.body()).unwrap_or_default())
+        }
+    };
+    let body = json!({"error": error, "ok": false, "workers": workers});
+    answer(status, &body)
+}
+
+/// Member `error` of a JSON body.
+fn error_object(body: &[u8]) -> Option<Value> {
+    let mut body: Value = serde_json::from_slice(body).ok()?;
+    let error = body.get_mut("error")?.take();
+    error.is_object().then_some(error)
 }
 
 /// What a worker said when all were asked.
@@ -294,7 +341,7 @@ struct Asked {
     url: String,
     /// `None`: it could not be asked, and `text` says why.
     status: Option<StatusCode>,
-    kind: Option<HeaderValue>,
+    headers: HeaderMap,
     text: String,
 }
 
@@ -303,9 +350,30 @@ impl Asked {
         self.status.is_some_and(|status| status.is_success())
     }
 
+    /// The text as the JSON it is; else, or if it is long, a string.
+    fn answer(&self) -> Value {
+        let json = (self.text.len() <= MAX_REPEATED).then(|| serde_json::from_str(&self.text));
+        match json {
+            Some(Ok(value)) => value,
+            _ => self
+                .text
+                .chars()
+                .take(MAX_REPEATED)
+                .collect::<String>()
+                .into(),
+        }
+    }
+
+    /// Status and error object of a worker that finds the request itself wrong. Its 401, 403 and 429 concern the router.
+    fn refusal(&self) -> Option<(StatusCode, Value)> {
+        let status = self.status.filter(|status| status.is_client_error())?;
+        let is_own = !matches!(status.as_u16(), 401 | 403 | 429);
+        Some((status, error_object(self.text.as_bytes())?)).filter(|_| is_own)
+    }
+
     fn passed_on(self) -> Response {
         match self.status {
-            Some(status) => passed_on(status, self.kind, self.text.into()),
+            Some(status) => passed_on(status, self.headers, self.text.into()),
             None => {
                 let detail = format!("worker {}: {}", self.url, self.text);
                 RouteError::Unasked { detail }.into_response()
@@ -321,17 +389,20 @@ async fn ask_each(app: &Arc<App>, head: &Head, body: &Bytes) -> Vec<Asked> {
         if worker.is_ready() {
             let (head, body) = (head.clone(), Parts::from(body.clone()));
             asked.spawn(async move {
-                let (status, kind, text) =
+                let (status, headers, text) =
                     match timeout(ASK_TIMEOUT, ask(&worker, &head, body)).await {
-                        Ok(Ok((status, kind, text))) => (Some(status), kind, text),
-                        Ok(Err(cause)) => (None, None, cause),
-                        Err(_) => (None, None, format!("no answer for {ASK_TIMEOUT:?}")),
+                        Ok(Ok((status, headers, text))) => (Some(status), headers, text),
+                        Ok(Err(cause)) => (None, HeaderMap::new(), cause),
+                        Err(_) => {
+                            let cause = format!("no answer for {ASK_TIMEOUT:?}");
+                            (None, HeaderMap::new(), cause)
+                        }
                     };
                 let url = worker.url().to_string();
                 Asked {
                     url,
                     status,
-                    kind,
+                    headers,
                     text,
                 }
             });
@@ -352,11 +423,11 @@ async fn ask(
     worker: &Worker,
     head: &Head,
     body: Parts,
-) -> Result<(StatusCode, Option<HeaderValue>, String), String> {
+) -> Result<(StatusCode, HeaderMap, String), String> {
     let sent = worker.pool.send(head, body, &|| ()).await;
     let response = sent.map_err(|err| err.to_string())?;
     let status = response.status();
-    let kind = response.headers().get(header::CONTENT_TYPE).cloned();
+    let headers = end_to_end(response.headers());
     let mut from = response.into_body();
     let mut text = Vec::new();
     while let Some(piece) = from.piece().await {
@@ -366,7 +437,7 @@ async fn ask(
             return Err(format!("its answer is longer than {MAX_ASKED} bytes"));
         }
     }
-    Ok((status, kind, String::from_utf8_lossy(&text).into_owned()))
+    Ok((status, headers, String::from_utf8_lossy(&text).into_owned()))
 }
 
 impl App {

@@ -383,3 +383,174 @@ async fn a_request_may_have_less_time_than_all() {
     })
     .await;
 }
+
+/// The answer to what is sent as it is; the router closes, or the answer is complete with its JSON body.
+async fn raw(router: &Router, bytes: &str) -> String {
+    let mut stream = TcpStream::connect(router.running.addr).await.unwrap();
+    stream.write_all(bytes.as_bytes()).await.unwrap();
+    let (mut all, mut buffer) = (Vec::new(), [0; 4096]);
+    while !all.ends_with(b"}}") {
+        match stream.read(&mut buffer).await {
+            Ok(len @ 1..) => all.extend_from_slice(&buffer[..len]),
+            _ => break,
+        }
+    }
+    String::from_utf8_lossy(&all).into_owned()
+}
+
+#[tokio::test]
+async fn all_bodies_together_are_bounded_until_their_memory_is_released() {
+    timed(async {
+        let mock = Mock::start(&[Act::Hang, Act::Answer]).await;
+        let flags = [
+            "--max-payload-size",
+            "1000",
+            "--max-total-body-bytes",
+            "1500",
+        ];
+        let router = Router::regular(&[&mock], &flags).await;
+        let held = async || router.metric("baton_router_request_body_bytes").await;
+        let body = json!({"messages": [{"role": "user", "content": "x".repeat(800)}]}).to_string();
+        let mut client = Client::connect(router.running.addr).await;
+        let path = "/v1/chat/completions";
+        let waiting = tokio::spawn({
+            let body = body.clone();
+            async move { client.send(Method::POST, path, &[], &body).await }
+        });
+        eventually("the first request waits for its worker", || async {
+            mock.count() == 1
+        })
+        .await;
+        assert_eq!(held().await, body.len() as f64);
+        // Refused from its head alone; without a length, when it has grown too long.
+        let head = format!("POST {path} HTTP/1.1\r\nhost: r\r\n");
+        let announced = format!("{head}content-length: {}\r\n\r\n", body.len());
+        let chunked = format!(
+            "{head}transfer-encoding: chunked\r\n\r\n{:x}\r\n{body}",
+            body.len()
+        );
+        for request in [announced, chunked] {
+            let answer = raw(&router, &request).await;
+            assert!(answer.starts_with("HTTP/1.1 503"), "{answer}");
+            assert!(answer.contains("\"code\":\"body_memory_full\""), "{answer}");
+            assert!(answer.contains("retry-after: 1"), "{answer}");
+        }
+        assert_eq!(router.chat().await.status, 200, "a short one has room");
+        waiting.abort();
+        eventually("the memory is released", || async { held().await == 0.0 }).await;
+        let reply = router.send(Method::POST, path, &[], &body).await;
+        assert_eq!(reply.status, 200);
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn full_queue_refuses_before_the_body_dry_runs_and_passed_on_work_too() {
+    timed(async {
+        let mock = Mock::start(&[Act::Answer, Act::Hang]).await;
+        let flags = ["--max-concurrent-requests", "1", "--queue-size", "0"];
+        let router = Router::regular(&[&mock], &flags).await;
+        let embed = json!({"input": "x"});
+        let reply = router.post("/v1/embeddings", &embed).await;
+        assert_eq!(
+            (reply.status, &reply.headers["x-mock"]),
+            (200, &"yes".parse().unwrap())
+        );
+        let line =
+            "baton_router_requests_total{method=\"POST\",outcome=\"ok\",route=\"/v1/embeddings\"";
+        assert_eq!(router.metric(line).await, 1.0);
+        let mut client = Client::connect(router.running.addr).await;
+        let waiting = tokio::spawn(async move {
+            let body = json!({"input": "x"}).to_string();
+            client
+                .send(Method::POST, "/v1/embeddings", &[], &body)
+                .await
+        });
+        eventually("it waits for its worker", || async { mock.count() == 2 }).await;
+        let head = "POST /v1/chat/completions HTTP/1.1\r\nhost: r\r\ncontent-length: 500\r\n\r\n";
+        let answer = raw(&router, head).await;
+        assert!(answer.starts_with("HTTP/1.1 429"), "{answer}");
+        let headers = [("x-baton-explain", "dry-run")];
+        let body = chat(false).to_string();
+        for (path, body) in [
+            ("/v1/chat/completions", body),
+            ("/v1/embeddings", embed.to_string()),
+        ] {
+            let reply = router.send(Method::POST, path, &headers, &body).await;
+            let code = reply.code();
+            assert_eq!(
+                (reply.status, code.as_str()),
+                (429, "rate_limit_exceeded"),
+                "{path}"
+            );
+        }
+        assert_eq!(
+            router.get("/health_generate").await.code(),
+            "rate_limit_exceeded"
+        );
+        waiting.abort();
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn requests_no_handler_can_read_get_json_errors_with_an_id() {
+    timed(async {
+        let mock = Mock::start(&[]).await;
+        let router = Router::regular(&[&mock], &["--max-header-bytes", "20000"]).await;
+        let chat_path = "/v1/chat/completions";
+        let long = "x".repeat(20_000);
+        for (method, path, header, wanted) in [
+            (
+                "POST",
+                chat_path,
+                ("content-encoding", "gzip"),
+                (415, "unsupported_media_type"),
+            ),
+            (
+                "POST",
+                chat_path,
+                ("content-type", "multipart/form-data; boundary=x"),
+                (415, "unsupported_media_type"),
+            ),
+            (
+                "POST",
+                chat_path,
+                ("content-encoding", "identity"),
+                (200, "no code"),
+            ),
+            (
+                "POST",
+                "/add_worker?worker_type=foo",
+                ("x-a", "b"),
+                (400, "invalid_value"),
+            ),
+            (
+                "POST",
+                "/remove_worker?url=%ff",
+                ("x-a", "b"),
+                (400, "invalid_value"),
+            ),
+            ("GET", "/workers/%ff", ("x-a", "b"), (400, "invalid_value")),
+            (
+                "POST",
+                "/v1/requests/%ff/suspend",
+                ("x-a", "b"),
+                (400, "invalid_value"),
+            ),
+            (
+                "GET",
+                "/health",
+                ("x-long", &long[..20_000]),
+                (431, "head_too_large"),
+            ),
+        ] {
+            let method = Method::from_bytes(method.as_bytes()).unwrap();
+            let body = chat(false).to_string();
+            let reply = router.send(method, path, &[header], &body).await;
+            assert_eq!((reply.status, reply.code().as_str()), wanted, "{path}");
+            assert!(reply.headers.contains_key("x-request-id"), "{path}");
+        }
+    })
+    .await;
+}

@@ -129,6 +129,10 @@ async fn what_cannot_be_tokenized_is_sent_all_the_same() {
             assert_eq!(router.post("/v1/chat/completions", body).await.status, 200);
             assert_eq!(&worker.seen().last().unwrap().body, body);
         }
+        // More prompts than an engine takes: it complains about what the client sent, not about ids that we add.
+        let many = json!({"prompt": vec!["a"; 1025]});
+        assert_eq!(router.post("/v1/completions", &many).await.status, 200);
+        assert_eq!(worker.seen().last().unwrap().body, many);
         for why in ["unread", "too_long"] {
             let fallbacks = format!("baton_router_tokenize_fallbacks_total{{reason=\"{why}\"}}");
             assert_eq!(router.metric(&fallbacks).await, 1.0, "{why}");

@@ -100,11 +100,41 @@ async fn an_abort_reaches_every_worker_of_both_roles() {
         );
         for mock in [&p, &d] {
             let answer = reply.json()["workers"][mock.url()]["answer"].clone();
-            assert!(
-                answer.as_str().unwrap().contains("\"aborted\":1"),
-                "{answer}"
-            );
+            assert_eq!(answer["aborted"], 1, "{answer}");
         }
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn refusal_of_all_workers_is_answered_with_their_error() {
+    timed(async {
+        let (a, b) = (Mock::start(&[]).await, Mock::start(&[]).await);
+        let router = Router::regular(&[&a, &b], &[]).await;
+        let path = "/abort_request";
+        let error = json!({"code": "invalid_value", "message": "give rid", "param": "rid"});
+        for mock in [&a, &b] {
+            mock.answers(path, 400, json!({"error": error}));
+        }
+        let reply = router.post(path, &json!({})).await;
+        assert_eq!((reply.status, &reply.json()["error"]), (400, &error));
+        assert_eq!(reply.json()["workers"][a.url()]["answer"]["error"], error);
+        // Workers that disagree, and a refusal that concerns the router's own key.
+        b.answers(path, 500, json!({"error": "text"}));
+        let reply = router.post(path, &json!({})).await;
+        assert_eq!(
+            (reply.status, reply.code().as_str()),
+            (502, "upstream_error")
+        );
+        assert!(reply.text().contains("2 of 2 workers"), "{}", reply.text());
+        for mock in [&a, &b] {
+            mock.answers(path, 401, json!({"error": error}));
+        }
+        let reply = router.post(path, &json!({})).await;
+        assert_eq!(
+            (reply.status, reply.code().as_str()),
+            (502, "upstream_error")
+        );
     })
     .await;
 }

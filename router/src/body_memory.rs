@@ -1,0 +1,122 @@
+//! Memory of request bodies (--max-total-body-bytes): a body takes its bytes as they arrive and gives them back when the
+//! last slice of it is dropped.
+//!
+//! A body whose Content-Length exceeds what is free is refused before it is read. Bytes are taken as they arrive and not
+//! as announced: a client that announces a long body and sends nothing keeps nobody out. Bodies that grow past the limit
+//! together are refused one by one, and each refusal frees what the others need, so some of them always complete.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use bytes::Bytes;
+use prometheus::Gauge;
+
+use crate::error::RouteError;
+
+pub struct BodyMemory {
+    held: AtomicUsize,
+    limit: usize,
+    shown: Gauge,
+}
+
+impl BodyMemory {
+    pub fn new(limit: usize, shown: Gauge) -> Arc<Self> {
+        Arc::new(Self {
+            held: AtomicUsize::new(0),
+            limit,
+            shown,
+        })
+    }
+
+    /// Whether a body of this length could be held now.
+    pub fn check(&self, bytes: usize) -> Result<(), RouteError> {
+        let held_bytes = self.held.load(Ordering::Relaxed);
+        match bytes <= self.limit.saturating_sub(held_bytes) {
+            true => Ok(()),
+            false => Err(RouteError::BodyMemoryFull {
+                held_bytes,
+                limit_bytes: self.limit,
+            }),
+        }
+    }
+
+    /// A share without bytes yet.
+    pub fn share(self: &Arc<Self>) -> BodyShare {
+        BodyShare {
+            memory: self.clone(),
+            bytes: 0,
+        }
+    }
+}
+
+/// What one body holds; given back when dropped.
+pub struct BodyShare {
+    memory: Arc<BodyMemory>,
+    bytes: usize,
+}
+
+impl BodyShare {
+    pub fn grow(&mut self, bytes: usize) -> Result<(), RouteError> {
+        let (memory, limit_bytes) = (&self.memory, self.memory.limit);
+        let fits = |held: usize| held.checked_add(bytes).filter(|sum| *sum <= limit_bytes);
+        let order = Ordering::Relaxed;
+        let taken = memory.held.fetch_update(order, order, fits);
+        taken.map_err(|held_bytes| RouteError::BodyMemoryFull {
+            held_bytes,
+            limit_bytes,
+        })?;
+        memory.shown.add(bytes as f64);
+        self.bytes += bytes;
+        Ok(())
+    }
+
+    /// The body, which keeps this share as long as any slice of it lives.
+    pub fn keep_with(self, body: Bytes) -> Bytes {
+        Bytes::from_owner(HeldBody { body, _share: self })
+    }
+}
+
+impl Drop for BodyShare {
+    fn drop(&mut self) {
+        self.memory.held.fetch_sub(self.bytes, Ordering::Relaxed);
+        self.memory.shown.sub(self.bytes as f64);
+    }
+}
+
+struct HeldBody {
+    body: Bytes,
+    _share: BodyShare,
+}
+
+impl AsRef<[u8]> for HeldBody {
+    fn as_ref(&self) -> &[u8] {
+        &self.body
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn share_is_given_back_with_the_last_slice_of_its_body() {
+        let gauge = Gauge::new("g", "g").unwrap();
+        let memory = BodyMemory::new(10, gauge.clone());
+        let mut share = memory.share();
+        share.grow(6).unwrap();
+        assert_eq!((memory.check(4), gauge.get()), (Ok(()), 6.0));
+        let refused = memory.share().grow(5).unwrap_err();
+        assert_eq!(
+            (refused.code(), refused.status().as_u16()),
+            ("body_memory_full", 503)
+        );
+        assert_eq!(memory.check(5), Err(refused));
+        let body = share.keep_with(Bytes::from_static(b"abcdef"));
+        let slice = body.slice(2..4);
+        drop(body);
+        assert_eq!((&slice[..], gauge.get()), (&b"cd"[..], 6.0));
+        drop(slice);
+        assert_eq!((memory.check(10), gauge.get()), (Ok(()), 0.0));
+    }
+}

@@ -1,0 +1,166 @@
+//! Which key opens which path, for every route there is.
+
+use std::collections::BTreeSet;
+
+use http::Method;
+
+use crate::support::{Mock, Router, chat, eventually, timed};
+
+/// Method, path as it is registered, the key it needs, and the status with that key.
+const ROUTES: &[(&str, &str, &str, u16)] = &[
+    ("POST", "/v1/chat/completions", "client", 200),
+    ("POST", "/v1/completions", "client", 200),
+    ("POST", "/generate", "client", 200),
+    ("PUT", "/generate", "client", 200),
+    ("POST", "/tokenize", "client", 200),
+    ("POST", "/v1/tokenize", "client", 200),
+    ("POST", "/detokenize", "client", 200),
+    ("POST", "/v1/detokenize", "client", 200),
+    ("POST", "/v1/embeddings", "client", 200),
+    ("POST", "/encode", "client", 200),
+    ("POST", "/v1/rerank", "client", 200),
+    ("POST", "/rerank", "client", 200),
+    ("POST", "/v1/score", "client", 200),
+    ("POST", "/score", "client", 200),
+    ("POST", "/v1/classify", "client", 200),
+    ("POST", "/classify", "client", 200),
+    ("POST", "/pooling", "client", 200),
+    ("POST", "/parse_function_call", "client", 200),
+    ("POST", "/separate_reasoning", "client", 200),
+    ("POST", "/v1/audio/transcriptions", "client", 200),
+    ("GET", "/v1/models", "client", 200),
+    ("GET", "/v1/models/{id}", "client", 200),
+    ("GET", "/get_model_info", "client", 200),
+    ("GET", "/model_info", "client", 200),
+    ("GET", "/get_server_info", "client", 200),
+    ("GET", "/server_info", "client", 200),
+    ("GET", "/health", "open", 200),
+    ("GET", "/ping", "open", 200),
+    ("GET", "/livez", "open", 200),
+    ("GET", "/liveness", "open", 200),
+    ("GET", "/readyz", "open", 200),
+    ("GET", "/readiness", "open", 200),
+    ("GET", "/metrics", "open", 200),
+    ("GET", "/health_generate", "control", 200),
+    ("GET", "/workers", "control", 200),
+    ("POST", "/workers", "control", 400),
+    ("GET", "/workers/{id}", "control", 404),
+    ("DELETE", "/workers/{id}", "control", 404),
+    ("POST", "/workers/{id}/drain", "control", 404),
+    ("POST", "/add_worker", "control", 400),
+    ("POST", "/remove_worker", "control", 400),
+    ("GET", "/list_workers", "control", 200),
+    ("POST", "/flush_cache", "control", 200),
+    ("GET", "/flush_cache", "control", 200),
+    ("GET", "/get_loads", "control", 200),
+    ("GET", "/engine_metrics", "control", 200),
+    ("POST", "/abort_request", "control", 200),
+    ("POST", "/start_profile", "control", 200),
+    ("POST", "/stop_profile", "control", 200),
+    ("GET", "/v1/requests/{id}", "control", 404),
+    ("POST", "/v1/requests/{rid}/{verb}", "control", 200),
+];
+
+const API_KEY: [&str; 2] = ["--api-key", "shared"];
+const CONTROL_KEYS: [&str; 3] = [
+    "--control-plane-api-keys",
+    "ci:CI:admin:boss",
+    "mon:Monitoring:user:guest",
+];
+
+/// A request to this path of the table.
+async fn status(router: &Router, method: &str, path: &str, key: &str, explain: &str) -> u16 {
+    let path = path
+        .replace("{id}", "99")
+        .replace("{rid}", "r")
+        .replace("{verb}", "suspend");
+    let method = Method::from_bytes(method.as_bytes()).unwrap();
+    let key = format!("Bearer {key}");
+    let headers = [
+        ("authorization", key.as_str()),
+        ("x-baton-explain", explain),
+    ];
+    let body = match path.starts_with("/workers") {
+        true => "{}".to_owned(),
+        false => chat(false).to_string(),
+    };
+    let reply = router.send(method, &path, &headers, &body).await;
+    if reply.status >= 400 {
+        assert!(reply.json()["error"]["code"].is_string(), "{path}");
+    }
+    reply.status
+}
+
+async fn ready_router(mock: &Mock, flags: &[&str]) -> Router {
+    let url = mock.url();
+    let router = Router::start(&[&["--worker-urls", &url], flags].concat()).await;
+    eventually("the worker is ready", || async {
+        router.get("/readyz").await.status == 200
+    })
+    .await;
+    router
+}
+
+#[test]
+fn every_route_has_a_row() {
+    let rows: BTreeSet<_> = ROUTES.iter().map(|row| (row.1, row.2)).collect();
+    let routes: BTreeSet<_> = baton_router::route_access().into_iter().collect();
+    assert_eq!(rows, routes);
+}
+
+#[tokio::test]
+async fn each_route_takes_its_key_and_workers_never_see_a_control_key() {
+    timed(async {
+        let (mock, guarded_by_nothing) = (Mock::start(&[]).await, Mock::start(&[]).await);
+        let both = ready_router(&mock, &[&API_KEY[..], &CONTROL_KEYS].concat()).await;
+        let api_only = ready_router(&mock, &API_KEY).await;
+        let control_only = ready_router(&mock, &CONTROL_KEYS).await;
+        let open = ready_router(&guarded_by_nothing, &[]).await;
+        for (method, path, level, with_key) in ROUTES {
+            // (router, statuses for no key, the API key, a user key and an admin key)
+            let with_key = *with_key;
+            let expected = match *level {
+                "open" => [(&both, [with_key; 4]), (&api_only, [with_key; 4])],
+                "client" => [
+                    (&both, [401, with_key, 401, 401]),
+                    (&api_only, [401, with_key, 401, 401]),
+                ],
+                _ => [
+                    (&both, [401, 401, 403, with_key]),
+                    (&api_only, [401, with_key, 401, 401]),
+                ],
+            };
+            let without_api_key = match *level {
+                "control" => [401, 401, 403, with_key],
+                _ => [with_key; 4],
+            };
+            let others = [(&control_only, without_api_key), (&open, [with_key; 4])];
+            for (at, (router, statuses)) in expected.into_iter().chain(others).enumerate() {
+                for (key, wanted) in ["", "shared", "guest", "boss"].into_iter().zip(statuses) {
+                    let got = status(router, method, path, key, "0").await;
+                    assert_eq!(got, wanted, "{method} {path}, key {key:?}, router {at}");
+                }
+            }
+        }
+        for path in ["/v1/chat/completions", "/generate"] {
+            let dry_run = async |key| status(&both, "POST", path, key, "dry-run").await;
+            assert_eq!((dry_run("shared").await, dry_run("boss").await), (401, 200));
+        }
+        let seen = mock.seen();
+        assert!(
+            seen.iter()
+                .any(|seen| seen.path == "/v1/requests/r/suspend")
+        );
+        let leaked: Vec<_> = seen
+            .iter()
+            .filter(|seen| {
+                seen.headers
+                    .get("authorization")
+                    .is_some_and(|v| v == "Bearer boss")
+            })
+            .map(|seen| seen.path.as_str())
+            .collect();
+        assert_eq!(leaked, [] as [&str; 0]);
+    })
+    .await;
+}
