@@ -9,10 +9,8 @@ import pytest
 from tests.fault.victim import Victim
 from tests.support.cluster import Cluster
 
-KEYS = ("--api-key", "user-key", "--router-args=--control-plane-api-keys ops:ops:admin:admin-key")
-
 
 @pytest.fixture(scope="module")
 def victim() -> Iterator[Victim]:
-    with Cluster.up("--prefill", "1", "--decode", "1", "--kv-lease-secs", "3", *KEYS) as cluster:
-        yield Victim(cluster, api_key="user-key")
+    with Cluster.up("--prefill", "1", "--decode", "1", "--kv-lease-secs", "3") as cluster:
+        yield Victim(cluster)

@@ -41,20 +41,16 @@ class Honest:
 
 
 class Victim:
-    def __init__(self, cluster: Cluster, api_key: str) -> None:
+    def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
-        self.key = api_key
         self.expected = {prompt: self.complete(prompt) for prompt in PROMPTS}
         self.undisturbed_ms = self.slowest_ms()
         self.restarts = self._restarts()
         self._settled()
         self.descriptors = self._descriptors()
 
-    def headers(self) -> dict[str, str]:
-        return {"authorization": f"Bearer {self.key}", "content-type": "application/json"}
-
     def complete(self, prompt: str) -> str:
-        with self.cluster.client(api_key=self.key) as client:
+        with self.cluster.client() as client:
             answer = client.completions.create(
                 model="demo", prompt=prompt, max_tokens=MAX_TOKENS, temperature=0, extra_body={"ignore_eos": True}
             )
@@ -89,16 +85,21 @@ class Victim:
         """Pages, requests and descriptors are back, no node was restarted, answers are as fast as before."""
         assert self._restarts() == self.restarts, "a node died"
         self._settled()
-        eventually("descriptors are closed", self._descriptors_back, SETTLE_SECS)
+        try:
+            # A pool closes connections that have been idle for too long when the next request ends.
+            eventually(
+                "descriptors are closed",
+                lambda: self.complete(PROMPTS[0]) and not self._open_descriptors(),
+                SETTLE_SECS,
+            )
+        except AssertionError as err:
+            raise AssertionError(f"still open: {self._open_descriptors()}") from err
         limit = 2 * max(self.undisturbed_ms, 50.0)
         eventually(f"answers within {limit:.0f} ms", lambda: self.slowest_ms() <= limit, SETTLE_SECS)
 
     def _settled(self) -> None:
-        eventually("all nodes are ready", lambda: len(self._ready()) == 2, SETTLE_SECS)
+        eventually("all nodes are ready", lambda: len(self.cluster.ready()) == 2, SETTLE_SECS)
         self.cluster.assert_nothing_is_held(SETTLE_SECS)
-
-    def _ready(self) -> set[str]:
-        return self.cluster.ready()
 
     def _restarts(self) -> list[int]:
         return [int(node["restarts"]) for node in self.cluster.state["nodes"]]
@@ -111,9 +112,14 @@ class Victim:
                 found[f"{process.pid} {name}"] = len(list(Path(f"/proc/{process.pid}/fd").iterdir()))
         return found
 
-    def _descriptors_back(self) -> bool:
+    def _open_descriptors(self) -> dict[str, tuple[int, int]]:
+        """Processes with more descriptors than before, and both numbers."""
         now = self._descriptors()
-        return all(now.get(name, 0) <= count + SPARE_DESCRIPTORS for name, count in self.descriptors.items())
+        return {
+            name: (count, now[name])
+            for name, count in self.descriptors.items()
+            if now.get(name, 0) > count + SPARE_DESCRIPTORS
+        }
 
     def node_ports(self) -> list[int]:
         """Ports of the nodes on which KV pages are arranged and moved."""
