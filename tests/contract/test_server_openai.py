@@ -183,7 +183,7 @@ def test_models(client: openai.OpenAI) -> None:
     assert client.models.retrieve("tiny").id == "tiny"
     with pytest.raises(openai.NotFoundError) as caught:
         client.models.retrieve("other")
-    assert caught.value.code == "not_found"
+    assert caught.value.code == "model_not_found"
 
 
 def test_errors_arrive_with_code_param_and_request_id(client: openai.OpenAI) -> None:

@@ -145,6 +145,9 @@ SHARED_REFUSALS: list[tuple[dict[str, Any], str, str]] = [
     ({"regex": "a+"}, "unsupported_parameter", "regex"),
     ({"lora_path": "x"}, "unsupported_parameter", "lora_path"),
     ({"prompt_logprobs": 1}, "unsupported_parameter", "prompt_logprobs"),
+    ({"separate_reasoning": True}, "unsupported_parameter", "separate_reasoning"),
+    ({"thinking_token_budget": 5}, "unsupported_parameter", "thinking_token_budget"),
+    ({"truncation_side": "left"}, "unsupported_parameter", "truncation_side"),
     ({"bootstrap_room": -1}, "invalid_value", "bootstrap_room"),
     ({"bootstrap_room": 2**63}, "invalid_value", "bootstrap_room"),
     ({"bootstrap_room": "7"}, "invalid_value", "bootstrap_room"),
@@ -400,6 +403,8 @@ def test_unknown_fields_are_listed_and_known_ones_are_not(make: Make) -> None:
     v = make()
     assert chat(v, user="u", weird=1, another={"a": 1}, metadata={}).ignored == ("weird", "another")
     assert generate(v, sampling_params={"strange": 1}).ignored == ("sampling_params.strange",)
+    options = {"include_usage": True, "include_obfuscation": False}
+    assert chat(v, stream=True, stream_options=options).ignored == ("stream_options.include_obfuscation",)
 
 
 def test_null_means_absent(make: Make) -> None:

@@ -207,7 +207,7 @@ class Scheduler:
                 continue
             if kind is Kind.WHOLE:
                 error: EngineError = RequestTimeout(
-                    f"request {seq.req.rid} passed its deadline while {seq.state.value}; "
+                    f"request {seq.req.rid} passed its deadline in the state {seq.state.value}; "
                     "retry, with a longer deadline_ms if it stated one, or raise --request-timeout-secs"
                 )
                 state.stats.on_timeout()

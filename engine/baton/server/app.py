@@ -31,6 +31,7 @@ from baton.errors import (
     EngineError,
     InvalidApiKey,
     MethodNotAllowed,
+    ModelNotFound,
     NotFound,
     NotReady,
     PayloadTooLarge,
@@ -207,7 +208,7 @@ class Front:
     async def model(self, request: web.Request) -> web.Response:
         name = request.match_info["name"]
         if name != self.facts.name:
-            raise NotFound(
+            raise ModelNotFound(
                 f"model {name[:200]!r} is not served here; this engine serves {self.facts.name!r}", param="model"
             )
         return json_response(self._model_card())

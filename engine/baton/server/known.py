@@ -21,7 +21,9 @@ OPENAI: dict[str, tuple[Any, ...]] = {
     "guided_choice": (), "guided_grammar": (), "prompt_logprobs": (), "truncate_prompt_tokens": (),
     "allowed_token_ids": ([],), "bad_words": ([],), "use_beam_search": (False,), "length_penalty": (1.0,),
     "kv_transfer_params": (), "return_tokens_as_token_ids": (False,), "logits_processors": ([],), "store": (False,),
-    "prompt_embeds": (),
+    "prompt_embeds": (), "separate_reasoning": (False,), "stream_reasoning": (False,), "include_reasoning": (True,),
+    "thinking": (), "thinking_token_budget": (), "enable_thinking": (), "reasoning": ({},), "watermark": (False,),
+    "watermarking": (False,), "repetition_detection": (), "truncation_side": (),
 }  # fmt: skip
 SHARED: dict[str, tuple[Any, ...]] = {
     "regex": (), "ebnf": (), "json_schema": (), "structural_tag": (), "stop_regex": ([], ""), "lora_path": (),
@@ -35,7 +37,7 @@ GENERATE: dict[str, tuple[Any, ...]] = {
 # Names without effect on the answer of this engine.
 IGNORED = (
     "user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls",
-    "separate_reasoning", "stream_reasoning", "custom_labels", "no_logs", "log_metrics", "session_id", "background",
+    "custom_labels", "no_logs", "log_metrics", "session_id", "background",
     "vllm_xargs", "return_text_in_logprobs", "prompt_cache_retention", "verbosity",
 )  # fmt: skip
 

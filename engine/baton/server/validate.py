@@ -365,6 +365,7 @@ class Validator:
         )
         seed_name = s.first("seed", "sampling_seed")
         options = Fields(f.object("stream_options"), "stream_options.")
+        usage = [options.boolean(name, False) for name in ("include_usage", "continuous_usage_stats")]
         keys = [f.string(name, max_chars=1024) for name in ("cache_salt", "extra_key")]
         f.ignore(known.IGNORED)
         return _Common(
@@ -380,8 +381,9 @@ class Validator:
             ),
             rid=self._rid(f),
             stream=f.boolean("stream", False),
-            include_usage=options.boolean("include_usage", False),
-            continuous_usage=options.boolean("continuous_usage_stats", False),
+            include_usage=usage[0],
+            continuous_usage=usage[1],
+            unknown_options=tuple(map(options.name, options.unknown())),
             priority=self._priority(f),
             asked=self.tenancy.read(f),
             ttft_deadline_secs=_secs(f.integer("ttft_deadline_ms", None, 1, MAX_DEADLINE_MS)),
@@ -463,7 +465,11 @@ class Validator:
         resume = read_resume(f, self.context_length, self._tokenizer.vocab_size)
         if resume is not None:
             items = [_resumed(f, items, common.stream, resume)]
-        unknown = f.unknown() + ([sampling.name(u) for u in sampling.unknown()] if sampling else [])
+        unknown = (
+            f.unknown()
+            + list(common.unknown_options)
+            + ([sampling.name(u) for u in sampling.unknown()] if sampling else [])
+        )
         return Accepted(
             rid=common.rid,
             items=tuple(items),
@@ -507,6 +513,7 @@ class _Common:
     stream: bool
     include_usage: bool
     continuous_usage: bool
+    unknown_options: tuple[str, ...]
     priority: int | None
     asked: Asked
     ttft_deadline_secs: float | None
