@@ -75,6 +75,8 @@ pub struct Scan {
     pub namespace: String,
     /// Where the members named in `SCOPE` lie.
     scope: [Option<Range<usize>>; SCOPE.len()],
+    /// The model asked for; `None`: any, and /generate, which has no such member.
+    pub model: Option<String>,
     /// /generate with `return_logprob`: the prefill leg's input logprobs belong into the answer.
     pub wants_input_logprobs: bool,
     pub deadlines: Deadlines,
@@ -274,6 +276,7 @@ struct Members<'a> {
     input_ids: Option<&'a RawValue>,
     sampling_params: Option<&'a RawValue>,
     return_logprob: Option<&'a RawValue>,
+    model: Option<&'a RawValue>,
     /// What is no such number is the engine's to refuse.
     deadlines: Deadlines,
     scope: [Option<Range<usize>>; SCOPE.len()],
@@ -299,6 +302,7 @@ impl<'a> Members<'a> {
             input_ids: None,
             sampling_params: None,
             return_logprob: None,
+            model: None,
             deadlines: Deadlines::default(),
             scope: Default::default(),
             cache_salt: None,
@@ -324,6 +328,7 @@ impl<'a> Members<'a> {
         }
         match name {
             "stream" => self.stream = Some(value),
+            "model" => self.model = Some(value),
             "n" => self.n = Some(value),
             "messages" => self.messages = Some(value),
             "prompt" => self.prompt = Some(value),
@@ -380,6 +385,10 @@ impl<'a> Members<'a> {
                 && self.return_logprob.is_some_and(|v| v.get() == "true"),
             deadlines: self.deadlines,
             scope: self.scope,
+            model: self
+                .model
+                .filter(|_| api != Api::Generate)
+                .and_then(|value| serde_json::from_str(value.get()).ok()),
             ours: self.ours,
             close,
             count: self.count,

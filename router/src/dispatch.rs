@@ -118,6 +118,16 @@ async fn try_until_committed(
         let (failure, is_stale) = match attempt {
             Ok(committed) => return Ok(committed),
             Err(Stop::Error(err)) => {
+                if let (RouteError::NoWorker { role, .. }, Some(model)) =
+                    (&err, &request.scan.model)
+                    && app.registry.lacks_model(*role, model)
+                {
+                    let (model, role) = (model.clone(), *role);
+                    return Err(Unanswered::Refused(RouteError::ModelNotFound {
+                        model,
+                        role,
+                    }));
+                }
                 if may_come(app, request, &err)
                     && WorkerWait::for_change(&mut wait, app, request).await
                 {

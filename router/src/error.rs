@@ -126,6 +126,10 @@ pub enum RouteError {
         "requests with this body broke the workers they were sent to, so it is refused for a minute; see the workers' logs, or change the request"
     )]
     PoisonRequest,
+    #[error(
+        "model {model:?} is not served here: no {role} worker that is registered serves it; GET /v1/models lists what is"
+    )]
+    ModelNotFound { model: String, role: Role },
     #[error("{detail}")]
     Unasked { detail: String },
     #[error("prefill worker {worker} could not prefill: {cause}")]
@@ -178,6 +182,7 @@ pub const CODES: &[&str] = &[
     "timeout",
     "prefill_failed",
     "poison_request",
+    "model_not_found",
     "internal_error",
 ];
 
@@ -213,6 +218,7 @@ impl RouteError {
             RouteError::UpstreamSilent { .. } | RouteError::DeadlineOver { .. } => "timeout",
             RouteError::PrefillFailed { .. } => "prefill_failed",
             RouteError::PoisonRequest => "poison_request",
+            RouteError::ModelNotFound { .. } => "model_not_found",
             RouteError::Internal { .. } => "internal_error",
         }
     }
@@ -230,6 +236,7 @@ impl RouteError {
             RouteError::InvalidApiKey | RouteError::InvalidControlKey => StatusCode::UNAUTHORIZED,
             RouteError::Forbidden { .. } => StatusCode::FORBIDDEN,
             RouteError::NotFound { .. }
+            | RouteError::ModelNotFound { .. }
             | RouteError::UnknownWorker { .. }
             | RouteError::UnknownRequest { .. }
             | RouteError::NoStory { .. } => StatusCode::NOT_FOUND,
@@ -273,6 +280,7 @@ impl RouteError {
             RouteError::InvalidValue { param, .. } | RouteError::MissingField { param, .. } => {
                 Some(param)
             }
+            RouteError::ModelNotFound { .. } => Some("model"),
             _ => None,
         }
     }

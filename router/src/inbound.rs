@@ -88,6 +88,7 @@ impl Inbound {
             },
             blocks: self.blocks.clone(),
             routing_key: self.routing_key.as_deref(),
+            model: self.scan.model.as_deref(),
             streams: self.scan.stream,
             story: Some(self.record.story.clone()),
             explains: self.explains,

@@ -231,6 +231,7 @@ class Front:
         config = {k: v for k, v in dataclasses.asdict(self.config).items() if k not in SECRETS}
         config["model_path"] = str(self.facts.path)
         config["served_model_name"] = self.facts.name
+        config["served_model_names"] = self.validator.model_names
         config["context_length"] = self.validator.context_length
         if self.bootstrap_port is not None:
             config["disaggregation_bootstrap_port"] = self.bootstrap_port

@@ -122,7 +122,7 @@ class Validator:
         self._tokenizer = tokenizer
         self._template = ChatTemplate(facts.chat_template, facts.special_tokens)
         self.tenancy = Tenancy(config)
-        self._names = {facts.name, config.model_path, str(facts.path), "default"}
+        self.model_names = sorted({facts.name, config.model_path, str(facts.path), "default"})
         self.context_length = facts.context_length
         eos = {tokenizer.id_of(t) for t in (facts.special_tokens.get("eos_token"),) if t is not None}
         self.eos_token_ids = tuple(sorted({*facts.eos_token_ids, *(i for i in eos if i is not None)}))
@@ -264,7 +264,7 @@ class Validator:
 
     def _check_model(self, f: Fields) -> None:
         model = f.string("model")
-        if model is not None and model not in self._names:
+        if model is not None and model not in self.model_names:
             raise ModelNotFound(
                 f"model {model[:200]!r} is not served here; this engine serves {self._facts.name!r}", param="model"
             )

@@ -54,6 +54,8 @@ pub struct Wanted<'a> {
     pub text: &'a str,
     pub blocks: Option<Arc<Blocks>>,
     pub routing_key: Option<&'a str>,
+    /// Only workers that serve it are candidates.
+    pub model: Option<&'a str>,
     /// The answer streams: a regular worker's first token will be seen.
     pub streams: bool,
     /// Told what is decided, if anybody wants to know.
@@ -153,6 +155,17 @@ struct RoleTable {
 impl RoleTable {
     fn list(&self) -> Arc<Vec<Arc<Candidate>>> {
         self.candidates.read().clone()
+    }
+
+    /// The candidates that serve this model. Cost: a comparison per candidate, and a copy of the list if one does not.
+    fn list_for(&self, model: Option<&str>) -> Arc<Vec<Arc<Candidate>>> {
+        let list = self.list();
+        let Some(model) = model else { return list };
+        if list.iter().all(|c| c.told.serves(model)) {
+            return list;
+        }
+        let serving = list.iter().filter(|c| c.told.serves(model));
+        Arc::new(serving.cloned().collect())
     }
 }
 
@@ -322,6 +335,13 @@ impl Registry {
         of_role.any(|w| !matches!(w.state(), State::Rejected { .. } | State::Draining))
     }
 
+    /// Whether this role has workers ready, and no registered one serves the model.
+    pub fn lacks_model(&self, role: Role, model: &str) -> bool {
+        let workers = self.workers.read();
+        let of_role = || workers.iter().filter(|w| w.role() == role);
+        of_role().any(|w| w.is_ready()) && !of_role().any(|w| w.description().serves(model))
+    }
+
     /// (known, ready) workers of a role.
     pub fn count(&self, role: Role) -> (usize, usize) {
         let workers = self.workers.read();
@@ -383,7 +403,8 @@ impl Registry {
         } else {
             vec![None]
         };
-        let (ranks, make) = (ranks.into_iter(), worker.description().make());
+        let told = worker.description();
+        let (ranks, make) = (ranks.into_iter(), told.make());
         ranks
             .map(|rank| {
                 Arc::new(Candidate {
@@ -395,6 +416,7 @@ impl Registry {
                     worker: worker.clone(),
                     rank,
                     make,
+                    told: told.clone(),
                     host: worker.host_number(),
                     load: worker.load_of(rank),
                     breaker: self
@@ -499,7 +521,7 @@ impl Registry {
             let table = self.table(role);
             let _turn = table.turn.lock();
             let sending = wanted.sending(now_ms());
-            let list = table.candidates.read().clone();
+            let list = table.list_for(wanted.model);
             let now_ms = sending.request.now_ms;
             let views = views(&list, wanted.heir_of, avoid.of(role), now_ms);
             let ticket = self.ticket();
@@ -522,8 +544,8 @@ impl Registry {
             let sending = wanted.sending(now_ms());
             let now_ms = sending.request.now_ms;
             let (p_list, d_list) = (
-                prefill.candidates.read().clone(),
-                decode.candidates.read().clone(),
+                prefill.list_for(wanted.model),
+                decode.list_for(wanted.model),
             );
             let p_views = views(&p_list, wanted.heir_of, &avoid.prefill, now_ms);
             let d_views = views(&d_list, wanted.heir_of, &avoid.worker, now_ms);
@@ -549,7 +571,7 @@ impl Registry {
     /// The worker of this role that would begin to answer first, if its policy predicts that.
     pub fn least_ttft(&self, role: Role, wanted: &Wanted<'_>) -> Option<Ahead> {
         let now_ms = now_ms();
-        let views = views(&self.table(role).list(), None, &[], now_ms);
+        let views = views(&self.table(role).list_for(wanted.model), None, &[], now_ms);
         let policy = self.deciders.policy(role);
         policy.soonest(&wanted.view(now_ms), &views)
     }
@@ -610,7 +632,7 @@ impl Registry {
         let sides: Vec<_> = roles
             .iter()
             .map(|role| {
-                let list = self.table(*role).candidates.read().clone();
+                let list = self.table(*role).list_for(wanted.model);
                 let views = views(&list, None, &[], request.now_ms);
                 (list, views)
             })
@@ -720,7 +742,7 @@ impl Registry {
 
     /// Whether a candidate outside `avoid` could be chosen.
     pub fn has_other(&self, role: Role, wanted: &Wanted<'_>, avoid: &Avoid) -> bool {
-        let candidates = self.table(role).candidates.read().clone();
+        let candidates = self.table(role).list_for(wanted.model);
         let now_ms = now_ms();
         let avoid = avoid.of(role);
         candidates

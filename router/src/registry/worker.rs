@@ -77,6 +77,9 @@ pub struct Description {
     #[serde(default, deserialize_with = "lenient")]
     pub kv_events_config: Option<String>,
     pub served_model_name: Option<String>,
+    pub model_path: Option<String>,
+    /// All names under which ours take requests.
+    pub served_model_names: Vec<String>,
     pub version: Option<String>,
     /// Ours tell what a partner must have in common with them; see `router_core::ASPECTS`.
     pub fingerprint: BTreeMap<String, String>,
@@ -87,6 +90,19 @@ pub struct Description {
 impl Description {
     pub fn make(&self) -> Make {
         Make::of(|aspect| self.aspect(aspect))
+    }
+
+    /// Whether it takes requests that ask for `model`; one that names no model takes any. `NAME:ADAPTER` asks SGLang for a
+    /// LoRA adapter of the model NAME.
+    pub fn serves(&self, model: &str) -> bool {
+        let single = [&self.served_model_name, &self.model_path].into_iter();
+        let mut names = self.served_model_names.iter().chain(single.flatten());
+        let mut names = names.by_ref().peekable();
+        let is_of = |name: &String| {
+            let rest = model.strip_prefix(name.as_str());
+            rest.is_some_and(|rest| rest.is_empty() || rest.starts_with(':'))
+        };
+        names.peek().is_none() || names.any(is_of)
     }
 
     /// What it tells under `aspect`. SGLang's workers tell their page size, if nothing else.

@@ -460,3 +460,38 @@ async fn a_reused_connection_that_breaks_is_resent_once_without_a_retry() {
     })
     .await;
 }
+
+#[tokio::test]
+async fn requests_go_to_workers_that_serve_their_model() {
+    timed(async {
+        let named = |names: &[&str]| json!({"engine": "baton", "served_model_names": names});
+        let a = Mock::start(&[]).await.with_info(named(&["a", "default"]));
+        let b = Mock::start(&[])
+            .await
+            .with_info(json!({"served_model_name": "b"}));
+        let router = Router::regular(&[&a, &b], &[]).await;
+        let ask = async |model: &str| {
+            let body = json!({"model": model, "messages": []});
+            router.post("/v1/chat/completions", &body).await
+        };
+        for (model, counts) in [("a", (2, 0)), ("b:adapter", (2, 2)), ("default", (4, 2))] {
+            for _ in 0..2 {
+                assert_eq!(ask(model).await.status, 200);
+            }
+            assert_eq!((a.count(), b.count()), counts, "{model}");
+        }
+        let reply = ask("c").await;
+        assert_eq!(
+            (reply.status, reply.code().as_str()),
+            (404, "model_not_found")
+        );
+        assert_eq!(reply.json()["error"]["param"], "model");
+        // A worker that names no model is sent any.
+        let any = Mock::start(&[]).await;
+        let worker = json!({"url": any.url()});
+        router.post("/workers", &worker).await;
+        router.all_ready(3).await;
+        assert_eq!((ask("c").await.status, any.count()), (200, 1));
+    })
+    .await;
+}
