@@ -80,7 +80,7 @@ def test_places_in_the_code_map_exist() -> None:
 def test_engine_flags_in_the_docs_exist() -> None:
     """Every --flag that the pages name is an engine flag, a flag of `baton up`, or in the router's source."""
     fields_of = config.EngineConfig.__dataclass_fields__
-    known = {config.flag_name(name) for name in fields_of} | {f.metadata["alias"] for f in fields_of.values()}
+    known = {config.flag_name(name) for name in fields_of} | {n for f in fields_of.values() for n in f.metadata["also"]}
     up = (ROOT / "engine" / "baton" / "server" / "up.py").read_text(encoding="utf-8")
     sim = "".join((ROOT / "engine/baton/sim" / name).read_text(encoding="utf-8") for name in ("main.py", "model.py"))
     router = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "router" / "src" / "config").glob("*.rs"))
