@@ -64,7 +64,8 @@ def test_slabs_take_as_many_pages_as_come() -> None:
 def test_a_peers_pages_are_read_until_they_are_closed() -> None:
     (ours, pages, stand_in), (theirs, peer, _) = pool(5), pool(4)
     opened = pages.open(peer.handle(), 4)
-    opened.copy(ids([3, 0]), ids([1, 4]))
+    sums = np.frombuffer(opened.copy(ids([3, 0]), ids([1, 4])), np.uint64).tolist()
+    assert sums == [naive_sum(bytes_of(theirs, page)) for page in (3, 0)]
     assert (bytes_of(ours, 1), bytes_of(ours, 4)) == (bytes_of(theirs, 3), bytes_of(theirs, 0))
     theirs.view(torch.int16)[3] = 7
     opened.copy(ids([3]), ids([1]))
@@ -74,6 +75,19 @@ def test_a_peers_pages_are_read_until_they_are_closed() -> None:
     assert stand_in.open_blocks == 0
     with pytest.raises(RuntimeError, match="closed: it is gone"):
         opened.copy(ids([3]), ids([1]))
+
+
+def test_a_copy_of_many_parts_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_pages, "SUM_BYTES", 2 * PAGE)
+    (ours, pages, stand_in), (theirs, peer, _) = pool(9), pool(9)
+    opened = pages.open(peer.handle(), 9)
+    waits: list[str] = []
+    run = stand_in.run
+    monkeypatch.setattr(stand_in, "run", lambda what, enqueue: (waits.append(what), run(what, enqueue)))
+    sums = opened.copy(ids(list(range(9))), ids(list(range(8, -1, -1))))
+    assert waits == ["copying a peer's pages"]
+    assert [bytes_of(ours, 8 - page) for page in range(9)] == [bytes_of(theirs, page) for page in range(9)]
+    assert sums == peer.sums(ids(list(range(9))))
 
 
 def test_a_handle_of_another_size_is_refused_and_let_go() -> None:

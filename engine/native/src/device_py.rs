@@ -34,6 +34,17 @@ fn ids<'py>(py: Python<'py>, pages: &[u32]) -> Bound<'py, PyBytes> {
     PyBytes::new(py, &bytes)
 }
 
+/// uint64 each, little endian.
+fn checksums(made: &Bound<'_, PyAny>) -> PyResult<Vec<u64>> {
+    let bytes: Vec<u8> = made.extract()?;
+    let (sums, rest) = bytes.as_chunks::<8>();
+    if rest.is_empty() {
+        return Ok(sums.iter().map(|&sum| u64::from_le_bytes(sum)).collect());
+    }
+    let why = format!("checksums of {} bytes, no multiple of 8", bytes.len());
+    Err(PyValueError::new_err(why))
+}
+
 /// A writable memoryview of `memory`, which must not be used after it.
 fn view<'py>(py: Python<'py>, memory: &mut [u8]) -> PyResult<Bound<'py, PyAny>> {
     let (start, len) = (memory.as_mut_ptr().cast(), memory.len() as isize);
@@ -80,18 +91,7 @@ impl DevicePages for PyDevicePages {
     }
 
     fn sums(&self, pages: &[u32]) -> Result<Vec<u64>, DeviceError> {
-        attached(|py| {
-            let sums = self.0.bind(py).call_method1("sums", (ids(py, pages),))?;
-            let bytes: Vec<u8> = sums.extract()?;
-            let (sums, rest) = bytes.as_chunks::<8>();
-            if rest.is_empty() {
-                return Ok(sums.iter().map(|&sum| u64::from_le_bytes(sum)).collect());
-            }
-            Err(PyValueError::new_err(format!(
-                "sums() gave {} bytes, no multiple of 8",
-                bytes.len()
-            )))
-        })
+        attached(|py| checksums(&self.0.bind(py).call_method1("sums", (ids(py, pages),))?))
     }
 
     fn pin(&self, memory: &mut [u8]) -> Result<(), DeviceError> {
@@ -175,12 +175,10 @@ impl DeviceSlabs for PySlabs {
 struct PyPeerPages(Py<PyAny>);
 
 impl PeerPages for PyPeerPages {
-    fn copy(&self, src: &[u32], dst: &[u32]) -> Result<(), DeviceError> {
+    fn copy(&self, src: &[u32], dst: &[u32]) -> Result<Vec<u64>, DeviceError> {
         attached(|py| {
-            self.0
-                .bind(py)
-                .call_method1("copy", (ids(py, src), ids(py, dst)))
-                .map(drop)
+            let args = (ids(py, src), ids(py, dst));
+            checksums(&self.0.bind(py).call_method1("copy", args)?)
         })
     }
 

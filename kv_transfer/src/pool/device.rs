@@ -41,8 +41,8 @@ pub trait DeviceSlabs: Any + Send + Sync {
 
 /// A peer's pages, opened in this process.
 pub trait PeerPages: Send + Sync {
-    /// The peer's pages `src` into our pages `dst`.
-    fn copy(&self, src: &[u32], dst: &[u32]) -> Done;
+    /// Copy the peer's pages `src` into our pages `dst`; returns the `Weighted` checksum of each page as it arrived.
+    fn copy(&self, src: &[u32], dst: &[u32]) -> Result<Vec<u64>, DeviceError>;
     /// Let go of them; any later copy fails. Waits for a copy under way. Idempotent.
     fn close(&self) -> Done;
 }

@@ -47,8 +47,9 @@ pub enum Done {
     },
 }
 
-/// Bytes of one copy between devices; in between a pull can be stopped.
-const DEVICE_COPY_BYTES: usize = 4 << 20;
+/// Bytes of one copy between devices; in between a pull can be stopped. Each copy takes the GIL and waits for the device, which costs more
+/// than the copy itself below some 100 MiB.
+const DEVICE_COPY_BYTES: usize = 128 << 20;
 
 type Report = Arc<dyn Fn(Done) + Send + Sync>;
 
@@ -311,9 +312,13 @@ impl Worker {
             let dst: Vec<u32> = part.iter().map(|page| page.dst).collect();
             // The peer may rewrite src meanwhile; the second look at the generations finds out. dst are pages that the engine granted to
             // this room and that nobody else uses until this pull has ended.
-            theirs.copy(&src, &dst).map_err(broken)?;
+            let copied = theirs.copy(&src, &dst);
+            let mut sums = copied
+                .and_then(|sums| one_each(sums, part.len()))
+                .map_err(broken)?;
             if self.faults.flip_page() {
                 flip_on(own, dst[0], page_bytes).map_err(broken)?;
+                sums = sums_of(own, &dst).map_err(broken)?;
             }
             if let Some(ms) = self.faults.copied_delay_ms() {
                 std::thread::sleep(std::time::Duration::from_millis(ms)); // time for a test's new owner
@@ -321,7 +326,7 @@ impl Worker {
             for page in part {
                 check_generation(page.src, from.generation_after(page.src.page))?;
             }
-            check_sums_on(own, part)?;
+            check_sums(part, &sums)?;
             *bytes += (part.len() * page_bytes) as u64;
         }
         Ok(())
@@ -330,11 +335,14 @@ impl Worker {
 
 /// One checksum per page, or an error.
 fn sums_of(device: &dyn DevicePages, pages: &[u32]) -> Result<Vec<u64>, DeviceError> {
-    let sums = device.sums(pages)?;
-    if sums.len() == pages.len() {
+    one_each(device.sums(pages)?, pages.len())
+}
+
+fn one_each(sums: Vec<u64>, pages: usize) -> Result<Vec<u64>, DeviceError> {
+    if sums.len() == pages {
         return Ok(sums);
     }
-    let why = format!("{} checksums of {} pages", sums.len(), pages.len());
+    let why = format!("{} checksums of {pages} pages", sums.len());
     Err(DeviceError(why))
 }
 
@@ -342,10 +350,14 @@ fn sums_of(device: &dyn DevicePages, pages: &[u32]) -> Result<Vec<u64>, DeviceEr
 pub(super) fn check_sums_on(device: &dyn DevicePages, pages: &[PullPage]) -> Result<(), PullError> {
     let dst: Vec<u32> = pages.iter().map(|page| page.dst).collect();
     let sums = sums_of(device, &dst).map_err(|err| PullError::Broken(err.to_string()))?;
+    check_sums(pages, &sums)
+}
+
+fn check_sums(pages: &[PullPage], sums: &[u64]) -> Result<(), PullError> {
     pages
         .iter()
         .zip(sums)
-        .try_for_each(|(page, sum)| check_sum(page.src, sum))
+        .try_for_each(|(page, &sum)| check_sum(page.src, sum))
 }
 
 /// Pages that arrived in host memory go to our device. They are verified there, if the device can take the announcer's checksum, else

@@ -168,7 +168,7 @@ struct Opened {
 }
 
 impl PeerPages for Opened {
-    fn copy(&self, src: &[u32], dst: &[u32]) -> Done {
+    fn copy(&self, src: &[u32], dst: &[u32]) -> Result<Vec<u64>, DeviceError> {
         let theirs = self.theirs.lock();
         let theirs = theirs
             .as_ref()
@@ -178,7 +178,7 @@ impl PeerPages for Opened {
         for (&src, &dst) in src.iter().zip(dst) {
             self.ours.write(dst, &theirs.read(src));
         }
-        Ok(())
+        self.ours.sums(dst)
     }
 
     fn close(&self) -> Done {

@@ -32,10 +32,12 @@ from baton.runtime.gpu import cuda_ipc
 log = logging.getLogger("baton.pages")
 
 SUM_BYTES = 8 << 20
-"""Pages whose checksums are taken at a time; what it needs meanwhile is three times as much."""
+"""Pages whose checksums are taken in one go, which needs three times as much meanwhile; a call queues any number."""
 STUCK_SECS = 30.0
 """A copy of some MiB, behind whatever else the device has to do."""
 POLL_SECS = 0.00005
+LONGEST_POLL_SECS = 0.001
+"""Each look takes the GIL: a wait doubles its pauses from POLL_SECS to this."""
 
 
 class Queue(Protocol):
@@ -82,10 +84,19 @@ class Pages:
     def __init__(self, data: Tensor, queue: Queue) -> None:
         self.rows = data.view(data.shape[0], -1).view(torch.int64)
         self.queue = queue
+        self._weights = torch.from_numpy(weights(2 * self.page_words)).to(data.device)
 
     @property
     def page_words(self) -> int:
         return self.rows.shape[1]
+
+    def parts(self, pages: int) -> list[slice]:
+        """Of so many pages, what checksums are taken of in one go."""
+        at_once = max(1, SUM_BYTES // (8 * self.page_words))
+        return [slice(start, start + at_once) for start in range(0, pages, at_once)]
+
+    def queue_sums(self, rows: Tensor, to: Tensor) -> None:
+        to.copy_((rows.view(torch.int32) * self._weights).sum(1), non_blocking=True)
 
     def index(self, pages: bytes) -> Tensor:
         """Page ids (int32, little endian) on the device; call it while queueing."""
@@ -98,7 +109,6 @@ class DevicePages:
 
     def __init__(self, data: Tensor, queue: Queue, sharing: Sharing) -> None:
         self._pages = Pages(data, queue)
-        self._weights = torch.from_numpy(weights(2 * self._pages.page_words)).to(data.device)
         self._queue = queue
         self._sharing = sharing
 
@@ -123,13 +133,11 @@ class DevicePages:
     def sums(self, pages: bytes) -> bytes:
         """uint64 each, little endian."""
         sums = self._queue.host_memory(len(pages) // 4)
-        at_once = max(1, SUM_BYTES // (8 * self._pages.page_words))
 
         def enqueue() -> None:
             index = self._pages.index(pages)
-            for start in range(0, len(index), at_once):
-                halves = self._pages.rows.index_select(0, index[start : start + at_once]).view(torch.int32)
-                sums[start : start + at_once].copy_((halves * self._weights).sum(1), non_blocking=True)
+            for part in self._pages.parts(len(index)):
+                self._pages.queue_sums(self._pages.rows.index_select(0, index[part]), sums[part])
 
         self._queue.run("taking checksums", enqueue)
         return sums.numpy().tobytes()
@@ -194,17 +202,24 @@ class PeerPages:
         self._lock = threading.Lock()
         """Held while the peer's memory is read."""
 
-    def copy(self, src: bytes, dst: bytes) -> None:
+    def copy(self, src: bytes, dst: bytes) -> bytes:
+        """Returns the checksums of what arrived, as `DevicePages.sums` does. Waits once for all of it."""
+        ours = self._ours
+        sums = ours.queue.host_memory(len(src) // 4)
         with self._lock:
             theirs = self._theirs
             if theirs is None:
                 raise RuntimeError("the peer's pages are closed: it is gone")
 
             def enqueue() -> None:
-                found = theirs.index_select(0, self._ours.index(src))
-                self._ours.rows.index_copy_(0, self._ours.index(dst), found)
+                there, here = ours.index(src), ours.index(dst)
+                for part in ours.parts(len(there)):
+                    found = theirs.index_select(0, there[part])
+                    ours.rows.index_copy_(0, here[part], found)
+                    ours.queue_sums(found, sums[part])
 
-            self._ours.queue.run("copying a peer's pages", enqueue)
+            ours.queue.run("copying a peer's pages", enqueue)
+        return sums.numpy().tobytes()
 
     def close(self) -> None:
         with self._lock:
@@ -253,11 +268,12 @@ class CudaQueue:
             self._idle.append(stream)
 
     def _wait(self, what: str, done: torch.cuda.Event) -> None:
-        deadline = time.monotonic() + STUCK_SECS
+        deadline, pause = time.monotonic() + STUCK_SECS, POLL_SECS
         while not done.query():
             if time.monotonic() > deadline:
                 self._stuck(f"{self._device} is not through with {what} after {STUCK_SECS:g} s")
-            time.sleep(POLL_SECS)
+            time.sleep(pause)
+            pause = min(2 * pause, LONGEST_POLL_SECS)
 
     def host_memory(self, count: int) -> Tensor:
         with torch.cuda.device(self._device):
