@@ -145,8 +145,6 @@ class TestDistribution:
         st.sampled_from([0.05, 0.5, 0.95, 0.999, 1.0]), st.sampled_from([0.0, 0.001, 0.3]),
     )  # fmt: skip
     def test_the_head_alone_decides_as_the_whole_sort_does(self, seed, scale, top_k, top_p, min_p):
-        if top_k in (0, 1000) and top_p == 1 and min_p == 0:
-            top_p = 0.99  # without filters the two walk the tail in different orders
         logits = noise(2, 600, seed % 1000, scale)
         rows = [row(seed=seed + i, top_k=top_k, top_p=top_p, min_p=min_p) for i in range(2)]
         tokens = []
@@ -159,12 +157,17 @@ class TestDistribution:
             assert naive_distribution(logits[i], rows[i].params)[token] > 0
 
     def test_equal_logits_are_ordered_by_id(self):
-        logits = torch.zeros(1, 300)
-        kept = {sample(logits.clone(), [row(seed=i, top_k=5)]).tokens[0] for i in range(200)}
-        assert kept <= set(range(300))
-        assert len(kept) == 5
-        small = {sample(torch.zeros(1, 100), [row(seed=i, top_k=5)]).tokens[0] for i in range(200)}
-        assert small == {0, 1, 2, 3, 4}
+        for vocab in (100, 300):
+            kept = {sample(torch.zeros(1, vocab), [row(seed=i, top_k=5)]).tokens[0] for i in range(200)}
+            assert kept == {0, 1, 2, 3, 4}
+
+    @pytest.mark.parametrize("params", [{}, {"top_k": 3}, {"top_p": 0.95}, {"min_p": 0.1}])
+    def test_u_is_inverted_in_order_of_id_among_the_kept(self, params, monkeypatch):
+        logits = torch.tensor([[0.1, 0.4, 1e-9, 0.2, 0.3]]).log()
+        for u, token in ((0.0, 0), (0.35, 1), (0.6, 3), (0.99, 4)):
+            monkeypatch.setattr(sampler, "uniform", lambda seed, position, u=u: u)
+            expected = 1 if token == 0 and params.get("top_k") else token
+            assert sample(logits.clone(), [row(**params)]).tokens == [expected]
 
     def test_banned_tokens_are_never_drawn_even_at_the_end_of_the_range(self, monkeypatch):
         monkeypatch.setattr(sampler, "uniform", lambda seed, position: 1 - 2.0**-53)

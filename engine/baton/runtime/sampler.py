@@ -2,10 +2,11 @@
 
 For each row of a step: (1) logprobs are taken from the raw logits, as OpenAI and vLLM do; (2) rows with logit_bias,
 penalties or min_new_tokens get their logits edited; (3) greedy rows take the largest logit, the lowest id among equals;
-(4) the others draw: temperature, then top_k, top_p, min_p in transformers' order, then one number u decides:
+(4) the others draw: temperature, then top_k, top_p, min_p in transformers' order, then one number u decides among the
+tokens that are kept, in order of id (the inverse of their distribution function):
 
-    most likely first   |----- id 7 -----|--- id 3 ---|- 12 -|…| cut by the filters
-                        0              u * kept mass            kept mass
+    tokens kept, by id   |--- id 3 ---|----- id 7 -----|- id 12 -|
+                         0              u * kept mass            kept mass
 
 A row whose largest logit is NaN or infinite gets INVALID_TOKEN; the other rows of the step are not affected.
 
@@ -15,20 +16,19 @@ preemption, on the page size, or on which node draws it (the first token is draw
 Cost: sorting 152 k logits takes 15 ms, the 256 largest 0.3 ms (one thread), so filters are decided among those 256 and
 more is sorted only when they reach further. Rows of all-greedy steps cost one argmax.
 
-`sample` works on the host and decides by the probabilities it sees; where logits lie on a device, `gpu.sampler` does
-the same without looking at them. What both must agree on is here: `Edits`, `filter_columns`, `kept_mass`, `route`.
+`sample` works on the host; where logits lie on a device, `gpu.sampler` has a kernel draw by the same definition. What
+both must agree on is here: `Edits` and `draw_columns`.
 """
 
 from __future__ import annotations
 
-import enum
-import math
 from array import array
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from baton.request import SamplingParams
@@ -43,8 +43,6 @@ _ROWS_AT_ONCE = 8
 
 Put: TypeAlias = Callable[[np.ndarray], Tensor]
 """An array from the host as a tensor on the device of the logits."""
-Columns: TypeAlias = Any
-"""np.ndarray or Tensor, of which only what they have in common is used."""
 
 
 class SampleRow:
@@ -190,7 +188,8 @@ def sample(logits: Tensor, rows: Sequence[SampleRow]) -> StepResult:
     drawn = [i for i, row in enumerate(rows) if not row.is_greedy]
     for start in range(0, len(drawn), _ROWS_AT_ONCE):
         some = drawn[start : start + _ROWS_AT_ONCE]
-        for i, token in zip(some, _draw(logits[some], [rows[i] for i in some]), strict=True):
+        columns = [draw_columns(rows[i], logits.shape[1]) for i in some]
+        for i, token in zip(some, draw(logits[some], columns), strict=True):
             tokens[i] = token
     asked = {i: _token_logprobs(lp, tokens[i], rows[i].params.logprobs) for i, lp in raw.items() if i not in bad}
     return StepResult(_without(bad, tokens), asked)
@@ -207,113 +206,78 @@ def _token_logprobs(logprobs: Tensor, token: int, k: int) -> TokenLogprobs:
     return TokenLogprobs(float(logprobs[token]), top.indices.tolist(), top.values.tolist())
 
 
-def _draw(logits: Tensor, rows: list[SampleRow]) -> list[int]:
-    """One token for each non-greedy row of logits [n, vocab]."""
-    vocab = logits.shape[1]
-    head = min(HEAD, vocab)
-    scaled = logits / torch.tensor([row.params.temperature for row in rows], dtype=logits.dtype)[:, None]
+def draw_columns(row: SampleRow, vocab: int) -> tuple[float, float, float, float, float]:
+    """All that a draw knows of a row: temperature, u, top_k (0: none), top_p, min_p."""
+    p = row.params
+    top_k = p.top_k if 0 < p.top_k < vocab else 0
+    return p.temperature, uniform(p.seed, row.position), top_k, p.top_p, p.min_p
+
+
+def draw(logits: Tensor, columns: Sequence[Sequence[float]]) -> list[int]:
+    """One token for each non-greedy row of logits [n, vocab]. Args: `columns`: `draw_columns` of each."""
+    scaled = logits / torch.tensor([of_row[0] for of_row in columns], dtype=logits.dtype)[:, None]
     probs = scaled.softmax(-1)
-    ids = largest(scaled, head)
-    mass, kept = _kept_mass(probs.gather(1, ids).numpy(), [row.params for row in rows], vocab)
     tokens = []
-    for i, row in enumerate(rows):
-        u = uniform(row.params.seed, row.position)
-        way = route(row.params, vocab)
-        is_cut = way is Route.SORTED and not 0 < row.params.top_k < vocab and kept[i] < head
-        if way is Route.HEAD or is_cut:
-            tokens.append(int(ids[i, _pick(mass[i], u)]))
-        elif way is Route.ALL:
-            tokens.append(_pick_unfiltered(probs[i].numpy(), ids[i].numpy(), mass[i], u))
+    for i, (_, u, top_k, top_p, min_p) in enumerate(columns):
+        if not top_k and top_p >= 1 and not min_p:
+            tokens.append(_pick(probs[i].numpy(), u))
         else:
-            order = _candidates(scaled[i], probs[i], row.params)
-            all_mass, _ = _kept_mass(probs[i][order].numpy()[None], [row.params], vocab)
-            tokens.append(int(order[_pick(all_mass[0], u)]))
+            ids = kept_ids(scaled[i], probs[i], int(top_k), top_p, min_p)
+            tokens.append(int(ids[_pick(probs[i][ids].numpy(), u)]))
     return tokens
 
 
-def _candidates(logits: Tensor, probs: Tensor, params: SamplingParams) -> Tensor:
-    """Ids of one row, most likely first, that surely hold all the filters keep: int64 [m].
+def kept_ids(logits: Tensor, probs: Tensor, top_k: int, top_p: float, min_p: float) -> Tensor:
+    """Ids of one row that the filters keep, ascending: int64 [m]."""
+    vocab = len(logits)
+    ids = largest(logits, top_k or min(HEAD, vocab))
+    kept = _kept_count(probs[ids].numpy(), top_k, top_p, min_p)
+    if not top_k and kept == len(ids) < vocab:
+        ids = _candidates(logits, probs, top_p, min_p)
+        kept = _kept_count(probs[ids].numpy(), top_k, top_p, min_p)
+    return ids[:kept].sort().values
+
+
+def _candidates(logits: Tensor, probs: Tensor, top_p: float, min_p: float) -> Tensor:
+    """Ids of one row, most likely first, that surely hold all that top_p and min_p keep: int64 [m].
 
     All tokens below (1 - top_p) / vocab together weigh less than 1 - top_p, so the nucleus lies above; half of that
     leaves room for rounding. A peaked row thus sorts some thousands of its 152 k tokens.
     """
-    vocab = len(logits)
-    if 0 < params.top_k < vocab:
-        return largest(logits[None], params.top_k)[0]
-    floor = max((1.0 - params.top_p) / (2 * vocab), 0.999 * params.min_p * float(probs.max()))
+    floor = max((1.0 - top_p) / (2 * len(logits)), 0.999 * min_p * float(probs.max()))
     ids = (probs >= floor).nonzero()[:, 0]
     return ids[logits[ids].sort(dim=0, descending=True, stable=True).indices]
 
 
 def largest(logits: Tensor, k: int) -> Tensor:
-    """Ids of the k largest of each row, largest first, lowest id first among equals: int64 [n, k]."""
-    if k == logits.shape[1]:
-        return logits.sort(dim=-1, descending=True, stable=True).indices
-    ids = logits.topk(k, sorted=False).indices.sort(-1).values
-    order = logits.gather(1, ids).sort(dim=-1, descending=True, stable=True).indices
-    return ids.gather(1, order)
+    """Ids of the k largest of one row, largest first, lowest id first among equals: int64 [k]."""
+    if k < len(logits):
+        edge = logits.topk(k).values[-1]
+        above = (logits > edge).nonzero()[:, 0]
+        equal = (logits == edge).nonzero()[: k - len(above), 0]  # topk takes any of them
+        ids = torch.cat((above, equal)).sort().values
+    else:
+        ids = torch.arange(len(logits))
+    return ids[logits[ids].sort(descending=True, stable=True).indices]
 
 
-def _kept_mass(probs: np.ndarray, params: Sequence[SamplingParams], vocab: int) -> tuple[np.ndarray, np.ndarray]:
-    """What the filters leave of probs [n, k], sorted descending.
-
-    Returns the running sum of kept probability, float64 [n, k] (flat from the first cut on), and how many are kept.
-    """
-    columns = np.array([filter_columns(p, vocab) for p in params]).T[:, :, None]
-    return kept_mass(probs.astype(np.float64), np.arange(probs.shape[1])[None, :], columns)
-
-
-def filter_columns(p: SamplingParams, vocab: int) -> tuple[float, float, float, float]:
-    """What `kept_mass` knows of a row."""
-    limit = p.top_k or vocab
-    return limit, limit < vocab, p.top_p if p.top_p < 1 else math.inf, p.min_p
-
-
-def kept_mass(wide: Columns, ranks: Columns, columns: Columns) -> tuple[Columns, Columns]:
-    """The definition of top_k, top_p and min_p, for arrays and tensors alike. May overwrite `wide`.
+def _kept_count(probs: NDArray[np.float32], top_k: int, top_p: float, min_p: float) -> int:
+    """The definition of top_p and min_p: how many of a row's tokens, most likely first, are kept. With top_k these are
+    all there is.
 
     A token survives top_p while the mass before it is below top_p, so the one that crosses the limit is kept.
-
-    Args:
-        wide: float64 [n, k]: probabilities, most likely first. ranks: [1, k]: 0, 1, …
-        columns: float64 [4, n, 1]: `filter_columns` of each row.
-    Returns:
-        Running sum of kept probability, float64 [n, k], and how many tokens are kept, [n].
     """
-    limit, is_limited, top_p, min_p = columns
-    allowed = ranks < limit
-    wide *= allowed
-    running = wide.cumsum(-1)
-    total = running[:, -1:] * is_limited + (1.0 - is_limited)  # what top_k leaves is all there is
-    keep = allowed & (running - wide < top_p * total) & (wide >= min_p * wide[:, :1])
-    return (wide * keep).cumsum(-1), keep.sum(-1)
+    wide = probs.astype(np.float64)
+    running = wide.cumsum()
+    total = running[-1] if top_k else 1.0
+    keep = wide >= min_p * wide[0]
+    if top_p < 1:
+        keep &= running - wide < top_p * total
+    return int(keep.sum())
 
 
-class Route(enum.Enum):
-    """How far a row's draw has to look, as its parameters say."""
-
-    HEAD = "among the most likely tokens only"
-    ALL = "any token: the head in order of probability, then the others by id"
-    SORTED = "as far as the filters reach, which the probabilities decide"
-
-
-def route(params: SamplingParams, vocab: int) -> Route:
-    if vocab <= HEAD or 0 < params.top_k <= HEAD:
-        return Route.HEAD
-    unfiltered = params.top_p >= 1 and params.min_p == 0 and (params.top_k == 0 or params.top_k >= vocab)
-    return Route.ALL if unfiltered else Route.SORTED
-
-
-def _pick(mass: np.ndarray, u: float) -> int:
+def _pick(probs: NDArray[np.float32], u: float) -> int:
     """The index at which the running sum passes u * its end; never one without probability."""
+    mass = probs.cumsum(dtype=np.float64)
     end = mass[-1]
     return int(min(np.searchsorted(mass, u * end, side="right"), np.searchsorted(mass, end, side="left")))
-
-
-def _pick_unfiltered(probs: np.ndarray, head_ids: np.ndarray, head_mass: np.ndarray, u: float) -> int:
-    """Any token of the vocabulary may come: the head in order of probability, then the others by id, unsorted."""
-    if u < head_mass[-1]:
-        return int(head_ids[np.searchsorted(head_mass, u, side="right")])
-    tail = probs.astype(np.float64)
-    tail[head_ids] = 0.0
-    return _pick(tail.cumsum(), min((u - head_mass[-1]) / (1.0 - head_mass[-1]), 1.0) if head_mass[-1] < 1 else 0.0)

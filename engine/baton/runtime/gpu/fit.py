@@ -77,7 +77,7 @@ def fit(
         except Exception as err:  # of flashinfer: its compiler, its launches, arguments that another version has not
             if config.attention_backend == "torch":
                 raise
-            why = f"flashinfer cannot run here ({reason(err)}); use --attention-backend {SLOWER}"
+            why = f"kernels for this GPU cannot run here ({reason(err)}); use --attention-backend {SLOWER}"
             raise ConfigError(f"--attention-backend {config.attention_backend}: {why}") from err
     free, total = memory.free()
     needs = Needs(

@@ -20,7 +20,6 @@ from dataclasses import dataclass
 
 from baton.request import SamplingParams
 from baton.runtime.gpu.memory import Memory
-from baton.runtime.gpu.sampler import ROWS_AT_ONCE
 from baton.sched.plan import Admitted, Row, StepPlan, Stop
 
 log = logging.getLogger("baton.rehearsal")
@@ -106,7 +105,7 @@ def steps(limits: Limits) -> list[tuple[str, StepPlan]]:
         _Step(f"{few_tokens} tokens after {cached} cached ones", 0, (few_tokens,), cached=cached),
         _Step("one sequence decoding", 1, ()),
         _Step("prompt and decode rows", few - 1, (short,)),
-        _Step("all ways of sampling", min(len(SAMPLINGS) * ROWS_AT_ONCE, limits.running), (), SAMPLINGS[-few:]),
+        _Step("all ways of sampling", min(len(SAMPLINGS), limits.running), (), SAMPLINGS[-few:]),
         _Step(f"{limits.running} sequences decoding", limits.running, ()),
         _largest(limits),
     ]

@@ -1,13 +1,11 @@
-"""The sampler's definition (`runtime.sampler`) in tensor operations that never look at the logits from the host.
+"""The sampler's definition (`runtime.sampler`) without a look at the logits from the host.
 
 1. `Draw(rows, vocab, put)` writes down what the rows ask for, from parameters and positions alone; 2. `run(logits)`
-queues the work and returns tensors on the logits' device; 3. `read` turns their host copies into a result later.
+queues the work, the draw in one launch (`draw_kernel`), and returns tensors on the logits' device; 3. `read` turns
+their host copies into a result later.
 
-A row's parameters choose its route, never the other rows: its token is the same in any batch, up to the rounding of the
-device's reductions. Tokens equal those of `sampler.sample` on the same logits, except that tokens of equal logit at the
-edge of the head may stand for each other.
-
-Works on any device, and is tested on the CPU.
+A row's token is the same in any batch, and that of `sampler.sample` on the same logits but for the rounding of sums.
+On CPU tensors, which tests use, the host's sampler draws.
 """
 
 from __future__ import annotations
@@ -20,12 +18,8 @@ import torch
 from torch import Tensor
 
 from baton.runtime import sampler
-from baton.runtime.sampler import Edits, Put, Route, SampleRow, filter_columns, kept_mass, largest, route
-from baton.sched.mix import uniform
+from baton.runtime.sampler import Edits, Put, SampleRow, draw_columns
 from baton.sched.plan import StepResult, TokenLogprobs
-
-ROWS_AT_ONCE = 32
-"""Bounds the scratch memory of a draw to about 32 * vocab * 40 bytes: 195 MB for 152 k tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,17 +49,8 @@ class Draw:
         self._logprobs = [(i, row.params.logprobs) for i, row in special if row.params.logprobs >= 0]
         edited = [(i, row) for i, row in special if row.is_edited]
         self._edits = Edits(edited, vocab) if edited else None
-        by_route: dict[Route, list[int]] = {way: [] for way in Route}
-        for i, row in special:
-            if not row.is_greedy:
-                by_route[route(row.params, vocab)].append(i)
-        self._ways = [(way, len(some)) for way, some in by_route.items() if some]
-        self._drawn = [i for some in by_route.values() for i in some]
-        """Rows that draw, those of one route together."""
-        self._columns = [
-            (r.params.temperature, uniform(r.params.seed, r.position), *filter_columns(r.params, vocab))
-            for r in (rows[i] for i in self._drawn)
-        ]
+        self._drawn = [i for i, row in special if not row.is_greedy]
+        self._columns = [draw_columns(rows[i], vocab) for i in self._drawn]
 
     def run(self, logits: Tensor, greedy: Tensor | None = None) -> Drawn:
         """Queue the draw. Waits for nothing.
@@ -95,14 +80,11 @@ class Draw:
         return Drawn(tokens, chosen, top.indices, top.values)
 
     def _draw_into(self, tokens: Tensor, logits: Tensor) -> None:
-        at = self._put(np.array(self._drawn))
-        columns = self._put(np.array(self._columns).T.copy())[:, :, None]
-        first = 0
-        for way, count in self._ways:
-            for start in range(first, first + count, ROWS_AT_ONCE):
-                some = slice(start, min(start + ROWS_AT_ONCE, first + count))
-                tokens.index_copy_(0, at[some], _draw(way, logits[at[some]], columns[:, some]))
-            first += count
+        rows, columns = self._put(np.array(self._drawn)), self._put(np.array(self._columns).T.copy())
+        if logits.is_cuda:
+            launch(logits, rows, columns, tokens)
+        else:
+            tokens[rows] = torch.tensor(sampler.draw(logits[rows], columns.T.tolist()))
 
     def read(self, drawn: Drawn) -> StepResult:
         """The result, of copies on the host."""
@@ -119,30 +101,7 @@ class Draw:
         )
 
 
-def _draw(way: Route, logits: Tensor, columns: Tensor) -> Tensor:
-    """One token for each row of logits [n, vocab]: int64 [n].
+def launch(logits: Tensor, rows: Tensor, columns: Tensor, tokens: Tensor) -> None:
+    from baton.runtime.gpu import draw_kernel  # Triton, which torch's CUDA builds come with
 
-    Args:
-        columns: float64 [6, n, 1]: temperature, u, then the filters' columns.
-    """
-    temperature, u, filters = columns[0], columns[1], columns[2:]
-    scaled = logits / temperature.to(logits.dtype)
-    probs = scaled.softmax(-1)
-    vocab = logits.shape[1]
-    ids = largest(scaled, vocab if way is Route.SORTED else min(sampler.HEAD, vocab))
-    ranks = torch.arange(ids.shape[1], device=ids.device)[None, :]
-    mass, _ = kept_mass(probs.gather(1, ids).double(), ranks, filters)
-    if way is not Route.ALL:
-        return ids.gather(1, _pick(mass, u))[:, 0]
-    # The head where u falls into its mass, else the others by id, unsorted.
-    head = mass[:, -1:].contiguous()
-    in_head = torch.searchsorted(mass, u, right=True).clamp_max(mass.shape[1] - 1)
-    rest = probs.double().scatter_(1, ids, 0.0).cumsum(-1)
-    by_id = _pick(rest, ((u - head) / (1.0 - head)).clamp_max(1.0).nan_to_num(0.0))
-    return torch.where(u < head, ids.gather(1, in_head), by_id)[:, 0]
-
-
-def _pick(mass: Tensor, u: Tensor) -> Tensor:
-    """The index at which each row's running sum passes u * its end; never one without probability: int64 [n, 1]."""
-    end = mass[:, -1:].contiguous()
-    return torch.minimum(torch.searchsorted(mass, u * end, right=True), torch.searchsorted(mass, end, right=False))
+    draw_kernel.draw_rows(logits, rows, columns, tokens)
