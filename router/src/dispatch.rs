@@ -268,6 +268,7 @@ pub fn leg(app: &App, request: &Inbound, chosen: Chosen, body: Parts) -> Leg {
         head,
         body,
         limit: app.config.request_timeout(),
+        probe_after: app.config.silent_request_probe(),
         counts: request.scan.batch.is_none(),
         tells_tokens,
     }

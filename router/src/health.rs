@@ -4,6 +4,8 @@
 //! 2. good probe: GET /get_server_info (older and newer name tried), check the role, `Ready`;
 //! 3. ready: probe every --health-check-interval-secs, and at once when a request met a refused or broken connection.
 //!    Refused: `Unhealthy` now, since nothing listens there; other failures count up to --health-failure-threshold;
+//!    a request without an answer for --silent-request-probe-secs has the worker probed within `SILENCE_PAUSE`. If neither
+//!    the probe nor any request gets a byte for as long as the `patience` says, the worker hangs: `Unhealthy` now;
 //! 4. our engines are asked with each good probe how much they have to do (GET /v1/loads): no answer may tell it;
 //! 5. unhealthy: probe every second (or the interval, if shorter) until --health-success-threshold good ones, back to 2.
 
@@ -12,7 +14,7 @@ use std::time::Duration;
 
 use http::{Method, Uri};
 use router_core::{HealthChange, HealthCounter, Role};
-use tokio::time::{Instant, timeout};
+use tokio::time::{Instant, sleep, timeout};
 
 use crate::App;
 use crate::kv_events;
@@ -25,8 +27,20 @@ const RECOVERY_PAUSE: Duration = Duration::from_secs(1);
 /// Longest answer read from /get_server_info [bytes].
 const MAX_DESCRIPTION: usize = 1 << 20;
 
+/// Pause between two probes that requests without an answer ask for.
+const SILENCE_PAUSE: Duration = Duration::from_secs(1);
+/// A silent worker has this long to answer a probe, for each failure of --health-failure-threshold.
+const SILENCE_STEP: Duration = Duration::from_millis(500);
+/// ... or this many times its slowest recent probe, if that is more: SGLang's /health takes a second when all is well.
+const SILENCE_FACTOR: u32 = 4;
+
 enum Probe {
     Good,
+    /// No answer at all, neither to the probe nor to any request. `is_certain`: requests had none for long before.
+    Silent {
+        reason: String,
+        is_certain: bool,
+    },
     /// Nothing listens: certain knowledge, no second opinion needed.
     Refused(String),
     Bad(String),
@@ -46,6 +60,8 @@ struct Watch {
     registered: Instant,
     is_reported_late: bool,
     pause: Duration,
+    /// Slowest recent good probe.
+    slowest: Duration,
 }
 
 /// Weak references: the task must keep neither the router nor a removed worker alive.
@@ -56,7 +72,9 @@ async fn watch(app: std::sync::Weak<App>, worker: std::sync::Weak<Worker>, newco
         registered: Instant::now(),
         is_reported_late: false,
         pause: FIRST_PAUSE,
+        slowest: Duration::ZERO,
     };
+    let mut is_silent = false;
     loop {
         let (Some(app), Some(worker)) = (app.upgrade(), worker.upgrade()) else {
             return;
@@ -73,7 +91,12 @@ async fn watch(app: std::sync::Weak<App>, worker: std::sync::Weak<Worker>, newco
             drop(newcomer.take());
             seen.pause = seen.longer_pause(&app);
         } else {
-            let probe = probe(&app, &worker).await;
+            let patience = seen.patience(&app);
+            let begin = Instant::now();
+            let probe = probe(&app, &worker, patience, is_silent).await;
+            if matches!(probe, Probe::Good) {
+                seen.slowest = begin.elapsed().max(seen.slowest.mul_f64(0.9));
+            }
             let is_good = matches!(probe, Probe::Good);
             seen.pause = seen.take(&app, &worker, probe).await;
             drop(newcomer.take());
@@ -83,10 +106,14 @@ async fn watch(app: std::sync::Weak<App>, worker: std::sync::Weak<Worker>, newco
         }
         drop(app);
         // Sleeping on the worker's own Notify keeps it alive for one pause at most; a removal aborts this task anyway.
-        tokio::select! {
-            () = tokio::time::sleep(seen.pause) => {}
-            () = worker.suspect.notified() => {}
-        }
+        is_silent = tokio::select! {
+            () = sleep(seen.pause) => false,
+            () = worker.suspect.notified() => false,
+            () = async {
+                sleep(SILENCE_PAUSE).await;
+                worker.silent.notified().await;
+            } => true,
+        };
     }
 }
 
@@ -98,13 +125,26 @@ impl Watch {
         };
         let change = match &probe {
             Probe::Good => counter.record(true),
-            Probe::Bad(_) => counter.record(false),
-            Probe::Refused(_) => refused(counter),
+            Probe::Bad(_)
+            | Probe::Silent {
+                is_certain: false, ..
+            } => counter.record(false),
+            Probe::Refused(_)
+            | Probe::Silent {
+                is_certain: true, ..
+            } => settled(counter),
         };
+        let is_silent = matches!(probe, Probe::Silent { .. });
         match (change, probe) {
             (Some(HealthChange::BecameHealthy), _) => admit(app, worker).await,
-            (Some(HealthChange::BecameUnhealthy), Probe::Bad(reason) | Probe::Refused(reason)) => {
-                let state = State::Unhealthy { reason };
+            (
+                Some(HealthChange::BecameUnhealthy),
+                Probe::Bad(reason) | Probe::Refused(reason) | Probe::Silent { reason, .. },
+            ) => {
+                let state = State::Unhealthy {
+                    reason,
+                    is_hung: is_silent,
+                };
                 app.registry.set_state(worker, state, None);
             }
             // It may have been restarted with other flags.
@@ -114,7 +154,7 @@ impl Watch {
             _ => {}
         }
         let interval = Duration::from_secs(app.config.health.health_check_interval_secs);
-        if counter.is_healthy() {
+        if counter.is_healthy() && !is_silent {
             interval
         } else {
             interval.min(RECOVERY_PAUSE)
@@ -129,7 +169,7 @@ impl Watch {
                 admit(app, worker).await;
                 Duration::from_secs(app.config.health.health_check_interval_secs)
             }
-            Probe::Refused(reason) | Probe::Bad(reason) => {
+            Probe::Refused(reason) | Probe::Bad(reason) | Probe::Silent { reason, .. } => {
                 let limit = Duration::from_secs(app.config.workers.worker_startup_timeout_secs);
                 if self.registered.elapsed() >= limit && !self.is_reported_late {
                     self.is_reported_late = true;
@@ -141,14 +181,22 @@ impl Watch {
         }
     }
 
+    /// How long a worker whose requests are silent has for a probe.
+    fn patience(&self, app: &App) -> Duration {
+        let config = &app.config.health;
+        let least = SILENCE_STEP * config.health_failure_threshold.max(1);
+        let most = Duration::from_secs(config.health_check_timeout_secs);
+        (self.slowest * SILENCE_FACTOR).max(least).min(most)
+    }
+
     fn longer_pause(&self, app: &App) -> Duration {
         let longest = Duration::from_secs(app.config.workers.worker_startup_check_interval);
         self.pause.mul_f64(1.5).min(longest)
     }
 }
 
-/// A refused connection settles the matter: record failures until the verdict turns.
-fn refused(seen: &mut HealthCounter) -> Option<HealthChange> {
+/// What is certain needs no second probe: record failures until the verdict turns.
+fn settled(seen: &mut HealthCounter) -> Option<HealthChange> {
     while seen.is_healthy() {
         if let Some(change) = seen.record(false) {
             return Some(change);
@@ -157,17 +205,42 @@ fn refused(seen: &mut HealthCounter) -> Option<HealthChange> {
     seen.record(false)
 }
 
-async fn probe(app: &App, worker: &Worker) -> Probe {
+/// `patience`: the limit when requests are silent, be that at once (`is_silent`) or from some time on.
+async fn probe(app: &App, worker: &Worker, patience: Duration, mut is_silent: bool) -> Probe {
     let path = &app.config.health.health_check_endpoint;
     let limit = Duration::from_secs(app.config.health.health_check_timeout_secs);
-    let probe = match timeout(limit, get(app, worker, path)).await {
-        Err(_) => Probe::Bad(format!("{path} gave no answer for {limit:?}")),
+    let (begin, heard) = (Instant::now(), worker.pool.heard());
+    let asking = get(app, worker, path);
+    tokio::pin!(asking);
+    let silence = async {
+        if !is_silent {
+            worker.silent.notified().await;
+        }
+    };
+    let answer = tokio::select! {
+        biased;
+        answer = timeout(limit, &mut asking) => answer,
+        () = silence => {
+            is_silent = true;
+            timeout(patience, &mut asking).await
+        }
+    };
+    let probe = match answer {
+        Err(_) if worker.pool.heard() == heard => Probe::Silent {
+            reason: format!(
+                "{path} gave no answer for {:.1} s",
+                begin.elapsed().as_secs_f64()
+            ),
+            is_certain: is_silent,
+        },
+        Err(_) => Probe::Bad(format!("{path} gave no answer, but requests got some")),
         Ok(Err(GetError::Send(SendError::Refused(cause)))) => Probe::Refused(cause),
         Ok(Err(err)) => Probe::Bad(format!("{path}: {err}")),
         Ok(Ok(_)) => Probe::Good,
     };
     let result = match &probe {
         Probe::Good => "good",
+        Probe::Silent { .. } => "silent",
         Probe::Refused(_) => "refused",
         Probe::Bad(_) => "bad",
     };

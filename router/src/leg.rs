@@ -33,11 +33,16 @@ pub struct Leg {
     pub body: Parts,
     /// Longest silence of the worker.
     pub limit: Duration,
+    /// Time without an answer after which the worker is probed; `None`: never.
+    pub probe_after: Option<Duration>,
     /// One answer to one prompt: what the worker counts is about them.
     pub counts: bool,
     /// Its stream has comments with the tokens (resume.rs).
     pub tells_tokens: bool,
 }
+
+/// Status and headers of an answer, what was read of its body, and the rest.
+type Answered = (StatusCode, HeaderMap, Vec<Bytes>, Option<Answer>);
 
 /// An answer worth giving to the client.
 pub struct Opened {
@@ -74,7 +79,7 @@ pub const SILENT: &str = "silent";
 pub struct Failure {
     pub role: Role,
     pub worker: WorkerId,
-    /// Label of metrics: a code, or connect, reset, silent.
+    /// Label of metrics: a code, or connect, reset, silent, hung.
     pub reason: &'static str,
     pub class: RetryClass,
     /// The worker broke with the request in hand; whether it had no other.
@@ -100,7 +105,7 @@ impl Failure {
     pub fn lost_worker(&self) -> bool {
         matches!(
             self.reason,
-            "connect" | "reset" | "engine_dead" | "draining" | "not_ready"
+            "connect" | "reset" | "hung" | "engine_dead" | "draining" | "not_ready"
         )
     }
 
@@ -146,6 +151,14 @@ impl Failure {
 
     fn silent(leg: &LoadGuard, limit: Duration) -> Self {
         Self::error(leg, SILENT, RetryClass::Refused, silent_error(leg, limit))
+    }
+
+    fn hung(leg: &LoadGuard, cause: &str) -> Self {
+        let told = upstream_error(
+            leg,
+            format!("no answer, and it fails its health checks: {cause}"),
+        );
+        Self::error(leg, "hung", RetryClass::Broken, told)
     }
 
     fn answer(leg: &LoadGuard, status: StatusCode, headers: HeaderMap, body: Bytes) -> Self {
@@ -296,7 +309,7 @@ pub fn is_sse(headers: &HeaderMap) -> bool {
 impl Leg {
     /// Send and read until the answer can be committed to. Dropping the future closes the connection.
     pub async fn open(mut self) -> Result<Opened, Failure> {
-        match self.try_open().await {
+        match self.open_unless_hung().await {
             Ok((status, headers, pieces, rest)) => {
                 self.guard.settle(Outcome::Success);
                 let is_sse = is_sse(&headers);
@@ -322,7 +335,7 @@ impl Leg {
     /// answer the client does not see.
     pub async fn drain(mut self, keep: bool) -> Result<Vec<Bytes>, Failure> {
         let drained = async {
-            let (_, headers, pieces, rest) = self.try_open().await?;
+            let (_, headers, pieces, rest) = self.open_unless_hung().await?;
             if self.counts
                 && self.guard.wants_usage()
                 && let Some(usage) = usage_in(pieces.iter())
@@ -367,9 +380,16 @@ impl Leg {
         failure
     }
 
-    async fn try_open(
-        &self,
-    ) -> Result<(StatusCode, HeaderMap, Vec<Bytes>, Option<Answer>), Failure> {
+    async fn open_unless_hung(&self) -> Result<Answered, Failure> {
+        let worker = &self.guard.candidate.worker;
+        let opening = worker.unless_hung(self.try_open(), self.probe_after);
+        match opening.await {
+            Ok(opened) => opened,
+            Err(cause) => Err(Failure::hung(&self.guard, &cause)),
+        }
+    }
+
+    async fn try_open(&self) -> Result<Answered, Failure> {
         let pool = &self.guard.candidate.worker.pool;
         let sent = || self.guard.sent();
         let sending = pool.send(&self.head, self.body.clone(), &sent);

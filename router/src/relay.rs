@@ -515,7 +515,7 @@ impl Relay {
                 return Some(Words::Ours(silent_error(guard, self.limit)));
             }
             if now >= next
-                && let State::Unhealthy { reason } = guard.candidate.worker.state()
+                && let State::Unhealthy { reason, .. } = guard.candidate.worker.state()
             {
                 return Some(Words::Ours(RouteError::Upstream {
                     role: guard.candidate.worker.role(),

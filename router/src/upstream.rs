@@ -12,6 +12,7 @@
 
 use std::pin::Pin;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::task::{Context, Poll};
 use std::time::Duration;
 
@@ -75,6 +76,8 @@ pub struct Pool {
     /// Given for https:// only.
     tls: Option<TlsConnector>,
     idle: Mutex<Vec<Idle>>,
+    /// Heads and pieces of answers received.
+    heard: AtomicU64,
     /// Turns true when all connections are to be cut (the end of the shutdown grace).
     cut: watch::Receiver<bool>,
 }
@@ -111,8 +114,14 @@ impl Pool {
             host,
             tls,
             idle: Mutex::default(),
+            heard: AtomicU64::new(0),
             cut,
         })
+    }
+
+    /// Heads and pieces of answers received so far: while it grows, the worker lives.
+    pub fn heard(&self) -> u64 {
+        self.heard.load(Ordering::Relaxed)
     }
 
     /// Send one request and wait for the head of the answer. No timeout: the caller bounds it and may drop the future.
@@ -231,6 +240,7 @@ impl Pool {
             .send_request(request)
             .await
             .map_err(|err| SendError::Broken(with_source(&err)))?;
+        self.heard.fetch_add(1, Ordering::Relaxed);
         Ok(response.map(|incoming| Answer::new(incoming, lease)))
     }
 
@@ -343,6 +353,9 @@ impl Answer {
         loop {
             match std::task::ready!(Pin::new(&mut self.incoming).poll_frame(cx)) {
                 Some(Ok(frame)) => {
+                    if let Some(lease) = &self.lease {
+                        lease.pool.heard.fetch_add(1, Ordering::Relaxed);
+                    }
                     self.release_at_end();
                     if let Ok(data) = frame.into_data() {
                         return Poll::Ready(Some(Ok(data)));

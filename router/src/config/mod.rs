@@ -241,6 +241,10 @@ pub struct Health {
     /// Pause between two probes (SGLang's router: 60; shorter here because a probe is cheap and a dead worker is not) [s]
     #[arg(long, default_value_t = 5, value_name = "SECS")]
     pub health_check_interval_secs: u64,
+    /// A worker whose request has had no answer for this long is probed at once, and is unhealthy if nothing comes from it
+    /// for 0.5 s x --health-failure-threshold (4 times its slowest recent probe, if that is more); 0: never [s]
+    #[arg(long, default_value_t = 2, value_name = "SECS")]
+    pub silent_request_probe_secs: u64,
     /// Path that is probed
     #[arg(long, default_value = "/health", value_name = "PATH")]
     pub health_check_endpoint: String,
@@ -619,6 +623,12 @@ impl RouterConfig {
             failure_threshold: self.health.health_failure_threshold,
             success_threshold: self.health.health_success_threshold,
         }
+    }
+
+    /// `None`: requests without an answer ask for no probe.
+    pub fn silent_request_probe(&self) -> Option<Duration> {
+        let secs = self.health.silent_request_probe_secs;
+        (secs > 0).then(|| Duration::from_secs(secs))
     }
 
     pub fn request_timeout(&self) -> Duration {

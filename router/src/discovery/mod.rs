@@ -330,7 +330,10 @@ mod tests {
         assert_eq!(world.urls(), ["d c:1"]);
         let worker = world.app.registry.workers().pop().unwrap();
         let reason = String::new();
-        let state = State::Unhealthy { reason };
+        let state = State::Unhealthy {
+            reason,
+            is_hung: false,
+        };
         world.app.registry.set_state(&worker, state, None);
         world.feed.recheck();
         assert!(world.urls().is_empty());

@@ -121,6 +121,7 @@ async fn to_one(
             head: head.clone(),
             body: Parts::from(body.clone()),
             limit,
+            probe_after: app.config.silent_request_probe(),
             counts: false,
             tells_tokens: false,
         };
@@ -128,7 +129,7 @@ async fn to_one(
             Ok(opened) => return whole(opened, limit).await,
             Err(failure) => failure,
         };
-        let is_unreached = matches!(failure.reason, "connect" | "reset");
+        let is_unreached = matches!(failure.reason, "connect" | "reset" | "hung");
         if is_unreached && !std::mem::replace(&mut is_second, true) {
             avoid.add(failure.role, failure.worker);
             continue;
@@ -385,19 +386,21 @@ impl Asked {
 /// Ask every ready worker the same, at once; ordered by address.
 async fn ask_each(app: &Arc<App>, head: &Head, body: &Bytes) -> Vec<Asked> {
     let mut asked = JoinSet::new();
+    let probe_after = app.config.silent_request_probe();
     for worker in app.registry.workers() {
         if worker.is_ready() {
             let (head, body) = (head.clone(), Parts::from(body.clone()));
             asked.spawn(async move {
-                let (status, headers, text) =
-                    match timeout(ASK_TIMEOUT, ask(&worker, &head, body)).await {
-                        Ok(Ok((status, headers, text))) => (Some(status), headers, text),
-                        Ok(Err(cause)) => (None, HeaderMap::new(), cause),
-                        Err(_) => {
-                            let cause = format!("no answer for {ASK_TIMEOUT:?}");
-                            (None, HeaderMap::new(), cause)
-                        }
-                    };
+                let asking = timeout(ASK_TIMEOUT, ask(&worker, &head, body));
+                let asked = match worker.unless_hung(asking, probe_after).await {
+                    Ok(Ok(answer)) => answer,
+                    Ok(Err(_)) => Err(format!("no answer for {ASK_TIMEOUT:?}")),
+                    Err(cause) => Err(cause),
+                };
+                let (status, headers, text) = match asked {
+                    Ok((status, headers, text)) => (Some(status), headers, text),
+                    Err(cause) => (None, HeaderMap::new(), cause),
+                };
                 let url = worker.url().to_string();
                 Asked {
                     url,

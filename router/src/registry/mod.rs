@@ -259,7 +259,8 @@ impl Registry {
             pool: Pool::new(spec.url.clone(), self.tls.clone(), self.cut.clone()),
             spec,
             suspect: Notify::new(),
-            state: RwLock::new((State::Starting, Arc::default())),
+            silent: Notify::new(),
+            state: watch::Sender::new((State::Starting, Arc::default())),
             loads: Mutex::default(),
             idle: Notify::new(),
             last_break_ms: AtomicU64::new(0),
@@ -363,17 +364,16 @@ impl Registry {
         if !workers.iter().any(|w| w.id == worker.id) {
             return false;
         }
-        let was = {
-            let mut present = worker.state.write();
+        let is_changed = worker.state.send_if_modified(|present| {
             if present.0 == State::Draining {
                 return false;
             }
             if let Some(description) = description {
                 present.1 = Arc::new(description);
             }
-            std::mem::replace(&mut present.0, state.clone())
-        };
-        if was == state {
+            std::mem::replace(&mut present.0, state.clone()) != state
+        });
+        if !is_changed {
             return false;
         }
         let candidates = match &state {

@@ -4,11 +4,13 @@ use std::collections::BTreeMap;
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::time::Duration;
 
-use parking_lot::{Mutex, RwLock};
+use parking_lot::Mutex;
 use router_core::{Make, QueueOrder, Role, WorkerFacts};
-use tokio::sync::Notify;
+use tokio::sync::{Notify, watch};
 use tokio::task::AbortHandle;
+use tokio::time::sleep;
 
 use crate::config::{Bootstrap, WorkerSpec, WorkerUrl};
 use crate::kv_events::{RankState, lenient};
@@ -27,6 +29,8 @@ pub enum State {
     Ready,
     Unhealthy {
         reason: String,
+        /// Its probes got no answer at all: its requests will get none either.
+        is_hung: bool,
     },
     /// It answers, but cannot do what it was registered for.
     Rejected {
@@ -50,7 +54,7 @@ impl State {
     pub fn reason(&self) -> Option<&str> {
         match self {
             State::Starting | State::Ready | State::Draining => None,
-            State::Unhealthy { reason } | State::Rejected { reason } => Some(reason),
+            State::Unhealthy { reason, .. } | State::Rejected { reason } => Some(reason),
         }
     }
 }
@@ -120,7 +124,9 @@ pub struct Worker {
     pub pool: Arc<Pool>,
     /// Told when a request met a refused or broken connection: probe now.
     pub suspect: Notify,
-    pub(super) state: RwLock<(State, Arc<Description>)>,
+    /// Notified when a request has waited for its answer for `--silent-request-probe-secs`: probe soon.
+    pub silent: Notify,
+    pub(super) state: watch::Sender<(State, Arc<Description>)>,
     /// Requests in flight by rank. Kept while the worker is out: what still runs on it counts when it returns.
     pub(super) loads: Mutex<Vec<Arc<AtomicUsize>>>,
     /// Told when the load of a rank falls to 0.
@@ -140,15 +146,52 @@ impl Worker {
     }
 
     pub fn state(&self) -> State {
-        self.state.read().0.clone()
+        self.state.borrow().0.clone()
     }
 
     pub fn description(&self) -> Arc<Description> {
-        self.state.read().1.clone()
+        self.state.borrow().1.clone()
     }
 
     pub fn is_ready(&self) -> bool {
-        self.state.read().0 == State::Ready
+        self.state.borrow().0 == State::Ready
+    }
+
+    /// Waits until health checks find the worker hung; returns what they found. Forever for a worker that is well.
+    async fn until_hung(&self) -> String {
+        let mut state = self.state.subscribe();
+        let is_hung =
+            |state: &(State, _)| matches!(state.0, State::Unhealthy { is_hung: true, .. });
+        let hung = state.wait_for(is_hung).await.ok();
+        let cause = hung.map(|state| state.0.reason().unwrap_or_default().to_owned());
+        match cause {
+            Some(cause) => cause,
+            None => std::future::pending().await, // the sender lives as long as `self`
+        }
+    }
+
+    /// `answering`, or the finding of the health checks if they find the worker hung before. While it takes long, a probe
+    /// is asked for once in `probe_after`: a worker that is only slow answers it.
+    pub async fn unless_hung<T>(
+        &self,
+        answering: impl Future<Output = T>,
+        probe_after: Option<Duration>,
+    ) -> Result<T, String> {
+        let asking_for_probes = async {
+            let Some(pause) = probe_after else {
+                return std::future::pending().await;
+            };
+            loop {
+                sleep(pause).await;
+                self.silent.notify_one();
+            }
+        };
+        tokio::select! {
+            biased;
+            answer = answering => Ok(answer),
+            cause = self.until_hung() => Err(cause),
+            never = asking_for_probes => never,
+        }
     }
 
     /// JSON `bootstrap_port` for requests prefilled here.

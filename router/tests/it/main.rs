@@ -10,6 +10,7 @@ mod docs;
 mod explain;
 mod failover;
 mod faults;
+mod hung;
 mod limits;
 mod loads;
 mod pair_attempts;

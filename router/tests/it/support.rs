@@ -115,6 +115,7 @@ struct Inner {
     /// Answers of other paths: status and body.
     answers: Mutex<HashMap<&'static str, (u16, String)>>,
     unhealthy: std::sync::atomic::AtomicBool,
+    frozen: std::sync::atomic::AtomicBool,
     gate: tokio::sync::Notify,
     /// Rooms it was told to forget.
     released: Mutex<Vec<Value>>,
@@ -225,6 +226,11 @@ impl Mock {
         self.inner.unhealthy.store(is, Ordering::SeqCst);
     }
 
+    /// Accept connections and answer nothing, as a stopped process does.
+    pub fn freeze(&self) {
+        self.inner.frozen.store(true, Ordering::SeqCst);
+    }
+
     /// Die: the listener and all connections are closed.
     pub async fn stop(mut self) -> SocketAddr {
         let task = self.task.take().expect("it runs");
@@ -304,6 +310,9 @@ async fn serve(
     inner: Arc<Inner>,
     request: Request<Incoming>,
 ) -> Result<Response<MockBody>, std::io::Error> {
+    if inner.frozen.load(Ordering::SeqCst) {
+        return std::future::pending().await;
+    }
     let (parts, body) = request.into_parts();
     let path = parts.uri.path().to_owned();
     let raw = body.collect().await.map_err(|_| reset())?.to_bytes();
