@@ -16,7 +16,7 @@ use std::time::Duration;
 use axum::response::{IntoResponse, Response};
 use bytes::Bytes;
 use http::{HeaderMap, HeaderValue, StatusCode, header};
-use router_core::{RetryClass, Role};
+use router_core::{RetryClass, Role, WorkerId};
 
 use crate::App;
 use crate::body::{Ours, Parts};
@@ -33,6 +33,9 @@ use crate::relay::Relay;
 use crate::resume;
 use crate::trace::TRACEPARENT;
 use crate::vllm;
+
+/// A client is not kept waiting for an overloaded worker that asks for more time than this [ms].
+const LONGEST_RETRY_AFTER_MS: u64 = 2_000;
 
 /// Attempt failed: by a worker, or because nobody could be chosen.
 pub enum Stop {
@@ -99,6 +102,8 @@ async fn try_until_committed(
     request: &mut Inbound,
 ) -> Result<Committed, Unanswered> {
     let mut had_second_opinion = false;
+    // Failed for a reason that nobody explains; to blame if another worker answers.
+    let mut suspect: Option<(Role, WorkerId)> = None;
     let (mut kept, mut wait) = (None, None);
     loop {
         let turn = match request.is_paced {
@@ -116,7 +121,12 @@ async fn try_until_committed(
         };
         drop(turn);
         let (failure, is_stale) = match attempt {
-            Ok(committed) => return Ok(committed),
+            Ok(committed) => {
+                if let Some((role, worker)) = suspect {
+                    app.registry.count_failure(role, worker);
+                }
+                return Ok(committed);
+            }
             Err(Stop::Error(err)) => {
                 if let (RouteError::NoWorker { role, .. }, Some(model)) =
                     (&err, &request.scan.model)
@@ -142,22 +152,42 @@ async fn try_until_committed(
         request.record.story.failed(failure.role, failure.reason);
         let labels = [failure.role.label(), failure.reason];
         app.metrics.upstream_errors.with_label_values(&labels).inc();
+        let mut avoid = request.avoid.clone();
+        avoid.add(failure.role, failure.worker);
+        let has_other = app
+            .registry
+            .has_other(failure.role, &request.wanted(), &avoid);
+        let is_second = had_second_opinion;
         let may_retry = match failure.class {
-            RetryClass::Refused => false,
+            RetryClass::Refused => {
+                let is_own =
+                    failure.is_denial() && app.registry.judge_denial(failure.role, failure.worker);
+                is_own && has_other && !std::mem::replace(&mut had_second_opinion, true)
+            }
             RetryClass::Unexplained => !std::mem::replace(&mut had_second_opinion, true),
-            RetryClass::Broken | RetryClass::Leaving | RetryClass::Overloaded => true,
+            RetryClass::Broken | RetryClass::Leaving => true,
+            // Nobody else is left to ask, and this one asks for more time than a client is kept waiting for.
+            RetryClass::Overloaded => {
+                has_other || failure.retry_after_ms().unwrap_or(0) <= LONGEST_RETRY_AFTER_MS
+            }
         };
         request.tries += 1;
         let is_poison = failure
             .broke_alone
             .is_some_and(|alone| request.add_break(app, failure.worker, alone));
-        if !may_retry || is_poison {
-            return Err(Unanswered::Failed(failure));
-        }
+        let may_retry = may_retry && !is_poison;
         let has_budget = |request: &mut Inbound| is_stale || has_budget(app, request, &failure);
-        if !has_tries(app, request) || !has_budget(request) {
+        let is_tried_again = may_retry && has_tries(app, request) && has_budget(request);
+        if failure.class == RetryClass::Unexplained && !is_second {
+            match is_tried_again {
+                true => suspect = Some((failure.role, failure.worker)),
+                // There will be no second opinion.
+                false => app.registry.count_failure(failure.role, failure.worker),
+            }
+        }
+        if !is_tried_again {
             // Nothing reached the worker: trying it, or its successor, once more does no harm.
-            let may_wait = failure.reason == "connect";
+            let may_wait = may_retry && failure.reason == "connect";
             if may_wait && WorkerWait::for_change(&mut wait, app, request).await {
                 continue;
             }
@@ -176,10 +206,7 @@ async fn try_until_committed(
         if is_stale {
             continue;
         }
-        request.avoid.add(failure.role, failure.worker);
-        let has_other = app
-            .registry
-            .has_other(failure.role, &request.wanted(), &request.avoid);
+        request.avoid = avoid;
         if failure.class == RetryClass::Overloaded || !has_other {
             let pause_ms = app.retry.backoff_ms(request.tries, &mut rand::rng());
             tokio::time::sleep(Duration::from_millis(pause_ms)).await;

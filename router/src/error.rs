@@ -104,6 +104,10 @@ pub enum RouteError {
         known: usize,
         ready: usize,
     },
+    #[error(
+        "none of the {ready} ready {role} workers can resume the answer: it needs the feature resume and an equal fingerprint; see GET /workers"
+    )]
+    NoHeir { role: Role, ready: usize },
     #[error("{role} worker {worker}: {cause}")]
     Upstream {
         role: Role,
@@ -213,7 +217,7 @@ impl RouteError {
             RouteError::QueueTimeout { .. } => "queue_timeout",
             RouteError::Draining => "draining",
             RouteError::TooManyRooms { .. } => "queue_full",
-            RouteError::NoWorker { .. } => "no_worker",
+            RouteError::NoWorker { .. } | RouteError::NoHeir { .. } => "no_worker",
             RouteError::Upstream { .. } | RouteError::Unasked { .. } => "upstream_error",
             RouteError::UpstreamSilent { .. } | RouteError::DeadlineOver { .. } => "timeout",
             RouteError::PrefillFailed { .. } => "prefill_failed",
@@ -253,7 +257,8 @@ impl RouteError {
             | RouteError::NoPair { .. }
             | RouteError::TooManyWorkers { .. }
             | RouteError::TooManyRooms { .. }
-            | RouteError::NoWorker { .. } => StatusCode::SERVICE_UNAVAILABLE,
+            | RouteError::NoWorker { .. }
+            | RouteError::NoHeir { .. } => StatusCode::SERVICE_UNAVAILABLE,
             RouteError::Upstream { .. }
             | RouteError::Unasked { .. }
             | RouteError::PrefillFailed { .. } => StatusCode::BAD_GATEWAY,

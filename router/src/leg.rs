@@ -179,18 +179,60 @@ impl Failure {
         }
     }
 
-    /// What it says about the worker. The client's mistakes and overload say nothing.
+    fn status(&self) -> Option<StatusCode> {
+        match &self.told {
+            Told::Answer { status, .. } => Some(*status),
+            Told::Error(_) => None,
+        }
+    }
+
+    /// The worker has too much to do or is leaving, and refuses at once.
+    fn is_overload(&self) -> bool {
+        match self.class {
+            RetryClass::Overloaded | RetryClass::Leaving => true,
+            RetryClass::Broken => self.status() == Some(StatusCode::SERVICE_UNAVAILABLE),
+            RetryClass::Refused | RetryClass::Unexplained => false,
+        }
+    }
+
+    /// The worker would not take the request: it lacks the path, the model or the key. So may the request.
+    pub fn is_denial(&self) -> bool {
+        let status = self.status().map(|status| status.as_u16());
+        matches!(status, Some(401 | 403..=405))
+    }
+
+    /// The time after which the worker asks to be tried again.
+    pub fn retry_after_ms(&self) -> Option<u64> {
+        match &self.told {
+            Told::Answer { headers, .. } => retry_after_ms(headers),
+            Told::Error(_) => None,
+        }
+    }
+
+    /// What it says about the worker. The client's mistakes and overload say nothing; an error that nobody explains is
+    /// judged when there is a second opinion (dispatch.rs).
     fn outcome(&self) -> Outcome {
         let is_client_error =
             matches!(&self.told, Told::Answer { status, .. } if status.is_client_error());
         let is_partners = self.role == Role::Decode && self.blames_partner();
-        let is_blamed = self.class.blames_worker() || self.reason == SILENT;
+        let is_blamed = self.class == RetryClass::Broken || self.reason == SILENT;
         if is_client_error || is_partners || !is_blamed {
             Outcome::Unknown
         } else {
             Outcome::Failure
         }
     }
+}
+
+/// `Retry-After`: seconds, or an HTTP date.
+fn retry_after_ms(headers: &HeaderMap) -> Option<u64> {
+    let text = headers.get(header::RETRY_AFTER)?.to_str().ok()?.trim();
+    if let Ok(secs) = text.parse::<u64>() {
+        return Some(secs.saturating_mul(1000));
+    }
+    let date = jiff::fmt::rfc2822::parse(text).ok()?;
+    let left_ms = date.timestamp().as_millisecond() - jiff::Timestamp::now().as_millisecond();
+    Some(u64::try_from(left_ms).unwrap_or(0))
 }
 
 /// Metric label of a status: closed set.
@@ -311,7 +353,7 @@ impl Leg {
     pub async fn open(mut self) -> Result<Opened, Failure> {
         match self.open_unless_hung().await {
             Ok((status, headers, pieces, rest)) => {
-                self.guard.settle(Outcome::Success);
+                self.answered();
                 let is_sse = is_sse(&headers);
                 if is_sse {
                     self.guard.first_token();
@@ -362,15 +404,24 @@ impl Leg {
         .await;
         match drained {
             Ok(kept) => {
-                self.guard.settle(Outcome::Success);
+                self.answered();
                 Ok(kept)
             }
             Err(failure) => Err(self.failed(failure)),
         }
     }
 
+    fn answered(&mut self) {
+        self.guard.settle(Outcome::Success);
+        self.guard.candidate.penalty.lock().answered(now_ms());
+    }
+
     fn failed(&mut self, mut failure: Failure) -> Failure {
         self.guard.settle(failure.outcome());
+        if failure.is_overload() {
+            let mut penalty = self.guard.candidate.penalty.lock();
+            penalty.overloaded(failure.retry_after_ms(), now_ms());
+        }
         if is_break(failure.reason) {
             failure.broke_alone = Some(self.guard.candidate.worker.note_break(now_ms()));
         }
@@ -512,6 +563,20 @@ mod tests {
         ] {
             assert_eq!(code_of(body), None);
         }
+    }
+
+    #[test]
+    fn retry_after_is_read_in_seconds_and_as_a_date() {
+        let read = |text: &str| {
+            let mut headers = HeaderMap::new();
+            headers.insert(header::RETRY_AFTER, text.parse().unwrap());
+            retry_after_ms(&headers)
+        };
+        assert_eq!(read("7"), Some(7_000));
+        assert_eq!(read("Sun, 06 Nov 1994 08:49:37 GMT"), Some(0));
+        assert!(read("Thu, 01 Jan 2099 00:00:00 GMT").is_some_and(|ms| ms > 1_000_000));
+        assert_eq!(["soon", "-1", ""].map(read), [None; 3]);
+        assert_eq!(retry_after_ms(&HeaderMap::new()), None);
     }
 
     #[test]

@@ -479,7 +479,7 @@ impl Metrics {
                     .set(c.load() as f64);
                 self.circuit
                     .with_label_values(&labels)
-                    .set(c.circuit_state());
+                    .set(f64::from(c.circuit() as u8));
                 (c.id, c)
             })
             .collect();

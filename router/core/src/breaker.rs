@@ -41,12 +41,13 @@ impl Default for BreakerConfig {
     }
 }
 
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize)]
+/// From the best to the worst; the number is the one shown in metrics.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum BreakerState {
-    Closed,
-    Open,
-    HalfOpen,
+    Closed = 0,
+    HalfOpen = 1,
+    Open = 2,
 }
 
 impl BreakerState {

@@ -22,6 +22,7 @@ pub mod kv;
 pub mod local;
 pub mod make;
 pub mod pacer;
+pub mod penalty;
 pub mod poison;
 pub mod policy;
 pub mod prefix_tree;
@@ -38,6 +39,7 @@ pub use health::{HealthChange, HealthConfig, HealthCounter};
 pub use local::{LocalRule, LocalView, LocalWhy};
 pub use make::{ASPECTS, Make};
 pub use pacer::{PacerTicket, ResumePacer};
+pub use penalty::{DenialShare, Objection, WorkerPenalty, least_objection};
 pub use poison::{PoisonList, RequestBreaks};
 pub use policy::{
     AssignmentMode, CacheAwareParams, CostParams, ManualParams, Miss, Policy, PolicyKind,

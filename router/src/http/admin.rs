@@ -40,7 +40,9 @@ pub async fn ready(State(app): State<Arc<App>>) -> Response {
     });
     for role in ROLES {
         let (known, ready) = app.registry.count(role);
-        body[role.label()] = json!({"known": known, "ready": ready});
+        let open_circuits = app.registry.open_circuits(role);
+        body[role.label()] =
+            json!({"known": known, "ready": ready, "open_circuits": open_circuits});
     }
     match missing {
         None => answer(StatusCode::OK, &body),
@@ -101,6 +103,7 @@ pub async fn metrics(State(app): State<Arc<App>>) -> Response {
 
 fn show(app: &App, worker: &Worker) -> Value {
     let (state, told) = (worker.state(), worker.description());
+    let (circuit, passed_over_ms) = app.registry.objections_to(worker);
     json!({
         "id": worker.id.to_string(),
         "url": worker.url().to_string(),
@@ -108,6 +111,8 @@ fn show(app: &App, worker: &Worker) -> Value {
         "is_healthy": worker.is_ready(),
         "state": state.label(),
         "reason": state.reason().map(str::to_owned).or_else(|| app.registry.misfit(worker)),
+        "circuit": circuit.label(),
+        "passed_over_ms": passed_over_ms,
         "load": worker.load(),
         "bootstrap_port": worker.bootstrap_port(),
         "dp_size": worker.dp_size(),

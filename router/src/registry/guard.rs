@@ -6,8 +6,8 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use http::HeaderValue;
 use parking_lot::Mutex;
 use router_core::{
-    Blocks, BreakerState, CircuitBreaker, Deciders, Event, Forecast, Make, Outcome, Ticket, Usage,
-    WorkerId,
+    Blocks, BreakerState, CircuitBreaker, Deciders, Event, Forecast, Make, Objection, Outcome,
+    Ticket, Usage, WorkerId, WorkerPenalty,
 };
 
 use super::worker::{Description, Worker};
@@ -32,6 +32,7 @@ pub struct Candidate {
     pub(super) host: u32,
     pub(super) load: Arc<AtomicUsize>,
     pub(super) breaker: Option<Mutex<CircuitBreaker>>,
+    pub penalty: Mutex<WorkerPenalty>,
     /// What it announces of its cache.
     pub feed: Feed,
 }
@@ -41,10 +42,31 @@ impl Candidate {
         self.load.load(Ordering::Relaxed)
     }
 
-    pub(super) fn is_allowed(&self, now_ms: u64) -> bool {
-        self.breaker
-            .as_ref()
-            .is_none_or(|b| b.lock().allows(now_ms))
+    /// What speaks against sending it a request that failed at the workers in `tried`.
+    pub(super) fn objection(&self, tried: &[WorkerId], now_ms: u64) -> Objection {
+        let is_open = |breaker: &Mutex<CircuitBreaker>| !breaker.lock().allows(now_ms);
+        if self.breaker.as_ref().is_some_and(is_open) {
+            Objection::CircuitOpen
+        } else if tried.contains(&self.id) {
+            Objection::Tried
+        } else if self.penalty.lock().left_ms(now_ms) > 0 {
+            Objection::Penalized
+        } else {
+            Objection::Nothing
+        }
+    }
+
+    /// A request to it failed, which was not known when it ended.
+    pub(super) fn count_failure(&self) {
+        if let Some(breaker) = &self.breaker {
+            self.count(breaker, Outcome::Failure);
+        }
+    }
+
+    fn count(&self, breaker: &Mutex<CircuitBreaker>, outcome: Outcome) {
+        if let Some(state) = breaker.lock().on_result(outcome, now_ms()) {
+            tracing::warn!(worker = %self.name, circuit = state.label(), "circuit breaker changed");
+        }
     }
 
     /// Whether it could go on with an answer of a worker of this make; nothing is asked where there is none.
@@ -60,13 +82,9 @@ impl Candidate {
         }
     }
 
-    /// 0 closed, 1 half open, 2 open.
-    pub fn circuit_state(&self) -> f64 {
-        match self.breaker.as_ref().map(|b| b.lock().state(now_ms())) {
-            None | Some(BreakerState::Closed) => 0.0,
-            Some(BreakerState::HalfOpen) => 1.0,
-            Some(BreakerState::Open) => 2.0,
-        }
+    pub fn circuit(&self) -> BreakerState {
+        let state = self.breaker.as_ref().map(|b| b.lock().state(now_ms()));
+        state.unwrap_or(BreakerState::Closed)
     }
 }
 
@@ -192,10 +210,8 @@ impl Drop for LoadGuard {
             candidate.worker.idle.notify_waiters();
         }
         let now_ms = now_ms();
-        if let Some(breaker) = &candidate.breaker
-            && let Some(state) = breaker.lock().on_result(self.outcome, now_ms)
-        {
-            tracing::warn!(worker = %candidate.name, circuit = state.label(), "circuit breaker changed");
+        if let Some(breaker) = &candidate.breaker {
+            candidate.count(breaker, self.outcome);
         }
         if let Some(story) = &self.story {
             story.ended(self.outcome);

@@ -23,8 +23,9 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use parking_lot::{Mutex, RwLock};
 use rand::RngCore;
 use router_core::{
-    Ahead, Blocks, BreakerConfig, CircuitBreaker, Decided, Deciders, Event, Make, Outcome, Policy,
-    PolicyStats, RequestView, Role, Sending, Ticket, Why, WorkerId, WorkerView,
+    Ahead, Blocks, BreakerConfig, BreakerState, CircuitBreaker, Decided, Deciders, Event, Make,
+    Objection, Outcome, Policy, PolicyStats, RequestView, Role, Sending, Ticket, Why, WorkerId,
+    WorkerView, least_objection,
 };
 use rustls::ClientConfig;
 use tokio::sync::{Notify, watch};
@@ -121,29 +122,25 @@ impl Avoid {
     }
 }
 
-/// Candidates whose breaker allows a request now and who could go on with what was begun, without those to avoid unless
-/// there are no others.
+/// Candidates that could go on with what was begun, and of these the ones against which least speaks.
 fn views(
     candidates: &[Arc<Candidate>],
     heir_of: Option<Make>,
     avoid: &[WorkerId],
     now_ms: u64,
 ) -> Vec<WorkerView> {
-    let allowed = || {
-        let allowed = candidates
-            .iter()
-            .filter(|c| c.is_allowed(now_ms) && c.is_heir(heir_of));
-        allowed.map(|c| WorkerView {
-            id: c.id,
-            load: c.load(),
-            host: c.host,
+    let heirs = candidates.iter().filter(|c| c.is_heir(heir_of));
+    let judged: Vec<_> = heirs
+        .map(|c| {
+            let view = WorkerView {
+                id: c.id,
+                load: c.load(),
+                host: c.host,
+            };
+            (view, c.objection(avoid, now_ms))
         })
-    };
-    let others: Vec<WorkerView> = allowed().filter(|v| !avoid.contains(&v.id)).collect();
-    if others.is_empty() && !avoid.is_empty() {
-        return allowed().collect();
-    }
-    others
+        .collect();
+    least_objection(judged.into_iter())
 }
 
 struct RoleTable {
@@ -424,6 +421,7 @@ impl Registry {
                         .clone()
                         .map(CircuitBreaker::new)
                         .map(Mutex::new),
+                    penalty: Mutex::default(),
                     feed: Feed::default(),
                 })
             })
@@ -509,8 +507,8 @@ impl Registry {
         self.deciders.needs(roles)
     }
 
-    /// Let the role's policy choose among ready candidates whose breaker allows it. Workers in `avoid` (they just failed
-    /// this request) are taken only when there is no other. Budget: tens of microseconds; no await.
+    /// Let the role's policy choose among the ready candidates against which least speaks. Workers in `avoid` (they just
+    /// failed this request) are taken only when there is no other. Budget: tens of microseconds; no await.
     pub fn choose(
         &self,
         role: Role,
@@ -529,7 +527,7 @@ impl Registry {
             decided.and_then(|decided| self.take(&list, decided, ticket, wanted, &sending))
         };
         // Counted without the role's turn: remove() takes the worker list first and the turn second.
-        chosen.ok_or_else(|| self.nobody(role))
+        chosen.ok_or_else(|| self.nobody(role, wanted))
     }
 
     /// A prefill and a decode worker; together where the policies can.
@@ -565,7 +563,7 @@ impl Registry {
                 (prefill, decode) => Ok(RouteError::NoPair { prefill, decode }),
             })
         };
-        pair.map_err(|why| why.unwrap_or_else(|role| self.nobody(role)))
+        pair.map_err(|why| why.unwrap_or_else(|role| self.nobody(role, wanted)))
     }
 
     /// The worker of this role that would begin to answer first, if its policy predicts that.
@@ -653,7 +651,7 @@ impl Registry {
         drop(turns);
         let Some(decided) = decided else {
             return Err(match sides.iter().position(|(_, views)| views.is_empty()) {
-                Some(at) => self.nobody(roles[at]),
+                Some(at) => self.nobody(roles[at], wanted),
                 None => RouteError::NoPair {
                     prefill: sides[0].1.len(),
                     decode: sides[sides.len() - 1].1.len(),
@@ -691,9 +689,13 @@ impl Registry {
         &self.tables[role.index()]
     }
 
-    fn nobody(&self, role: Role) -> RouteError {
+    /// Ready workers are always candidates, but for the rest of an answer that they cannot resume.
+    fn nobody(&self, role: Role, wanted: &Wanted<'_>) -> RouteError {
         let (known, ready) = self.count(role);
-        RouteError::NoWorker { role, known, ready }
+        match wanted.heir_of {
+            Some(_) if ready > 0 => RouteError::NoHeir { role, ready },
+            _ => RouteError::NoWorker { role, known, ready },
+        }
     }
 
     /// The chosen candidate with its place taken. The policy knows already that the request goes there.
@@ -747,6 +749,46 @@ impl Registry {
         let avoid = avoid.of(role);
         candidates
             .iter()
-            .any(|c| !avoid.contains(&c.id) && c.is_allowed(now_ms) && c.is_heir(wanted.heir_of))
+            .any(|c| c.is_heir(wanted.heir_of) && c.objection(avoid, now_ms) < Objection::Tried)
+    }
+
+    fn candidate(&self, role: Role, id: WorkerId) -> Option<Arc<Candidate>> {
+        let candidates = self.table(role).list();
+        candidates.iter().find(|c| c.id == id).cloned()
+    }
+
+    /// A failure of this worker was not the request's fault: another worker answered it.
+    pub fn count_failure(&self, role: Role, id: WorkerId) {
+        if let Some(candidate) = self.candidate(role, id) {
+            candidate.count_failure();
+        }
+    }
+
+    /// The worker denied a request. Returns whether that may be its own fault rather than the request's.
+    pub fn judge_denial(&self, role: Role, id: WorkerId) -> bool {
+        let candidates = self.table(role).list();
+        let now_ms = now_ms();
+        let others = candidates.iter().filter(|c| c.id != id);
+        let others = others.map(|c| c.penalty.lock().share(now_ms)).sum();
+        let denier = candidates.iter().find(|c| c.id == id);
+        denier.is_some_and(|c| c.penalty.lock().judge(others, now_ms))
+    }
+
+    /// Candidates of this role whose circuit is open.
+    pub fn open_circuits(&self, role: Role) -> usize {
+        let candidates = self.table(role).list();
+        let is_open = |c: &&Arc<Candidate>| c.circuit() == BreakerState::Open;
+        candidates.iter().filter(is_open).count()
+    }
+
+    /// The worst circuit of a worker's candidates, and the longest time one of them is still passed over [ms].
+    pub fn objections_to(&self, worker: &Worker) -> (BreakerState, u64) {
+        let candidates = self.table(worker.role()).list();
+        let (mut circuit, mut left_ms) = (BreakerState::Closed, 0);
+        for candidate in candidates.iter().filter(|c| c.worker.id == worker.id) {
+            circuit = circuit.max(candidate.circuit());
+            left_ms = left_ms.max(candidate.penalty.lock().left_ms(now_ms()));
+        }
+        (circuit, left_ms)
     }
 }

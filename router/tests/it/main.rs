@@ -19,6 +19,7 @@ mod pd;
 mod poison;
 mod policies;
 mod process;
+mod refusals;
 mod regular;
 mod retries;
 mod shutdown;

@@ -12,7 +12,7 @@ async fn a_refusal_of_the_request_is_told_and_an_error_of_the_worker_tried_elsew
     timed(async {
         for (status, code, is_tried_again) in [
             (400, "context_length_exceeded", false),
-            (404, "model_not_found", false),
+            (404, "model_not_found", true),
             (429, "rate_limit_exceeded", false),
             (429, "tenant_queue_full", false),
             (504, "deadline", false),

@@ -59,6 +59,8 @@ pub enum Act {
     Answer,
     Json(Value),
     Status(u16, &'static str),
+    /// 429 with `Retry-After` so many seconds.
+    Busy(u64),
     /// The same after `Mock::release`.
     Gated(u16, &'static str),
     /// Close the connection without a word.
@@ -405,6 +407,13 @@ async fn serve(
         Act::Status(status, code) => {
             unfinished.is_finished = true;
             Ok(error_response(status, code))
+        }
+        Act::Busy(secs) => {
+            unfinished.is_finished = true;
+            let mut response = error_response(429, "busy");
+            let headers = response.headers_mut();
+            headers.insert("retry-after", http::HeaderValue::from(secs));
+            Ok(response)
         }
         Act::Gated(status, code) => {
             inner.gate.notified().await;
