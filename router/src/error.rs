@@ -108,6 +108,10 @@ pub enum RouteError {
         "none of the {ready} ready {role} workers can resume the answer: it needs the feature resume and an equal fingerprint; see GET /workers"
     )]
     NoHeir { role: Role, ready: usize },
+    #[error(
+        "the router cannot open another connection to a worker: {cause}; raise its limit of open files (ulimit -n), or lower --max-connections or --http2-max-streams"
+    )]
+    Exhausted { cause: String },
     #[error("{role} worker {worker}: {cause}")]
     Upstream {
         role: Role,
@@ -182,6 +186,7 @@ pub const CODES: &[&str] = &[
     "no_pair",
     "draining",
     "no_worker",
+    "connections_exhausted",
     "upstream_error",
     "timeout",
     "prefill_failed",
@@ -218,6 +223,7 @@ impl RouteError {
             RouteError::Draining => "draining",
             RouteError::TooManyRooms { .. } => "queue_full",
             RouteError::NoWorker { .. } | RouteError::NoHeir { .. } => "no_worker",
+            RouteError::Exhausted { .. } => "connections_exhausted",
             RouteError::Upstream { .. } | RouteError::Unasked { .. } => "upstream_error",
             RouteError::UpstreamSilent { .. } | RouteError::DeadlineOver { .. } => "timeout",
             RouteError::PrefillFailed { .. } => "prefill_failed",
@@ -258,6 +264,7 @@ impl RouteError {
             | RouteError::TooManyWorkers { .. }
             | RouteError::TooManyRooms { .. }
             | RouteError::NoWorker { .. }
+            | RouteError::Exhausted { .. }
             | RouteError::NoHeir { .. } => StatusCode::SERVICE_UNAVAILABLE,
             RouteError::Upstream { .. }
             | RouteError::Unasked { .. }

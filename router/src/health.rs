@@ -41,6 +41,8 @@ enum Probe {
         reason: String,
         is_certain: bool,
     },
+    /// It could not be sent, for lack of something on this side.
+    Unsent(String),
     /// Nothing listens: certain knowledge, no second opinion needed.
     Refused(String),
     Bad(String),
@@ -124,6 +126,10 @@ impl Watch {
             return self.starting(app, worker, probe).await;
         };
         let change = match &probe {
+            Probe::Unsent(reason) => {
+                tracing::warn!(url = %worker.url(), reason, "cannot send a health probe");
+                None
+            }
             Probe::Good => counter.record(true),
             Probe::Bad(_)
             | Probe::Silent {
@@ -169,7 +175,10 @@ impl Watch {
                 admit(app, worker).await;
                 Duration::from_secs(app.config.health.health_check_interval_secs)
             }
-            Probe::Refused(reason) | Probe::Bad(reason) | Probe::Silent { reason, .. } => {
+            Probe::Refused(reason)
+            | Probe::Bad(reason)
+            | Probe::Unsent(reason)
+            | Probe::Silent { reason, .. } => {
                 let limit = Duration::from_secs(app.config.workers.worker_startup_timeout_secs);
                 if self.registered.elapsed() >= limit && !self.is_reported_late {
                     self.is_reported_late = true;
@@ -235,12 +244,14 @@ async fn probe(app: &App, worker: &Worker, patience: Duration, mut is_silent: bo
         },
         Err(_) => Probe::Bad(format!("{path} gave no answer, but requests got some")),
         Ok(Err(GetError::Send(SendError::Refused(cause)))) => Probe::Refused(cause),
+        Ok(Err(GetError::Send(err @ SendError::Exhausted(_)))) => Probe::Unsent(err.to_string()),
         Ok(Err(err)) => Probe::Bad(format!("{path}: {err}")),
         Ok(Ok(_)) => Probe::Good,
     };
     let result = match &probe {
         Probe::Good => "good",
         Probe::Silent { .. } => "silent",
+        Probe::Unsent(_) => "unsent",
         Probe::Refused(_) => "refused",
         Probe::Bad(_) => "bad",
     };

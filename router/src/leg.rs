@@ -139,6 +139,12 @@ impl Failure {
         let reason = match err {
             SendError::Refused(_) | SendError::Connect(_) => "connect",
             SendError::Broken(_) => "reset",
+            SendError::Exhausted(cause) => {
+                let told = RouteError::Exhausted {
+                    cause: cause.clone(),
+                };
+                return Self::error(leg, told.code(), RetryClass::Refused, told);
+            }
         };
         let told = upstream_error(leg, err.to_string());
         Self::error(leg, reason, RetryClass::Broken, told)

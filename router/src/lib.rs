@@ -14,6 +14,7 @@ mod clock;
 mod config;
 mod connections;
 mod decision_log;
+mod descriptors;
 mod discovery;
 mod dispatch;
 mod error;

@@ -28,6 +28,7 @@ use crate::App;
 use crate::config::{Listen, ParseStop, RouterConfig, flags_markdown};
 use crate::connections::{Terms, accept};
 use crate::decision_log;
+use crate::descriptors;
 use crate::discovery;
 use crate::http::{metrics_router, router};
 use crate::kv_events;
@@ -156,7 +157,8 @@ pub struct Running {
 
 impl Running {
     /// Bind, register the workers of the flags, begin to accept.
-    pub async fn start(config: RouterConfig) -> Result<Self, String> {
+    pub async fn start(mut config: RouterConfig) -> Result<Self, String> {
+        share_descriptors(&mut config);
         let specs = config.worker_specs().map_err(|bad| bad.join("\n"))?;
         let (host, port) = (config.listen.host.clone(), config.listen.port);
         let listener = bind(&host, port, "--port").await?;
@@ -262,6 +264,27 @@ impl Running {
             self.cut.send_replace(true);
             let _ = timeout(AFTER_CUT, finished).await; // whoever does not read its last event is not waited for
         }
+    }
+}
+
+/// Make --max-connections fit the limit of open files.
+fn share_descriptors(config: &mut RouterConfig) {
+    let limit = descriptors::raise_limit();
+    let legs = if config.workers.pd_disaggregation {
+        2
+    } else {
+        1
+    };
+    let wanted = config.limits.max_connections;
+    let given = descriptors::client_connections(limit, wanted, legs);
+    if given < wanted {
+        tracing::warn!(
+            wanted,
+            given,
+            open_files = limit,
+            "--max-connections is lowered, so that connections to workers fit the limit of open files; raise the limit (ulimit -Hn)"
+        );
+        config.limits.max_connections = given;
     }
 }
 

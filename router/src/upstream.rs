@@ -35,6 +35,7 @@ use tokio_rustls::client::TlsStream;
 
 use crate::body::Parts;
 use crate::config::WorkerUrl;
+use crate::descriptors::is_exhausted;
 use crate::tcp::tune_upstream;
 
 /// How long a connection may lie idle and still be used; the field's value (smg: upstream-pool-idle-timeout-secs).
@@ -52,9 +53,12 @@ pub enum SendError {
     /// Nothing listens there: the worker is dead, for certain.
     #[error("cannot connect: {0}")]
     Refused(String),
-    /// Nothing reached the worker; the reason may be on this side (no descriptors left, no route).
+    /// Nothing reached the worker.
     #[error("cannot connect: {0}")]
     Connect(String),
+    /// This process has no descriptor or port left: it says nothing about the worker.
+    #[error("cannot connect: {0}")]
+    Exhausted(String),
     /// The connection broke before the head of the answer was complete.
     #[error("connection broke before the answer: {0}")]
     Broken(String),
@@ -165,6 +169,9 @@ impl Pool {
             }
             Ok(Err(err)) if err.kind() == std::io::ErrorKind::ConnectionRefused => {
                 return Err(SendError::Refused(err.to_string()));
+            }
+            Ok(Err(err)) if is_exhausted(&err) => {
+                return Err(SendError::Exhausted(err.to_string()));
             }
             Ok(Err(err)) => return Err(SendError::Connect(err.to_string())),
             Ok(Ok(stream)) => stream,

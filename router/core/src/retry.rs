@@ -109,6 +109,7 @@ const CODES: &[(&str, RetryClass)] = &[
     ("no_worker", RetryClass::Overloaded),
     ("no_pair", RetryClass::Overloaded),
     ("ttft_too_late", RetryClass::Overloaded),
+    ("connections_exhausted", RetryClass::Overloaded),
 ];
 
 impl RetryClass {

@@ -178,6 +178,12 @@ impl H2 {
         H2::over(TcpStream::connect(router.running.addr).await.unwrap()).await
     }
 
+    pub async fn get(&mut self, path: &str) -> String {
+        let request = Request::get(format!("http://router{path}"));
+        let request = request.body(Full::default()).unwrap();
+        text(self.0.send_request(request).await.unwrap()).await
+    }
+
     pub async fn post(
         &mut self,
         body: &serde_json::Value,
@@ -189,7 +195,7 @@ impl H2 {
     }
 }
 
-async fn text(response: http::Response<hyper::body::Incoming>) -> String {
+pub async fn text(response: http::Response<hyper::body::Incoming>) -> String {
     let body = response.into_body().collect().await.unwrap().to_bytes();
     String::from_utf8(body.to_vec()).unwrap()
 }

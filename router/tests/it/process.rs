@@ -4,7 +4,8 @@ use std::io::{BufRead, BufReader};
 use std::process::{Child, Command, Output, Stdio};
 use std::sync::mpsc::{Receiver, channel};
 
-use crate::support::{Act, Client, End, Mock, TOKEN, eventually, timed};
+use crate::limits::{H2, text};
+use crate::support::{Act, Client, End, Mock, TOKEN, chat, eventually, timed};
 
 fn command(flags: &[&str]) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_baton-router"));
@@ -44,7 +45,11 @@ impl Started {
             "round_robin",
         ];
         all.extend(flags);
-        let mut child = command(&all).stderr(Stdio::piped()).spawn().unwrap();
+        Self::of(command(&all))
+    }
+
+    fn of(mut command: Command) -> (Started, std::net::SocketAddr, Receiver<String>) {
+        let mut child = command.stderr(Stdio::piped()).spawn().unwrap();
         let log = child.stderr.take().unwrap();
         let started = Started(child);
         let mut lines = BufReader::new(log).lines();
@@ -117,6 +122,52 @@ async fn sigterm_ends_it_with_0_and_a_taken_port_with_2() {
         assert!(text.contains("in use"), "{text}");
         started.signal("-TERM");
         assert_eq!(started.exit_code().await, Some(0));
+    })
+    .await;
+}
+
+/// Many streams of one HTTP/2 connection each need a connection to the worker.
+#[tokio::test]
+async fn running_out_of_descriptors_blames_no_worker() {
+    timed(async {
+        let mock = Mock::start(&[Act::Stream(vec![TOKEN], End::Hang)]).await;
+        let mut limited = Command::new("sh");
+        limited
+            .args(["-c", "ulimit -n 64 && exec \"$0\" \"$@\""])
+            .arg(env!("CARGO_BIN_EXE_baton-router"))
+            .args(["--host", "127.0.0.1", "--port", "0", "--worker-urls"])
+            .args([mock.url().as_str(), "--health-check-interval-secs", "1"])
+            .stdin(Stdio::null());
+        let (_started, addr, _log) = Started::of(limited);
+        let stream = tokio::net::TcpStream::connect(addr).await.unwrap();
+        let mut client = H2::over(stream).await;
+        let mut held = Vec::new();
+        let refused = loop {
+            let response = client.post(&chat(true)).await;
+            if response.status() != 200 {
+                break response;
+            }
+            held.push(response);
+            assert!(held.len() < 64, "more streams than descriptors");
+        };
+        assert_eq!(refused.status(), 503);
+        assert!(refused.headers().contains_key("retry-after"));
+        assert!(text(refused).await.contains("\"connections_exhausted\""));
+        // Probes cannot be sent either; that says nothing about the worker.
+        let metrics = "baton_router_health_probes_total{result=\"unsent\",role=\"regular\"}";
+        let client = tokio::sync::Mutex::new(client);
+        eventually("a probe was not sent", || async {
+            client.lock().await.get("/metrics").await.contains(metrics)
+        })
+        .await;
+        let workers = client.lock().await.get("/workers").await;
+        let workers: serde_json::Value = serde_json::from_str(&workers).unwrap();
+        let worker = &workers["workers"][0];
+        assert_eq!(
+            (&worker["state"], &worker["circuit"]),
+            (&"ready".into(), &"closed".into())
+        );
+        drop(held);
     })
     .await;
 }
