@@ -28,6 +28,11 @@ const AGEING: f64 = 0.05;
 /// will overtake it. The rest is what would really run before. Found by simulation (docs/routing.md).
 const OVERTAKEN: f64 = 0.25;
 
+/// A report that is not renewed is forgotten after this [ms].
+const REPORT_LIFE_MS: f64 = 30_000.0;
+/// No worker has more prompt tokens to compute than this: half an hour of work at 10 000 tokens a second.
+const MOST_QUEUED_TOKENS: u64 = 1 << 24;
+
 /// A prompt that was sent and shows no first token yet.
 #[derive(Debug, Clone)]
 pub struct Pending {
@@ -97,12 +102,17 @@ impl Rank {
     /// The worker had `queued_tokens` to compute at `at_ms`; what this router did not send is others'. Of the report, what
     /// this router sent and the worker has finished since is taken for others' too, but then it has run off
     /// ([`Rank::others_ms`]). An older report than the one known says nothing.
-    pub fn reported(&mut self, queued_tokens: f64, at_ms: f64, fleet: Speed, now_ms: f64) {
+    /// A number that no worker can mean is no report: a worker that reports nonsense is not passed over for it.
+    pub fn reported(&mut self, queued_tokens: u64, at_ms: f64, fleet: Speed, now_ms: f64) {
         if self.report.is_some_and(|known| known.at_ms > at_ms) {
             return;
         }
         self.settle(now_ms);
-        let others = (queued_tokens - self.tokens_sent_until(at_ms)).max(0.0);
+        if queued_tokens > MOST_QUEUED_TOKENS {
+            self.report = None;
+            return;
+        }
+        let others = (queued_tokens as f64 - self.tokens_sent_until(at_ms)).max(0.0);
         let speed = self.speed(fleet, now_ms);
         let others_ms = speed.ms(Work::of(others, 0.0)) - speed.ms(Work::of(0.0, 0.0));
         self.report = Some(Report { others_ms, at_ms });
@@ -257,9 +267,11 @@ impl Rank {
     }
 
     fn others_ms(&self, now_ms: f64) -> f64 {
-        self.report.map_or(0.0, |report| {
-            (report.others_ms - (now_ms - report.at_ms)).max(0.0)
-        })
+        self.report
+            .map_or(0.0, |report| match now_ms - report.at_ms {
+                age_ms if age_ms <= REPORT_LIFE_MS => (report.others_ms - age_ms).max(0.0),
+                _ => 0.0,
+            })
     }
 }
 
@@ -399,5 +411,23 @@ mod tests {
         });
         assert_eq!(rank.backlog_ms(0.0, 1_200.0), 300.0);
         assert_eq!(rank.backlog_ms(0.0, 2_000.0), 0.0);
+    }
+
+    #[test]
+    fn reports_are_believed_within_bounds_and_for_a_while() {
+        let mut rank = rank(QueueOrder::Arrival);
+        let backlog_ms = |rank: &mut Rank, queued_tokens, now_ms| {
+            rank.reported(queued_tokens, now_ms, Speed::default(), now_ms);
+            rank.backlog_ms(0.0, now_ms)
+        };
+        assert_eq!(backlog_ms(&mut rank, 10_000, 1_000.0), 1_000.0);
+        assert_eq!(backlog_ms(&mut rank, u64::MAX, 2_000.0), 0.0);
+        assert_eq!(backlog_ms(&mut rank, 1_000_000, 3_000.0), 100_000.0);
+        assert_eq!(rank.backlog_ms(0.0, 3_000.0 + REPORT_LIFE_MS), 70_000.0);
+        assert_eq!(
+            rank.backlog_ms(0.0, 3_001.0 + REPORT_LIFE_MS),
+            0.0,
+            "it was not renewed"
+        );
     }
 }

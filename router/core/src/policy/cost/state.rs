@@ -413,7 +413,7 @@ impl State {
         // A rank with nothing to do does not repeat that, so its report is as good as new.
         let age_ms = if queued_tokens == 0 { 0 } else { age_ms };
         if let Some(rank) = self.ranks.get_mut(&worker) {
-            rank.reported(queued_tokens as f64, now_ms - age_ms as f64, speed, now_ms);
+            rank.reported(queued_tokens, now_ms - age_ms as f64, speed, now_ms);
         }
     }
 }
