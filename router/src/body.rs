@@ -19,6 +19,7 @@ use serde::de::{Deserializer, IgnoredAny, MapAccess, Visitor};
 use serde_json::value::RawValue;
 
 use crate::error::RouteError;
+use crate::media;
 
 /// Most answers one request may ask for (prompts × n): the rooms of a request are one array.
 const MAX_ITEMS: usize = 4096;
@@ -167,7 +168,7 @@ impl Scan {
         one.or_else(|| Some(serde_json::from_slice::<Vec<Vec<u32>>>(list).ok()?.concat()))
     }
 
-    /// Hashes of the prompt's text. Cost: one pass over it.
+    /// Hashes of the prompt's text, in which images and the like have a constant size (media.rs). Cost: one pass over it.
     pub fn text_blocks(&self, body: &[u8]) -> Blocks {
         let prompt = self.prompt.clone().map_or(&[][..], |span| &body[span]);
         let parts = SCOPE.iter().zip(&self.scope);
@@ -175,7 +176,10 @@ impl Scan {
             Some(span) => scope.with(name, &body[span.clone()]),
             None => scope,
         });
-        Blocks::of_text_in(scope, prompt, None)
+        match media::condensed(prompt) {
+            Some(text) => Blocks::of_text_in(scope, &text, None).with_media(),
+            None => Blocks::of_text_in(scope, prompt, None),
+        }
     }
 
     /// Hashes of its token ids.

@@ -27,6 +27,7 @@ mod late;
 mod leg;
 mod load;
 mod logprobs;
+mod media;
 mod metrics;
 mod pacing;
 mod pair;

@@ -91,6 +91,8 @@ pub struct Asked {
     pub units: usize,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub tokens: Option<u32>,
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub has_media: bool,
     /// Disguised; only if a policy reads text.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub text: Option<String>,
@@ -304,6 +306,7 @@ impl Asked {
             unit: prompt.unit,
             block_units: prompt.block_units,
             units: prompt.units,
+            has_media: prompt.has_media,
             tokens: prompt.tokens,
             text: reads_text.then(|| disguised(text, secret)),
             key: routing_key.map(|key| match key {
@@ -321,6 +324,7 @@ impl Asked {
             unit: self.unit,
             block_units: self.block_units,
             units: self.units,
+            has_media: self.has_media,
             tokens: self.tokens,
         }
     }

@@ -38,6 +38,7 @@ pub struct Blocks {
     block_units: usize,
     units: usize,
     tokens: Option<u32>,
+    has_media: bool,
 }
 
 /// The same, borrowed; small and `Copy`.
@@ -50,6 +51,8 @@ pub struct Prompt<'a> {
     pub units: usize,
     /// `None`: not known before a worker reports it; then policies estimate from `units`.
     pub tokens: Option<u32>,
+    /// Some of its units stand for images or the like: it says nothing about the tokens in a text.
+    pub has_media: bool,
 }
 
 impl Prompt<'_> {
@@ -80,6 +83,7 @@ impl Blocks {
             block_units: BLOCK_BYTES,
             units: text.len(),
             tokens,
+            has_media: false,
         }
     }
 
@@ -96,6 +100,7 @@ impl Blocks {
             block_units: block_tokens,
             units: tokens as usize,
             tokens: Some(tokens),
+            has_media: false,
         }
     }
 
@@ -106,6 +111,15 @@ impl Blocks {
             block_units: self.block_units,
             units: self.units,
             tokens: self.tokens,
+            has_media: self.has_media,
+        }
+    }
+
+    /// See [`Prompt::has_media`].
+    pub fn with_media(self) -> Self {
+        Self {
+            has_media: true,
+            ..self
         }
     }
 }
@@ -150,6 +164,7 @@ pub fn token_blocks(ids: &[u32], block_size: usize, namespace: &str) -> Blocks {
         unit: Unit::Tokens,
         block_units: block_size,
         units: ids.len(),
+        has_media: false,
         tokens: Some(u32::try_from(ids.len()).unwrap_or(u32::MAX)),
     }
 }

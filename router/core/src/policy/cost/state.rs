@@ -298,7 +298,7 @@ impl State {
             note: self.holdings.sent(worker, prompt, most, now_ms),
             held: held.blocks,
             units: prompt.units,
-            is_estimated: prompt.tokens.is_none(),
+            is_estimated: prompt.tokens.is_none() && !prompt.has_media,
             expected_cached: (expected > 0.0).then_some(expected),
             kv_tokens,
             is_first_token_seen: false,

@@ -7,6 +7,7 @@ use proptest::prelude::*;
 use super::*;
 use crate::explain::{Basis, CostTerms, Terms, Weighed};
 use crate::policy::testing::{Sender, blocks, chosen, rng, views};
+use crate::prompt::Blocks;
 use crate::types::{QueueOrder, Ticket, Usage};
 
 pub(super) fn cost(role: Role, workers: u64, params: CostParams) -> Cost {
@@ -707,4 +708,36 @@ fn terms_of_an_explanation_add_up_to_the_cost_that_decided() {
         assert_eq!(forecast.cached_tokens, chosen.cached_tokens.round() as u32);
     }
     assert_eq!(told[0].1.candidates.len(), 3);
+}
+
+#[test]
+fn prompts_with_images_teach_nothing_about_text() {
+    let policy = cost(Role::Regular, 1, CostParams::default());
+    let usual = policy.stats(0).tokens_per_unit;
+    for (ticket, has_media) in [(1, true), (2, false)] {
+        let text = Blocks::of_text(&[b'x'; 4096], None);
+        let text = if has_media { text.with_media() } else { text };
+        let (ticket, worker) = (Ticket(ticket), WorkerId(0));
+        let request = RequestView {
+            prompt: text.prompt(),
+            ..RequestView::default()
+        };
+        policy.observe(&Event::Routed {
+            ticket,
+            worker,
+            request: &request,
+            tells_first_token: false,
+        });
+        let usage = Usage {
+            prompt_tokens: 100,
+            ..Usage::default()
+        };
+        policy.observe(&Event::Usage {
+            ticket,
+            worker,
+            usage,
+        });
+        let learned = policy.stats(0).tokens_per_unit;
+        assert_eq!(learned == usual, has_media, "{learned}");
+    }
 }
