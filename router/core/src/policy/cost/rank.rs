@@ -6,7 +6,8 @@
 //! 2. its first token is seen: it leaves; the time since the engine turned to it is an observation of speed
 //!    ([`Rank::first_token`]). Prompts whose first tokens come together were computed together and are observed together.
 //!    An engine that takes the shortest first works at several in turns: there a whole busy period is one observation;
-//! 3. a request that does not stream shows no first token: its prompt leaves when the predicted time is over;
+//! 3. a request that does not stream shows no first token: its prompt leaves when the predicted time is over. Its end is an
+//!    observation of prefill and output together, where no stream took part ([`Rank::answered`]);
 //! 4. it fails or its client leaves: it leaves without an observation ([`Rank::ended`]).
 //!
 //! The prompts run one after the other, as far as this knows; the head of the queue began when the one before left.
@@ -66,6 +67,12 @@ pub struct Rank {
     is_disturbed: bool,
     /// First tokens of the last step (or busy period) and its time, not yet learned from: more of them may come.
     together: Option<(Work, f64, usize)>,
+    /// Requests in flight that stream, and when one was last sent or ended.
+    streams: usize,
+    streamed_ms: f64,
+    /// When the last answer that does not stream ended, and what is not yet learned from such answers.
+    answered_ms: f64,
+    answers: Option<(Work, f64, usize)>,
     pace: Pace,
     /// Its first prompts were observed: they met cold kernels and new connections, and say nothing of the next ones.
     is_warm: bool,
@@ -158,11 +165,11 @@ impl Rank {
                 before.map(|(work, ms, _)| (work, ms))
             }
             QueueOrder::Arrival => {
-                self.gather(work, took_ms);
+                gather(&mut self.together, work, took_ms);
                 None
             }
             QueueOrder::ShortestFirst => {
-                let prompts = self.gather(work, took_ms);
+                let prompts = gather(&mut self.together, work, took_ms);
                 let is_over = self.queue.is_empty() || prompts >= BUSY_PERIOD;
                 let period = self.together.take_if(|_| is_over);
                 period.map(|(work, ms, _)| (work, ms))
@@ -170,11 +177,30 @@ impl Rank {
         }
     }
 
-    /// Returns how many prompts are gathered now.
-    fn gather(&mut self, work: Work, took_ms: f64) -> usize {
-        let so_far = self.together.get_or_insert_default();
-        *so_far = (so_far.0.and(work), so_far.1 + took_ms, so_far.2 + 1);
-        so_far.2
+    pub fn stream_began(&mut self, now_ms: f64) {
+        self.streams += 1;
+        self.streamed_ms = now_ms;
+    }
+
+    pub fn stream_ended(&mut self, now_ms: f64) {
+        self.streams = self.streams.saturating_sub(1);
+        self.streamed_ms = now_ms;
+    }
+
+    /// An answer that does not stream ended: all of `work`, its output included, since the one before ended.
+    pub fn answered(&mut self, work: Work, sent_ms: f64, now_ms: f64) -> Option<(Work, f64)> {
+        let begin_ms = sent_ms.max(std::mem::replace(&mut self.answered_ms, now_ms));
+        if self.streams > 0 || self.streamed_ms > begin_ms {
+            self.answers = None;
+            return None;
+        }
+        let took_ms = (now_ms - begin_ms).max(0.0);
+        if took_ms < ONE_STEP_MS {
+            gather(&mut self.answers, work, took_ms);
+            return None;
+        }
+        let (work, ms, _) = self.answers.replace((work, took_ms, 1))?;
+        std::mem::replace(&mut self.is_warm, true).then_some((work, ms))
     }
 
     /// What was observed here, against what the fleet would have taken.
@@ -273,6 +299,13 @@ impl Rank {
                 _ => 0.0,
             })
     }
+}
+
+/// Returns how many prompts are gathered now.
+fn gather(together: &mut Option<(Work, f64, usize)>, work: Work, took_ms: f64) -> usize {
+    let so_far = together.get_or_insert_default();
+    *so_far = (so_far.0.and(work), so_far.1 + took_ms, so_far.2 + 1);
+    so_far.2
 }
 
 #[cfg(test)]

@@ -4,6 +4,9 @@
 //! T(u, h) = a + b·u + c·u·(h + u/2)       u tokens to compute behind h cached ones; the last term is attention
 //! ```
 //!
+//! An answer that does not stream shows only when all of it is there: T + d·o for o tokens of output. It is fitted with
+//! the others, so that d takes what is not prefill.
+//!
 //! One T for the fleet, by least squares with forgetting over observations, each weighted so that relative errors count
 //! alike. What the observations leave open (all prompts of one size, or none yet) comes from the prior's shape, scaled to
 //! them.
@@ -15,34 +18,40 @@
 
 /// Terms of T for one prompt, or the sum over several, scaled to numbers around one.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
-pub struct Work([f64; 3]);
+pub struct Work([f64; 4]);
 
 impl Work {
     pub fn of(uncached: f64, cached: f64) -> Self {
         let attention = uncached * (cached + uncached / 2.0);
-        Work([1.0, uncached / 1e3, attention / 1e8])
+        Work([1.0, uncached / 1e3, attention / 1e8, 0.0])
+    }
+
+    /// With the tokens of its answer.
+    pub fn with_output(self, tokens: f64) -> Self {
+        let Work([fixed, linear, attention, _]) = self;
+        Work([fixed, linear, attention, tokens / 1e2])
     }
 
     pub fn and(self, other: Work) -> Work {
-        Work([0, 1, 2].map(|i| self.0[i] + other.0[i]))
+        Work([0, 1, 2, 3].map(|i| self.0[i] + other.0[i]))
     }
 }
 
 /// Coefficients of T, in milliseconds; none is negative.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Speed([f64; 3]);
+pub struct Speed([f64; 4]);
 
 impl Default for Speed {
-    /// 10 000 tokens a second, about an 8 B model on one recent GPU.
+    /// 10 000 tokens a second, about an 8 B model on one recent GPU, and 10 ms a token of output.
     fn default() -> Self {
-        Speed([5.0, 100.0, 0.0])
+        Speed([5.0, 100.0, 0.0, 1_000.0])
     }
 }
 
 impl Speed {
     #[cfg(test)]
     pub fn new(fixed_ms: f64, per_kilotoken_ms: f64, attention_ms: f64) -> Self {
-        Speed([fixed_ms, per_kilotoken_ms, attention_ms])
+        Speed([fixed_ms, per_kilotoken_ms, attention_ms, 1_000.0])
     }
 
     pub fn ms(&self, work: Work) -> f64 {
@@ -108,12 +117,14 @@ const MEMORY: f64 = 200.0;
 /// Prompts by which the prior speaks [uncached tokens]; each counts for a fraction of an observation.
 const PRIOR_AT: [f64; 3] = [100.0, 1_000.0, 10_000.0];
 const PRIOR_WEIGHT: f64 = 0.03;
+/// Answer by which the prior speaks of output [tokens].
+const PRIOR_OUTPUT: f64 = 256.0;
 
 /// Sums of least squares.
 #[derive(Debug, Clone, Default)]
 pub struct Fit {
-    xx: [[f64; 3]; 3],
-    xy: [f64; 3],
+    xx: [[f64; 4]; 4],
+    xy: [f64; 4],
 }
 
 impl Fit {
@@ -139,13 +150,14 @@ impl Fit {
     /// The coefficients that fit best, given what to believe where nothing was seen.
     pub fn solve(&self, prior: Speed) -> Speed {
         // The prior's shape at the observations' scale; one hundredth of an observation holds it where there are none.
-        let own = |row: [f64; 3]| dot(row, prior.0);
+        let own = |row: [f64; 4]| dot(row, prior.0);
         let hold = 0.01 * prior.0[0].max(1.0).powi(2);
         let scale = (own(self.xy) + hold) / (own(self.xx.map(own)) + hold);
         let scaled = prior.0.map(|value| value * scale);
         let mut all = self.clone();
-        for tokens in PRIOR_AT {
-            let work = Work::of(tokens, 0.0);
+        let prompts = PRIOR_AT.map(|tokens| Work::of(tokens, 0.0));
+        let output = Work::default().with_output(PRIOR_OUTPUT);
+        for work in prompts.into_iter().chain([output]) {
             all.add(work, dot(scaled, work.0), PRIOR_WEIGHT * weight(work));
         }
         Speed(solve_non_negative(all.xx, all.xy).unwrap_or(scaled))
@@ -153,19 +165,19 @@ impl Fit {
 }
 
 fn weight(work: Work) -> f64 {
-    1.0 / (work.0[0] + work.0[1]).powi(2)
+    1.0 / (work.0[0] + work.0[1] + 10.0 * work.0[3]).powi(2)
 }
 
-fn dot(a: [f64; 3], b: [f64; 3]) -> f64 {
-    a[0] * b[0] + a[1] * b[1] + a[2] * b[2]
+fn dot(a: [f64; 4], b: [f64; 4]) -> f64 {
+    a.iter().zip(b).map(|(a, b)| a * b).sum()
 }
 
 /// Solve by elimination; a coefficient that comes out negative is fixed at zero and the rest solved again.
-fn solve_non_negative(xx: [[f64; 3]; 3], xy: [f64; 3]) -> Option<[f64; 3]> {
-    let mut is_free = [true; 3];
+fn solve_non_negative(xx: [[f64; 4]; 4], xy: [f64; 4]) -> Option<[f64; 4]> {
+    let mut is_free = [true; 4];
     loop {
         let found = solve(xx, xy, is_free)?;
-        let least = (0..3).min_by(|&i, &j| found[i].total_cmp(&found[j]))?;
+        let least = (0..4).min_by(|&i, &j| found[i].total_cmp(&found[j]))?;
         if found[least] >= 0.0 {
             return Some(found);
         }
@@ -174,20 +186,20 @@ fn solve_non_negative(xx: [[f64; 3]; 3], xy: [f64; 3]) -> Option<[f64; 3]> {
 }
 
 /// Coefficients that are not free are zero. `None` when the equations do not determine the others.
-fn solve(mut xx: [[f64; 3]; 3], mut xy: [f64; 3], is_free: [bool; 3]) -> Option<[f64; 3]> {
-    for at in 0..3 {
+fn solve(mut xx: [[f64; 4]; 4], mut xy: [f64; 4], is_free: [bool; 4]) -> Option<[f64; 4]> {
+    for at in 0..4 {
         if !is_free[at] {
-            xx[at] = [0.0; 3];
+            xx[at] = [0.0; 4];
             xx.iter_mut().for_each(|row| row[at] = 0.0);
             (xx[at][at], xy[at]) = (1.0, 0.0);
         }
     }
-    for at in 0..3 {
+    for at in 0..4 {
         let pivot = xx[at][at];
         if pivot.abs() < 1e-12 {
             return None;
         }
-        for below in at + 1..3 {
+        for below in at + 1..4 {
             let factor = xx[below][at] / pivot;
             let above = xx[at];
             let row = xx[below].iter_mut().zip(above);
@@ -195,9 +207,9 @@ fn solve(mut xx: [[f64; 3]; 3], mut xy: [f64; 3], is_free: [bool; 3]) -> Option<
             xy[below] -= factor * xy[at];
         }
     }
-    let mut found = [0.0; 3];
-    for at in (0..3).rev() {
-        let known: f64 = (at + 1..3)
+    let mut found = [0.0; 4];
+    for at in (0..4).rev() {
+        let known: f64 = (at + 1..4)
             .map(|column| xx[at][column] * found[column])
             .sum();
         found[at] = (xy[at] - known) / xx[at][at];

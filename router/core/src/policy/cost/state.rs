@@ -71,6 +71,13 @@ pub(super) struct Sent {
     expected_cached: Option<f64>,
     kv_tokens: f64,
     is_first_token_seen: bool,
+    sent_ms: f64,
+    /// Tokens that were expected to be cached; 0 without an index.
+    cached: f64,
+    /// Its first token will be told.
+    tells: bool,
+    /// What the worker did for an answer that does not stream, once it has counted.
+    answer: Option<Work>,
 }
 
 /// What a candidate would cost.
@@ -287,6 +294,9 @@ impl State {
                 sent_ms: now_ms,
                 tells,
             });
+            if tells {
+                rank.stream_began(now_ms);
+            }
             rank.work.add(predicted_ms, now_ms, policy.tau_ms());
             self.work.add(predicted_ms, now_ms, policy.tau_ms());
         }
@@ -302,6 +312,10 @@ impl State {
             expected_cached: (expected > 0.0).then_some(expected),
             kv_tokens,
             is_first_token_seen: false,
+            sent_ms: now_ms,
+            cached,
+            tells,
+            answer: None,
         };
         self.tickets.insert(ticket, sent);
     }
@@ -339,7 +353,12 @@ impl State {
         let Some(rank) = self.ranks.get_mut(&worker) else {
             return;
         };
-        if let Some(learned) = rank.first_token(ticket, now_ms) {
+        let learned = rank.first_token(ticket, now_ms);
+        self.learn(worker, learned, now_ms);
+    }
+
+    fn learn(&mut self, worker: WorkerId, learned: Option<(Work, f64)>, now_ms: f64) {
+        if let (Some(learned), Some(rank)) = (learned, self.ranks.get_mut(&worker)) {
             self.fleet.observe(learned.0, learned.1);
             self.speed = self.fleet.solve(Speed::default());
             rank.learn(learned, self.speed, now_ms);
@@ -347,9 +366,15 @@ impl State {
     }
 
     pub(super) fn usage(&mut self, role: Role, ticket: Ticket, worker: WorkerId, usage: Usage) {
-        let Some(sent) = self.tickets.get(&ticket) else {
+        let Some(sent) = self.tickets.get_mut(&ticket) else {
             return;
         };
+        if let (Role::Regular, false, Some(output)) = (role, sent.tells, usage.completion_tokens) {
+            let tokens = f64::from(usage.prompt_tokens);
+            let cached = usage.cached_tokens.map_or(sent.cached, f64::from);
+            let work = Work::of((tokens - cached).max(0.0), cached.min(tokens));
+            sent.answer = Some(work.with_output(f64::from(output)));
+        }
         let (units, is_estimated, expected) = (sent.units, sent.is_estimated, sent.expected_cached);
         let prompt_tokens = f64::from(usage.prompt_tokens);
         if is_estimated && usage.prompt_tokens > 0 {
@@ -386,6 +411,12 @@ impl State {
         if let Some(rank) = self.ranks.get_mut(&worker) {
             rank.kv_tokens = (rank.kv_tokens - sent.kv_tokens).max(0.0);
             rank.ended(ticket, now_ms);
+            if sent.tells {
+                rank.stream_ended(now_ms);
+            }
+            let answer = sent.answer.filter(|_| is_kept);
+            let learned = answer.and_then(|work| rank.answered(work, sent.sent_ms, now_ms));
+            self.learn(worker, learned, now_ms);
         }
         if !is_kept && !sent.is_first_token_seen {
             self.holdings.failed(worker, hashes, sent.note, sent.held);

@@ -741,3 +741,56 @@ fn prompts_with_images_teach_nothing_about_text() {
         assert_eq!(learned == usual, has_media, "{learned}");
     }
 }
+
+/// Requests that do not stream, one after the other, each answered after `took_ms(prompt tokens, output tokens)`; returns
+/// the learned prefill time of 1000 tokens [ms].
+fn learned_from_answers(took_ms: impl Fn(f64, f64) -> f64) -> f64 {
+    let policy = cost(Role::Regular, 1, CostParams::default());
+    let mut now_ms = 0;
+    for turn in 0..60u32 {
+        let blocks = blocks(&"x".repeat(10 + (turn as usize % 5) * 10));
+        let output = turn * 37 % 300;
+        let (ticket, worker) = (Ticket(u64::from(turn)), WorkerId(0));
+        policy.observe(&Event::Routed {
+            ticket,
+            worker,
+            request: &RequestView {
+                prompt: blocks.prompt(),
+                now_ms,
+                ..RequestView::default()
+            },
+            tells_first_token: false,
+        });
+        let tokens = blocks.prompt().units as u32;
+        now_ms += took_ms(f64::from(tokens), f64::from(output)) as u64;
+        let usage = Usage {
+            prompt_tokens: tokens,
+            cached_tokens: Some(0),
+            completion_tokens: Some(output),
+        };
+        policy.observe(&Event::Usage {
+            ticket,
+            worker,
+            usage,
+        });
+        policy.observe(&Event::Finished {
+            ticket,
+            worker,
+            is_kept: true,
+            hashes: &[],
+            now_ms,
+        });
+        now_ms += 10;
+    }
+    policy.stats(now_ms).ranks[0].ms_per_kilotoken
+}
+
+#[test]
+fn answers_that_do_not_stream_teach_the_prefill_speed() {
+    let near = |learned: f64, truth: f64| (learned - truth).abs() < 0.15 * truth;
+    let slow = learned_from_answers(|tokens, _| tokens);
+    assert!(near(slow, 1_000.0), "{slow}");
+    // Most of the time is output: 20 ms a token.
+    let usual = learned_from_answers(|tokens, output| 5.0 + 0.1 * tokens + 20.0 * output);
+    assert!(near(usual, 105.0), "{usual}");
+}
