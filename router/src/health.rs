@@ -185,6 +185,9 @@ impl Watch {
                     let waited_s = limit.as_secs();
                     tracing::error!(url = %worker.url(), waited_s, reason, "worker did not start in time; still trying");
                 }
+                let reason = Some(reason);
+                app.registry
+                    .set_state(worker, State::Starting { reason }, None);
                 self.longer_pause(app)
             }
         }

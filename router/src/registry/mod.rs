@@ -257,7 +257,7 @@ impl Registry {
             spec,
             suspect: Notify::new(),
             silent: Notify::new(),
-            state: watch::Sender::new((State::Starting, Arc::default())),
+            state: watch::Sender::new((State::Starting { reason: None }, Arc::default())),
             loads: Mutex::default(),
             idle: Notify::new(),
             last_break_ms: AtomicU64::new(0),
@@ -384,6 +384,9 @@ impl Registry {
             }
             State::Draining => {
                 tracing::info!(%url, %role, in_flight = worker.load(), "worker drains");
+            }
+            State::Starting { reason } => {
+                tracing::warn!(%url, %role, reason, "worker is not up yet; still trying");
             }
             _ => {
                 let reason = state.reason().unwrap_or_default();

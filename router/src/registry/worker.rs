@@ -25,7 +25,10 @@ const SAME_BREAK_MS: u64 = 1_000;
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum State {
     /// Registered, never healthy yet.
-    Starting,
+    Starting {
+        /// How its last probe failed.
+        reason: Option<String>,
+    },
     Ready,
     Unhealthy {
         reason: String,
@@ -43,7 +46,7 @@ pub enum State {
 impl State {
     pub fn label(&self) -> &'static str {
         match self {
-            State::Starting => "starting",
+            State::Starting { .. } => "starting",
             State::Ready => "ready",
             State::Unhealthy { .. } => "unhealthy",
             State::Rejected { .. } => "rejected",
@@ -53,7 +56,8 @@ impl State {
 
     pub fn reason(&self) -> Option<&str> {
         match self {
-            State::Starting | State::Ready | State::Draining => None,
+            State::Ready | State::Draining => None,
+            State::Starting { reason } => reason.as_deref(),
             State::Unhealthy { reason, .. } | State::Rejected { reason } => Some(reason),
         }
     }

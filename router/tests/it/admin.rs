@@ -545,3 +545,19 @@ async fn a_port_in_use_is_said_so() {
     })
     .await;
 }
+
+#[tokio::test]
+async fn worker_that_does_not_come_up_says_why() {
+    timed(async {
+        let addr = Mock::start(&[]).await.stop().await;
+        let router = Router::start(&["--worker-urls", &format!("http://{addr}")]).await;
+        eventually("the reason is told", || async {
+            let workers = router.get("/workers").await.json();
+            let worker = &workers["workers"][0];
+            let reason = worker["reason"].as_str().unwrap_or_default();
+            worker["state"] == "starting" && reason.contains("refused")
+        })
+        .await;
+    })
+    .await;
+}
