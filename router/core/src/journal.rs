@@ -149,6 +149,8 @@ pub enum Told {
         name: String,
         capacity_tokens: Option<u64>,
         order: QueueOrder,
+        #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+        is_cacheless: bool,
     },
     Gone {
         worker: WorkerId,
@@ -395,6 +397,7 @@ impl Told {
                 name: name.unwrap_or_default().to_owned(),
                 capacity_tokens: facts.capacity_tokens,
                 order: facts.order,
+                is_cacheless: facts.is_cacheless,
             },
             Event::WorkerGone { worker } => Told::Gone { worker },
         })
@@ -455,12 +458,14 @@ impl Told {
                 worker,
                 capacity_tokens,
                 order,
+                is_cacheless,
                 ..
             } => Event::WorkerAdded {
                 worker,
                 facts: WorkerFacts {
                     capacity_tokens,
                     order,
+                    is_cacheless,
                 },
             },
             Told::Gone { worker } => Event::WorkerGone { worker },

@@ -81,6 +81,8 @@ pub struct WorkerFacts {
     /// Tokens its KV cache holds, of one rank.
     pub capacity_tokens: Option<u64>,
     pub order: QueueOrder,
+    /// It keeps no prefixes: what was sent there is not found again.
+    pub is_cacheless: bool,
 }
 
 /// One sending of one request to one worker. Given out by the shell, never reused.

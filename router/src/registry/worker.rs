@@ -76,6 +76,9 @@ pub struct Description {
     /// KV slots of one rank.
     pub max_total_num_tokens: Option<u64>,
     pub schedule_policy: Option<String>,
+    pub disable_radix_cache: Option<bool>,
+    /// SGLang's: its decode workers have no radix cache without it.
+    pub disaggregation_decode_enable_radix_cache: Option<bool>,
     /// Of its tokenizer and chat template (tokens/files.rs).
     pub tokenizer_fingerprint: Option<String>,
     /// By rank.
@@ -249,7 +252,12 @@ impl Worker {
             }
             _ => QueueOrder::Arrival,
         };
+        let is_sglang_decode =
+            told.engine.is_none() && told.disaggregation_mode.as_deref() == Some("decode");
+        let has_decode_cache = told.disaggregation_decode_enable_radix_cache == Some(true);
         WorkerFacts {
+            is_cacheless: told.disable_radix_cache == Some(true)
+                || (is_sglang_decode && !has_decode_cache),
             capacity_tokens: told.max_total_num_tokens.filter(|tokens| *tokens > 0),
             order,
         }

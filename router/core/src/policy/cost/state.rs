@@ -178,7 +178,10 @@ impl State {
         for worker in ready {
             let rank = self.ranks.get(&worker.id).unwrap_or(&stranger);
             let held = ids.binary_search(&worker.id).map(|at| held[at]);
-            let held = held.unwrap_or_default();
+            let held = match rank.facts.is_cacheless {
+                true => Held::default(),
+                false => held.unwrap_or_default(),
+            };
             let mut option = Estimate {
                 id: worker.id,
                 host: worker.host,

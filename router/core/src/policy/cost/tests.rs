@@ -794,3 +794,29 @@ fn answers_that_do_not_stream_teach_the_prefill_speed() {
     let usual = learned_from_answers(|tokens, output| 5.0 + 0.1 * tokens + 20.0 * output);
     assert!(near(usual, 105.0), "{usual}");
 }
+
+#[test]
+fn worker_without_a_prefix_cache_is_believed_to_hold_nothing() {
+    let policy = cost(Role::Decode, 1, CostParams::default());
+    let (worker, facts) = (
+        WorkerId(1),
+        WorkerFacts {
+            is_cacheless: true,
+            ..WorkerFacts::default()
+        },
+    );
+    policy.observe(&Event::WorkerAdded { worker, facts });
+    let (mut sender, text) = (Sender::default(), "k".repeat(100));
+    for worker in [0, 1] {
+        let ticket = sender.routed(&policy, worker, &text);
+        sender.finished(&policy, ticket, worker, &text, true);
+    }
+    let blocks = blocks(&text);
+    let request = RequestView {
+        prompt: blocks.prompt(),
+        ..RequestView::default()
+    };
+    let (options, _) = policy.lock().estimate(&policy, &request, &views(&[0, 0]));
+    let cached: Vec<f64> = options.iter().map(|option| option.cached).collect();
+    assert_eq!(cached, [10_000.0, 0.0]);
+}
