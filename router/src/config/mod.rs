@@ -151,6 +151,13 @@ pub struct Routing {
     /// cost, cache_aware: most memory of a role's prefix index; what was sent longest ago is forgotten [bytes]
     #[arg(long, default_value_t = 1 << 30, value_name = "BYTES")]
     pub max_index_bytes: usize,
+    /// cost: tokens that a worker's KV cache is taken to hold if the worker does not report it (vLLM's do not)
+    #[arg(long, default_value_t = 1 << 20, value_name = "TOKENS")]
+    pub default_capacity_tokens: u64,
+    /// cost: time a decode worker takes to fetch the KV of 1000 tokens from another machine; from its own it is taken to be
+    /// three tenths of that [ms]
+    #[arg(long, default_value_t = 43.0, value_name = "MS")]
+    pub kv_pull_ms_per_kilotoken: f64,
     /// manual: who gets a new key (header x-smg-routing-key): random, min_load (fewest requests), min_group (fewest keys)
     #[arg(long, default_value_t = AssignmentMode::Random, value_name = "MODE")]
     pub assignment_mode: AssignmentMode,
@@ -380,6 +387,15 @@ impl RouterConfig {
             ratio >= 1.0,
             format!("--balance-rel-threshold {ratio}: give a ratio of at least 1"),
         );
+        rule(
+            self.routing.default_capacity_tokens >= 1,
+            "--default-capacity-tokens 0: must be at least 1".to_owned(),
+        );
+        let ms = self.routing.kv_pull_ms_per_kilotoken;
+        rule(
+            ms >= 0.0 && ms.is_finite(),
+            format!("--kv-pull-ms-per-kilotoken {ms}: give a time of at least 0"),
+        );
         let bytes = self.observe.decision_log_max_bytes;
         rule(
             bytes >= MIN_LOG_BYTES,
@@ -557,6 +573,10 @@ impl RouterConfig {
             cost: CostParams {
                 max_bytes: given.max_index_bytes,
                 report_interval_ms: self.report_interval_ms(),
+                default_capacity_tokens: given.default_capacity_tokens,
+                // Shared memory carries 10 GB/s where the network carries 3.
+                pull_near_ms: given.kv_pull_ms_per_kilotoken * 13.0 / 43.0 / 1e3,
+                pull_far_ms: given.kv_pull_ms_per_kilotoken / 1e3,
                 ..CostParams::default()
             },
         }
