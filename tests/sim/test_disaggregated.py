@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 
 import pytest
@@ -93,6 +94,31 @@ def test_a_full_decode_node_delays_no_prefill() -> None:
     assert set(p.done) == {1, 2, 3, 4}
     assert set(d.opened) == {1, 2, 3, 4}
     assert set(d.grants) == {1}, "the decode node has room for one prompt only"
+
+
+@pytest.mark.parametrize(
+    ("policy", "granted"), [("fcfs", [1, 2, 3]), ("short-first", [3, 1, 2]), ("edf", [2, 3, 1]), ("lof", [2, 1, 3])]
+)
+@pytest.mark.parametrize("announced", [False, True])
+def test_the_policy_orders_prompts_on_their_way_to_a_decode_node(
+    policy: str, granted: list[int], announced: bool
+) -> None:
+    limits = Limits(100, 4, 1, 100, 64, role="decode", policy=policy, reserved_decode_tokens=0)
+    d = Node(limits, depth=1)
+    for handle, length, answer, due in ((0, 4, 1, 9.0), (1, 20, 9, 900.0), (2, 40, 20, 300.0), (3, 8, 4, 600.0)):
+        req = request(handle, [handle] * length, answer, ignore_eos=True, room=handle)
+        d.sched.add(dataclasses.replace(req, arrival=0.0, ttft_deadline=due))
+        if handle == 0:
+            d.step()
+        elif announced:
+            d.sched.transfer_announced(handle)
+    order = []
+    for _ in range(100):
+        for room in [room for room in d.grants if room not in order]:
+            order.append(room)
+            d.sched.transfer_committed(room, 1, 0, None)
+        d.step()
+    assert order == [0, *granted]
 
 
 def test_two_full_nodes_do_not_wait_for_each_other() -> None:

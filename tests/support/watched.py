@@ -410,7 +410,8 @@ class WatchedScheduler(Scheduler):
 
         cached = state.memory.cache.peek(seq.tokens.tobytes(), seq.req.namespace, len(seq.tokens) - 1)
         need = -(-len(seq.tokens) // page) - cached // page
-        others = [s for s in (*state.running.values(), *state.transfer.values()) if s.handle not in without]
+        holding = (*state.running.values(), *state.transfer.values(), *state.parked.values())
+        others = [s for s in holding if s is not seq and s.handle not in without]
         if not others and not state.leased:
             return need
         need += -(-rest(seq) // page) + int(limits.watermark * limits.num_pages)

@@ -77,8 +77,9 @@ class Planner:
         state = self._state
         state.now = now
         state.stats.on_plan(now)
-        if (reviewed := state.waiting.review()) is not None:
-            state.outbox.append(reviewed)
+        for queue in (state.waiting, state.opening):
+            if (reviewed := queue.review()) is not None:
+                state.outbox.append(reviewed)
         state.settle()
         state.sort_running()
         self._admit_transfers()
@@ -226,7 +227,8 @@ class Planner:
             order = state.fair.merge((), order, state.holders())
         if not state.announced or not self._may_pass():
             return order
-        return itertools.chain(list(state.announced.values()), (seq for seq in order if not seq.is_announced))
+        announced = (seq for seq in state.opening.in_order() if seq.is_announced)
+        return itertools.chain(announced, (seq for seq in order if not seq.is_announced))
 
     def _may_pass(self) -> bool:
         """D: do prompts whose pages P holds go before all others?

@@ -57,7 +57,9 @@ class State:
             self.fair = Fairness(limits.fairness, limits.step_tokens, self.memory.answer_tokens)
             label = self.fair.label if limits.fairness.classes.classes else label
         self.waiting = WaitingQueue(self.policy, limits.priority, self.view, self.fair)
-        self.opening = WaitingQueue(POLICIES["fcfs"](limits.policy_params), limits.priority, self.view, self.fair)
+        self.opening = WaitingQueue(
+            POLICIES[limits.policy](limits.policy_params), limits.priority, self.view, self.fair
+        )
         self.announced: dict[int, Seq] = {}
         """D: those of `opening` whose pages P holds. A view, not a table."""
         self._least_priority = 0
