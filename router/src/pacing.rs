@@ -95,7 +95,7 @@ impl WorkerWait {
 pub fn may_come(app: &App, request: &Inbound, err: &RouteError) -> bool {
     match err {
         RouteError::NoWorker { role, .. } => request.is_accepted || app.registry.may_return(*role),
-        RouteError::NoPair { .. } => request.is_accepted,
+        RouteError::NoPair { .. } | RouteError::NoHeir { .. } => request.is_accepted,
         _ => false,
     }
 }

@@ -85,6 +85,8 @@ const CODES: &[(&str, RetryClass)] = &[
     ("duplicate_worker", RetryClass::Refused),
     ("wrong_state", RetryClass::Refused),
     ("payload_too_large", RetryClass::Refused),
+    ("head_too_large", RetryClass::Refused),
+    ("unsupported_media_type", RetryClass::Refused),
     ("rate_limit_exceeded", RetryClass::Refused),
     ("tenant_queue_full", RetryClass::Refused),
     ("aborted", RetryClass::Refused),
@@ -94,6 +96,7 @@ const CODES: &[(&str, RetryClass)] = &[
     ("deadline", RetryClass::Refused),
     ("poison_request", RetryClass::Refused),
     ("internal_error", RetryClass::Unexplained),
+    ("nonfinite_logits", RetryClass::Unexplained),
     ("duplicate_room", RetryClass::Broken),
     ("prefill_failed", RetryClass::Broken),
     ("kv_transfer_failed", RetryClass::Broken),
@@ -110,6 +113,7 @@ const CODES: &[(&str, RetryClass)] = &[
     ("no_pair", RetryClass::Overloaded),
     ("ttft_too_late", RetryClass::Overloaded),
     ("connections_exhausted", RetryClass::Overloaded),
+    ("body_memory_full", RetryClass::Overloaded),
 ];
 
 impl RetryClass {

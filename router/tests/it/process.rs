@@ -266,7 +266,9 @@ async fn a_decision_log_is_decided_again_as_it_was() {
         for load in ["rank=0;queued_tokens=50;started_tokens=0;age_ms=4", "none"] {
             for act in [Act::Answer, Act::Json(usage.clone()), Act::Drop] {
                 let act = match act {
-                    Act::Drop => vec![Act::Drop, Act::Answer],
+                    // One mock only: a request that breaks two connections is not tried any further.
+                    Act::Drop if load == "none" => vec![Act::Drop, Act::Answer],
+                    Act::Drop => vec![Act::Answer],
                     act => vec![act],
                 };
                 mocks.push(Mock::start(&act).await.with_load(load));
