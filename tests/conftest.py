@@ -18,6 +18,7 @@ SERVERS = {"contract", "e2e", "fault", "peers"}
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
+@pytest.hookimpl(tryfirst=True)  # xdist reads the groups in the same hook
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Groups for `pytest --dist loadgroup`: one of all that start servers, one of each other file (shared fixtures)."""
     for item in items:

@@ -101,9 +101,16 @@ def killed_node_is_survived(cluster: Cluster, role: str, prompt_words: int, max_
     return streams
 
 
+def resumed(cluster: Cluster) -> float:
+    return sum(s.value for s in metrics(cluster.url) if s.name == "baton_router_failovers_total")
+
+
 def test_killed_decode_node(cluster: Cluster) -> None:
+    """Its streams wait for it to come back and are resumed."""
+    before = resumed(cluster)
     streams = killed_node_is_survived(cluster, "decode", prompt_words=20, max_tokens=400)
-    assert any(seen.errors for seen in streams), "nothing was in flight when the node was killed"
+    assert not any(seen.errors for seen in streams)
+    assert resumed(cluster) > before, "nothing was in flight when the node was killed"
 
 
 def retries(cluster: Cluster) -> float:

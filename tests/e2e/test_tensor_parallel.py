@@ -167,4 +167,4 @@ def test_a_model_that_cannot_be_divided_ends_the_start(tmp_path: Path) -> None:
     )  # fmt: skip
     assert done.returncode == 2
     text = "--tp-size 2: the model's intermediate_size = 129 is no multiple of it; this model takes 1"
-    assert f"rank 0: {text}" in done.stderr
+    assert f"baton engine: {text}" in done.stderr

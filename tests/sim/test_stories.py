@@ -226,4 +226,5 @@ def test_stories_agree_with_what_requests_got(seed: int) -> None:
     for told in p.stories:
         if told.first_token_at is not None and not told.retractions:
             assert told.cached_tokens + told.computed_tokens == told.prompt_tokens
-            assert told.leased_pages
+            # Decode gave up before the prompt was computed: its pages went from the step into the cache.
+            assert told.leased_pages or told.handle in aborted or told.handle in d.errors

@@ -14,6 +14,7 @@ Channel: one PUSH socket per follower, bound by the first rank in the engine's p
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -150,10 +151,13 @@ class Followers:
             found.append(report)
 
     def stop(self) -> None:
-        """Let them end. Nothing may be told afterwards."""
+        """Let them end. Nothing may be told afterwards. One that has ended already, or is stuck, takes no message."""
         from baton.runtime import collectives
 
-        self._tell(STOP)
+        with self._lock:
+            for socket in self._orders:
+                with contextlib.suppress(zmq.Again):
+                    socket.send(STOP, zmq.DONTWAIT)
         collectives.leave()
 
     def _tell(self, message: bytes) -> None:
