@@ -220,9 +220,11 @@ def _execute(team: Team, loaded: Loaded, node: Any, orders: zmq.Socket[bytes], r
     poller.register(orders, zmq.POLLIN)
     if node is not None:
         poller.register(node.event_fd, zmq.POLLIN)
+    # Each poll of the transfer runtime tells its peers that this process works; without one, nothing wakes the rank.
+    timeout_ms = ALIVE_EVERY_MS if node is not None else None
     is_healthy = True
     while True:
-        poller.poll(ALIVE_EVERY_MS)  # each poll of the runtime tells its peers that this process works
+        poller.poll(timeout_ms)
         while node is not None and (events := node.poll(EVENTS_AT_ONCE)):
             said = [event[:2] if event[0] == "committed" else event for event in events]
             reports.send(_encode(Heard(team.tp_rank, said)))
