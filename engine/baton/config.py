@@ -47,7 +47,7 @@ MEM_FRACTION = 0.85
 
 
 CUDA_DEFAULTS: Mapping[str, int] = {"max_running_requests": 256, "chunked_prefill_size": 8192}
-"""What --device cuda changes of flags that are not given. Small steps leave a GPU waiting for launches; 8192 tokens
+"""Defaults with --device cuda of flags that are not given. Small steps leave a GPU waiting for launches; 8192 tokens
 match SGLang's on an H200, 256 rows are the largest recorded decode step (runtime.gpu.graphs)."""
 
 
@@ -104,7 +104,7 @@ class EngineConfig:
     )
     insecure_kv: bool = opt(
         False,
-        "without cluster-key: listen for KV transfers on --host, and take KV from any host; whoever reaches these "
+        "without cluster-key: listen for KV transfers on --host, and take KV from any host; any client of these "
         "ports can read prompts and forge answers",
     )
     kv_lease_secs: float = opt(30.0, "how long P keeps a finished prompt's pages for D without a heartbeat [s]")
@@ -362,7 +362,7 @@ class EngineConfig:
 
     @property
     def is_kv_open(self) -> bool:
-        """Whether KV may cross hosts: with a cluster key, or by --insecure-kv."""
+        """True if KV may cross hosts: with a cluster key, or by --insecure-kv."""
         return self.cluster_key is not None or self.insecure_kv
 
     @property
@@ -390,7 +390,7 @@ GROUPS = (
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches the address. A name other than localhost counts as reachable."""
+    """True if only this machine reaches the address. A name other than localhost counts as reachable."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

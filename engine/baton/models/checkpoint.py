@@ -1,4 +1,4 @@
-"""What can be known of a checkpoint before it is loaded, from config.json and the headers of its files. No torch here.
+"""Facts about a checkpoint before it is loaded, from config.json and the headers of its files. No torch here.
 
 `check` is what a start asks first: in milliseconds it finds what would otherwise end it minutes later. Everything wrong
 is a ConfigError that names the file and what to do.

@@ -47,7 +47,7 @@ class Reservation:
     passed_pages: int = 0
     """Pages given to requests that passed it, expected growth included."""
     was_tried: bool = True
-    """It did not fit in this plan either."""
+    """Set when the request did not fit in this plan either."""
 
 
 class Planner:

@@ -304,7 +304,7 @@ class Scheduler:
         """P: the lease on a prompt's pages is over, however it ended: DONE, or the transfer runtime's reason.
 
         A room that ends before its prompt is computed gets no lease: the pages are free when the last step commits.
-        After CHECKSUM the prompt's cached pages serve nobody else: a retry computes them again.
+        After CHECKSUM the prompt's cached pages serve no other request: a retry computes them again.
         """
         seq = self._state.rooms.get(room)
         if seq is None:
@@ -559,5 +559,5 @@ class Scheduler:
         return self._state.ledger()
 
     def dump(self) -> dict[str, object]:
-        """Who holds which pages, and the last decisions: for the log when the books do not balance."""
+        """Pages by owner, and the last decisions: for the log when the page ledger does not balance."""
         return {**self._state.dump(), "decisions": self.decisions.recent(DUMPED_DECISIONS)}

@@ -61,7 +61,7 @@ HEALTH_GENERATE_SECS = 20.0
 NONFINITE_IN_A_ROW = 3
 """So many answers that ended in NaN or infinity, with none that did not between them, make the node unhealthy."""
 NONFINITE_SECS = 30.0
-"""It is tried again after this long; the next such answer makes it unhealthy at once."""
+"""Seconds until an unhealthy node is tried again; the next such answer makes it unhealthy at once."""
 OPEN_PATHS = frozenset({"/health", "/livez", "/readyz", "/health_generate", "/ping", "/metrics"})
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,256}")
 SECRETS = ("api_key", "cluster_key")

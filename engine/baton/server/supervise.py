@@ -177,7 +177,7 @@ class Child:
         return "\n".join([line for line in lines if not ROUTINE_LINE.match(line)][-count:] or lines[-5:])
 
     def last_progress(self) -> str:
-        """Its newest INFO line without time and logger; empty when there is none."""
+        """Newest INFO line of the log without time and logger; empty when there is none."""
         found = (PROGRESS_LINE.match(line) for line in reversed(self._last_lines()))
         return next((match[1] for match in found if match), "")
 

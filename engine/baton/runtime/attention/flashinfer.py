@@ -51,7 +51,7 @@ DTYPES = (torch.float16, torch.bfloat16)
 HEAD_DIMS = (64, 128, 256)
 MAX_PAGE_SIZE = 128
 LEAST_WORKSPACE_BYTES = 128 << 20
-"""What flashinfer's documentation gives a wrapper."""
+"""Workspace that flashinfer's documentation recommends for a wrapper."""
 RUNG_INT_WORKSPACE_BYTES = 1 << 20
 """For the wrappers of all rungs with one window together. A rung takes some 30 bytes for each row and each thread
 block, of which there are a few thousand."""
@@ -201,7 +201,7 @@ class FlashInferAttention:
         return self._split_bytes(2 * self._multiprocessors() // self._spec.num_kv_heads, tile)
 
     def _rung_workspace_bytes(self, size: int) -> int:
-        """What splitting the rows of the largest rung takes; there are at least two blocks per multiprocessor."""
+        """Workspace for splitting the rows of the largest rung; there are at least two blocks per multiprocessor."""
         if not self._tensor_cores:
             return 0  # a head's share of few blocks: some MiB
         tile = 16 if self._group <= 16 else 64 if self._group <= 64 or self._spec.head_dim >= 256 else 128

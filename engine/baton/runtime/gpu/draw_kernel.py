@@ -1,4 +1,4 @@
-"""One launch that draws a token for each row of a step, by the definition of `runtime.sampler`, in Triton.
+"""Draw a token for each row of a step in one launch, by the definition of `runtime.sampler`, in Triton.
 
 One program per row: (1) its largest logit; (2) the smallest logit that top_k keeps, and then top_p, each found by
 comparing all logits with 16 pivots at a time, 4 bits of the answer per pass; (3) the mass of the kept tokens; (4) the
@@ -20,7 +20,7 @@ NO_TOKEN = tl.constexpr(2**31 - 1)
 LOWEST_KEY = tl.constexpr(-(2**31))
 PIVOTS = tl.constexpr(16)
 PASSES = tl.constexpr(8)
-"""Of 4 bits each: a key has 32."""
+"""Digits of 4 bits each: a key has 32."""
 
 
 def draw_rows(logits: Tensor, rows: Tensor, columns: Tensor, tokens: Tensor, block: int = BLOCK) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 SLOWER = "torch, which is 10 to 100 times slower"
-"""What can be used instead, as the end of a sentence."""
+"""Alternatives to name at the end of a sentence."""
 
 
 def load() -> Any:

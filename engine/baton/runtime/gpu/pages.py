@@ -91,7 +91,7 @@ class Pages:
         return self.rows.shape[1]
 
     def parts(self, pages: int) -> list[slice]:
-        """Of so many pages, what checksums are taken of in one go."""
+        """Pages whose checksums are taken in one call."""
         at_once = max(1, SUM_BYTES // (8 * self.page_words))
         return [slice(start, start + at_once) for start in range(0, pages, at_once)]
 
