@@ -36,7 +36,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 
 import baton
 from baton.config import LOOPBACK, UNSPECIFIED_HOSTS, EngineConfig
-from baton.errors import ConfigError, EngineError
+from baton.errors import ConfigError, EngineError, QueueFull
 from baton.models import checkpoint
 from baton.server import model_dir, transfer
 from baton.server.app import Front, Phase
@@ -320,9 +320,11 @@ class _Launcher:
             try:
                 while True:
                     left = max(deadline - time.monotonic(), 0.1)
-                    books = await ranks.control(rank, "ledger", left)
-                    if not any(books.result.get("requests", {}).values()):
-                        break
+                    # A rank that has just become ready may not be connected in this direction yet: ask again.
+                    with contextlib.suppress(QueueFull):
+                        books = await ranks.control(rank, "ledger", left)
+                        if not any(books.result.get("requests", {}).values()):
+                            break
                     await asyncio.sleep(LEASE_POLL_SECS)
                 await ranks.control(rank, "drain", left)
             except EngineError as err:
