@@ -123,7 +123,7 @@ class State:
     # ------------------------------------------------------------------ waiting
 
     def start_priority(self, req: Validated) -> float | None:
-        """What the order starts from where the request states no priority and requests age; None: its base.
+        """Start of the order where the request states no priority and requests age; None: its base.
 
         Below all priorities stated so far, but within reach: aging has to bring it past them in bounded time.
         """

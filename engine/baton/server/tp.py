@@ -220,7 +220,7 @@ def _execute(team: Team, loaded: Loaded, node: Any, orders: zmq.Socket[bytes], r
     poller.register(orders, zmq.POLLIN)
     if node is not None:
         poller.register(node.event_fd, zmq.POLLIN)
-    # Each poll of the transfer runtime tells its peers that this process works; without one, nothing wakes the rank.
+    # Each poll of the transfer runtime reports progress to its peers; without a runtime, nothing wakes the rank.
     timeout_ms = ALIVE_EVERY_MS if node is not None else None
     is_healthy = True
     while True:

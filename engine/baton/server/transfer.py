@@ -68,7 +68,7 @@ class Bootstrap(NamedTuple):
 
 
 def warn_of_reach(config: EngineConfig) -> None:
-    """One line at the start of an engine of a pair about what protects its KV, if that is not a cluster key."""
+    """Log one line at the start of a P or D engine that has no cluster key: what protects its KV instead."""
     if config.disaggregation_mode == "null" or config.cluster_key is not None:
         return
     if config.insecure_kv:

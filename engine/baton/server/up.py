@@ -331,7 +331,7 @@ class Cluster:
         self._say(f"{node.name:<10} {node.url}")
 
     async def _tell_progress(self) -> None:
-        """What nodes that are not ready have logged last, whenever that has changed; until cancelled."""
+        """Print the newest log line of each node that is not ready, whenever it changes; until canceled."""
         told: dict[str, str] = {}
         while True:
             await asyncio.sleep(PROGRESS_SECS)
@@ -576,7 +576,7 @@ def check_router_flags(plan: Plan) -> str | None:
 
 
 def check_place(plan: Plan) -> str | None:
-    """What is wrong with the address, the files and the model that the flags name."""
+    """Faults of the address, the files and the model that the flags name."""
     up = plan.up
     try:
         with socket.create_server((up.host, 0), family=socket.AF_INET6 if ":" in up.host else socket.AF_INET):

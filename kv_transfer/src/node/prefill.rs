@@ -378,7 +378,7 @@ impl Core {
                 self.hash_more(room);
             }
             Action::Accept { peer } => {
-                self.shared.announced.withdraw(room); // everything is told again
+                self.shared.announced.withdraw(room); // all pages are announced again
                 self.tie(peer, Side::Prefill, room);
                 let p_inc = self.identity.hello.inc.clone();
                 self.send(

@@ -94,7 +94,7 @@ impl DataLink {
     }
 }
 
-/// What the data thread works with.
+/// State of the data thread.
 #[derive(Clone)]
 pub struct DataContext {
     pub pool: Arc<KvPool>,

@@ -44,7 +44,7 @@ impl std::iter::Sum for DenialShare {
     }
 }
 
-/// What a worker's refusals have earned it. One per candidate.
+/// Penalty of a worker for its refusals. One per candidate.
 #[derive(Debug, Clone, Default)]
 pub struct WorkerPenalty {
     until_ms: u64,
@@ -120,13 +120,13 @@ impl WorkerPenalty {
     }
 }
 
-/// What speaks against a candidate now, from the least to the most.
+/// Objection to a candidate now, from the least to the most.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Objection {
     Nothing,
-    /// It refused requests: [`WorkerPenalty`].
+    /// The candidate refused requests: [`WorkerPenalty`].
     Penalized,
-    /// It failed this request before.
+    /// The candidate failed this request before.
     Tried,
     CircuitOpen,
 }

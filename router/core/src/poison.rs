@@ -77,7 +77,7 @@ impl PoisonList {
         suspect.is_some_and(|suspect| suspect.is_refused && now_ms < suspect.until_ms)
     }
 
-    /// Whether no body is remembered: then none needs to be hashed.
+    /// True if no body is remembered: then none needs to be hashed.
     pub fn is_empty(&self) -> bool {
         self.bodies.is_empty()
     }

@@ -74,7 +74,7 @@ pub(super) struct Sent {
     sent_ms: f64,
     /// Tokens that were expected to be cached; 0 without an index.
     cached: f64,
-    /// Its first token will be told.
+    /// The time of its first token will be reported.
     tells: bool,
     /// What the worker did for an answer that does not stream, once it has counted.
     answer: Option<Work>,
