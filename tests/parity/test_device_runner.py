@@ -13,6 +13,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from baton.models.decoder import Decoder
 from baton.request import SamplingParams, Validated
 from baton.runtime.loop import Engine
 from baton.runtime.order import decode
@@ -83,6 +84,52 @@ def test_rows_with_penalties_beside_rows_without(reference: Callable[[str], Refe
     assert device_tokens == tokens
     assert len(logprobs) == 2 * STEPS
     assert device_logprobs == [pytest.approx(x, abs=1e-5) for x in logprobs]
+
+
+@pytest.mark.parametrize("graph_rows", [0, 5])
+def test_a_row_with_nan_ends_its_request_as_on_the_cpu(
+    reference: Callable[[str], Reference], device: Device, monkeypatch: pytest.MonkeyPatch, graph_rows: int
+) -> None:
+    path, params = reference("llama").path, greedy(STEPS)
+    host = make_engine(path)
+    want = answer(host, prompts(), params)
+    bad, steps, poison = next(
+        (i, k, token)
+        for i, tokens in enumerate(want)
+        for k, token in enumerate(tokens)
+        if k > 2 and token not in tokens[:k] and all(token not in x for x in (*prompts(), *want[:i], *want[i + 1 :]))
+    )
+    embed = Decoder._embed
+    monkeypatch.setattr(
+        Decoder, "_embed", lambda self, ids: embed(self, ids).masked_fill((ids == poison)[:, None], torch.nan)
+    )
+    host.sched.flush_cache()
+    late = device.recorded(path, graph_rows) if graph_rows else device.late(path)
+    for engine in (host, late):
+        got, errors = until_idle(engine, prompts(), params)
+        assert got == [*want[:bad], want[bad][: steps + 1], *want[bad + 1 :]]
+        assert [(i, code) for i, (code, _) in errors.items()] == [(bad, "nonfinite_logits")]
+        engine.sched.ledger().check_idle(engine.sched.limits.num_pages)
+        engine.close()
+    assert host.counters["nonfinite_logits_total"] == late.counters["nonfinite_logits_total"] > 0
+
+
+def until_idle(
+    engine: Engine, prompts: list[list[int]], params: SamplingParams
+) -> tuple[list[list[int]], dict[int, tuple[str, str]]]:
+    """Tokens of each prompt, and the errors of those that ended with one."""
+    got: list[list[int]] = [[] for _ in prompts]
+    errors = {}
+    for i, prompt in enumerate(prompts):
+        engine.submit(Validated(i, f"r{i}", array("i", prompt), params))
+    busy = True
+    while busy:
+        outputs, busy = engine.advance(time.monotonic())
+        for out in outputs:
+            got[out.handle] += out.tokens
+            if out.error is not None:
+                errors[out.handle] = out.error
+    return got, errors
 
 
 def test_other_ranks_are_told_tokens_that_are_known(reference: Callable[[str], Reference], device: Device) -> None:

@@ -6,6 +6,7 @@ The interpreter is chosen when Triton is imported (TRITON_INTERPRET=1), so this 
 from __future__ import annotations
 
 import itertools
+import math
 
 import numpy as np
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from baton.runtime import sampler
 from baton.runtime.gpu.draw_kernel import draw_rows
+from baton.sched.plan import INVALID_TOKEN
 
 BLOCK = 128
 VOCAB = 150
@@ -25,9 +27,9 @@ def drawn(logits: Tensor, columns: list[tuple[float, ...]]) -> list[int]:
     spread = torch.full((2 * n, logits.shape[1]), torch.nan)
     spread[::2] = logits
     rows = torch.arange(0, 2 * n, 2).flip(0)
-    tokens = torch.full((2 * n,), -7)
+    tokens = torch.full((2 * n,), VOCAB)
     draw_rows(spread, rows, torch.tensor(columns, dtype=torch.float64).flip(0).T.contiguous(), tokens, BLOCK)
-    assert (tokens[1::2] == -7).all(), "rows that do not draw keep their tokens"
+    assert (tokens[1::2] == VOCAB).all(), "rows that do not draw keep their tokens"
     return tokens[::2].tolist()
 
 
@@ -63,6 +65,22 @@ def main() -> None:
     us = (0.0, 2.0**-53, 0.5 - 2.0**-53, 0.5, 0.75, 1 - 2.0**-53)
     assert drawn(ends, [(1.0, u, 0, 1.0, 0.0) for u in us]) == [3, 3, 3, 140, 140, 140]
     check("ends of the range", ends, [(1.0, u, 0, 0.99, 0.0) for u in us])
+    check_nonfinite(noise(6, 2.0, 3))
+
+
+def check_nonfinite(logits: Tensor) -> None:
+    """A NaN in either block, +inf, -inf alone: no token; rows with bans, and a row that has no token before."""
+    columns = [(0.7, 0.5, 0, 1.0, 0.0), (1.3, 0.1, 5, 0.9, 0.1)] * 3
+    want = sampler.draw(logits.clone(), columns)
+    logits[0, 1] = logits[1, VOCAB - 1] = math.nan
+    logits[2, 7] = math.inf
+    logits[3] = -math.inf
+    assert drawn(logits, columns) == [INVALID_TOKEN] * 4 + want[4:]
+    tokens = torch.tensor([3, 3, 3, 3, INVALID_TOKEN, 3])
+    at = torch.tensor([4, 5])
+    draw_rows(logits, at, torch.tensor(columns[4:], dtype=torch.float64).T.contiguous(), tokens, BLOCK)
+    assert tokens.tolist() == [3, 3, 3, 3, INVALID_TOKEN, want[5]]
+    print("not finite: 6 rows")
 
 
 if __name__ == "__main__":

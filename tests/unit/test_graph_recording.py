@@ -27,6 +27,7 @@ from baton.runtime.gpu.graphs import DecodeGraphs, Static, rows_to_record
 from baton.runtime.gpu.runner import DeviceRunner
 from baton.runtime.gpu.token_table import TokenTable
 from baton.runtime.kv_pool import KvTensors, make_pool
+from baton.sched.plan import INVALID_TOKEN
 from tests.support import fake_flashinfer, tiny_model
 from tests.support.attention_cases import Case
 from tests.support.late_stream import LateStream
@@ -64,6 +65,8 @@ def test_the_table_reads_what_was_written_last() -> None:
     ids = np.array([9, 0, 0, 5])
     ids[1:3] = table.reference(np.array([2, 0]))
     assert table.read(torch.from_numpy(ids)).tolist() == [9, 71, 50, 5]
+    table.write(torch.tensor([2]), torch.tensor([INVALID_TOKEN]))
+    assert table.read(torch.from_numpy(ids)).tolist() == [9, 0, 50, 5], "an id of the vocabulary"
 
 
 @settings(max_examples=8, deadline=None)

@@ -3,6 +3,7 @@ tested in test_draw_kernel.py; on CPU tensors the host's sampler draws."""
 
 from __future__ import annotations
 
+import math
 import random
 
 import pytest
@@ -21,7 +22,7 @@ from baton.runtime import sampler
 from baton.runtime.gpu import sampler as gpu_sampler
 from baton.runtime.gpu.sampler import Draw
 from baton.runtime.sampler import SampleRow, sample
-from baton.sched.plan import StepResult
+from baton.sched.plan import INVALID_TOKEN, StepResult
 from tests.unit.test_sampler import FILTERS, MIX, noise, row
 
 
@@ -89,6 +90,17 @@ class TestSameTokens:
                 for params in ({}, {"top_p": 0.99}, {"min_p": 0.5}, {"top_k": 8}, {"top_k": 300}):
                     assert draw(logits.clone(), [row(**params)]).tokens == [3 if u < 0.5 else 5]
                     same(logits, [row(**params)])
+
+    @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+    @pytest.mark.parametrize(
+        "params", [{"temperature": 0.0}, {"top_p": 0.9}, {"logprobs": 2}, {"logit_bias": ((7, 1.0),), "logprobs": 0}]
+    )
+    def test_rows_with_nonfinite_logits_get_no_token(self, value, params):
+        logits = noise(4, 300)
+        logits[1] = logits[2, 7] = value
+        rows = [row(seed=i, **params) for i in range(4)]
+        same(logits, rows)
+        assert [token == INVALID_TOKEN for token in draw(logits, rows).tokens[:2]] == [False, True]
 
     def test_greedy_takes_the_lowest_id_among_equals(self):
         logits = torch.tensor([[0.0, 3.0, 3.0, 1.0], [2.0, 2.0, -1.0, 2.0]])

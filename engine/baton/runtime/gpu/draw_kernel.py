@@ -3,6 +3,7 @@
 One program per row: (1) its largest logit; (2) the smallest logit that top_k keeps, and then top_p, each found by
 comparing all logits with 16 pivots at a time, 4 bits of the answer per pass; (3) the mass of the kept tokens; (4) the
 first token, in order of id, at which their running sum passes u times that. A row without filters takes three passes.
+A row with a NaN, or whose largest logit is infinite, gets INVALID_TOKEN.
 
 Sums are float64 and in a fixed order, so a row's token does not depend on the other rows. Nothing is allocated and the
 host waits for nothing. Tested on the CPU by Triton's interpreter (tests/unit/test_draw_kernel.py).
@@ -14,8 +15,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from baton.sched import plan
+
 BLOCK = 1024
 WARPS = 16
+INVALID_TOKEN = tl.constexpr(plan.INVALID_TOKEN)
 NO_TOKEN = tl.constexpr(2**31 - 1)
 LOWEST_KEY = tl.constexpr(-(2**31))
 PIVOTS = tl.constexpr(16)
@@ -30,7 +34,7 @@ def draw_rows(logits: Tensor, rows: Tensor, columns: Tensor, tokens: Tensor, blo
         logits: float32 [S, vocab], each row contiguous.
         rows: int64 [n]: which of them draw.
         columns: float64 [5, n], contiguous: `sampler.draw_columns` of each of those rows.
-        tokens: int64 [S], of which the entries of `rows` are overwritten.
+        tokens: int64 [S], of which the entries of `rows` are overwritten, unless they are negative already.
     """
     vocab = logits.shape[1]
     _draw[(len(rows),)](logits, logits.stride(0), vocab, rows, columns, len(rows), tokens, BLOCK=block, num_warps=WARPS)
@@ -113,9 +117,12 @@ def _draw(logits, stride, vocab, rows, columns, count, tokens, BLOCK: tl.constex
     min_p = tl.load(columns + 4 * count + at)
 
     largest = tl.full((), float("-inf"), tl.float32)
+    nans = tl.zeros((), tl.int32)
     for start in range(0, vocab, BLOCK):
         _, x = _scaled(logits, start, vocab, temperature, BLOCK)
         largest = tl.maximum(largest, tl.max(x, 0))
+        nans += tl.sum((x != x).to(tl.int32), 0)
+    is_bad = (nans > 0) | (largest - largest != 0) | (tl.load(tokens + row) < 0)
 
     k_key = tl.full((), LOWEST_KEY, tl.int32)
     k_left = tl.zeros((), tl.int64)
@@ -157,4 +164,5 @@ def _draw(logits, stride, vocab, rows, columns, count, tokens, BLOCK: tl.constex
         k_left -= k_used
         p_left -= p_used
     # Where rounding keeps the sum from passing u * total, the last token with probability is drawn.
-    tl.store(tokens + row, tl.where(token == NO_TOKEN, last, token).to(tl.int64))
+    token = tl.where(token == NO_TOKEN, last, token)
+    tl.store(tokens + row, tl.where(is_bad, INVALID_TOKEN, token).to(tl.int64))

@@ -30,6 +30,7 @@ from baton.config import EngineConfig
 from baton.models.decoder import Decoder
 from baton.runtime.attention.base import ForwardBatch, GraphAttention
 from baton.runtime.attention.paged_plan import PagedRows, batch_ladder, pad_decode, pad_slots, rung
+from baton.runtime.gpu.sampler import greedy_tokens
 from baton.runtime.gpu.stream import Stream
 from baton.runtime.gpu.token_table import TokenTable
 from baton.runtime.kv_pool import KvTensors
@@ -172,7 +173,7 @@ class DecodeGraphs:
             max_kv_len=0,
         )
         self._logits[rows].copy_(self._model.compute(batch, self._attn))
-        self._greedy[rows].copy_(self._logits[rows].argmax(-1))
+        self._greedy[rows].copy_(greedy_tokens(self._logits[rows]))
         self._table.write(static.entries[rows], self._greedy[rows])
 
     def _load(self, size: int, columns: NDArray[np.int64], slots: NDArray[np.int64], rows: PagedRows) -> None:
@@ -208,7 +209,7 @@ class DecodeGraphs:
         """Queue the step of n rows that was loaded.
 
         Returns:
-            Logits float32 [n, vocab], their argmax int64 [n], which is in the token table already, and the rows'
+            Logits float32 [n, vocab], their `greedy_tokens` int64 [n], in the token table already, and the rows'
             entries of it. All three are overwritten by the next replay.
         """
         self._replays[size]()

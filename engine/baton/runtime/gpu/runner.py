@@ -173,8 +173,9 @@ class DeviceRunner(Runner):
         for launched, rows in self._unread:
             tokens = launched.result().tokens
             for i, slot, sample_row in rows:
-                sample_row.append(tokens[i])
-                self._last_token[slot] = tokens[i]
+                token = max(tokens[i], 0)  # of a row that has ended (INVALID_TOKEN) another step may be planned already
+                sample_row.append(token)
+                self._last_token[slot] = token
         self._unread.clear()
 
     def _open_tokens(self, slots: NDArray[np.int64]) -> NDArray[np.int64]:

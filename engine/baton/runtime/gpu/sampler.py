@@ -4,8 +4,8 @@
 queues the work, the draw in one launch (`draw_kernel`), and returns tensors on the logits' device; 3. `read` turns
 their host copies into a result later.
 
-A row's token is the same in any batch, and that of `sampler.sample` on the same logits but for the rounding of sums.
-On CPU tensors, which tests use, the host's sampler draws.
+A row's token is the same in any batch, and that of `sampler.sample` on the same logits but for the rounding of sums;
+INVALID_TOKEN where its largest logit is NaN or infinite. On CPU tensors, which tests use, the host's sampler draws.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from baton.runtime import sampler
 from baton.runtime.sampler import Edits, Put, SampleRow, draw_columns
-from baton.sched.plan import StepResult, TokenLogprobs
+from baton.sched.plan import INVALID_TOKEN, StepResult, TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class Drawn:
     """What a step drew, all on one device. Logprobs are of the m rows that asked for them, k is the most one asked."""
 
     tokens: Tensor
-    """int64 [S]"""
+    """int64 [S]; INVALID_TOKEN of a row whose logits are not finite, and its logprobs mean nothing"""
     chosen: Tensor | None = None
     """float32 [m]"""
     top_ids: Tensor | None = None
@@ -57,22 +57,25 @@ class Draw:
 
         Args:
             logits: float32 [S, vocab]; overwritten where rows edit theirs.
-            greedy: int64 [S]: their argmax, when it is known.
+            greedy: int64 [S]: `greedy_tokens` of the logits, when they are known.
         """
+        best = greedy_tokens(logits) if greedy is None else greedy
         if self.is_plain:
-            return Drawn(logits.argmax(-1) if greedy is None else greedy)
+            return Drawn(best)
         raw = asked = None
         if self._logprobs:
             asked = self._put(np.array([i for i, _ in self._logprobs]))
             raw = logits[asked].log_softmax(-1)
         if self._edits is not None:
             self._edits.apply(logits, self._put)
-        tokens = logits.argmax(-1) if greedy is None or self._edits is not None else greedy.clone()
+            tokens = torch.where(best < 0, best, logits.argmax(-1))
+        else:
+            tokens = best.clone()
         if self._drawn:
             self._draw_into(tokens, logits)
         if raw is None or asked is None:
             return Drawn(tokens)
-        chosen = raw.gather(1, tokens[asked][:, None])[:, 0]
+        chosen = raw.gather(1, tokens[asked].clamp_min(0)[:, None])[:, 0]
         most = min(max(k for _, k in self._logprobs), self._vocab)
         if not most:
             return Drawn(tokens, chosen)
@@ -84,7 +87,9 @@ class Draw:
         if logits.is_cuda:
             launch(logits, rows, columns, tokens)
         else:
-            tokens[rows] = torch.tensor(sampler.draw(logits[rows], columns.T.tolist()))
+            is_bad = tokens[rows] < 0
+            drawn = torch.tensor(sampler.draw(logits[rows].masked_fill_(is_bad[:, None], 0.0), columns.T.tolist()))
+            tokens[rows] = drawn.masked_fill_(is_bad, INVALID_TOKEN)
 
     def read(self, drawn: Drawn) -> StepResult:
         """The result, of copies on the host."""
@@ -92,13 +97,20 @@ class Draw:
         if drawn.chosen is None:
             return StepResult(tokens)
         chosen = drawn.chosen.tolist()
+        asked = [(n, i, k) for n, (i, k) in enumerate(self._logprobs) if tokens[i] >= 0]
         if drawn.top_ids is None or drawn.top_logprobs is None:
-            return StepResult(tokens, {i: TokenLogprobs(chosen[n]) for n, (i, _) in enumerate(self._logprobs)})
+            return StepResult(tokens, {i: TokenLogprobs(chosen[n]) for n, i, _ in asked})
         ids, values = drawn.top_ids.tolist(), drawn.top_logprobs.tolist()
         return StepResult(
             tokens,
-            {i: TokenLogprobs(chosen[n], ids[n][:k], values[n][:k]) for n, (i, k) in enumerate(self._logprobs)},
+            {i: TokenLogprobs(chosen[n], ids[n][:k], values[n][:k]) for n, i, k in asked},
         )
+
+
+def greedy_tokens(logits: Tensor) -> Tensor:
+    """Ids of the largest logits, the lowest among equals: int64 [S]; INVALID_TOKEN where that logit is not finite."""
+    largest, ids = logits.max(-1)  # a NaN counts as the largest
+    return ids.masked_fill_((largest - largest) != 0, INVALID_TOKEN)
 
 
 def launch(logits: Tensor, rows: Tensor, columns: Tensor, tokens: Tensor) -> None:
