@@ -8,6 +8,7 @@ import random
 import pytest
 
 from baton.sched.limits import Limits
+from baton.sched.policy import PolicyParams
 from tests.support.sched_pair import Relay
 from tests.support.sched_sim import VOCAB, Node, random_prompt, reference, request
 from tests.support.storm import Ride, Weather, weathers
@@ -119,6 +120,62 @@ def test_the_policy_orders_prompts_on_their_way_to_a_decode_node(
             d.sched.transfer_committed(room, 1, 0, None)
         d.step()
     assert order == [0, *granted]
+
+
+@pytest.mark.parametrize("announced", [False, True])
+def test_prompts_pass_one_without_room_on_a_decode_node_but_not_for_ever(announced: bool) -> None:
+    """A large prompt arrives while an answer runs that leaves no room for it; small prompts keep coming."""
+    limits = Limits(100, 4, 32, 1000, 64, role="decode", radix_cache=False, reserved_decode_tokens=0)
+    d = Node(limits, depth=1)
+
+    def arrive(handle: int, length: int, answer: int) -> None:
+        d.sched.add(request(handle, [1] * length, answer, ignore_eos=True, room=handle))
+        if announced:
+            d.sched.transfer_announced(handle)
+
+    arrive(0, 60, 120)
+    d.step()
+    d.sched.transfer_committed(0, 1, 0, None)
+    arrive(1, 340, 4)
+    handle, order = 1, [0]
+    while 1 not in order:
+        handle += 1
+        arrive(handle, 8, 40)
+        d.step()
+        for room in [room for room in d.grants if room not in order]:
+            order.append(room)
+            d.sched.transfer_committed(room, 1, 0, None)
+        assert d.steps < 300, "the large prompt starves"
+        d.sched.ledger()
+    assert len(order) > 5, "the small prompts wait for the large one"
+    assert 0 in d.finished
+
+
+@pytest.mark.parametrize("skip", [0, 2])
+def test_skip_ahead_bounds_the_prompts_that_a_decode_node_passes_over(skip: int) -> None:
+    limits = Limits(100, 4, 32, 100, 64, role="decode", radix_cache=False, admission_skip_ahead=skip)
+    d = Node(limits, depth=1)
+    d.sched.add(request(0, [1] * 60, 240, ignore_eos=True))
+    d.step()
+    for handle in (1, 2, 3, 4, 5):
+        d.sched.add(request(handle, [2] * (300 if handle < 4 else 4), 4, ignore_eos=True, room=handle))
+    d.step()
+    assert not d.grants
+    d.sched.abort(3)
+    d.step()
+    assert set(d.grants) == ({4, 5} if skip else set())
+
+
+@pytest.mark.parametrize("policy", ["lpm", "adaptive"])
+def test_a_decode_node_reports_the_order_of_arriving_prompts(policy: str) -> None:
+    params = PolicyParams(lpm_degrade_threshold=2, adaptive_window_secs=1.0)
+    d = Node(Limits(4, 4, 1, 100, 64, role="decode", policy=policy, policy_params=params), depth=1)
+    for handle in range(4):
+        d.sched.add(request(handle, [1] * 12, 1, room=handle))
+    d.step()
+    active = [name for name, is_it in d.sched.order_gauges().items() if is_it and name.startswith("schedule_policy")]
+    assert active == ['schedule_policy_active{policy="fcfs"}']
+    assert d.sched.policy_degraded == (policy == "lpm")
 
 
 def test_two_full_nodes_do_not_wait_for_each_other() -> None:

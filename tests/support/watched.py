@@ -344,7 +344,8 @@ class WatchedScheduler(Scheduler):
             total = len(one.tokens) + one.inflight + self._rest(one, before.ratio)
             return max(-(-total // limits.page_size), len(one.pages))
 
-        passed = sum(at_end(s) for s in state.running.values() if s.admitted_step >= held.since)
+        holders = (*state.running.values(), *state.transfer.values())
+        passed = sum(at_end(s) for s in holders if s.admitted_step >= held.since)
         set_aside = min(held.passed_pages, at_end(held.seq)) + int(limits.watermark * limits.num_pages)
         return passed + at_end(seq) > limits.num_pages - set_aside
 

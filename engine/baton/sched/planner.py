@@ -64,6 +64,9 @@ class Planner:
         self._skipped = 0
         """Waiting requests that this plan tried and could not start."""
         self._reservation: Reservation | None = None
+        """For one of the waiting queue."""
+        self._transfer_reservation: Reservation | None = None
+        """D: for one of the prompts on their way."""
         self._preemptor: Seq | None = None
         """The waiting request that others were preempted for in this plan."""
         self.times = state.times
@@ -168,16 +171,19 @@ class Planner:
         if not state.opening:
             return
         self._reserved = None
+        self._skipped, announced_only = 0, False
         first_sent_back = min(map(self._place, self._sent_back()), default=None)
-        for seq in self._openings():
+        for seq in self._transfer_candidates():
             if not state.slots and not limits.priority.enabled:
                 return
             # One that ran here and was sent back comes first, as long as somebody runs whose end will make room for it:
             # transfers alone may be waiting for a P that is full of prompts for the very requests held up here.
             if state.running and first_sent_back and first_sent_back < self._place(seq):
                 return
+            if announced_only and not seq.is_announced:
+                return
             match, short = self._transfer_needs(seq)
-            if (short > 0 or not state.slots) and limits.priority.enabled:
+            if (short > 0 or not state.slots) and limits.priority.enabled and not self._skipped:
                 victims = priority_victims(
                     seq, short, state.running.values(), limits, memory.freed_by, self._place(seq)
                 )
@@ -188,11 +194,21 @@ class Planner:
                     self._reserved = None
                     first_sent_back = min(map(self._place, self._sent_back()), default=None)
                 match, short = self._transfer_needs(seq)
-            if short > 0 or not state.slots:
+            if short > 0 or not state.slots or not self._may_pass_transfer(seq):
                 memory.cache.unlock(match.node)
-                if seq.is_announced and self._may_pass():
+                first_announced = seq.is_announced and not announced_only and self._may_pass()
+                if first_announced and (short > 0 or not state.slots):
                     self._take_back(short)
-                return
+                    # What is granted to a prompt of which P holds nothing would be taken back in the next plan.
+                    announced_only = True
+                if short > 0:
+                    self._transfer_reservation = self._reserve(self._transfer_reservation, seq)
+                self._skipped += 1
+                if not state.slots or memory.available <= memory.watermark + self._reserved_growth():
+                    return
+                continue
+            self._transfer_reservation = self._admitted(self._transfer_reservation, seq)
+            seq.admitted_step = state.planned_step
             state.dequeue(seq)
             seq.to(SeqState.TRANSFER)
             state.stats.on_admitted(seq, state.now)
@@ -209,6 +225,28 @@ class Planner:
                 cached = start * memory.page_size
                 state.fair.charge_prompt(seq, seq.prompt_len - cached, cached)
 
+    def _transfer_candidates(self) -> Iterator[Seq]:
+        """D: prompts on their way, in order, until too many lacked room; then the one with the reservation."""
+        held = self._transfer_reservation
+        if held is not None and held.seq.state is not SeqState.OPENING:
+            held = self._transfer_reservation = None
+        if held is not None:
+            held.was_tried = False
+        for seq in self._openings():
+            if not self._may_skip:
+                break
+            yield seq
+        held = self._transfer_reservation
+        if held is not None and not held.was_tried:
+            yield held.seq
+
+    def _may_pass_transfer(self, seq: Seq) -> bool:
+        """D: as for waiting requests. What P has computed need not wait for what P may have no room to compute."""
+        held = self._transfer_reservation
+        if held is not None and seq.is_announced and not held.seq.is_announced and self._may_pass():
+            return True
+        return self._may_pass_reservation(held, seq)
+
     def _transfer_needs(self, seq: Seq) -> tuple[Match, int]:
         """Its cached prefix, locked, and how many pages are missing for the rest and for the answers."""
         state, memory = self._state, self._memory
@@ -224,7 +262,8 @@ class Planner:
         state = self._state
         order = state.opening.in_order()
         if state.fair is not None:
-            order = state.fair.merge((), order, state.holders())
+            skip_ahead = self._limits.admission_skip_ahead
+            order = state.fair.merge((), order, state.holders(), most_skipped=skip_ahead)
         if not state.announced or not self._may_pass():
             return order
         announced = (seq for seq in state.opening.in_order() if seq.is_announced)
@@ -558,15 +597,15 @@ class Planner:
             return Stop.NO_SLOT
         match = memory.match(seq, len(seq.tokens) - 1)
         need = self._pages_for(seq, max(len(match.pages), len(seq.pages)))
-        if need > memory.available or not self._may_pass_reservation(seq):
+        if need > memory.available or not self._may_pass_reservation(self._reservation, seq):
             memory.cache.unlock(match.node)
             self._skipped += 1
             if need > memory.available:
-                self._reserve_for(seq)
+                self._reservation = self._reserve(self._reservation, seq)
                 if memory.available <= memory.watermark + self._reserved_growth():
                     self._skipped = sys.maxsize  # no request would fit
             return Stop.NO_PAGES
-        self._note_admission(seq)
+        self._reservation = self._admitted(self._reservation, seq)
         state.dequeue(seq)
         state.run(seq)
         seq.slot = state.slots.pop()
@@ -595,39 +634,36 @@ class Planner:
 
     # ------------------------------------------------------------------ reservation
 
-    def _reserve_for(self, seq: Seq) -> None:
-        """There were no pages for this waiting request: others that pass it leave it room from now on."""
-        held = self._reservation
+    def _reserve(self, held: Reservation | None, seq: Seq) -> Reservation | None:
+        """There were no pages for this request: others that pass it leave it room from now on."""
         if held is not None and held.seq is seq:
             held.was_tried = True
         elif held is None or self._is_more_important(seq, held.seq):
-            self._reservation = Reservation(seq, since=self._state.planned_step)
+            return Reservation(seq, since=self._state.planned_step)
+        return held
 
-    def _may_pass_reservation(self, seq: Seq) -> bool:
+    def _may_pass_reservation(self, held: Reservation | None, seq: Seq) -> bool:
         """May a request be admitted although another one waits for pages?
 
         Each page given to one that passes is set aside for the one that waits, until all of its pages are. So those
         that pass hold at most the rest of the pool, and it starts as soon as what ran before it has ended.
         """
-        held, memory = self._reservation, self._memory
+        state, memory = self._state, self._memory
         if held is None or held.seq is seq or self._is_more_important(seq, held.seq):
             return True
-        if not self._state.running and not self._state.transfer and not self._state.leased:
+        if not state.running and not state.transfer and not state.leased:
             return True
-        passed = sum(
-            len(s.pages) + memory.growth(s) for s in self._state.running.values() if s.admitted_step >= held.since
-        )
+        holders = itertools.chain(state.running.values(), state.transfer.values())
+        passed = sum(len(s.pages) + memory.growth(s) for s in holders if s.admitted_step >= held.since)
         set_aside = min(held.passed_pages, memory.pages_at_end(held.seq)) + memory.watermark
         return passed + memory.pages_at_end(seq) <= self._limits.num_pages - set_aside
 
-    def _note_admission(self, seq: Seq) -> None:
-        held = self._reservation
-        if held is None:
-            return
-        if held.seq is seq:
-            self._reservation = None
-        else:
+    def _admitted(self, held: Reservation | None, seq: Seq) -> Reservation | None:
+        if held is not None and held.seq is seq:
+            return None
+        if held is not None:
             held.passed_pages += self._memory.pages_at_end(seq)
+        return held
 
     def _holds_reservation(self, seq: Seq) -> bool:
         return self._reservation is not None and self._reservation.seq is seq
