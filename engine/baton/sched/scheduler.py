@@ -347,7 +347,7 @@ class Scheduler:
                 now=now,
                 mode=(plan.mode if plan else ForwardMode.IDLE).value,
                 stopped_by=planner.stopped_by.value,
-                policy=state.policy.active,
+                policy=state.arrival_policy.active,
                 decode_rows=decode_rows,
                 prefill_tokens=plan.num_tokens - decode_rows if plan else 0,
                 prefill_requests=len(plan.rows) - decode_rows if plan else 0,
@@ -500,7 +500,7 @@ class Scheduler:
 
     def order_gauges(self) -> dict[str, float]:
         """The queue order in force, by name, and what `adaptive` has chosen: 1 for it, 0 for the others."""
-        policy = self._state.policy
+        policy = self._state.arrival_policy
         active = dict.fromkeys((policy.name, *policy.chosen), 0.0) | {policy.active: 1.0}
         gauges = {f'schedule_policy_active{{policy="{name}"}}': value for name, value in active.items()}
         chosen = policy.chosen.items()
@@ -509,7 +509,7 @@ class Scheduler:
     @property
     def policy_degraded(self) -> int:
         """How often lpm turned to fcfs because of the queue's length."""
-        return self._state.policy.degraded_total
+        return sum(queue.policy.degraded_total for queue in (self._state.waiting, self._state.opening))
 
     @property
     def quarantined_pages(self) -> int:

@@ -28,7 +28,7 @@ from baton.sched.events import AbortTransfer, Emitted, Event, GrantPages, OpenTr
 from baton.sched.fairness import Fairness
 from baton.sched.limits import Limits
 from baton.sched.memory import Memory
-from baton.sched.policy import POLICIES, View
+from baton.sched.policy import POLICIES, Policy, View
 from baton.sched.queue import WaitingQueue
 from baton.sched.seq import Seq, SeqState
 from baton.sched.stats import SchedStats
@@ -96,6 +96,11 @@ class State:
             self.limits.clip_new_tokens,
             self.door.queued_tokens,
         )
+
+    @property
+    def arrival_policy(self) -> Policy:
+        """The order of the queue that new requests join; a decode node's other queue holds those sent back."""
+        return self.opening.policy if self.limits.role == "decode" else self.policy
 
     @property
     def prefill_rate(self) -> float:
