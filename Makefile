@@ -1,5 +1,5 @@
 # Thin: the work is in .ci/setup.sh and the tools themselves. `make run ARGS="--prefill 2 --decode 2"` passes flags on.
-.PHONY: help setup run smoke test test-all bench lint lock
+.PHONY: help setup run smoke test test-all test-deploy bench lint lock
 py := .venv/bin/
 
 help:      ## this list
@@ -12,11 +12,13 @@ smoke: setup ## start the cluster, send real requests through it, stop; exit cod
 	@$(py)baton up --smoke $(ARGS)
 test: setup ## every test that needs no GPU and no patience
 	cargo test --locked --workspace --quiet
-	$(py)pytest -n auto --maxprocesses 4 --dist loadgroup -m "not slow and not gpu" $(ARGS)
+	$(py)pytest -n auto --maxprocesses 4 --dist loadgroup -m "not slow and not gpu and not kube" $(ARGS)
 test-all: setup ## the slow ones too
 	@tests/peers/setup.sh
 	cargo test --locked --workspace --quiet
-	$(py)pytest -n auto --maxprocesses 4 --dist loadgroup -m "not gpu" $(ARGS)
+	$(py)pytest -n auto --maxprocesses 4 --dist loadgroup -m "not gpu and not kube" $(ARGS)
+test-deploy: setup ## manifests: schemas, references between objects, flags, ports, grace periods; no cluster (part of test)
+	$(py)pytest -n auto --maxprocesses 4 --dist loadgroup -m "not kube" deploy/tests $(ARGS)
 bench: export NATIVE_PROFILE = dist
 bench: setup ## ratios of interleaved arms, the quick ones; the long ones and all results: docs/benchmarks.md
 	$(py)python -W ignore -m tests.perf.bench_engine

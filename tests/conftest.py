@@ -11,8 +11,8 @@ from hypothesis import HealthCheck, settings
 settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("patient")
 
-HERE = Path(__file__).parent
-SERVERS = {"contract", "e2e", "fault", "peers"}
+ROOT = Path(__file__).parents[1]
+SERVERS = {"tests/contract", "tests/e2e", "tests/fault", "tests/peers"}
 
 # Two workers share the cores: a second compute thread in each would only wait for the other's.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -22,5 +22,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Groups for `pytest --dist loadgroup`: one of all that start servers, one of each other file (shared fixtures)."""
     for item in items:
-        path = item.path.relative_to(HERE)
-        item.add_marker(pytest.mark.xdist_group("servers" if path.parts[0] in SERVERS else path.as_posix()))
+        path = item.path.relative_to(ROOT)
+        is_server = "/".join(path.parts[:2]) in SERVERS
+        item.add_marker(pytest.mark.xdist_group("servers" if is_server else path.as_posix()))

@@ -1,0 +1,335 @@
+"""Rules that no schema knows: each takes the objects of one rendered directory and returns what is wrong with them."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from unittest import mock
+
+import yaml
+
+from baton import config
+from baton.server import app
+from deploy.tests.manifests import (
+    DEPLOY,
+    Object,
+    arguments,
+    containers,
+    flag_value,
+    main_container,
+    of_kind,
+    pod_labels,
+    pod_spec,
+    selects,
+    settings,
+    workloads,
+)
+
+ROOT = Path(__file__).parents[2]
+ROLES = ("router", "prefill", "decode")
+Problems = Iterator[str]
+
+
+def check_selectors(objects: Sequence[Object]) -> Problems:
+    """Each selector matches the pods it is meant for: those of the object's own name."""
+    roles = workloads(objects)
+    for role, workload in roles.items():
+        matched = [r for r, w in roles.items() if selects(workload["spec"]["selector"], pod_labels(w))]
+        if matched != [role]:
+            yield f"Deployment {role} selects the pods of {matched}"
+        for spread in pod_spec(workload).get("topologySpreadConstraints", []):
+            if not selects(spread["labelSelector"], pod_labels(workload)):
+                yield f"Deployment {role}: topologySpreadConstraints count other pods"
+    for kind in ("Service", "PodDisruptionBudget"):
+        for item in of_kind(objects, kind):
+            name, selector = item["metadata"]["name"], item["spec"]["selector"]
+            selector = {"matchLabels": selector} if kind == "Service" else selector
+            matched = [r for r, w in roles.items() if selects(selector, pod_labels(w))]
+            if matched != [name]:
+                yield f"{kind} {name} selects the pods of {matched}"
+    budgets = {item["metadata"]["name"] for item in of_kind(objects, "PodDisruptionBudget")}
+    yield from (f"{role} has no PodDisruptionBudget" for role in roles.keys() - budgets)
+
+
+def check_discovery(objects: Sequence[Object]) -> Problems:
+    """The router's flags name exactly the pods of its workers, their port and its own namespace."""
+    roles = workloads(objects)
+    args = arguments(roles["router"], objects)
+    for role in ("prefill", "decode"):
+        text = flag_value(args, f"--{role}-selector") or ""
+        selector = {"matchLabels": dict(pair.split("=", 1) for pair in text.split(",") if "=" in pair)}
+        matched = [r for r, w in roles.items() if selects(selector, pod_labels(w))]
+        if matched != [role]:
+            yield f"--{role}-selector {text} finds the pods of {matched}"
+    if flag_value(args, "--service-discovery-namespace"):
+        yield "--service-discovery-namespace is set: the router's Role is for its own namespace"
+
+
+def check_ports(objects: Sequence[Object]) -> Problems:
+    """Container ports, Service ports and port flags are those of ports.yaml."""
+    table = yaml.safe_load((DEPLOY / "ports.yaml").read_text())
+    roles = workloads(objects)
+    for role, workload in roles.items():
+        expected = {row["name"]: row["port"] for row in table if row["to"] == role}
+        declared = {port["name"]: port["containerPort"] for port in main_container(workload)["ports"]}
+        if declared != expected:
+            yield f"{role} declares {declared}, ports.yaml has {expected}"
+        args = arguments(workload, objects)
+        flags = {"http": "--port", "bootstrap": "--disaggregation-bootstrap-port", "transfer": "--transfer-port"}
+        yield from (
+            f"{role}: {flags[name]} is {flag_value(args, flags[name])}, ports.yaml has {port}"
+            for name, port in expected.items()
+            if flag_value(args, flags[name]) != str(port)
+        )
+    engine_port = str(next(row["port"] for row in table if row["to"] == "prefill" and row["name"] == "http"))
+    if flag_value(arguments(roles["router"], objects), "--service-discovery-port") != engine_port:
+        yield f"--service-discovery-port is not {engine_port}"
+    for service in of_kind(objects, "Service"):
+        names = {port["name"] for port in main_container(roles[service["metadata"]["name"]])["ports"]}
+        for port in service["spec"]["ports"]:
+            if port["targetPort"] not in names:
+                yield f"Service {service['metadata']['name']}: no container port {port['targetPort']}"
+
+
+def allowed_connections(objects: Sequence[Object]) -> set[tuple[str, str, int, int]]:
+    """Connections (from, to, first port, last port) that both ends' NetworkPolicies allow."""
+    roles = workloads(objects)
+    policies = of_kind(objects, "NetworkPolicy")
+
+    def peers(rules: Sequence[Object] | None) -> set[str]:
+        """Roles, `monitoring`, `kube-system`, or `clients` for everything."""
+        if not rules:
+            return {"clients", *roles}
+        found: set[str] = set()
+        for rule in rules:
+            if "podSelector" in rule and "namespaceSelector" not in rule:
+                found |= {r for r, w in roles.items() if selects(rule["podSelector"], pod_labels(w))}
+            else:
+                found.add(rule["namespaceSelector"]["matchLabels"]["kubernetes.io/metadata.name"])
+        return found
+
+    def side(role: str, direction: str, key: str) -> set[tuple[str, int, int]]:
+        applied = [p["spec"] for p in policies if selects(p["spec"]["podSelector"], pod_labels(roles[role]))]
+        applied = [spec for spec in applied if direction in spec["policyTypes"]]
+        if not applied:
+            return {(peer, 1, 65535) for peer in ("clients", *roles)}
+        return {
+            (peer, port["port"], port.get("endPort", port["port"]))
+            for spec in applied
+            for rule in spec.get(direction.lower(), [])
+            for peer in peers(rule.get(key))
+            for port in rule.get("ports", [{"port": 1, "endPort": 65535}])
+        }
+
+    egress = {role: side(role, "Egress", "to") for role in roles}
+    result = set()
+    for role in roles:
+        for peer, first, last in side(role, "Ingress", "from"):
+            if peer not in roles or any(to == role and low <= first and last <= high for to, low, high in egress[peer]):
+                result.add((peer, role, first, last))
+    return result
+
+
+def check_network_policy(objects: Sequence[Object]) -> Problems:
+    """The policies allow the rows of ports.yaml and nothing else between pods."""
+    table = yaml.safe_load((DEPLOY / "ports.yaml").read_text())
+    wanted = {(source, r["to"], r["port"], r.get("end_port", r["port"])) for r in table for source in r["from"]}
+    found = allowed_connections(objects)
+    yield from (f"ports.yaml has {row}, no policy allows it" for row in sorted(wanted - found))
+    yield from (f"policies allow {row}, ports.yaml does not have it" for row in sorted(found - wanted))
+    for role, workload in workloads(objects).items():
+        policies = [item["spec"] for item in of_kind(objects, "NetworkPolicy")]
+        types = {t for p in policies if selects(p["podSelector"], pod_labels(workload)) for t in p["policyTypes"]}
+        if types != {"Ingress", "Egress"}:
+            yield f"{role}: traffic is denied by default only for {sorted(types)}"
+
+
+def open_paths(role: str) -> set[str]:
+    """Paths that the program answers without an API key, read from its source."""
+    if role != "router":
+        return set(app.OPEN_PATHS)
+    source = (ROOT / "router" / "src" / "http" / "mod.rs").read_text()
+    return set(re.findall(r'\("(/\w+)", Open, get\(', source))
+
+
+def check_probes(objects: Sequence[Object]) -> Problems:
+    """Startup and readiness ask /readyz, liveness /livez, on the http port; a router may start without workers."""
+    for role, workload in workloads(objects).items():
+        expected = {"startupProbe": "/readyz", "readinessProbe": "/readyz", "livenessProbe": "/livez"}
+        if role == "router":
+            expected["startupProbe"] = "/livez"
+        for probe, path in expected.items():
+            get = main_container(workload).get(probe, {}).get("httpGet", {})
+            if get != {"path": path, "port": "http"}:
+                yield f"{role}: {probe} asks {get}, not {path}"
+            if path not in open_paths(role):
+                yield f"{role}: the program does not serve {path} without a key"
+
+
+def check_grace(objects: Sequence[Object]) -> Problems:
+    """Kubernetes kills a pod only after preStop, drain and 10 s; a rollout may take as long as loading the model."""
+    values = settings(objects)
+    roles = workloads(objects)
+    for role, workload in roles.items():
+        spec, container = pod_spec(workload), main_container(workload)
+        drain_flag = "--shutdown-grace-period-secs" if role == "router" else "--drain-timeout-secs"
+        drain = float(flag_value(arguments(workload, objects), drain_flag) or 0)
+        pre_stop = container.get("lifecycle", {}).get("preStop", {}).get("sleep", {}).get("seconds", 0)
+        grace = spec["terminationGracePeriodSeconds"]
+        if not drain:
+            yield f"{role}: {drain_flag} is not given"
+        if pre_stop < 2:
+            yield f"{role}: preStop sleeps {pre_stop} s; routers and Services need about 2 s to see a pod leave"
+        if grace < pre_stop + drain + 10:
+            yield f"{role}: killed after {grace} s, needs preStop {pre_stop} + drain {drain:g} + 10 s"
+        if str(grace) != values["ROUTER_GRACE_SECONDS" if role == "router" else "ENGINE_GRACE_SECONDS"]:
+            yield f"{role}: terminationGracePeriodSeconds {grace} is not that of config.env"
+        if workload["spec"].get("minReadySeconds", 0) < 5:
+            yield f"{role}: minReadySeconds lets a rollout go on before routers have probed the new pod"
+        probe = container["startupProbe"]
+        budget = probe["failureThreshold"] * probe.get("periodSeconds", 10)
+        if workload["spec"].get("progressDeadlineSeconds", 600) <= budget:
+            yield f"{role}: progressDeadlineSeconds ends before the {budget} s of the startup probe"
+
+
+def check_rollout(objects: Sequence[Object]) -> Problems:
+    """A pod that takes GPUs is replaced in place: a surge pod would wait for devices that its predecessor holds."""
+    for role, workload in workloads(objects).items():
+        update = workload["spec"].get("strategy", {}).get("rollingUpdate", {})
+        limits = main_container(workload).get("resources", {}).get("limits", {})
+        takes_gpu = any(name.endswith("/gpu") for name in limits)
+        expected = {"maxSurge": 0, "maxUnavailable": 1} if takes_gpu else {"maxSurge": 1, "maxUnavailable": 0}
+        if update != expected:
+            yield f"{role}: rollingUpdate is {update}, not {expected}"
+
+
+def check_hardening(objects: Sequence[Object]) -> Problems:
+    """Pod Security Standard `restricted`, one fixed user, a read-only root file system, no host namespaces or paths."""
+    for role, workload in workloads(objects).items():
+        spec = pod_spec(workload)
+        pod = {"runAsNonRoot": True, "runAsUser": 65532, "runAsGroup": 65532, "fsGroup": 65532}
+        pod["seccompProfile"] = {"type": "RuntimeDefault"}
+        if spec.get("securityContext") != pod:
+            yield f"{role}: securityContext of the pod is {spec.get('securityContext')}"
+        own = {"allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True, "capabilities": {"drop": ["ALL"]}}
+        for container in containers(workload):
+            if container.get("securityContext") != own:
+                yield f"{role}: securityContext of {container['name']} is {container.get('securityContext')}"
+            if "memory" not in container.get("resources", {}).get("limits", {}):
+                yield f"{role}: {container['name']} has no memory limit"
+        yield from (f"{role}: {key} is set" for key in ("hostNetwork", "hostIPC", "hostPID") if spec.get(key))
+        for volume in spec.get("volumes", []):
+            if "hostPath" in volume:
+                yield f"{role}: volume {volume['name']} is a path of the host"
+            if "emptyDir" in volume and "sizeLimit" not in volume["emptyDir"]:
+                yield f"{role}: volume {volume['name']} has no sizeLimit"
+    for namespace in of_kind(objects, "Namespace"):
+        if namespace["metadata"]["labels"].get("pod-security.kubernetes.io/enforce") != "restricted":
+            yield "the namespace does not enforce the restricted profile"
+
+
+def check_access(objects: Sequence[Object]) -> Problems:
+    """The router may list and watch pods of its namespace; engines get no token; no right spans the cluster."""
+    roles = workloads(objects)
+    rules = [rule for role in of_kind(objects, "Role") for rule in role["rules"]]
+    if rules != [{"apiGroups": [""], "resources": ["pods"], "verbs": ["list", "watch"]}]:
+        yield f"Roles allow {rules}"
+    yield from (f"{i['kind']} {i['metadata']['name']}" for i in objects if i["kind"].startswith("ClusterRole"))
+    account = pod_spec(roles["router"])["serviceAccountName"]
+    bound = {s["name"] for binding in of_kind(objects, "RoleBinding") for s in binding["subjects"]}
+    if bound != {account}:
+        yield f"the router runs as {account}, the Role is bound to {bound}"
+    for role, workload in roles.items():
+        if pod_spec(workload).get("automountServiceAccountToken") is not (role == "router"):
+            yield f"{role}: automountServiceAccountToken"
+
+
+EXTERNAL_SECRETS = {"baton-cluster-key": {"key"}, "baton-api-keys": {"client", "control-plane"}}
+"""Secrets that the base names and the operator makes, with their keys."""
+
+
+def check_references(objects: Sequence[Object]) -> Problems:
+    """Every ConfigMap, Secret, ServiceAccount and volume that a pod names exists; keys come from Secrets alone."""
+    have = {(item["kind"], item["metadata"]["name"]): item for item in objects}
+    for role, workload in workloads(objects).items():
+        spec = pod_spec(workload)
+        account = spec.get("serviceAccountName")
+        if account and ("ServiceAccount", account) not in have:
+            yield f"{role}: no ServiceAccount {account}"
+        volumes = {volume["name"] for volume in spec.get("volumes", [])}
+        for container in containers(workload):
+            mounted = {mount["name"] for mount in container.get("volumeMounts", [])}
+            if mounted != volumes:
+                yield f"{role}: volumes {sorted(volumes)}, mounted {sorted(mounted)}"
+            for source in container.get("envFrom", []):
+                if ("ConfigMap", source["configMapRef"]["name"]) not in have:
+                    yield f"{role}: no ConfigMap {source['configMapRef']['name']}"
+            for variable in container.get("env", []):
+                reference = variable.get("valueFrom", {}).get("secretKeyRef")
+                if reference:
+                    secret = have.get(("Secret", reference["name"]))
+                    keys = (
+                        set(secret.get("data", {})) | set(secret.get("stringData", {}))
+                        if secret
+                        else EXTERNAL_SECRETS.get(reference["name"], set())
+                    )
+                    if reference["key"] not in keys:
+                        yield f"{role}: no Secret {reference['name']} with key {reference['key']}"
+                elif "KEY" in variable["name"]:
+                    yield f"{role}: {variable['name']} is not from a Secret"
+
+
+def check_images(objects: Sequence[Object]) -> Problems:
+    """Images have this version as tag."""
+    version = re.search(r'^version = "(.+)"$', (ROOT / "Cargo.toml").read_text(), re.M)
+    assert version
+    for role, workload in workloads(objects).items():
+        for container in containers(workload):
+            if not container["image"].endswith(f":{version[1]}"):
+                yield f"{role}: image {container['image']} is not of version {version[1]}"
+
+
+def check_flags(objects: Sequence[Object]) -> Problems:
+    """The programs accept their arguments: engines' are parsed, a router is started until it asks for Kubernetes."""
+    for role, workload in workloads(objects).items():
+        args = arguments(workload, objects)
+        yield from (f"{role}: {arg} has an unknown variable" for arg in args if "$(" in arg)
+        if role == "router":
+            command = [sys.executable, "-m", "baton.cli", *args, "--kubeconfig=/nonexistent", "--port=0"]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+            errors = [line for line in done.stderr.splitlines() if not re.search(r"Z +(INFO|WARN) ", line)]
+            if done.returncode != 2 or len(errors) != 1 or "--kubeconfig /nonexistent" not in errors[0]:
+                yield f"router: exit code {done.returncode}: {done.stderr}"
+            continue
+        errors_text = io.StringIO()
+        key = {"BATON_CLUSTER_KEY": "x" * 32}  # check_references: it comes from a Secret
+        try:
+            with contextlib.redirect_stderr(errors_text), mock.patch.dict(os.environ, key):
+                parsed = config.parse(args[1:])
+        except SystemExit:
+            yield f"{role}: {errors_text.getvalue()}"
+            continue
+        if args[0] != "engine" or parsed.disaggregation_mode != role:
+            yield f"{role}: starts {args[0]} in mode {parsed.disaggregation_mode}"
+
+
+CHECKS: dict[str, Callable[[Sequence[Object]], Problems]] = {
+    "selectors": check_selectors,
+    "discovery": check_discovery,
+    "ports": check_ports,
+    "network_policy": check_network_policy,
+    "probes": check_probes,
+    "grace": check_grace,
+    "rollout": check_rollout,
+    "hardening": check_hardening,
+    "access": check_access,
+    "references": check_references,
+    "images": check_images,
+    "flags": check_flags,
+}
