@@ -32,6 +32,19 @@ def test_an_evicted_prompt_comes_back_without_being_computed() -> None:
         node.sched.ledger().check_idle(10)
 
 
+def test_pages_that_gave_nan_do_not_come_back_from_the_host() -> None:
+    node = Node(Limits(10, 4, 4, 100, 64, host_pages=40), depth=1)
+    prompt = [1] * 30
+    run_one(node, 0, prompt)
+    node.device.spoil_all()
+    run_one(node, 1, [2] * 36)  # the spoiled pages go to the host
+    node.sched.add(request(2, prompt, 2, ignore_eos=True))
+    node.run()
+    assert node.errors[2][0] == "nonfinite_logits"
+    assert run_one(node, 3, prompt) == 30
+    node.sched.ledger().check_idle(10)
+
+
 @pytest.mark.parametrize("mode", ["offload", "cache"])
 def test_offload_frees_the_pages_at_once_and_keeps_them_for_their_request(mode: str) -> None:
     node = Node(Limits(40, 4, 4, 100, 64, host_pages=20, preemption_mode=mode), depth=1)

@@ -94,6 +94,31 @@ def test_a_row_without_a_token_ends_its_request_alone(depth: int, monkeypatch: p
     node.sched.ledger().check_idle(64)
 
 
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("born", ["in the prompt", "in the answer", "in the cache"])
+def test_pages_that_gave_nan_serve_no_later_request(depth: int, born: str) -> None:
+    node = Node(Limits(64, 4, 4, 100, 8), depth=depth)
+    prompt = [1, 2, 3, 4] * 5
+    if born == "in the cache":
+        node.sched.add(request(0, prompt, 6, ignore_eos=True))
+        node.run()
+        node.device.spoil_all()
+    node.sched.add(request(1, prompt, 6, ignore_eos=True))
+    steps_until_nan = {"in the prompt": depth, "in the answer": depth + 3, "in the cache": 0}[born]
+    for _ in range(steps_until_nan):  # a prompt of three chunks
+        node.step()
+    node.device.spoil_all()
+    node.run()
+    assert node.errors[1][0] == "nonfinite_logits"
+    for handle in (2, 3):
+        node.sched.add(request(handle, prompt, 6, ignore_eos=True))
+        node.run()
+        assert node.outputs[handle] == reference(array("i", prompt), 6, True)
+    assert (node.cached[2], node.cached[3]) == (0, 16), "computed once anew, then shared"
+    assert node.sched.quarantined_pages > 0
+    node.sched.ledger().check_idle(64)
+
+
 def test_memory_pressure_retracts_and_still_answers_exactly() -> None:
     node = Node(Limits(24, 1, 4, 100, 8, conservativeness=0.05), depth=2)
     want = {}

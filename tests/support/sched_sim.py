@@ -16,7 +16,7 @@ from baton.cache.host import CopyRun
 from baton.request import FinishReason, Rendezvous, SamplingParams, Validated
 from baton.sched.events import AbortTransfer, Emitted, GrantPages, OpenTransfer, PagesFinal, PrefillDone, RevokeGrant
 from baton.sched.limits import Limits
-from baton.sched.plan import UNKNOWN_TOKEN, StepPlan, StepResult
+from baton.sched.plan import INVALID_TOKEN, UNKNOWN_TOKEN, StepPlan, StepResult
 from baton.sched.scheduler import Scheduler
 from baton.sched.story import Story
 
@@ -24,12 +24,16 @@ VOCAB = 5
 EOS = 0
 
 
+NAN = -3
+"""The KV of a position whose computation gave NaN: so are all that follow, and none of them gives a token."""
+
+
 def chain(state: int, token: int) -> int:
-    return (state * 1000003 + token + 7) & 0xFFFFFFFFFFFF
+    return NAN if state == NAN else (state * 1000003 + token + 7) & 0xFFFFFFFFFFFF
 
 
 def next_token(state: int) -> int:
-    return (state >> 7) % VOCAB
+    return INVALID_TOKEN if state == NAN else (state >> 7) % VOCAB
 
 
 def reference(prompt: array[int], max_new: int, ignore_eos: bool) -> list[int]:
@@ -102,6 +106,10 @@ class Device:
                 slot.last = tokens[-1]
         self._check(plan, states)
         return StepResult(tokens)
+
+    def spoil_all(self) -> None:
+        """Let every KV slot of the device hold NaN."""
+        self.memory = [[NAN] * self.page_size for _ in self.memory]
 
     def _copy(self, run: CopyRun) -> None:
         """All at once, as a device may: no copy of a run may need another one's outcome."""

@@ -140,6 +140,16 @@ class HostTier:
             self._drop(page)
         return len(gone)
 
+    def discard(self, tokens: bytes, namespace: bytes) -> None:
+        """Forget the pages of these tokens, except pinned ones. Cost: one hash per page of the tokens."""
+        key = _root_key(namespace)
+        width = self._page_bytes
+        for at in range(0, len(tokens) - width + 1, width):
+            key = _next_key(key, tokens[at : at + width])
+            page = self._pages.get(key)
+            if page is not None and not page.pins:
+                self._drop(page)
+
     # ------------------------------------------------------------------ back to the device
 
     def find(self, node: Node, tokens: bytes, namespace: bytes, first: int, last: int) -> list[HostPage]:

@@ -18,7 +18,8 @@ bisection. 4096 tokens match in under 10 us where a loop over Python ints takes 
 Invariants: sibling edges differ in their first page; a locked node's ancestors are locked; evictable_pages +
 locked_pages = pages in the tree; every evictable leaf has exactly one live heap entry (`queued`) whose key is at most
 its own (so the smallest up-to-date entry is the next victim), and dead entries are never more than live ones + a few.
-`quarantine` moves a branch with a damaged page under a root that no prompt matches; its users keep it until they end.
+`quarantine` moves a branch with a damaged page, or one that holds NaN, under a root that no prompt matches; its users
+keep it until they end.
 
 Deliberately unknown here: requests, tensors, time (stamps are counts of a clock that ticks with each use).
 """
@@ -380,7 +381,7 @@ class RadixCache:
         return freed
 
     def quarantine(self, tokens: bytes, namespace: bytes) -> int:
-        """Keep every later match from the branch whose pages begin this prompt: one of them is damaged.
+        """Keep every later match from the branch whose pages begin these tokens: one of them is damaged or holds NaN.
 
         Unlocked pages are freed now, locked ones as any others once they are unlocked. Returns how many pages it was.
         """

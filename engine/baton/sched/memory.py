@@ -51,7 +51,7 @@ class Memory:
     def __init__(self, limits: Limits) -> None:
         self.page_size = limits.page_size
         self.quarantined_pages = 0
-        """Cached pages taken out of use since the start, because one of their prompt was damaged."""
+        """Cached pages taken out of use since the start (`quarantine`)."""
         self.allocator = PageAllocator(limits.num_pages)
         keep = limits.kv_event_batches
         self.kv_events = KvEventLog(limits.page_size * TOKEN_BYTES, keep) if keep else None
@@ -339,7 +339,13 @@ class Memory:
         seq.pages = array("i")
 
     def quarantine(self, seq: Seq) -> None:
-        """Keep the cached pages of this prompt from all others: the transfer peer found one of them damaged."""
+        """Keep the cached pages of this sequence from all others, those on the host too.
+
+        The transfer peer found one of them damaged, or the model computed NaN or infinity from them.
+        """
+        self._unpin(seq)
+        if self.host is not None:
+            self.host.discard(seq.key, seq.req.namespace)
         self.quarantined_pages += self.cache.quarantine(seq.key, seq.req.namespace)
 
     def flush(self) -> int:

@@ -413,6 +413,8 @@ class Scheduler:
                 f"the model computed NaN or infinity after {len(seq.tokens)} tokens; send the request again, and check "
                 "the checkpoint and --dtype when it happens to all"
             )
+            state.memory.publish(seq)  # what the same step computed leaves the tree with the rest
+            state.memory.quarantine(seq)
             state.end_with_error(seq, error, "CLIENT_GONE")
             return
         generated = len(seq.tokens) - seq.prompt_len + 1
@@ -513,7 +515,7 @@ class Scheduler:
 
     @property
     def quarantined_pages(self) -> int:
-        """Cached pages taken out of use after a checksum failed, since the start."""
+        """Cached pages taken out of use since the start: a checksum failed, or a request on them ended in NaN."""
         return self._state.memory.quarantined_pages
 
     @property

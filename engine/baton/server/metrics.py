@@ -182,7 +182,7 @@ RANK = (
     Spec("kv_leases", "gauge", "P: finished prompts whose pages wait for D"),
     Spec("kv_peers", "gauge", "connected nodes of the other role"),
     Spec("kv_transfer_healthy", "gauge", "1 while the KV transfer runtime works; at 0 the node reports itself unready"),
-    Spec("kv_quarantined_pages", "counter", "P: cached pages taken out of use because D found one of them damaged"),
+    Spec("kv_quarantined_pages", "counter", "cached pages taken out of use: one was damaged, or gave NaN"),
     Spec("kv_accept_errors", "counter", "connections of this host not accepted for lack of descriptors or memory"),
     Spec("kv_pulls", "counter", "D: prompts whose pages arrived and verified", ("transport",)),
     Spec("kv_pull_bytes", "counter", "D: bytes of KV pages pulled", ("transport",)),
