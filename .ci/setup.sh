@@ -65,7 +65,11 @@ install_uv() {
 # Where Python may not write bytecode later (PYTHONDONTWRITEBYTECODE), each start would compile all of torch: 5 s of CPU.
 install_packages() { "$venv/bin/uv" pip install -q ${PYTHONDONTWRITEBYTECODE:+--compile-bytecode} --require-hashes -r engine/requirements-dev.lock; }
 
-build_native() { "$venv/bin/maturin" develop --profile "$profile" --locked --uv; }
+# The distribution was once called `baton`: both would own the command, so the old one goes before the new one comes.
+build_native() {
+    "$venv/bin/uv" pip uninstall -q baton
+    "$venv/bin/maturin" develop --profile "$profile" --locked --uv
+}
 
 native_key() {
     {

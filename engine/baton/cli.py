@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 
+from baton import DISTRIBUTION
+
 
 def _up(argv: Sequence[str]) -> int:
     from baton.server.up import main
@@ -81,7 +83,7 @@ def usage() -> str:
 
 def own_version() -> str:
     try:
-        return version("baton")
+        return version(DISTRIBUTION)
     except PackageNotFoundError:  # run from a checkout that is not installed
         return "unknown (not installed)"
 

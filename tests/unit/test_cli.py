@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -12,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from baton import cli
+from baton import DISTRIBUTION, cli
 from baton.server import up
 from baton.server.supervise import ChildFailed
 
@@ -33,6 +34,11 @@ def test_unknown_command_names_the_known_ones(capsys: pytest.CaptureFixture[str]
 def test_version_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["--version"]) == 0
     assert capsys.readouterr().out.startswith("baton ")
+
+
+def test_version_is_that_of_the_distribution_that_pyproject_names() -> None:
+    project = (Path(__file__).parents[2] / "pyproject.toml").read_text()
+    assert re.search(rf'^name = "{DISTRIBUTION}"', project, re.MULTILINE)
 
 
 def test_help_imports_nothing_heavy() -> None:

@@ -21,7 +21,7 @@ from typing import Any
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from baton import kv_events
+from baton import DISTRIBUTION, kv_events
 from baton.config import EngineConfig
 from baton.errors import (
     Aborted,
@@ -77,7 +77,7 @@ class Phase(enum.Enum):
 
 def version() -> str:
     try:
-        return metadata.version("baton")
+        return metadata.version(DISTRIBUTION)
     except metadata.PackageNotFoundError:  # run from a source tree
         return "0+source"
 
