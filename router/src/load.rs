@@ -5,6 +5,7 @@
 //! 3. the policy of the worker's role is told (`Event::Reported`).
 
 use http::{HeaderMap, HeaderValue};
+use router_core::RunningLoad;
 use serde::Deserialize;
 
 pub const HEADER: &str = "x-baton-load";
@@ -15,6 +16,8 @@ pub struct Report {
     pub rank: u32,
     /// Prompt tokens it has still to compute, begun or not.
     pub queued_tokens: u64,
+    /// Its running batch and KV pages, if it told all of that.
+    pub running: Option<RunningLoad>,
     /// How long ago that was true [ms].
     pub age_ms: u64,
 }
@@ -56,6 +59,7 @@ pub fn take(headers: &mut HeaderMap) -> Option<HeaderValue> {
 pub fn of_header(value: &HeaderValue) -> Result<Option<Report>, Malformed> {
     let text = value.to_str().map_err(|_| Malformed)?;
     let (mut rank, mut queued, mut started, mut age_ms) = (None, None, None, None);
+    let (mut running, mut waiting, mut pages_free, mut pages) = (None, None, None, None);
     for part in text.split(';') {
         let (name, value) = part.split_once('=').ok_or(Malformed)?;
         let place = match name.trim() {
@@ -63,6 +67,10 @@ pub fn of_header(value: &HeaderValue) -> Result<Option<Report>, Malformed> {
             "queued_tokens" => &mut queued,
             "started_tokens" => &mut started,
             "age_ms" => &mut age_ms,
+            "running" => &mut running,
+            "queued" => &mut waiting,
+            "pages_free" => &mut pages_free,
+            "pages" => &mut pages,
             _ => continue,
         };
         *place = Some(value.trim().parse::<u64>().map_err(|_| Malformed)?);
@@ -72,9 +80,17 @@ pub fn of_header(value: &HeaderValue) -> Result<Option<Report>, Malformed> {
     let Some(queued) = queued else {
         return Ok(None);
     };
+    let running = || {
+        Some(running_load(
+            running?.saturating_add(waiting?),
+            pages_free?,
+            pages?,
+        ))
+    };
     Ok(Some(Report {
         rank,
         queued_tokens: started.ok_or(Malformed)?.saturating_add(queued),
+        running: running(),
         age_ms: age_ms.ok_or(Malformed)?,
     }))
 }
@@ -95,17 +111,53 @@ pub fn of_loads(body: &[u8]) -> Result<Vec<Report>, serde_json::Error> {
     struct Load {
         queued_tokens: u64,
         started_tokens: u64,
+        #[serde(flatten)]
+        running: Option<Running>,
     }
+    #[derive(Deserialize)]
+    struct Running {
+        running_requests: u64,
+        queued_requests: u64,
+        transfer_requests: u64,
+        pages_free: u64,
+        pages_evictable: u64,
+        pages: u64,
+    }
+    let running = |told: Running| {
+        let requests = [told.queued_requests, told.transfer_requests];
+        let requests = requests
+            .iter()
+            .fold(told.running_requests, |sum, n| sum.saturating_add(*n));
+        let free = told.pages_free.saturating_add(told.pages_evictable);
+        running_load(requests, free, told.pages)
+    };
     let told: Loads = serde_json::from_slice(body)?;
     let told = told.loads.into_iter().filter_map(|of| {
         let load = of.load?;
         Some(Report {
             rank: of.dp_rank,
             queued_tokens: load.queued_tokens.saturating_add(load.started_tokens),
+            running: load.running.map(running),
             age_ms: of.age_ms?,
         })
     });
     Ok(told.collect())
+}
+
+fn running_load(requests: u64, pages_free: u64, pages: u64) -> RunningLoad {
+    RunningLoad {
+        requests,
+        pages_used: pages.saturating_sub(pages_free),
+        pages,
+    }
+}
+
+fn add_running((a, b): (RunningLoad, RunningLoad)) -> RunningLoad {
+    RunningLoad {
+        requests: a.requests.saturating_add(b.requests),
+        pages_used: a.pages_used.saturating_add(b.pages_used),
+        pages: a.pages.saturating_add(b.pages),
+    }
 }
 
 /// What one candidate has to do that stands for all these ranks.
@@ -115,6 +167,7 @@ pub fn sum(reports: &[Report]) -> Option<Report> {
     Some(all.fold(first, |sum, report| Report {
         rank: sum.rank,
         queued_tokens: sum.queued_tokens.saturating_add(report.queued_tokens),
+        running: sum.running.zip(report.running).map(add_running),
         age_ms: sum.age_ms.max(report.age_ms),
     }))
 }
@@ -136,6 +189,11 @@ mod tests {
         let wanted = Report {
             rank: 3,
             queued_tokens: 570,
+            running: Some(RunningLoad {
+                requests: 2,
+                pages_used: 52,
+                pages: 64,
+            }),
             age_ms: 40,
         };
         assert_eq!(read(FULL), Ok(Some(wanted)));
@@ -170,13 +228,23 @@ mod tests {
     #[test]
     fn loads_are_read_and_summed() {
         let body = br#"{"dp_rank_count":3,"loads":[
-            {"dp_rank":0,"num_reqs":1,"age_ms":10,"load":{"queued_tokens":5,"started_tokens":6,"bands":{}}},
+            {"dp_rank":0,"num_reqs":1,"age_ms":10,"load":{"queued_tokens":5,"started_tokens":6,"bands":{},
+                "running_requests":3,"queued_requests":2,"transfer_requests":1,"pages_free":4,"pages_evictable":5,"pages":16}},
             {"dp_rank":1,"num_reqs":0,"age_ms":null,"load":null},
-            {"dp_rank":2,"num_reqs":1,"age_ms":30,"load":{"queued_tokens":0,"started_tokens":9}}]}"#;
+            {"dp_rank":2,"num_reqs":1,"age_ms":30,"load":{"queued_tokens":0,"started_tokens":9,
+                "running_requests":1,"queued_requests":0,"transfer_requests":0,"pages_free":16,"pages_evictable":0,"pages":16}},
+            {"dp_rank":3,"num_reqs":1,"age_ms":30,"load":{"queued_tokens":0,"started_tokens":0}}]}"#;
         let told = of_loads(body).unwrap();
-        assert_eq!(told.iter().map(|r| r.rank).collect::<Vec<_>>(), [0, 2]);
-        let all = sum(&told).unwrap();
+        assert_eq!(told.iter().map(|r| r.rank).collect::<Vec<_>>(), [0, 2, 3]);
+        let all = sum(&told[..2]).unwrap();
         assert_eq!((all.queued_tokens, all.age_ms), (20, 30));
+        let running = RunningLoad {
+            requests: 7,
+            pages_used: 7,
+            pages: 32,
+        };
+        assert_eq!(all.running, Some(running));
+        assert_eq!(sum(&told).unwrap().running, None, "one rank does not tell");
         assert_eq!(sum(&[]), None);
         assert!(of_loads(b"[]").is_err());
     }

@@ -18,7 +18,8 @@ use crate::kv::{Change, News};
 use crate::make::Make;
 use crate::prompt::{Prompt, Unit, mix};
 use crate::types::{
-    Choice, Event, QueueOrder, RequestView, Role, Ticket, Usage, WorkerFacts, WorkerId, WorkerView,
+    Choice, Event, QueueOrder, RequestView, Role, RunningLoad, Ticket, Usage, WorkerFacts,
+    WorkerId, WorkerView,
 };
 
 /// Where lines go. Called with the order held: it must not wait.
@@ -141,6 +142,8 @@ pub enum Told {
     Reported {
         worker: WorkerId,
         queued_tokens: u64,
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        running: Option<RunningLoad>,
         age_ms: u64,
         now_ms: u64,
     },
@@ -384,11 +387,13 @@ impl Told {
             Event::Reported {
                 worker,
                 queued_tokens,
+                running,
                 age_ms,
                 now_ms,
             } => Told::Reported {
                 worker,
                 queued_tokens,
+                running,
                 age_ms,
                 now_ms,
             },
@@ -446,11 +451,13 @@ impl Told {
             Told::Reported {
                 worker,
                 queued_tokens,
+                running,
                 age_ms,
                 now_ms,
             } => Event::Reported {
                 worker,
                 queued_tokens,
+                running,
                 age_ms,
                 now_ms,
             },

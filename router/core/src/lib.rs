@@ -51,6 +51,6 @@ pub use replay::Replay;
 pub use retry::{BudgetConfig, RetryBudget, RetryClass, RetryConfig};
 pub use room::{LiveRooms, draw_room};
 pub use types::{
-    Ahead, Choice, Event, Forecast, QueueOrder, RequestView, Role, Ticket, Usage, Why, WorkerFacts,
-    WorkerId, WorkerView,
+    Ahead, Choice, Event, Forecast, QueueOrder, RequestView, Role, RunningLoad, Ticket, Usage, Why,
+    WorkerFacts, WorkerId, WorkerView,
 };

@@ -535,6 +535,7 @@ mod tests {
                 2 => Event::Reported {
                     worker,
                     queued_tokens: 9_000,
+                    running: None,
                     age_ms: 20,
                     now_ms,
                 },

@@ -270,11 +270,12 @@ pub enum Event<'a> {
         hashes: &'a [u64],
         now_ms: u64,
     },
-    /// What the worker said of its queue: prompt tokens sent to it, by any router, and not yet prefilled. It was true
-    /// `age_ms` before it arrived.
+    /// What the worker said of its queue: prompt tokens sent to it, by any router, and not yet prefilled; and of its
+    /// running batch, if it said so. It was true `age_ms` before it arrived.
     Reported {
         worker: WorkerId,
         queued_tokens: u64,
+        running: Option<RunningLoad>,
         age_ms: u64,
         now_ms: u64,
     },
@@ -285,6 +286,16 @@ pub enum Event<'a> {
     WorkerGone {
         worker: WorkerId,
     },
+}
+
+/// Requests and KV pages at a worker, of all routers, as the worker reports them.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct RunningLoad {
+    /// Running and waiting ones.
+    pub requests: u64,
+    /// Pages in use that cannot be evicted.
+    pub pages_used: u64,
+    pub pages: u64,
 }
 
 /// `usage` of an answer.

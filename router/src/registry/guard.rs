@@ -232,6 +232,7 @@ pub(super) fn reported(worker: WorkerId, report: Report) -> Event<'static> {
     Event::Reported {
         worker,
         queued_tokens: report.queued_tokens,
+        running: report.running,
         age_ms: report.age_ms,
         now_ms: now_ms(),
     }

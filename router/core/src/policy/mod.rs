@@ -323,7 +323,7 @@ mod tests {
 
     use super::testing::{Sender, blocks, rng};
     use super::*;
-    use crate::types::WorkerFacts;
+    use crate::types::{RunningLoad, WorkerFacts};
 
     const ROLES: [Role; 3] = [Role::Regular, Role::Prefill, Role::Decode];
 
@@ -447,7 +447,7 @@ mod tests {
                 let worker = WorkerId(*id);
                 match what {
                     0 => policy.observe(&Event::WorkerGone { worker }),
-                    1 => policy.observe(&Event::Reported { worker, queued_tokens: 5_000, age_ms: 30, now_ms: sender.now_ms }),
+                    1 => policy.observe(&Event::Reported { worker, queued_tokens: 5_000, running: Some(RunningLoad { requests: 9, pages_used: 7, pages: 8 }), age_ms: 30, now_ms: sender.now_ms }),
                     2 => {
                         let ticket = sender.routed(&*policy, *id, text);
                         sender.finished(&*policy, ticket, *id, text, text.len() % 2 == 0);

@@ -30,6 +30,7 @@
 //!
 //! with k the share of j's KV cache in use or promised, and pull the time to fetch the pages j lacks from i, as far as i's
 //! prefill does not hide it. [`Cost::choose_pair`] minimises the sum over pairs. Regular workers have both costs.
+//! Requests and k are what this router sent, and what other routers sent as far as j reports it.
 //!
 //! Sizes are tokens. Where nobody counted them they are text units times a ratio that starts at a quarter (a token in four
 //! characters) and follows what workers report.
@@ -50,7 +51,7 @@ use serde::{Deserialize, Serialize};
 
 use self::rank::Rank;
 use self::speed::Work;
-use self::state::{Estimate, Size, State};
+use self::state::{Estimate, Reported, Size, State};
 use self::told::{Picked, Weighing, explain};
 use super::{Policy, PolicyStats, RankStats};
 use crate::explain::{Explanation, Rule};
@@ -376,11 +377,15 @@ fn keep_cheapest(options: &mut Vec<Estimate>) {
 }
 
 impl Cost {
-    /// What running there costs a request that will take `tokens` of KV.
-    fn decode_ms(&self, rank: &Rank, load: usize, tokens: f64) -> f64 {
-        let capacity = rank.facts.capacity_tokens;
-        let capacity = capacity.unwrap_or(self.params.default_capacity_tokens);
-        let used = ((rank.kv_tokens + tokens) / capacity.max(1) as f64).min(KV_FULL);
+    fn capacity_tokens(&self, rank: &Rank) -> f64 {
+        let told = rank.facts.capacity_tokens;
+        told.unwrap_or(self.params.default_capacity_tokens).max(1) as f64
+    }
+
+    /// What running there, beside `load` requests, costs a request that will take `tokens` of KV.
+    fn decode_ms(&self, rank: &Rank, load: usize, tokens: f64, now_ms: f64) -> f64 {
+        let tokens = rank.kv_tokens + rank.others(now_ms).kv_tokens + tokens;
+        let used = (tokens / self.capacity_tokens(rank)).min(KV_FULL);
         self.params.request_ms * load as f64 + self.params.kv_ms * used / (1.0 - used)
     }
 }
@@ -461,14 +466,20 @@ impl Policy for Cost {
                 hashes,
                 now_ms,
             } => state.finished(ticket, worker, is_kept, hashes, now_ms as f64),
-            // A decode worker's queue is not of prompts to compute.
-            Event::Reported { .. } if self.role == Role::Decode => {}
             Event::Reported {
                 worker,
                 queued_tokens,
+                running,
                 age_ms,
                 now_ms,
-            } => state.reported(worker, queued_tokens, age_ms, now_ms as f64),
+            } => {
+                let told = Reported {
+                    queued_tokens,
+                    running,
+                    age_ms,
+                };
+                state.reported(self, worker, told, now_ms as f64);
+            }
             Event::WorkerAdded { worker, facts } => state.add(worker, facts),
             Event::WorkerGone { worker } => {
                 state.ranks.remove(&worker);

@@ -12,10 +12,10 @@
 //!
 //! The prompts run one after the other, as far as this knows; the head of the queue began when the one before left.
 
-use std::collections::VecDeque;
+use std::collections::{BTreeMap, VecDeque};
 
 use super::speed::{Pace, Speed, Work};
-use super::state::Decayed;
+use super::state::{Decayed, Reported};
 use crate::types::{QueueOrder, Ticket, WorkerFacts};
 
 /// First tokens closer than this came from one step [ms].
@@ -33,6 +33,8 @@ const OVERTAKEN: f64 = 0.25;
 const REPORT_LIFE_MS: f64 = 30_000.0;
 /// No worker has more prompt tokens to compute than this: half an hour of work at 10 000 tokens a second.
 const MOST_QUEUED_TOKENS: u64 = 1 << 24;
+/// No worker has more requests than this.
+const MOST_REQUESTS: u64 = 1 << 16;
 
 /// A prompt that was sent and shows no first token yet.
 #[derive(Debug, Clone)]
@@ -49,8 +51,10 @@ pub struct Pending {
 #[derive(Debug, Default)]
 pub struct Rank {
     pub facts: WorkerFacts,
-    /// Tokens of KV in use or promised, as far as this router knows.
+    /// Tokens of KV that this router's requests use or will use: the sum of `bookings`.
     pub kv_tokens: f64,
+    /// This router's requests that decode here.
+    bookings: BTreeMap<Ticket, Booking>,
     /// How much of what the index says it holds is found there, 0 to 1, from what it reports.
     pub confidence: f64,
     pub report: Option<Report>,
@@ -78,12 +82,34 @@ pub struct Rank {
     is_warm: bool,
 }
 
-/// What the worker itself said of its queue.
+/// One request of this router that decodes.
+#[derive(Debug, Clone, Copy)]
+struct Booking {
+    kv_tokens: f64,
+    sent_ms: f64,
+}
+
+/// What the worker itself said of its queue and its running batch.
 #[derive(Debug, Clone, Copy)]
 pub struct Report {
     /// Work of other routers' prompts at that time [ms].
     pub others_ms: f64,
+    /// Requests of other routers at that time, and the KV beyond what this router booked.
+    others: OthersLoad,
     pub at_ms: f64,
+}
+
+/// Load of other routers at a worker that decodes.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+pub struct OthersLoad {
+    pub requests: usize,
+    pub kv_tokens: f64,
+}
+
+impl Report {
+    fn is_current(&self, now_ms: f64) -> bool {
+        now_ms - self.at_ms <= REPORT_LIFE_MS
+    }
 }
 
 impl Rank {
@@ -110,19 +136,61 @@ impl Rank {
     /// this router sent and the worker has finished since is taken for others' too, but then it has run off
     /// ([`Rank::others_ms`]). An older report than the one known says nothing.
     /// A number that no worker can mean is no report: a worker that reports nonsense is not passed over for it.
-    pub fn reported(&mut self, queued_tokens: u64, at_ms: f64, fleet: Speed, now_ms: f64) {
+    pub fn reported(&mut self, told: Reported, capacity_tokens: f64, fleet: Speed, now_ms: f64) {
+        let at_ms = now_ms - told.age_ms as f64;
         if self.report.is_some_and(|known| known.at_ms > at_ms) {
             return;
         }
         self.settle(now_ms);
-        if queued_tokens > MOST_QUEUED_TOKENS {
+        let requests = told.running.map_or(0, |running| running.requests);
+        if told.queued_tokens > MOST_QUEUED_TOKENS || requests > MOST_REQUESTS {
             self.report = None;
             return;
         }
-        let others = (queued_tokens as f64 - self.tokens_sent_until(at_ms)).max(0.0);
+        let others = (told.queued_tokens as f64 - self.tokens_sent_until(at_ms)).max(0.0);
         let speed = self.speed(fleet, now_ms);
         let others_ms = speed.ms(Work::of(others, 0.0)) - speed.ms(Work::of(0.0, 0.0));
-        self.report = Some(Report { others_ms, at_ms });
+        let others = told.running.map(|running| {
+            let used = running.pages_used as f64 / running.pages.max(1) as f64;
+            self.not_booked(requests as usize, used.min(1.0) * capacity_tokens, at_ms)
+        });
+        self.report = Some(Report {
+            others_ms,
+            others: others.unwrap_or_default(),
+            at_ms,
+        });
+    }
+
+    /// The part of a load at `at_ms` that this router's requests do not explain.
+    fn not_booked(&self, requests: usize, kv_tokens: f64, at_ms: f64) -> OthersLoad {
+        let own = || self.bookings.values().filter(|own| own.sent_ms <= at_ms);
+        let own_tokens: f64 = own().map(|own| own.kv_tokens).sum();
+        OthersLoad {
+            requests: requests.saturating_sub(own().count()),
+            kv_tokens: (kv_tokens - own_tokens).max(0.0),
+        }
+    }
+
+    /// A request of this router will take `kv_tokens` here until it ends.
+    pub fn book(&mut self, ticket: Ticket, kv_tokens: f64, sent_ms: f64) {
+        let booking = Booking { kv_tokens, sent_ms };
+        self.bookings.insert(ticket, booking);
+        self.kv_tokens += kv_tokens;
+    }
+
+    fn unbook(&mut self, ticket: Ticket) {
+        if let Some(booking) = self.bookings.remove(&ticket) {
+            self.kv_tokens -= booking.kv_tokens;
+        }
+        if self.bookings.is_empty() {
+            self.kv_tokens = 0.0; // no rounding piles up
+        }
+    }
+
+    /// What other routers have here beside this router's bookings, by the last report.
+    pub fn others(&self, now_ms: f64) -> OthersLoad {
+        let report = self.report.filter(|report| report.is_current(now_ms));
+        report.map_or(OthersLoad::default(), |report| report.others)
     }
 
     pub fn sent(&mut self, pending: Pending) {
@@ -210,6 +278,7 @@ impl Rank {
 
     /// The request is over, seen or not. Returns whether its first token had not been seen.
     pub fn ended(&mut self, ticket: Ticket, now_ms: f64) -> bool {
+        self.unbook(ticket);
         self.settle(now_ms);
         let is_head = self.queue.front().is_some_and(|head| head.ticket == ticket);
         let Some(pending) = self.remove(ticket) else {
@@ -293,11 +362,10 @@ impl Rank {
     }
 
     fn others_ms(&self, now_ms: f64) -> f64 {
-        self.report
-            .map_or(0.0, |report| match now_ms - report.at_ms {
-                age_ms if age_ms <= REPORT_LIFE_MS => (report.others_ms - age_ms).max(0.0),
-                _ => 0.0,
-            })
+        let report = self.report.filter(|report| report.is_current(now_ms));
+        report.map_or(0.0, |report| {
+            (report.others_ms - (now_ms - report.at_ms)).max(0.0)
+        })
     }
 }
 
@@ -440,6 +508,7 @@ mod tests {
         let mut rank = rank(QueueOrder::Arrival);
         rank.report = Some(Report {
             others_ms: 500.0,
+            others: OthersLoad::default(),
             at_ms: 1_000.0,
         });
         assert_eq!(rank.backlog_ms(0.0, 1_200.0), 300.0);
@@ -450,7 +519,11 @@ mod tests {
     fn reports_are_believed_within_bounds_and_for_a_while() {
         let mut rank = rank(QueueOrder::Arrival);
         let backlog_ms = |rank: &mut Rank, queued_tokens, now_ms| {
-            rank.reported(queued_tokens, now_ms, Speed::default(), now_ms);
+            let told = Reported {
+                queued_tokens,
+                ..Reported::default()
+            };
+            rank.reported(told, 1e6, Speed::default(), now_ms);
             rank.backlog_ms(0.0, now_ms)
         };
         assert_eq!(backlog_ms(&mut rank, 10_000, 1_000.0), 1_000.0);

@@ -9,7 +9,9 @@ use super::speed::{Fit, Speed, Work};
 use super::{Cost, CostParams};
 use crate::kv::{News, NewsError};
 use crate::prompt::{Prompt, Unit};
-use crate::types::{RequestView, Role, Ticket, Usage, WorkerFacts, WorkerId, WorkerView};
+use crate::types::{
+    RequestView, Role, RunningLoad, Ticket, Usage, WorkerFacts, WorkerId, WorkerView,
+};
 
 /// Weight of what a worker just reported against what was believed of its index.
 const CONFIDENCE_STEP: f64 = 0.1;
@@ -69,7 +71,6 @@ pub(super) struct Sent {
     is_estimated: bool,
     /// Tokens expected in its cache; `None` when that was nothing.
     expected_cached: Option<f64>,
-    kv_tokens: f64,
     is_first_token_seen: bool,
     sent_ms: f64,
     /// Tokens that were expected to be cached; 0 without an index.
@@ -78,6 +79,14 @@ pub(super) struct Sent {
     tells: bool,
     /// What the worker did for an answer that does not stream, once it has counted.
     answer: Option<Work>,
+}
+
+/// What a worker said of itself: see [`crate::types::Event::Reported`].
+#[derive(Debug, Clone, Copy, Default)]
+pub(super) struct Reported {
+    pub(super) queued_tokens: u64,
+    pub(super) running: Option<RunningLoad>,
+    pub(super) age_ms: u64,
 }
 
 /// What a candidate would cost.
@@ -193,7 +202,7 @@ impl State {
                 partner_ms: 0.0,
                 cost_ms: 0.0,
                 size: self.holdings.size_of(worker.id),
-                load: worker.load,
+                load: worker.load + rank.others(now_ms).requests,
                 recent_ms: rank.work.at(now_ms, policy.tau_ms()),
             };
             if policy.role != Role::Decode {
@@ -204,7 +213,7 @@ impl State {
             }
             if policy.role != Role::Prefill {
                 option.decode_ms =
-                    policy.decode_ms(rank, worker.load, size.tokens + self.answer_tokens);
+                    policy.decode_ms(rank, option.load, size.tokens + self.answer_tokens, now_ms);
                 option.cost_ms = option.decode_ms;
             }
             options.push(option);
@@ -276,17 +285,16 @@ impl State {
         if let Some(at) = deepest.checked_sub(1) {
             self.heat.arrived(prompt.hashes[at], now_ms);
         }
-        let kv_tokens = match policy.role {
-            Role::Prefill => 0.0,
-            Role::Regular | Role::Decode => size.tokens + self.answer_tokens,
-        };
+        let kv_tokens = size.tokens + self.answer_tokens;
         let speed = self.speed;
         let Some(rank) = self.ranks.get_mut(&worker) else {
             return;
         };
         let cached = held.cached_tokens(size.tokens, size.tokens_per_block, rank.confidence);
         let uncached = size.tokens - cached;
-        rank.kv_tokens += kv_tokens;
+        if policy.role != Role::Prefill {
+            rank.book(ticket, kv_tokens, now_ms);
+        }
         if policy.role != Role::Decode {
             let predicted_ms = rank.speed(speed, now_ms).ms(Work::of(uncached, cached));
             rank.sent(Pending {
@@ -313,7 +321,6 @@ impl State {
             units: prompt.units,
             is_estimated: prompt.tokens.is_none() && !prompt.has_media,
             expected_cached: (expected > 0.0).then_some(expected),
-            kv_tokens,
             is_first_token_seen: false,
             sent_ms: now_ms,
             cached,
@@ -412,7 +419,6 @@ impl State {
             return;
         };
         if let Some(rank) = self.ranks.get_mut(&worker) {
-            rank.kv_tokens = (rank.kv_tokens - sent.kv_tokens).max(0.0);
             rank.ended(ticket, now_ms);
             if sent.tells {
                 rank.stream_ended(now_ms);
@@ -438,16 +444,25 @@ impl State {
 
     pub(super) fn reported(
         &mut self,
+        policy: &Cost,
         worker: WorkerId,
-        queued_tokens: u64,
-        age_ms: u64,
+        mut told: Reported,
         now_ms: f64,
     ) {
         let speed = self.speed;
-        // A rank with nothing to do does not repeat that, so its report is as good as new.
-        let age_ms = if queued_tokens == 0 { 0 } else { age_ms };
-        if let Some(rank) = self.ranks.get_mut(&worker) {
-            rank.reported(queued_tokens, now_ms - age_ms as f64, speed, now_ms);
+        let Some(rank) = self.ranks.get_mut(&worker) else {
+            return;
+        };
+        match policy.role {
+            Role::Prefill => told.running = None,
+            Role::Decode if told.running.is_none() => return,
+            Role::Decode => told.queued_tokens = 0, // not of prompts to compute
+            Role::Regular => {}
         }
+        // A rank with nothing to do does not repeat that, so its report is as good as new.
+        if told.queued_tokens == 0 && told.running.is_none_or(|running| running.requests == 0) {
+            told.age_ms = 0;
+        }
+        rank.reported(told, policy.capacity_tokens(rank), speed, now_ms);
     }
 }

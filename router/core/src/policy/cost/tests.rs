@@ -8,7 +8,7 @@ use super::*;
 use crate::explain::{Basis, CostTerms, Terms, Weighed};
 use crate::policy::testing::{Sender, blocks, chosen, rng, views};
 use crate::prompt::Blocks;
-use crate::types::{QueueOrder, Ticket, Usage};
+use crate::types::{QueueOrder, RunningLoad, Ticket, Usage};
 
 pub(super) fn cost(role: Role, workers: u64, params: CostParams) -> Cost {
     let policy = Cost::new(params, role);
@@ -196,6 +196,7 @@ fn stale_reports_mean_a_draw_among_the_four_cheapest() {
         policy.observe(&Event::Reported {
             worker: WorkerId(id),
             queued_tokens,
+            running: None,
             age_ms: 0,
             now_ms,
         });
@@ -235,6 +236,7 @@ fn told(policy: &Cost, id: u64, queued_tokens: u64, age_ms: u64, now_ms: u64) {
     policy.observe(&Event::Reported {
         worker: WorkerId(id),
         queued_tokens,
+        running: None,
         age_ms,
         now_ms,
     });
@@ -276,6 +278,99 @@ fn a_report_counts_what_others_sent_before_it_was_made() {
     let ready = views(&[0, 0, 0]);
     let why = chosen_at(&sender, &policy, "new", &ready, &mut rng(1)).why;
     assert!(!matches!(why, Why::Sampled(_)), "{why:?}");
+}
+
+/// Requests and pages of all routers at two decode workers of 1000 pages.
+#[derive(Default)]
+struct DecodeWorkers([(u64, u64); 2]);
+
+impl DecodeWorkers {
+    const PAGES: u64 = 1_000;
+
+    /// `policy` sends a request of `pages` to one of `ready`; returns which.
+    fn take(
+        &mut self,
+        policy: &Cost,
+        sender: &mut Sender,
+        ready: &[WorkerView],
+        pages: u64,
+    ) -> u64 {
+        let choice = chosen_at(sender, policy, "new", ready, &mut rng(1));
+        sender.routed(policy, choice.worker.0, "new");
+        let (requests, used) = &mut self.0[choice.worker.0 as usize];
+        (*requests, *used) = (*requests + 1, *used + pages);
+        choice.worker.0
+    }
+
+    fn report(&self, policy: &Cost, age_ms: u64, now_ms: u64) {
+        for (id, &(requests, pages_used)) in (0..).zip(&self.0) {
+            policy.observe(&Event::Reported {
+                worker: WorkerId(id),
+                queued_tokens: 0,
+                running: Some(RunningLoad {
+                    requests,
+                    pages_used,
+                    pages: Self::PAGES,
+                }),
+                age_ms,
+                now_ms,
+            });
+        }
+    }
+}
+
+#[test]
+fn routers_spread_over_decode_workers_by_what_these_report() {
+    let [a, b] = [(); 2].map(|()| cost(Role::Decode, 2, CostParams::default()));
+    let [mut of_a, mut of_b] = [(); 2].map(|()| Sender::default());
+    let mut workers = DecodeWorkers::default();
+    // The second decode worker comes late: all that A has runs on the first.
+    let alone = &views(&[0])[..];
+    (0..12).for_each(|_| assert_eq!(workers.take(&a, &mut of_a, alone, 1), 0));
+    for sent in 0..6 {
+        for (router, sender, own) in [(&a, &mut of_a, 12), (&b, &mut of_b, 0)] {
+            sender.now_ms += 1_000;
+            workers.report(router, 0, sender.now_ms);
+            let ready = views(&[own, sent]);
+            assert_eq!(workers.take(router, sender, &ready, 1), 1);
+        }
+    }
+    assert_eq!(workers.0, [(12, 12), (12, 12)]);
+    // Equal requests, unequal KV.
+    workers.0[0].1 = 900;
+    of_b.now_ms += 1_000;
+    workers.report(&b, 0, of_b.now_ms);
+    assert_eq!(workers.take(&b, &mut of_b, &views(&[0, 6]), 1), 1);
+}
+
+#[test]
+fn bookings_newer_than_a_report_add_to_it_and_older_ones_are_part_of_it() {
+    let policy = cost(Role::Decode, 2, CostParams::default());
+    let mut sender = Sender::default();
+    let mut workers = DecodeWorkers([(3, 500), (0, 0)]);
+    let others = |now_ms: u64| {
+        let others = policy.lock().ranks[&WorkerId(0)].others(now_ms as f64);
+        (others.requests, others.kv_tokens)
+    };
+    let capacity = CostParams::default().default_capacity_tokens as f64;
+    let own = 300.0 + 256.0; // prompt and expected answer
+    sender.now_ms = 1_000;
+    sender.routed(&policy, 0, "old");
+    sender.now_ms = 3_000;
+    let new = sender.routed(&policy, 0, "new");
+    workers.report(&policy, 1_000, 3_000); // made between the two
+    assert_eq!(others(3_000), (2, capacity / 2.0 - own));
+    assert_eq!(policy.lock().ranks[&WorkerId(0)].kv_tokens, 2.0 * own);
+    sender.finished(&policy, new, 0, "new", true);
+    assert_eq!(policy.lock().ranks[&WorkerId(0)].kv_tokens, own);
+    // An older report changes nothing, an impossible one is none, and each is forgotten.
+    workers.0[0].0 = 9;
+    workers.report(&policy, 2_000, 3_000);
+    assert_eq!(others(3_000).0, 2);
+    assert_eq!(others(2_000 + 30_001), (0, 0.0));
+    workers.0[0].0 = u64::MAX;
+    workers.report(&policy, 0, 4_000);
+    assert_eq!(others(4_000), (0, 0.0));
 }
 
 #[test]
