@@ -349,6 +349,52 @@ fn stream_start(text: &[u8]) -> StreamStart {
     }
 }
 
+/// Finds an error event in a stream, however the stream is cut into pieces.
+#[derive(Debug, Default)]
+struct ErrorFinder {
+    /// The beginning of an event, or the end of a piece of one that is an answer.
+    text: Vec<u8>,
+    is_in_answer: bool,
+}
+
+impl ErrorFinder {
+    /// Returns the stream from the error event on, as far as it came.
+    fn find(&mut self, piece: &[u8]) -> Option<Bytes> {
+        self.text.extend_from_slice(piece);
+        loop {
+            if self.is_in_answer {
+                let end = end_of_event(&self.text);
+                self.is_in_answer = end.is_none();
+                // A blank line may come in pieces, too.
+                let passed = end.unwrap_or(self.text.len().saturating_sub(2));
+                self.text.drain(..passed);
+                if end.is_none() {
+                    return None;
+                }
+            }
+            match stream_start(&self.text) {
+                StreamStart::Error(at) => {
+                    return Some(Bytes::from(std::mem::take(&mut self.text)).slice(at..));
+                }
+                StreamStart::Answer => self.is_in_answer = true,
+                _ if self.text.len() > MAX_ERROR_BODY => self.is_in_answer = true,
+                StreamStart::Comment | StreamStart::Unclear => return None,
+            }
+        }
+    }
+}
+
+/// Where the first event ends: behind its blank line.
+fn end_of_event(text: &[u8]) -> Option<usize> {
+    let ends = text.iter().enumerate().filter(|(_, byte)| **byte == b'\n');
+    ends.into_iter().find_map(|(at, _)| {
+        let rest = &text[at + 1..];
+        let blank = [&b"\n"[..], b"\r\n"].into_iter();
+        let mut blank = blank.filter(|blank| rest.starts_with(blank));
+        Some(at + 1 + blank.next()?.len())
+    })
+}
+
 pub fn is_sse(headers: &HeaderMap) -> bool {
     let kind = headers.get(header::CONTENT_TYPE);
     kind.is_some_and(|kind| kind.as_bytes().starts_with(b"text/event-stream"))
@@ -392,12 +438,18 @@ impl Leg {
             }
             // A prefill worker's answer begins when the prompt is computed.
             self.guard.first_token();
-            let (is_sse, mut kept) = (is_sse(&headers), if keep { pieces } else { Vec::new() });
+            let mut finder = is_sse(&headers).then(ErrorFinder::default);
+            let mut find = |piece: &[u8]| finder.as_mut()?.find(piece);
+            let has_error = pieces.iter().find_map(|piece| find(piece));
+            let mut kept = if keep { pieces } else { Vec::new() };
             let mut held: usize = kept.iter().map(Bytes::len).sum();
             if let Some(mut rest) = rest {
+                if let Some(error) = has_error {
+                    return Err(self.error_in_stream(headers, error, rest).await);
+                }
                 while let Some(piece) = self.next_piece(&mut rest).await? {
-                    if is_sse && error_event(&piece).is_some() {
-                        return Err(self.error_in_stream(headers, piece, rest).await);
+                    if let Some(error) = find(&piece) {
+                        return Err(self.error_in_stream(headers, error, rest).await);
                     }
                     held += piece.len();
                     if keep && held <= MAX_HELD {
@@ -595,6 +647,36 @@ mod tests {
         assert!(error_event(b"event: error\ndata: {\"error\": {}}\n\n").is_some());
         assert!(error_event(b"data: {\"choices\":[\"error\"]}\n\n").is_none());
         assert!(error_event(b": keep-alive\n\n").is_none());
+    }
+
+    #[test]
+    fn error_behind_other_events_is_found_however_the_stream_is_cut() {
+        let error = "data: {\"error\":{\"code\":\"draining\"}}\n\ndata: [DONE]\n\n";
+        for before in [
+            "",
+            "data: {\"choices\":[]}\n\n",
+            ": keep-alive\n\ndata: {\"a\":1}\r\n\r\n: x\n\n",
+        ] {
+            for error in [error.to_owned(), format!("event: error\n{error}")] {
+                let text = format!("{before}{error}");
+                for cut in 0..text.len() {
+                    let (first, second) = text.as_bytes().split_at(cut);
+                    let mut finder = ErrorFinder::default();
+                    let (first, second) = (finder.find(first), finder.find(second));
+                    let found = first.or(second).unwrap();
+                    assert!(text.as_bytes()[before.len()..].starts_with(&found), "{cut}");
+                    let code = error_event(&found).and_then(code_of);
+                    assert_eq!(code.as_deref(), Some("draining"), "{cut}");
+                }
+                let mut finder = ErrorFinder::default();
+                let mut found = text.bytes().filter_map(|byte| finder.find(&[byte]));
+                assert!(found.next().is_some());
+            }
+        }
+        let mut finder = ErrorFinder::default();
+        let answer = b"data: {\"text\":\"data: {\\\"error\\\"\"}\n\ndata: [DONE]\n\n";
+        assert!(answer.iter().all(|byte| finder.find(&[*byte]).is_none()));
+        assert!(finder.text.len() < answer.len());
     }
 
     #[test]
