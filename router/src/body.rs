@@ -144,11 +144,23 @@ impl Scan {
         members.finish(api)
     }
 
-    pub fn routing_text<'a>(&self, body: &'a [u8]) -> &'a str {
-        self.prompt
-            .clone()
-            .and_then(|span| std::str::from_utf8(&body[span]).ok())
-            .unwrap_or_default()
+    /// The prompt's JSON, behind a character that stands for what else it belongs to. Cost: a copy, if there is such.
+    pub fn routing_text<'a>(&self, body: &'a [u8]) -> Cow<'a, str> {
+        let prompt = self.prompt.clone().map(|span| &body[span]);
+        let prompt = prompt.and_then(|prompt| std::str::from_utf8(prompt).ok());
+        let prompt = prompt.unwrap_or_default();
+        match self.scope_of(body).marker() {
+            Some(marker) => Cow::Owned(format!("{marker}{prompt}")),
+            None => Cow::Borrowed(prompt),
+        }
+    }
+
+    fn scope_of(&self, body: &[u8]) -> TextScope {
+        let parts = SCOPE.iter().zip(&self.scope);
+        parts.fold(TextScope::default(), |scope, (name, span)| match span {
+            Some(span) => scope.with(name, &body[span.clone()]),
+            None => scope,
+        })
     }
 
     /// Whether the client sent a member of this group.
@@ -171,11 +183,7 @@ impl Scan {
     /// Hashes of the prompt's text, in which images and the like have a constant size (media.rs). Cost: one pass over it.
     pub fn text_blocks(&self, body: &[u8]) -> Blocks {
         let prompt = self.prompt.clone().map_or(&[][..], |span| &body[span]);
-        let parts = SCOPE.iter().zip(&self.scope);
-        let scope = parts.fold(TextScope::default(), |scope, (name, span)| match span {
-            Some(span) => scope.with(name, &body[span.clone()]),
-            None => scope,
-        });
+        let scope = self.scope_of(body);
         match media::condensed(prompt) {
             Some(text) => Blocks::of_text_in(scope, &text, None).with_media(),
             None => Blocks::of_text_in(scope, prompt, None),
@@ -689,7 +697,7 @@ mod tests {
 
     #[test]
     fn routing_text_is_the_raw_prompt() {
-        let body = r#"{"model":"m","messages":[{"role":"user","content":"hé\n"}],"stream":true}"#;
+        let body = r#"{"messages":[{"role":"user","content":"hé\n"}],"stream":true}"#;
         let scan = Scan::of(body.as_bytes(), Api::Chat).unwrap();
         assert!(scan.stream);
         assert_eq!(
@@ -725,9 +733,11 @@ mod tests {
             let text = "x".repeat(600);
             let body = format!("{{\"messages\":[{{\"content\":\"{text}\"}}]{members}}}");
             let scan = Scan::of(body.as_bytes(), Api::Chat).unwrap();
-            scan.text_blocks(body.as_bytes()).prompt().hashes[0]
+            let hash = scan.text_blocks(body.as_bytes()).prompt().hashes[0];
+            (hash, scan.routing_text(body.as_bytes()).chars().next())
         };
         let plain = first("");
+        assert_eq!(plain.1, Some('['));
         let mut all = vec![plain];
         for members in [
             r#","model":"a""#,
@@ -738,9 +748,10 @@ mod tests {
             r#","chat_template_kwargs":{"enable_thinking":false}"#,
             r#","model":"a","lora_path":"b""#,
         ] {
-            let hash = first(members);
-            assert!(!all.contains(&hash), "{members}");
-            all.push(hash);
+            let (hash, marker) = first(members);
+            let is_new = all.iter().all(|known| known.0 != hash && known.1 != marker);
+            assert!(is_new, "{members}");
+            all.push((hash, marker));
         }
         assert_eq!(first(r#","temperature":1,"cache_salt":null"#), plain);
         assert_eq!(

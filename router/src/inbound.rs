@@ -1,6 +1,7 @@
 //! A generation request, read and checked, and what of it goes to a worker: the same for each attempt, but for the time
 //! that is left and, when its answer broke off, the part that the client has.
 
+use std::borrow::Cow;
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::sync::Arc;
 use std::time::Duration;
@@ -84,7 +85,7 @@ impl Inbound {
         Wanted {
             text: match self.needs_text {
                 true => self.scan.routing_text(&self.body),
-                false => "",
+                false => Cow::default(),
             },
             blocks: self.blocks.clone(),
             routing_key: self.routing_key.as_deref(),

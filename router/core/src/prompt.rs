@@ -135,6 +135,15 @@ impl Default for TextScope {
 }
 
 impl TextScope {
+    /// A character in front of a text that keeps texts of different scopes apart in a tree of texts: a private-use one,
+    /// which prompts do not begin with. `None`: the scope has no parts.
+    pub fn marker(self) -> Option<char> {
+        const FIRST: u32 = 0xF_0000;
+        const COUNT: u64 = 0xFFFE;
+        let code = FIRST + (self.0 % COUNT) as u32;
+        (self != Self::default()).then(|| char::from_u32(code))?
+    }
+
     /// The scope with one more part; `name` keeps parts of equal value apart. Cost: one pass over `value`.
     pub fn with(self, name: &str, value: &[u8]) -> Self {
         let hash = |state: u64, bytes: &[u8]| {

@@ -17,6 +17,7 @@ mod guard;
 mod newcomers;
 mod worker;
 
+use std::borrow::Cow;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
@@ -52,7 +53,7 @@ const MAX_WORKERS: usize = 4096;
 /// A request as the registry takes it.
 #[derive(Clone, Default)]
 pub struct Wanted<'a> {
-    pub text: &'a str,
+    pub text: Cow<'a, str>,
     pub blocks: Option<Arc<Blocks>>,
     pub routing_key: Option<&'a str>,
     /// Only workers that serve it are candidates.
@@ -80,7 +81,7 @@ impl Wanted<'_> {
 
     fn view(&self, now_ms: u64) -> RequestView<'_> {
         RequestView {
-            text: self.text,
+            text: &self.text,
             prompt: self
                 .blocks
                 .as_deref()
