@@ -6,7 +6,8 @@
 //!    Refused: `Unhealthy` now, since nothing listens there; other failures count up to --health-failure-threshold;
 //!    a request without an answer for --silent-request-probe-secs has the worker probed within `SILENCE_PAUSE`. If neither
 //!    the probe nor any request gets a byte for as long as the `patience` says, the worker hangs: `Unhealthy` now;
-//! 4. our engines are asked with each good probe how much they have to do (GET /v1/loads): no answer may tell it;
+//! 4. our engines are asked with each good probe how much they have to do (GET /v1/loads): no answer may tell it; vLLM's
+//!    for the names of their models (GET /v1/models), to which LoRA adapters are added while they run;
 //! 5. unhealthy: probe every second (or the interval, if shorter) until --health-success-threshold good ones, back to 2.
 
 use std::sync::Arc;
@@ -14,6 +15,7 @@ use std::time::Duration;
 
 use http::{Method, Uri};
 use router_core::{HealthChange, HealthCounter, Role};
+use serde::de::DeserializeOwned;
 use tokio::time::{Instant, sleep, timeout};
 
 use crate::App;
@@ -104,6 +106,8 @@ async fn watch(app: std::sync::Weak<App>, worker: std::sync::Weak<Worker>, newco
             drop(newcomer.take());
             if is_good && worker.is_ready() && worker.tells_loads() {
                 ask_load(&app, &worker).await;
+            } else if is_good && worker.is_ready() && worker.is_vllm() {
+                ask_models(&app, &worker).await;
             }
         }
         drop(app);
@@ -313,15 +317,48 @@ async fn describe(app: &App, worker: &Worker) -> Option<Description> {
         }
     }
     // vLLM describes itself nowhere, but tells its version; SGLang and Baton do not under this path.
-    match timeout(limit, get(app, worker, "/version")).await {
-        Ok(Ok(body)) => serde_json::from_slice::<Version>(&body)
-            .ok()
-            .map(|told| Description {
-                engine: Some("vllm".to_owned()),
-                version: Some(told.version),
-                ..Description::default()
-            }),
-        _ => None,
+    let told: Version = ask(app, worker, "/version").await?;
+    Some(Description {
+        engine: Some("vllm".to_owned()),
+        version: Some(told.version),
+        served_model_names: model_names(app, worker).await.unwrap_or_default(),
+        ..Description::default()
+    })
+}
+
+/// The JSON of `path`, if the worker has that.
+async fn ask<T: DeserializeOwned>(app: &App, worker: &Worker, path: &str) -> Option<T> {
+    let limit = Duration::from_secs(app.config.health.health_check_timeout_secs);
+    let body = timeout(limit, get(app, worker, path)).await.ok()?.ok()?;
+    serde_json::from_slice(&body).ok()
+}
+
+/// The names under which a worker of OpenAI's API takes requests.
+async fn model_names(app: &App, worker: &Worker) -> Option<Vec<String>> {
+    #[derive(serde::Deserialize)]
+    struct Models {
+        data: Vec<Model>,
+    }
+    #[derive(serde::Deserialize)]
+    struct Model {
+        id: String,
+    }
+    let told: Models = ask(app, worker, "/v1/models").await?;
+    Some(told.data.into_iter().map(|model| model.id).collect())
+}
+
+/// Learn which models a vLLM worker serves by now.
+async fn ask_models(app: &App, worker: &Arc<Worker>) {
+    let Some(names) = model_names(app, worker).await else {
+        return;
+    };
+    let known = worker.description();
+    if known.served_model_names != names {
+        let told = Description {
+            served_model_names: names,
+            ..(*known).clone()
+        };
+        app.registry.set_state(worker, State::Ready, Some(told));
     }
 }
 

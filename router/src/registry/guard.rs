@@ -10,7 +10,7 @@ use router_core::{
     Ticket, Usage, WorkerId, WorkerPenalty,
 };
 
-use super::worker::{Description, Worker};
+use super::worker::Worker;
 use crate::clock::now_ms;
 use crate::kv_events::Feed;
 use crate::load::{self, Fate, Report};
@@ -27,8 +27,6 @@ pub struct Candidate {
     /// `Some` when DP-aware.
     pub rank: Option<u32>,
     pub make: Make,
-    /// What its worker told about itself when it became ready.
-    pub(super) told: Arc<Description>,
     pub(super) host: u32,
     pub(super) load: Arc<AtomicUsize>,
     pub(super) breaker: Option<Mutex<CircuitBreaker>>,

@@ -159,10 +159,10 @@ impl RoleTable {
     fn list_for(&self, model: Option<&str>) -> Arc<Vec<Arc<Candidate>>> {
         let list = self.list();
         let Some(model) = model else { return list };
-        if list.iter().all(|c| c.told.serves(model)) {
+        if list.iter().all(|c| c.worker.description().serves(model)) {
             return list;
         }
-        let serving = list.iter().filter(|c| c.told.serves(model));
+        let serving = list.iter().filter(|c| c.worker.description().serves(model));
         Arc::new(serving.cloned().collect())
     }
 }
@@ -417,7 +417,6 @@ impl Registry {
                     worker: worker.clone(),
                     rank,
                     make,
-                    told: told.clone(),
                     host: worker.host_number(),
                     load: worker.load_of(rank),
                     breaker: self

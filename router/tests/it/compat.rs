@@ -4,7 +4,7 @@ use http::Method;
 use serde_json::{Value, json};
 
 use crate::support::peers::{Peer, Rooms};
-use crate::support::{Client, Reply, Router, eventually, timed};
+use crate::support::{Client, Mock, Reply, Router, eventually, timed};
 
 async fn regular(peers: &[&Peer], flags: &[&str]) -> Router {
     let urls: Vec<String> = peers.iter().map(|peer| peer.url()).collect();
@@ -113,18 +113,53 @@ async fn vllm_regular() {
         let router = regular(&[&peer], &["--policy", "cost"]).await;
         is_transparent(&router, &peer).await;
         let before = peer.seen().len();
-        let reply = router
-            .post("/v1/completions", &json!({"model": "other", "prompt": "x"}))
-            .await;
+        let ask = async || {
+            let body = json!({"model": "other", "prompt": "x"});
+            router.post("/v1/completions", &body).await
+        };
+        let reply = ask().await;
         assert_eq!(
-            (reply.status, reply.json()["error"]["code"].clone()),
-            (404, json!(404))
+            (reply.status, reply.code().as_str()),
+            (404, "model_not_found")
         );
-        assert_eq!(peer.seen().len(), before + 1, "a refusal is not run again");
+        assert_eq!(peer.seen().len(), before, "no worker serves it");
         assert_eq!(
             router.get("/v1/models").await.json()["data"][0]["owned_by"],
             "vllm"
         );
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn vllm_workers_get_requests_for_the_models_they_list() {
+    timed(async {
+        let models = |ids: &[&str]| {
+            let cards = ids.iter().map(|id| json!({"id": id, "object": "model"}));
+            json!({"object": "list", "data": cards.collect::<Vec<_>>()})
+        };
+        let (a, b) = (Mock::start(&[]).await, Mock::start(&[]).await);
+        let (a, b) = (a.with_version("0.14.0"), b.with_version("0.14.0"));
+        a.answers("/v1/models", 200, models(&["a"]));
+        b.answers("/v1/models", 200, models(&["b", "adapter-of-b"]));
+        let flags = ["--health-check-interval-secs", "1"];
+        let router = Router::regular(&[&a, &b], &flags).await;
+        let ask = async |model: &str| {
+            let body = json!({"model": model, "prompt": "x"});
+            router.post("/v1/completions", &body).await.status
+        };
+        for (model, counts) in [("a", (2, 0)), ("b", (2, 2)), ("adapter-of-b", (2, 4))] {
+            assert_eq!((ask(model).await, ask(model).await), (200, 200));
+            assert_eq!((a.count(), b.count()), counts, "{model}");
+        }
+        assert_eq!(ask("adapter-of-a").await, 404);
+        // An adapter is loaded while it runs.
+        a.answers("/v1/models", 200, models(&["a", "adapter-of-a"]));
+        eventually("the router reads the names again", || async {
+            ask("adapter-of-a").await == 200
+        })
+        .await;
+        assert_eq!(b.count(), 4);
     })
     .await;
 }

@@ -347,6 +347,9 @@ async fn serve(
         *response.status_mut() = StatusCode::from_u16(*status).map_err(|_| reset())?;
         return Ok(response);
     }
+    if path == "/v1/models" && inner.version.lock().is_some() {
+        return Ok(error_response(404, "not_found"));
+    }
     let value: Value = serde_json::from_slice(&raw).unwrap_or_default();
     if path == "/abort_request" && !value["bootstrap_room"].is_null() {
         inner.released.lock().push(value["bootstrap_room"].clone());
