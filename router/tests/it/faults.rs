@@ -341,6 +341,37 @@ async fn what_is_no_request_reaches_nobody() {
     .await;
 }
 
+#[tokio::test]
+async fn client_that_closes_its_connection_or_its_sending_side_has_left() {
+    timed(async {
+        let mock = Mock::start(&[Act::Hang]).await;
+        let router = Router::regular(&[&mock], &[]).await;
+        let body = chat(false).to_string();
+        let request = format!(
+            "POST /v1/chat/completions HTTP/1.1\r\nhost: r\r\ncontent-length: {}\r\n\r\n{body}",
+            body.len()
+        );
+        for count in 1..=2 {
+            let mut stream = TcpStream::connect(router.running.addr).await.unwrap();
+            stream.write_all(request.as_bytes()).await.unwrap();
+            eventually("its worker has it", || async { mock.count() == count }).await;
+            if count == 2 {
+                stream.shutdown().await.unwrap();
+                let mut answer = String::new();
+                stream.read_to_string(&mut answer).await.unwrap();
+                assert_eq!(answer, "");
+            }
+            drop(stream);
+            eventually("its worker is told", || async {
+                mock.cancelled() == count
+            })
+            .await;
+        }
+        router.no_load().await;
+    })
+    .await;
+}
+
 /// SGLang issue 9726 and its like: workers close idle connections (uvicorn after 5 s), and the next pair met dead ones.
 #[tokio::test]
 async fn connections_that_workers_closed_meanwhile_cost_no_request() {
