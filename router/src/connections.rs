@@ -35,13 +35,13 @@ use tokio_rustls::TlsAcceptor;
 
 use crate::clock::now_ms;
 use crate::config::Limits;
+use crate::head_errors::{HeadErrors, MAX_HEADERS};
 use crate::metrics::Metrics;
 use crate::patience::Patience;
 use crate::tcp::tune_client;
 use crate::tls::HTTP_2;
 
-const MAX_HEADERS: usize = 100;
-/// A head that exceeds --max-header-bytes by less is read whole, so that its 431 has a JSON body [bytes].
+/// Read beyond --max-header-bytes: closing with bytes unread would reset the connection under its 431 [bytes].
 const HEAD_SLACK: usize = 8 << 10;
 /// How long a client may take over its TLS handshake (nginx: 60 s; nobody needs it).
 const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(10);
@@ -216,12 +216,15 @@ where
     let limits = &terms.limits;
     let patience = Patience::new(limits.idle_timeout(), limits.header_read_timeout());
     let service = TowerToHyperService::new(terms.routes.clone());
+    let stream = patience.watch(stream);
+    let stream = HeadErrors::new(stream, limits.max_header_bytes, terms.metrics.clone());
     let connection = http1::Builder::new()
         .timer(patience.clone())
         .header_read_timeout(patience.idle())
         .max_buf_size(limits.max_header_bytes.saturating_add(HEAD_SLACK))
+        .max_header_size(limits.max_header_bytes)
         .max_headers(MAX_HEADERS)
-        .serve_connection(TokioIo::new(patience.watch(stream)), service);
+        .serve_connection(TokioIo::new(stream), service);
     // The client left, or sent no HTTP: its request's record says so where there was one.
     if let Err(err) = watcher.watch(connection).await {
         tracing::debug!(%err, "connection ended");

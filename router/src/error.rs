@@ -57,8 +57,17 @@ pub enum RouteError {
         held_bytes: usize,
         limit_bytes: usize,
     },
-    #[error("the head is larger than {limit_bytes} bytes; shorten it or raise --max-header-bytes")]
-    HeadTooLarge { limit_bytes: usize },
+    #[error("malformed request head: {problem}")]
+    MalformedHead { problem: &'static str },
+    #[error("the request's target (path and query) is longer than {limit_bytes} bytes; shorten it")]
+    TargetTooLong { limit_bytes: usize },
+    #[error(
+        "the head has more than {limit_headers} headers or {limit_bytes} bytes; shorten it or raise --max-header-bytes"
+    )]
+    HeadTooLarge {
+        limit_bytes: usize,
+        limit_headers: usize,
+    },
     #[error("{problem}")]
     UnsupportedMediaType { problem: String },
     #[error("the body ended early: {detail}")]
@@ -178,6 +187,8 @@ pub const CODES: &[&str] = &[
     "payload_too_large",
     "unsupported_media_type",
     "head_too_large",
+    "malformed_head",
+    "target_too_long",
     "body_memory_full",
     "rate_limit_exceeded",
     "queue_full",
@@ -217,6 +228,8 @@ impl RouteError {
             RouteError::PayloadTooLarge { .. } => "payload_too_large",
             RouteError::UnsupportedMediaType { .. } => "unsupported_media_type",
             RouteError::HeadTooLarge { .. } => "head_too_large",
+            RouteError::MalformedHead { .. } => "malformed_head",
+            RouteError::TargetTooLong { .. } => "target_too_long",
             RouteError::BodyMemoryFull { .. } => "body_memory_full",
             RouteError::QueueFull { .. } => "rate_limit_exceeded",
             RouteError::QueueTimeout { .. } => "queue_timeout",
@@ -238,7 +251,9 @@ impl RouteError {
             RouteError::InvalidJson { .. }
             | RouteError::BodyBroken { .. }
             | RouteError::InvalidValue { .. }
+            | RouteError::MalformedHead { .. }
             | RouteError::MissingField { .. } => StatusCode::BAD_REQUEST,
+            RouteError::TargetTooLong { .. } => StatusCode::URI_TOO_LONG,
             RouteError::BodySilent { .. } | RouteError::BodySlow { .. } => {
                 StatusCode::REQUEST_TIMEOUT
             }

@@ -19,6 +19,7 @@ mod discovery;
 mod dispatch;
 mod error;
 mod explain;
+mod head_errors;
 mod health;
 mod http;
 mod inbound;

@@ -86,6 +86,8 @@ const CODES: &[(&str, RetryClass)] = &[
     ("wrong_state", RetryClass::Refused),
     ("payload_too_large", RetryClass::Refused),
     ("head_too_large", RetryClass::Refused),
+    ("malformed_head", RetryClass::Refused),
+    ("target_too_long", RetryClass::Refused),
     ("unsupported_media_type", RetryClass::Refused),
     ("rate_limit_exceeded", RetryClass::Refused),
     ("tenant_queue_full", RetryClass::Refused),

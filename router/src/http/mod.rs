@@ -17,7 +17,7 @@ use axum::extract::{MatchedPath, Request, State};
 use axum::middleware::{Next, from_fn_with_state};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{MethodRouter, get, post};
-use http::{HeaderMap, HeaderName, HeaderValue, Method, StatusCode, header};
+use http::{HeaderMap, HeaderName, HeaderValue, Method, StatusCode, Version, header};
 use rand::Rng;
 use rand::distr::Alphanumeric;
 
@@ -183,7 +183,7 @@ async fn edge(State(state): State<EdgeState>, mut request: Request, next: Next) 
         .as_ref()
         .and_then(|path| state.levels.get(path.as_str()));
     let level = level.copied().unwrap_or(AccessLevel::Client);
-    let access = check_head(app, &request).and_then(|()| access::check(app, level, &request));
+    let access = check_host(&request).and_then(|()| access::check(app, level, &request));
     let is_recorded = access.is_ok() && !is_preflight && keeps_record(&request);
     let unrecorded = (!is_recorded).then(|| (label(request.method()), path));
     let mut response = if is_preflight {
@@ -223,21 +223,14 @@ fn keeps_record(request: &Request) -> bool {
     is_generation(request) || (request.method() == Method::POST && is_passed())
 }
 
-/// The limit to the byte: hyper looks at it only when its buffer is full.
-fn check_head(app: &App, request: &Request) -> Result<(), RouteError> {
-    let limit_bytes = app.config.limits.max_header_bytes;
-    let target = request
-        .uri()
-        .path_and_query()
-        .map_or(0, |target| target.as_str().len());
-    let headers = request.headers().iter();
-    // With ": " and the line's end.
-    let fields: usize = headers
-        .map(|(name, value)| name.as_str().len() + value.len() + 4)
-        .sum();
-    match target + fields <= limit_bytes {
-        true => Ok(()),
-        false => Err(RouteError::HeadTooLarge { limit_bytes }),
+/// An HTTP/1.1 request has one `Host` (RFC 9112, 3.2).
+fn check_host(request: &Request) -> Result<(), RouteError> {
+    let hosts = request.headers().get_all(header::HOST).iter().count();
+    match request.version() == Version::HTTP_11 && hosts != 1 {
+        true => Err(RouteError::MalformedHead {
+            problem: "an HTTP/1.1 request needs one Host header",
+        }),
+        false => Ok(()),
     }
 }
 
@@ -280,6 +273,10 @@ fn request_id(app: &App, request: &Request) -> HeaderValue {
         "/generate" => Api::Generate.id_prefix(),
         _ => "req-",
     };
+    new_request_id(prefix)
+}
+
+pub fn new_request_id(prefix: &str) -> HeaderValue {
     let mut id = String::with_capacity(prefix.len() + 24);
     id.push_str(prefix);
     id.extend(

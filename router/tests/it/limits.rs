@@ -560,3 +560,62 @@ async fn requests_no_handler_can_read_get_json_errors_with_an_id() {
     })
     .await;
 }
+
+#[tokio::test]
+async fn heads_beyond_the_limits_and_malformed_ones_get_json_errors_with_an_id() {
+    const LIMIT: usize = 100_000;
+    timed(async {
+        let router = Router::start(&["--max-header-bytes", &LIMIT.to_string()]).await;
+        let head = |path: &str, headers: &str| {
+            format!("GET {path} HTTP/1.1\r\nhost: r\r\nconnection: close\r\n{headers}\r\n")
+        };
+        let many = |count: usize| head("/health", &"x-a: b\r\n".repeat(count - 2));
+        let long = |bytes: usize| {
+            let others = head("/health", "x-long: \r\n").len();
+            let value = "x".repeat(bytes - others);
+            head("/health", &format!("x-long: {value}\r\n"))
+        };
+        let malformed = (400, "malformed_head");
+        let too_large = (431, "head_too_large");
+        let good = (200, "");
+        for (what, request, (status, code)) in [
+            ("100 headers", many(100), good),
+            ("101 headers", many(101), too_large),
+            ("the longest head", long(LIMIT), good),
+            ("a byte more", long(LIMIT + 1), too_large),
+            (
+                "a long target",
+                head(&format!("/{}", "x".repeat(70_000)), ""),
+                (414, "target_too_long"),
+            ),
+            ("no request", "GARBAGE\r\n\r\n".to_owned(), malformed),
+            ("no header", head("/health", "no header\r\n"), malformed),
+            ("two hosts", head("/health", "host: s\r\n"), malformed),
+            (
+                "no host",
+                "GET /health HTTP/1.1\r\nconnection: close\r\n\r\n".to_owned(),
+                malformed,
+            ),
+            (
+                "no host in HTTP/1.0",
+                "GET /health HTTP/1.0\r\n\r\n".to_owned(),
+                good,
+            ),
+        ] {
+            let answer = raw(&router, &request).await;
+            let line = answer.lines().next().unwrap_or_default();
+            assert!(line.contains(&format!(" {status} ")), "{what}: {answer}");
+            assert!(answer.contains("x-request-id: "), "{what}: {answer}");
+            let (head, body) = answer.split_once("\r\n\r\n").unwrap();
+            assert!(body.contains(code), "{what}: {answer}");
+            let length = format!("content-length: {}", body.len());
+            assert!(head.to_lowercase().contains(&length), "{what}: {answer}");
+        }
+        for code in ["malformed_head", "head_too_large", "target_too_long"] {
+            let labels = format!("method=\"other\",outcome=\"{code}\",route=\"unmatched\"");
+            let line = format!("baton_router_requests_total{{{labels}");
+            assert!(router.metric(&line).await >= 1.0, "{code}");
+        }
+    })
+    .await;
+}
