@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 
 from baton.config import build
 from baton.errors import ConfigError
-from baton.server import model_dir
+from baton.server import model_dir, up
 from baton.server.tokenizer import Tokenizer
 from tests.support import tiny_model
 
@@ -100,6 +101,20 @@ def test_a_hub_id_is_found_in_the_hub_cache_and_gives_the_name(
     (folder / "refs/main").write_text("abc\n")
     facts = load("Qwen/Tiny-1.0")
     assert (facts.name, facts.path) == ("Qwen/Tiny-1.0", folder / "snapshots/abc")
+
+
+def test_a_tokenizer_path_may_be_a_hub_id(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    with pytest.raises(ConfigError, match=r"^--tokenizer-path Qwen/Tiny: .* hf download Qwen/Tiny$"):
+        load(path, tokenizer_path="Qwen/Tiny")
+    with pytest.raises(ConfigError, match=r"^--tokenizer-path /nowhere: .* is not a directory"):
+        load(path, tokenizer_path="/nowhere")
+    snapshot = tmp_path / "hub/models--Qwen--Tiny/snapshots/abc"
+    shutil.copytree(path, snapshot)
+    (snapshot.parents[1] / "refs").mkdir()
+    (snapshot.parents[1] / "refs/main").write_text("abc\n")
+    assert load(path, tokenizer_path="Qwen/Tiny").tokenizer_path == snapshot
+    assert up._tokenizer_flags({"model_path": str(path), "tokenizer_path": "Qwen/Tiny"})[-1] == str(snapshot)
 
 
 def test_a_checkpoints_truncation_does_not_cut_prompts(path: Path) -> None:

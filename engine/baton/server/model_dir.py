@@ -61,17 +61,28 @@ def resolve(model_path: str) -> Path:
             raise ConfigError("the package baton.models is missing, so there is no demo model; give --model-path DIR")
         path = Path(next(iter(spec.submodule_search_locations))) / "demo"
     else:
-        path = Path(model_path).expanduser()
-    if not path.is_dir() and HUB_ID.fullmatch(model_path):
-        path = _from_hub_cache(model_path)
-    if not path.is_dir():
-        raise ConfigError(f"--model-path {model_path}: {path} is not a directory; give a Hugging Face model directory")
+        path = _directory("--model-path", model_path)
     if not (path / "config.json").is_file():
         raise ConfigError(f"--model-path {model_path}: {path} has no config.json; give a Hugging Face model directory")
     return path.resolve()
 
 
-def _from_hub_cache(model_id: str) -> Path:
+def resolve_tokenizer(tokenizer_path: str) -> Path:
+    """The directory for `--tokenizer-path`. Raises ConfigError when it does not exist."""
+    return _directory("--tokenizer-path", tokenizer_path)
+
+
+def _directory(flag: str, given: str) -> Path:
+    """A directory given as a path, or as an id of the Hugging Face hub. Raises ConfigError when there is none."""
+    path = Path(given).expanduser()
+    if not path.is_dir() and HUB_ID.fullmatch(given):
+        path = _from_hub_cache(flag, given)
+    if not path.is_dir():
+        raise ConfigError(f"{flag} {given}: {path} is not a directory; give a Hugging Face model directory")
+    return path
+
+
+def _from_hub_cache(flag: str, model_id: str) -> Path:
     """Where `hf download` has put a model. Raises ConfigError when it has not."""
     home = os.environ.get("HF_HOME", "~/.cache/huggingface")
     cache = Path(os.environ.get("HF_HUB_CACHE", f"{home}/hub")).expanduser()
@@ -80,7 +91,7 @@ def _from_hub_cache(model_id: str) -> Path:
         return folder / "snapshots" / (folder / "refs" / "main").read_text().strip()
     except OSError:
         raise ConfigError(
-            f"--model-path {model_id}: there is no such directory here, nor such a model in {cache}; to download it: "
+            f"{flag} {model_id}: there is no such directory here, nor such a model in {cache}; to download it: "
             f"hf download {model_id}"
         ) from None
 
@@ -88,7 +99,7 @@ def _from_hub_cache(model_id: str) -> Path:
 def load(config: EngineConfig) -> ModelFacts:
     """Read the directory that `config` names. Raises ConfigError."""
     path = resolve(config.model_path)
-    tokenizer_path = Path(config.tokenizer_path).expanduser() if config.tokenizer_path else path
+    tokenizer_path = resolve_tokenizer(config.tokenizer_path) if config.tokenizer_path else path
     model = _read_json(path / "config.json", required=True)
     generation = _read_json(path / "generation_config.json")
     tokenizer = _read_json(tokenizer_path / "tokenizer_config.json")

@@ -36,7 +36,7 @@ from baton.config import MEM_FRACTION, EngineConfig, FlagParser, add_flags, buil
 from baton.errors import ConfigError
 from baton.models import checkpoint
 from baton.server import model_dir
-from baton.server.model_dir import resolve
+from baton.server.model_dir import resolve, resolve_tokenizer
 from baton.server.supervise import Backoff, Child, ChildFailed, describe_exit
 from baton.sim.device import uses_four_bytes
 
@@ -547,9 +547,10 @@ def _tokenizer_flags(engine: dict[str, Any]) -> list[str]:
     if uses_four_bytes(config):
         return []
     flags = ["--model-path", str(resolve(config.model_path)), "--forward-input-ids"]
-    for name in ("tokenizer_path", "chat_template"):
-        if value := getattr(config, name):
-            flags += [flag_name(name), str(Path(value).expanduser())]
+    if config.tokenizer_path:
+        flags += ["--tokenizer-path", str(resolve_tokenizer(config.tokenizer_path))]
+    if config.chat_template:
+        flags += ["--chat-template", str(Path(config.chat_template).expanduser())]
     return flags
 
 
