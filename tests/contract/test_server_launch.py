@@ -103,6 +103,7 @@ def test_a_rank_that_cannot_start_ends_the_engine_with_its_message(path: str) ->
     try:
         assert engine.process.wait(timeout=60) == 1
         assert "rank 0: no such dtype" in engine.log
+        assert engine.log.count("no such dtype") == 1
     finally:
         end(engine)
 

@@ -244,9 +244,11 @@ class _Launcher:
             ranks.changed.clear()
             if ranks.all_ready:
                 return True
-            if self._signalled.is_set() or any(r.dead is not None for r in ranks.ranks):
+            if self._signalled.is_set() or not ranks.all_alive:
                 return False
             await self._first(ranks.changed, self._signalled, timeout_secs=PROGRESS_SECS)
+            if not ranks.all_alive:
+                return False
             ready = sum(r.ready for r in ranks.ranks)
             log.info("%d of %d ranks ready after %.1f s", ready, len(ranks.ranks), time.monotonic() - started)
 

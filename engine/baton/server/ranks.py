@@ -277,14 +277,18 @@ class Ranks:
                 sink.on_error(EngineError("internal error; the engine's log has the details"))
 
     def died(self, dp_rank: int, why: str) -> None:
-        """The rank's process is gone: everything it worked on fails now. Idempotent."""
+        """The rank's process is gone: everything it worked on fails now. Idempotent.
+
+        A death before the rank was ready is reported by the launcher, which then gives up.
+        """
         rank = self.ranks[dp_rank]
         if rank.dead is not None:
             return
+        if rank.ready:
+            log.error("rank %d is gone: %s; %d requests fail", dp_rank, why, len(rank.sinks))
         rank.dead, rank.ready = why, False
         rank.gauges, rank.counters, rank.histograms, rank.load = {}, {}, {}, {}
         self.on_stats(rank)
-        log.error("rank %d is gone: %s; %d requests fail", dp_rank, why, len(rank.sinks))
         for handle, sink in list(rank.sinks.items()):
             self._forget(handle)
             sink.on_error(EngineDead(f"rank {dp_rank} of this engine died while it worked on this request ({why})"))
