@@ -378,6 +378,15 @@ def test_ids_beside_a_text_are_the_prompt(make: Make) -> None:
     assert asyncio.run(v.generate({"text": ["a", "b"], "input_ids": [[5], [6]]})).is_batch
 
 
+def test_ids_that_are_too_many_are_reported_as_the_field_that_the_client_sent(make: Make) -> None:
+    v = make()
+    ids = [5] * (v.context_length + 1)
+    for form, sent in ((chat, "messages"), (completion, "prompt")):
+        with pytest.raises(PromptTooLong) as err:
+            form(v, input_ids=ids)
+        assert err.value.param == sent
+
+
 @pytest.mark.parametrize("ids", [[], [10**9], [-1], "5", [[5]], [1.0], [True], {"a": 1}])
 def test_bad_ids_beside_a_text_are_named(make: Make, ids: Any) -> None:
     for form in (chat, completion):

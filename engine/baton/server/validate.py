@@ -161,7 +161,7 @@ class Validator:
 
         common = self._common(f)
         max_tokens = f.integer(f.first("max_completion_tokens", "max_tokens"), None, 1)
-        prompts = self._tokenized(f, 1, many=False)
+        prompts = self._tokenized(f, 1, "messages", many=False)
         if prompts is None:
             prompts = [await self._tokenizer.offload(chars_of(messages), tokens)]
         return self._accept(f, prompts, common, max_tokens, None, logprobs, "messages")
@@ -182,7 +182,8 @@ class Validator:
         common = self._common(f)
         given = f.require("prompt")
         raw = _prompt_list(f, "prompt")
-        prompts = self._tokenized(f, len(raw), many=_is_batch(given)) or await self._prompts(raw, "prompt", special)
+        prompts = self._tokenized(f, len(raw), "prompt", many=_is_batch(given))
+        prompts = prompts or await self._prompts(raw, "prompt", special)
         accepted = self._accept(
             f, prompts, common, max_tokens, COMPLETION_MAX_TOKENS, -1 if wanted is None else wanted, "prompt"
         )
@@ -218,7 +219,7 @@ class Validator:
             )
         max_tokens = s.integer(s.first("max_new_tokens", "max_tokens"), None, 1)
         common = self._common(f, s)
-        prompts = self._tokenized(f, len(raw), many=is_batch) if name != "input_ids" else None
+        prompts = self._tokenized(f, len(raw), name, many=is_batch) if name != "input_ids" else None
         prompts = prompts or await self._prompts(raw, name, True)
         accepted = self._accept(f, prompts, common, max_tokens, GENERATE_MAX_TOKENS, logprobs, name, s)
         return replace(accepted, is_batch=is_batch or accepted.n > 1)
@@ -274,9 +275,9 @@ class Validator:
         if type(ids) is not list or (ids and not (set(map(type, ids)) == {int} and 0 <= min(ids) <= max(ids) < vocab)):
             raise BadRequest(f"{param} must hold token ids from 0 to {vocab - 1}", param=param)
 
-    def _check_prompt_ids(self, ids: Any, param: str) -> None:
+    def _check_prompt_ids(self, ids: Any, param: str, *, sent: str | None = None) -> None:
         if type(ids) is list and len(ids) > self.context_length:
-            raise self._too_long(f"has {len(ids)}", param)
+            raise self._too_long(f"has {len(ids)}", sent or param)
         self._check_ids(ids, param)
 
     async def _encode(self, texts: list[str], special: bool, param: str) -> list[list[int]]:
@@ -305,11 +306,12 @@ class Validator:
             param=param,
         )
 
-    def _tokenized(self, f: Fields, count: int, *, many: bool) -> list[list[int]] | None:
+    def _tokenized(self, f: Fields, count: int, param: str, *, many: bool) -> list[list[int]] | None:
         """`input_ids` beside messages or texts: one list of ids, or one for each prompt where the body holds `many`.
 
         They are the same prompts, tokenized by a router with this engine's tokenizer and template (it compares
-        fingerprints), and take the place of the texts.
+        fingerprints), and take the place of the texts. A prompt that is too long is reported as `param`, which the
+        client sent.
         """
         value = f.get("input_ids")
         if value is None:
@@ -319,7 +321,7 @@ class Validator:
             wanted = f"an array of {min(count, MAX_ITEMS)} arrays of token ids" if many else "an array of token ids"
             raise f.bad("input_ids", f"must be {wanted}, the prompts as they are tokenized")
         for ids in rows:
-            self._check_prompt_ids(ids, "input_ids")
+            self._check_prompt_ids(ids, "input_ids", sent=param)
             if not ids:
                 raise f.bad("input_ids", "is empty; give at least one token")
         return rows
