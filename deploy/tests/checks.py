@@ -32,7 +32,7 @@ from deploy.tests.manifests import (
 )
 
 ROOT = Path(__file__).parents[2]
-ROLES = ("router", "prefill", "decode")
+DEMO_MODEL = ROOT / "engine" / "baton" / "models" / "demo"
 Problems = Iterator[str]
 
 
@@ -252,6 +252,7 @@ def check_access(objects: Sequence[Object]) -> Problems:
 
 EXTERNAL_SECRETS = {"baton-cluster-key": {"key"}, "baton-api-keys": {"client", "control-plane"}}
 """Secrets that the base names and the operator makes, with their keys."""
+EXTERNAL_CLAIMS = {"baton-model"}
 
 
 def check_references(objects: Sequence[Object]) -> Problems:
@@ -263,6 +264,10 @@ def check_references(objects: Sequence[Object]) -> Problems:
         if account and ("ServiceAccount", account) not in have:
             yield f"{role}: no ServiceAccount {account}"
         volumes = {volume["name"] for volume in spec.get("volumes", [])}
+        for volume in spec.get("volumes", []):
+            claim = volume.get("persistentVolumeClaim")
+            if claim and not (claim["claimName"] in EXTERNAL_CLAIMS and claim.get("readOnly")):
+                yield f"{role}: claim {claim['claimName']} is unknown or writable"
         for container in containers(workload):
             mounted = {mount["name"] for mount in container.get("volumeMounts", [])}
             if mounted != volumes:
@@ -301,6 +306,7 @@ def check_flags(objects: Sequence[Object]) -> Problems:
         args = arguments(workload, objects)
         yield from (f"{role}: {arg} has an unknown variable" for arg in args if "$(" in arg)
         if role == "router":
+            args = [arg.replace("=/model", f"={DEMO_MODEL}") for arg in args]  # where the claim would be mounted
             command = [sys.executable, "-m", "baton.cli", *args, "--kubeconfig=/nonexistent", "--port=0"]
             done = subprocess.run(command, capture_output=True, text=True, timeout=60)
             errors = [line for line in done.stderr.splitlines() if not re.search(r"Z +(INFO|WARN) ", line)]
