@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from unittest import mock
@@ -164,9 +165,11 @@ def check_probes(objects: Sequence[Object]) -> Problems:
         expected = {"startupProbe": "/readyz", "readinessProbe": "/readyz", "livenessProbe": "/livez"}
         if role == "router":
             expected["startupProbe"] = "/livez"
+        has_tls = flag_value(arguments(workload, objects), "--tls-cert-path") is not None
+        scheme = {"scheme": "HTTPS"} if has_tls else {}
         for probe, path in expected.items():
             get = main_container(workload).get(probe, {}).get("httpGet", {})
-            if get != {"path": path, "port": "http"}:
+            if get != {"path": path, "port": "http", **scheme}:
                 yield f"{role}: {probe} asks {get}, not {path}"
             if path not in open_paths(role):
                 yield f"{role}: the program does not serve {path} without a key"
@@ -253,6 +256,8 @@ def check_access(objects: Sequence[Object]) -> Problems:
 EXTERNAL_SECRETS = {"baton-cluster-key": {"key"}, "baton-api-keys": {"client", "control-plane"}}
 """Secrets that the base names and the operator makes, with their keys."""
 EXTERNAL_CLAIMS = {"baton-model"}
+EXTERNAL_FILES = {"baton-router-tls"}
+"""Secrets of the components that are mounted as files."""
 
 
 def check_references(objects: Sequence[Object]) -> Problems:
@@ -268,6 +273,9 @@ def check_references(objects: Sequence[Object]) -> Problems:
             claim = volume.get("persistentVolumeClaim")
             if claim and not (claim["claimName"] in EXTERNAL_CLAIMS and claim.get("readOnly")):
                 yield f"{role}: claim {claim['claimName']} is unknown or writable"
+            secret_name = volume.get("secret", {}).get("secretName")
+            if secret_name and secret_name not in EXTERNAL_FILES:
+                yield f"{role}: no Secret {secret_name}"
         for container in containers(workload):
             mounted = {mount["name"] for mount in container.get("volumeMounts", [])}
             if mounted != volumes:
@@ -300,15 +308,25 @@ def check_images(objects: Sequence[Object]) -> Problems:
                 yield f"{role}: image {container['image']} is not of version {version[1]}"
 
 
+def make_certificate(directory: Path) -> None:
+    """Write tls.crt and tls.key, self-signed."""
+    files = ["-keyout", str(directory / "tls.key"), "-out", str(directory / "tls.crt")]
+    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
+    subprocess.run([*command, "-subj", "/CN=router", *files], check=True, capture_output=True)
+
+
 def check_flags(objects: Sequence[Object]) -> Problems:
     """The programs accept their arguments: engines' are parsed, a router is started until it asks for Kubernetes."""
     for role, workload in workloads(objects).items():
         args = arguments(workload, objects)
         yield from (f"{role}: {arg} has an unknown variable" for arg in args if "$(" in arg)
         if role == "router":
-            args = [arg.replace("=/model", f"={DEMO_MODEL}") for arg in args]  # where the claim would be mounted
-            command = [sys.executable, "-m", "baton.cli", *args, "--kubeconfig=/nonexistent", "--port=0"]
-            done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+            with tempfile.TemporaryDirectory() as mounted:
+                if flag_value(args, "--tls-cert-path"):
+                    make_certificate(Path(mounted))
+                args = [arg.replace("=/model", f"={DEMO_MODEL}").replace("=/tls/", f"={mounted}/") for arg in args]
+                command = [sys.executable, "-m", "baton.cli", *args, "--kubeconfig=/nonexistent", "--port=0"]
+                done = subprocess.run(command, capture_output=True, text=True, timeout=60)
             errors = [line for line in done.stderr.splitlines() if not re.search(r"Z +(INFO|WARN) ", line)]
             if done.returncode != 2 or len(errors) != 1 or "--kubeconfig /nonexistent" not in errors[0]:
                 yield f"router: exit code {done.returncode}: {done.stderr}"

@@ -6,6 +6,7 @@ import functools
 import os
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,9 @@ Object = dict[str, Any]
 DEPLOY = Path(__file__).parents[1]
 KUBERNETES = DEPLOY / "kubernetes"
 OVERLAYS = sorted(path.parent.name for path in KUBERNETES.glob("overlays/*/kustomization.yaml"))
-TARGETS = ["base", *(f"overlays/{name}" for name in OVERLAYS)]
+COMPONENTS = sorted({path.parent.name for path in KUBERNETES.glob("components/*/kustomization.yaml")} - {"timing"})
+TARGETS = ["base", *(f"overlays/{name}" for name in OVERLAYS), *(f"base+{name}" for name in COMPONENTS)]
+"""Directories, and the base with one component each; `timing` is part of the base."""
 NO_KUBECTL = (
     "kubectl is not installed, so no manifest is rendered or checked: put kubectl 1.27 or newer into PATH "
     "(https://kubernetes.io/docs/tasks/tools/, Debian: kubernetes-client of trixie or newer)"
@@ -35,7 +38,21 @@ def require_kubectl() -> str:
 
 @functools.cache
 def render_text(target: str) -> str:
-    command = [require_kubectl(), "kustomize", str(KUBERNETES / target)]
+    kubectl = require_kubectl()
+    directory, _, component = target.partition("+")
+    if not component:
+        return _kustomize(kubectl, KUBERNETES / directory)
+    with tempfile.TemporaryDirectory() as combined:
+        paths = [
+            os.path.relpath(KUBERNETES / p, Path(combined).resolve()) for p in (directory, f"components/{component}")
+        ]
+        text = {"resources": paths[:1], "components": paths[1:]}
+        (Path(combined) / "kustomization.yaml").write_text(yaml.safe_dump(text))
+        return _kustomize(kubectl, Path(combined))
+
+
+def _kustomize(kubectl: str, directory: Path) -> str:
+    command = [kubectl, "kustomize", str(directory)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert not done.stderr, f"kustomize warns: {done.stderr}"
