@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from baton.runtime import sampler
-from baton.runtime.gpu.draw_kernel import draw_rows
+from baton.runtime.gpu.kernels.draw import draw_rows
 from baton.sched.plan import INVALID_TOKEN
 
 BLOCK = 128

@@ -1,7 +1,7 @@
 """The sampler's definition (`runtime.sampler`) without a look at the logits from the host.
 
 1. `Draw(rows, vocab, put)` writes down what the rows ask for, from parameters and positions alone; 2. `run(logits)`
-queues the work, the draw in one launch (`draw_kernel`), and returns tensors on the logits' device; 3. `read` turns
+queues the work, the draw in one launch (`kernels.draw`), and returns tensors on the logits' device; 3. `read` turns
 their host copies into a result later.
 
 A row's token is the same in any batch, and that of `sampler.sample` on the same logits but for the rounding of sums;
@@ -114,6 +114,6 @@ def greedy_tokens(logits: Tensor) -> Tensor:
 
 
 def launch(logits: Tensor, rows: Tensor, columns: Tensor, tokens: Tensor) -> None:
-    from baton.runtime.gpu import draw_kernel  # Triton, which torch's CUDA builds come with
+    from baton.runtime.gpu.kernels.draw import draw_rows  # imports Triton
 
-    draw_kernel.draw_rows(logits, rows, columns, tokens)
+    draw_rows(logits, rows, columns, tokens)
