@@ -1,8 +1,10 @@
-"""flashinfer's norms, rotation and activation on the device: against plain torch in float32, and in a CUDA graph."""
+"""The kernels of a layer on the device: flashinfer's norms, rotation and activation against plain torch in float32, our
+own for heads against plain torch, and all in a CUDA graph."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,7 @@ from torch import Tensor
 from baton.models.load import load_model
 from baton.runtime import ops
 from baton.runtime.ops_cuda import FlashInferOps, obstacle, try_out
-from tests.support import shapes
+from tests.support import head_cases, shapes
 
 CUDA = torch.device("cuda")
 pytestmark = pytest.mark.timeout(600)  # kernels are compiled at their first use
@@ -71,6 +73,12 @@ def test_heads_of_the_projection(fast: tuple[FlashInferOps, torch.dtype], rows: 
     assert v.equal(before), "what lies beside is left alone"
 
 
+def test_heads_are_normed_rotated_and_stored() -> None:
+    for seed, shape in enumerate(head_cases.shapes(60)):
+        head_cases.check(shape, seed, CUDA)
+        head_cases.check(replace(shape, tokens=min(64, head_cases.PAGES * shape.page_size)), seed, CUDA)
+
+
 @pytest.mark.parametrize("inner", [256, 3072, 14336])
 def test_activation(fast: tuple[FlashInferOps, torch.dtype], inner: int) -> None:
     kernels, dtype = fast
@@ -113,5 +121,7 @@ def record(work: Callable[[], Tensor]) -> Callable[[], Tensor]:
 def test_a_model_of_these_shapes_gets_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("flashinfer", reason="flashinfer-python is not installed")
     monkeypatch.setattr(ops, "_flashinfer", None)
+    monkeypatch.setattr(ops, "_head_kernel", None)
     ops.choose_cuda(load_model(shapes.make("tiny", tmp_path), load_format="dummy").spec, CUDA)
     assert ops._flashinfer is not None
+    assert ops.head_kernel(torch.empty(0, device=CUDA)) is not None

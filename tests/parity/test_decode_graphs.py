@@ -55,7 +55,7 @@ def test_graphs_on_off_and_the_cpu(
     eager = device.recorded(path, 0, **flags)
     assert answers(eager) == want
     assert device.recorder.replays == 0
-    replayed = device.recorded(path, 5, poison=True, **flags)
+    replayed = device.recorded(path, 5, poison=True, head_kernel=True, **flags)
     assert answers(replayed) == want
     assert device.recorder.replays > 20
     if "max_total_tokens" in flags:
@@ -63,6 +63,24 @@ def test_graphs_on_off_and_the_cpu(
     for engine in (cpu, eager, replayed):
         engine.sched.ledger().check_idle(engine.sched.limits.num_pages)
         engine.close()
+
+
+@pytest.mark.parametrize("graph_rows", [0, 5])
+@pytest.mark.parametrize("variant", ["qwen3", "qwen3-bias"])
+def test_heads_with_norms_are_stored_by_the_kernel(
+    reference: Callable[[str], Reference],
+    device: Device,
+    variant: str,
+    graph_rows: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    path = reference(variant).path
+    host = make_engine(path)
+    want = answer(host, prompts(), PARAMS["greedy"])
+    engine = device.recorded(path, graph_rows, head_kernel=True)
+    assert answer(engine, prompts(), PARAMS["greedy"]) == want
+    for made in (host, engine):
+        made.close()
 
 
 def test_rows_of_all_kinds_in_one_recorded_step(reference: Callable[[str], Reference], device: Device) -> None:

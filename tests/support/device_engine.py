@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from baton.models.decoder import Decoder
 from baton.runtime import engine as runtime
@@ -41,12 +42,17 @@ class Device:
 
         return self._make(path, make_runner, **flags)
 
-    def recorded(self, path: Path | str, largest: int, poison: bool = False, **flags: object) -> Engine:
+    def recorded(
+        self, path: Path | str, largest: int, poison: bool = False, head_kernel: bool = False, **flags: object
+    ) -> Engine:
         """flashinfer's stand-in and plain torch, which can be recorded; `largest` 0: everything runs eagerly.
 
-        Args: `poison`: the dummy page is NaN before each step.
+        Args:
+            poison: the dummy page is NaN before each step.
+            head_kernel: heads are stored by a stand-in of the kernel, from now on.
         """
-        half, dims = (torch.float32, *flashinfer.DTYPES), (16, *flashinfer.HEAD_DIMS)
+        self.monkeypatch.setattr(ops, "head_kernel", lambda x: store_heads if head_kernel else None)
+        half, dims = (torch.float32, *flashinfer.DTYPES), (16, 32, *flashinfer.HEAD_DIMS)
         for module, name, value in (
             (flashinfer, "DTYPES", half), (flashinfer, "HEAD_DIMS", dims), (fake_flashinfer, "HALF", half),
             (fake_flashinfer, "HEAD_DIMS", dims), (ops, "_native", None),
@@ -68,6 +74,33 @@ class Device:
         with self.monkeypatch.context() as patch:
             patch.setattr(runtime, "make_runner", make_runner)
             return make_engine(path, **flags)
+
+
+def store_heads(
+    heads: Tensor, num_heads: int, norms: tuple[Tensor, Tensor] | None, eps: float, positions: Tensor,
+    tables: tuple[Tensor, Tensor], pages: tuple[Tensor, Tensor], slots: Tensor,
+) -> None:  # fmt: skip
+    """In place of the Triton kernel: strict about arguments, plain torch inside."""
+    (keys, values), (cos, sin) = pages, tables
+    tokens, every, dim = heads.shape
+    size, kv_heads = keys.shape[1:3]
+    assert every == num_heads + 2 * kv_heads
+    assert keys.shape[3] == dim == 2 * cos.shape[1] == 2 * sin.shape[1]
+    assert keys.stride() == values.stride()
+    assert cos.stride() == sin.stride()
+    assert heads.stride(-1) == keys.stride(-1) == cos.stride(-1) == 1
+    assert positions.shape == slots.shape == (tokens,)
+    assert positions.dtype == slots.dtype == torch.int64
+    assert positions.is_contiguous()
+    assert slots.is_contiguous()
+    q, k, v = heads.split((num_heads, kv_heads, kv_heads), dim=1)
+    if norms is not None:
+        assert norms[0].shape == norms[1].shape == (dim,)
+        q.copy_(ops.rms_norm(q, norms[0], eps))
+        k = ops.rms_norm(k, norms[1], eps)
+    ops.rope(q, k, positions, cos, sin)
+    keys[slots // size, slots % size] = k
+    values[slots // size, slots % size] = v
 
 
 class _Poisoning(DeviceRunner):

@@ -146,7 +146,7 @@ REFUSED = [
 def test_models_beyond_them_are_computed_by_plain_torch(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, changes: dict[str, Any], why: str
 ) -> None:
-    ops.choose_cuda(spec_of(tmp_path, **changes), CPU)
+    ops._choose_flashinfer(spec_of(tmp_path, **changes), CPU, required=False)
     assert ops._flashinfer is None
     assert why in caplog.messages[-1]
     assert caplog.messages[-1].startswith("norms, rotation and activation: plain torch")
@@ -169,7 +169,7 @@ def test_every_function_is_run_once_and_what_does_not_compile_is_said(
     monkeypatch.setattr(flashinfer_library, "obstacle", lambda: None)
     monkeypatch.setattr(ops, "_flashinfer", None)
     spec = spec_of(tmp_path)
-    ops.choose_cuda(spec, CPU)
+    ops._choose_flashinfer(spec, CPU, required=False)
     assert isinstance(ops._flashinfer, FlashInferOps)
     assert set(calls) == {"rmsnorm", "fused_add_rmsnorm", "apply_rope_with_cos_sin_cache_inplace", "silu_and_mul"}
     assert try_out(spec, CPU) is not None
@@ -178,11 +178,11 @@ def test_every_function_is_run_once_and_what_does_not_compile_is_said(
         raise RuntimeError("Ninja build failed. Ninja output:\nnorm.cu(3): error: identifier is undefined\n")
 
     monkeypatch.setattr(ops_cuda, "try_out", broken)
-    ops.choose_cuda(spec, CPU)
+    ops._choose_flashinfer(spec, CPU, required=False)
     assert ops._flashinfer is None
     assert "flashinfer's: norm.cu(3): error: identifier is undefined" in caplog.messages[-1]
     with pytest.raises(ConfigError, match=r"norms cannot run here .*identifier is undefined.*cuBLAS and cuRAND"):
-        ops.choose_cuda(spec, CPU, required=True)
+        ops._choose_flashinfer(spec, CPU, required=True)
 
 
 @pytest.fixture

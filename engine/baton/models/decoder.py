@@ -14,6 +14,7 @@ Invariant: a row's logits do not depend on the other rows of the batch, beyond r
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -22,7 +23,7 @@ from baton.models.rope import RopeTables
 from baton.models.shard import WHOLE, Shard
 from baton.models.spec import ModelSpec
 from baton.runtime import ops
-from baton.runtime.attention.base import AttentionBackend, ForwardBatch
+from baton.runtime.attention.base import AttentionBackend, ForwardBatch, PagedAttention
 from baton.runtime.collectives import ALONE, Collectives
 
 
@@ -155,6 +156,12 @@ class Decoder:
     def _attend(self, layer: int, w: LayerWeights, x: Tensor, batch: ForwardBatch, attn: AttentionBackend) -> Tensor:
         spec = self.spec
         heads = ops.linear(x, w.qkv, w.qkv_bias).view(len(x), -1, spec.head_dim)
+        if (store_heads := ops.head_kernel(x)) is not None:
+            norms = None if w.q_norm is None or w.k_norm is None else (w.q_norm, w.k_norm)
+            paged, tables = cast("PagedAttention", attn), (self._rope.cos, self._rope.sin)
+            pages = paged.pages(layer)
+            store_heads(heads, spec.num_heads, norms, spec.rms_eps, batch.positions, tables, pages, batch.slot_mapping)
+            return paged.attend(layer, heads[:, : spec.num_heads])
         q, k, v = heads.split((spec.num_heads, spec.num_kv_heads, spec.num_kv_heads), dim=1)
         if w.q_norm is not None and w.k_norm is not None:
             q, k = ops.rms_norm(q, w.q_norm, spec.rms_eps), ops.rms_norm(k, w.k_norm, spec.rms_eps)

@@ -2,7 +2,8 @@
 
 Each public function first offers the call to the native CPU kernels (`ops_cpu`, same names and signatures), on a CUDA
 device to flashinfer's (`ops_cuda`), and else runs the plain torch version written here, which is also what the kernels
-are tested against. Which is in use is decided once and logged: for the CPU at import, for CUDA by `choose_cuda`.
+are tested against. Which is in use is decided once and logged: for the CPU at import, for CUDA by `choose_cuda`. There
+a kernel of our own (`head_kernel`) does in one launch what lies between a layer's projection and its attention.
 
 Shapes: T tokens, H heads, D head size, N features; all tensors on one device, last dimension contiguous.
 """
@@ -10,6 +11,7 @@ Shapes: T tokens, H heads, D head size, N features; all tensors on one device, l
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -19,6 +21,7 @@ from torch.nn import functional
 
 from baton.errors import ConfigError
 from baton.runtime.gpu import flashinfer_library
+from baton.runtime.gpu import kernels as triton_kernels
 
 if TYPE_CHECKING:
     from baton.models.spec import ModelSpec
@@ -46,16 +49,40 @@ def _load_native() -> ModuleType | None:
 _native = _load_native()
 _NATIVE_DTYPES = (torch.float32, torch.bfloat16)
 _flashinfer: FlashInferOps | None = None
+_head_kernel: Callable[..., None] | None = None
 
 
 def choose_cuda(spec: ModelSpec, device: torch.device, *, required: bool = False) -> None:
-    """Decide for this process whether the model's functions on `device` are flashinfer's, which compiles them.
+    """Decide for this process which kernels compute the model's functions on `device`, and compile them.
 
-    Plain torch takes their place for models they do not take; the reason is logged.
+    Plain torch takes the place of those that cannot be used; the reason is logged.
 
     Raises:
-        ConfigError: with `required`, the kernels take this model and cannot be compiled here.
+        ConfigError: with `required`, kernels that take this model cannot be compiled here.
     """
+    _choose_triton(spec, device, required=required)
+    _choose_flashinfer(spec, device, required=required)
+
+
+def _choose_triton(spec: ModelSpec, device: torch.device, *, required: bool) -> None:
+    global _head_kernel
+    _head_kernel = None
+    problem = triton_kernels.obstacle(spec, device)
+    if problem is None:
+        from baton.runtime.gpu.kernels.heads import store_heads
+
+        _head_kernel = store_heads
+        log.info("norm, rotation and store of heads, and the sampler: Triton")
+    elif required:
+        raise ConfigError(
+            f"Triton's kernels cannot run here ({problem}); {triton_kernels.REMEDY}, or use --attention-backend "
+            f"{flashinfer_library.SLOWER}"
+        )
+    else:
+        log.warning("heads are stored in several launches and tokens drawn on the host; Triton's kernels: %s", problem)
+
+
+def _choose_flashinfer(spec: ModelSpec, device: torch.device, *, required: bool) -> None:
     from baton.runtime import ops_cuda
 
     global _flashinfer
@@ -86,6 +113,11 @@ def kernels() -> str:
 
 def _kernels_for(x: Tensor) -> Any:
     return _native_for(x) if x.is_cpu else _flashinfer
+
+
+def head_kernel(x: Tensor) -> Callable[..., None] | None:
+    """`gpu.kernels.heads.store_heads` for heads on x's device; None: norm, rotate and store by the functions here."""
+    return None if x.is_cpu else _head_kernel
 
 
 def _native_for(x: Tensor) -> ModuleType | None:

@@ -64,6 +64,16 @@ class AttentionBackend(Protocol):
         """Write k, v [T, Hk, D] of the step into the pool, then attend with q [T, Hq, D]: returns [T, Hq * D]."""
 
 
+class PagedAttention(AttentionBackend, Protocol):
+    """A backend on CUDA. A kernel may write K and V itself: then `attend` takes the place of `forward`."""
+
+    def pages(self, layer: int) -> tuple[Tensor, Tensor]:
+        """K and V of one layer, each [pages, page_size, Hk, D] with strides of the pool."""
+
+    def attend(self, layer: int, q: Tensor) -> Tensor:
+        """`forward` for K and V that are in the pool already."""
+
+
 @runtime_checkable
 class GraphAttention(AttentionBackend, Protocol):
     """A backend whose `forward` can be recorded (runtime.gpu.graphs), for steps of `size` decode rows.

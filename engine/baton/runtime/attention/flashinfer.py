@@ -122,7 +122,9 @@ class FlashInferAttention:
         self._running = self._wrappers
         """What `forward` uses: the eager ones, or a rung's."""
         self._planned = torch.cuda.Event() if kv.data.is_cuda else None
+        self._slot_mapping: Tensor | None = None
         self._slots: tuple[Tensor, Tensor] | None = None
+        """Pages and offsets, once a layer of the step has asked for them."""
         self._num_decode = 0
 
     def _zeros(self, size: int) -> Tensor:
@@ -147,8 +149,7 @@ class FlashInferAttention:
         size = self._kv.page_size
         arrays = (batch.qo_indptr, batch.kv_lens, batch.page_indptr, batch.page_indices)
         indices = split_step(*(x.numpy() for x in arrays), batch.num_decode, size)
-        slots = batch.slot_mapping.to(self._kv.data.device)
-        self._slots = (slots // size, slots % size)
+        self._slot_mapping, self._slots = batch.slot_mapping.to(self._kv.data.device), None
         self._num_decode = len(indices.decode)
         for window, wrappers in self._wrappers.items():
             if len(indices.decode):
@@ -227,8 +228,7 @@ class FlashInferAttention:
     def enter_rung(self, size: int, slot_mapping: Tensor) -> None:
         self._running = self._rungs[size]
         self._num_decode = size
-        page_size = self._kv.page_size
-        self._slots = (slot_mapping // page_size, slot_mapping % page_size)
+        self._slot_mapping, self._slots = slot_mapping, None
 
     def _plan(self, plan: Callable[..., None], window: int, rows: tuple[Tensor, ...], **only_prefill: bool) -> None:
         spec, dtype = self._spec, self._kv.data.dtype
@@ -247,10 +247,18 @@ class FlashInferAttention:
         )
 
     def forward(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        assert self._slots is not None, "plan() comes first"
-        keys, values = pages = self._layers[layer]
-        keys[self._slots] = k
-        values[self._slots] = v
+        assert self._slot_mapping is not None, "plan() comes first"
+        if self._slots is None:
+            self._slots = (self._slot_mapping // self._kv.page_size, self._slot_mapping % self._kv.page_size)
+        keys, values = self._layers[layer]
+        keys[self._slots], values[self._slots] = k, v
+        return self.attend(layer, q)
+
+    def pages(self, layer: int) -> tuple[Tensor, Tensor]:
+        return self._layers[layer]
+
+    def attend(self, layer: int, q: Tensor) -> Tensor:
+        pages = self._layers[layer]
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         wrappers, n = self._running[self._spec.windows[layer]], self._num_decode
         if n:

@@ -73,12 +73,18 @@ class TorchAttention:
 
     def forward(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         assert self._slots is not None, "plan() comes first"
-        self._kv.data[:, layer, 0][self._slots] = k
-        self._kv.data[:, layer, 1][self._slots] = v
+        keys, values = self.pages(layer)
+        keys[self._slots], values[self._slots] = k, v
+        return self.attend(layer, q)
+
+    def pages(self, layer: int) -> tuple[Tensor, Tensor]:
+        return self._kv.data[:, layer, 0], self._kv.data[:, layer, 1]
+
+    def attend(self, layer: int, q: Tensor) -> Tensor:
         out = torch.empty(len(q), self._spec.q_size, dtype=q.dtype, device=q.device)
         for rows in self._groups:
             tokens = slice(rows.first_token, rows.first_token + rows.num_tokens)
-            out[tokens] = self._attend(layer, q[tokens], rows)
+            out[tokens] = self._attend_rows(layer, q[tokens], rows)
         return out
 
     def _gather(self, tables: list[Tensor], kv_lens: list[int], n: int, window: int) -> _Gather:
@@ -99,7 +105,7 @@ class TorchAttention:
         device = self._kv.data.device
         return _Gather(pages.to(device), visible.to(device), (row.to(device), slot.to(device)))
 
-    def _attend(self, layer: int, q: Tensor, rows: _Rows) -> Tensor:
+    def _attend_rows(self, layer: int, q: Tensor, rows: _Rows) -> Tensor:
         spec, (r, n) = self._spec, rows.shape
         gather = rows.by_window[spec.windows[layer]]
         # [r, p, 2, page, Hk, D] -> two of [r, Hk, p * page, D]

@@ -5,7 +5,8 @@ queues the work, the draw in one launch (`kernels.draw`), and returns tensors on
 their host copies into a result later.
 
 A row's token is the same in any batch, and that of `sampler.sample` on the same logits but for the rounding of sums;
-INVALID_TOKEN where its largest logit is NaN or infinite. On CPU tensors, which tests use, the host's sampler draws.
+INVALID_TOKEN where its largest logit is NaN or infinite. The host's sampler draws on CPU tensors, which tests use, and
+where Triton cannot be used.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 
 from baton.runtime import sampler
+from baton.runtime.gpu import kernels
 from baton.runtime.sampler import Edits, Put, SampleRow, draw_columns
 from baton.sched.plan import INVALID_TOKEN, StepResult, TokenLogprobs
 
@@ -84,11 +86,12 @@ class Draw:
 
     def _draw_into(self, tokens: Tensor, logits: Tensor) -> None:
         rows, columns = self._put(np.array(self._drawn)), self._put(np.array(self._columns).T.copy())
-        if logits.is_cuda:
+        if logits.is_cuda and kernels.usable:
             launch(logits, rows, columns, tokens)
         else:
             is_bad = tokens[rows] < 0
-            drawn = torch.tensor(sampler.draw(logits[rows].masked_fill_(is_bad[:, None], 0.0), columns.T.tolist()))
+            some = logits[rows].masked_fill_(is_bad[:, None], 0.0).cpu()
+            drawn = torch.tensor(sampler.draw(some, columns.T.tolist())).to(tokens.device)
             tokens[rows] = drawn.masked_fill_(is_bad, INVALID_TOKEN)
 
     def read(self, drawn: Drawn) -> StepResult:

@@ -105,7 +105,7 @@ def _kept(x, largest, min_p, k_key, k_left, p_key, p_left):
     return weights, tl.sum(k_equal, 0), tl.sum(p_equal, 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])  # one variant to compile, whatever the number of rows
 def _draw(logits, stride, vocab, rows, columns, count, tokens, BLOCK: tl.constexpr):
     at = tl.program_id(0)
     row = tl.load(rows + at)
