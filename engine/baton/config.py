@@ -114,6 +114,11 @@ class EngineConfig:
     num_reserved_decode_tokens: int = opt(
         512, "D keeps room for this many more tokens per running request when admitting [tokens]"
     )
+    nccl_max_ctas: int | None = opt(
+        None,
+        "thread blocks that NCCL may use per KV transfer, 1 to 32, of which each takes an SM and carries some 20 GB/s; "
+        "P's value counts for a pair (default: 8, or 1 with NCCL_MULTI_RANK_GPU_ENABLE=1, for P and D on one GPU)",
+    )
     test_kv_fault: str | None = opt(
         None, "for tests: damage KV transfers by these rules, a JSON object (kv_transfer/src/transport/fault.rs)"
     )
@@ -548,6 +553,10 @@ def _violations(c: EngineConfig) -> list[str]:
     rule(
         c.cuda_graph_max_bs is None or 1 <= c.cuda_graph_max_bs <= 1024,
         f"--cuda-graph-max-bs {c.cuda_graph_max_bs}: give 1 to 1024 rows",
+    )
+    rule(
+        c.nccl_max_ctas is None or 1 <= c.nccl_max_ctas <= 32,
+        f"--nccl-max-ctas {c.nccl_max_ctas}: give 1 to 32 thread blocks",
     )
     rule(1 <= c.dp_size <= 64, f"--dp-size {c.dp_size}: give 1 to 64 ranks")
     rule(c.page_size in (1, 2, 4, 8, 16, 32, 64, 128), f"--page-size {c.page_size}: use a power of two from 1 to 128")

@@ -7,6 +7,7 @@ import threading
 from typing import Any
 
 import pytest
+import torch
 
 from baton.config import build
 from baton.errors import ConfigError
@@ -22,10 +23,11 @@ class FakeNccl:
         self.init = init
         self.calls: list[str] = []
         self.uid = b""
+        self.max_ctas = 0
 
     def ncclCommInitRankConfig(self, comm: Any, size: int, uid: nccl.UniqueId, rank: int, config: Any) -> int:
         comm._obj.value = 77
-        self.uid = bytes(uid)
+        self.uid, self.max_ctas = bytes(uid), config._obj.max_ctas
         self.calls.append(f"init {rank} of {size}")
         return self.init
 
@@ -42,11 +44,15 @@ class FakeNccl:
         self.calls.append(f"abort {comm.value}")
         return nccl.SUCCESS
 
+    def ncclGetUniqueId(self, uid: Any) -> int:
+        return nccl.SUCCESS
+
     def ncclGetErrorString(self, code: int) -> bytes:
         return f"error of code {code}".encode()
 
 
-UID = bytes(range(128))
+UID = bytes([*range(128), 8])
+"""With 8 thread blocks."""
 
 
 def test_nccl_without_a_gpu_is_refused_in_one_sentence() -> None:
@@ -67,7 +73,7 @@ def test_the_library_that_torch_brings_has_every_call_and_takes_our_config() -> 
 
 
 def test_the_config_has_the_layout_of_the_header() -> None:
-    made = nccl.config()
+    made = nccl.config(1)
     assert (made.size, ctypes.sizeof(nccl.Config), nccl.Config.net_name.offset) == (40, 40, 32)
     assert (made.magic, made.blocking, made.max_ctas, made.cga_cluster_size) == (0xCAFEBEEF, 0, 1, -(2**31))
     assert ctypes.sizeof(nccl.UniqueId) == 128
@@ -77,7 +83,8 @@ def test_init_and_send_wait_until_nccl_has_taken_them_up() -> None:
     lib = FakeNccl([nccl.IN_PROGRESS, nccl.IN_PROGRESS, nccl.SUCCESS])
     handle = nccl.Handle(lib)
     handle.init(UID, 1, 5)
-    assert lib.uid == UID
+    assert lib.uid == UID[:128]
+    assert lib.max_ctas == 8
     lib.states = [nccl.IN_PROGRESS, nccl.SUCCESS]
     handle.enqueue("ncclSend", 4096, 64, 0, 9, 5)
     assert lib.calls == ["init 1 of 2", f"send {(4096, 64, nccl.UINT8, 0)}"]
@@ -113,3 +120,18 @@ def test_an_abort_happens_once_and_ends_whoever_polls() -> None:
     assert "ncclRecv" in str(failed[0])
     assert "aborted" in str(failed[0])
     assert lib.calls.count("abort 77") == 1
+
+
+def test_both_ranks_of_a_pair_take_the_hosts_number_of_thread_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    for flag, is_shared, expected in ((None, "0", 8), (None, "1", 1), (4, "1", 4), (32, "0", 32)):
+        monkeypatch.setenv(nccl.SHARED_GPU, is_shared)
+        lib = FakeNccl([nccl.SUCCESS])
+        monkeypatch.setattr(nccl, "load", lambda lib=lib: lib)
+        uid = nccl.NcclBackend(flag).unique_id()
+        for rank in (0, 1):  # D may have another flag, or environment
+            nccl.Handle(lib).init(uid, rank, 5)
+            assert lib.max_ctas == expected
+    for wrong in (0, 33):
+        with pytest.raises(ConfigError, match=f"--nccl-max-ctas {wrong}: give 1 to 32 thread blocks"):
+            build({"model_path": "demo", "nccl_max_ctas": wrong})

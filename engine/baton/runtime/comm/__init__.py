@@ -68,4 +68,4 @@ def make_backend(config: EngineConfig, host: str, transports: Sequence[str]) -> 
         raise ConfigError(
             f"--disaggregation-transfer-backend nccl: {reason}; use auto, or gloo for the same code path without a GPU"
         )
-    return NcclBackend()
+    return NcclBackend(config.nccl_max_ctas)

@@ -8,7 +8,8 @@ synchronisation would).
 
 What NCCL demands, and what is done about it:
 * an init that blocks waits for an absent peer for ever: communicators are non-blocking, and polled;
-* a send waits on the device until it is met, on as many SMs as it has channels: one channel (maxCTAs 1);
+* a send waits on the device until it is met, on as many SMs as it has channels, of which one carries some 20 GB/s:
+  --nccl-max-ctas bounds them. Both ranks must have the same bound, so the host's travels behind the unique id;
 * only an abort ends it, from another thread, and that may hang: the transfer runtime gives it up then. The pointer is
   taken from this object before the abort, so that nothing polls a communicator that is being freed;
 * two ranks on one GPU are refused unless NCCL >= 2.30 finds NCCL_MULTI_RANK_GPU_ENABLE=1.
@@ -19,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import importlib.util
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -39,8 +41,11 @@ CONFIG_MAGIC = 0xCAFEBEEF
 CONFIG_VERSION = 21700
 """NCCL 2.17, whose config ends with the network's name: a later library takes its own defaults for what came after."""
 UNDEFINED = -(2**31)
-POLL_SECS = 0.0002
-"""Between two looks; a slab of 4 MiB takes about as long on a fast link."""
+FIRST_POLL_SECS = 0.00005
+LONGEST_POLL_SECS = 0.001
+"""Each look takes the GIL: the pauses between them double up to this."""
+DEFAULT_CTAS = 8
+SHARED_GPU = "NCCL_MULTI_RANK_GPU_ENABLE"
 
 
 class UniqueId(ctypes.Structure):
@@ -62,8 +67,13 @@ class Config(ctypes.Structure):
     )
 
 
-def config() -> Config:
-    return Config(ctypes.sizeof(Config), CONFIG_MAGIC, CONFIG_VERSION, 0, UNDEFINED, 1, 1, None)
+def config(max_ctas: int) -> Config:
+    return Config(ctypes.sizeof(Config), CONFIG_MAGIC, CONFIG_VERSION, 0, UNDEFINED, 1, max_ctas, None)
+
+
+def default_ctas() -> int:
+    """One where both ranks are on one GPU, whose SMs the other engine computes on."""
+    return 1 if os.environ.get(SHARED_GPU) == "1" else DEFAULT_CTAS
 
 
 def library_path() -> Path | None:
@@ -125,7 +135,8 @@ class Handle:
             return self._checked(what, call(self._comm))
 
     def init(self, unique_id: bytes, rank: int, timeout_secs: float) -> None:
-        uid, settings = UniqueId.from_buffer_copy(unique_id), config()
+        """Args: `unique_id`: as from `NcclBackend.unique_id`."""
+        uid, settings = UniqueId.from_buffer_copy(unique_id), config(unique_id[UNIQUE_ID_BYTES])
         self._call(
             "ncclCommInitRankConfig",
             lambda comm: self._lib.ncclCommInitRankConfig(ctypes.byref(comm), 2, uid, rank, ctypes.byref(settings)),
@@ -143,11 +154,12 @@ class Handle:
         self.wait(what, timeout_secs, lambda: self.state(what) == SUCCESS)
 
     def wait(self, what: str, timeout_secs: float, is_done: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + timeout_secs
+        deadline, pause = time.monotonic() + timeout_secs, FIRST_POLL_SECS
         while not is_done():
             if time.monotonic() > deadline:
                 raise TimeoutError(f"{what}: not done within {timeout_secs:g} s")
-            time.sleep(POLL_SECS)
+            time.sleep(pause)
+            pause = min(2 * pause, LONGEST_POLL_SECS)
 
     def enqueue(self, name: str, pointer: int, nbytes: int, peer: int, stream: int, timeout_secs: float) -> None:
         """ncclSend or ncclRecv."""
@@ -166,8 +178,10 @@ class NcclBackend:
     name = "nccl"
     works_on_device = True
 
-    def __init__(self) -> None:
+    def __init__(self, max_ctas: int | None = None) -> None:
+        """`max_ctas`: None takes `default_ctas`."""
         self._lib = load()
+        self._max_ctas = max_ctas or default_ctas()
         self._device = torch.device("cuda", torch.cuda.current_device())
 
     def unique_id(self) -> bytes:
@@ -175,7 +189,7 @@ class NcclBackend:
         code = self._lib.ncclGetUniqueId(ctypes.byref(uid))
         if code != SUCCESS:
             raise RuntimeError(f"ncclGetUniqueId: {self._lib.ncclGetErrorString(code).decode()}")
-        return bytes(uid)
+        return bytes(uid) + bytes([self._max_ctas])
 
     def open(
         self,

@@ -2,9 +2,9 @@
 device, from a peer's pages; and their checksums. Called from the runtime's own threads (crate kv_transfer,
 `pool::device`).
 
-Everything runs on streams of its own, and is waited for by looking at an event, without the GIL. Calls return when the
-device is through, never before: whoever is told that a copy ended gives its memory away. A device that does not get
-through is the end of the process (`CudaQueue`).
+Everything runs on streams of its own. A call waits for its event in CUDA, without the GIL, and returns when the device
+is through, never before: its caller gives the copy's memory to others. A device that does not get through is the end
+of the process (`CudaQueue`).
 
 Ordering with the model's steps. Pages are read here only after they were announced, and announced only after the step
 that wrote them was committed; pages are written here only while the scheduler has granted them, which it does not
@@ -35,9 +35,8 @@ SUM_BYTES = 8 << 20
 """Pages whose checksums are taken in one go, which needs three times as much meanwhile; a call queues any number."""
 STUCK_SECS = 30.0
 """A copy of some MiB, behind whatever else the device has to do."""
-POLL_SECS = 0.00005
-LONGEST_POLL_SECS = 0.001
-"""Each look takes the GIL: a wait doubles its pauses from POLL_SECS to this."""
+WATCH_SECS = 1.0
+"""Between two looks for waits longer than that."""
 
 
 class Queue(Protocol):
@@ -243,12 +242,16 @@ class CudaQueue:
     """Streams of its own: torch's of high priority, which the model's kernels do not use. Called from any thread.
 
     Args:
-        stuck: what to do when the device is not through within STUCK_SECS.
+        stuck: what to do when the device is not through within STUCK_SECS; called by a thread that watches.
     """
 
-    def __init__(self, device: torch.device, stuck: Callable[[str], NoReturn] = end_process) -> None:
+    def __init__(self, device: torch.device, stuck: Callable[[str], object] = end_process) -> None:
         self._device = device
         self._stuck = stuck
+        self._waits: dict[int, tuple[float, str]] = {}
+        """By thread: since when it waits, and for what."""
+        self._watch: threading.Thread | None = None
+        self._lock = threading.Lock()
         self._idle: list[torch.cuda.Stream] = []
         """The last one used is the next: torch keeps freed memory for the stream it was used on."""
 
@@ -262,18 +265,32 @@ class CudaQueue:
                 try:
                     enqueue()
                 finally:  # also what was queued before an error must end before its memory is let go
-                    done = torch.cuda.Event()
+                    done = torch.cuda.Event(blocking=True)  # the waiting thread sleeps instead of spinning
                     done.record()
                     self._wait(what, done)
             self._idle.append(stream)
 
     def _wait(self, what: str, done: torch.cuda.Event) -> None:
-        deadline, pause = time.monotonic() + STUCK_SECS, POLL_SECS
-        while not done.query():
-            if time.monotonic() > deadline:
-                self._stuck(f"{self._device} is not through with {what} after {STUCK_SECS:g} s")
-            time.sleep(pause)
-            pause = min(2 * pause, LONGEST_POLL_SECS)
+        self._start_watch()
+        self._waits[threading.get_ident()] = (time.monotonic(), what)
+        try:
+            done.synchronize()
+        finally:
+            del self._waits[threading.get_ident()]
+
+    def _start_watch(self) -> None:
+        with self._lock:
+            if self._watch is None:
+                self._watch = threading.Thread(target=self._look_for_stuck, name="kv-device-watch", daemon=True)
+                self._watch.start()
+
+    def _look_for_stuck(self) -> None:
+        while True:
+            time.sleep(WATCH_SECS)
+            for since, what in list(self._waits.values()):
+                if time.monotonic() > since + STUCK_SECS:
+                    self._stuck(f"{self._device} is not through with {what} after {STUCK_SECS:g} s")
+                    return
 
     def host_memory(self, count: int) -> Tensor:
         with torch.cuda.device(self._device):
