@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import platform
 import shutil
 import subprocess
@@ -12,7 +13,9 @@ import torch
 from baton.runtime.device import no_cuda
 from baton.runtime.gpu import flashinfer_library
 
-PACKAGES = ("torch", "transformers", "flashinfer-python", "flashinfer-jit-cache", "apache-tvm-ffi", "pyzmq", "msgspec")
+PACKAGES = (
+    "torch", "triton", "transformers", "flashinfer-python", "flashinfer-jit-cache", "apache-tvm-ffi", "pyzmq", "msgspec"
+)  # fmt: skip
 
 
 def main() -> int:
@@ -21,6 +24,7 @@ def main() -> int:
     print(", ".join(f"{name} {installed.get(name, 'absent')}" for name in PACKAGES))
     nvcc = flashinfer_library.find_nvcc()
     print(f"nvcc {nvcc}: {flashinfer_library.nvcc_version(nvcc) if nvcc else 'absent'}; ninja {shutil.which('ninja')}")
+    print(f"C compiler for Triton: {os.environ.get('CC') or shutil.which('gcc') or shutil.which('clang') or 'absent'}")
     print(f"flashinfer: {flashinfer_library.obstacle() or 'can be used'}")
     if shutil.which("nvidia-smi"):
         fields = "name,driver_version,memory.total,memory.used,clocks.sm,power.limit"

@@ -23,7 +23,8 @@ SHARED_GPU = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_NVLS_ENABLE": "0"}
 def pair() -> Iterator[Cluster]:
     version = ctypes.c_int()
     nccl.load().ncclGetVersion(ctypes.byref(version))
-    assert version.value >= 23000, f"NCCL {version.value} refuses two ranks on one GPU; install 2.30 or newer"
+    if version.value < 23000:
+        pytest.skip(f"NCCL {version.value} refuses two ranks on one GPU; install 2.30 or newer")
     with Cluster.up("--transport", "nccl", "--chunked-prefill-size", "64", env=SHARED_GPU) as cluster:
         yield cluster
 
