@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import logging
+from types import SimpleNamespace
 
 import pytest
 
-from baton import config
+from baton import _native, config
 from baton.config import EngineConfig
 from baton.errors import ConfigError
 from baton.runtime.comm import nccl
 from baton.server import up
-from baton.server.transfer import ON_DEVICE, TRANSPORTS, transports, warn_of_reach
+from baton.server.transfer import ON_DEVICE, TRANSPORTS, start, transports, warn_of_reach
 
 
 def choices(of: type, field: str) -> set[str]:
@@ -77,3 +79,12 @@ def test_prefill_node_that_no_decode_node_could_reach_is_refused() -> None:
         config.build({**values, "cluster_key": ""})
     assert config.build({**values, "host": "0.0.0.0"}).kv_host == "127.0.0.1"
     assert config.build({**values, "cluster_key": "k"}).kv_host == "10.0.0.1"
+
+
+def test_slabs_on_a_gpu_are_few_and_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[dict[str, object]] = []
+    monkeypatch.setattr(_native, "TransferNode", lambda pool, settings, backend: made.append(json.loads(settings)))
+    for on_device in (False, True):
+        start(build("tcp"), SimpleNamespace(on_device=on_device), {}, 0, 0, None)
+    assert "slabs" not in made[0], "the crate's default: 4 of 4 MiB"
+    assert (made[1]["slabs"], made[1]["slab_bytes"]) == (2, 16 << 20)

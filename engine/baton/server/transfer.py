@@ -20,6 +20,8 @@ log = logging.getLogger("baton.transfer")
 REGISTER_TIMEOUT_MS = 30_000
 MIN_STALL_MS = 5_000
 """An engine that waits for something makes a sign of life every second; a step takes longer on a slow machine."""
+DEVICE_SLABS = {"slabs": 2, "slab_bytes": 16 << 20}
+"""For pages in GPU memory. Both sides wait for the GPU twice per slab, which takes longer than sending 4 MiB."""
 TRANSPORTS = {
     "auto": ["shm", "tcp"], "shm": ["shm"], "tcp": ["tcp"], "gloo": ["gloo", "tcp"], "nccl": ["nccl", "tcp"]
 }  # fmt: skip
@@ -129,6 +131,7 @@ def start(
         "copy_threads": 1,
         "max_rooms": config.max_rooms,
         "fault": json.loads(config.test_kv_fault or "null"),
+        **(DEVICE_SLABS if native_pool.on_device else {}),
     }
     node = TransferNode(native_pool, json.dumps(settings), make_backend(config, host, allowed))
     if bootstrap is not None:
