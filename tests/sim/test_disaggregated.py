@@ -294,6 +294,21 @@ def test_damaged_pages_serve_no_later_prompt_and_are_free_when_their_users_end()
     assert p.sched.ledger().free == 40
 
 
+def test_damaged_pages_do_not_come_back_from_the_host() -> None:
+    p = Node(Limits(10, 4, 4, 100, 64, role="prefill", host_pages=40), depth=1)
+    prompt = [1] * 30
+    for handle, tokens in enumerate([prompt, [2] * 36, prompt]):
+        p.sched.add(request(handle, tokens, 3, room=100 + handle))
+        p.run()
+        p.sched.release(100 + handle, "CHECKSUM" if handle == 2 else "DONE")
+    assert p.cached[2] == 28, "by way of the host"
+    p.sched.add(request(3, prompt, 3, room=103))
+    p.run()
+    assert p.cached[3] == 0
+    p.sched.release(103)
+    p.sched.ledger().check_idle(10)
+
+
 def test_a_whole_prompt_in_ds_cache_needs_no_page() -> None:
     d = Node(Limits(32, 4, 4, 100, 64, role="decode"), depth=1)
     prompt = [1, 2, 3, 4, 1, 2, 3, 4]

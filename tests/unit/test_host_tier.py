@@ -123,7 +123,7 @@ def test_whatever_happens_a_page_is_found_only_by_its_own_prefix(rng: random.Ran
         elif turn < 0.88 and m.locked:
             node = m.locked.pop(rng.randrange(len(m.locked)))
             m.cache.unlock(node)
-            count = m.cache.branch_pages(node)
+            count = 0 if m.cache.is_quarantined(node) else m.cache.branch_pages(node)
             if count and m.host.reserve(count):
                 keys = m.host.path_keys(node)[-count:]
                 before = m.allocator.free_count
@@ -131,6 +131,11 @@ def test_whatever_happens_a_page_is_found_only_by_its_own_prefix(rng: random.Ran
                 pinned.append(m.host.only_here(keys))
                 assert len(pinned[-1]) == count, "reserved room is there"
                 m.host.pin(pinned[-1])
+        elif turn < 0.9:
+            first, namespace = key([rng.randrange(2) for _ in range(m.page_size)]), rng.choice([b"", b"other"])
+            m.cache.quarantine(first, namespace)
+            m.host.quarantine(first, namespace)
+            assert m.host.find(m.cache.match(first, namespace, 0).node, first, namespace, 0, 1) == []
         elif turn < 0.97 and pinned:
             m.host.unpin(pinned.pop(rng.randrange(len(pinned))))
         elif turn >= 0.97:
@@ -236,3 +241,22 @@ def test_a_full_host_without_room_just_forgets() -> None:
         HostLedger(1, 1, 1).check(2)
     with pytest.raises(LedgerError, match="pinned"):
         HostLedger(1, 0, 1).check_idle(2)
+
+
+def test_quarantine_forgets_all_behind_the_first_page_and_pinned_pages_keep_their_slot() -> None:
+    m = Machine(6, 8)
+    for tokens in ([1, 1, 2, 2], [1, 1, 3, 3], [5, 5, 6, 6], [7] * 12):
+        m.use(tokens)
+    path = key([1, 1, 2, 2])
+    nowhere = m.cache.match(path, b"", 4).node
+    found = m.host.find(nowhere, path, b"", 0, 2)
+    m.host.pin(found[1:])
+    assert m.host.ledger() == HostLedger(free=3, cached=4, pinned=1)
+    assert m.host.quarantine(key([1, 1, 9, 9]), b"other") == 0
+    assert m.host.quarantine(key([1, 1, 9, 9]), b"") == 3
+    assert m.host.ledger() == HostLedger(free=5, cached=2, pinned=1)
+    assert m.host.find(nowhere, path, b"", 0, 2) == []
+    m.host.unpin(found[1:])
+    assert m.host.ledger() == HostLedger(free=6, cached=2, pinned=0)
+    assert m.use([5, 5, 6, 6]) == 2
+    m.check()

@@ -14,6 +14,8 @@ Copies are only *asked for*: they are taken with `take_copies` and carried out i
 step, therefore after all rows planned earlier and before any row that reuses the page. A page or slot may be given a
 new purpose as soon as the copy that saves its content is in the list.
 
+ 6. `quarantine` forgets every page behind a damaged one; a pinned one keeps its slot until it is unpinned.
+
 Invariants: free + cached + pinned = slots; a slot belongs to one key; a key's content is the KV of exactly its tokens,
 because a page's key is forgotten when the tree lets go of the page.
 Deliberately unknown here: requests, tensors, time.
@@ -59,10 +61,24 @@ class HostPage:
     `stamp`, `created`, `reuses` and `priority` are what the tree's node remembered (cache.eviction.Memory).
     """
 
-    __slots__ = ("created", "index", "key", "on_device", "pins", "priority", "queued", "reuses", "slot", "stamp")
+    __slots__ = (
+        "created",
+        "first_key",
+        "index",
+        "key",
+        "on_device",
+        "pins",
+        "priority",
+        "queued",
+        "reuses",
+        "slot",
+        "stamp",
+    )
 
-    def __init__(self, key: bytes, index: int, slot: int) -> None:
+    def __init__(self, key: bytes, first_key: bytes, index: int, slot: int) -> None:
         self.key = key
+        self.first_key = first_key
+        """Of the prompt's first page."""
         self.index = index
         self.slot = slot
         self.stamp = 0
@@ -90,6 +106,8 @@ class HostTier:
         self._heap: list[tuple[Key, int, int, HostPage]] = []
         self._serial = 0
         self._pinned = 0
+        self._condemned = 0
+        """Pinned pages that were quarantined: in use by nobody, not in `_pages`."""
         self._keys: dict[int, bytes] = {}
         """Key of a device page that the tree holds, once it was needed."""
         self._runs: list[CopyRun] = []
@@ -113,6 +131,7 @@ class HostTier:
         """
         keys = self._keys_of(node)
         index = self._depth(node) - len(keys)
+        first_key = self._first_key(node)
         room = -1
         for at, (key, page) in enumerate(zip(keys, node.pages, strict=True)):
             known = self._pages.get(key)
@@ -126,7 +145,7 @@ class HostTier:
                     continue
                 room -= 1
                 slot = self._take_slot()
-                known = self._pages[key] = HostPage(key, index + at, slot)
+                known = self._pages[key] = HostPage(key, first_key, index + at, slot)
                 self._ask(True, page, slot)
             known.stamp, known.created = node.stamp, node.created
             known.reuses, known.priority = node.reuses, node.priority
@@ -140,15 +159,16 @@ class HostTier:
             self._drop(page)
         return len(gone)
 
-    def discard(self, tokens: bytes, namespace: bytes) -> None:
-        """Forget the pages of these tokens, except pinned ones. Cost: one hash per page of the tokens."""
-        key = _root_key(namespace)
-        width = self._page_bytes
-        for at in range(0, len(tokens) - width + 1, width):
-            key = _next_key(key, tokens[at : at + width])
-            page = self._pages.get(key)
-            if page is not None and not page.pins:
-                self._drop(page)
+    def quarantine(self, tokens: bytes, namespace: bytes) -> int:
+        """Forget every page of the prompts that begin as this one: one of its pages is damaged. Returns how many.
+
+        Cost: O(pages of the tier).
+        """
+        first_key = _next_key(_root_key(namespace), tokens[: self._page_bytes])
+        gone = [page for page in self._pages.values() if page.first_key == first_key]
+        for page in gone:
+            self._drop(page)
+        return len(gone)
 
     # ------------------------------------------------------------------ back to the device
 
@@ -227,7 +247,8 @@ class HostTier:
 
     def ledger(self) -> HostLedger:
         """Where every slot is. Raises LedgerError if the books do not balance."""
-        ledger = HostLedger(self._slots.free_count, len(self._pages) - self._pinned, self._pinned)
+        cached = len(self._pages) - (self._pinned - self._condemned)
+        ledger = HostLedger(self._slots.free_count, cached, self._pinned)
         ledger.check(self.num_slots)
         return ledger
 
@@ -275,6 +296,11 @@ class HostTier:
 
     def _settle(self, page: HostPage) -> None:
         """Put a page where its state belongs: pinned ones nowhere, duplicates in their line, others in the heap."""
+        if self._pages.get(page.key) is not page:
+            if not page.pins:
+                self._condemned -= 1
+                self._slots.free((page.slot,))
+            return
         self._duplicates.pop(page.key, None)
         page.queued = None
         if page.pins:
@@ -293,7 +319,10 @@ class HostTier:
         page.queued = None
         self._duplicates.pop(page.key, None)
         del self._pages[page.key]
-        self._slots.free((page.slot,))
+        if page.pins:
+            self._condemned += 1
+        else:
+            self._slots.free((page.slot,))
 
     # ------------------------------------------------------------------ keys
 
@@ -310,6 +339,13 @@ class HostTier:
             for i, page in enumerate(part.pages):
                 key = self._keys[page] = _next_key(key, part.key[i * width : (i + 1) * width])
         return [self._keys[page] for page in node.pages]
+
+    def _first_key(self, node: Node) -> bytes:
+        """Key of the first page on the way to a node."""
+        while node.parent is not None and node.parent.parent is not None:
+            node = node.parent
+        assert node.parent is not None, "a root has no pages"
+        return _next_key(_root_key(node.parent.key), node.key[: self._page_bytes])
 
     @staticmethod
     def _depth(node: Node) -> int:

@@ -344,9 +344,9 @@ class Memory:
         The transfer peer found one of them damaged, or the model computed NaN or infinity from them.
         """
         self._unpin(seq)
-        if self.host is not None:
-            self.host.discard(seq.key, seq.req.namespace)
         self.quarantined_pages += self.cache.quarantine(seq.key, seq.req.namespace)
+        if self.host is not None:
+            self.quarantined_pages += self.host.quarantine(seq.key, seq.req.namespace)
 
     def flush(self) -> int:
         """Drop every cached page that nobody uses, on the host too; returns how many of the device."""
