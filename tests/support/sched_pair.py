@@ -89,7 +89,10 @@ class Relay:
         at = self.copied.get(room, 0)
         while at < len(grant.pages) and grant.start_page + at in ready and self.rng.random() < 0.7:
             page, content = ready[grant.start_page + at]
-            assert self.p.device.memory[page][: len(content)] == content, "P changed a page it had announced"
+            if self.p.device.memory[page][: len(content)] != content:
+                assert self._was_unparked(room), "P changed a page it had announced"
+                self._break(room, "STALE_PAGE")
+                return
             self.d.device.memory[grant.pages[at]] = list(content)
             at += 1
         self.copied[room] = at
@@ -98,6 +101,11 @@ class Relay:
             assert done.total_pages == grant.start_page + len(grant.pages)
             self.d.sched.transfer_committed(room, done.token, done.cached_tokens, None)
             self.close(room, tell_d=False)
+
+    def _was_unparked(self, room: int) -> bool:
+        """A suspended prompt lets announced pages go when P is stuck without them (State.unpark)."""
+        (handle,) = self.p.sched.in_rooms([room])
+        return self.p.sched._state.seqs[handle].has_let_go
 
     def close(self, room: int, tell_d: bool = True, code: str = "DONE") -> None:
         self.over.add(room)

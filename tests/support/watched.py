@@ -131,10 +131,16 @@ class WatchedScheduler(Scheduler):
     def _facts(self) -> list[Fact]:
         """What the orders read of the waiting requests."""
         state = self._state
+
+        def cached(seq: Seq) -> int:
+            if seq.pages:  # parked: it has these, whether or not the tree has them
+                return seq.computed
+            return state.memory.cache.peek(seq.tokens.tobytes(), seq.req.namespace, len(seq.tokens) - 1)
+
         return [
             Fact(
                 seq,
-                cached=state.memory.cache.peek(seq.tokens.tobytes(), seq.req.namespace, len(seq.tokens) - 1),
+                cached=cached(seq),
                 total=len(seq.tokens) + seq.inflight,
                 rest=min(seq.max_new_tokens - (len(seq.tokens) - seq.prompt_len) - seq.inflight, 4096),
                 waited=self.clock - seq.req.arrival,
