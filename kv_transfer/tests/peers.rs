@@ -8,7 +8,9 @@ use std::sync::LazyLock;
 use common::*;
 use kv_transfer::bootstrap::Client;
 use kv_transfer::protocol::wire::{Identity, Opened, read_frame};
-use kv_transfer::protocol::{Channel, Handshake, Hello, MIN_VERSION, Msg, VERSION};
+use kv_transfer::protocol::{
+    Channel, Handshake, Hello, MAX_DECODE_FRAME_BYTES, MAX_FRAME_BYTES, MIN_VERSION, Msg, VERSION,
+};
 use kv_transfer::{BootstrapServer, Code};
 use serde_json::json;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
@@ -53,7 +55,7 @@ fn connect(rank: &Rank) -> TcpStream {
 }
 
 fn frame(stream: &mut TcpStream) -> Vec<u8> {
-    block(read_frame(stream)).unwrap()
+    block(read_frame(stream, MAX_FRAME_BYTES)).unwrap()
 }
 
 /// Waits until the rank has closed or reset the connection.
@@ -84,6 +86,16 @@ impl Visitor {
         self.opened.opener.open(&frame).unwrap()
     }
 
+    /// The first answer for which `is_wanted`.
+    fn answer_until(&mut self, is_wanted: impl Fn(&Msg) -> bool) -> Msg {
+        loop {
+            let msg = self.answer();
+            if is_wanted(&msg) {
+                return msg;
+            }
+        }
+    }
+
     fn read(&mut self, ids: &[u32], generation: u64) {
         let (ids, gens) = (ids.to_vec(), vec![generation; ids.len()]);
         self.send(&Msg::Read {
@@ -96,10 +108,6 @@ impl Visitor {
     fn closed(&mut self) {
         closed(&mut self.stream);
     }
-}
-
-fn counter(rank: &Rank, name: &str) -> f64 {
-    rank.stats()["counters"][name].as_f64().unwrap()
 }
 
 #[test]
@@ -128,6 +136,74 @@ fn page_is_read_only_by_the_decode_rank_it_was_announced_to() {
     assert_eq!(pair.p.end_code(1), "DONE");
 }
 
+/// A peer with a control connection and a data stream, whose OPEN of `room` the rank has accepted.
+fn reader(p: &Rank, inc: &str, room: u64) -> (Visitor, Visitor) {
+    let mut control = Visitor::new(p, inc, Channel::Control);
+    control.send(&Msg::Open {
+        room,
+        attempt: 0,
+        d_inc: inc.into(),
+        p_inc_expected: p.node.incarnation().into(),
+        layout_hash: control.opened.peer.layout_hash.clone(),
+        prompt_hash: HASH.to_vec(),
+        start_page: 0,
+        deadline_ms: DEADLINE_MS,
+        prio: 0,
+    });
+    control.answer_until(|msg| matches!(msg, Msg::Progress { .. }));
+    (control, Visitor::new(p, inc, Channel::Data))
+}
+
+#[test]
+fn page_is_readable_in_a_room_of_the_reader_until_the_lease_ends() {
+    let p = Rank::start(
+        "prefill",
+        &json!({"heartbeat_ms": 60_000, "lease_ms": 1500}),
+    );
+    for room in [1, 2] {
+        p.node.offer(room, 0, HASH, DEADLINE_MS).unwrap();
+        p.publish(room, &[room as u32], 1);
+    }
+    let (mut control, mut data) = reader(&p, "d", 1);
+    let (_other_control, mut other) = reader(&p, "other", 2);
+    let refused = |page| Msg::Stale {
+        ticket: 1,
+        page,
+        code: Some(Code::LeaseExpired),
+    };
+    other.read(&[1], p.pool.generation(1));
+    assert_eq!(other.answer(), refused(1), "the page is of another room");
+    data.read(&[1, 2], p.pool.generation(1));
+    assert_eq!(data.answer(), refused(2), "one of the pages is");
+    data.read(&[1], p.pool.generation(1));
+    assert!(matches!(data.answer(), Msg::Data { pages: 1, .. }));
+    block(data.stream.read_exact(&mut vec![0; PAGE])).unwrap();
+    assert!(matches!(data.answer(), Msg::DataEnd { stale: None, .. }));
+
+    p.finish(1, 1);
+    assert_eq!(p.end_code(1), "LEASE_EXPIRED");
+    data.read(&[1], p.pool.generation(1));
+    assert_eq!(data.answer(), refused(1), "its lease is over");
+    control.send(&Msg::SlabRead {
+        comm: 1,
+        ticket: 7,
+        ids: vec![1],
+        gens: vec![p.pool.generation(1)],
+    });
+    let answer = control.answer_until(|msg| matches!(msg, Msg::SlabStale { .. }));
+    let (comm, ticket, page, code) = (1, 7, 1, Some(Code::LeaseExpired));
+    assert_eq!(
+        answer,
+        Msg::SlabStale {
+            comm,
+            ticket,
+            page,
+            code
+        }
+    );
+    assert_eq!(counter(&p, "kv_reads_refused_total"), 4.0);
+}
+
 #[test]
 fn data_streams_belong_to_a_peer_are_few_and_end_when_silent() {
     let patient = json!({"heartbeat_ms": 60_000});
@@ -147,6 +223,9 @@ fn data_streams_belong_to_a_peer_are_few_and_end_when_silent() {
     assert!(matches!(last.answer(), Msg::Stale { .. }));
     last.read(&span(0, 600), 2);
     last.closed(); // more bytes than one answer may have
+    until("it is counted", || {
+        counter(&p, "kv_bad_frames_total") == 1.0
+    });
 
     let hasty = json!({"heartbeat_ms": 60_000, "data_idle_ms": 50});
     let p = Rank::start("prefill", &hasty);
@@ -200,6 +279,15 @@ fn silent_connections_keep_no_pair_from_meeting() {
     let mut loud = connect(&pair.p);
     block(loud.write_all(&u32::to_le_bytes(1 << 20))).unwrap();
     closed(&mut loud);
+    // Nor is one that no message of a decode rank has.
+    let mut loud = Visitor::new(&pair.p, "loud", Channel::Control);
+    let length = MAX_DECODE_FRAME_BYTES as u32 + 1;
+    block(loud.stream.write_all(&length.to_le_bytes())).unwrap();
+    loud.closed();
+    assert_eq!(counter(&pair.p, "kv_bad_frames_total"), 1.0);
+    assert_eq!(counter(&pair.p, "kv_links_lost_total"), 1.0);
+    let outbox = pair.p.stats()["gauges"]["kv_outbox_bytes"].clone();
+    assert!(outbox.is_number(), "{outbox}");
     pair.assert_idle();
 }
 

@@ -181,6 +181,7 @@ RANK = (
     Spec("kv_rooms", "gauge", "live KV transfers by state", ("state",)),
     Spec("kv_leases", "gauge", "P: finished prompts whose pages wait for D"),
     Spec("kv_peers", "gauge", "connected nodes of the other role"),
+    Spec("kv_outbox_bytes", "gauge", "control messages that wait for the slowest peer, about"),
     Spec("kv_transfer_healthy", "gauge", "1 while the KV transfer runtime works; at 0 the node reports itself unready"),
     Spec("kv_quarantined_pages", "counter", "cached pages taken out of use: one was damaged, or gave NaN"),
     Spec("kv_accept_errors", "counter", "connections of this host not accepted for lack of descriptors or memory"),
@@ -198,7 +199,8 @@ RANK = (
     Spec("kv_hellos_refused", "counter", "connections refused before a link existed, by reason code", ("code",)),
     Spec("kv_hellos_evicted", "counter", "silent connections closed to make space for new ones"),
     Spec("kv_reads_refused", "counter", "P: reads of pages that were not announced to the asking decode rank"),
-    Spec("kv_bad_frames", "counter", "links cut because of a damaged, unauthenticated or unexpected message"),
+    Spec("kv_links_lost", "counter", "links to nodes of the other role that ended, for any reason"),
+    Spec("kv_bad_frames", "counter", "connections cut because of a damaged, unauthenticated or unexpected message"),
     Spec("kv_transport_fallbacks", "counter", "pairs that changed to a slower transport"),
     Spec("kv_communicators", "gauge", "communicators of the gloo or nccl transport by state", ("state",)),
     Spec(

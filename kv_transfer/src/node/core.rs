@@ -15,7 +15,7 @@ use tokio::sync::mpsc;
 
 use super::accept::accept_loop;
 use super::decode::{DecodeEntry, Link, LinkKey, PullJob};
-use super::link::{self, Established, Heard, LinkFailure, Outgoing, Running};
+use super::link::{self, Established, Heard, HeardQueue, LinkFailure, Outgoing, Running};
 use super::prefill::PrefillEntry;
 use super::staged::{CommKey, Staged};
 use super::timers::Timers;
@@ -36,8 +36,9 @@ use crate::transport::fault::{Fault, Faults};
 use crate::transport::shm;
 use crate::transport::tcp::{DataContext, DataLink, DataPlane};
 
-/// Messages read from sockets and not yet handled; more stay in the sockets.
+/// Messages read from sockets and not yet handled, and the bytes of their frames; more stay in the sockets.
 const HEARD: usize = 1024;
+const HEARD_BYTES: usize = 64 << 20;
 /// Control connections; a fleet has fewer ranks.
 const MAX_CONNS: usize = 4096;
 const MISSED_HEARTBEATS: u64 = 3;
@@ -130,7 +131,7 @@ pub(super) struct Core {
     pub staged: Option<Staged>,
     pub internal: mpsc::UnboundedSender<Internal>,
     internal_inbox: Option<mpsc::UnboundedReceiver<Internal>>,
-    heard: mpsc::Sender<(Peer, Heard)>,
+    heard: HeardQueue,
     heard_inbox: Option<mpsc::Receiver<(Peer, Heard)>>,
     pub timers: Timers<Timer>,
     pub conns: HashMap<Peer, Conn>,
@@ -158,7 +159,7 @@ impl Core {
         let faults = Arc::new(config.fault.take().unwrap_or_default());
         let limits = config.limits();
         let (internal, internal_inbox) = mpsc::unbounded_channel();
-        let (heard, heard_inbox) = mpsc::channel(HEARD);
+        let (heard, heard_inbox) = HeardQueue::new(HEARD, HEARD_BYTES);
         // Reports after the loop's end are dropped: nobody is left to tell.
         let tell = |wrap: fn(PullEnd) -> Internal| {
             let internal = internal.clone();
@@ -178,6 +179,7 @@ impl Core {
             identity: identity.clone(),
             faults: faults.clone(),
             announced: shared.announced.clone(),
+            bad_frames: shared.bad_stream_frames.clone(),
             idle: Duration::from_millis(config.data_idle_ms),
             report: tell(Internal::Pulled),
         };
@@ -413,24 +415,25 @@ impl Core {
         };
         // `establish` refused any other kind; of a decode node nothing is ever verified.
         let sums = SumKind::parse(&hello.sums).unwrap_or(SumKind::Xxh3);
-        let view = PeerView {
-            addr: hello.addr.clone(),
-            incarnation: hello.inc.clone(),
-            transport,
-            inbound: key.is_none(),
-            rooms: 0,
-        };
-        tracing::info!(peer = %view.addr, incarnation = %view.incarnation, transport, inbound = view.inbound, "link up");
-        self.shared.gauges.lock().peers.insert(peer, view);
-        self.shared.stats.lock().links_up += 1;
         let running = link::run(
             peer,
             stream,
             (sealer, opener),
             self.heard.clone(),
             self.config.limits().outbox_bytes,
-            key.is_none(), // P: what it sends are answers; a decode node goes on reading
+            key.is_none(),
         );
+        let view = PeerView {
+            addr: hello.addr.clone(),
+            incarnation: hello.inc.clone(),
+            transport,
+            inbound: key.is_none(),
+            rooms: 0,
+            backlog: running.outbox.backlog.clone(),
+        };
+        tracing::info!(peer = %view.addr, incarnation = %view.incarnation, transport, inbound = view.inbound, "link up");
+        self.shared.gauges.lock().peers.insert(peer, view);
+        self.shared.stats.lock().links_up += 1;
         let conn = Conn {
             running,
             peer: hello,
@@ -485,7 +488,7 @@ impl Core {
     fn on_heard(&mut self, peer: Peer, heard: Heard) {
         match heard {
             Heard::Down(err) => self.conn_lost(peer, &err),
-            Heard::Msg(msg) => {
+            Heard::Msg(msg, _space) => {
                 let now = self.now();
                 let Some(conn) = self.conns.get_mut(&peer) else {
                     return;

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use tokio::io::AsyncWriteExt;
 use tokio::net::TcpStream;
-use tokio::sync::mpsc;
+use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc};
 use tokio::task::AbortHandle;
 
 use super::Transport;
@@ -17,7 +17,10 @@ use crate::machine::Peer;
 use crate::pool::device::DevicePages;
 use crate::pool::{RemotePool, SumKind};
 use crate::protocol::wire::{Identity, LinkError, Opened, read_frame};
-use crate::protocol::{Channel, Hello, MIN_VERSION, Msg, Opener, Sealer, VERSION};
+use crate::protocol::{
+    Channel, Hello, MAX_DECODE_FRAME_BYTES, MAX_FRAME_BYTES, MIN_VERSION, Msg, Opener, Sealer,
+    VERSION,
+};
 use crate::transport::shm;
 use crate::transport::tcp::tune;
 
@@ -175,10 +178,40 @@ pub struct Outgoing {
     pub flip: bool,
 }
 
-/// What a connection's tasks tell the control loop.
+/// What a connection's tasks tell the control loop. A message occupies its frame's bytes of the queue until it is handled.
 pub enum Heard {
-    Msg(Box<Msg>),
+    Msg(Box<Msg>, OwnedSemaphorePermit),
     Down(LinkError),
+}
+
+/// Messages of all connections on their way to the control loop, bounded in number and in bytes; more stay in the sockets.
+#[derive(Clone)]
+pub struct HeardQueue {
+    messages: mpsc::Sender<(Peer, Heard)>,
+    bytes: Arc<Semaphore>,
+}
+
+impl HeardQueue {
+    /// `bytes`: at least one frame of the largest size.
+    pub fn new(messages: usize, bytes: usize) -> (Self, mpsc::Receiver<(Peer, Heard)>) {
+        let (messages, inbox) = mpsc::channel(messages);
+        let bytes = Arc::new(Semaphore::new(bytes));
+        (Self { messages, bytes }, inbox)
+    }
+
+    /// Waits for space. False: the node is closing.
+    async fn put(&self, peer: Peer, msg: Msg, frame_bytes: usize) -> bool {
+        let Ok(space) = self
+            .bytes
+            .clone()
+            .acquire_many_owned(frame_bytes as u32)
+            .await
+        else {
+            return false;
+        };
+        let heard = Heard::Msg(Box::new(msg), space);
+        self.messages.send((peer, heard)).await.is_ok()
+    }
 }
 
 /// The two tasks of one connection. Dropping the outbox lets what is queued go out, then closes the sending half.
@@ -203,19 +236,19 @@ impl Running {
 
 /// Start serving an open connection; both tasks report to `heard`, at most one `Down` counts.
 ///
-/// `holds_back`: read nothing while more than `outbox_bytes` wait for the peer. Only one side of a connection may, or both could wait
-/// for each other.
+/// `is_inbound`: the peer is a decode rank. Its frames are small, and nothing is read while more than `outbox_bytes` wait for it: only
+/// one side of a connection may hold the other back, or both could wait for each other.
 pub fn run(
     peer: Peer,
     stream: TcpStream,
     (sealer, opener): (Sealer, Opener),
-    heard: mpsc::Sender<(Peer, Heard)>,
+    heard: HeardQueue,
     outbox_bytes: usize,
-    holds_back: bool,
+    is_inbound: bool,
 ) -> Running {
     let (outbox, inbox) = Outbox::new(outbox_bytes);
     let (read_half, write_half) = stream.into_split();
-    let held_back_by = holds_back.then(|| outbox.backlog.clone());
+    let held_back_by = is_inbound.then(|| outbox.backlog.clone());
     let reader = supervised(
         peer,
         heard.clone(),
@@ -233,7 +266,7 @@ pub fn run(
 /// Run a task and report its end, also if it panics.
 fn supervised(
     peer: Peer,
-    heard: mpsc::Sender<(Peer, Heard)>,
+    heard: HeardQueue,
     task: impl Future<Output = LinkError> + Send + 'static,
 ) -> AbortHandle {
     let task = tokio::spawn(task);
@@ -247,7 +280,7 @@ fn supervised(
             ),
             Err(_) => return, // cut on purpose
         };
-        let _ = heard.send((peer, Heard::Down(err))).await; // the node is closing
+        let _ = heard.messages.send((peer, Heard::Down(err))).await; // the node is closing
     });
     handle
 }
@@ -256,20 +289,24 @@ async fn read_loop(
     peer: Peer,
     mut stream: impl tokio::io::AsyncRead + Unpin,
     mut opener: Opener,
-    heard: mpsc::Sender<(Peer, Heard)>,
+    heard: HeardQueue,
     held_back_by: Option<Arc<Backlog>>,
 ) -> LinkError {
+    let max_frame = match held_back_by {
+        Some(_) => MAX_DECODE_FRAME_BYTES,
+        None => MAX_FRAME_BYTES,
+    };
     loop {
         if let Some(backlog) = &held_back_by {
             backlog.below_limit().await;
         }
-        let msg = match read_frame(&mut stream).await {
-            Ok(frame) => opener.open(&frame),
+        let frame = match read_frame(&mut stream, max_frame).await {
+            Ok(frame) => frame,
             Err(err) => return err,
         };
-        match msg {
+        match opener.open(&frame) {
             Ok(msg) => {
-                if heard.send((peer, Heard::Msg(Box::new(msg)))).await.is_err() {
+                if !heard.put(peer, msg, frame.len()).await {
                     return LinkError::new(Code::PeerDead, "this node is closing");
                 }
             }
@@ -304,4 +341,45 @@ async fn write_loop(
     }
     let _ = stream.shutdown().await; // the peer may have closed first
     LinkError::new(Code::PeerDead, "closed by this node")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::protocol::Handshake;
+
+    #[tokio::test]
+    async fn queue_of_heard_messages_is_bounded_in_bytes() {
+        const PAYLOAD: usize = 1000;
+        let keys = || Handshake::new(None).establish(true, b"d", b"p");
+        let (mut sealer, _) = Handshake::new(None).establish(false, b"d", b"p");
+        let (mut theirs, ours) = tokio::io::duplex(64 << 10);
+        let (heard, mut inbox) = HeardQueue::new(100, 3 * (PAYLOAD + 200));
+        let (_, opener) = keys();
+        let reader = tokio::spawn(read_loop(1, ours, opener, heard, None));
+        for room in 0..10 {
+            let msg = Msg::Final {
+                room,
+                attempt: 0,
+                total_pages: 1,
+                last_page_tokens: 1,
+                root: 0,
+                payload: vec![0; PAYLOAD],
+            };
+            theirs.write_all(&sealer.seal(&msg)).await.expect("open");
+        }
+        for _ in 0..100 {
+            tokio::task::yield_now().await; // the reader takes what it may
+        }
+        assert_eq!(inbox.len(), 3);
+        for expected in 0..10 {
+            match inbox.recv().await {
+                Some((1, Heard::Msg(msg, _space))) => {
+                    assert!(matches!(*msg, Msg::Final { room, .. } if room == expected));
+                }
+                _ => panic!("message {expected} is missing"),
+            }
+        }
+        reader.abort();
+    }
 }

@@ -48,6 +48,7 @@ use crate::transport::comm::CommBackend;
 use crate::transport::copier::panic_text;
 use crate::transport::shm;
 use events::{ClaimError, EventQueue};
+use outbox::Backlog;
 
 #[derive(Debug, thiserror::Error)]
 pub enum NodeError {
@@ -137,6 +138,8 @@ struct Shared {
     /// Calls of `poll`: an engine that works makes one per turn, an idle one with live rooms at least one per second.
     progress: AtomicU64,
     announced: Arc<AnnouncedPages>,
+    /// Data streams of decode ranks closed because of a bad message; counted by the data thread.
+    bad_stream_frames: Arc<AtomicU64>,
     started: Instant,
 }
 
@@ -156,6 +159,8 @@ struct PeerView {
     transport: &'static str,
     inbound: bool,
     rooms: usize,
+    #[serde(skip)]
+    backlog: Arc<Backlog>,
 }
 
 impl Shared {
@@ -260,6 +265,7 @@ impl TransferNode {
             unhealthy: Mutex::default(),
             progress: AtomicU64::new(0),
             announced: Arc::default(),
+            bad_stream_frames: Arc::default(),
             started: Instant::now(),
         });
         let runtime = tokio::runtime::Builder::new_current_thread()
@@ -457,12 +463,15 @@ impl TransferNode {
     /// `gauges` and `counters` carry the engine's metric names; `detail` is for people and tests.
     pub fn stats_json(&self) -> String {
         let shared = &self.shared;
-        let stats = shared.stats.lock().clone();
+        let mut stats = shared.stats.lock().clone();
+        stats.bad_frames += shared.bad_stream_frames.load(Ordering::Relaxed);
         let (live, states) = {
             let ledger = shared.ledger.lock();
             (ledger.live(), ledger.live_by_state())
         };
         let more = shared.gauges.lock().clone();
+        let backlogs = more.peers.values().map(|peer| peer.backlog.bytes());
+        let largest_backlog = backlogs.max().unwrap_or(0);
         let why = shared.unhealthy.lock().clone();
         let mut detail = serde_json::to_value(&stats).unwrap_or_default();
         detail["rooms_live"] = json!(live);
@@ -474,7 +483,7 @@ impl TransferNode {
         detail["incarnation"] = json!(self.incarnation);
         detail["uptime_ms"] = json!(shared.now_ms());
         json!({
-            "gauges": stats::gauges(&states, more.peers.len(), &more.comms, why.is_none()),
+            "gauges": stats::gauges(&states, more.peers.len(), largest_backlog, &more.comms, why.is_none()),
             "counters": stats.counters(shared.announced.refused()),
             "detail": detail,
             "healthy": why.is_none(),

@@ -16,6 +16,7 @@ const CUT: usize = 16;
 const FRAME_BYTES: usize = 256;
 
 /// The bytes that wait, shared by the sender, the writing task and the reading task.
+#[derive(Debug)]
 pub struct Backlog {
     bytes: AtomicUsize,
     limit: usize,
@@ -23,8 +24,12 @@ pub struct Backlog {
 }
 
 impl Backlog {
+    pub fn bytes(&self) -> usize {
+        self.bytes.load(Ordering::Relaxed)
+    }
+
     pub fn is_full(&self) -> bool {
-        self.bytes.load(Ordering::Relaxed) >= self.limit
+        self.bytes() >= self.limit
     }
 
     /// Wait until less than the limit waits. One task at a time.
@@ -104,6 +109,7 @@ mod tests {
         }
         let backlog = outbox.backlog.clone();
         assert!(backlog.is_full());
+        assert_eq!(backlog.bytes(), 3 * frame(500).bytes());
         let reader = tokio::spawn(async move { backlog.below_limit().await });
         while let Ok(out) = inbox.try_recv() {
             tokio::task::yield_now().await;

@@ -342,7 +342,14 @@ impl Core {
             } => {
                 let inc = self.conns.get(&peer).map_or("", |conn| &conn.peer.inc);
                 if let Some(page) = self.shared.announced.first_refused(inc, &ids, &gens) {
-                    return self.send(peer, Msg::SlabStale { comm, ticket, page });
+                    let code = Some(Code::LeaseExpired);
+                    let refusal = Msg::SlabStale {
+                        comm,
+                        ticket,
+                        page,
+                        code,
+                    };
+                    return self.send(peer, refusal);
                 }
                 let pages = ids.into_iter().zip(gens).collect();
                 self.step_source((peer, comm), SourceEvent::Read { ticket, pages });
@@ -350,9 +357,12 @@ impl Core {
             Msg::SlabSend { comm, ticket, seq } => {
                 self.step_sink((peer, comm), SinkEvent::Announced { ticket, seq });
             }
-            Msg::SlabStale { comm, ticket, page } => {
-                self.step_sink((peer, comm), SinkEvent::Stale { ticket, page });
-            }
+            Msg::SlabStale {
+                comm,
+                ticket,
+                page,
+                code,
+            } => self.step_sink((peer, comm), SinkEvent::Stale { ticket, page, code }),
             _ => {}
         }
     }
@@ -616,7 +626,14 @@ impl Core {
                     self.send(peer, Msg::SlabSend { comm, ticket, seq });
                 }
                 SourceAction::TellStale { ticket, page } => {
-                    self.send(peer, Msg::SlabStale { comm, ticket, page });
+                    let code = None;
+                    let stale = Msg::SlabStale {
+                        comm,
+                        ticket,
+                        page,
+                        code,
+                    };
+                    self.send(peer, stale);
                 }
                 SourceAction::TellEnd(end) => self.tell_end(key, &end),
                 SourceAction::Abort => self.abort_comm(key),

@@ -148,6 +148,7 @@ impl Stats {
         }
         for (name, count) in [
             ("kv_hellos_evicted_total", self.hellos_evicted),
+            ("kv_links_lost_total", self.links_lost),
             ("kv_bad_frames_total", self.bad_frames),
             ("kv_reads_refused_total", reads_refused),
         ] {
@@ -169,6 +170,7 @@ impl Stats {
 pub fn gauges(
     states: &BTreeMap<&'static str, usize>,
     peers: usize,
+    largest_backlog: usize,
     comms: &BTreeMap<&'static str, usize>,
     is_healthy: bool,
 ) -> BTreeMap<String, f64> {
@@ -185,6 +187,7 @@ pub fn gauges(
         .collect();
     gauges.insert("kv_leases".into(), count("LEASED"));
     gauges.insert("kv_peers".into(), peers as f64);
+    gauges.insert("kv_outbox_bytes".into(), largest_backlog as f64);
     gauges.insert(
         "kv_transfer_healthy".into(),
         f64::from(u8::from(is_healthy)),

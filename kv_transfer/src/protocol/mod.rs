@@ -36,6 +36,8 @@ pub const MAX_TEXT_BYTES: usize = 1024;
 /// Largest frame of the HELLO exchange, and largest of a decode rank on a data stream (READ).
 pub const MAX_HELLO_BYTES: usize = 16 << 10;
 pub const MAX_READ_FRAME_BYTES: usize = 64 << 10;
+/// Largest frame of a decode rank on a control connection: a HEARTBEAT that lists `MAX_HEARTBEAT_ROOMS`.
+pub const MAX_DECODE_FRAME_BYTES: usize = 256 << 10;
 /// Most pages in one PROGRESS frame (about 21 bytes each).
 pub const MAX_PROGRESS_PAGES: usize = 4096;
 /// Most pages in one READ.
@@ -245,9 +247,15 @@ pub enum Msg {
     /// They are in P's slab, and are its `seq`-th send.
     #[serde(rename = "SLAB_SEND")]
     SlabSend { comm: u64, ticket: u64, seq: u64 },
-    /// Instead of SLAB_SEND: this page is no longer what was announced.
+    /// Instead of SLAB_SEND; `code` as in STALE.
     #[serde(rename = "SLAB_STALE")]
-    SlabStale { comm: u64, ticket: u64, page: u32 },
+    SlabStale {
+        comm: u64,
+        ticket: u64,
+        page: u32,
+        #[serde(default)]
+        code: Option<Code>,
+    },
 }
 
 #[derive(Debug, thiserror::Error, PartialEq, Eq)]

@@ -289,3 +289,25 @@ fn unknown_fields_of_a_later_version_are_ignored() {
         }
     );
 }
+
+#[test]
+fn largest_messages_of_a_decode_rank_fit_into_its_frames() {
+    let beat = Msg::Heartbeat {
+        inc: "x".repeat(MAX_NAME_BYTES),
+        seq: u64::MAX,
+        rooms: vec![u64::MAX; MAX_HEARTBEAT_ROOMS],
+        pull_backlog_bytes: u64::MAX,
+        progress: u64::MAX,
+        busy: true,
+    };
+    let read = Msg::SlabRead {
+        comm: u64::MAX,
+        ticket: u64::MAX,
+        ids: vec![u32::MAX; MAX_READ_PAGES],
+        gens: vec![u64::MAX; MAX_READ_PAGES],
+    };
+    let ((mut sealer, _), _) = pair(Some(b"k"), Some(b"k"));
+    for msg in [beat, read] {
+        assert!(body(&sealer.seal(&msg)).len() <= MAX_DECODE_FRAME_BYTES);
+    }
+}

@@ -49,40 +49,43 @@ impl From<FrameError> for LinkError {
     }
 }
 
-/// What follows one length field. An error leaves the stream unusable.
-pub async fn read_frame(stream: &mut (impl AsyncRead + Unpin)) -> Result<Vec<u8>, LinkError> {
-    let len = read_len(stream).await?;
+/// What follows one length field, at most `limit` bytes. An error leaves the stream unusable.
+pub async fn read_frame(
+    stream: &mut (impl AsyncRead + Unpin),
+    limit: usize,
+) -> Result<Vec<u8>, LinkError> {
+    let len = read_len(stream, limit).await?;
     read_body(stream, len).await
 }
 
-/// The same on a stream without heartbeats of the control thread: a frame of at most `limit` bytes begins within `idle`.
+/// The same on a stream without heartbeats of the control thread: a frame begins within `idle`.
 pub async fn read_small_frame(
     stream: &mut (impl AsyncRead + Unpin),
     limit: usize,
     idle: Duration,
 ) -> Result<Vec<u8>, LinkError> {
     let silent = |what: &str, time| LinkError::new(Code::PeerDead, format!("{what} for {time:?}"));
-    let len = tokio::time::timeout(idle, read_len(stream))
+    let len = tokio::time::timeout(idle, read_len(stream, limit))
         .await
         .unwrap_or_else(|_| Err(silent("no frame", idle)))?;
-    if len > limit {
-        return Err(LinkError::new(
-            Code::TransportBroken,
-            format!("a frame of {len} bytes, the limit is {limit} here"),
-        ));
-    }
     tokio::time::timeout(FRAME_TIMEOUT, read_body(stream, len))
         .await
         .unwrap_or_else(|_| Err(silent("half a frame", FRAME_TIMEOUT)))
 }
 
-async fn read_len(stream: &mut (impl AsyncRead + Unpin)) -> Result<usize, LinkError> {
+async fn read_len(stream: &mut (impl AsyncRead + Unpin), limit: usize) -> Result<usize, LinkError> {
     let mut header = [0; HEADER_BYTES];
     stream
         .read_exact(&mut header)
         .await
         .map_err(|err| LinkError::io(&err))?;
-    Ok(frame_len(header)?)
+    match frame_len(header)? {
+        len if len > limit => Err(LinkError::new(
+            Code::TransportBroken,
+            format!("a frame of {len} bytes, the limit is {limit} here"),
+        )),
+        len => Ok(len),
+    }
 }
 
 async fn read_body(

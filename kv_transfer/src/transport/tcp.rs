@@ -14,6 +14,7 @@ use std::io;
 use std::net::SocketAddr;
 use std::os::fd::AsRawFd;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
@@ -101,6 +102,7 @@ pub struct DataContext {
     pub identity: Arc<Identity>,
     pub faults: Arc<Faults>,
     pub announced: Arc<AnnouncedPages>,
+    pub bad_frames: Arc<AtomicU64>,
     /// A peer's stream is closed when it is silent for this long.
     pub idle: Duration,
     pub report: Report,
@@ -239,6 +241,10 @@ async fn serve(context: DataContext, stream: std::net::TcpStream, opened: Opened
         }
     };
     if let Err(err) = served.await {
+        let is_bad = matches!(err.code, Code::Auth | Code::TransportBroken);
+        context
+            .bad_frames
+            .fetch_add(u64::from(is_bad), Ordering::Relaxed);
         tracing::debug!(peer = %peer.addr, %err, "a data stream to a decode rank ended");
     }
 }

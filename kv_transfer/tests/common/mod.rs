@@ -240,6 +240,10 @@ pub fn span(first: u32, n: u32) -> Vec<u32> {
     (first..first + n).collect()
 }
 
+pub fn counter(rank: &Rank, name: &str) -> f64 {
+    rank.stats()["counters"][name].as_f64().unwrap()
+}
+
 /// Wait for a condition that has no event of its own.
 pub fn until(what: &str, mut condition: impl FnMut() -> bool) {
     let deadline = Instant::now() + PATIENCE;

@@ -524,7 +524,10 @@ impl Relay {
         match self.to_d.pop_front() {
             Some(Word::Id) => self.sink(SinkEvent::Id(vec![1])),
             Some(Word::Send(ticket, seq)) => self.sink(SinkEvent::Announced { ticket, seq }),
-            Some(Word::Stale(ticket, page)) => self.sink(SinkEvent::Stale { ticket, page }),
+            Some(Word::Stale(ticket, page)) => {
+                let code = None;
+                self.sink(SinkEvent::Stale { ticket, page, code })
+            }
             Some(Word::End) => self.sink(SinkEvent::PeerEnded("told".into())),
             _ => {}
         }

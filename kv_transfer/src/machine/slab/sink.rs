@@ -39,6 +39,8 @@ pub enum SinkEvent {
     Stale {
         ticket: Ticket,
         page: u32,
+        /// None: the page was given away.
+        code: Option<Code>,
     },
     /// Own thread: the slab is received, and unless it was revoked before, scattered and compared with the announced checksums.
     Received {
@@ -196,7 +198,9 @@ impl Sink {
             }
             SinkEvent::Opened => {}
             SinkEvent::Announced { ticket, seq } => self.announced(ticket, seq, now, &mut out),
-            SinkEvent::Stale { ticket, page } => self.stale(ticket, page, now, &mut out),
+            SinkEvent::Stale { ticket, page, code } => {
+                self.stale(ticket, page, code, now, &mut out);
+            }
             SinkEvent::Received { ticket, verdict } => {
                 self.received(ticket, verdict, now, &mut out);
             }
@@ -304,7 +308,14 @@ impl Sink {
         self.progress(now);
     }
 
-    fn stale(&mut self, ticket: Ticket, page: u32, now: u64, out: &mut Vec<SinkAction>) {
+    fn stale(
+        &mut self,
+        ticket: Ticket,
+        page: u32,
+        code: Option<Code>,
+        now: u64,
+        out: &mut Vec<SinkAction>,
+    ) {
         if self.phase != Phase::Open {
             return;
         }
@@ -315,8 +326,12 @@ impl Sink {
             let why = format!("SLAB_STALE for ticket {ticket}, which is not asked for");
             return self.fail(End::Failed(why), now, out);
         }
-        let why = format!("page {page} of the prefill node was given to another request");
-        self.give_back(ticket, Err((Code::StalePage, why)), now, out);
+        let why = match code {
+            Some(_) => format!("the prefill node leases page {page} to this node no more"),
+            None => format!("page {page} of the prefill node was given to another request"),
+        };
+        let code = code.unwrap_or(Code::StalePage);
+        self.give_back(ticket, Err((code, why)), now, out);
     }
 
     fn received(
