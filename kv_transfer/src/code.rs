@@ -36,6 +36,8 @@ codes! {
     StalePage = "STALE_PAGE", retryable: true;
     /// The copied bytes are not the bytes that were announced.
     Checksum = "CHECKSUM", retryable: true;
+    /// The last transfers from this prefill rank all brought damaged pages: none is tried for a while.
+    Quarantined = "QUARANTINED", retryable: true;
     /// Page layout, model or protocol version differ; the pair can never work.
     LayoutMismatch = "LAYOUT_MISMATCH", retryable: false;
     /// The room number is in use; draw another one.

@@ -118,6 +118,56 @@ fn a_flipped_bit_is_a_checksum_failure_and_retryable() {
     }
 }
 
+/// A room of one page; how it ended on both sides.
+fn one_page(pair: &Pair, room: u64) -> (String, String) {
+    pair.open(room);
+    pair.grant(room, &span(500, 1));
+    pair.p.prefill(room, &span(0, 1), 1);
+    (pair.d.end_code(room), pair.p.end_code(room))
+}
+
+#[test]
+fn pages_that_one_transport_damaged_are_pulled_again_by_tcp() {
+    for transport in ["shm", "gloo"] {
+        let both = json!({"transports": [transport, "tcp"]});
+        let mut flip = fault(r#"{"on": "PAGE", "nth": 13, "do": "flip"}"#);
+        flip["transports"] = both["transports"].clone();
+        let pair = Pair::with(&both, &flip);
+        pair.relay(1);
+        let damaged = format!("kv_damaged_pulls_total{{transport=\"{transport}\"}}");
+        assert_eq!(counter(&pair.d, &damaged), 1.0);
+        assert_eq!(counter(&pair.d, "kv_quarantines_total"), 0.0);
+        pair.assert_idle();
+    }
+}
+
+#[test]
+fn pair_with_damaged_rooms_in_a_row_is_quarantined() {
+    let always = fault(r#"{"on": "PAGE", "do": "flip", "repeat": true}"#);
+    let pair = Pair::with(&on("tcp", json!({})), &on("tcp", always));
+    let damaged = ("CHECKSUM".to_owned(), "CHECKSUM".to_owned());
+    for room in 1..=3 {
+        assert_eq!(one_page(&pair, room), damaged);
+    }
+    pair.open(4);
+    assert_eq!(pair.d.end_code(4), "QUARANTINED");
+    assert_eq!(counter(&pair.d, "kv_quarantines_total"), 1.0);
+    pair.assert_idle();
+}
+
+#[test]
+fn damaged_rooms_with_good_ones_between_quarantine_nothing() {
+    let flip = |nth| json!({"on": "PAGE", "nth": nth, "do": "flip"});
+    // A rule does not count a page that an earlier one damages: these are the pages 1, 2, 4 and 5.
+    let rules = json!({"fault": {"rules": [flip(1), flip(1), flip(2), flip(2)]}});
+    let pair = Pair::with(&on("tcp", json!({})), &on("tcp", rules));
+    let ends: Vec<String> = (1..=6).map(|room| one_page(&pair, room).0).collect();
+    let (bad, good) = ("CHECKSUM", "COMMITTED");
+    assert_eq!(ends, [bad, bad, good, bad, bad, good]);
+    assert_eq!(counter(&pair.d, "kv_quarantines_total"), 0.0);
+    pair.assert_idle();
+}
+
 #[test]
 fn after_the_end_no_page_is_written() {
     for transport in TRANSPORTS {

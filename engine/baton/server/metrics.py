@@ -201,6 +201,12 @@ RANK = (
     Spec("kv_reads_refused", "counter", "P: reads of pages that were not announced to the asking decode rank"),
     Spec("kv_links_lost", "counter", "links to nodes of the other role that ended, for any reason"),
     Spec("kv_bad_frames", "counter", "connections cut because of a damaged, unauthenticated or unexpected message"),
+    Spec("kv_damaged_pulls", "counter", "D: pulls that brought pages other than announced", ("transport",)),
+    Spec(
+        "kv_quarantines",
+        "counter",
+        "D: times that transfers from a P rank were stopped for a while because several in a row were damaged",
+    ),
     Spec("kv_transport_fallbacks", "counter", "pairs that changed to a slower transport"),
     Spec("kv_communicators", "gauge", "communicators of the gloo or nccl transport by state", ("state",)),
     Spec(

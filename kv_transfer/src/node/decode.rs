@@ -12,6 +12,7 @@ use crate::code::Code;
 use crate::ledger::Side;
 use crate::machine::Peer;
 use crate::machine::decode::{Action, Event, Final, Phase, PullLimits, PullPage, Room};
+use crate::machine::slab::Breaker;
 use crate::pool::RemotePool;
 use crate::protocol::wire::LinkError;
 use crate::protocol::{Msg, Sealed};
@@ -34,6 +35,8 @@ const SILENT_MS: u64 = 900;
 /// How long rooms for an unreachable prefill rank fail at once; doubled while a probe by the next room fails, too.
 const FIRST_BREAK_MS: u64 = 250;
 const LAST_BREAK_MS: u64 = 4000;
+/// Rooms of a pair that fail with CHECKSUM, none between them committed, until the pair is quarantined.
+const DAMAGED_ROOMS: u32 = 3;
 
 /// A prefill rank as requests name it.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -86,6 +89,27 @@ pub(super) struct Link {
     /// Times in a row that this link broke; from the second on, one attempt decides.
     breaks: u32,
     last_error: String,
+    damage: Damage,
+}
+
+/// Rooms with damaged pages in a row, and how long further ones fail at once because of it: 30 s, and twice as long after each room
+/// that fails then, up to 16 minutes. A new connection starts anew: a host that was repaired, or its rank, has restarted.
+#[derive(Default)]
+struct Damage {
+    rooms: u32,
+    quarantine: Breaker,
+}
+
+impl Damage {
+    /// A room failed with CHECKSUM. True: the pair's quarantine begins.
+    fn found(&mut self, now: u64) -> bool {
+        self.rooms += 1;
+        let begins = self.rooms >= DAMAGED_ROOMS && self.quarantine.allows(now);
+        if begins {
+            self.quarantine.failed(now);
+        }
+        begins
+    }
 }
 
 impl Link {
@@ -98,6 +122,7 @@ impl Link {
             tried_at: 0,
             breaks: 0,
             last_error: "no answer yet".into(),
+            damage: Damage::default(),
         }
     }
 }
@@ -303,6 +328,10 @@ impl Core {
             return self.connect(key);
         };
         match link.state {
+            LinkState::Up(_) if !link.damage.quarantine.allows(now) => {
+                let (code, why) = (Code::Quarantined, QUARANTINED.into());
+                self.step_decode(room, Event::Unreachable { code, why });
+            }
             LinkState::Up(peer) => self.connected(room, peer),
             LinkState::Connecting | LinkState::Pausing => drop(link.waiting.insert(room)),
             LinkState::Broken { until } if now < until => {
@@ -363,6 +392,7 @@ impl Core {
         };
         link.state = LinkState::Up(peer);
         (link.failures, link.breaks, link.outage) = (0, 0, Outage::default());
+        link.damage = Damage::default();
         self.open_waiting(&key, peer);
     }
 
@@ -673,18 +703,19 @@ impl Core {
         }
     }
 
+    /// The peer is connected, and both sides may use tcp.
+    fn has_tcp(&self, peer: Peer) -> bool {
+        let tcp = Transport::Tcp;
+        let theirs = self.conns.get(&peer).map(|conn| &conn.peer.transports);
+        self.may_use(tcp) && theirs.is_some_and(|theirs| theirs.iter().any(|t| t == tcp.as_str()))
+    }
+
     fn pull_by_tcp(&mut self, peer: Peer, pull: Pull) -> Result<(), &'static str> {
-        let allowed = self.may_use(Transport::Tcp);
+        let has_tcp = self.has_tcp(peer);
         let Some(conn) = self.conns.get_mut(&peer) else {
             return Err("the prefill rank is gone");
         };
-        if !allowed
-            || !conn
-                .peer
-                .transports
-                .iter()
-                .any(|t| t == Transport::Tcp.as_str())
-        {
+        if !has_tcp {
             return Err("no other transport of the pair works, and one side has no tcp");
         }
         if let Some(data) = &conn.data
@@ -735,6 +766,8 @@ impl Core {
             pull.bytes += end.bytes;
             pull.pages += end.bytes / self.pool.page_bytes() as u64;
             pull.batch_seconds += job.started.elapsed().as_secs_f64();
+            let is_damaged = matches!(end.result, Err(PullError::Failed(Code::Checksum, _)));
+            pull.damaged += u64::from(is_damaged);
         }
         if let Some(entry) = self.decode.get_mut(&job.room) {
             entry.bytes += end.bytes;
@@ -742,6 +775,11 @@ impl Core {
         let (room, ticket) = (job.room, job.ticket);
         match end.result {
             Ok(()) => self.step_decode(room, Event::Pulled { ticket }),
+            Err(PullError::Failed(Code::Checksum, why))
+                if job.via != Transport::Tcp && self.has_tcp(job.peer) =>
+            {
+                self.pull_again(job, &why);
+            }
             Err(PullError::Failed(code, why)) => {
                 self.step_decode(room, Event::PullFailed { ticket, code, why })
             }
@@ -778,6 +816,28 @@ impl Core {
         };
         let via = via.unwrap_or(Transport::Tcp);
         self.dispatch(PullJob { via, ..job });
+    }
+
+    /// The pages arrived damaged, by the transport or at the prefill rank: tcp tells which, for it takes another way.
+    fn pull_again(&mut self, job: PullJob, why: &str) {
+        tracing::warn!(room = job.room, via = job.via.as_str(), %why, "damaged pages: pulled again by tcp");
+        if job.cancel.load(Ordering::Relaxed) {
+            return self.step_decode(job.room, Event::PullStopped { ticket: job.ticket });
+        }
+        let via = Transport::Tcp;
+        self.dispatch(PullJob { via, ..job });
+    }
+
+    /// A room ended with damaged pages.
+    fn room_was_damaged(&mut self, key: &LinkKey) {
+        let now = self.now();
+        let Some(link) = self.links.get_mut(key) else {
+            return;
+        };
+        if link.damage.found(now) {
+            self.shared.stats.lock().quarantines += 1;
+            tracing::error!(host = %key.host, port = key.port, rank = key.dp_rank, rooms = link.damage.rooms, "{QUARANTINED}");
+        }
     }
 
     /// A pair goes on with a slower transport than `from`.
@@ -885,8 +945,11 @@ impl Core {
             Action::AckAbort { peer } => self.send(peer, Msg::AbortAck { room, attempt }),
             Action::Commit(fin) => self.committed(room, fin),
             Action::Fail { code, why } => {
-                if self.forget(room).is_some() {
+                if let Some(entry) = self.forget(room) {
                     self.count_failure(code);
+                    if let (Code::Checksum, Some(key)) = (code, &entry.key) {
+                        self.room_was_damaged(key);
+                    }
                     self.push(NodeEvent::Failed {
                         room,
                         code,
@@ -925,6 +988,11 @@ impl Core {
         let Some(entry) = self.forget(room) else {
             return;
         };
+        if entry.bytes > 0
+            && let Some(link) = entry.key.as_ref().and_then(|key| self.links.get_mut(key))
+        {
+            link.damage = Damage::default();
+        }
         let stats = PullStats {
             transport: entry.transport,
             pages: entry.room.verified_pages() as u64,
@@ -977,7 +1045,26 @@ impl Core {
     }
 }
 
+/// The client's and the log's message.
+const QUARANTINED: &str = "transfers from this prefill rank fail for a while, because several in a row brought damaged pages; check the \
+    memory and the network of both hosts, then restart the prefill node";
+
 /// Errors that no waiting cures.
 fn is_final(code: Code) -> bool {
     matches!(code, Code::Auth | Code::LayoutMismatch)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn quarantine_is_longer_each_time_and_begins_once() {
+        let mut damage = Damage::default();
+        assert!(!damage.found(0) && !damage.found(0) && damage.found(0));
+        assert!(!damage.found(10), "a room that was under way");
+        assert!(!damage.quarantine.allows(29_999) && damage.quarantine.allows(30_000));
+        assert!(damage.found(40_000), "the first room after it");
+        assert!(!damage.quarantine.allows(99_999) && damage.quarantine.allows(100_000));
+    }
 }

@@ -52,6 +52,8 @@ pub struct TransportStats {
     pub bytes: u64,
     /// From handing a batch to the transport to its end, added up (batches overlap).
     pub batch_seconds: f64,
+    /// Batches with a page that was not what had been announced.
+    pub damaged: u64,
 }
 
 #[derive(Debug, Clone, Serialize)]
@@ -73,6 +75,8 @@ pub struct Stats {
     pub pages_hashed: u64,
     /// Pairs that changed to a slower transport.
     pub fallbacks: u64,
+    /// D: times that rooms of a pair began to fail at once because of damaged pages.
+    pub quarantines: u64,
     /// Communicators that ended: closed to make place, failed, or given up because their abort hung.
     pub comms_ended: BTreeMap<&'static str, u64>,
     /// Connections on this host that could not be accepted, for lack of descriptors or memory.
@@ -111,6 +115,7 @@ impl Default for Stats {
             opens_rejected: 0,
             pages_hashed: 0,
             fallbacks: 0,
+            quarantines: 0,
             comms_ended: COMM_ENDS.iter().map(|&end| (end, 0)).collect(),
             accept_errors: 0,
             links_up: 0,
@@ -133,6 +138,7 @@ impl Stats {
                 ("kv_pulls", pull.rooms as f64),
                 ("kv_pull_bytes", pull.bytes as f64),
                 ("kv_pull_seconds", pull.room_seconds),
+                ("kv_damaged_pulls", pull.damaged as f64),
             ] {
                 counters.insert(format!("{name}_total{{transport=\"{transport}\"}}"), value);
             }
@@ -149,6 +155,7 @@ impl Stats {
         for (name, count) in [
             ("kv_hellos_evicted_total", self.hellos_evicted),
             ("kv_links_lost_total", self.links_lost),
+            ("kv_quarantines_total", self.quarantines),
             ("kv_bad_frames_total", self.bad_frames),
             ("kv_reads_refused_total", reads_refused),
         ] {
