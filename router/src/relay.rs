@@ -38,7 +38,8 @@ use crate::upstream::{Answer, with_source};
 use crate::usage::usage_in;
 
 const DONE: &[u8] = b"\ndata: [DONE]\n\n";
-/// A silent worker of a stream that another could go on with is looked up this often: its health checks may have failed.
+/// A silent worker of a stream that another could resume is looked up, and probed, this often: its health checks may
+/// have failed.
 const LOOK_UP: Duration = Duration::from_secs(2);
 
 /// The answer broke and cannot be mended by an event: the connection to the client is cut, so that it sees the break.
@@ -514,14 +515,18 @@ impl Relay {
             if now >= limit {
                 return Some(Words::Ours(silent_error(guard, self.limit)));
             }
+            let worker = &guard.candidate.worker;
             if now >= next
-                && let State::Unhealthy { reason, .. } = guard.candidate.worker.state()
+                && let State::Unhealthy { reason, .. } = worker.state()
             {
                 return Some(Words::Ours(RouteError::Upstream {
-                    role: guard.candidate.worker.role(),
+                    role: worker.role(),
                     worker: guard.candidate.name.clone(),
                     cause: format!("fell silent and fails its health checks: {reason}"),
                 }));
+            }
+            if now >= next && self.app.config.silent_request_probe().is_some() {
+                worker.silent.notify_one();
             }
             let again = match now >= next {
                 true => now + pause,

@@ -131,7 +131,8 @@ pub struct Worker {
     pub pool: Arc<Pool>,
     /// Told when a request met a refused or broken connection: probe now.
     pub suspect: Notify,
-    /// Notified when a request has waited for its answer for `--silent-request-probe-secs`: probe soon.
+    /// Notified when a request has waited for its answer for `--silent-request-probe-secs`, or a stream that could be
+    /// resumed has paused (relay.rs): probe soon.
     pub silent: Notify,
     pub(super) state: watch::Sender<(State, Arc<Description>)>,
     /// Requests in flight by rank. Kept while the worker is out: what still runs on it counts when it returns.

@@ -384,6 +384,32 @@ async fn a_silent_worker_is_replaced_after_the_limit_or_when_its_health_fails() 
 }
 
 #[tokio::test]
+async fn silent_stream_brings_a_probe_and_leaves_a_hung_worker() {
+    timed(async {
+        let p = ours(&[]).await;
+        let hung = ours(&[Act::CountTo(2, 10, End::Hang)]).await;
+        let good = ours(&[Act::Count]).await;
+        // No probe comes by itself.
+        let flags = [
+            "--health-check-interval-secs",
+            "600",
+            "--health-check-timeout-secs",
+            "600",
+        ];
+        let router = Router::pd(&[&p], &[&hung, &good], &flags).await;
+        let hang = async {
+            eventually("its stream has begun", || async { hung.count() > 0 }).await;
+            hung.freeze();
+        };
+        let (reply, ()) = tokio::join!(meets(&router, &hung), hang);
+        assert_eq!(reply.text(), whole());
+        assert_eq!(router.metric(RESUMED).await, 1.0);
+        router.no_load().await;
+    })
+    .await;
+}
+
+#[tokio::test]
 async fn the_clients_deadline_goes_on_while_others_are_asked() {
     timed(async {
         let p = ours(&[]).await;
