@@ -54,7 +54,7 @@ impl<S: AsyncWrite + Unpin> HeadErrors<S> {
     fn error_of(&self, status: &str) -> Option<RouteError> {
         Some(match status {
             "400" => RouteError::MalformedHead {
-                problem: "the request line or a header is not HTTP/1.1",
+                problem: "the request line or a header is not valid HTTP/1.1",
             },
             "414" => RouteError::TargetTooLong {
                 limit_bytes: MAX_TARGET_BYTES,
