@@ -97,13 +97,20 @@ pub(super) struct Link {
 #[derive(Default)]
 struct Damage {
     rooms: u32,
+    /// When the last of them failed.
+    last_at: Option<Instant>,
     quarantine: Breaker,
 }
 
 impl Damage {
-    /// A room failed with CHECKSUM. True: the pair's quarantine begins.
-    fn found(&mut self, now: u64) -> bool {
+    /// A room failed with CHECKSUM. True: the pair's quarantine begins. Rooms that were open when the last one failed do not count: they
+    /// may share its pages, which the prefill node has now taken out of its cache.
+    fn found(&mut self, opened: Instant, at: Instant, now: u64) -> bool {
+        if self.last_at.is_some_and(|last| opened <= last) {
+            return false;
+        }
         self.rooms += 1;
+        self.last_at = Some(at);
         let begins = self.rooms >= DAMAGED_ROOMS && self.quarantine.allows(now);
         if begins {
             self.quarantine.failed(now);
@@ -829,12 +836,16 @@ impl Core {
     }
 
     /// A room ended with damaged pages.
-    fn room_was_damaged(&mut self, key: &LinkKey) {
+    fn room_was_damaged(&mut self, entry: &DecodeEntry) {
         let now = self.now();
-        let Some(link) = self.links.get_mut(key) else {
+        let Some((key, link)) = entry
+            .key
+            .as_ref()
+            .and_then(|key| Some((key, self.links.get_mut(key)?)))
+        else {
             return;
         };
-        if link.damage.found(now) {
+        if link.damage.found(entry.opened, Instant::now(), now) {
             self.shared.stats.lock().quarantines += 1;
             tracing::error!(host = %key.host, port = key.port, rank = key.dp_rank, rooms = link.damage.rooms, "{QUARANTINED}");
         }
@@ -947,8 +958,8 @@ impl Core {
             Action::Fail { code, why } => {
                 if let Some(entry) = self.forget(room) {
                     self.count_failure(code);
-                    if let (Code::Checksum, Some(key)) = (code, &entry.key) {
-                        self.room_was_damaged(key);
+                    if code == Code::Checksum {
+                        self.room_was_damaged(&entry);
                     }
                     self.push(NodeEvent::Failed {
                         room,
@@ -1061,10 +1072,19 @@ mod tests {
     #[test]
     fn quarantine_is_longer_each_time_and_begins_once() {
         let mut damage = Damage::default();
-        assert!(!damage.found(0) && !damage.found(0) && damage.found(0));
-        assert!(!damage.found(10), "a room that was under way");
-        assert!(!damage.quarantine.allows(29_999) && damage.quarantine.allows(30_000));
-        assert!(damage.found(40_000), "the first room after it");
-        assert!(!damage.quarantine.allows(99_999) && damage.quarantine.allows(100_000));
+        let start = Instant::now();
+        let mut found = |opened, now| {
+            let at = |ms| start + std::time::Duration::from_millis(ms);
+            let begins = damage.found(at(opened), at(now), now);
+            (begins, damage.quarantine.clone())
+        };
+        assert!(!found(0, 1).0 && !found(2, 3).0);
+        assert!(!found(2, 4).0, "it was open when the last one failed");
+        let (begins, quarantine) = found(5, 6);
+        assert!(begins && !quarantine.allows(30_005) && quarantine.allows(30_006));
+        assert!(!found(7, 8).0, "the quarantine has begun");
+        let (begins, quarantine) = found(40_000, 40_000);
+        assert!(begins, "the first room after it");
+        assert!(!quarantine.allows(99_999) && quarantine.allows(100_000));
     }
 }
