@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -9,6 +11,7 @@ import torch
 from baton.runtime.gpu.sampler import Draw
 from baton.runtime.gpu.stream import CudaStream
 from baton.runtime.sampler import SampleRow, sample
+from baton.sched.plan import INVALID_TOKEN
 from tests.unit.test_sampler import FILTERS, MIX, chi_square, naive_distribution, noise, row
 
 CUDA = torch.device("cuda")
@@ -58,3 +61,17 @@ def test_a_row_draws_the_same_alone_and_in_a_batch() -> None:
     together = draw(logits, rows)
     alone = [draw(logits[i : i + 1], [rows[i]])[0] for i in range(n)]
     assert sum(a == b for a, b in zip(together, alone, strict=True)) >= 0.98 * n
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_rows_with_nonfinite_logits_get_no_token(value: float) -> None:
+    kinds = [{"temperature": 0.0}, *FILTERS, *MIX]
+    rows = [row(seed=i, **kind) for i, kind in enumerate(kinds)]
+    logits = noise(len(rows), 5000)
+    logits[::2] = value
+    bad = [i % 2 == 0 for i in range(len(rows))]
+    assert [token == INVALID_TOKEN for token in draw(logits, rows)] == bad
+    if value != -math.inf:
+        logits = noise(len(rows), 5000)
+        logits[::2, 4999] = value
+        assert [token == INVALID_TOKEN for token in draw(logits, rows)] == bad
