@@ -221,8 +221,9 @@ async fn prompt_of(app: &App, api: Api, scan: &Scan, body: &Bytes, needs_blocks:
     }
     let is_small = scan.batch.is_none_or(|items| items <= MAX_FORWARDED);
     let forwards = config.forward_input_ids && is_small;
+    let longest = || app.registry.context_tokens();
     if let Some(tokens) = app.tokens.as_ref().filter(|_| needs_blocks || forwards)
-        && let Ok(made) = tokens.read(api, body, scan.prompt_len()).await
+        && let Ok(made) = tokens.read(api, body, scan.prompt_len(), longest).await
     {
         return of_ids(&made.joined(), forwards.then(|| made.member()));
     }

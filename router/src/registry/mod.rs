@@ -297,6 +297,16 @@ impl Registry {
         self.workers.read().clone()
     }
 
+    /// Longest context of all workers [tokens]. `None`: there is no worker, or one does not tell.
+    pub fn context_tokens(&self) -> Option<u64> {
+        let workers = self.workers.read();
+        let told: Option<Vec<u64>> = workers
+            .iter()
+            .map(|worker| worker.description().context_length)
+            .collect();
+        told?.into_iter().max()
+    }
+
     pub fn worker(&self, id: u64) -> Option<Arc<Worker>> {
         self.workers.read().iter().find(|w| w.id == id).cloned()
     }

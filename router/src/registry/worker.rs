@@ -75,6 +75,9 @@ pub struct Description {
     pub page_size: Option<u64>,
     /// KV slots of one rank.
     pub max_total_num_tokens: Option<u64>,
+    /// Longest prompt with its answer [tokens].
+    #[serde(default, deserialize_with = "lenient")]
+    pub context_length: Option<u64>,
     pub schedule_policy: Option<String>,
     pub disable_radix_cache: Option<bool>,
     /// SGLang's: its decode workers have no radix cache without it.

@@ -21,11 +21,15 @@ use crate::config::Tokens as TokensConfig;
 
 /// Segments are joined until they are this long: a shorter one is encoded as fast as it is found [bytes].
 const MIN_SEGMENT: usize = 64;
+/// Characters of which a normalizer makes one, at most: NFC composes up to four (as in the engines).
+const NORMALIZER_SHRINKS: usize = 4;
 /// Segments remembered at most; their bytes are what usually limits them.
 const MAX_SEGMENTS: usize = 1 << 20;
 
 pub struct Encoder {
     hf: Tokenizer,
+    /// A text has at least as many tokens as this goes into its length [characters].
+    pub max_chars_per_token: usize,
     /// By whether special tokens were added, which gives other ids.
     whole: Option<[Mutex<TextCache>; 2]>,
     segments: Option<Segments>,
@@ -62,6 +66,9 @@ impl Encoder {
             true => Cuts::of(&hf)?,
             false => None,
         };
+        let vocabulary = hf.get_vocab(true);
+        let longest = vocabulary.keys().map(|token| token.chars().count()).max();
+        let shrinks = hf.get_normalizer().map_or(1, |_| NORMALIZER_SHRINKS);
         let segments = cuts.map(|cuts| {
             let cache = TextCache::new(config.tokenizer_cache_l1_max_memory, MAX_SEGMENTS);
             Segments {
@@ -71,6 +78,7 @@ impl Encoder {
         });
         Ok(Self {
             hf,
+            max_chars_per_token: longest.unwrap_or(1) * shrinks,
             whole,
             segments,
             lookups,

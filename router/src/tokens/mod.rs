@@ -38,6 +38,8 @@ use crate::metrics::Metrics;
 
 /// Longest prompt that is tokenized, as it stands in the body: about 250 000 tokens of English, half a second [bytes].
 const MAX_BYTES: usize = 1 << 20;
+/// A prompt up to this size is tokenized whatever the context length: it costs about 30 ms [bytes].
+const UNCHECKED_BYTES: usize = 64 << 10;
 /// Threads that tokenize at the same time, at most: routing needs the rest.
 const MAX_THREADS: usize = 8;
 /// Requests that wait for one of them, at most, and how long.
@@ -135,15 +137,21 @@ impl Tokens {
         }))
     }
 
-    /// Token ids of a body without any. `prompt_bytes`: of its prompt. Dropping the future does not stop the thread.
+    /// Token ids of a body without any. `prompt_bytes`: of its prompt. `context_tokens` is the longest prompt that any
+    /// worker takes, if all tell. Dropping the future does not stop the thread.
     pub async fn read(
         self: &Arc<Self>,
         api: Api,
         body: &Bytes,
         prompt_bytes: usize,
+        context_tokens: impl FnOnce() -> Option<u64>,
     ) -> Result<PromptIds, Fallback> {
         let begun = Instant::now();
-        let made = self.on_a_thread(api, body, prompt_bytes).await;
+        let context = match prompt_bytes > UNCHECKED_BYTES {
+            true => context_tokens(),
+            false => None,
+        };
+        let made = self.on_a_thread(api, body, prompt_bytes, context).await;
         match &made {
             Ok(_) => {
                 let took = self.metrics.tokenize.with_label_values(&[api.path()]);
@@ -162,6 +170,7 @@ impl Tokens {
         api: Api,
         body: &Bytes,
         prompt_bytes: usize,
+        context_tokens: Option<u64>,
     ) -> Result<PromptIds, Fallback> {
         if prompt_bytes > MAX_BYTES {
             return Err(Fallback::TooLong);
@@ -173,7 +182,7 @@ impl Tokens {
         };
         let (tokens, body) = (self.clone(), body.clone());
         let work = tokio::task::spawn_blocking(move || {
-            let made = tokens.ids_of(api, &body);
+            let made = tokens.ids_of(api, &body, context_tokens);
             drop(place);
             made
         });
@@ -181,8 +190,20 @@ impl Tokens {
         work.await.unwrap_or(Err(Fallback::Failed))
     }
 
-    fn ids_of(&self, api: Api, body: &[u8]) -> Result<PromptIds, Fallback> {
+    fn ids_of(
+        &self,
+        api: Api,
+        body: &[u8],
+        context_tokens: Option<u64>,
+    ) -> Result<PromptIds, Fallback> {
         let given = prompt::texts_of(body, api, self.template.as_ref())?;
+        if let Some(tokens) = context_tokens {
+            let most = usize::try_from(tokens).unwrap_or(usize::MAX);
+            let most = most.saturating_mul(self.encoder.max_chars_per_token);
+            if given.texts.iter().any(|text| text.chars().count() > most) {
+                return Err(Fallback::TooLong);
+            }
+        }
         let encode = |text: &String| {
             self.encoder
                 .encode(text, given.add_special_tokens)

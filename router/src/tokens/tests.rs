@@ -99,7 +99,7 @@ fn ids_are_transformers_with_and_without_caches() {
             for _ in 0..2 {
                 for case in model.chats.iter().filter(|case| case.text.is_some()) {
                     let made = tokens
-                        .ids_of(Api::Chat, case.body.get().as_bytes())
+                        .ids_of(Api::Chat, case.body.get().as_bytes(), None)
                         .unwrap();
                     assert_eq!(
                         Some(made.joined()),
@@ -110,7 +110,8 @@ fn ids_are_transformers_with_and_without_caches() {
                 }
                 for case in &model.texts {
                     let text = &case.text;
-                    let ids = |api, body: &Value| tokens.ids_of(api, &json(body)).unwrap().joined();
+                    let ids =
+                        |api, body: &Value| tokens.ids_of(api, &json(body), None).unwrap().joined();
                     let completion = serde_json::json!({"prompt": text});
                     assert_eq!(
                         ids(Api::Completions, &completion),
@@ -161,9 +162,9 @@ fn a_second_turn_is_mostly_found_in_the_cache() {
             .with_label_values(&["l1", result])
             .get()
     };
-    tokens.ids_of(Api::Chat, &json(&messages(5))).unwrap();
+    tokens.ids_of(Api::Chat, &json(&messages(5)), None).unwrap();
     assert_eq!((count("hit"), count("miss")), (0, 6)); // the template's own system prompt is the sixth
-    tokens.ids_of(Api::Chat, &json(&messages(7))).unwrap();
+    tokens.ids_of(Api::Chat, &json(&messages(7)), None).unwrap();
     assert_eq!((count("hit"), count("miss")), (6, 8));
     let [whole, segments] = tokens.encoder.cache_bytes();
     assert!(whole == 0 && segments > 8 * long.len());
@@ -231,11 +232,15 @@ fn what_cannot_be_read_falls_back_with_its_reason() {
         (Api::Completions, r#"{"prompt":["a",1]}"#, Fallback::Unread),
         (Api::Generate, r#"{"input_ids":7}"#, Fallback::Unread),
     ] {
-        assert_eq!(tokens.ids_of(api, body.as_bytes()), Err(why), "{body}");
+        assert_eq!(
+            tokens.ids_of(api, body.as_bytes(), None),
+            Err(why),
+            "{body}"
+        );
     }
     let refuses = r#"{"messages":[{"role":"tool","content":"x"},{"role":"user","content":"y"}]}"#;
     assert_eq!(
-        load("mistral", &[]).ids_of(Api::Chat, refuses.as_bytes()),
+        load("mistral", &[]).ids_of(Api::Chat, refuses.as_bytes(), None),
         Err(Fallback::Template)
     );
 }
@@ -244,17 +249,22 @@ fn what_cannot_be_read_falls_back_with_its_reason() {
 async fn reading_is_bounded_and_counted() {
     let tokens = load("demo", &[]);
     let body = Bytes::from_static(br#"{"prompt":"Hi there"}"#);
-    let made = tokens.read(Api::Completions, &body, 10).await.unwrap();
+    let made = tokens
+        .read(Api::Completions, &body, 10, || None)
+        .await
+        .unwrap();
     assert_eq!(
         made.member(),
         format!(",\"input_ids\":{:?}", made.joined()).replace(' ', "")
     );
-    let too_long = tokens.read(Api::Completions, &body, MAX_BYTES + 1).await;
+    let too_long = tokens
+        .read(Api::Completions, &body, MAX_BYTES + 1, || None)
+        .await;
     assert_eq!(too_long, Err(Fallback::TooLong));
     // As many wait as may.
     tokens.waiting.store(MAX_WAITING, Ordering::Relaxed);
     assert_eq!(
-        tokens.read(Api::Completions, &body, 10).await,
+        tokens.read(Api::Completions, &body, 10, || None).await,
         Err(Fallback::Busy)
     );
     assert_eq!(tokens.waiting.load(Ordering::Relaxed), MAX_WAITING);
@@ -273,6 +283,29 @@ async fn reading_is_bounded_and_counted() {
     assert_eq!(took.get_sample_count(), 1);
 }
 
+#[test]
+fn a_text_that_no_context_can_hold_is_not_tokenized() {
+    let tokens = load("demo", &[]);
+    let most = tokens.encoder.max_chars_per_token * 100;
+    for (chars, fits) in [(most, true), (most + 1, false)] {
+        let body = json(&serde_json::json!({"prompt": "x".repeat(chars)}));
+        let made = tokens.ids_of(Api::Completions, &body, Some(100));
+        assert_eq!(made.err(), (!fits).then_some(Fallback::TooLong));
+    }
+}
+
+#[tokio::test]
+async fn the_context_length_is_asked_for_where_a_prompt_is_long() {
+    let tokens = load("demo", &[]);
+    let body = json(&serde_json::json!({"prompt": "x".repeat(UNCHECKED_BYTES + 1)}));
+    for (bytes, read) in [(UNCHECKED_BYTES, true), (UNCHECKED_BYTES + 1, false)] {
+        let made = tokens
+            .read(Api::Completions, &body, bytes, || Some(100))
+            .await;
+        assert_eq!(made.is_ok(), read);
+    }
+}
+
 #[tokio::test]
 async fn a_place_that_does_not_come_free_is_not_waited_for_long() {
     let tokens = load("demo", &[]);
@@ -280,7 +313,7 @@ async fn a_place_that_does_not_come_free_is_not_waited_for_long() {
     let _held = tokens.places.clone().acquire_many_owned(all).await.unwrap();
     let body = Bytes::from_static(br#"{"prompt":"Hi"}"#);
     assert_eq!(
-        tokens.read(Api::Completions, &body, 4).await,
+        tokens.read(Api::Completions, &body, 4, || None).await,
         Err(Fallback::Busy)
     );
     assert_eq!(tokens.waiting.load(Ordering::Relaxed), 0);
@@ -293,6 +326,7 @@ fn a_batch_has_a_list_for_each_prompt() {
         .ids_of(
             Api::Completions,
             br#"{"prompt":["a","b"],"add_special_tokens":false}"#,
+            None,
         )
         .unwrap();
     let [a, b] =
@@ -302,6 +336,7 @@ fn a_batch_has_a_list_for_each_prompt() {
         .ids_of(
             Api::Completions,
             br#"{"prompt":["a"],"add_special_tokens":false}"#,
+            None,
         )
         .unwrap();
     assert_eq!(one.member(), format!(",\"input_ids\":[{a}]"));
