@@ -99,13 +99,13 @@ specs! {
     RETRIES_REFUSED = Counter "baton_router_retries_refused_total" ["by"]
         "Failures that another worker could have mended, but for attempts (--retry-max-retries) or budget (--retry-budget-ratio)";
     FAILOVERS = Counter "baton_router_failovers_total" ["role", "outcome"]
-        "Streams whose worker broke off and that another could go on with; outcome is resumed, failed (nobody did), refused (attempts) or client_gone";
+        "Interrupted streams that could be resumed; outcome is resumed, failed, refused (attempts) or client_gone";
     RESUMES_WAITING = Gauge "baton_router_resumes_waiting" []
         "Interrupted streams waiting for their turn to be resumed (--failover-concurrency)";
     FAILOVER_PAUSE = Histogram "baton_router_failover_pause_seconds" ["role"]
         "From the break of such a stream to the first event of the next worker";
     UNRESUMABLE = Counter "baton_router_unresumable_streams_total" ["reason"]
-        "Streams that nobody could go on with any more; reason is too_long, memory (--failover-max-bytes) or malformed (the worker's comments)";
+        "Streams that could no longer be resumed; reason is too_long, memory (--failover-max-bytes) or malformed (the worker's comments)";
     DECODE_RETRIES = Counter "baton_router_decode_retries_total" ["result"]
         "Attempts in which another decode worker was to fetch a prompt that was prefilled already; result is opened or failed";
     RELEASES = Counter "baton_router_prefill_releases_total" ["result"]
