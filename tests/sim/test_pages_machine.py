@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 from array import array
-from typing import Any
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -92,7 +91,7 @@ class PagesMachine(RuleBasedStateMachine):
         """Of pages that no step in flight is still to write."""
         if not hasattr(self, "sched"):
             return
-        unwritten = {page for plan in self.node.flight for row in plan.rows for page in self._written(row)}
+        unwritten = self._pages_of_flight()
         copied = (run for plan in self.node.flight for run in plan.copies if not run.to_host)
         unwritten.update(page for run in copied for page in run.pages)
         cache = self.sched._state.memory.cache
@@ -108,11 +107,16 @@ class PagesMachine(RuleBasedStateMachine):
                         assert self.node.device.memory[node.pages[page]][offset] == state
             stack.extend((child, state) for child in node.children.values())
 
-    def _written(self, row: Any) -> list[int]:
-        seq = self.sched._state.seqs.get(row.handle)
+    def _pages_of_flight(self) -> set[int]:
+        """Pages that the steps in flight are going to write, also those of requests that have ended meanwhile."""
         size = self.node.limits.page_size
-        own = list(seq.pages) if seq is not None else []
-        return own[row.start // size : (row.start + row.n - 1) // size + 1] + list(row.pages)
+        tables = [list(slot.table) for slot in self.node.device.slots]
+        pages: set[int] = set()
+        for plan in self.node.flight:
+            for row in plan.rows:
+                table = tables[row.slot] = tables[row.slot][: row.page_base] + list(row.pages)
+                pages.update(table[row.start // size : (row.start + row.n - 1) // size + 1])
+        return pages
 
     def teardown(self) -> None:
         if not hasattr(self, "sched"):
