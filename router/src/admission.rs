@@ -128,7 +128,7 @@ fn fill(owed: &mut f64, there: usize, size: usize) -> (usize, usize) {
     (add, there.saturating_sub(size))
 }
 
-/// One of --queue-size places; free when dropped.
+/// A place of --queue-size; free when dropped.
 pub struct QueuePlace {
     _place: OwnedSemaphorePermit,
     _shown: Shown,

@@ -2,8 +2,9 @@
 //! last slice of it is dropped.
 //!
 //! A body whose Content-Length exceeds what is free is refused before it is read. Bytes are taken as they arrive and not
-//! as announced: a client that announces a long body and sends nothing keeps nobody out. Bodies that grow past the limit
-//! together are refused one by one, and each refusal frees what the others need, so some of them always complete.
+//! as announced: a client that announces a long body and sends nothing takes no memory from others. Bodies that
+//! grow past the limit together are refused one by one, and each refusal frees what the others need, so some of them
+//! always complete.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -28,7 +29,7 @@ impl BodyMemory {
         })
     }
 
-    /// Whether a body of this length could be held now.
+    /// True if a body of this length could be held now.
     pub fn check(&self, bytes: usize) -> Result<(), RouteError> {
         let held_bytes = self.held.load(Ordering::Relaxed);
         match bytes <= self.limit.saturating_sub(held_bytes) {
@@ -49,7 +50,7 @@ impl BodyMemory {
     }
 }
 
-/// What one body holds; given back when dropped.
+/// Memory of one body; given back when dropped.
 pub struct BodyShare {
     memory: Arc<BodyMemory>,
     bytes: usize,

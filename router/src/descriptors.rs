@@ -36,7 +36,7 @@ pub fn client_connections(limit: Option<u64>, wanted: usize, legs: u64) -> usize
     wanted.min(usize::try_from(most.max(1)).unwrap_or(usize::MAX))
 }
 
-/// Whether a connection failed for lack of something on this machine: descriptors, ports, memory.
+/// True if a connection failed for lack of something on this machine: descriptors, ports, memory.
 pub fn is_exhausted(err: &io::Error) -> bool {
     let errno = Errno::from_io_error(err);
     [

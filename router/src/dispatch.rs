@@ -102,7 +102,7 @@ async fn try_until_committed(
     request: &mut Inbound,
 ) -> Result<Committed, Unanswered> {
     let mut had_second_opinion = false;
-    // Failed for a reason that nobody explains; to blame if another worker answers.
+    // Failed for an unknown reason; to blame if another worker answers.
     let mut suspect: Option<(Role, WorkerId)> = None;
     let (mut kept, mut wait) = (None, None);
     loop {
@@ -166,7 +166,7 @@ async fn try_until_committed(
             }
             RetryClass::Unexplained => !std::mem::replace(&mut had_second_opinion, true),
             RetryClass::Broken | RetryClass::Leaving => true,
-            // Nobody else is left to ask, and this one asks for more time than a client is kept waiting for.
+            // No other worker is left to ask, and this one asks for more time than a client is kept waiting for.
             RetryClass::Overloaded => {
                 has_other || failure.retry_after_ms().unwrap_or(0) <= LONGEST_RETRY_AFTER_MS
             }
@@ -214,7 +214,7 @@ async fn try_until_committed(
     }
 }
 
-/// Whether the request has another attempt.
+/// True if the request has another attempt.
 pub fn has_tries(app: &App, request: &Inbound) -> bool {
     if app.is_cut() {
         return false;
@@ -227,8 +227,8 @@ pub fn has_tries(app: &App, request: &Inbound) -> bool {
     has_tries
 }
 
-/// Whether the fleet's budget has another retry; takes it. When it is used up, a request that lost its worker is paced, if
-/// there is a place in the queue: the budget cannot tell the end of a busy worker from a storm of retries.
+/// Takes a retry of the fleet's budget. When it is used up, a request that lost its worker is paced, if there is a place in
+/// the queue: the budget cannot tell the end of a busy worker from a storm of retries.
 fn has_budget(app: &App, request: &mut Inbound, failure: &Failure) -> bool {
     if request.is_paced || app.retry_budget.lock().try_retry(now_ms()) {
         return true;

@@ -6,7 +6,7 @@
 //!    Refused: `Unhealthy` now, since nothing listens there; other failures count up to --health-failure-threshold;
 //!    a request without an answer for --silent-request-probe-secs has the worker probed within `SILENCE_PAUSE`. If neither
 //!    the probe nor any request gets a byte for as long as the `patience` says, the worker hangs: `Unhealthy` now;
-//! 4. our engines are asked with each good probe how much they have to do (GET /v1/loads): no answer may tell it; vLLM's
+//! 4. our engines are asked with each good probe how much they have to do (GET /v1/loads): no answer may report it; vLLM's
 //!    for the names of their models (GET /v1/models), to which LoRA adapters are added while they run;
 //! 5. unhealthy: probe every second (or the interval, if shorter) until --health-success-threshold good ones, back to 2.
 
@@ -43,7 +43,7 @@ enum Probe {
         reason: String,
         is_certain: bool,
     },
-    /// It could not be sent, for lack of something on this side.
+    /// The probe could not be sent, for lack of something on this side.
     Unsent(String),
     /// Nothing listens: certain knowledge, no second opinion needed.
     Refused(String),
@@ -211,7 +211,7 @@ impl Watch {
     }
 }
 
-/// What is certain needs no second probe: record failures until the verdict turns.
+/// Record failures until the verdict turns: a certain failure needs no second probe.
 fn settled(seen: &mut HealthCounter) -> Option<HealthChange> {
     while seen.is_healthy() {
         if let Some(change) = seen.record(false) {

@@ -52,9 +52,9 @@ pub struct Inbound {
     pub avoid: Avoid,
     /// Set when its answer broke off.
     pub begun: Option<Begun>,
-    /// Its answer has opened: it is resumed, and only paced.
+    /// The answer has opened: the request is resumed, and only paced.
     pub is_accepted: bool,
-    /// Its attempts wait for their turn, and no retry budget applies to them.
+    /// Attempts wait for their turn, and no retry budget applies to them.
     pub is_paced: bool,
     /// Failed attempts since the client last got a token.
     pub tries: u32,
@@ -123,7 +123,7 @@ impl Inbound {
             && candidate.worker.has_feature(resume::FEATURE)
     }
 
-    /// Whether it may wait: an accepted stream always, another while there is a place in the queue.
+    /// True if it may wait: an accepted stream always, another while there is a place in the queue.
     pub fn take_place(&mut self, app: &App) -> bool {
         if self.is_accepted || self.place.is_some() {
             return true;
@@ -144,7 +144,7 @@ impl Inbound {
         is_over
     }
 
-    /// Whether requests with this body broke workers a moment ago.
+    /// True if requests with this body broke workers a moment ago.
     pub fn is_poison(&self, app: &App) -> bool {
         let poison = app.poison.lock();
         !poison.is_empty() && poison.is_refused(self.body_hash(), now_ms())

@@ -101,7 +101,7 @@ const PARTNERS_FAULT: [&str; 4] = [
 ];
 
 impl Failure {
-    /// Whether the worker has gone, as far as the failure tells, rather than refused the request.
+    /// True if the worker has gone, as far as the failure tells, rather than refused the request.
     pub fn lost_worker(&self) -> bool {
         matches!(
             self.reason,
@@ -215,7 +215,7 @@ impl Failure {
         }
     }
 
-    /// What it says about the worker. The client's mistakes and overload say nothing; an error that nobody explains is
+    /// Evidence of this failure about the worker. The client's mistakes and overload say nothing; an unexplained error is
     /// judged when there is a second opinion (dispatch.rs).
     fn outcome(&self) -> Outcome {
         let is_client_error =
@@ -304,7 +304,7 @@ pub fn error_event(piece: &[u8]) -> Option<&[u8]> {
     data.split(|b| *b == b'\n').next()
 }
 
-/// What a stream has begun with.
+/// Kind of a stream's first event.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum StreamStart {
     /// Nothing but comments: the worker says that it lives, not that it has begun.
@@ -534,7 +534,7 @@ impl Leg {
                         let first = Bytes::from(text).slice(at..);
                         return Err(self.error_in_stream(head.headers, first, answer).await);
                     }
-                    // Whole comments are left out; a part of one may tell the tokens of the event behind it.
+                    // Whole comments are left out; a part of one may hold the tokens of the event behind it.
                     StreamStart::Comment if text.ends_with(b"\n\n") => {
                         pieces.clear();
                         text.clear();

@@ -16,7 +16,7 @@ pub struct Report {
     pub rank: u32,
     /// Prompt tokens it has still to compute, begun or not.
     pub queued_tokens: u64,
-    /// Its running batch and KV pages, if it told all of that.
+    /// Running batch and KV pages, if all of that was reported.
     pub running: Option<RunningLoad>,
     /// How long ago that was true [ms].
     pub age_ms: u64,

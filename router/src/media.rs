@@ -64,7 +64,7 @@ fn spans(prompt: &[u8]) -> Vec<Range<usize>> {
     spans
 }
 
-/// Of both alphabets, and the backslash of JSON's `\\/`.
+/// Characters of both alphabets, and the backslash of JSON's `\\/`.
 fn is_base64(byte: u8) -> bool {
     byte.is_ascii_alphanumeric() || b"+/=-_\\".contains(&byte)
 }

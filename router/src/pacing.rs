@@ -1,4 +1,4 @@
-//! What an attempt waits for: its turn among the interrupted streams, and a worker while none can be chosen.
+//! Waits of an attempt: for its turn among the interrupted streams, and for a worker while none can be chosen.
 //!
 //! An accepted stream (its answer has opened) is never refused a turn, and no retry budget applies to it. A request without an
 //! answer holds a place of --queue-size while it waits. Dropping the future (the client left) gives turn and place back.
@@ -91,7 +91,7 @@ impl WorkerWait {
     }
 }
 
-/// Whether a worker may come for a request that was refused with `err`.
+/// True if a worker may come for a request that was refused with `err`.
 pub fn may_come(app: &App, request: &Inbound, err: &RouteError) -> bool {
     match err {
         RouteError::NoWorker { role, .. } => request.is_accepted || app.registry.may_return(*role),

@@ -373,7 +373,7 @@ impl Relay {
         None
     }
 
-    /// Whether another worker is to be asked to go on.
+    /// True if another worker is to be asked to resume the answer.
     fn may_fail_over(&mut self, reason: &'static str) -> bool {
         let (Some(said), Some(guard), Asker::Whole(request)) =
             (&self.said, &self.guard, &mut self.asker)

@@ -310,7 +310,7 @@ pub fn deciders(
     Ok((deciders, Some(writer)))
 }
 
-/// What others than this machine may do without a key of their own.
+/// Warns of what other machines may do without a key of their own.
 fn exposure_warning(listen: &Listen, addr: SocketAddr) -> Option<String> {
     if addr.ip().to_canonical().is_loopback() {
         return None;

@@ -214,7 +214,7 @@ def draw_columns(row: SampleRow, vocab: int) -> tuple[float, float, float, float
 
 
 def draw(logits: Tensor, columns: Sequence[Sequence[float]]) -> list[int]:
-    """One token for each non-greedy row of logits [n, vocab]. Args: `columns`: `draw_columns` of each."""
+    """Draw a token for each non-greedy row of logits [n, vocab]. Args: `columns`: `draw_columns` of each."""
     scaled = logits / torch.tensor([of_row[0] for of_row in columns], dtype=logits.dtype)[:, None]
     probs = scaled.softmax(-1)
     tokens = []

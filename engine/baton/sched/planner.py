@@ -199,7 +199,7 @@ class Planner:
                 first_announced = seq.is_announced and not announced_only and self._may_pass()
                 if first_announced and (short > 0 or not state.slots):
                     self._take_back(short)
-                    # What is granted to a prompt of which P holds nothing would be taken back in the next plan.
+                    # Pages granted to a prompt of which P holds nothing would be taken back in the next plan.
                     announced_only = True
                 if short > 0:
                     self._transfer_reservation = self._reserve(self._transfer_reservation, seq)

@@ -1,6 +1,7 @@
 //! What two transfer nodes say to each other: msgpack messages in length-prefixed frames, authenticated when a cluster key is set.
 //!
-//! One control connection per (D rank, P rank) pair, opened by D. P sends CHALLENGE, then both send HELLO; then, per room:
+//! Each pair of a D rank and a P rank has one control connection, opened by D. P sends CHALLENGE, then both send HELLO;
+//! then, per room:
 //!
 //! ```text
 //! D ── OPEN ─────────────────────▶ P      D ◀── OPEN_OK | PARKED | REJECT ── P

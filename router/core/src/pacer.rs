@@ -6,7 +6,7 @@
 
 use std::collections::VecDeque;
 
-/// One stream's place, waiting or with a turn.
+/// Place of a stream, waiting or with a turn.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub struct PacerTicket(u64);
 

@@ -124,7 +124,8 @@ impl Blocks {
     }
 }
 
-/// What text blocks belong to besides the text before them: model, tools, salt and whatever else changes a prompt's KV.
+/// Everything besides the text before them that text blocks depend on: model, tools, salt and whatever else changes a
+/// prompt's KV.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct TextScope(u64);
 

@@ -81,7 +81,7 @@ pub struct WorkerFacts {
     /// Tokens its KV cache holds, of one rank.
     pub capacity_tokens: Option<u64>,
     pub order: QueueOrder,
-    /// It keeps no prefixes: what was sent there is not found again.
+    /// The worker keeps no prefixes: prompts sent there are not found again.
     pub is_cacheless: bool,
 }
 
@@ -270,7 +270,7 @@ pub enum Event<'a> {
         hashes: &'a [u64],
         now_ms: u64,
     },
-    /// What the worker said of its queue: prompt tokens sent to it, by any router, and not yet prefilled; and of its
+    /// The worker's report of its queue: prompt tokens sent to it, by any router, and not yet prefilled; and of its
     /// running batch, if it said so. It was true `age_ms` before it arrived.
     Reported {
         worker: WorkerId,

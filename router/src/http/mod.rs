@@ -128,7 +128,7 @@ pub fn route_access() -> Vec<(&'static str, &'static str)> {
         .collect()
 }
 
-/// What `edge` works with.
+/// State of the middleware `edge`.
 #[derive(Clone)]
 struct EdgeState {
     app: Arc<App>,

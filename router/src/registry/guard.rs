@@ -40,7 +40,7 @@ impl Candidate {
         self.load.load(Ordering::Relaxed)
     }
 
-    /// What speaks against sending it a request that failed at the workers in `tried`.
+    /// Strongest objection to sending it a request that failed at the workers in `tried`.
     pub(super) fn objection(&self, tried: &[WorkerId], now_ms: u64) -> Objection {
         let is_open = |breaker: &Mutex<CircuitBreaker>| !breaker.lock().allows(now_ms);
         if self.breaker.as_ref().is_some_and(is_open) {

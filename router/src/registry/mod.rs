@@ -123,7 +123,7 @@ impl Avoid {
     }
 }
 
-/// Candidates that could go on with what was begun, and of these the ones against which least speaks.
+/// Candidates that could resume the answer, and of these the ones with the fewest objections.
 fn views(
     candidates: &[Arc<Candidate>],
     heir_of: Option<Make>,
@@ -337,14 +337,14 @@ impl Registry {
         self.changed.subscribe()
     }
 
-    /// Whether a worker of this role is registered that serves, or may serve again.
+    /// True if a worker of this role is registered that serves, or may serve again.
     pub fn may_return(&self, role: Role) -> bool {
         let workers = self.workers.read();
         let mut of_role = workers.iter().filter(|w| w.role() == role);
         of_role.any(|w| !matches!(w.state(), State::Rejected { .. } | State::Draining))
     }
 
-    /// Whether this role has workers ready, and no registered one serves the model.
+    /// True if this role has workers ready, and no registered one serves the model.
     pub fn lacks_model(&self, role: Role, model: &str) -> bool {
         let workers = self.workers.read();
         let of_role = || workers.iter().filter(|w| w.role() == role);

@@ -32,7 +32,7 @@ pub enum State {
     Ready,
     Unhealthy {
         reason: String,
-        /// Its probes got no answer at all: its requests will get none either.
+        /// Probes got no answer at all: requests will get none either.
         is_hung: bool,
     },
     /// It answers, but cannot do what it was registered for.
@@ -106,7 +106,7 @@ impl Description {
         Make::of(|aspect| self.aspect(aspect))
     }
 
-    /// Whether it takes requests that ask for `model`; one that names no model takes any. `NAME:ADAPTER` asks SGLang for a
+    /// True if it takes requests that ask for `model`; one that names no model takes any. `NAME:ADAPTER` asks SGLang for a
     /// LoRA adapter of the model NAME.
     pub fn serves(&self, model: &str) -> bool {
         let single = [&self.served_model_name, &self.model_path].into_iter();

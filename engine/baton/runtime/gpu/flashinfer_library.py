@@ -57,7 +57,7 @@ def _no_nvcc() -> str | None:
 
 def find_nvcc() -> str | None:
     """Where flashinfer 0.6 looks, in its order: CUDA_HOME or CUDA_PATH alone when set, PATH, the usual folder; then
-    NVIDIA's wheels, which `load` tells it about."""
+    NVIDIA's wheels, whose place `load` names."""
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
     if home:
         found = Path(home) / "bin" / "nvcc"

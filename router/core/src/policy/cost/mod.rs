@@ -382,7 +382,7 @@ impl Cost {
         told.unwrap_or(self.params.default_capacity_tokens).max(1) as f64
     }
 
-    /// What running there, beside `load` requests, costs a request that will take `tokens` of KV.
+    /// Cost of running there, beside `load` requests, for a request that will take `tokens` of KV.
     fn decode_ms(&self, rank: &Rank, load: usize, tokens: f64, now_ms: f64) -> f64 {
         let tokens = rank.kv_tokens + rank.others(now_ms).kv_tokens + tokens;
         let used = (tokens / self.capacity_tokens(rank)).min(KV_FULL);

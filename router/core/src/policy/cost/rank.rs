@@ -82,14 +82,14 @@ pub struct Rank {
     is_warm: bool,
 }
 
-/// One request of this router that decodes.
+/// A request of this router that decodes.
 #[derive(Debug, Clone, Copy)]
 struct Booking {
     kv_tokens: f64,
     sent_ms: f64,
 }
 
-/// What the worker itself said of its queue and its running batch.
+/// The worker's own report of its queue and its running batch.
 #[derive(Debug, Clone, Copy)]
 pub struct Report {
     /// Work of other routers' prompts at that time [ms].
@@ -187,7 +187,7 @@ impl Rank {
         }
     }
 
-    /// What other routers have here beside this router's bookings, by the last report.
+    /// Load of other routers beside this router's bookings, by the last report.
     pub fn others(&self, now_ms: f64) -> OthersLoad {
         let report = self.report.filter(|report| report.is_current(now_ms));
         report.map_or(OthersLoad::default(), |report| report.others)

@@ -77,11 +77,11 @@ pub(super) struct Sent {
     cached: f64,
     /// The time of its first token will be reported.
     tells: bool,
-    /// What the worker did for an answer that does not stream, once it has counted.
+    /// Work of an answer that does not stream, once the worker has counted it.
     answer: Option<Work>,
 }
 
-/// What a worker said of itself: see [`crate::types::Event::Reported`].
+/// A worker's report of its load: see [`crate::types::Event::Reported`].
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct Reported {
     pub(super) queued_tokens: u64,
