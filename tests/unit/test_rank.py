@@ -8,7 +8,7 @@ from baton.request import FinishReason
 from baton.sched.events import Emitted
 from baton.sched.plan import TokenLogprobs
 from baton.server.messages import encoder, to_front_decoder
-from baton.server.rank import StreamBuffer, flatten_transfer_stats, token_batch
+from baton.server.rank import StreamBuffer, flatten_transfer_stats, next_idle_report, token_batch
 
 
 def one(handle: int, token: int, finish: FinishReason | None = None) -> Emitted:
@@ -40,6 +40,12 @@ def test_stream_interval_groups_tokens_but_delays_neither_first_nor_last() -> No
     buffer.take([one(2, 1)])
     buffer.forget(2)
     assert buffer.take([one(3, 9)]) == [one(3, 9)]
+
+
+def test_idle_rank_with_a_transfer_runtime_goes_on_reporting() -> None:
+    assert next_idle_report(8.0, is_at_rest=False, has_peers=False) == 8.0, "the rate has to fall to zero"
+    assert next_idle_report(8.0, is_at_rest=True, has_peers=False) is None
+    assert next_idle_report(8.0, is_at_rest=True, has_peers=True) == 13.0
 
 
 def test_health_of_the_transfer_runtime_is_reported_with_its_numbers() -> None:

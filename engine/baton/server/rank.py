@@ -62,6 +62,8 @@ log = logging.getLogger("baton.rank")
 
 PR_SET_PDEATHSIG = 1
 STATS_EVERY_SECS = 1.0
+QUIET_STATS_SECS = 5.0
+"""Further wait of an idle rank with a transfer runtime, whose counters peers and strangers move."""
 INGEST_BURST = 256
 """Messages taken per turn: a flood of requests must not keep running ones from their next token."""
 
@@ -232,10 +234,11 @@ class RankProcess:
                 file.close()
 
     def _wait_ms(self) -> int | None:
-        """How long to sleep without messages: until the next deadline or report; for ever when nothing is alive."""
+        """How long to sleep without messages: until the next deadline or report; None when nothing can change."""
         now = time.monotonic()
         if self.engine.sched.is_idle:
-            return None if self._reported_rest else max(int((self._next_stats - now) * 1000) + 1, 1)
+            due = next_idle_report(self._next_stats, is_at_rest=self._reported_rest, has_peers=self._node is not None)
+            return None if due is None else max(int((due - now) * 1000) + 1, 1)
         until = now + STATS_EVERY_SECS
         deadline = self.engine.sched.next_deadline()
         if deadline is not None:
@@ -378,6 +381,13 @@ def flatten_transfer_stats(stats: dict[str, Any], gauges: dict[str, float], coun
     gauges.update(stats["gauges"])
     counters.update(stats["counters"])
     return None if stats["healthy"] else f"its KV transfer runtime has failed: {stats['unhealthy_reason']}"
+
+
+def next_idle_report(next_stats: float, *, is_at_rest: bool, has_peers: bool) -> float | None:
+    """When an idle rank reports again; None: not before it has worked."""
+    if not is_at_rest:
+        return next_stats
+    return next_stats + QUIET_STATS_SECS if has_peers else None
 
 
 class StreamBuffer:
