@@ -362,10 +362,7 @@ async fn client_that_closes_its_connection_or_its_sending_side_has_left() {
                 assert_eq!(answer, "");
             }
             drop(stream);
-            eventually("its worker is told", || async {
-                mock.cancelled() == count
-            })
-            .await;
+            eventually("its worker is told", || async { mock.cancelled() == count }).await;
         }
         router.no_load().await;
     })
