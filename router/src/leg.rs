@@ -429,7 +429,7 @@ impl Leg {
     /// answer the client does not see.
     pub async fn drain(mut self, keep: bool) -> Result<Vec<Bytes>, Failure> {
         let drained = async {
-            let (_, headers, pieces, rest) = self.open_unless_hung().await?;
+            let (_, headers, pieces, mut rest) = self.open_unless_hung().await?;
             if self.counts
                 && self.guard.wants_usage()
                 && let Some(usage) = usage_in(pieces.iter())
@@ -439,25 +439,30 @@ impl Leg {
             // A prefill worker's answer begins when the prompt is computed.
             self.guard.first_token();
             let mut finder = is_sse(&headers).then(ErrorFinder::default);
+            let mut error = match &mut finder {
+                Some(finder) => finder.find(&pieces.concat()),
+                None => None,
+            };
             let mut find = |piece: &[u8]| finder.as_mut()?.find(piece);
-            let has_error = pieces.iter().find_map(|piece| find(piece));
             let mut kept = if keep { pieces } else { Vec::new() };
             let mut held: usize = kept.iter().map(Bytes::len).sum();
-            if let Some(mut rest) = rest {
-                if let Some(error) = has_error {
-                    return Err(self.error_in_stream(headers, error, rest).await);
-                }
-                while let Some(piece) = self.next_piece(&mut rest).await? {
-                    if let Some(error) = find(&piece) {
-                        return Err(self.error_in_stream(headers, error, rest).await);
-                    }
-                    held += piece.len();
-                    if keep && held <= MAX_HELD {
-                        kept.push(piece);
-                    }
+            while error.is_none()
+                && let Some(answer) = &mut rest
+            {
+                let Some(piece) = self.next_piece(answer).await? else {
+                    error = find(b"\n"); // its last line may lack the end
+                    break;
+                };
+                error = find(&piece);
+                held += piece.len();
+                if keep && held <= MAX_HELD {
+                    kept.push(piece);
                 }
             }
-            Ok(kept)
+            match error {
+                Some(error) => Err(self.error_in_stream(headers, error, rest).await),
+                None => Ok(kept),
+            }
         }
         .await;
         match drained {
@@ -532,7 +537,9 @@ impl Leg {
                 match stream_start(&text) {
                     StreamStart::Error(at) => {
                         let first = Bytes::from(text).slice(at..);
-                        return Err(self.error_in_stream(head.headers, first, answer).await);
+                        return Err(self
+                            .error_in_stream(head.headers, first, Some(answer))
+                            .await);
                     }
                     // Whole comments are left out; a part of one may hold the tokens of the event behind it.
                     StreamStart::Comment if text.ends_with(b"\n\n") => {
@@ -571,9 +578,18 @@ impl Leg {
     }
 
     /// A stream whose event is an error. If nobody else can do better the client gets the stream as it came.
-    async fn error_in_stream(&self, headers: HeaderMap, first: Bytes, mut rest: Answer) -> Failure {
+    async fn error_in_stream(
+        &self,
+        headers: HeaderMap,
+        first: Bytes,
+        rest: Option<Answer>,
+    ) -> Failure {
         let code = error_event(&first).and_then(code_of);
-        let body = match self.collect(first.clone(), &mut rest).await {
+        let collected = match rest {
+            Some(mut rest) => self.collect(first.clone(), &mut rest).await,
+            None => Ok(Some(first.clone())),
+        };
+        let body = match collected {
             Ok(Some(body)) => body,
             // The event, without what follows it.
             Ok(None) => {
