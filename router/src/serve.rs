@@ -34,6 +34,7 @@ use crate::http::{metrics_router, router};
 use crate::kv_events;
 use crate::metrics::{Metrics, metrics_markdown};
 use crate::replay;
+use crate::tcp::tune_listener;
 use crate::tls;
 use crate::tokens::Tokens;
 use crate::trace::{Exporter, Service};
@@ -333,9 +334,13 @@ fn exposure_warning(listen: &Listen, addr: SocketAddr) -> Option<String> {
 }
 
 async fn bind(host: &str, port: u16, flag: &str) -> Result<TcpListener, String> {
-    TcpListener::bind((host, port)).await.map_err(|err| match err.kind() {
+    let bound = TcpListener::bind((host, port)).await;
+    let bound = bound.and_then(|listener| tune_listener(&listener).map(|()| listener));
+    bound.map_err(|err| match err.kind() {
         std::io::ErrorKind::AddrInUse => {
-            format!("{host}:{port} is in use already; stop what listens there or choose another {flag}")
+            format!(
+                "{host}:{port} is in use already; stop what listens there or choose another {flag}"
+            )
         }
         _ => format!("cannot listen on {host}:{port}: {err}"),
     })

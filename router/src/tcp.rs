@@ -7,11 +7,19 @@ use std::io;
 use std::time::Duration;
 
 use socket2::{SockRef, TcpKeepalive};
-use tokio::net::TcpStream;
+use tokio::net::{TcpListener, TcpStream};
 
 const IDLE: Duration = Duration::from_secs(15);
 const INTERVAL: Duration = Duration::from_secs(5);
 const PROBES: u32 = 3;
+/// Connections that wait to be accepted, if the kernel's limit (net.core.somaxconn) is not less; tokio asks for 128. A
+/// client that finds the queue full tries again after a second.
+const BACKLOG: i32 = 4096;
+
+/// A listener for clients: its queue holds a burst of new connections.
+pub fn tune_listener(listener: &TcpListener) -> io::Result<()> {
+    SockRef::from(listener).listen(BACKLOG)
+}
 
 /// A connection to a worker.
 pub fn tune_upstream(stream: &TcpStream) -> io::Result<()> {

@@ -144,6 +144,12 @@ async fn connections_beyond_the_limit_wait_for_a_place() {
         assert!(text.contains("baton_router_client_connections 1"), "{text}");
         // The kernel accepts it, the router does not.
         let second = Client::connect(router.running.addr).await;
+        // So do as many as a burst brings.
+        let somaxconn = std::fs::read_to_string("/proc/sys/net/core/somaxconn").unwrap();
+        let mut burst = Vec::new();
+        for _ in 0..300.min(somaxconn.trim().parse().unwrap()) - 1 {
+            burst.push(TcpStream::connect(router.running.addr).await.unwrap());
+        }
         let waiting = tokio::spawn(get(second));
         for _ in 0..20 {
             let answer = first.send(Method::GET, "/health", &[], "").await;
