@@ -109,7 +109,7 @@ specs! {
     DECODE_RETRIES = Counter "baton_router_decode_retries_total" ["result"]
         "Attempts in which another decode worker was to fetch a prompt that was prefilled already; result is opened or failed";
     RELEASES = Counter "baton_router_prefill_releases_total" ["result"]
-        "Prompts that were computed and that nobody will fetch, whose prefill worker was to free their pages; result is told, failed or skipped (too many at once)";
+        "Prompts, computed or being computed, that no decode worker will fetch, whose prefill worker was to free their pages; result is told, failed or skipped (too many at once)";
     LOCAL_PREFILLS = Counter "baton_router_local_prefills_total" ["why"]
         "Prompts that a decode worker was given to prefill itself: no_prefill, short, prefix_here or batch (docs/routing.md)";
     UPSTREAM_ERRORS = Counter "baton_router_upstream_errors_total" ["role", "reason"]

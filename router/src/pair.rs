@@ -66,7 +66,7 @@ impl Drop for RoomLease {
     }
 }
 
-/// The prefill leg's task. Dropping it aborts the leg, or lets go of what it has computed for nobody.
+/// The prefill leg's task. Dropping it aborts the leg and has P free pages that no decode worker will fetch.
 pub struct PrefillLeg {
     task: Option<JoinHandle<Result<Vec<Bytes>, Failure>>>,
     /// Its words when it has ended well, if they were to be kept.
@@ -135,7 +135,9 @@ impl Drop for PrefillLeg {
             let labels = ["prefill", "dropped"];
             let aborts = &self.app.metrics.leg_aborts;
             aborts.with_label_values(&labels).inc();
-        } else if !self.is_fetched && (task.is_some() || self.words.is_some()) {
+        }
+        // An aborted leg, too: the prompt may be computed, and only the answer that says so still on its way.
+        if !self.is_fetched && (task.is_some() || self.words.is_some()) {
             release(&self.app, &self.prefill.worker, &self.rooms.rooms);
         }
     }

@@ -1,5 +1,5 @@
-//! A prompt was computed and nobody will fetch it: its prefill worker is told, so that the pages are free at once and not
-//! when their lease ends. Best effort: at most `MOST` are told at a time, each within `LIMIT`; the lease ends anyway.
+//! No decode worker will fetch a prompt that is or was computed: its prefill worker is told, so that the pages are free at
+//! once and not when their lease ends. Best effort: at most `MOST` are told at a time, each within `LIMIT`; the lease ends anyway.
 
 use std::sync::Arc;
 use std::time::Duration;

@@ -280,6 +280,31 @@ async fn vllm_legs_fail_by_the_same_classes() {
 }
 
 #[tokio::test]
+async fn aborted_prefill_is_released_since_its_answer_may_be_on_the_way() {
+    timed(async {
+        let p = Mock::start(&[Act::Hang]).await;
+        let p = p.with_info(reopens(8998));
+        let d = Mock::start(&[Act::Hang]).await;
+        let router = Router::pd(&[&p], &[&d], &[]).await;
+        let mut client = Client::connect(router.running.addr).await;
+        let asking = tokio::spawn(async move { client.chat(true).await.read().await.status });
+        eventually("both have it", || async {
+            p.count() == 1 && d.count() == 1
+        })
+        .await;
+        asking.abort();
+        eventually("P is told", || async {
+            p.cancelled() == 1 && p.released().len() == 1
+        })
+        .await;
+        let room = d.seen()[0].body["bootstrap_room"].clone();
+        assert_eq!(p.released(), [json!([room])]);
+        router.no_load().await;
+    })
+    .await;
+}
+
+#[tokio::test]
 async fn a_prefill_that_nobody_will_fetch_is_given_up() {
     let told = "baton_router_prefill_releases_total{result=\"told\"}";
     timed(async {
