@@ -110,7 +110,7 @@ class EngineConfig:
         "ports can read prompts and forge answers",
     )
     kv_lease_secs: float = opt(30.0, "how long P keeps a finished prompt's pages for D without a heartbeat [s]")
-    kv_transfer_timeout_secs: float = opt(60.0, "D gives up on a request's KV after this long [s]")
+    kv_transfer_timeout_secs: float = opt(60.0, "D: longest wait for P's answer and for a page being copied; waiting in a queue does not count [s]")
     num_reserved_decode_tokens: int = opt(
         512, "D keeps room for this many more tokens per running request when admitting [tokens]"
     )

@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 STREAMS = int(os.environ.get("BATON_SCALE_STREAMS", "600"))
 TOKENS = int(os.environ.get("BATON_SCALE_TOKENS", "2000"))
-FLEET = ("--prefill", "3", "--decode", "3", "--simulate", "h200-8b")
+FLEET = ("--prefill", "3", "--decode", "3", "--simulate", "h200-8b", "--max-running-requests", "512")
 
 
 @dataclass

@@ -202,7 +202,7 @@ class RankProcess:
             late_secs = c.kv_transfer_timeout_secs + c.kv_lease_secs + c.dist_timeout
             self._node = TeamNode(self._node, self._followers, team, late_secs)
         if c.disaggregation_mode == "decode":
-            return DecodeRelay(self._node, c.kv_transfer_timeout_secs, loaded.vocab_size)
+            return DecodeRelay(self._node, c.request_timeout_secs, loaded.vocab_size)
         node = loaded.paced(self._node) if c.simulate is not None else self._node
         return PrefillRelay(node, c.request_timeout_secs)
 

@@ -127,6 +127,7 @@ def start(
         "dp_size": config.dp_size * config.tp_size,
         "lease_ms": int(config.kv_lease_secs * 1000),
         "heartbeat_ms": 1000,
+        "wait_ms": int(config.kv_transfer_timeout_secs * 1000),
         "stall_ms": max(MIN_STALL_MS, int(config.kv_transfer_timeout_secs * 1000 / 2)),
         "copy_threads": 1,
         "max_rooms": config.max_rooms,

@@ -62,6 +62,8 @@ pub struct PullLimits {
     pub pulls_in_flight: usize,
     /// Prompt pages a peer may announce at most.
     pub max_pages: usize,
+    /// The longest wait for the peer's answer, and for a pull while one is in flight.
+    pub wait_ms: u64,
 }
 
 /// P's end of prefill, as FINAL tells it.
@@ -92,7 +94,10 @@ pub struct Room {
     pub phase: Phase,
     pub attempt: u32,
     pub start_page: u32,
+    /// Every phase ends by then: the deadline of the request.
     deadline: u64,
+    /// When the transfer itself last went on; see `next_due`.
+    moved_at: u64,
     limits: PullLimits,
     peer: Option<Peer>,
     accepted: bool,
@@ -259,12 +264,13 @@ pub enum Action {
 }
 
 impl Room {
-    pub fn new(attempt: u32, start_page: u32, deadline: u64, limits: PullLimits) -> Self {
+    pub fn new(attempt: u32, start_page: u32, now: u64, deadline: u64, limits: PullLimits) -> Self {
         Self {
             phase: Phase::Resolving,
             attempt,
             start_page,
             deadline,
+            moved_at: now,
             limits,
             peer: None,
             accepted: false,
@@ -278,8 +284,20 @@ impl Room {
         }
     }
 
+    /// The moment at which `Tick` ends the room.
     pub fn next_due(&self) -> Option<u64> {
-        (!self.phase.is_over() && self.ending.is_none()).then_some(self.deadline)
+        let due = if self.is_transferring() {
+            self.deadline.min(self.moved_at + self.limits.wait_ms)
+        } else {
+            self.deadline
+        };
+        (!self.phase.is_over() && self.ending.is_none()).then_some(due)
+    }
+
+    /// P or a copy owes the next event. Otherwise the room waits for an engine (P's queue and its prefill, or pages here),
+    /// which takes as long as the queues are; a P that has died or stands still is noticed on its connection.
+    fn is_transferring(&self) -> bool {
+        matches!(self.phase, Phase::Resolving | Phase::Opening) || !self.in_flight.is_empty()
     }
 
     pub fn peer(&self) -> Option<Peer> {
@@ -339,6 +357,7 @@ impl Room {
                 }
                 self.peer = Some(peer);
                 self.phase = Phase::Opening;
+                self.moved_at = now;
                 return Ok(vec![Action::Open { peer }]);
             }
             Event::Grant {
@@ -360,6 +379,7 @@ impl Room {
                 return Ok(vec![Action::Revoked]);
             }
             Event::Pulled { ticket } => {
+                self.moved_at = now;
                 for index in self.in_flight.remove(&ticket).unwrap_or_default() {
                     if let Slot::Pulling(sealed) = self.pages[index] {
                         self.pages[index] = Slot::Verified(sealed);
@@ -393,13 +413,13 @@ impl Room {
                         Some(Code::TransportBroken),
                     ));
                 }
-                return Ok(self.advance_with(is_news));
+                return Ok(self.advance_with(is_news, now));
             }
             Event::Final { fin, .. } => {
                 self.admit();
                 let is_news = self.grant.is_none() && !self.is_announced();
                 self.fin.get_or_insert(fin);
-                return Ok(self.advance_with(is_news));
+                return Ok(self.advance_with(is_news, now));
             }
             Event::Unreachable { code, why } => return Ok(self.end(Ending::Fail(code, why), None)),
             Event::Rejected { code, why, .. } => {
@@ -429,17 +449,22 @@ impl Room {
                 return Ok(self.end(Ending::Fail(code, why), Some(code)));
             }
             Event::Abort(code) => return Ok(self.end(Ending::Abort, Some(code))),
-            Event::Tick if now >= self.deadline => {
+            Event::Tick if self.next_due().is_some_and(|due| now >= due) => {
                 let (known, verified) = self.progress();
+                let what = if now >= self.deadline {
+                    "the request's deadline passed".into()
+                } else {
+                    format!("nothing came for {} ms", now - self.moved_at)
+                };
                 let why = format!(
-                    "the request's deadline passed in {} ({known} pages announced, {verified} verified)",
+                    "{what} in {} ({known} pages announced, {verified} verified)",
                     self.phase.name()
                 );
                 return Ok(self.end(Ending::Fail(Code::Deadline, why), Some(Code::Deadline)));
             }
             Event::Tick => return Ok(vec![]),
         }
-        Ok(self.advance())
+        Ok(self.advance(now))
     }
 
     fn illegal(&self, event: &Event, why: &str) -> Illegal {
@@ -501,7 +526,7 @@ impl Room {
     }
 
     /// Do whatever the present knowledge allows: pull more, or commit.
-    fn advance(&mut self) -> Vec<Action> {
+    fn advance(&mut self, now: u64) -> Vec<Action> {
         if let (Some(needed), Some(granted)) = (self.needed(), self.grant.as_ref().map(Vec::len))
             && granted + self.held != needed
         {
@@ -528,7 +553,7 @@ impl Room {
                 Some(Code::TransportBroken),
             );
         }
-        let mut actions = self.start_pulls();
+        let mut actions = self.start_pulls(now);
         if self.grant.is_some()
             && self.all_announced()
             && self
@@ -541,17 +566,17 @@ impl Room {
         actions
     }
 
-    fn advance_with(&mut self, is_news: bool) -> Vec<Action> {
+    fn advance_with(&mut self, is_news: bool, now: u64) -> Vec<Action> {
         let mut actions = if is_news {
             vec![Action::Announced]
         } else {
             vec![]
         };
-        actions.extend(self.advance());
+        actions.extend(self.advance(now));
         actions
     }
 
-    fn start_pulls(&mut self) -> Vec<Action> {
+    fn start_pulls(&mut self, now: u64) -> Vec<Action> {
         let (Some(grant), true) = (&self.grant, self.accepted) else {
             return vec![];
         };
@@ -578,6 +603,9 @@ impl Room {
             }
             let ticket = self.next_ticket;
             self.next_ticket += 1;
+            if self.in_flight.is_empty() {
+                self.moved_at = now;
+            }
             self.in_flight.insert(ticket, indices);
             self.phase = Phase::Pulling;
             actions.push(Action::Pull { ticket, pages });
@@ -668,6 +696,7 @@ mod tests {
         pages_per_pull: 2,
         pulls_in_flight: 2,
         max_pages: 100,
+        wait_ms: 300,
     };
 
     fn sealed(page: u32) -> Sealed {
@@ -679,7 +708,7 @@ mod tests {
     }
 
     fn connected(start_page: u32) -> Room {
-        let mut room = Room::new(1, start_page, 1000, LIMITS);
+        let mut room = Room::new(1, start_page, 0, 1000, LIMITS);
         assert_eq!(
             room.step(Event::Connected { peer: P }, 0),
             Ok(vec![Action::Open { peer: P }])
@@ -721,6 +750,53 @@ mod tests {
                 }
             })
             .collect()
+    }
+
+    fn grant_first(pages: u32) -> Event {
+        Event::Grant {
+            start_page: 0,
+            pages: (0..pages).collect(),
+        }
+    }
+
+    #[test]
+    fn waiting_for_an_engine_is_not_a_transfer_that_hangs() {
+        let mut room = connected(0);
+        assert_eq!(room.next_due(), Some(300), "P owes an answer to OPEN");
+        room.step(progress(0, 2), 200).unwrap();
+        assert_eq!(room.next_due(), Some(1000), "this side owes pages");
+        assert_eq!(room.step(Event::Tick, 999), Ok(vec![]));
+        room.step(grant_first(2), 600).unwrap();
+        assert_eq!(room.next_due(), Some(900), "a pull is in flight");
+        room.step(Event::Pulled { ticket: 0 }, 700).unwrap();
+        assert_eq!(
+            room.next_due(),
+            Some(1000),
+            "P's engine owes the rest of the prompt"
+        );
+        assert!(matches!(
+            room.step(Event::Tick, 1000).as_deref(),
+            Ok([
+                Action::SendAbort { .. },
+                Action::Fail {
+                    code: Code::Deadline,
+                    ..
+                }
+            ])
+        ));
+    }
+
+    #[test]
+    fn a_pull_that_hangs_ends_the_room_before_its_deadline() {
+        let mut room = connected(0);
+        room.step(progress(0, 2), 200).unwrap();
+        room.step(grant_first(2), 210).unwrap();
+        assert_eq!(room.step(Event::Tick, 509), Ok(vec![]));
+        let actions = room.step(Event::Tick, 510).unwrap();
+        assert!(
+            matches!(actions[..], [Action::SendAbort { .. }, Action::CancelPulls]),
+            "{actions:?}"
+        );
     }
 
     #[test]

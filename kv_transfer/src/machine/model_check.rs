@@ -65,6 +65,7 @@ const ONE_PAGE: PullLimits = PullLimits {
     pages_per_pull: 1,
     pulls_in_flight: 2,
     max_pages: 8,
+    wait_ms: 300,
 };
 
 fn reaches(explored: &Explored, d: &'static str, p: &str) -> bool {

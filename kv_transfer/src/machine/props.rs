@@ -10,6 +10,7 @@ fn limits() -> impl Strategy<Value = PullLimits> {
         pages_per_pull,
         pulls_in_flight,
         max_pages: 16,
+        wait_ms: 300,
     })
 }
 

@@ -108,7 +108,7 @@ impl World {
     pub fn new(total: u32, start: u32, limits: decode::PullLimits, budget: Budget) -> Self {
         Self {
             p: prefill::Room::new(0, HASH.to_vec(), P_DEADLINE, LEASE),
-            d: decode::Room::new(0, 0, D_DEADLINE, limits),
+            d: decode::Room::new(0, 0, 0, D_DEADLINE, limits),
             to_p: vec![],
             to_d: vec![],
             hashing: vec![],
@@ -323,7 +323,11 @@ impl World {
             }
             Move::TickD => {
                 self.budget.ticks -= 1;
-                self.step_d(decode::Event::Tick, D_DEADLINE);
+                let due = self
+                    .d
+                    .next_due()
+                    .expect("offered only when something is due");
+                self.step_d(decode::Event::Tick, due);
             }
         }
     }
@@ -334,8 +338,8 @@ impl World {
             for ticket in self.pulls.keys().copied().collect::<Vec<_>>() {
                 self.make(&Move::Pull(ticket));
             }
-            if self.d_end.is_none() && self.d.next_due().is_some() {
-                self.step_d(decode::Event::Tick, D_DEADLINE);
+            if let (None, Some(due)) = (self.d_end.clone(), self.d.next_due()) {
+                self.step_d(decode::Event::Tick, due);
             }
             if self.p_end.is_none() {
                 let due = self

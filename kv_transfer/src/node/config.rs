@@ -80,6 +80,9 @@ pub struct NodeConfig {
     pub lease_ms: u64,
     #[serde(default = "heartbeat_ms")]
     pub heartbeat_ms: u64,
+    /// D: the longest wait for P's answer to OPEN, and for a pull in flight. Waiting for an engine does not count.
+    #[serde(default = "wait_ms")]
+    pub wait_ms: u64,
     /// D: how long a prefill rank's engine may claim work without a sign of life before its rooms here fail.
     #[serde(default = "stall_ms")]
     pub stall_ms: u64,
@@ -144,6 +147,9 @@ fn lease_ms() -> u64 {
 fn heartbeat_ms() -> u64 {
     1000
 }
+fn wait_ms() -> u64 {
+    60_000
+}
 /// Longer than any step of an engine.
 fn stall_ms() -> u64 {
     30_000
@@ -200,6 +206,7 @@ impl NodeConfig {
         let positive = [
             ("lease_ms", config.lease_ms),
             ("heartbeat_ms", config.heartbeat_ms),
+            ("wait_ms", config.wait_ms),
             ("stall_ms", config.stall_ms),
             ("max_rooms", config.max_rooms as u64),
             ("data_idle_ms", config.data_idle_ms),

@@ -174,10 +174,11 @@ impl DecodeEntry {
             pages_per_pull: (PULL_BYTES / core.pool.page_bytes()).max(1),
             pulls_in_flight: PULLS_IN_FLIGHT,
             max_pages: core.pool.num_pages(),
+            wait_ms: core.config.wait_ms,
         };
-        let deadline = core.now().saturating_add(deadline_ms);
+        let now = core.now();
         Self {
-            room: Room::new(attempt, 0, deadline, limits),
+            room: Room::new(attempt, 0, now, now.saturating_add(deadline_ms), limits),
             prompt_hash,
             unranked: None,
             key: None,
@@ -253,13 +254,16 @@ impl Core {
         let Some(entry) = self.decode.get(&room) else {
             return;
         };
-        // A prefill rank that was never reached is the better explanation of a deadline.
+        // The reason why the prefill rank was not reached says more than the time that passed.
         let event = if entry.room.phase == Phase::Resolving {
             let link = entry.key.as_ref().and_then(|key| self.links.get(key));
             let why = link.map_or(&entry.last_error, |link| &link.last_error);
             Event::Unreachable {
                 code: Code::Unreachable,
-                why: format!("the prefill rank was not reached before the deadline; last: {why}"),
+                why: format!(
+                    "the prefill rank was not reached within {} ms; last: {why}",
+                    self.config.wait_ms
+                ),
             }
         } else {
             Event::Tick
