@@ -17,6 +17,7 @@ use axum::response::{IntoResponse, Response};
 use bytes::Bytes;
 use http::{HeaderMap, HeaderValue, StatusCode, header};
 use router_core::{RetryClass, Role, WorkerId};
+use tokio::time::Instant;
 
 use crate::App;
 use crate::body::{Ours, Parts};
@@ -114,6 +115,7 @@ async fn try_until_committed(
             request.prepare_again().map_err(Unanswered::Refused)?;
         }
         request.record.attempts += 1;
+        request.attempted_at = Instant::now();
         let attempt = if app.is_pd() {
             pair::attempt(app, request, &mut kept).await
         } else {
@@ -171,7 +173,7 @@ async fn try_until_committed(
                 has_other || failure.retry_after_ms().unwrap_or(0) <= LONGEST_RETRY_AFTER_MS
             }
         };
-        request.tries += 1;
+        request.count_failure(failure.reason);
         let is_poison = failure
             .broke_alone
             .is_some_and(|alone| request.add_break(app, failure.worker, alone));
@@ -208,7 +210,9 @@ async fn try_until_committed(
         }
         request.avoid = avoid;
         if failure.class == RetryClass::Overloaded || !has_other {
-            let pause_ms = app.retry.backoff_ms(request.tries, &mut rand::rng());
+            let pause_ms = app
+                .retry
+                .backoff_ms(request.failed.count(), &mut rand::rng());
             tokio::time::sleep(Duration::from_millis(pause_ms)).await;
         }
     }
@@ -219,7 +223,7 @@ pub fn has_tries(app: &App, request: &Inbound) -> bool {
     if app.is_cut() {
         return false;
     }
-    let has_tries = app.retry.allows_another(request.tries);
+    let has_tries = app.retry.allows_another(request.failed);
     if !has_tries {
         let refused = &app.metrics.retries_refused;
         refused.with_label_values(&["attempts"]).inc();

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use http::{HeaderMap, HeaderValue};
-use router_core::{Blocks, Make, RequestBreaks, WorkerId};
+use router_core::{Blocks, FailedAttempts, Make, RequestBreaks, WorkerId};
 use tokio::sync::OwnedSemaphorePermit;
 use tokio::time::Instant;
 
@@ -17,6 +17,7 @@ use crate::admission::QueuePlace;
 use crate::body::{Deadlines, Ours, Parts, Scan};
 use crate::clock::{ms_since, now_ms};
 use crate::error::RouteError;
+use crate::leg::is_loss_of_any;
 use crate::record::Record;
 use crate::registry::{Avoid, Candidate, Wanted};
 use crate::resume;
@@ -57,7 +58,9 @@ pub struct Inbound {
     /// Attempts wait for their turn, and no retry budget applies to them.
     pub is_paced: bool,
     /// Failed attempts since the client last got a token.
-    pub tries: u32,
+    pub failed: FailedAttempts,
+    /// When the last attempt began.
+    pub attempted_at: Instant,
     /// Workers that broke under it since then.
     pub breaks: RequestBreaks,
     /// Held while it waits for a worker and has no answer.
@@ -115,7 +118,7 @@ impl Inbound {
     pub fn is_resumable(&self, app: &App, candidate: &Candidate) -> bool {
         let (config, scan) = (&app.config.retry, &self.scan);
         !config.disable_failover
-            && app.retry.allows_another(1)
+            && app.retry.max_attempts > 1
             && scan.stream
             && scan.batch.is_none()
             && !scan.wants_input_logprobs
@@ -142,6 +145,12 @@ impl Inbound {
             (false, false) => {}
         }
         is_over
+    }
+
+    /// Count the attempt that failed now.
+    pub fn count_failure(&mut self, reason: &str) {
+        let held_ms = self.attempted_at.elapsed().as_millis() as u64;
+        self.failed.add(held_ms, is_loss_of_any(reason));
     }
 
     /// True if requests with this body broke workers a moment ago.

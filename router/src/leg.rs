@@ -87,6 +87,23 @@ pub struct Failure {
     pub told: Told,
 }
 
+/// Reasons that mean a worker has gone.
+pub fn is_loss(reason: &str) -> bool {
+    matches!(
+        reason,
+        "connect" | "reset" | "hung" | "engine_dead" | "draining" | "not_ready"
+    )
+}
+
+/// Reasons that mean a worker, or the prefill worker of a decode worker that reports it, has gone.
+pub fn is_loss_of_any(reason: &str) -> bool {
+    is_loss(reason)
+        || matches!(
+            reason,
+            "kv_transfer_failed" | "prefill_failed" | "bootstrap_unreachable"
+        )
+}
+
 /// Reasons that mean a worker, or its connection, ended with the request in hand.
 pub fn is_break(reason: &str) -> bool {
     matches!(reason, "reset" | "engine_dead")
@@ -103,10 +120,7 @@ const PARTNERS_FAULT: [&str; 4] = [
 impl Failure {
     /// True if the worker has gone, as far as the failure tells, rather than refused the request.
     pub fn lost_worker(&self) -> bool {
-        matches!(
-            self.reason,
-            "connect" | "reset" | "hung" | "engine_dead" | "draining" | "not_ready"
-        )
+        is_loss(self.reason)
     }
 
     /// A room of the router's own is in use at a worker: no mistake of the client's, who has never seen it.

@@ -388,12 +388,12 @@ impl Relay {
         let broke_alone = is_break(reason).then(|| candidate.worker.note_break(now_ms()));
         let resumed_at = request.begun.as_ref().map_or(0, |begun| begun.tokens);
         if said.tokens() > resumed_at {
-            (request.tries, request.breaks) = Default::default();
+            (request.failed, request.breaks) = Default::default();
             request.avoid = Avoid::default();
         } else if broke_alone.is_some_and(|alone| request.add_break(app, candidate.id, alone)) {
             return false;
         }
-        request.tries += 1;
+        request.count_failure(reason);
         (request.is_accepted, request.is_paced) = (true, true);
         request.avoid.add(role, candidate.id);
         request.begun = (said.tokens() > 0).then(|| Begun {

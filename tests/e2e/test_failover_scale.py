@@ -43,7 +43,7 @@ async def read_stream(session: aiohttp.ClientSession, number: int, tally: Stream
         async with session.post("/v1/completions", json=body) as answer:
             if answer.status != 200:
                 error = (await answer.json())["error"]
-                tally.outcomes[f"{answer.status} {error['code']}"] += 1
+                tally.outcomes[f"{answer.status} {error['code']}: {error['message']}"] += 1
                 return
             async for line in answer.content:
                 if line == b"data: [DONE]\n":

@@ -48,7 +48,7 @@ pub use policy::{
 };
 pub use prompt::{Blocks, Prompt, TextScope, TokenChain, Unit, namespace, token_blocks};
 pub use replay::Replay;
-pub use retry::{BudgetConfig, RetryBudget, RetryClass, RetryConfig};
+pub use retry::{BudgetConfig, FailedAttempts, RetryBudget, RetryClass, RetryConfig};
 pub use room::{LiveRooms, draw_room};
 pub use types::{
     Ahead, Choice, Event, Forecast, QueueOrder, RequestView, Role, RunningLoad, Ticket, Usage, Why,

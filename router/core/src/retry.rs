@@ -30,10 +30,38 @@ impl Default for RetryConfig {
     }
 }
 
+/// A worker that is lost after it had a request for so long was not lost to a series of hasty retries [ms].
+const HELD_MS: u64 = 5_000;
+/// Such losses count as one attempt in so many: a request that waits for minutes outlives several workers.
+const LOSSES_PER_ATTEMPT: u32 = 4;
+
+/// Failed attempts of a request since its client last got a token.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct FailedAttempts {
+    quick: u32,
+    losses: u32,
+}
+
+impl FailedAttempts {
+    /// Count an attempt that failed `held_ms` after it was sent; `lost_worker`: because a worker went away.
+    pub fn add(&mut self, held_ms: u64, lost_worker: bool) {
+        if lost_worker && held_ms >= HELD_MS {
+            self.losses += 1;
+        } else {
+            self.quick += 1;
+        }
+    }
+
+    /// As `--retry-max-retries` and the back-off count them.
+    pub fn count(&self) -> u32 {
+        self.quick + self.losses.div_ceil(LOSSES_PER_ATTEMPT)
+    }
+}
+
 impl RetryConfig {
-    /// Whether another attempt is allowed after `attempts` of them failed.
-    pub fn allows_another(&self, attempts: u32) -> bool {
-        attempts < self.max_attempts
+    /// Whether another attempt is allowed after `failed` of them.
+    pub fn allows_another(&self, failed: FailedAttempts) -> bool {
+        failed.count() < self.max_attempts
     }
 
     /// How long to wait after `attempts` (1 = only the first) failed, never above `max_backoff_ms`.
@@ -258,8 +286,23 @@ mod tests {
     #[test]
     fn five_attempts_in_all() {
         let config = RetryConfig::default();
-        let allowed: Vec<u32> = (0..8).filter(|&done| config.allows_another(done)).collect();
+        let after = |quick, losses| config.allows_another(FailedAttempts { quick, losses });
+        let allowed: Vec<u32> = (0..8).filter(|&quick| after(quick, 0)).collect();
         assert_eq!(allowed, [0, 1, 2, 3, 4]);
+        assert!(after(3, 4) && !after(4, 1) && after(0, 16) && !after(0, 17));
+    }
+
+    #[test]
+    fn only_the_loss_of_a_worker_that_had_the_request_for_long_counts_less() {
+        for (held_ms, lost_worker, counts) in [
+            (HELD_MS, true, 1),
+            (HELD_MS - 1, true, 4),
+            (HELD_MS, false, 4),
+        ] {
+            let mut failed = FailedAttempts::default();
+            (0..4).for_each(|_| failed.add(held_ms, lost_worker));
+            assert_eq!(failed.count(), counts, "{held_ms} {lost_worker}");
+        }
     }
 
     #[test]

@@ -12,7 +12,7 @@ use http::header::{
 use http::{HeaderMap, HeaderValue, Method, StatusCode, Uri};
 use http_body::Body;
 use http_body_util::BodyExt;
-use router_core::{Blocks, RequestBreaks};
+use router_core::{Blocks, FailedAttempts, RequestBreaks};
 use tokio::sync::OwnedSemaphorePermit;
 use tokio::time::{Instant, timeout_at};
 
@@ -73,7 +73,8 @@ async fn serve(app: Arc<App>, api: Api, request: Request) -> Response {
                 begun: None,
                 is_accepted: false,
                 is_paced: false,
-                tries: 0,
+                failed: FailedAttempts::default(),
+                attempted_at: Instant::now(),
                 breaks: RequestBreaks::default(),
                 place: None,
                 head,
