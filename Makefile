@@ -1,5 +1,5 @@
 # Thin: the work is in .ci/setup.sh and the tools themselves. `make run ARGS="--prefill 2 --decode 2"` passes flags on.
-.PHONY: help setup run smoke test test-all test-deploy bench lint lock
+.PHONY: help setup run smoke test test-all test-deploy test-kube bench lint lock
 py := .venv/bin/
 
 help:      ## this list
@@ -17,8 +17,11 @@ test-all: setup ## the slow ones too
 	@tests/peers/setup.sh
 	cargo test --locked --workspace --quiet
 	$(py)pytest -n auto --maxprocesses 4 --dist loadgroup -m "not gpu and not kube" $(ARGS)
+	@deploy/tests/kube/run.sh
 test-deploy: setup ## manifests: schemas, references between objects, flags, ports, grace periods; no cluster (part of test)
 	$(py)pytest -n auto --maxprocesses 4 --dist loadgroup -m "not kube" deploy/tests $(ARGS)
+test-kube: setup ## the manifests on a Kubernetes built from Go modules, with real router and engines (part of test-all)
+	@deploy/tests/kube/run.sh $(ARGS)
 bench: export NATIVE_PROFILE = dist
 bench: setup ## ratios of interleaved arms, the quick ones; the long ones and all results: docs/benchmarks.md
 	$(py)python -W ignore -m tests.perf.bench_engine

@@ -57,7 +57,7 @@ def test_protocol_messages_are_the_transfer_crates() -> None:
     assert names == set(re.findall(r'serde\(rename = "([A-Z_]+)"\)', source))
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "deploy" / "README.md"], ids=lambda page: page.parent.name + page.name)
 def test_links_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)]+)\)", page.read_text(encoding="utf-8")):
         path, _, anchor = target.partition("#")
