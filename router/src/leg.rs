@@ -382,9 +382,7 @@ impl ErrorFinder {
                 // A blank line may come in pieces, too.
                 let passed = end.unwrap_or(self.text.len().saturating_sub(2));
                 self.text.drain(..passed);
-                if end.is_none() {
-                    return None;
-                }
+                end?;
             }
             match stream_start(&self.text) {
                 StreamStart::Error(at) => {
@@ -400,8 +398,8 @@ impl ErrorFinder {
 
 /// Where the first event ends: behind its blank line.
 fn end_of_event(text: &[u8]) -> Option<usize> {
-    let ends = text.iter().enumerate().filter(|(_, byte)| **byte == b'\n');
-    ends.into_iter().find_map(|(at, _)| {
+    let mut ends = text.iter().enumerate().filter(|(_, byte)| **byte == b'\n');
+    ends.find_map(|(at, _)| {
         let rest = &text[at + 1..];
         let blank = [&b"\n"[..], b"\r\n"].into_iter();
         let mut blank = blank.filter(|blank| rest.starts_with(blank));
