@@ -16,13 +16,18 @@ use hyper::service::service_fn;
 use hyper_util::rt::{TokioIo, TokioTimer};
 use parking_lot::Mutex;
 use serde_json::json;
-use tokio::sync::{Semaphore, oneshot};
+use tokio::net::TcpStream;
+use tokio::sync::oneshot;
+use tokio::task::JoinSet;
 
 use super::auth::{AUTH_HEADER, SeenSignatures, sign_answer, unix_ms, verify};
 use super::table::{Rank, Registration, RouteTable, TableError};
+use crate::transport::tasks::PeerTasks;
 
 const MAX_BODY_BYTES: usize = 16 << 10;
+/// A request takes milliseconds. A new connection takes the place of the oldest, of its address or of all.
 const MAX_CONNECTIONS: usize = 1024;
+const CONNECTIONS_PER_SOURCE: usize = 256;
 /// For the request head, and again for the body.
 const READ_TIMEOUT: Duration = Duration::from_secs(5);
 
@@ -72,7 +77,8 @@ impl BootstrapServer {
         self.addr.port()
     }
 
-    /// Requests about routes that were refused: unauthenticated, malformed, or in conflict with what is registered.
+    /// Requests about routes that were refused: unauthenticated, malformed, or in conflict with what is registered. And connections
+    /// closed to make space for others.
     pub fn refused(&self) -> u64 {
         self.state.refused.load(Ordering::Relaxed)
     }
@@ -115,34 +121,40 @@ async fn serve(listener: TcpListener, state: Arc<State>) -> io::Error {
         Ok(listener) => listener,
         Err(err) => return err,
     };
-    let slots = Arc::new(Semaphore::new(MAX_CONNECTIONS));
+    let mut connections = JoinSet::new();
+    let mut by_source = PeerTasks::new(CONNECTIONS_PER_SOURCE, MAX_CONNECTIONS);
     loop {
-        let Ok(slot) = slots.clone().acquire_owned().await else {
-            return io::Error::other("closed");
-        };
-        let stream = match listener.accept().await {
-            Ok((stream, _)) => stream,
-            Err(err) => {
-                // Out of descriptors, or a client that was gone at once: neither is a reason to stop serving the others.
-                tracing::warn!(%err, "accept failed");
-                tokio::time::sleep(Duration::from_millis(50)).await;
-                continue;
+        tokio::select! {
+            accepted = listener.accept() => match accepted {
+                Ok((stream, from)) => {
+                    let task = connections.spawn(connection(stream, state.clone()));
+                    if by_source.add(from.ip().to_canonical(), task) {
+                        state.refused.fetch_add(1, Ordering::Relaxed);
+                    }
+                }
+                Err(err) => {
+                    // Out of descriptors, or a client that was gone at once: neither is a reason to stop serving the others.
+                    tracing::warn!(%err, "accept failed");
+                    tokio::time::sleep(Duration::from_millis(50)).await;
+                }
+            },
+            Some(ended) = connections.join_next_with_id() => {
+                by_source.ended(ended.map_or_else(|err| err.id(), |(id, ())| id));
             }
-        };
+        }
+    }
+}
+
+async fn connection(stream: TcpStream, state: Arc<State>) {
+    let service = service_fn(move |request| {
         let state = state.clone();
-        tokio::spawn(async move {
-            let service = service_fn(move |request| {
-                let state = state.clone();
-                async move { Ok::<_, Infallible>(state.answer(request).await) }
-            });
-            let mut http = hyper::server::conn::http1::Builder::new();
-            http.timer(TokioTimer::new())
-                .header_read_timeout(READ_TIMEOUT);
-            if let Err(err) = http.serve_connection(TokioIo::new(stream), service).await {
-                tracing::debug!(%err, "a bootstrap connection ended badly");
-            }
-            drop(slot);
-        });
+        async move { Ok::<_, Infallible>(state.answer(request).await) }
+    });
+    let mut http = hyper::server::conn::http1::Builder::new();
+    http.timer(TokioTimer::new())
+        .header_read_timeout(READ_TIMEOUT);
+    if let Err(err) = http.serve_connection(TokioIo::new(stream), service).await {
+        tracing::debug!(%err, "a bootstrap connection ended badly");
     }
 }
 

@@ -175,3 +175,19 @@ async fn what_is_no_request_is_answered_as_such() {
     assert_eq!(ask(&request("PUT /route")).await.as_deref(), Some("400"));
     assert_eq!(ask(&request("GET /etc")).await.as_deref(), Some("404"));
 }
+
+#[tokio::test]
+async fn silent_connections_make_space_for_requests() {
+    let server = BootstrapServer::start("127.0.0.1", 0, None).expect("a free port");
+    let mut silent = Vec::new();
+    for _ in 0..=CONNECTIONS_PER_SOURCE {
+        let stream = TcpStream::connect(("127.0.0.1", server.port())).await;
+        silent.push(stream.expect("accepted"));
+    }
+    let client = client(&server, None);
+    client
+        .register(&registration(77, "a"))
+        .await
+        .expect("answered");
+    assert!(server.refused() > 0);
+}
