@@ -110,7 +110,9 @@ class EngineConfig:
         "ports can read prompts and forge answers",
     )
     kv_lease_secs: float = opt(30.0, "how long P keeps a finished prompt's pages for D without a heartbeat [s]")
-    kv_transfer_timeout_secs: float = opt(60.0, "D: longest wait for P's answer and for a page being copied; waiting in a queue does not count [s]")
+    kv_transfer_timeout_secs: float = opt(
+        60.0, "D: longest wait for P's answer and for a page being copied; waiting in a queue does not count [s]"
+    )
     num_reserved_decode_tokens: int = opt(
         512, "D keeps room for this many more tokens per running request when admitting [tokens]"
     )
@@ -255,8 +257,14 @@ class EngineConfig:
     default_deadline_ms: int = opt(60000, "edf: first-token deadline of requests that state none [ms]")
     deadline_miss_action: str = opt(
         "demote",
-        "a request that cannot meet its ttft_deadline_ms: edf sorts it last, or keeps its place; or it ends with 504",
+        "a request that cannot meet its ttft_deadline_ms: edf puts it back by edf-demotion-secs, or keeps its place; "
+        "or it ends with 504",
         choices=("demote", "keep", "abort"),
+    )
+    edf_demotion_secs: float = opt(
+        300.0,
+        "edf: a request that cannot meet its deadline counts as this much later; the bound of its wait behind others "
+        "that can [s]",
     )
     max_partial_prefills: int = opt(
         4,
@@ -611,6 +619,7 @@ def _violations(c: EngineConfig) -> list[str]:
         "short_first_aging_tokens_per_s",
         "srpt_aging",
         "srpt_aging_backlog_secs",
+        "edf_demotion_secs",
         "priority_aging_rate",
         "adaptive_tail_weight",
     ):

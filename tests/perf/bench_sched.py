@@ -237,13 +237,14 @@ def bench_order(seconds: float) -> None:
 
     for name in POLICIES:
         policy = POLICIES[name](PolicyParams())
-        policy.inputs(len(queue), view)
-        keys = list(policy.keys(queue, view))
+        keys = list(policy.keys(queue, view, policy.inputs(len(queue), view)))
         ready = [(0.0, key, seq.req.arrival, seq.handle) for key, seq in zip(keys, queue, strict=True)]
         by_key = [handle for _, _, _, handle in sorted(ready)]
         waiting = WaitingQueue(policy, PriorityRule(), lambda: view)
         for seq in queue:
             waiting.add(seq)
+        for _ in range(len(queue)):  # a long queue is brought up to date over several looks
+            next(waiting.in_order())
         assert [s.handle for s in waiting.in_order()] == by_key
         race(
             f"order {QUEUED} prompts of {PROMPT}, {name}, from scratch | sorted()",

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.cache.radix import Node as TreeNode
-from baton.cache.radix import Probe
+from baton.cache.radix import Probe, ProbeWatch
 from baton.config import build
 from baton.sched import setup
 from baton.sched.dfs_weight import ROOT, Path, Weights
@@ -37,6 +37,9 @@ class FixedIndex:
 
     def outdated(self, probes: Sequence[Probe | None]) -> range:
         return range(len(probes))
+
+    def watch(self) -> ProbeWatch:
+        return ProbeWatch()
 
     def path_of(self, probe: Probe) -> list[int]:
         return [probe.node.serial] if probe.node.key else []

@@ -15,7 +15,7 @@ from baton.cache.pages import PageAllocator
 from baton.cache.radix import RadixCache
 from baton.sched.dfs_weight import ROOT
 from baton.sched.policy import POLICIES, Policy, PolicyParams, PriorityRule, View, ordered, ranks
-from baton.sched.queue import WaitingQueue
+from baton.sched.queue import KEYS_PER_LOOK, WaitingQueue
 from baton.sched.seq import Seq
 from tests.sim.test_policies import Plain
 from tests.support.sched_sim import request
@@ -100,8 +100,7 @@ class World:
         view = self.view()
         if policy.redecides_chunks:
             return [s.handle for s in ordered(self.members + under_way, policy, self.rule, view)]
-        policy.inputs(len(self.members), view)
-        entries = ranks(self.members, policy, self.rule, view)
+        entries = ranks(self.members, policy, self.rule, view, policy.inputs(len(self.members), view))
         entries += [(self.rule.key(s, self.now), -math.inf, s.req.arrival, s.handle) for s in under_way]
         return [entry[3] for entry in sorted(entries)]
 
@@ -163,10 +162,10 @@ def test_a_blocked_queue_computes_no_key_again(policy: str) -> None:
     calls = 0
     keys = world.queue.policy.keys
 
-    def counted(queue: list[Seq], view: View) -> object:
+    def counted(queue: list[Seq], view: View, inputs: object) -> object:
         nonlocal calls
         calls += 1
-        return keys(queue, view)
+        return keys(queue, view, inputs)
 
     world.queue.policy.keys = counted  # type: ignore[method-assign, assignment]
     list(world.queue.in_order())
@@ -266,3 +265,113 @@ def test_lpm_above_its_threshold_is_exactly_fcfs_and_does_not_flap() -> None:
         switches.append(policy.active)
     assert switches == ["fcfs"] * 10 + ["lpm"] * 12 + ["fcfs"] * 2
     assert policy.degraded_total == 2
+
+
+def crowd(policy: str, rule: PriorityRule, count: int) -> tuple[World, list[int]]:
+    """A queue of many and a list that grows by the number of keys of each call of the policy."""
+    world = World(policy, rule, 5)
+    made: list[int] = []
+    keys = world.queue.policy.keys
+
+    def counted(queue: list[Seq], view: View, inputs: object) -> object:
+        made.append(len(queue))
+        return keys(queue, view, inputs)
+
+    world.queue.policy.keys = counted  # type: ignore[method-assign, assignment]
+    for _ in range(count):
+        world.members.append(world.new())
+        world.queue.add(world.members[-1])
+    return world, made
+
+
+@pytest.mark.parametrize("rule", [0, 3])
+@pytest.mark.parametrize("policy", sorted(set(POLICIES) - {"dfs-weight"}))
+def test_a_long_queue_costs_a_look_a_bounded_number_of_keys(policy: str, rule: int) -> None:
+    """A burst that joins, the tree, the clock, the rates and the members change: no look does more than its share."""
+    world, made = crowd(policy, RULES[rule], 1500)
+    for _ in range(300):
+        made.clear()
+        next(world.queue.in_order())
+        assert sum(made) <= 2 * KEYS_PER_LOOK, "each in the order in force, and in the next one"
+        world.queue.discard(world.members.pop(0))
+        world.members.append(world.new())
+        world.queue.add(world.members[-1])
+        world.publish()
+        world.cache.evict(world.rng.randint(0, 3))
+        world.now += 0.25
+        world.step += 1
+        world.computed += 8
+        world.rate *= 1.01
+    for _ in range(1500):  # nothing changes any more
+        next(world.queue.in_order())
+    assert [s.handle for s in world.queue.in_order()] == world.defined([])
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_all_of_a_burst_are_given_to_a_caller_who_wants_them_and_the_important_first(policy: str) -> None:
+    world, _ = crowd(policy, RULES[1], 500)
+    given = [seq.handle for seq in world.queue.in_order()]
+    assert sorted(given) == [seq.handle for seq in world.members]
+    most = max(world.rule.base(seq) for seq in world.members)
+    count = sum(world.rule.base(seq) == most for seq in world.members)
+    assert {world.rule.base(world.members[handle - 1]) for handle in given[: min(count, KEYS_PER_LOOK)]} == {most}
+
+
+def test_dfs_weight_walks_a_long_queue_only_now_and_then() -> None:
+    world, made = crowd("dfs-weight", RULES[0], 1000)
+    for _ in range(100):
+        next(world.queue.in_order())
+        world.publish()
+        world.cache.evict(2)
+        world.members.append(world.new())
+        world.queue.add(world.members[-1])
+    assert 1 <= len(made) <= 10
+    for _ in range(100):  # nothing changes any more
+        next(world.queue.in_order())
+    assert [s.handle for s in world.queue.in_order()] == world.defined([])
+
+
+def test_edf_lets_nobody_pass_for_ever() -> None:
+    """Overload by requests that can be in time: a hopeless one, and one without a deadline, wait for a bounded time."""
+    params = PolicyParams(default_deadline_secs=60.0, edf_demotion_secs=100.0)
+    for hopeless, bound in ((dataclasses.replace(request(1, [1] * 8, 1), ttft_deadline=0.5, arrival=0.0), 100.5),
+                            (dataclasses.replace(request(1, [1] * 8, 1), arrival=0.0), 160.0)):  # fmt: skip
+        policy = POLICIES["edf"](params)
+        world = World("edf", RULES[0], 1)
+        world.rate = 8.0
+        queue = WaitingQueue(policy, RULES[0], world.view)
+        queue.add(Seq(hopeless, array("i", hopeless.prompt), 1))
+        handle, served = 1, 0
+        while 1 in [seq.handle for seq in queue]:
+            for _ in range(2):  # twice what is served, each with a second to spare
+                handle += 1
+                req = dataclasses.replace(request(handle, [2] * 8, 1), ttft_deadline=world.now + 2.0, arrival=world.now)
+                queue.add(Seq(req, array("i", req.prompt), 1))
+            queue.discard(next(queue.in_order()))
+            served += 1
+            world.now += 1.0
+            assert world.now < bound + 4, "starves"
+        assert served > 50, "others that can be in time go first"
+
+
+@given(
+    deadline=st.one_of(st.none(), st.floats(0.0, 1e3)),
+    work=st.integers(1, 1000),
+    now=st.floats(0.0, 1e4),
+    others=st.lists(st.tuples(st.floats(0.0, 1e3), st.integers(1, 1000)), max_size=8),
+)
+@settings(max_examples=200, deadline=None)
+def test_edf_puts_everybody_before_all_that_arrive_after_a_bounded_time(
+    deadline: float | None, work: int, now: float, others: list[tuple[float, int]]
+) -> None:
+    """Whoever arrived at 0 precedes, at any time, those that arrive when deadline + demotion have passed."""
+    params = PolicyParams(default_deadline_secs=60.0, edf_demotion_secs=100.0)
+    bound = (60.0 if deadline is None else deadline) + 100.0
+    first = dataclasses.replace(request(1, [1] * work, 1), ttft_deadline=deadline, arrival=0.0)
+    queue = [Seq(first, array("i", first.prompt), 1)]
+    for handle, (slack, length) in enumerate(others, start=2):
+        late = dataclasses.replace(request(handle, [1] * length, 1), ttft_deadline=bound + slack, arrival=bound)
+        queue.append(Seq(late, array("i", late.prompt), 1))
+    world = World("edf", RULES[0], 1)
+    world.now, world.rate = now, 10.0
+    assert ordered(queue, POLICIES["edf"](params), RULES[0], world.view())[0].handle == 1

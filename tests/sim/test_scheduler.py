@@ -10,11 +10,13 @@ import pytest
 
 from baton.errors import PromptTooLong, QueueFull
 from baton.request import FinishReason
+from baton.sched import queue
 from baton.sched.classes import parse_classes
 from baton.sched.fairness import FairnessRules
 from baton.sched.limits import Limits
 from baton.sched.plan import INVALID_TOKEN, StepPlan, StepResult
 from baton.sched.scheduler import Scheduler
+from baton.sched.seq import Seq
 from baton.sched.tenants import TenantRules
 from tests.support.sched_sim import VOCAB, Node, random_prompt, reference, request
 
@@ -314,3 +316,48 @@ def test_skip_ahead_bounds_how_many_requests_are_passed_over(skip: int) -> None:
     plan = node.sched.plan()
     assert plan is not None
     assert {row.handle for row in plan.rows} >= ({4, 5} if skip else set())
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "srpt-aging", "hrrn"])
+def test_a_plan_looks_at_few_of_a_long_queue(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No slot or no pages, with prompts under way that the queue's order puts last."""
+    taken: list[queue._Lane] = []
+    take = queue._Lane.take
+
+    def counted(lane: queue._Lane) -> Seq:
+        taken.append(lane)
+        return take(lane)
+
+    monkeypatch.setattr(queue._Lane, "take", counted)
+    for limits in (Limits(4000, 4, 2, 5000, 8, policy=policy), Limits(80, 4, 50, 5000, 8, policy=policy)):
+        node = Node(limits, depth=1)
+        for handle in (0, 1):
+            node.sched.add(request(handle, [1] * 120, 8))
+            node.step()
+        for handle in range(2, 1000):
+            node.sched.add(request(handle, [2] * 40, 300))
+        for _ in range(8):
+            taken.clear()
+            plan = node.sched.plan()
+            assert plan is not None
+            node.flight.append(plan)
+            node.absorb()
+            node.sched.commit(node.flight.pop(), node.device.execute(plan))
+            assert len(taken) <= limits.admission_skip_ahead + 4
+
+
+def test_an_admission_taken_back_leaves_cached_tokens_to_charge(monkeypatch: pytest.MonkeyPatch) -> None:
+    rules = FairnessRules(tenants=TenantRules())
+    node = Node(Limits(100, 4, 4, 100, 64, fairness=rules), depth=1)
+    for handle, tenant in ((0, "a"), (1, "b")):
+        req = dataclasses.replace(request(handle, [1] * 20, 1), tenant=tenant)
+        if handle:
+            with monkeypatch.context() as patch:
+                patch.setattr(node.sched._planner, "_chunk", lambda *args, **kwargs: 0)
+                node.sched.add(req)
+                assert node.sched.plan() is None
+        else:
+            node.sched.add(req)
+        node.run()
+    assert node.sched.fair is not None
+    assert node.sched.fair.counters()['tenant_tokens_total{tenant="b",kind="cached"}'] == 16

@@ -20,7 +20,7 @@ from baton.sched.limits import Limits
 from baton.sched.mix import uniform
 from baton.sched.plan import StepPlan, StepResult
 from baton.sched.planner import Reservation
-from baton.sched.policy import HOPELESS, LOWEST_PRIORITY, Adaptive, Edf, ShortFirst, SrptAging
+from baton.sched.policy import LOWEST_PRIORITY, Adaptive, ShortFirst
 from baton.sched.scheduler import Scheduler
 from baton.sched.seq import Seq, SeqState
 
@@ -164,11 +164,12 @@ class WatchedScheduler(Scheduler):
 
     def _key(self, f: Fact) -> float:
         params = self.limits.policy_params
-        policy, work = self._state.policy, f.total - f.cached
+        policy, inputs, work = self._state.policy, self._state.waiting.inputs, f.total - f.cached
+        name = policy.name
         if isinstance(policy, Adaptive):
-            policy = policy.order
+            name, inputs = inputs  # type: ignore[misc]
         arrival = f.seq.req.arrival
-        match policy.name:
+        match name:
             case "fcfs":
                 return arrival
             case "lof":
@@ -176,22 +177,20 @@ class WatchedScheduler(Scheduler):
             case "lpm":
                 return -f.cached - params.lpm_aging_tokens_per_s * f.waited
             case "short-first":
-                assert isinstance(policy, ShortFirst)
-                return work + policy._weight * f.rest - params.short_first_aging_tokens_per_s * f.waited  # type: ignore
+                return work + inputs * f.rest - params.short_first_aging_tokens_per_s * f.waited  # type: ignore
             case "srpt-aging":
-                assert isinstance(policy, SrptAging)
-                return work - params.srpt_aging * policy._rate * policy._share * f.waited
+                rate, share = inputs  # type: ignore[misc]
+                return work - params.srpt_aging * rate * share * f.waited
             case "hrrn":
                 return -f.overtaken_work / max(work, 1)
             case "random":
                 return f.drawn
             case "edf":
-                assert isinstance(policy, Edf)
                 due = f.seq.req.ttft_deadline
                 due = arrival + params.default_deadline_secs if due is None else due
-                is_lost = params.demote_hopeless and self.clock + work / policy._rate > due
-                return due + HOPELESS * is_lost
-        raise KeyError(policy.name)
+                is_lost = params.demote_hopeless and self.clock + work / inputs > due  # type: ignore[operator]
+                return due + params.edf_demotion_secs * is_lost
+        raise KeyError(name)
 
     def _priority(self, f: Fact) -> float:
         return self._importance(f.seq)
@@ -307,7 +306,7 @@ class WatchedScheduler(Scheduler):
             queue = [s.handle for s in order if s.handle in came or (s.handle in alive and not s.inflight_steps)]
             self.checked["order"] += 1
             if isinstance(self._state.policy, ShortFirst):
-                assert self._state.policy._weight == pytest.approx(before.ratio, rel=0.06)
+                assert self._state.waiting.inputs == pytest.approx(before.ratio, rel=0.06)
             assert came == [h for h in queue if h in came], f"{self.limits.policy}: {came} were admitted of {queue}"
             if came and queue[0] != came[0]:
                 self.checked["passed a request without room"] += 1

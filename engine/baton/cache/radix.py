@@ -101,6 +101,53 @@ class Probe(NamedTuple):
     """The prompt's next page: as a child of the node it would lengthen the prefix; b"": nothing below would."""
 
 
+class ProbeWatch:
+    """Which of many probes the tree's changes have made out of date, at the cost of a look-up per change.
+
+    Probes are filed by where they ended: by node, or by namespace where nothing matched (roots come and go), and there
+    by the page that would lengthen them.
+    """
+
+    def __init__(self) -> None:
+        self.stale: dict[int, None] = {}
+        """Owners whose probes may give another answer now, in order of the changes."""
+        self._owners: dict[Node | bytes, dict[bytes, dict[int, None]]] = {}
+        self._filed: dict[int, tuple[Node | bytes, bytes, Probe]] = {}
+
+    def watch(self, owner: int, probe: Probe, namespace: bytes) -> None:
+        """From now on this is the owner's probe."""
+        filed = self._filed.get(owner)
+        if filed is None or filed[2] is not probe:
+            self.forget(owner)
+            place = probe.node if probe.node.parent is not None else namespace
+            self._owners.setdefault(place, {}).setdefault(probe.beyond, {})[owner] = None
+            self._filed[owner] = place, probe.beyond, probe
+        self.stale.pop(owner, None)
+
+    def forget(self, owner: int) -> None:
+        self.stale.pop(owner, None)
+        filed = self._filed.pop(owner, None)
+        if filed is None:
+            return
+        place, beyond, _ = filed
+        by_page = self._owners[place]
+        del by_page[beyond][owner]
+        if not by_page[beyond]:
+            del by_page[beyond]
+            if not by_page:
+                del self._owners[place]
+
+    def on_child(self, parent: Node, page: bytes) -> None:
+        """A child that begins with `page` was attached."""
+        place = parent if parent.parent is not None else parent.key
+        self.stale.update(self._owners.get(place, {}).get(page, {}))
+
+    def on_changed(self, node: Node) -> None:
+        """The node was cut, or left the tree."""
+        for owners in self._owners.get(node, {}).values():
+            self.stale.update(owners)
+
+
 @dataclass(frozen=True, slots=True)
 class Inserted:
     """What `insert` did with the caller's pages [from_page, …)."""
@@ -140,6 +187,7 @@ class RadixCache:
         self.on_remove: Callable[[Node, bool], None] | None = None
         """Called with a leaf whose pages are about to be freed, still in its place in the tree; True: by `flush`, for
         good. The pages' content is intact until somebody else has written to them."""
+        self._watches: list[ProbeWatch] = []
         self._page_bytes = page_size * TOKEN_BYTES
         self._allocator = allocator
         self._log = log
@@ -205,6 +253,11 @@ class RadixCache:
             or node.is_evicted
             or (node.parent is None and roots.get(node.key) is not node)
         ]
+
+    def watch(self) -> ProbeWatch:
+        """A new watch, told of every change from now on. For as long as the tree lives."""
+        self._watches.append(ProbeWatch())
+        return self._watches[-1]
 
     def path_of(self, probe: Probe) -> list[int]:
         """Serial numbers of the nodes along a probe of the present version, from the root's child on.
@@ -405,6 +458,7 @@ class RadixCache:
                 self.evict_branch(node)
         for node in branch:
             node.is_evicted = True  # for probes; its users keep it
+            self._changed(node)
         return pages
 
     def is_quarantined(self, node: Node) -> bool:
@@ -450,6 +504,7 @@ class RadixCache:
         upper.created, upper.reuses, upper.priority = node.created, node.reuses, node.priority
         parent.children[upper.key[: self._page_bytes]] = upper
         node.key = node.key[cut:]
+        self._changed(node)
         node.pages = node.pages[at_page:]
         node.parent = upper
         upper.children[node.key[: self._page_bytes]] = node
@@ -462,6 +517,8 @@ class RadixCache:
         if like is not None:
             leaf.created, leaf.reuses = like.created, like.reuses
         parent.children[key[: self._page_bytes]] = leaf
+        for watch in self._watches:
+            watch.on_child(parent, key[: self._page_bytes])
         self.evictable_pages += len(pages)
         self._offer(leaf)
         return leaf
@@ -473,6 +530,7 @@ class RadixCache:
             self.on_remove(leaf, for_good or self.is_quarantined(leaf))
         del parent.children[leaf.key[: self._page_bytes]]
         leaf.is_evicted = True
+        self._changed(leaf)
         self.version += 1
         self.evictable_pages -= len(leaf.pages)
         self._allocator.free(leaf.pages)
@@ -486,6 +544,10 @@ class RadixCache:
             else:
                 del self._roots[parent.key]
         return len(leaf.pages)
+
+    def _changed(self, node: Node) -> None:
+        for watch in self._watches:
+            watch.on_changed(node)
 
     def _offer(self, node: Node) -> None:
         """Queue `node` for eviction if it is an unlocked leaf and not queued yet, or too far behind."""

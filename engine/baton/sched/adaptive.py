@@ -14,10 +14,11 @@ Cost: MAX_REQUESTS and MAX_BLOCKS bound a review to some 10 ms; it happens once 
 
 from __future__ import annotations
 
+import heapq
 import json
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
@@ -80,9 +81,9 @@ class Choice:
 
 
 def take_snapshot(
-    queue: Sequence[Seq], view: View, params: PolicyParams, cached_tokens: Callable[[Seq], int]
+    queue: Collection[Seq], view: View, params: PolicyParams, cached_tokens: Callable[[Seq], int]
 ) -> Snapshot:
-    oldest = sorted(queue, key=lambda seq: (seq.req.arrival, seq.handle))[:MAX_REQUESTS]
+    oldest = heapq.nsmallest(MAX_REQUESTS, queue, key=lambda seq: (seq.req.arrival, seq.handle))
     total = sum(len(seq.tokens) for seq in oldest)
     block = MIN_BLOCK_TOKENS
     while block * MAX_BLOCKS < total:

@@ -266,7 +266,7 @@ class Planner:
             order = state.fair.merge((), order, state.holders(), most_skipped=skip_ahead)
         if not state.announced or not self._may_pass():
             return order
-        announced = (seq for seq in state.opening.in_order() if seq.is_announced)
+        announced = state.opening.sorted_of(state.announced.values())
         return itertools.chain(announced, (seq for seq in order if not seq.is_announced))
 
     def _may_pass(self) -> bool:
@@ -419,7 +419,7 @@ class Planner:
             if is_new and self._is_too_late(seq):
                 self._state.miss_deadline(seq)
                 continue
-            is_first = is_new and seq.cached_tokens < 0
+            is_first = is_new and (seq.cached_tokens < 0 or not seq.has_started)
             before = self._memory.growth(seq) if not is_new or seq.handle in self._state.parked else 0
             if is_new:
                 if not self._has_budget_for(seq, seconds, is_first=not started):
@@ -488,26 +488,27 @@ class Planner:
             yield from unfinished
             if not state.slots or not state.waiting:
                 return
-        to_come, ahead = len(unfinished) if together else 0, 0
+        given: set[int] = set()
+        ahead = 0
         for seq in state.waiting.in_order(unfinished if together else ()):
             if seq.state is SeqState.WAITING:
+                if not state.slots or not self._may_skip:
+                    break
                 if seq.inflight_steps:
                     continue  # retracted: its row in flight is committed first
-                if not state.slots or not (self._may_skip or self._holds_reservation(seq)):
-                    if not to_come:
-                        return
-                    continue
                 if self._preemptor is not None and seq is not self._preemptor:
                     continue  # the slot and the pages were taken for another
                 if ahead >= self._limits.max_partial_prefills and not self._completes(seq):
                     self._skipped += 1
                     continue
             else:
-                to_come -= 1
+                given.add(seq.handle)
             yield seq
             if seq is self._preemptor:
                 self._preemptor = None
             ahead += together and seq.state is SeqState.RUNNING and is_partial(seq)
+        if together and len(given) < len(unfinished):
+            yield from (seq for seq in state.waiting.sorted_alone(unfinished) if seq.handle not in given)
 
     @property
     def _may_skip(self) -> bool:
@@ -664,9 +665,6 @@ class Planner:
         if held is not None:
             held.passed_pages += self._memory.pages_at_end(seq)
         return held
-
-    def _holds_reservation(self, seq: Seq) -> bool:
-        return self._reservation is not None and self._reservation.seq is seq
 
     def _check_reservation(self) -> None:
         """Drop the reservation of a request that does not wait any more, or that its tenant's limits hold back."""

@@ -17,7 +17,7 @@ the same inputs give the same order. Retracted sequences keep their arrival, hen
 | adaptive | as fcfs, lpm, short-first, hrrn or srpt-aging, by a replay of the queue | changing traffic | as those |
 
 A policy also says what its numbers depend on beside the sequences (`inputs`): while that is equal, nobody computes or
-sorts anything again (queue.py).
+sorts anything again, and when it has changed, a long queue is sorted anew over several steps (queue.py).
 
 Sources: SGLang 0.5.7's semantics for fcfs, lpm, dfs-weight, lof and random, without its 128-request cliff; Schrage's
 SRPT with ageing 0.05 as it did best on recorded traces (docs/scheduling/orders.md).
@@ -27,11 +27,11 @@ from __future__ import annotations
 
 import abc
 import math
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
-from baton.cache.radix import Node, Probe
+from baton.cache.radix import Node, Probe, ProbeWatch
 from baton.request import Validated
 from baton.sched import adaptive
 from baton.sched.dfs_weight import ROOT, Path, Weights
@@ -54,6 +54,10 @@ class PrefixIndex(Protocol):
 
     def outdated(self, probes: Sequence[Probe | None]) -> Sequence[int]:
         """Places of the probes that have to be made again, or for the first time."""
+        ...
+
+    def watch(self) -> ProbeWatch:
+        """Tells which probes have to be made again."""
         ...
 
     def path_of(self, probe: Probe) -> Sequence[int]:
@@ -98,6 +102,7 @@ class PolicyParams:
     srpt_aging_backlog_secs: float = 60.0
     default_deadline_secs: float = 60.0
     demote_hopeless: bool = True
+    edf_demotion_secs: float = 300.0
     adaptive_window_secs: float = 15.0
     adaptive_tail_weight: float = 0.1
 
@@ -139,7 +144,7 @@ class Policy(abc.ABC):
         """A sequence's number also depends on its cached prefix (if `each_alone`: on nothing else in the tree)."""
         return False
 
-    def review(self, queue: Sequence[Seq], view: View) -> OrderReviewed | None:
+    def review(self, queue: Collection[Seq], view: View) -> OrderReviewed | None:
         return None
 
     def inputs(self, count: int, view: View) -> Hashable:
@@ -147,8 +152,12 @@ class Policy(abc.ABC):
         return ()
 
     @abc.abstractmethod
-    def keys(self, queue: Sequence[Seq], view: View) -> Sequence[float]:
-        """A number for each sequence, smallest first."""
+    def keys(self, queue: Sequence[Seq], view: View, inputs: Any) -> Sequence[float]:
+        """A number for each sequence, smallest first. `inputs`: a result of `inputs`, perhaps not the latest."""
+
+    def expiry(self, seq: Seq, view: View, inputs: Any) -> float:
+        """When the number that `keys` has just given it is another one, though nothing else changes."""
+        return math.inf
 
 
 class Held:
@@ -201,7 +210,7 @@ def work(seq: Seq, view: View) -> int:
 class Fcfs(Policy):
     name = "fcfs"
 
-    def keys(self, queue: Sequence[Seq], view: View) -> Sequence[float]:
+    def keys(self, queue: Sequence[Seq], view: View, inputs: Any) -> Sequence[float]:
         return [seq.req.arrival for seq in queue]
 
 
@@ -210,18 +219,18 @@ class Lof(Policy):
 
     name = "lof"
 
-    def keys(self, queue: Sequence[Seq], view: View) -> Sequence[float]:
+    def keys(self, queue: Sequence[Seq], view: View, inputs: Any) -> Sequence[float]:
         return [-seq.req.params.max_new_tokens for seq in queue]
 
 
 class Random(Policy):
     name = "random"
 
-    def inputs(self, count: int, view: View) -> Hashable:
+    def inputs(self, count: int, view: View) -> int:
         return view.step
 
-    def keys(self, queue: Sequence[Seq], view: View) -> Sequence[float]:
-        return [uniform(view.step, seq.handle) for seq in queue]
+    def keys(self, queue: Sequence[Seq], view: View, inputs: Any) -> Sequence[float]:
+        return [uniform(inputs, seq.handle) for seq in queue]
 
 
 class Lpm(Policy):
@@ -253,14 +262,14 @@ class Lpm(Policy):
         was_degraded = self.is_degraded
         self.is_degraded = bool(limit) and count > (limit * 0.75 if was_degraded else limit)
         self._degraded_total += self.is_degraded and not was_degraded
-        return ()
+        return self.is_degraded
 
     @property
     def reads_tree(self) -> bool:
         return not self.is_degraded
 
-    def keys(self, queue: Sequence[Seq], view: View) -> Sequence[float]:
-        if self.is_degraded:
+    def keys(self, queue: Sequence[Seq], view: View, inputs: Any) -> Sequence[float]:
+        if inputs:
             return [seq.req.arrival for seq in queue]
         aging = self.params.lpm_aging_tokens_per_s
         # cached + aging * (now - arrival), less the term that is equal for all: the order needs no clock.
@@ -302,7 +311,7 @@ class DfsWeight(Policy):
     def reads_tree(self) -> bool:
         return True
 
-    def keys(self, queue: Sequence[Seq], view: View) -> Sequence[float]:
+    def keys(self, queue: Sequence[Seq], view: View, inputs: Any) -> Sequence[float]:
         index, known, weights = view.index, self._known, self._weights
         for handle in known.keys() - {seq.handle for seq in queue}:
             weights.remove(known.pop(handle)[1])
@@ -345,8 +354,8 @@ class Hrrn(Policy):
     def inputs(self, count: int, view: View) -> Hashable:
         return view.computed_tokens
 
-    def keys(self, queue: Sequence[Seq], view: View) -> Sequence[float]:
-        done, own = view.computed_tokens, all_work(queue, view)
+    def keys(self, queue: Sequence[Seq], view: View, inputs: Any) -> Sequence[float]:
+        done, own = inputs, all_work(queue, view)
         return [-(done - seq.born_tokens) / max(tokens, 1) for seq, tokens in zip(queue, own, strict=True)]
 
 
@@ -356,19 +365,18 @@ class ShortFirst(Policy):
     def __init__(self, params: PolicyParams) -> None:
         super().__init__(params)
         self._ratio = Held()
-        self._weight = params.short_first_output_weight
 
     def inputs(self, count: int, view: View) -> Hashable:
         if self.params.short_first_output_weight is None:
-            self._weight = self._ratio(view.estimate(view.clip_new_tokens) / view.clip_new_tokens)
-        return self._weight
+            return self._ratio(view.estimate(view.clip_new_tokens) / view.clip_new_tokens)
+        return self.params.short_first_output_weight
 
     @property
     def reads_tree(self) -> bool:
         return True
 
-    def keys(self, queue: Sequence[Seq], view: View) -> Sequence[float]:
-        aging, weight = self.params.short_first_aging_tokens_per_s, self._weight or 0.0
+    def keys(self, queue: Sequence[Seq], view: View, inputs: Any) -> Sequence[float]:
+        aging, weight = self.params.short_first_aging_tokens_per_s, inputs
         return [
             tokens + weight * min(seq.max_new_tokens - seq.generated, view.clip_new_tokens) + aging * seq.req.arrival
             for seq, tokens in zip(queue, all_work(queue, view), strict=True)
@@ -387,14 +395,11 @@ class SrptAging(Policy):
     def __init__(self, params: PolicyParams) -> None:
         super().__init__(params)
         self._held, self._held_share = Held(), Held()
-        self._rate = 0.0
-        self._share = 1.0
 
     def inputs(self, count: int, view: View) -> Hashable:
-        self._rate = self._held(view.prefill_rate)
         most, backlog_secs = self.params.srpt_aging_backlog_secs, view.queued_tokens / view.prefill_rate
-        self._share = self._held_share(most / backlog_secs) if 0 < most < backlog_secs else 1.0
-        return self._rate, self._share
+        share = self._held_share(most / backlog_secs) if 0 < most < backlog_secs else 1.0
+        return self._held(view.prefill_rate), share
 
     @property
     def redecides_chunks(self) -> bool:
@@ -404,19 +409,17 @@ class SrptAging(Policy):
     def reads_tree(self) -> bool:
         return True
 
-    def keys(self, queue: Sequence[Seq], view: View) -> Sequence[float]:
-        aging = self.params.srpt_aging * self._rate * self._share
+    def keys(self, queue: Sequence[Seq], view: View, inputs: Any) -> Sequence[float]:
+        rate, share = inputs
+        aging = self.params.srpt_aging * rate * share
         return [tokens + aging * seq.req.arrival for seq, tokens in zip(queue, all_work(queue, view), strict=True)]
 
 
-HOPELESS = 1e9
-"""Added to the deadline of a request that cannot meet it [s]: larger than any deadline."""
-
-
 class Edf(Policy):
-    """Earliest first-token deadline first; requests that cannot make theirs any more sort behind all that can.
+    """Earliest first-token deadline first; one that cannot be met any more counts as `edf_demotion_secs` later.
 
-    Without the demotion an overloaded engine works on lost causes only (they are always the most urgent).
+    Without the demotion an overloaded engine works on lost causes only (they are always the most urgent); without its
+    bound they would wait for as long as others come that can still be in time.
     """
 
     name = "edf"
@@ -424,19 +427,9 @@ class Edf(Policy):
     def __init__(self, params: PolicyParams) -> None:
         super().__init__(params)
         self._held = Held()
-        self._rate = 1.0
-        self._next_lost = math.inf
-        """When the first of those that can still make it can no longer."""
-        self._lost = 0
 
     def inputs(self, count: int, view: View) -> Hashable:
-        if not self.params.demote_hopeless:
-            return ()
-        self._rate = self._held(view.prefill_rate)
-        if view.now > self._next_lost:
-            self._lost += 1
-            self._next_lost = math.inf
-        return self._rate, self._lost
+        return self._held(view.prefill_rate) if self.params.demote_hopeless else 0.0
 
     @property
     def redecides_chunks(self) -> bool:
@@ -446,20 +439,22 @@ class Edf(Policy):
     def reads_tree(self) -> bool:
         return self.params.demote_hopeless
 
-    def keys(self, queue: Sequence[Seq], view: View) -> Sequence[float]:
-        found = []
-        own = all_work(queue, view) if self.params.demote_hopeless else [0] * len(queue)
-        for seq, tokens in zip(queue, own, strict=True):
-            deadline = seq.req.ttft_deadline
-            key = seq.req.arrival + self.params.default_deadline_secs if deadline is None else deadline
-            if self.params.demote_hopeless:
-                latest_start = key - tokens / self._rate
-                if view.now > latest_start:
-                    key += HOPELESS
-                else:
-                    self._next_lost = min(self._next_lost, latest_start)
-            found.append(key)
-        return found
+    def _due(self, seq: Seq) -> float:
+        deadline = seq.req.ttft_deadline
+        return seq.req.arrival + self.params.default_deadline_secs if deadline is None else deadline
+
+    def keys(self, queue: Sequence[Seq], view: View, inputs: Any) -> Sequence[float]:
+        due = [self._due(seq) for seq in queue]
+        if not self.params.demote_hopeless:
+            return due
+        own, later = all_work(queue, view), self.params.edf_demotion_secs
+        return [at + later if view.now > at - tokens / inputs else at for at, tokens in zip(due, own, strict=True)]
+
+    def expiry(self, seq: Seq, view: View, inputs: Any) -> float:
+        if not self.params.demote_hopeless:
+            return math.inf
+        latest_start = self._due(seq) - work(seq, view) / inputs
+        return math.inf if view.now > latest_start else math.nextafter(latest_start, math.inf)
 
 
 class Adaptive(Policy):
@@ -502,10 +497,11 @@ class Adaptive(Policy):
     def inputs(self, count: int, view: View) -> Hashable:
         return self.choice.active, self.order.inputs(count, view)
 
-    def keys(self, queue: Sequence[Seq], view: View) -> Sequence[float]:
-        return self.order.keys(queue, view)
+    def keys(self, queue: Sequence[Seq], view: View, inputs: Any) -> Sequence[float]:
+        name, of_order = inputs
+        return self._orders[name].keys(queue, view, of_order)
 
-    def review(self, queue: Sequence[Seq], view: View) -> OrderReviewed | None:
+    def review(self, queue: Collection[Seq], view: View) -> OrderReviewed | None:
         if self._next_review is None:
             self._next_review = view.now + self.params.adaptive_window_secs
         if view.now < self._next_review:
@@ -596,17 +592,17 @@ class PriorityRule:
 Rank = tuple[float, float, float, int]
 
 
-def ranks(queue: Sequence[Seq], policy: Policy, priority: PriorityRule, view: View) -> list[Rank]:
+def ranks(queue: Sequence[Seq], policy: Policy, priority: PriorityRule, view: View, inputs: Hashable) -> list[Rank]:
     """The whole sort key of every sequence: (priority, policy, arrival, handle), all different."""
-    keys = policy.keys(queue, view)
+    keys = policy.keys(queue, view, inputs)
     aged = [priority.key(seq, view.now) for seq in queue]
     return [(p, key, seq.req.arrival, seq.handle) for p, key, seq in zip(aged, keys, queue, strict=True)]
 
 
 def ordered(queue: Sequence[Seq], policy: Policy, priority: PriorityRule, view: View) -> list[Seq]:
     """The queue in the order in which the planner should look at it, computed afresh."""
-    policy.inputs(len(queue), view)
-    entries = sorted(zip(ranks(queue, policy, priority, view), queue, strict=True), key=lambda entry: entry[0])
+    found = ranks(queue, policy, priority, view, policy.inputs(len(queue), view))
+    entries = sorted(zip(found, queue, strict=True), key=lambda entry: entry[0])
     return [seq for _, seq in entries]
 
 

@@ -1,9 +1,17 @@
-"""The waiting queue: sequences that hold nothing, in the order of a policy, kept sorted as long as the order holds.
+"""The waiting queue: sequences that hold nothing, in the order of a policy, kept sorted at a bounded cost per look.
 
-The sorted list is valid for the `inputs` of its policy (nothing for fcfs and lof, a measured rate for srpt-aging, …).
-While they are equal, a sequence joins by insertion and leaves by bisection; when they have changed, the next look
-computes all keys again. So a blocked queue of 10 000 costs no sort per step, under any policy but `random`. When only
-the radix tree has changed, sequences with another cached prefix than before move, the others stay where they are.
+A look (`in_order`) of a queue of at most `EXACT_UP_TO` gives exactly the order that the policy defines. In a longer one
+it brings `KEYS_PER_LOOK` sequences up to date, so that thousands cost a step no more than these.
+
+1. A sequence that joins gets its number at the next look; of many that join together the most important first. Should
+   a caller want more than those in order, it gets the next ones.
+2. When the radix tree changes, sequences whose cached prefix may be another one move (`ProbeWatch`), and so do those
+   whose number changes at a moment known before (`Policy.expiry`).
+3. When the policy's `inputs` change (a measured rate for srpt-aging, the work done for hrrn, ...), a second order is
+   built from the new ones beside the one in force, and takes its place when it is complete.
+
+A policy whose numbers depend on who else waits (dfs-weight, lpm with in-batch thresholds) sorts all anew, a long queue
+at every so many looks; meanwhile those that join go last.
 
 Priority ageing with a maximum needs two lists: among requests that still age the order never changes, among those that
 have aged all they can neither does; a look merges the two at the present time. A request moves from the first to the
@@ -14,13 +22,24 @@ from __future__ import annotations
 
 import bisect
 import heapq
+import itertools
 import math
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Protocol
 
+from baton.cache.radix import ProbeWatch
 from baton.sched.events import OrderReviewed
-from baton.sched.policy import Policy, PriorityRule, View
+from baton.sched.policy import Policy, PriorityRule, View, cached_tokens
 from baton.sched.seq import Seq
+
+EXACT_UP_TO = 64
+"""A queue of so many is brought up to date as a whole at each look."""
+KEYS_PER_LOOK = 32
+"""In a longer one so many sequences are given a place or another one: some 0.2 ms."""
+KINDS = 4
+"""Reasons for that; each gets a share of KEYS_PER_LOOK at least, and what those before it left."""
+MAX_DEAD_ENTRIES = 64
+"""Superseded entries of a heap that are tolerated beside one per sequence."""
 
 Entry = tuple[float, float, float, int, Seq]
 """(priority, policy, arrival, handle, sequence): handles differ, so comparing never reaches the sequence."""
@@ -31,6 +50,62 @@ class Watcher(Protocol):
 
     def entered(self, seq: Seq) -> None: ...
     def left(self, seq: Seq) -> None: ...
+
+
+class _Order:
+    """Sequences sorted for one value of the policy's inputs."""
+
+    def __init__(self, rule: PriorityRule, inputs: Hashable) -> None:
+        self.inputs = inputs
+        self.entries: dict[int, Entry] = {}
+        self.ageing: list[Entry] = []
+        self.aged: list[Entry] = []
+        self.changes = 0
+        """Grows with every change of a sorted list."""
+        self._rule = rule
+        self._due: dict[int, float] = {}
+        self._moves: list[tuple[float, int]] = []
+        """(time, handle): when a sequence has to be entered again; valid if `_due` says so."""
+
+    def enter(self, seq: Seq, key: float, now: float, expiry: float) -> None:
+        """Put in a sequence, or move it to another place. `expiry`: when its key is another one."""
+        rule, handle = self._rule, seq.handle
+        self.remove(handle)
+        capped_from = rule.capped_from(seq)
+        is_aged = capped_from <= now
+        rank = rule.capped_key(seq) if is_aged else rule.ageing_key(seq)
+        entry = self.entries[handle] = (rank, key, seq.req.arrival, handle, seq)
+        bisect.insort(self.aged if is_aged else self.ageing, entry)
+        due = expiry if is_aged else min(expiry, capped_from)
+        if due < math.inf:
+            self._due[handle] = due
+            heapq.heappush(self._moves, (due, handle))
+            if len(self._moves) > 2 * len(self.entries) + MAX_DEAD_ENTRIES:
+                self._moves = [(at, handle) for handle, at in self._due.items()]
+                heapq.heapify(self._moves)
+        self.changes += 1
+
+    def remove(self, handle: int) -> None:
+        """One that is not in it is ignored."""
+        self._due.pop(handle, None)
+        entry = self.entries.pop(handle, None)
+        if entry is None:
+            return
+        for lane in (self.ageing, self.aged):
+            at = bisect.bisect_left(lane, entry)
+            if at < len(lane) and lane[at][3] == handle:
+                del lane[at]
+        self.changes += 1
+
+    def take_due(self, now: float, most: int) -> list[Seq]:
+        """Up to so many that have to be entered again by now."""
+        found: list[Seq] = []
+        while self._moves and self._moves[0][0] <= now and len(found) < most:
+            due, handle = heapq.heappop(self._moves)
+            if self._due.get(handle) == due:
+                del self._due[handle]
+                found.append(self.entries[handle][4])
+        return found
 
 
 class WaitingQueue:
@@ -44,16 +119,21 @@ class WaitingQueue:
         self._view = view
         self._watcher = watcher
         self._seqs: dict[int, Seq] = {}
-        self._entries: dict[int, Entry] = {}
-        """Of the sequences that are in a sorted list; the others joined after the order went out of date."""
-        self._ageing: list[Entry] = []
-        self._aged: list[Entry] = []
-        self._moves: list[tuple[float, int]] = []
-        self._valid_for: Hashable = None
+        self._joined: dict[int, int] = {}
+        """Those that are in no order yet, with the number of their arrival here."""
+        self._joins = 0
+        self._to_join: list[tuple[float, float, int, int]] = []
+        """(priority, arrival, handle, number of its arrival here): a heap; valid if `_joined` says so."""
+        self._order = _Order(priority, None)
+        """The order in force."""
+        self._next: _Order | None = None
+        """The one that is being built, for other inputs."""
+        self._to_build: list[int] = []
+        """Those that `_next` lacks, and others that have left."""
         self._tree: int | None = None
-        """The tree's version that the sorted lists know; None: they depend on no tree."""
-        self.changes = 0
-        """Grows with every change of a sorted list in place."""
+        """The tree's version that the order in force knows, if all is sorted anew for another one."""
+        self._looks_until_sort = 0
+        self._probes: ProbeWatch | None = None
 
     def __len__(self) -> int:
         return len(self._seqs)
@@ -65,163 +145,248 @@ class WaitingQueue:
         """In order of arrival here."""
         return iter(list(self._seqs.values()))
 
+    @property
+    def inputs(self) -> Hashable:
+        """The policy's inputs of the order in force."""
+        return self._order.inputs
+
     def add(self, seq: Seq) -> None:
         seq.probe = None  # it may have run meanwhile, and have more tokens
         self._seqs[seq.handle] = seq
-        if self.policy.each_alone and self._entries:
-            view = self._view()
-            if self._inputs(view) == self._valid_for:
-                self._insert(seq, self.policy.keys([seq], view)[0], view.now, joins=True)
+        self._joins += 1
+        self._await_place(seq, self._joins)
+        if not self.policy.each_alone:
+            self._tree = None
         if self._watcher is not None:
             self._watcher.entered(seq)
 
     def discard(self, seq: Seq) -> None:
         """Take a sequence out; one that is not waiting is ignored."""
-        if self._seqs.pop(seq.handle, None) is None:
+        handle = seq.handle
+        if self._seqs.pop(handle, None) is None:
             return
-        self._remove(seq)
+        self._joined.pop(handle, None)
+        self._order.remove(handle)
+        if self._next is not None:
+            self._next.remove(handle)
+        if self._probes is not None:
+            self._probes.forget(handle)
         if not self.policy.each_alone:
-            self._valid_for = None
+            self._tree = None
         if self._watcher is not None:
             self._watcher.left(seq)
 
     def reprioritise(self, seq: Seq) -> None:
         """To be called after a change of the sequence's adjusted priority."""
-        if seq.handle not in self._entries:
-            return
-        key = self._entries[seq.handle][1]
-        self._remove(seq)
-        self._insert(seq, key, self._view().now)
+        view = self._view()
+        if seq.handle in self._joined:
+            self._await_place(seq, self._joined[seq.handle])
+        for order in self._orders():
+            if seq.handle in order.entries:
+                key = order.entries[seq.handle][1]
+                order.enter(seq, key, view.now, self.policy.expiry(seq, view, order.inputs))
+
+    def on_tokens(self, seq: Seq) -> None:
+        """A waiting sequence has more tokens than when its cached prefix was looked up."""
+        seq.probe = None
+        if self._probes is not None and seq.handle in self._order.entries:
+            self._probes.stale[seq.handle] = None
 
     def in_order(self, under_way: Sequence[Seq] = ()) -> Iterator[Seq]:
         """Sequences as the planner should try them, among them those `under_way`, which do not wait any more.
 
         These compete with waiting ones if the policy re-decides chunks; else they come first among equal priorities.
-        The queue may change while the caller iterates: who left is not given, who joins may be.
+        The queue may change while the caller iterates: who left is not given, nor is who joins.
         """
         view = self._view()
-        self._bring_up_to_date(view)
+        self._update(view)
+        order = self._order
         gained = self.priority.aging_rate * view.now if self.priority.enabled else 0.0
-        lanes = [_Lane(self, self._ageing, -gained), _Lane(self, self._aged, 0.0)]
+        lanes = [_Lane(self, order, order.ageing, -gained), _Lane(self, order, order.aged, 0.0)]
         if under_way:
-            keys = self.policy.keys(under_way, view) if self.policy.redecides_chunks else [-math.inf] * len(under_way)
-            others = sorted(
-                (self.priority.key(seq, view.now), key, seq.req.arrival, seq.handle, seq)
-                for seq, key in zip(under_way, keys, strict=True)
-            )
-            lanes.append(_Lane(None, others, 0.0))
-        return _merged([lane for lane in lanes if lane.entries])
+            others = self._entries_of(under_way, view, order.inputs)
+            lanes.append(_Lane(None, order, others, 0.0))
+        return self._walk(lanes, order, view, self._joins)
+
+    def sorted_of(self, seqs: Iterable[Seq]) -> list[Seq]:
+        """Some that wait, in order; those that have no place yet go last. O(n log n) in their number."""
+        now, entries = self._view().now, self._order.entries
+
+        def rank(seq: Seq) -> tuple[bool, float, float, float, int]:
+            entry = entries.get(seq.handle)
+            key = entry[1] if entry is not None else 0.0
+            return entry is None, self.priority.key(seq, now), key, seq.req.arrival, seq.handle
+
+        return sorted(seqs, key=rank)
+
+    def sorted_alone(self, under_way: Sequence[Seq]) -> list[Seq]:
+        """Those under way in the order in which `in_order` gives them."""
+        return [entry[4] for entry in self._entries_of(under_way, self._view(), self._order.inputs)]
 
     def review(self) -> OrderReviewed | None:
         """Let the policy look at the queue as a whole, before a plan."""
-        return self.policy.review(list(self._seqs.values()), self._view()) if self.policy.reviews else None
+        return self.policy.review(self._seqs.values(), self._view()) if self.policy.reviews else None
 
     def is_waiting(self, handle: int) -> bool:
         return handle in self._seqs
 
+    def _entries_of(self, under_way: Sequence[Seq], view: View, inputs: Hashable) -> list[Entry]:
+        is_alike = self.policy.redecides_chunks
+        keys = self.policy.keys(under_way, view, inputs) if is_alike else [-math.inf] * len(under_way)
+        return sorted(
+            (self.priority.key(seq, view.now), key, seq.req.arrival, seq.handle, seq)
+            for seq, key in zip(under_way, keys, strict=True)
+        )
+
+    def _walk(self, lanes: list[_Lane], order: _Order, view: View, last_join: int) -> Iterator[Seq]:
+        while True:
+            best: _Lane | None = None
+            waits = False
+            for lane in lanes:
+                lane.advance()
+                waits |= lane.rank is not None and lane.queue is not None
+                if lane.rank is not None and (best is None or best.rank is None or lane.rank < best.rank):
+                    best = lane
+            if not waits and order is self._order and (joined := self._join(view, last_join)):
+                keys = ((self.priority.key(seq, view.now), order.entries[seq.handle][1], seq) for seq in joined)
+                more = sorted((rank, key, seq.req.arrival, seq.handle, seq) for rank, key, seq in keys)
+                lanes = [*(lane for lane in lanes if lane.queue is None), _Lane(self, order, more, 0.0)]
+                continue
+            if best is None:
+                return
+            yield best.take()
+
     # ------------------------------------------------------------------ keeping it sorted
 
-    def _inputs(self, view: View) -> Hashable:
+    def _orders(self) -> tuple[_Order, ...]:
+        return (self._order,) if self._next is None else (self._order, self._next)
+
+    def _await_place(self, seq: Seq, number: int) -> None:
+        self._joined[seq.handle] = number
+        heapq.heappush(self._to_join, (self.priority.ageing_key(seq), seq.req.arrival, seq.handle, number))
+        if len(self._to_join) > 2 * len(self._joined) + MAX_DEAD_ENTRIES:
+            self._to_join = [entry for entry in self._to_join if self._joined.get(entry[2]) == entry[3]]
+            heapq.heapify(self._to_join)
+
+    def _update(self, view: View) -> None:
         inputs = self.policy.inputs(len(self._seqs), view)
-        return self.policy.active, inputs
-
-    def _bring_up_to_date(self, view: View) -> None:
-        inputs = self._inputs(view)
-        tree = view.index.version if self.policy.reads_tree else None
-        is_as_before = inputs == self._valid_for and len(self._entries) == len(self._seqs)
-        if not is_as_before or (tree != self._tree and not self.policy.each_alone):
-            self._sort(view)
-        elif tree != self._tree:
-            self._move_changed(view)
-        self._valid_for, self._tree = inputs, tree
-        while self._moves and self._moves[0][0] <= view.now:
-            _, handle = heapq.heappop(self._moves)
-            entry = self._entries.get(handle)
-            if entry is not None:
-                seq = entry[4]
-                self._remove(seq)
-                self._insert(seq, entry[1], view.now)
-
-    def _move_changed(self, view: View) -> None:
-        """Only the tree has changed: bring those whose cached prefix is another one now to their new places."""
-        seqs = list(self._seqs.values())
-        stale = [seqs[i] for i in view.index.outdated([seq.probe for seq in seqs])]
-        if len(stale) > len(seqs) // 4:
-            self._sort(view)  # is cheaper then
+        if self._probes is None:
+            self._probes = view.index.watch()
+        if not self.policy.each_alone:
+            self._sort_all(view, inputs)
             return
-        keys = self.policy.keys(stale, view)
-        moved = [(seq, key) for seq, key in zip(stale, keys, strict=True) if self._entries[seq.handle][1] != key]
-        if moved:
-            self._ageing, self._aged = self._ageing[:], self._aged[:]  # iterators over the old ones go on undisturbed
-        for seq, key in moved:
-            self._remove(seq)
-            self._insert(seq, key, view.now)
+        if not self._order.entries:
+            self._order, self._next = _Order(self.priority, inputs), None
+        elif inputs == self._order.inputs:
+            self._next = None
+        elif self._next is None:
+            self._next = _Order(self.priority, inputs)
+            self._to_build = list(self._order.entries)
+        left = KINDS * EXACT_UP_TO if len(self._seqs) <= EXACT_UP_TO else KEYS_PER_LOOK
+        share = left // KINDS
+        left -= self._build(view, left - 3 * share)
+        due = self._order.take_due(view.now, left - 2 * share)
+        self._enter(self._order, due, view)
+        left -= len(due)
+        left -= self._move_stale(self._probes, view, left - share)
+        self._join(view, self._joins, left)
 
-    def _sort(self, view: View) -> None:
-        seqs = list(self._seqs.values())
-        rule, now = self.priority, view.now
-        # New lists: iterators over the old ones go on undisturbed.
-        self._ageing, self._aged, self._moves = [], [], []
-        keys = self.policy.keys(seqs, view)
-        if not rule.enabled:
-            self._ageing = [(0.0, key, seq.req.arrival, seq.handle, seq) for seq, key in zip(seqs, keys, strict=True)]
-        for seq, key in zip(seqs, keys, strict=True) if rule.enabled else ():
-            until = rule.capped_from(seq)
-            if until <= now:
-                self._aged.append((rule.capped_key(seq), key, seq.req.arrival, seq.handle, seq))
-            else:
-                self._ageing.append((rule.ageing_key(seq), key, seq.req.arrival, seq.handle, seq))
-                if until < math.inf:
-                    self._moves.append((until, seq.handle))
-        self._ageing.sort()
-        self._aged.sort()
-        heapq.heapify(self._moves)
-        self._entries = {entry[3]: entry for lane in (self._ageing, self._aged) for entry in lane}
+    def _build(self, view: View, most: int) -> int:
+        """Continue with the next order. Returns by how many sequences."""
+        if self._next is None:
+            return 0
+        handles = self._to_build[-most:]
+        del self._to_build[-most:]
+        entries = self._order.entries
+        self._enter(self._next, [entries[handle][4] for handle in handles if handle in entries], view)
+        if not self._to_build:
+            self._order, self._next = self._next, None
+        return len(handles)
 
-    def _insert(self, seq: Seq, key: float, now: float, *, joins: bool = False) -> None:
-        rule = self.priority
-        until = rule.capped_from(seq)
-        is_aged = until <= now
-        rank = rule.capped_key(seq) if is_aged else rule.ageing_key(seq)
-        entry = (rank, key, seq.req.arrival, seq.handle, seq)
-        bisect.insort(self._aged if is_aged else self._ageing, entry)
-        if joins and not is_aged and until < math.inf:
-            heapq.heappush(self._moves, (until, seq.handle))
-        self._entries[seq.handle] = entry
-        self.changes += 1
+    def _move_stale(self, probes: ProbeWatch, view: View, most: int) -> int:
+        """Bring those to their places whose cached prefix may have changed. Returns how many."""
+        stale = [self._seqs[handle] for handle in itertools.islice(probes.stale, most)]
+        for order in self._orders() if stale else ():
+            self._enter(order, [seq for seq in stale if seq.handle in order.entries], view)
+        for seq in stale:
+            probes.stale.pop(seq.handle, None)
+        return len(stale)
 
-    def _remove(self, seq: Seq) -> None:
-        entry = self._entries.pop(seq.handle, None)
-        if entry is None:
+    def _join(self, view: View, last_join: int, most: int = KEYS_PER_LOOK) -> list[Seq]:
+        """Give those a place that came last so far back, the `most` most important. Returns them."""
+        found: list[Seq] = []
+        later: list[tuple[float, float, int, int]] = []
+        while self._to_join and len(found) < most:
+            entry = heapq.heappop(self._to_join)
+            _, _, handle, number = entry
+            if self._joined.get(handle) != number:
+                continue  # it has left, or has another priority
+            if number > last_join:
+                later.append(entry)
+                continue
+            del self._joined[handle]
+            found.append(self._seqs[handle])
+        for entry in later:
+            heapq.heappush(self._to_join, entry)
+        for order in self._orders() if found else ():
+            self._enter(order, found, view)
+        return found
+
+    def _enter(self, order: _Order, seqs: Sequence[Seq], view: View) -> None:
+        if not seqs:
             return
-        for lane in (self._ageing, self._aged):
-            at = bisect.bisect_left(lane, entry)
-            if at < len(lane) and lane[at][3] == seq.handle:
-                del lane[at]
-        self.changes += 1
+        policy = self.policy
+        if policy.each_alone:
+            keys = policy.keys(seqs, view, order.inputs)
+        else:
+            keys = [math.inf] * len(seqs)
+            for seq in seqs:
+                cached_tokens(seq, view.index)  # so that sorting all finds most of them looked up
+        for seq, key in zip(seqs, keys, strict=True):
+            order.enter(seq, key, view.now, policy.expiry(seq, view, order.inputs))
+            if policy.each_alone and self._probes is not None and seq.probe is not None:
+                self._probes.watch(seq.handle, seq.probe, seq.req.namespace)
+
+    def _sort_all(self, view: View, inputs: Hashable) -> None:
+        """Where each number depends on all: sort everything, a long queue not at every look."""
+        self._looks_until_sort -= 1
+        if self._join(view, self._joins, EXACT_UP_TO):
+            self._tree = None
+        is_as_before = inputs == self._order.inputs and self._tree == view.index.version
+        if is_as_before or (self._looks_until_sort > 0 and self._order.entries):
+            for seq in self._order.take_due(view.now, KEYS_PER_LOOK):
+                self._order.enter(seq, self._order.entries[seq.handle][1], view.now, math.inf)
+            return
+        seqs = [entry[4] for entry in self._order.entries.values()]
+        self._order = _Order(self.priority, inputs)
+        for seq, key in zip(seqs, self.policy.keys(seqs, view, inputs), strict=True):
+            self._order.enter(seq, key, view.now, math.inf)
+        self._tree = view.index.version
+        self._looks_until_sort = len(seqs) // EXACT_UP_TO if len(seqs) > EXACT_UP_TO else 0
 
 
 class _Lane:
     """Walks a sorted list that may change meanwhile. `queue` None: a list of our own, which does not."""
 
-    __slots__ = ("_at", "_last", "_queue", "_seen", "_shift", "entries", "rank")
+    __slots__ = ("_at", "_last", "_order", "_seen", "_shift", "entries", "queue", "rank")
 
-    def __init__(self, queue: WaitingQueue | None, entries: list[Entry], shift: float) -> None:
+    def __init__(self, queue: WaitingQueue | None, order: _Order, entries: list[Entry], shift: float) -> None:
+        self.queue = queue
         self.entries = entries
         self.rank: tuple[float, float, float, int] | None = None
         """Of the sequence that `take` would return; None at the end."""
-        self._queue = queue
+        self._order = order
         self._shift = shift
         """Makes priorities of the list comparable with those of other lists at the present time."""
-        self._seen = queue.changes if queue else 0
+        self._seen = order.changes
         self._last: Entry | None = None
         self._at = 0
 
     def advance(self) -> None:
         """Look for the first sequence behind the last one taken that still waits."""
-        queue = self._queue
-        if queue is not None and queue.changes != self._seen:
-            self._seen = queue.changes
+        queue = self.queue
+        if queue is not None and self._order.changes != self._seen:
+            self._seen = self._order.changes
             self._at = bisect.bisect_right(self.entries, self._last) if self._last is not None else 0
         while self._at < len(self.entries):
             entry = self.entries[self._at]
@@ -235,15 +400,3 @@ class _Lane:
         entry = self._last = self.entries[self._at]
         self._at += 1
         return entry[4]
-
-
-def _merged(lanes: list[_Lane]) -> Iterator[Seq]:
-    while True:
-        best: _Lane | None = None
-        for lane in lanes:
-            lane.advance()
-            if lane.rank is not None and (best is None or best.rank is None or lane.rank < best.rank):
-                best = lane
-        if best is None:
-            return
-        yield best.take()

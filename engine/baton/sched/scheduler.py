@@ -422,7 +422,7 @@ class Scheduler:
             state.stats.on_first_token(seq, state.now)
         seq.tokens.append(token)
         if seq.state is not SeqState.RUNNING:
-            seq.probe = None  # made for fewer tokens
+            state.waiting.on_tokens(seq)
         if state.fair is not None:
             state.fair.charge_generated(seq)
         params = seq.req.params

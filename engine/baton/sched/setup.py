@@ -58,6 +58,7 @@ def limits(config: EngineConfig, num_pages: int, host_pages: int = 0, page_bytes
             adaptive_window_secs=c.adaptive_window_secs,
             adaptive_tail_weight=c.adaptive_tail_weight,
             default_deadline_secs=c.default_deadline_ms / 1000,
+            edf_demotion_secs=c.edf_demotion_secs,
             demote_hopeless=c.deadline_miss_action != "keep",
         ),
         priority=PriorityRule(
