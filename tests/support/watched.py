@@ -289,7 +289,8 @@ class WatchedScheduler(Scheduler):
             self.checked["preemption"] += 1
             assert seq.preemptions == count + 1
             assert seq.preemptions <= self.limits.max_preemptions_per_request
-            by = [s for s in (state.seqs[h] for h in before.waiting | before.opening) if rule.base(s) > rule.base(seq)]
+            alive = (state.seqs.get(h) for h in before.waiting | before.opening)  # others missed their deadlines
+            by = [s for s in alive if s is not None and rule.base(s) > rule.base(seq)]
             assert max(map(rule.base, by), default=LOWEST_PRIORITY) - rule.base(seq) > rule.preemption_threshold
 
     def _check_order(self, before: Before, plan: StepPlan) -> None:

@@ -371,6 +371,8 @@ class Planner:
                 return
             if rule.base(seq) - least <= rule.preemption_threshold or not self._could_run(seq):
                 continue
+            if self._is_too_late(seq):
+                continue  # it ends as soon as its turn comes
             victims = priority_victims(
                 seq, short, state.running.values(), self._limits, self._memory.freed_by, self._place(seq)
             )
