@@ -240,9 +240,9 @@ class TestCluster:
         parts = ["\n"]
         for args in (("get", "pods", "-A", "-o", "wide"), ("get", "events", "-A", "--sort-by=.lastTimestamp")):
             parts.append("\n".join(self._kubectl(*args).stdout.splitlines()[-30:]))
-        logs = sorted(STATE.glob("tmp/hollow-kubelet*/pod-logs*/*/*/*.log"), key=lambda path: path.stat().st_mtime)
-        for path in logs[-6:]:
-            parts.append(f"--- {path.parent.parent.name}\n{tail(path)}")
+        logs = [path for path in Path("/var/log/containers").glob("*.log") if path.exists()]  # no dangling links
+        for path in sorted(logs, key=lambda path: path.stat().st_mtime)[-6:]:
+            parts.append(f"--- {path.name}\n{tail(path)}")
         for name in self._processes:
             parts.append(f"--- {name}\n{tail(self.log(name), 5)}")
         return "\n".join(parts)
