@@ -510,7 +510,11 @@ class Planner:
                 self._preemptor = None
             ahead += together and seq.state is SeqState.RUNNING and is_partial(seq)
         if together and len(given) < len(unfinished):
-            yield from (seq for seq in state.waiting.sorted_alone(unfinished) if seq.handle not in given)
+            rest = [seq for seq in unfinished if seq.handle not in given]
+            held = self._reservation
+            if held is not None and not held.was_tried and state.slots and self._can_start(held.seq):
+                rest.append(held.seq)
+            yield from state.waiting.sorted_alone(rest)
 
     @property
     def _may_skip(self) -> bool:
