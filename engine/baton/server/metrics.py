@@ -80,7 +80,7 @@ FRONT = (
     Spec("ready", "gauge", "1 when a request sent now would be accepted"),
     Spec("ranks_alive", "gauge", "DP ranks of this engine that live"),
     Spec("build", "info", "version and mode, value 1", ("version", "python", "mode", "model")),
-    Spec("kv_routes_refused", "counter", "P: requests to the bootstrap server refused, and silent connections closed for others"),
+    Spec("kv_routes_refused", "counter", "P: requests to the bootstrap server refused, or closed while silent"),
 )
 
 RANK = (
