@@ -40,7 +40,6 @@ class Tally:
     wrong: list[str] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
-    router_faults: int = 0
 
 
 def body(prompt: str, max_tokens: int, **changes: Any) -> dict[str, Any]:
@@ -77,8 +76,10 @@ async def whole(session: aiohttp.ClientSession, asked: dict[str, Any]) -> tuple[
 class Client:
     """One of several at once: takes the next number, does what the seed says about it."""
 
-    def __init__(self, session: aiohttp.ClientSession, expected: dict[tuple[str, int], str], tally: Tally) -> None:
-        self.session, self.expected, self.tally = session, expected, tally
+    def __init__(
+        self, cluster: Cluster, session: aiohttp.ClientSession, expected: dict[tuple[str, int], str], tally: Tally
+    ) -> None:
+        self.cluster, self.session, self.expected, self.tally = cluster, session, expected, tally
 
     async def do(self, number: int) -> None:
         rng = random.Random(f"{SEED} {number}")
@@ -98,12 +99,12 @@ class Client:
 
     async def _ask(self, number: int, ask: Any, key: tuple[str, int]) -> None:
         for attempt in range(60):
-            faults = self.tally.router_faults
+            router = router_pid(self.cluster)
             try:
                 status, text = await ask(self.session, body(*key))
             except (aiohttp.ClientError, ConnectionError, asyncio.TimeoutError, AssertionError) as err:
                 # Only the router's own death may end an answer that began, or a connection.
-                if self.tally.router_faults == faults and not isinstance(err, aiohttp.ClientConnectorError):
+                if not await self._is_replaced(router):
                     self.tally.lost.append(f"{number} attempt {attempt}: {err!r}")
                     return
                 self.tally.counts["repeated after the router's death"] += 1
@@ -120,18 +121,28 @@ class Client:
             await asyncio.sleep(0.5)
         self.tally.lost.append(f"{number}: never answered")
 
+    async def _is_replaced(self, router: int) -> bool:
+        """True if the router that had this process id has died; its successor is there soon."""
+        for _ in range(60):
+            if router_pid(self.cluster) != router:
+                return True
+            await asyncio.sleep(0.5)
+        return False
 
-def strike(cluster: Cluster, rng: random.Random, tally: Tally) -> str:
+
+def router_pid(cluster: Cluster) -> int:
+    return int(cluster.state["router"]["pid"])
+
+
+def strike(cluster: Cluster, rng: random.Random) -> str:
     """Kill or stop one process; what was done."""
     targets = [(n["role"], int(n["pid"])) for n in cluster.state["nodes"]]
-    targets.append(("router", int(cluster.state["router"]["pid"])))
+    targets.append(("router", router_pid(cluster)))
     role, pid = rng.choice(targets)
     process = rng.choice(family(pid) or [None])  # a front, one of its ranks, or the router
     if process is None:
         return "none"
     is_kill = rng.random() < 0.6
-    if role == "router":
-        tally.router_faults += 1
     with contextlib.suppress(psutil.NoSuchProcess):
         process.send_signal(signal.SIGKILL if is_kill else signal.SIGSTOP)
     if not is_kill:
@@ -140,8 +151,6 @@ def strike(cluster: Cluster, rng: random.Random, tally: Tally) -> str:
         def proceed() -> None:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.send_signal(signal.SIGCONT)
-            if role == "router":
-                tally.router_faults += 1
 
         loop.call_later(rng.uniform(0.5, 8.0), proceed)
     return f"{'kill' if is_kill else 'stop'} {role}"
@@ -151,12 +160,12 @@ async def soak(cluster: Cluster, expected: dict[tuple[str, int], str]) -> Tally:
     tally, numbers, rng = Tally(), iter(range(REQUESTS)), random.Random(SEED)
     timeout = aiohttp.ClientTimeout(total=180)
     async with aiohttp.ClientSession(cluster.url, timeout=timeout) as session:
-        client = Client(session, expected, tally)
+        client = Client(cluster, session, expected, tally)
 
         async def work() -> None:
             for number in numbers:
                 if number % FAULT_EVERY == FAULT_EVERY - 1:
-                    tally.counts[strike(cluster, rng, tally)] += 1
+                    tally.counts[strike(cluster, rng)] += 1
                 await client.do(number)
 
         await asyncio.gather(*(work() for _ in range(AT_ONCE)))
