@@ -763,12 +763,13 @@ mod tests {
     fn waiting_for_an_engine_is_not_a_transfer_that_hangs() {
         let mut room = connected(0);
         assert_eq!(room.next_due(), Some(300), "P owes an answer to OPEN");
-        room.step(progress(0, 2), 200).unwrap();
+        room.step(progress(0, 2), 200).expect("a legal event");
         assert_eq!(room.next_due(), Some(1000), "this side owes pages");
         assert_eq!(room.step(Event::Tick, 999), Ok(vec![]));
-        room.step(grant_first(2), 600).unwrap();
+        room.step(grant_first(2), 600).expect("a legal event");
         assert_eq!(room.next_due(), Some(900), "a pull is in flight");
-        room.step(Event::Pulled { ticket: 0 }, 700).unwrap();
+        room.step(Event::Pulled { ticket: 0 }, 700)
+            .expect("a legal event");
         assert_eq!(
             room.next_due(),
             Some(1000),
@@ -789,10 +790,10 @@ mod tests {
     #[test]
     fn a_pull_that_hangs_ends_the_room_before_its_deadline() {
         let mut room = connected(0);
-        room.step(progress(0, 2), 200).unwrap();
-        room.step(grant_first(2), 210).unwrap();
+        room.step(progress(0, 2), 200).expect("a legal event");
+        room.step(grant_first(2), 210).expect("a legal event");
         assert_eq!(room.step(Event::Tick, 509), Ok(vec![]));
-        let actions = room.step(Event::Tick, 510).unwrap();
+        let actions = room.step(Event::Tick, 510).expect("a legal event");
         assert!(
             matches!(actions[..], [Action::SendAbort { .. }, Action::CancelPulls]),
             "{actions:?}"

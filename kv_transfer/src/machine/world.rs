@@ -338,7 +338,7 @@ impl World {
             for ticket in self.pulls.keys().copied().collect::<Vec<_>>() {
                 self.make(&Move::Pull(ticket));
             }
-            if let (None, Some(due)) = (self.d_end.clone(), self.d.next_due()) {
+            if let (None, Some(due)) = (self.d_end, self.d.next_due()) {
                 self.step_d(decode::Event::Tick, due);
             }
             if self.p_end.is_none() {
