@@ -106,8 +106,18 @@ class EngineConfig:
     )
     insecure_kv: bool = opt(
         False,
-        "without cluster-key: listen for KV transfers on --host, and take KV from any host; any client of these "
-        "ports can read prompts and forge answers",
+        "without cluster-key: listen for KV transfers on --host or --kv-host, and take KV from any host; any client "
+        "of these ports can read prompts and forge answers",
+    )
+    kv_host: str | None = opt(
+        None,
+        "address the transfer ports listen on, e.g. of a network for KV; the bootstrap server stays on --host "
+        "(default: --host, or 127.0.0.1 without cluster-key)",
+    )
+    kv_advertise_host: str | None = opt(
+        None,
+        "P node: address or host name that D nodes connect to for KV (default: what the transfer ports listen on, "
+        "and for 0.0.0.0 or :: the address of the default route)",
     )
     kv_lease_secs: float = opt(30.0, "how long P keeps a finished prompt's pages for D without a heartbeat [s]")
     kv_transfer_timeout_secs: float = opt(
@@ -381,9 +391,14 @@ class EngineConfig:
         return self.cluster_key is not None or self.insecure_kv
 
     @property
-    def kv_host(self) -> str:
-        """Address that the bootstrap server and the transfer runtime listen on: --host, or loopback."""
+    def bootstrap_listen_host(self) -> str:
+        """Address that the bootstrap server listens on: --host, where routers tell D to ask, or loopback."""
         return self.host if self.is_kv_open or is_loopback(self.host) else LOOPBACK
+
+    @property
+    def kv_listen_host(self) -> str:
+        """Address that the transfer runtime listens on."""
+        return self.bootstrap_listen_host if self.kv_host is None else self.kv_host
 
 
 GROUPS = (
@@ -410,6 +425,17 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
+
+
+def _is_address_or_name(text: str) -> bool:
+    """True for an IP address of one host, and for a host name."""
+    if text in UNSPECIFIED_HOSTS:
+        return False
+    try:
+        ipaddress.ip_address(text)
+    except ValueError:
+        return re.fullmatch(r"[A-Za-z0-9_.-]{1,253}", text) is not None
+    return True
 
 
 def flag_name(field_name: str) -> str:
@@ -536,9 +562,20 @@ def _violations(c: EngineConfig) -> list[str]:
 
     rule(c.cluster_key != "", "--cluster-key is empty: give a long random text, or leave it out")
     rule(
-        c.disaggregation_mode != "prefill" or c.kv_host == c.host or c.host in UNSPECIFIED_HOSTS,
+        c.disaggregation_mode != "prefill" or c.bootstrap_listen_host == c.host or c.host in UNSPECIFIED_HOSTS,
         f"--host {c.host}: without a cluster key KV transfers stay on {LOOPBACK}, where no decode node would look for "
         f"them; {KV_REMEDY}",
+    )
+    for name in ("kv_host", "kv_advertise_host"):
+        host = getattr(c, name)
+        rule(
+            host is None or c.is_kv_open or is_loopback(host),
+            f"{flag_name(name)} {host}: without a cluster key KV transfers stay on loopback addresses; {KV_REMEDY}",
+        )
+    rule(
+        c.kv_advertise_host is None or _is_address_or_name(c.kv_advertise_host),
+        f"--kv-advertise-host {c.kv_advertise_host}: give one IPv4 address, IPv6 address without brackets or host "
+        "name, without a port",
     )
     rule(1 <= c.tp_size <= 64, f"--tp-size {c.tp_size}: give 1 to 64 ranks")
     rule(

@@ -509,6 +509,13 @@ def test_a_room_per_prompt_is_numbered_by_answer(make: Make) -> None:
         assert found == [("p", 1, 4), ("p", 1, 5), ("q", 2, 2**63 - 1), ("q", 2, 0)]
 
 
+def test_an_ipv6_bootstrap_host_may_have_brackets(make: Make) -> None:
+    for host in ("::1", "[::1]"):
+        (item,) = completion(make(disaggregation_mode="decode"), bootstrap_host=host, bootstrap_room=1).items
+        assert item.rendezvous is not None
+        assert item.rendezvous.host == "::1"
+
+
 def test_without_a_room_a_decode_node_serves_alone(make: Make) -> None:
     item = completion(make(disaggregation_mode="decode")).items[0]
     assert item.rendezvous is None

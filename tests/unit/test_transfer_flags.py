@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import socket
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
@@ -13,8 +15,8 @@ from baton import _native, config
 from baton.config import EngineConfig
 from baton.errors import ConfigError
 from baton.runtime.comm import nccl
-from baton.server import up
-from baton.server.transfer import ON_DEVICE, TRANSPORTS, start, transports, warn_of_reach
+from baton.server import transfer, up
+from baton.server.transfer import ON_DEVICE, TRANSPORTS, advertised_host, start, transports, warn_of_reach
 
 
 def choices(of: type, field: str) -> set[str]:
@@ -65,10 +67,10 @@ def test_kv_stays_on_loopback_without_a_cluster_key(
     values: dict[str, object], kv_host: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     c = config.build({"disaggregation_mode": "decode", **values})
-    assert c.kv_host == kv_host
+    assert c.kv_listen_host == c.bootstrap_listen_host == kv_host
     warn_of_reach(c)
     warned = " ".join(caplog.messages)
-    assert ("--cluster-key" in warned) == (c.kv_host != c.host or c.insecure_kv)
+    assert ("--cluster-key" in warned) == (kv_host != c.host or c.insecure_kv)
 
 
 def test_prefill_node_that_no_decode_node_could_reach_is_refused() -> None:
@@ -77,8 +79,70 @@ def test_prefill_node_that_no_decode_node_could_reach_is_refused() -> None:
         config.build(values)
     with pytest.raises(ConfigError, match="--cluster-key is empty"):
         config.build({**values, "cluster_key": ""})
-    assert config.build({**values, "host": "0.0.0.0"}).kv_host == "127.0.0.1"
-    assert config.build({**values, "cluster_key": "k"}).kv_host == "10.0.0.1"
+    assert config.build({**values, "host": "0.0.0.0"}).bootstrap_listen_host == "127.0.0.1"
+    assert config.build({**values, "cluster_key": "k"}).bootstrap_listen_host == "10.0.0.1"
+
+
+def prefill(**values: object) -> EngineConfig:
+    return config.build({"disaggregation_mode": "prefill", "cluster_key": "k", **values})
+
+
+def test_kv_host_moves_the_transfer_ports_alone() -> None:
+    c = prefill(host="10.0.0.1", kv_host="10.1.0.1")
+    assert (c.bootstrap_listen_host, c.kv_listen_host) == ("10.0.0.1", "10.1.0.1")
+    assert advertised_host(c) == "10.1.0.1"
+
+
+@pytest.mark.parametrize("flag", ["kv_host", "kv_advertise_host"])
+def test_kv_addresses_of_other_hosts_need_a_cluster_key(flag: str) -> None:
+    with pytest.raises(ConfigError, match=r"10\.1\.0\.1: without a cluster key KV transfers stay on loopback"):
+        prefill(cluster_key=None, **{flag: "10.1.0.1"})
+    prefill(cluster_key=None, insecure_kv=True, **{flag: "10.1.0.1"})
+    prefill(cluster_key=None, **{flag: "::1"})
+
+
+@pytest.mark.parametrize("host", ["10.1.0.1", "fd00::7", "prefill-0.kv.svc.cluster.local"])
+def test_kv_advertise_host_is_announced_as_it_is(host: str) -> None:
+    assert advertised_host(prefill(host="0.0.0.0", kv_advertise_host=host)) == host
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "[fd00::7]", "http://p", "p:8998", ""])
+def test_kv_advertise_host_that_is_no_address_is_refused(host: str) -> None:
+    with pytest.raises(ConfigError, match=r"--kv-advertise-host .*: give one IPv4 address"):
+        prefill(kv_advertise_host=host)
+
+
+def route_of(families: dict[int, str]) -> Callable[[int, str], str | None]:
+    return lambda family, target: families.get(family)
+
+
+def test_without_an_ipv4_route_the_ipv6_address_is_announced(monkeypatch: pytest.MonkeyPatch) -> None:
+    v4, v6 = {socket.AF_INET: "10.0.0.1"}, {socket.AF_INET6: "fd00::7"}
+    monkeypatch.setattr(transfer, "source_address", route_of({**v4, **v6}))
+    assert advertised_host(prefill(host="::")) == advertised_host(prefill(host="0.0.0.0")) == "10.0.0.1"
+    monkeypatch.setattr(transfer, "source_address", route_of(v6))
+    assert advertised_host(prefill(host="::")) == "fd00::7"
+    with pytest.raises(ConfigError, match=r"listen on 0\.0\.0\.0, and no default route.*--kv-advertise-host"):
+        advertised_host(prefill(host="0.0.0.0"))
+
+
+def test_loopback_is_announced_by_a_decode_node_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transfer, "source_address", route_of({}))
+    assert advertised_host(prefill(host="127.0.0.1")) == "127.0.0.1"
+    with pytest.raises(ConfigError, match="--kv-advertise-host"):
+        advertised_host(prefill(host="::"))
+    assert advertised_host(config.build({"disaggregation_mode": "decode", "cluster_key": "k", "host": "::"}))
+
+
+def test_a_source_address_on_loopback_is_none() -> None:
+    assert transfer.source_address(socket.AF_INET, "127.0.0.1") is None
+
+
+def test_announcing_loopback_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    warn_of_reach(prefill(host="127.0.0.1", kv_advertise_host="127.0.0.1"))
+    assert not caplog.messages
+    warn_of_reach(prefill(host="0.0.0.0", kv_advertise_host="127.0.0.1"))
+    assert "--kv-advertise-host 127.0.0.1: only decode nodes of this machine" in caplog.messages[0]
 
 
 def test_slabs_on_a_gpu_are_few_and_large(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -179,7 +179,7 @@ class _Launcher:
             ) from err
         port = self._config.disaggregation_bootstrap_port
         try:
-            server = BootstrapServer(self._config.kv_host, port, self._config.cluster_key)
+            server = BootstrapServer(self._config.bootstrap_listen_host, port, self._config.cluster_key)
         except OSError as err:
             raise ConfigError(
                 f"--disaggregation-bootstrap-port {port} cannot be bound ({err}); choose another, or 0"
@@ -210,7 +210,7 @@ class _Launcher:
             "front_pid": os.getpid(),
             "to_rank": addresses[1 + dp_rank],
             "to_front": addresses[0],
-            "bootstrap_host": None if bootstrap is None else _reachable(self._config.kv_host),
+            "bootstrap_host": None if bootstrap is None else _reachable(self._config.bootstrap_listen_host),
             "bootstrap_port": None if bootstrap is None else bootstrap.port,
         }
         assert child.stdin is not None  # asked for above

@@ -77,7 +77,7 @@ def place(f: Fields, prompts: int, n: int, mode: str, dp_size: int) -> list[Plac
         # -1: D does not know P's dp_size; the transfer layer takes room % dp_size from P's /route.
         known = rank if mode == "prefill" else remote
         meet = Rendezvous(
-            host=host or "",
+            host=(host or "").removeprefix("[").removesuffix("]"),  # of an IPv6 address, as in URLs
             port=port or DEFAULT_BOOTSTRAP_PORT,
             room=room,
             prefill_dp_rank=-1 if known is None else known,

@@ -6,13 +6,14 @@ DP ranks and of TP ranks within them; a process of D reads from the one of P tha
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import logging
 import socket
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from baton.config import KV_REMEDY, LOOPBACK, UNSPECIFIED_HOSTS, EngineConfig
+from baton.config import KV_REMEDY, LOOPBACK, UNSPECIFIED_HOSTS, EngineConfig, is_loopback
 from baton.errors import ConfigError
 
 log = logging.getLogger("baton.transfer")
@@ -70,7 +71,11 @@ class Bootstrap(NamedTuple):
 
 
 def warn_of_reach(config: EngineConfig) -> None:
-    """Log one line at the start of a P or D engine that has no cluster key: what protects its KV instead."""
+    """Log at the start of a P or D engine who can reach its KV, where that may surprise."""
+    announced = config.kv_advertise_host
+    is_narrowed = announced is not None and is_loopback(announced) and not is_loopback(config.kv_listen_host)
+    if config.disaggregation_mode == "prefill" and is_narrowed:
+        log.warning("--kv-advertise-host %s: only decode nodes of this machine can fetch KV from there", announced)
     if config.disaggregation_mode == "null" or config.cluster_key is not None:
         return
     if config.insecure_kv:
@@ -78,7 +83,7 @@ def warn_of_reach(config: EngineConfig) -> None:
             "--insecure-kv: WITHOUT A CLUSTER KEY WHOEVER REACHES THIS ENGINE'S KV PORTS CAN READ PROMPTS AND FORGE "
             "ANSWERS; give all engines the same --cluster-key (BATON_CLUSTER_KEY) instead"
         )
-    elif config.kv_host != config.host:
+    elif config.bootstrap_listen_host != config.host:
         log.warning(
             "--host %s without a cluster key: KV transfers stay on %s, only nodes of this machine form pairs; %s",
             config.host,
@@ -87,16 +92,43 @@ def warn_of_reach(config: EngineConfig) -> None:
         )
 
 
-def advertised_host(host: str) -> str:
-    """The address peers can reach us at when we listen on `host`: itself, or this machine's outward one."""
+PROBE_TARGETS = ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1"))
+"""Addresses for documentation: they take the default route."""
+
+
+def source_address(family: socket.AddressFamily, target: str) -> str | None:
+    """This machine's address on the route to `target`; None when peers could not connect to it. Sends no packet."""
+    try:
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect((target, 9))
+            found = str(probe.getsockname()[0])
+    except OSError:
+        return None
+    address = ipaddress.ip_address(found)
+    return None if address.is_loopback or address.is_link_local else found
+
+
+def advertised_host(config: EngineConfig) -> str:
+    """The address where peers reach the transfer ports: as flags say, or this machine's outward one.
+
+    Raises ConfigError on a prefill node that finds none: decode nodes would connect to themselves.
+    """
+    if config.kv_advertise_host is not None:
+        return config.kv_advertise_host
+    host = config.kv_listen_host
     if host not in UNSPECIFIED_HOSTS:
         return host
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(("192.0.2.1", 9))  # TEST-NET-1: no packet is sent, the kernel only picks a source address
-            return str(probe.getsockname()[0])
-        except OSError:
-            return "127.0.0.1"
+    for family, target in PROBE_TARGETS:
+        if host == "0.0.0.0" and family == socket.AF_INET6:
+            continue
+        if (found := source_address(family, target)) is not None:
+            return found
+    if config.disaggregation_mode == "prefill":
+        raise ConfigError(
+            f"the transfer ports listen on {host or 'all addresses'}, and no default route tells which address decode "
+            "nodes can reach; name it with --kv-advertise-host"
+        )
+    return LOOPBACK
 
 
 def start(
@@ -111,12 +143,12 @@ def start(
     from baton._native import TransferNode
     from baton.runtime.comm import make_backend
 
-    host = advertised_host(config.kv_host)
+    host = advertised_host(config)
     allowed = transports(config, on_device=native_pool.on_device)
     number = dp_rank * config.tp_size + tp_rank
     settings = {
         "role": config.disaggregation_mode,
-        "host": config.kv_host,
+        "host": config.kv_listen_host,
         "advertise_host": host,
         "port": config.transfer_port + number if config.transfer_port else 0,
         "transports": allowed,
