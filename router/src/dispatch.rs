@@ -232,7 +232,7 @@ pub fn has_tries(app: &App, request: &Inbound) -> bool {
 }
 
 /// Takes a retry of the fleet's budget. When it is used up, a request that lost its worker is paced, if there is a place in
-/// the queue: the budget cannot tell the end of a busy worker from a storm of retries.
+/// the queue: to the budget, the end of a busy worker looks like a storm of retries.
 fn has_budget(app: &App, request: &mut Inbound, failure: &Failure) -> bool {
     if request.is_paced || app.retry_budget.lock().try_retry(now_ms()) {
         return true;

@@ -25,7 +25,7 @@ const NO_BODY: &str = "content-length: 0\r\n";
 /// A client's connection whose bare errors get bodies.
 pub struct HeadErrors<S> {
     stream: S,
-    /// What is left to write of an answer that took the place of a bare one.
+    /// Rest of an answer that is written in the place of a bare one.
     answer: Bytes,
     max_header_bytes: usize,
     metrics: Arc<Metrics>,
@@ -67,7 +67,7 @@ impl<S: AsyncWrite + Unpin> HeadErrors<S> {
         })
     }
 
-    /// What to write in the place of `written`, if that is a bare error.
+    /// JSON error in the place of `written`, if that is a bare error.
     fn answer_for(&self, written: &[u8]) -> Option<Bytes> {
         let status = written.strip_prefix(b"HTTP/1.")?.get(2..5)?;
         let err = self.error_of(std::str::from_utf8(status).ok()?)?;

@@ -1,5 +1,5 @@
-//! No decode worker will fetch a prompt that is or was computed: its prefill worker is told, so that the pages are free at
-//! once and not when their lease ends. Best effort: at most `MOST` are told at a time, each within `LIMIT`; the lease ends anyway.
+//! Messages to prefill workers about prompts that no decode worker will fetch, so that the pages are free at once and not when
+//! their lease ends. Best effort: at most `MOST` are sent at a time, each within `LIMIT`; the lease ends anyway.
 
 use std::sync::Arc;
 use std::time::Duration;

@@ -7,7 +7,7 @@ root=$(cd "$here/../../.." && pwd)
 cache=${BATON_KUBE_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/baton-kube}
 python=${PYTHON:-$root/.venv/bin/python}
 
-# What is missing is no reason to fail on a developer's machine; on the build machine it is.
+# A missing tool fails the run on the build machine only.
 cannot() {
     printf 'test-kube: NOT RUN: %s\n' "$1" >&2
     [ "${CI:-}" = true ] && exit 1

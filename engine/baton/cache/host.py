@@ -78,7 +78,7 @@ class HostPage:
     def __init__(self, key: bytes, first_key: bytes, index: int, slot: int) -> None:
         self.key = key
         self.first_key = first_key
-        """Of the prompt's first page."""
+        """Key of the prompt's first page."""
         self.index = index
         self.slot = slot
         self.stamp = 0
@@ -107,7 +107,7 @@ class HostTier:
         self._serial = 0
         self._pinned = 0
         self._condemned = 0
-        """Pinned pages that were quarantined: in use by nobody, not in `_pages`."""
+        """Pinned pages that were quarantined: no longer in `_pages`, never used again."""
         self._keys: dict[int, bytes] = {}
         """Key of a device page that the tree holds, once it was needed."""
         self._runs: list[CopyRun] = []

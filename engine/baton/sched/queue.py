@@ -86,7 +86,7 @@ class _Order:
         self.changes += 1
 
     def remove(self, handle: int) -> None:
-        """One that is not in it is ignored."""
+        """Take a request out; a handle that is not in the queue is ignored."""
         self._due.pop(handle, None)
         entry = self.entries.pop(handle, None)
         if entry is None:

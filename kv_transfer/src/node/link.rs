@@ -178,7 +178,7 @@ pub struct Outgoing {
     pub flip: bool,
 }
 
-/// What a connection's tasks tell the control loop. A message occupies its frame's bytes of the queue until it is handled.
+/// Message of a connection's tasks to the control loop. It occupies its frame's bytes of the queue until it is handled.
 pub enum Heard {
     Msg(Box<Msg>, OwnedSemaphorePermit),
     Down(LinkError),

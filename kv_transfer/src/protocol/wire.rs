@@ -49,7 +49,7 @@ impl From<FrameError> for LinkError {
     }
 }
 
-/// What follows one length field, at most `limit` bytes. An error leaves the stream unusable.
+/// Bytes after one length field, at most `limit` bytes. An error leaves the stream unusable.
 pub async fn read_frame(
     stream: &mut (impl AsyncRead + Unpin),
     limit: usize,

@@ -59,7 +59,7 @@ impl FailedAttempts {
 }
 
 impl RetryConfig {
-    /// Whether another attempt is allowed after `failed` of them.
+    /// True if another attempt is allowed after `failed` of them.
     pub fn allows_another(&self, failed: FailedAttempts) -> bool {
         failed.count() < self.max_attempts
     }

@@ -72,7 +72,7 @@ def config(max_ctas: int) -> Config:
 
 
 def default_ctas() -> int:
-    """One where both ranks are on one GPU, whose SMs the other engine computes on."""
+    """Thread blocks per communicator: one if both ranks share a GPU, whose SMs the other engine needs."""
     return 1 if os.environ.get(SHARED_GPU) == "1" else DEFAULT_CTAS
 
 

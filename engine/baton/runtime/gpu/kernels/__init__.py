@@ -20,7 +20,7 @@ REMEDY = "install triton and a C compiler (gcc, or what CC names) with Python's 
 
 
 def obstacle(spec: ModelSpec, device: torch.device) -> str | None:
-    """What keeps the kernels from running this model here, as the middle of a sentence; None: nothing.
+    """The reason why the kernels cannot run this model here, as the middle of a sentence; None: they can.
 
     Runs each once. Raises torch.OutOfMemoryError.
     """
