@@ -28,7 +28,7 @@ def question(number: int) -> dict[str, object]:
 
 @dataclass
 class StreamResult:
-    """Answer of one stream: `problem` is empty when it ended with a finish reason and [DONE], without an error event."""
+    """Answer of one stream: `problem` is empty if it ended with a finish reason and [DONE] and no error event."""
 
     number: int
     text: str = ""
