@@ -125,7 +125,7 @@ class RandomDevice:
         return self.device.execute(plan)
 
 
-def test_a_broken_page_ledger_fences_the_engine_and_does_not_end_it(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_broken_page_ledger_ends_the_requests_and_not_the_process(caplog: pytest.LogCaptureFixture) -> None:
     limits = Limits(30, 2, 4, 1000, 8)
     engine = Engine(Scheduler(limits), RandomDevice(limits, 0), None, overlap=True)  # type: ignore[arg-type]
     try:
@@ -136,16 +136,21 @@ def test_a_broken_page_ledger_fences_the_engine_and_does_not_end_it(caplog: pyte
         assert not any(name.startswith("kv_pages") for name in engine.gauges())
         assert engine.trouble is not None
         assert "sums to 29 of 30" in engine.trouble
-        engine.gauges()
+        assert engine.gauges()["page_ledger_healthy"] == 0
         (record,) = caplog.records
         assert '"rid": "r1"' in record.message
         with pytest.raises(EngineDead, match="sums to 29 of 30") as refused:
             engine.submit(request(2, [1, 2, 3], 5))
         assert refused.value.retry_after_secs == 5
-        said = []
-        while engine.sched.counts()["running"] or engine.sched.counts()["waiting"]:
-            said += engine.advance(0.0)[0]
-        assert said[-1].finish is FinishReason.LENGTH, "what had been accepted is answered"
+        said, busy = engine.advance(0.0)
+        while busy:
+            more, busy = engine.advance(0.0)
+            said += more
+        assert engine.sched.is_idle
+        (ended,) = said
+        assert (ended.finish, ended.handle, ended.retry_after_secs) == (FinishReason.ERROR, 1, 5)
+        assert ended.error is not None
+        assert ended.error[0] == "engine_dead"
     finally:
         engine.close()
 

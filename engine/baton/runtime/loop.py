@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol, TypeAlias
 
 from baton.cache.ledger import LedgerError
+from baton.cache.pages import PageError
 from baton.config import EngineConfig
 from baton.disagg.relay import Relay
 from baton.errors import Aborted, EngineDead, EngineError
@@ -135,7 +136,7 @@ class Engine:
         self._device = device or DeviceThread()
         self._flight: deque[Flight] = deque()
         self.trouble: str | None = None
-        """Why no new requests are taken: the page ledger does not balance. Running ones end as they can."""
+        """Why no requests are taken or computed any more: the page ledger does not balance."""
         self._outputs: list[Emitted] = []
         self._stories: list[Story] = []
         self.counters: dict[str, float] = {
@@ -155,13 +156,13 @@ class Engine:
 
     def submit(self, req: Validated) -> None:
         """Queue a request. Raises EngineError when it is refused; nothing is held for it then."""
-        if self.trouble is not None:
-            raise EngineDead(f"this rank takes no new requests: {self.trouble}", retry_after_secs=5)
         disaggregated = self._relay is not None and req.rendezvous is not None
         if disaggregated:
             assert self._relay is not None
             self._relay.accept(req)
         try:
+            if self.trouble is not None:
+                raise EngineDead(f"this rank takes no new requests: {self.trouble}", retry_after_secs=5)
             self.sched.add(req)
         except EngineError as err:
             if disaggregated:
@@ -200,7 +201,7 @@ class Engine:
         self.sched.expire(now)
         if self._hook is not None:
             self._hook.run(self.sched, now)
-        plan = self.sched.plan(now)
+        plan = self.sched.plan(now) if self.trouble is None else None
         self._carry_out()
         if plan is not None:
             self._launch(plan)
@@ -284,12 +285,28 @@ class Engine:
                     host.check_idle(sched.limits.host_pages)
         except LedgerError as err:
             if self.trouble is None:
-                self.trouble = f"its page ledger is broken: {err}"
-                log.error("%s; no new requests are taken; %s", self.trouble, json.dumps(sched.dump()))
+                self._fence(f"its page ledger is broken: {err}")
             return {}
         total = sched.limits.num_pages
         values = ledger.gauges() | ({} if host is None else host.gauges())
         return values | {"kv_usage_ratio": (total - ledger.free - ledger.cached) / total}
+
+    def _fence(self, trouble: str) -> None:
+        """Take no new requests and end all others with an error: a page may belong to two of them.
+
+        The state is logged first. The process stays: /health reports `trouble`, and a router goes elsewhere.
+        """
+        self.trouble = trouble
+        log.error("%s; all requests end, no new ones are taken; %s", trouble, json.dumps(self.sched.dump()))
+        error = EngineDead(f"the request ended because this rank has failed: {trouble}", retry_after_secs=5)
+        for handle in self.sched.handles():
+            try:
+                if self.sched.is_alive(handle):
+                    self.sched.fail(handle, error, "NO_CAPACITY")
+                else:
+                    self.sched.abort(handle, "NO_CAPACITY")
+            except PageError as err:
+                log.error("pages of request %d are not freed: %s", handle, err)
 
     def gauges(self) -> dict[str, float]:
         """Gauges for messages.Stats. Checks the page ledger on the way."""
@@ -297,6 +314,7 @@ class Engine:
         values = self.page_gauges()
         values.update({f'requests{{state="{state}"}}': float(count) for state, count in counts.items()})
         values.update(self.sched.order_gauges())
+        values["page_ledger_healthy"] = float(self.trouble is None)
         values["new_token_ratio"] = self.sched.new_token_ratio
         return values
 

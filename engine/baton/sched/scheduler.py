@@ -170,6 +170,10 @@ class Scheduler:
         """P: handles of computed prompts that wait for D, of this rid or (None) all."""
         return [seq.handle for seq in self._state.leased.values() if rid in (None, seq.req.rid)]
 
+    def handles(self) -> list[int]:
+        """Requests that hold something, leased ones and those being aborted included."""
+        return list(self._state.seqs)
+
     def is_alive(self, handle: int) -> bool:
         return self._alive(handle) is not None
 

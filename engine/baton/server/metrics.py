@@ -97,6 +97,7 @@ RANK = (
         "pages of the host tier by state: free, cached, pinned (preempted requests)",
         ("state",),
     ),
+    Spec("page_ledger_healthy", "gauge", "1 while the KV pages add up; at 0 the rank has ended its requests"),
     Spec("kv_host_copies", "counter", "KV pages copied between device and host: out, in", ("direction",)),
     Spec("kv_host_copy_bytes", "counter", "bytes of these", ("direction",)),
     Spec("kv_host_copy_seconds", "counter", "time they took; 0 on devices that copy in the background"),
