@@ -121,6 +121,29 @@ def test_behind_too_many_unfinished_prompts_only_what_one_step_completes_may_sta
     assert rows(turn(sched)) == ([0, 1, 2] if starts else [0, 1])
 
 
+def test_the_reserved_request_goes_before_less_important_prompts_under_way() -> None:
+    """It fits once 1 has ended; but 4, first in the order, uses up what a step may pass over."""
+    sched = Scheduler(limits(num_pages=60, step_tokens=16, policy="lof", admission_skip_ahead=0,
+                             priority=PriorityRule(enabled=True, preemption_threshold=100)))  # fmt: skip
+
+    def add(handle: int, priority: int, prompt_tokens: int, max_new: int) -> None:
+        prompt = [handle] * prompt_tokens
+        sched.add(dataclasses.replace(request(handle, prompt, max_new, ignore_eos=True), priority=priority))
+
+    add(0, 5, 4, 60)
+    turn(sched)
+    add(1, 5, 60, 30)
+    while rows(turn(sched)) != [0, 1] or sched._state.seqs[1].computed < 60:
+        pass
+    add(2, 0, 60, 4)
+    assert rows(turn(sched)) == [0, 1, 2]
+    add(3, 5, 60, 4)
+    assert rows(turn(sched)) == [0, 1, 2], "no pages for 3"
+    sched.abort(1)
+    add(4, 5, 60, 120)
+    assert rows(turn(sched)) == [0, 3]
+
+
 def test_the_most_important_row_gets_the_last_page_and_is_sent_back_last() -> None:
     sched = Scheduler(limits(num_pages=8, radix_cache=False, conservativeness=0.01))
     for handle, priority in ((0, 1), (1, 2), (2, 9), (3, 0)):

@@ -464,7 +464,7 @@ class Planner:
         """Prompts under way, then the waiting queue in policy order; or both in policy order if it re-decides.
 
         More important requests come first in any case. The one with the reservation is tried at the latest when all
-        others have been.
+        others have been, except in a plan that preempted for another one.
         """
         state = self._state
         self._skipped = 0
@@ -475,9 +475,14 @@ class Planner:
             yield from self._fair_candidates(state.fair, unfinished, together)
         else:
             yield from self._ordered_candidates(unfinished, together)
+        yield from self._untried()
+
+    def _untried(self) -> list[Seq]:
+        """The one with the reservation, if it may start and has not been tried in this plan."""
         held = self._reservation
-        if held is not None and not held.was_tried and state.slots and self._can_start(held.seq):
-            yield held.seq
+        if held is None or held.was_tried or not self._state.slots or not self._can_start(held.seq):
+            return []
+        return [held.seq]
 
     def _ordered_candidates(self, unfinished: list[Seq], together: bool) -> Iterator[Seq]:
         """All of `unfinished`, and those of the waiting queue that may start.
@@ -510,11 +515,10 @@ class Planner:
                 self._preemptor = None
             ahead += together and seq.state is SeqState.RUNNING and is_partial(seq)
         if together and len(given) < len(unfinished):
-            rest = [seq for seq in unfinished if seq.handle not in given]
-            held = self._reservation
-            if held is not None and not held.was_tried and state.slots and self._can_start(held.seq):
-                rest.append(held.seq)
-            yield from state.waiting.sorted_alone(rest)
+            rest = [seq for seq in state.waiting.sorted_alone(unfinished) if seq.handle not in given]
+            rest += self._untried()
+            rest.sort(key=lambda seq: self._place(seq)[0])  # stable: behind prompts under way as important
+            yield from rest
 
     @property
     def _may_skip(self) -> bool:
@@ -678,7 +682,7 @@ class Planner:
         if held is not None and not self._can_start(held.seq):
             held = self._reservation = None
         if held is not None:
-            held.was_tried = False
+            held.was_tried = self._preemptor is not None  # else it might come behind a less important one
 
     def _can_start(self, seq: Seq) -> bool:
         """Does it wait, within its tenant's limits?"""
