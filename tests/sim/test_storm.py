@@ -36,6 +36,8 @@ def test_the_same_weather_gives_the_same_plans_and_another_seed_others(weather: 
         (Weather(seed=10231, policy="adaptive", role="pair", page=1, depth=2, priority=True), 400),
         (Weather(seed=10223, policy="adaptive", role="null", page=4, depth=2, priority=True), 400),
         (Weather(seed=20071, policy="dfs-weight", role="pair", page=16, depth=2, priority=True), 400),
+        (Weather(seed=20106, policy="random", role="null", page=16, depth=2, priority=False), 400),
+        (Weather(seed=20118, policy="random", role="pair", page=16, depth=2, priority=False), 400),
         (Weather(seed=40043, policy="lpm", role="pair", page=4, depth=2, priority=True), TURNS),
         (Weather(seed=40206, policy="hrrn", role="pair", page=1, depth=2, priority=False), TURNS),
         (Weather(seed=70036, policy="lpm", role="pair", page=1, depth=1, priority=False), TURNS),

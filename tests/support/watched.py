@@ -339,8 +339,11 @@ class WatchedScheduler(Scheduler):
         cached = state.memory.cache.peek(seq.tokens.tobytes(), seq.req.namespace, len(seq.tokens) - 1)
         return len(seq.tokens) - cached > limits.step_tokens - (plan.num_tokens if plan is not None else 0)
 
-    def _leaves_pages(self, seq: Seq, before: Before) -> bool:
-        """Another request waits for pages, and those that passed it hold, with this one, more than the rest."""
+    def _leaves_pages(self, seq: Seq, before: Before, came_first: Sequence[Seq] = ()) -> bool:
+        """Another request waits for pages, and those that passed it hold, with this one, more than the rest.
+
+        `came_first` were admitted in this plan before `seq` was tried: they count as passing, too.
+        """
         state, limits = self._state, self.limits
         held = before.reservation or self._planner._reservation
         if held is None or held.seq is seq or self._importance(seq) > self._importance(held.seq):
@@ -352,7 +355,8 @@ class WatchedScheduler(Scheduler):
 
         holders = (*state.running.values(), *state.transfer.values())
         passed = sum(at_end(s) for s in holders if s.admitted_step >= held.since)
-        set_aside = min(held.passed_pages, at_end(held.seq)) + int(limits.watermark * limits.num_pages)
+        given = held.passed_pages + (sum(map(at_end, came_first)) if held is before.reservation else 0)
+        set_aside = min(given, at_end(held.seq)) + int(limits.watermark * limits.num_pages)
         return passed + at_end(seq) > limits.num_pages - set_aside
 
     def _check_work_conserved(self, before: Before, plan: StepPlan | None) -> None:
@@ -385,16 +389,15 @@ class WatchedScheduler(Scheduler):
             return  # the tree has changed since the order was made
         if limits.priority.enabled and any(h not in before.waiting for h in rows - before.decoding):
             return  # a less important prompt, planned after the queue was found blocked, may have published its prefix
-        order = [
-            s for s in self._brute_order(before.facts) or () if s.state is SeqState.WAITING and not s.inflight_steps
-        ]
-        if not order:
+        order = self._brute_order(before.facts) or []
+        place = next((i for i, s in enumerate(order) if s.state is SeqState.WAITING and not s.inflight_steps), None)
+        if place is None:
             return
         self.checked["admission refused"] += 1
-        head = order[0]
+        head, came_first = order[place], [s for s in order[:place] if s.handle in rows]
         if head.pages:
             return  # parked: it needs no prefix
-        if self._is_capped(head, plan) or self._leaves_pages(head, before):
+        if self._is_capped(head, plan) or self._leaves_pages(head, before, came_first):
             return
         need, available = self._need(head, before.ratio), self._available_to(head)
         assert need > available, (
