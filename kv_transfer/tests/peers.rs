@@ -29,6 +29,7 @@ fn identity(inc: &str, key: Option<&str>) -> Identity {
             expected_inc: None,
             addr: "stranger:1".into(),
             boot_id: String::new(),
+            network_namespace: String::new(),
             transports: vec!["tcp".into()],
             layout_hash: String::new(),
             num_pages: 1,

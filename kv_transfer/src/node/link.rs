@@ -123,9 +123,8 @@ pub async fn establish(
         );
         return Err(LinkError::new(Code::LayoutMismatch, why).into());
     }
-    let same_host = !peer.boot_id.is_empty() && peer.boot_id == identity.hello.boot_id;
     let (remote, map_problem) = if let Some(via) = mapped
-        && same_host
+        && reaches_sockets_of(&identity.hello, peer)
         && peer.transports.iter().any(|t| t == via.as_str())
         && peer.page_bytes == identity.hello.page_bytes
     {
@@ -143,6 +142,18 @@ pub async fn establish(
         remote,
         map_problem,
     })
+}
+
+/// Whether this node can connect to the peer's abstract sockets. A peer of an older version names no network namespace.
+fn reaches_sockets_of(own: &Hello, peer: &Hello) -> bool {
+    let is_same_host = !peer.boot_id.is_empty() && peer.boot_id == own.boot_id;
+    let is_same_namespace = peer.network_namespace.is_empty()
+        || own.network_namespace.is_empty()
+        || peer.network_namespace == own.network_namespace;
+    if is_same_host && !is_same_namespace {
+        tracing::info!(peer = %peer.addr, "the peer is on this host in another network namespace: KV pages do not travel by its memory");
+    }
+    is_same_host && is_same_namespace
 }
 
 pub fn unreachable(err: &HttpError) -> LinkFailure {
@@ -347,6 +358,35 @@ async fn write_loop(
 mod tests {
     use super::*;
     use crate::protocol::Handshake;
+
+    /// A HELLO from this host and network namespace; `None`: of a version that does not name the latter.
+    fn hello_of(boot_id: &str, network_namespace: Option<&str>) -> Hello {
+        let mut hello = serde_json::json!({
+            "ver": VERSION, "channel": "Control", "nonce": [], "inc": "p", "expected_inc": null, "addr": "p:1",
+            "boot_id": boot_id, "transports": ["shm"], "layout_hash": "l", "num_pages": 1, "page_bytes": 1,
+            "shm_socket": "s", "shm_token": [],
+        });
+        if let Some(name) = network_namespace {
+            hello["network_namespace"] = name.into();
+        }
+        serde_json::from_value(hello).expect("a HELLO")
+    }
+
+    #[test]
+    fn only_sockets_of_the_own_network_namespace_are_tried() {
+        let own = hello_of("host", Some("net:[1]"));
+        for (boot_id, namespace, is_reached) in [
+            ("host", Some("net:[1]"), true),
+            ("host", None, true),
+            ("host", Some("net:[2]"), false),
+            ("other host", Some("net:[1]"), false),
+            ("", Some("net:[1]"), false),
+        ] {
+            let peer = hello_of(boot_id, namespace);
+            assert_eq!(reaches_sockets_of(&own, &peer), is_reached, "{peer:?}");
+        }
+        assert!(shm::network_namespace().starts_with("net:["));
+    }
 
     #[tokio::test]
     async fn queue_of_heard_messages_is_bounded_in_bytes() {

@@ -244,6 +244,7 @@ impl TransferNode {
                 expected_inc: None,
                 addr: format!("{}:{port}", config.host),
                 boot_id: shm::boot_id(),
+                network_namespace: shm::network_namespace(),
                 transports: config
                     .transports
                     .iter()

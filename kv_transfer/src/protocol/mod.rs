@@ -78,6 +78,9 @@ pub struct Hello {
     /// Where this node listens; the same address with another `inc` is a restart.
     pub addr: String,
     pub boot_id: String,
+    /// The network namespace, which is that of a container or pod; empty: unknown.
+    #[serde(default)]
+    pub network_namespace: String,
     pub transports: Vec<String>,
     pub layout_hash: String,
     pub num_pages: u64,
@@ -404,6 +407,7 @@ impl Msg {
             Msg::Challenge { nonce } => at_most("nonce bytes", nonce.len(), 64),
             Msg::Hello(hello) => {
                 names(&[&hello.inc, &hello.addr, &hello.boot_id])?;
+                names(&[&hello.network_namespace])?;
                 names(&[&hello.layout_hash, &hello.sums])?;
                 names(&hello.expected_inc.iter().collect::<Vec<_>>())?;
                 names(&hello.transports.iter().collect::<Vec<_>>())?;

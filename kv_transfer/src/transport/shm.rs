@@ -42,6 +42,13 @@ pub fn boot_id() -> String {
         .unwrap_or_default()
 }
 
+/// Identity of this process's network namespace on the host. Abstract sockets are reachable within one only.
+pub fn network_namespace() -> String {
+    std::fs::read_link("/proc/self/ns/net")
+        .map(|link| link.to_string_lossy().into_owned())
+        .unwrap_or_default()
+}
+
 /// An abstract socket; it vanishes with the process.
 pub fn listen(name: &str) -> io::Result<StdUnixListener> {
     let listener = StdUnixListener::bind_addr(&SocketAddr::from_abstract_name(name)?)?;
