@@ -119,6 +119,11 @@ class EngineConfig:
         "P node: address or host name that D nodes connect to for KV (default: what the transfer ports listen on, "
         "and for 0.0.0.0 or :: the address of the default route)",
     )
+    kv_copy_threads: int = opt(
+        1,
+        "threads per rank that take checksums of KV pages in host memory and copy them by shm; one room keeps at most "
+        "two busy",
+    )
     kv_lease_secs: float = opt(30.0, "how long P keeps a finished prompt's pages for D without a heartbeat [s]")
     kv_transfer_timeout_secs: float = opt(
         60.0, "D: longest wait for P's answer and for a page being copied; waiting in a queue does not count [s]"
@@ -603,6 +608,7 @@ def _violations(c: EngineConfig) -> list[str]:
         c.nccl_max_ctas is None or 1 <= c.nccl_max_ctas <= 32,
         f"--nccl-max-ctas {c.nccl_max_ctas}: give 1 to 32 thread blocks",
     )
+    rule(1 <= c.kv_copy_threads <= 32, f"--kv-copy-threads {c.kv_copy_threads}: give 1 to 32 threads")
     rule(1 <= c.dp_size <= 64, f"--dp-size {c.dp_size}: give 1 to 64 ranks")
     rule(c.page_size in (1, 2, 4, 8, 16, 32, 64, 128), f"--page-size {c.page_size}: use a power of two from 1 to 128")
     rule(

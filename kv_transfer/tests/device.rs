@@ -283,6 +283,14 @@ fn without_checksums_a_room_ends_and_the_node_is_not_well() {
 }
 
 #[test]
+fn pages_on_a_device_have_one_copy_thread() {
+    let pool = Arc::new(KvPool::create_on(4, PAGE, Memory::new(4, PAGE)).unwrap());
+    let config = config("decode", &json!({"transports": ["tcp"], "copy_threads": 2})).to_string();
+    let err = TransferNode::start(pool, &config).err().unwrap();
+    assert!(err.to_string().contains("2 copy threads"), "{err}");
+}
+
+#[test]
 fn a_transport_of_the_other_kind_of_memory_is_refused() {
     let on_device = Arc::new(KvPool::create_on(4, PAGE, Memory::new(4, PAGE)).unwrap());
     let in_host = Arc::new(KvPool::create(4, PAGE).unwrap());

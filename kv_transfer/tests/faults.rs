@@ -890,7 +890,7 @@ fn a_storm_of_aborts_and_faults_leaves_nothing_and_never_a_wrong_page() {
         let mut dice = Dice(seed);
         let rules = |dice: &mut Dice, names: &[&str]| {
             let rules: Vec<Value> = names.iter().map(|name| json!({"on": name, "nth": 5 + dice.roll(60), "do": (["dup", "kill", "flip", "drop"][dice.roll(4) as usize])})).collect();
-            json!({"fault": {"rules": rules}, "lease_ms": 700, "heartbeat_ms": 200})
+            json!({"fault": {"rules": rules}, "lease_ms": 700, "heartbeat_ms": 200, "copy_threads": 4})
         };
         let p_faults = on(
             transport,

@@ -450,8 +450,10 @@ fn a_shared_prefix_is_hashed_once() {
 
 #[test]
 fn sixty_four_rooms_at_once() {
-    for transport in TRANSPORTS {
-        let pair = Pair::new(transport);
+    let settings = TRANSPORTS.into_iter().flat_map(|via| [(via, 1), (via, 4)]);
+    for (transport, copy_threads) in settings {
+        let config = json!({"transports": [transport], "copy_threads": copy_threads});
+        let pair = Pair::with(&config, &config);
         let (src, dst) = (
             |room: u64| span(room as u32 * 16, 16),
             |room: u64| span((63 - room as u32) * 16, 16),
@@ -483,7 +485,7 @@ fn sixty_four_rooms_at_once() {
             );
             assert!(
                 pair.d.holds(&dst(room), room, 0),
-                "room {room} over {transport}"
+                "room {room} over {transport} by {copy_threads} copy threads"
             );
         }
         pair.assert_idle();

@@ -101,6 +101,7 @@ def test_a_flag_without_its_value_is_one_line(capsys: pytest.CaptureFixture[str]
     ("values", "remedy"),
     [
         ({"tp_size": 65}, "--tp-size 65: give 1 to 64 ranks"),
+        ({"kv_copy_threads": 0}, "--kv-copy-threads 0: give 1 to 32 threads"),
         ({"dist_timeout": 0.0}, "--dist-timeout 0: give seconds above 0, at most 86400 (a day)"),
         (
             {"tp_size": 2, "dp_size": 2, "disaggregation_mode": "prefill"},

@@ -145,6 +145,19 @@ def test_announcing_loopback_is_warned_of(caplog: pytest.LogCaptureFixture) -> N
     assert "--kv-advertise-host 127.0.0.1: only decode nodes of this machine" in caplog.messages[0]
 
 
+@pytest.mark.parametrize("threads", [1, 4])
+def test_kv_copy_threads_reach_the_transfer_runtime(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[dict[str, object]] = []
+    monkeypatch.setattr(_native, "TransferNode", lambda pool, settings, backend: made.append(json.loads(settings)))
+    start(config.build({"kv_copy_threads": threads}), SimpleNamespace(on_device=False), {}, 0, 0, None)
+    assert made[0]["copy_threads"] == threads
+
+
+def test_pages_on_a_gpu_have_one_copy_thread() -> None:
+    with pytest.raises(ConfigError, match="--kv-copy-threads 4: pages in GPU memory are copied by one thread"):
+        start(config.build({"kv_copy_threads": 4}), SimpleNamespace(on_device=True), {}, 0, 0, None)
+
+
 def test_slabs_on_a_gpu_are_few_and_large(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[dict[str, object]] = []
     monkeypatch.setattr(_native, "TransferNode", lambda pool, settings, backend: made.append(json.loads(settings)))

@@ -145,6 +145,10 @@ def start(
 
     host = advertised_host(config)
     allowed = transports(config, on_device=native_pool.on_device)
+    if native_pool.on_device and config.kv_copy_threads > 1:
+        raise ConfigError(
+            f"--kv-copy-threads {config.kv_copy_threads}: pages in GPU memory are copied by one thread; leave it out"
+        )
     number = dp_rank * config.tp_size + tp_rank
     settings = {
         "role": config.disaggregation_mode,
@@ -161,7 +165,7 @@ def start(
         "heartbeat_ms": 1000,
         "wait_ms": int(config.kv_transfer_timeout_secs * 1000),
         "stall_ms": max(MIN_STALL_MS, int(config.kv_transfer_timeout_secs * 1000 / 2)),
-        "copy_threads": 1,
+        "copy_threads": config.kv_copy_threads,
         "max_rooms": config.max_rooms,
         "fault": json.loads(config.test_kv_fault or "null"),
         **(DEVICE_SLABS if native_pool.on_device else {}),

@@ -86,6 +86,7 @@ pub struct NodeConfig {
     /// D: how long a prefill rank's engine may claim work without a sign of life before its rooms here fail.
     #[serde(default = "stall_ms")]
     pub stall_ms: u64,
+    /// Threads that take checksums and copy mapped pages; one for pages on a device, which are closed behind their last copy.
     #[serde(default = "copy_threads")]
     pub copy_threads: usize,
     /// Rooms alive at once, counting those whose end was not polled yet.
@@ -209,6 +210,7 @@ impl NodeConfig {
             ("wait_ms", config.wait_ms),
             ("stall_ms", config.stall_ms),
             ("max_rooms", config.max_rooms as u64),
+            ("copy_threads", config.copy_threads as u64),
             ("data_idle_ms", config.data_idle_ms),
             ("dp_size", config.dp_size.into()),
             ("slabs", config.slabs as u64),
@@ -223,6 +225,12 @@ impl NodeConfig {
             return Err(
                 "transfer config: transports is empty; there are \"shm\", \"cuda_ipc\", \"tcp\", \"gloo\" and \"nccl\"".into(),
             );
+        }
+        if pool.device().is_some() && config.copy_threads > 1 {
+            return Err(format!(
+                "transfer config: {} copy threads; pages on a device have one",
+                config.copy_threads
+            ));
         }
         let elsewhere = match pool.device() {
             Some(_) => Transport::Shm,
