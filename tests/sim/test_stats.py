@@ -9,6 +9,7 @@ from collections import Counter
 import pytest
 
 from baton.request import Rendezvous
+from baton.sched import stats
 from baton.sched.limits import Limits
 from baton.sched.plan import StepPlan
 from baton.sched.policy import PolicyParams, PriorityRule
@@ -90,6 +91,21 @@ def test_a_long_wait_begins_to_starve_with_the_first_one_that_overtakes() -> Non
     assert node.admissions == [0, 2, 1]
     assert node.stats.counters()['priority_starvation_total{class="1"}'] == 1
     assert set(node.stats.waiting_time) == {"1", "4"}, "bands of powers of four"
+
+
+def test_a_burst_that_waits_too_long_is_counted_over_several_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stats, "MAX_DUE_PER_PLAN", 4)
+    node = Clocked(dataclasses.replace(LIMITS, max_running_requests=1, policy="lof"))
+    for handle in range(10):
+        node.add(handle, 0.0, 1, max_new=1)
+    node.add(10, 0.5, 1, max_new=100)
+    node.step(1.0)
+    assert node.admissions == [10], "it has overtaken all others"
+    starving = []
+    for _ in range(4):
+        node.step(20.0)
+        starving.append(node.stats.starving.total())
+    assert starving == [4, 8, 10, 10]
 
 
 def test_aborted_requests_leave_nothing_behind() -> None:

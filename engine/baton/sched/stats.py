@@ -13,7 +13,8 @@ The same hooks write the stories of traced requests (sched.story); with none of 
 A request is *overtaken* when one that arrived later is admitted (for the first time) before it. It is *starving* while
 it waits for longer than the threshold and has been overtaken; it counts once in priority_starvation.
 
-Cost: O(log n) per admission in the number of waiting requests; per step one set of the step's handles.
+Cost: O(log n) per admission in the number of waiting requests; per step one set of the step's handles, and of the
+waits that have become too long at most MAX_DUE_PER_PLAN: those of a burst are counted over several steps.
 """
 
 from __future__ import annotations
@@ -39,6 +40,8 @@ HISTOGRAMS = {
 
 
 RATE_SMOOTHING = 0.1
+MAX_DUE_PER_PLAN = 256
+"""Waits that a plan finds to have become too long: some 0.7 ms."""
 
 SENT_BACK = {"memory": "retracted", "priority": "preempted", "slots": "preempted", "admin": "suspended"}
 """What a story calls it, by reason."""
@@ -130,7 +133,9 @@ class SchedStats:
     def on_plan(self, now: float) -> None:
         """Time has come to `now`: who waits too long from here on?"""
         self.now = now
-        while self._due and self._due[0][0] < now:
+        for _ in range(MAX_DUE_PER_PLAN):
+            if not self._due or self._due[0][0] >= now:
+                return
             at, handle = heapq.heappop(self._due)
             if not self._is_due(at, handle):
                 continue
