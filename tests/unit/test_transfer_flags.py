@@ -16,6 +16,7 @@ from baton.config import EngineConfig
 from baton.errors import ConfigError
 from baton.runtime.comm import nccl
 from baton.server import transfer, up
+from baton.server.launch import url_of
 from baton.server.transfer import ON_DEVICE, TRANSPORTS, advertised_host, start, transports, warn_of_reach
 
 
@@ -132,6 +133,11 @@ def test_loopback_is_announced_by_a_decode_node_alone(monkeypatch: pytest.Monkey
     with pytest.raises(ConfigError, match="--kv-advertise-host"):
         advertised_host(prefill(host="::"))
     assert advertised_host(config.build({"disaggregation_mode": "decode", "cluster_key": "k", "host": "::"}))
+
+
+def test_url_of_an_engine_answers_on_this_machine() -> None:
+    shown = [url_of(host, 1) for host in ("0.0.0.0", "", "::", "fd00::7", "p")]
+    assert shown == ["http://127.0.0.1:1", "http://127.0.0.1:1", "http://[::1]:1", "http://[fd00::7]:1", "http://p:1"]
 
 
 def test_a_source_address_on_loopback_is_none() -> None:

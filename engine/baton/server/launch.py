@@ -164,8 +164,7 @@ class _Launcher:
             why = "is already in use" if err.errno == errno.EADDRINUSE else f"cannot be bound ({err.strerror or err})"
             raise ConfigError(f"--host {host} --port {port} {why}; choose another, or 0 for a free port") from err
         bound = runner.addresses[0]
-        shown = "127.0.0.1" if host in ("0.0.0.0", "::", "") else host
-        return f"http://[{shown}]:{bound[1]}" if ":" in shown else f"http://{shown}:{bound[1]}"
+        return url_of(host, bound[1])
 
     def _start_bootstrap(self, stack: contextlib.AsyncExitStack) -> Any:
         """On a P node the server where D's transfer runtime finds our ranks."""
@@ -355,6 +354,12 @@ async def _within(work: Any, secs: float) -> bool:
     except asyncio.TimeoutError:
         return False
     return True
+
+
+def url_of(host: str, port: int) -> str:
+    """URL of a server on this machine that listens on `host`. asyncio's sockets on :: take no IPv4."""
+    shown = {"0.0.0.0": LOOPBACK, "": LOOPBACK, "::": "::1"}.get(host, host)
+    return f"http://[{shown}]:{port}" if ":" in shown else f"http://{shown}:{port}"
 
 
 def _reachable(host: str) -> str:
