@@ -700,7 +700,7 @@ def _violations(c: EngineConfig) -> list[str]:
         rule(getattr(c, name) >= 0, f"{flag_name(name)} {getattr(c, name)}: must not be negative")
     rule(
         0.1 <= c.adaptive_window_secs <= 3600,
-        f"--adaptive-window-secs {c.adaptive_window_secs}: use 0.1 to 3600 s; each comparison costs some 10 ms",
+        f"--adaptive-window-secs {c.adaptive_window_secs}: use 0.1 to 3600 s; each comparison costs some 25 ms",
     )
     rule(
         0 <= c.queue_timeout_secs < 1e9,

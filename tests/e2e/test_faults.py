@@ -106,7 +106,7 @@ def resumed(cluster: Cluster) -> float:
 
 
 def test_killed_decode_node(cluster: Cluster) -> None:
-    """Its streams wait for it to come back and are resumed."""
+    """Streams of a killed node wait for it to come back and are resumed."""
     before = resumed(cluster)
     streams = killed_node_is_survived(cluster, "decode", prompt_words=20, max_tokens=400)
     assert not any(seen.errors for seen in streams)

@@ -122,7 +122,7 @@ def test_behind_too_many_unfinished_prompts_only_what_one_step_completes_may_sta
 
 
 def test_the_reserved_request_goes_before_less_important_prompts_under_way() -> None:
-    """It fits once 1 has ended; but 4, first in the order, uses up what a step may pass over."""
+    """The reserved request fits once 1 has ended; but 4, first in the order, uses up what a step may pass over."""
     sched = Scheduler(limits(num_pages=60, step_tokens=16, policy="lof", admission_skip_ahead=0,
                              priority=PriorityRule(enabled=True, preemption_threshold=100)))  # fmt: skip
 

@@ -23,7 +23,7 @@ needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, re
 
 
 def output(*arguments: str, **variables: str) -> str:
-    """What a Python process prints."""
+    """Output of a Python process."""
     env = {**os.environ, **variables}
     done = subprocess.run([sys.executable, *arguments], env=env, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr[-3000:]

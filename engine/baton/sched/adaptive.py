@@ -9,7 +9,7 @@
 Both are pure functions: `replay_line` repeats a decision from its line in the log. Not modelled: arrivals to come,
 decode steps between the prompts, prompts under way. Only the ratio of forecasts is used.
 
-Cost: MAX_REQUESTS and MAX_BLOCKS bound a review to some 10 ms; it happens once per window.
+Cost: MAX_REQUESTS and MAX_BLOCKS bound a review to some 25 ms; it happens once per window.
 """
 
 from __future__ import annotations

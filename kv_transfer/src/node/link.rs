@@ -144,7 +144,7 @@ pub async fn establish(
     })
 }
 
-/// Whether this node can connect to the peer's abstract sockets. A peer of an older version names no network namespace.
+/// True if this node can connect to the peer's abstract sockets. A peer of an older version names no network namespace.
 fn reaches_sockets_of(own: &Hello, peer: &Hello) -> bool {
     let is_same_host = !peer.boot_id.is_empty() && peer.boot_id == own.boot_id;
     let is_same_namespace = peer.network_namespace.is_empty()

@@ -172,7 +172,7 @@ pub struct Routing {
 #[derive(Debug, Clone, Args)]
 #[command(next_help_heading = "Retries")]
 pub struct Retry {
-    /// Most attempts per request, the first included
+    /// Most attempts per request, the first included; the loss of a worker that had the request for 5 s counts as a quarter
     #[arg(long, default_value_t = 5, value_name = "N")]
     pub retry_max_retries: u32,
     /// Pause before the second attempt [ms]
