@@ -15,6 +15,7 @@ from baton.sched.plan import StepPlan
 from baton.sched.policy import PolicyParams, PriorityRule
 from baton.sched.scheduler import Scheduler
 from baton.sched.seq import Seq
+from baton.sched.story import Pulled
 from tests.support.sched_sim import Device, request
 
 LIMITS = Limits(100, 4, 4, 100, 16)
@@ -262,3 +263,31 @@ def test_an_admission_taken_back_keeps_the_wait(monkeypatch: pytest.MonkeyPatch)
     node.step(2.0)
     assert node.stats.waiting_time["default"].sum == 2.0
     assert isinstance(node.sched._state.seqs[0], Seq)
+
+
+def test_age_of_the_oldest_lease_follows_leases_that_begin_and_end() -> None:
+    node = Clocked(dataclasses.replace(LIMITS, role="prefill"))
+    assert node.stats.oldest_lease_seconds(9.0) == 0
+    for handle, now in ((1, 10.0), (2, 20.0)):
+        node.sched.add(request(handle, [handle] * 4, 2, room=handle))
+        node.step(now)
+    ended = [10.5, 20.5]
+    assert node.stats.oldest_lease_seconds(30.0) == 30.0 - ended[0]
+    node.sched.release(1, "DONE")
+    assert node.stats.oldest_lease_seconds(30.0) == 30.0 - ended[1]
+    node.sched.release(2, "LEASE_EXPIRED")
+    assert node.stats.oldest_lease_seconds(30.0) == 0
+
+
+def test_pull_durations_are_counted_by_transport() -> None:
+    node = Clocked(dataclasses.replace(LIMITS, role="decode"))
+    pulls = [Pulled("tcp", 1, 64, 0.25, 0.5), Pulled("tcp", 1, 64, 2.0, 2.5), Pulled("none", 0, 0, 0.0, 0.1)]
+    for room, pulled in enumerate(pulls, 1):
+        node.sched.add(request(room, [room] * 4, 1, room=room))
+        node.step(float(room))
+        node.sched.transfer_committed(room, 3, 0, None, pulled)
+        node.step(room + 0.5)
+    rendered = node.stats.histograms()
+    tcp = rendered['kv_pull_duration_seconds{transport="tcp"}']
+    assert (tcp.count, tcp.sum) == (2, 2.25)
+    assert rendered['kv_pull_duration_seconds{transport="none"}'].count == 1

@@ -35,6 +35,7 @@ HISTOGRAMS = {
     "request_overtaken": REQUEST_BUCKETS,
     "decode_stall_seconds": GAP_BUCKETS,
     "deadline_slack_seconds": SLACK_BUCKETS,
+    "kv_pull_duration_seconds": STAGE_BUCKETS,
 }
 """Upper bounds of the buckets, by name: the front renders what the rank counted with these."""
 
@@ -100,6 +101,10 @@ class SchedStats:
         self.overtaken = Histogram(HISTOGRAMS["request_overtaken"])
         self.decode_stall = Histogram(HISTOGRAMS["decode_stall_seconds"])
         self.deadline_slack = Histogram(HISTOGRAMS["deadline_slack_seconds"])
+        self.pull_durations: dict[str, Histogram] = {}
+        """D: durations of pulls by transport."""
+        self._leased_at: dict[int, float] = {}
+        """P: start of each live lease by handle, in the order in which the leases began."""
 
     # ------------------------------------------------------------------ waiting
 
@@ -262,11 +267,15 @@ class SchedStats:
 
     def on_pulled(self, seq: Seq, pulled: Pulled | None) -> None:
         """D: its pages are here."""
+        if pulled is not None:
+            times = self.pull_durations.setdefault(pulled.transport, Histogram(HISTOGRAMS["kv_pull_duration_seconds"]))
+            times.observe(pulled.pull_seconds)
         if (story := self._stories.get(seq.handle)) is not None:
             story.pulled = pulled
 
     def on_leased(self, seq: Seq, pages: int) -> None:
         """P: its prompt is computed, and waits for D."""
+        self._leased_at[seq.handle] = self.now
         if (story := self._stories.get(seq.handle)) is not None:
             story.leased_pages = pages
 
@@ -296,6 +305,7 @@ class SchedStats:
         self.on_withdrawn(seq)
         self._lives.pop(seq.handle, None)
         self._last_token_at.pop(seq.handle, None)
+        self._leased_at.pop(seq.handle, None)
         story = self._stories.pop(seq.handle, None)
         if story is not None:
             story.ended_at = self.now
@@ -310,6 +320,10 @@ class SchedStats:
 
     def gauges(self) -> dict[str, float]:
         return {f'starving_requests{{class="{cls}"}}': float(n) for cls, n in self.starving.items()}
+
+    def oldest_lease_seconds(self, now: float) -> float:
+        """Returns the age of the oldest live lease on P; 0 without leases."""
+        return max(now - next(iter(self._leased_at.values()), now), 0.0)
 
     def counters(self) -> dict[str, float]:
         values = {f'priority_starvation_total{{class="{cls}"}}': float(n) for cls, n in self.starved.items()}
@@ -330,4 +344,5 @@ class SchedStats:
             "decode_stall_seconds": self.decode_stall,
             "deadline_slack_seconds": self.deadline_slack,
             **{f'priority_waiting_time_seconds{{class="{cls}"}}': h for cls, h in self.waiting_time.items()},
+            **{f'kv_pull_duration_seconds{{transport="{name}"}}': h for name, h in self.pull_durations.items()},
         }

@@ -181,6 +181,7 @@ RANK = (
     Spec("tenants_forgotten", "counter", "idle tenants dropped from the table at --max-idle-tenants"),
     Spec("kv_rooms", "gauge", "live KV transfers by state", ("state",)),
     Spec("kv_leases", "gauge", "P: finished prompts whose pages wait for D"),
+    Spec("kv_oldest_lease_seconds", "gauge", "P: age of the oldest of these prompts; 0 without any"),
     Spec("kv_peers", "gauge", "connected nodes of the other role"),
     Spec("kv_outbox_bytes", "gauge", "control messages that wait for the slowest peer, about"),
     Spec("kv_transfer_healthy", "gauge", "1 while the KV transfer runtime works; at 0 the node reports itself unready"),
@@ -188,7 +189,15 @@ RANK = (
     Spec("kv_accept_errors", "counter", "connections of this host not accepted for lack of descriptors or memory"),
     Spec("kv_pulls", "counter", "D: prompts whose pages arrived and verified", ("transport",)),
     Spec("kv_pull_bytes", "counter", "D: bytes of KV pages pulled", ("transport",)),
-    Spec("kv_pull_seconds", "counter", "D: time from grant to verified, summed over pulls", ("transport",)),
+    Spec(
+        "kv_pull_seconds",
+        "counter",
+        "D: sum of baton_kv_pull_duration_seconds as the transfer runtime counts it",
+        ("transport",),
+    ),
+    _rank_histogram(
+        "kv_pull_duration_seconds", "D: time from the first pull of a prompt to its last page verified", ("transport",)
+    ),
     Spec("kv_transfer_failures", "counter", "transfers that failed, by reason code (docs/protocol.md)", ("code",)),
     Spec(
         "kv_room_errors",

@@ -366,6 +366,8 @@ class RankProcess:
             trouble = trouble or failed
         stats = self.engine.sched.stats
         gauges.update(stats.gauges())
+        if self.config.disaggregation_mode == "prefill":
+            gauges["kv_oldest_lease_seconds"] = stats.oldest_lease_seconds(now)
         counters.update(stats.counters())
         if (fair := self.engine.sched.fair) is not None:
             gauges.update(fair.gauges())
