@@ -190,7 +190,7 @@ def answers(seed: int, overlap: bool) -> tuple[dict[int, list[int]], dict[int, F
                 elif len(got[out.handle]) >= abort_after.get(out.handle, 1000):
                     engine.abort(out.handle)
                     ends[out.handle] = FinishReason.ABORT
-        engine.gauges()
+        assert engine.gauges()["max_running_requests"] == limits.max_running_requests
         assert engine.trouble is None
         assert engine.sched.is_idle
     finally:

@@ -316,6 +316,7 @@ class Engine:
         values.update(self.sched.order_gauges())
         values["page_ledger_healthy"] = float(self.trouble is None)
         values["new_token_ratio"] = self.sched.new_token_ratio
+        values["max_running_requests"] = float(self.sched.limits.max_running_requests)
         return values
 
 

@@ -90,6 +90,7 @@ RANK = (
         "requests by state: waiting, opening, transfer, running, suspended, leased, aborting",
         ("state",),
     ),
+    Spec("max_running_requests", "gauge", "most requests that run at once: --max-running-requests, or its default"),
     Spec("kv_pages", "gauge", "KV pages by state: free, cached (evictable), held, in_transfer", ("state",)),
     Spec(
         "kv_host_pages",
