@@ -6,6 +6,7 @@ what a request brings in its `cache_salt`:
   delay        seconds before the first token of a request; step: seconds between tokens
   hold         a file: no token before it exists
   burst        tokens per TokenBatch row
+  loading      [done, total]: parameters reported as loaded before Ready
   ready_when   a file: not Ready before it exists
   error        [code, message]: instead of an answer; error_after: tokens before it
   silent       true: never answer (until Abort)
@@ -21,6 +22,7 @@ import asyncio
 import json
 import os
 import sys
+import time
 from array import array
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -37,6 +39,7 @@ from baton.server.messages import (
     Abort,
     Control,
     Fatal,
+    Loading,
     Logprobs,
     Ready,
     Reply,
@@ -58,6 +61,7 @@ class FakeRank:
     tokenizer: Tokenizer
     push: zmq.asyncio.Socket
     running: dict[int, asyncio.Task[None]] = field(default_factory=dict)
+    started_at: dict[int, float] = field(default_factory=dict)
     submits: list[dict[str, Any]] = field(default_factory=list)
     aborts: list[int] = field(default_factory=list)
     suspended: dict[int, asyncio.Event] = field(default_factory=dict)
@@ -145,8 +149,11 @@ class FakeRank:
             result = {"aborted": len(message.args["rooms"])}
         if message.op == "ledger":
             result = {"submits": self.submits, "aborts": self.aborts, "running": len(self.running), "pid": os.getpid()}
-            result["requests"] = {"running": len(self.running), "leased": int(self.looked())}
             result["suspended"] = len(self.suspended)
+        if message.op == "left":
+            ages = [time.monotonic() - at for at in self.started_at.values()]
+            counts = {"running": len(self.running), "leased": int(self.looked())}
+            result = {"requests": counts, "rooms": 0, "oldest_secs": max(ages, default=None)}
         if message.op in ("suspend", "resume"):
             await self.send(self.change(message))
             return
@@ -179,12 +186,18 @@ class FakeRank:
         )  # fmt: skip
         task = asyncio.create_task(self.answer(job))
         self.running[job.handle] = task
-        task.add_done_callback(lambda _: self.running.pop(job.handle, None))
+        self.started_at[job.handle] = time.monotonic() - job.age_secs
+        task.add_done_callback(lambda _: self.ended(job.handle))
+
+    def ended(self, handle: int) -> None:
+        del self.running[handle], self.started_at[handle]
 
     async def serve(self, pull: zmq.asyncio.Socket) -> None:
         if "fail_start" in self.script:
             await self.send(Fatal(self.order["dp_rank"], self.script["fail_start"]))
             return
+        if (loaded := self.script.get("loading")) is not None:
+            await self.send(Loading(self.order["dp_rank"], 0, *loaded))
         if (sign := self.script.get("ready_when")) is not None:
             while not Path(sign).exists():
                 await asyncio.sleep(0.01)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -162,7 +163,20 @@ def test_long_loading_is_told(tmp_path, monkeypatch, caplog):
     with caplog.at_level("INFO"):
         load_model(checkpoint(tmp_path))
     lines = [line for line in caplog.messages if line.startswith("loading weights")]
-    assert lines[-1].startswith(f"loading weights: {len(lines)} of {len(lines)} tensors, 0.00 GiB")
+    assert lines[-1].startswith("loading weights: 100 %, 0.00 GiB")
+
+
+@pytest.mark.parametrize("load_format", ["auto", "dummy"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_progress_grows_from_nothing_to_all_parameters_of_the_share(tmp_path, load_format, rank):
+    path = checkpoint(tmp_path)
+    spec, shard, told = read_spec(path), Shard(rank, 2), []
+    load_weights(spec, path, load_format, 0, shard, on_progress=lambda done, total: told.append((done, total)))
+    mine = sum(math.prod(param.shape) for param in plan_weights(spec, shard))
+    assert told[0] == (0, mine)
+    assert told[-1] == (mine, mine)
+    assert len(told) > 5
+    assert told == sorted(told)
 
 
 @pytest.mark.parametrize(("shape", "parameters"), [("qwen3-0.6b", 596_049_920), ("llama-3-8b", 8_030_261_248)])

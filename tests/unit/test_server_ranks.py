@@ -7,7 +7,6 @@ from array import array
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +15,7 @@ import zmq.asyncio
 
 from baton.errors import EngineDead, EngineError, QueueFull, RequestTimeout
 from baton.request import FinishReason, SamplingParams
-from baton.server.app import Front, Phase
+from baton.server.lifecycle import Lifecycle, NodeState
 from baton.server.messages import (
     Abort,
     Control,
@@ -281,10 +280,10 @@ def test_stats_are_kept_and_announced(tmp_path: Path) -> None:
         assert stage.ranks.ranks[1].trouble is None
         await stage.say(Stats(1, {"g": 1.0}, {"c": 2.0}, trouble="its KV transfer runtime has failed"))
         await until(lambda: seen == [1, 1])
-        front = SimpleNamespace(phase=Phase.READY, ranks=stage.ranks, bootstrap_healthy=lambda: True)
-        trouble = Front.trouble(front)  # type: ignore[arg-type]
-        assert isinstance(trouble, EngineDead)
-        assert "rank 1 of this engine takes no new requests: its KV transfer runtime" in trouble.message
+        now = Lifecycle(stage.ranks).condition()
+        assert (now.state, now.reason) == (NodeState.DEAD, "rank_failed")
+        assert isinstance(now.refusal, EngineDead)
+        assert "rank 1 of this engine takes no new requests: its KV transfer runtime" in now.refusal.message
         stage.ranks.died(1, "gone")
         assert (seen, stage.ranks.ranks[1].gauges) == ([1, 1, 1], {})
 

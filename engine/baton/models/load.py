@@ -13,7 +13,9 @@ device. It needs config.json only, and next to no host memory.
 from __future__ import annotations
 
 import logging
+import math
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +40,9 @@ _NOISE = 4194301
 _PROGRESS_SECS = 5.0
 _CPU = torch.device("cpu")
 
+OnProgress = Callable[[int, int], None]
+"""Called with the parameters in memory and those to come in total, first with 0, last when they are equal."""
+
 
 def load_model(path: str | Path, dtype: str = "auto", load_format: str = "auto", seed: int = 0) -> Decoder:
     """Load a Hugging Face model directory.
@@ -59,6 +64,7 @@ def load_weights(
     shard: Shard = WHOLE,
     tp: Collectives = ALONE,
     device: torch.device = _CPU,
+    on_progress: OnProgress = lambda done, total: None,
 ) -> Decoder:
     """The share of model `spec` that a tensor-parallel rank computes; only that is read of the files.
 
@@ -71,9 +77,9 @@ def load_weights(
     started = time.monotonic()
     own = share_of(spec, shard)
     if load_format == "dummy":
-        tensors = _dummy(spec, seed, shard, device)
+        tensors = _dummy(spec, seed, shard, device, on_progress)
     else:
-        tensors = _from_files(spec, Path(path), shard, device)
+        tensors = _from_files(spec, Path(path), shard, device, on_progress)
     decoder = Decoder(own, _assemble(spec, tensors), shard, tp)
     decoder.to(device)
     log.info(
@@ -94,7 +100,9 @@ def _assemble(spec: ModelSpec, tensors: dict[tuple[int, str], Tensor]) -> Decode
     return DecoderWeights(embed, [LayerWeights(**w) for w in per_layer], tensors[-1, "norm"], lm_head)
 
 
-def _dummy(spec: ModelSpec, seed: int, shard: Shard, device: torch.device) -> dict[tuple[int, str], Tensor]:
+def _dummy(
+    spec: ModelSpec, seed: int, shard: Shard, device: torch.device, on_progress: OnProgress
+) -> dict[tuple[int, str], Tensor]:
     """Whole tensors are filled, and this rank's shares kept: a model is the same however it is divided.
 
     One stretch of noise is drawn on the host, which does it alike everywhere, and repeated over all matrices.
@@ -116,6 +124,7 @@ def _dummy(spec: ModelSpec, seed: int, shard: Shard, device: torch.device) -> di
 
     own = {(p.layer, p.name): p for p in plan_weights(spec, shard)}
     tensors = {}
+    progress = _Progress(sum(math.prod(param.shape) for param in own.values()), on_progress)
     for param in plan_weights(spec):
         whole = torch.ones(param.shape, dtype=dtype, device=device) if param.is_norm else fill(param.shape)
         if (mine := own.get((param.layer, param.name))) is None:
@@ -123,39 +132,45 @@ def _dummy(spec: ModelSpec, seed: int, shard: Shard, device: torch.device) -> di
         pieces = whole.split([part.shape[0] for part in param.parts])
         shares = [piece[part.share] for piece, part in zip(pieces, mine.parts, strict=True)]
         tensors[param.layer, param.name] = whole if mine == param else torch.cat(shares)
+        progress.add(tensors[param.layer, param.name])
     return tensors
 
 
 class _Progress:
-    """A line every few seconds: a large model takes minutes from a slow disk."""
+    """Progress of loading `total` parameters: calls `on_progress`, and logs a line every few seconds."""
 
-    def __init__(self, tensors: int) -> None:
-        self._tensors = tensors
+    def __init__(self, total: int, on_progress: OnProgress) -> None:
+        self._total = total
         self._done = 0
         self._bytes = 0
+        self._on_progress = on_progress
         self._started = self._said = time.monotonic()
+        on_progress(0, total)
 
     def add(self, taken: Tensor) -> None:
-        self._done += 1
+        self._done += taken.numel()
         self._bytes += taken.nbytes
+        self._on_progress(self._done, self._total)
         now = time.monotonic()
         if now - self._said >= _PROGRESS_SECS:
             self._said = now
             secs = now - self._started
             log.info(
-                "loading weights: %d of %d tensors, %.2f GiB, %.0f s, %.2f GB/s",
-                self._done, self._tensors, self._bytes / 2**30, secs, self._bytes / secs / 1e9,
+                "loading weights: %.0f %%, %.2f GiB, %.0f s, %.2f GB/s",
+                100 * self._done / self._total, self._bytes / 2**30, secs, self._bytes / secs / 1e9,
             )  # fmt: skip
 
 
-def _from_files(spec: ModelSpec, root: Path, shard: Shard, device: torch.device) -> dict[tuple[int, str], Tensor]:
+def _from_files(
+    spec: ModelSpec, root: Path, shard: Shard, device: torch.device, on_progress: OnProgress
+) -> dict[tuple[int, str], Tensor]:
     params = list(plan_weights(spec, shard))
     places = {part.source: (param, part) for param in params for part in param.parts}
     tensors: dict[tuple[int, str], Tensor] = {}
     in_file: dict[Path, list[str]] = {}
     for source, file in check_files(spec, root, shard).items():
         in_file.setdefault(file, []).append(source)
-    progress = _Progress(len(places))
+    progress = _Progress(sum(math.prod(param.shape) for param in params), on_progress)
     for file, sources in in_file.items():
         try:
             with safe_open(str(file), framework="pt") as f:

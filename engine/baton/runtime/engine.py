@@ -15,7 +15,7 @@ from baton.config import EngineConfig
 from baton.disagg.relay import Relay
 from baton.errors import ConfigError
 from baton.models.checkpoint import CPU_POOL_MIB, weight_bytes
-from baton.models.load import load_weights
+from baton.models.load import OnProgress, load_weights
 from baton.models.shard import WHOLE, share_of
 from baton.models.spec import read_spec
 from baton.runtime import device, ops
@@ -80,7 +80,12 @@ def compute_threads(config: EngineConfig) -> int:
     return config.cpu_threads or max(1, len(os.sched_getaffinity(0)) // (config.dp_size * config.tp_size))
 
 
-def load(config: EngineConfig, model_dir: str, place: Place | None = None) -> Loaded:
+def load(
+    config: EngineConfig,
+    model_dir: str,
+    place: Place | None = None,
+    on_progress: OnProgress = lambda done, total: None,
+) -> Loaded:
     """Load the model, or a tensor-parallel rank's share of it, and allocate the pool.
 
     Raises ConfigError for what this engine cannot run, PeerLost when other ranks do not come.
@@ -102,7 +107,9 @@ def load(config: EngineConfig, model_dir: str, place: Place | None = None) -> Lo
     if memory is not None:
         check_weights(weight_bytes(whole, shard), memory)
     with no_room("the model", "use a smaller one, a GPU with more memory, or more of them by --tp-size"):
-        model = load_weights(whole, model_dir, config.load_format, config.random_seed, shard, group or ALONE, compute)
+        model = load_weights(
+            whole, model_dir, config.load_format, config.random_seed, shard, group or ALONE, compute, on_progress
+        )
     if on_cpu:
         model.pack()
     spec = model.spec

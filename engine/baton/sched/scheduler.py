@@ -555,6 +555,10 @@ class Scheduler:
         """Requests by state."""
         return self._state.counts()
 
+    def oldest_arrival(self) -> float | None:
+        """When the oldest request that is not over arrived, leased ones included; None: there is none."""
+        return self._state.oldest_arrival()
+
     def host_ledger(self) -> HostLedger | None:
         """Where every page of the host tier is; None without one. Raises if the books do not balance."""
         host = self._state.memory.host

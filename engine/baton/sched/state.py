@@ -421,6 +421,10 @@ class State:
             "aborting": len(self.closing),
         }
 
+    def oldest_arrival(self) -> float | None:
+        """Arrival of the oldest sequence in any state."""
+        return min((seq.req.arrival for seq in self.seqs.values()), default=None)
+
     def dump(self) -> dict[str, object]:
         """Page counts and every request's pages."""
         memory = self.memory

@@ -87,10 +87,22 @@ class Answering:
         self._timeout_secs = timeout_secs
         self._admit = admit
         self._live: dict[str, set[Generation]] = {}
-        self._active = 0
-        """Admitted requests, from before their body is read until their answer is out."""
+        self._arrivals: dict[object, float] = {}
+        """Requests from before their body is read until their answer is out, oldest first (monotonic seconds)."""
+        self.streams = 0
+        """Answers in progress that are streams."""
         self._idle = asyncio.Event()
         self._idle.set()
+
+    @property
+    def active(self) -> int:
+        """Requests that are being read or answered."""
+        return len(self._arrivals)
+
+    @property
+    def oldest_at(self) -> float | None:
+        """When the oldest of them arrived (monotonic seconds)."""
+        return next(iter(self._arrivals.values()), None)
 
     async def idle(self) -> None:
         """Wait until no request is being answered."""
@@ -124,7 +136,8 @@ class Answering:
         limit = self._timeout_secs
         cut = asyncio.get_running_loop().call_later(limit + SLOW_CLIENT_SECS, _cut_connection, request)
         self._metrics.in_flight.labels(endpoint).inc()
-        self._active += 1
+        ticket = object()
+        self._arrivals[ticket] = arrived
         self._idle.clear()
         try:
             self._admit()
@@ -151,7 +164,11 @@ class Answering:
             shape = format(generation, request_id, self._model_name)
             headers = _ignored_header(accepted)
             if accepted.stream:
-                response, outcome = await self._stream(request, generation, shape, headers)
+                self.streams += 1
+                try:
+                    response, outcome = await self._stream(request, generation, shape, headers)
+                finally:
+                    self.streams -= 1
                 status = 200
                 return response
             while not generation.finished:
@@ -171,8 +188,8 @@ class Answering:
             raise
         finally:
             cut.cancel()
-            self._active -= 1
-            if not self._active:
+            del self._arrivals[ticket]
+            if not self._arrivals:
                 self._idle.set()
             self._metrics.in_flight.labels(endpoint).dec()
             self._metrics.requests.labels(endpoint, outcome).inc()

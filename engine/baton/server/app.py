@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import enum
 import hmac
 import logging
 import re
@@ -26,7 +25,6 @@ from baton.config import EngineConfig
 from baton.errors import (
     Aborted,
     BadRequest,
-    Draining,
     EngineDead,
     EngineError,
     InvalidApiKey,
@@ -45,6 +43,7 @@ from baton.server.fields import INT64_MAX, Fields
 from baton.server.fingerprint import fingerprint, tokenizer_hash
 from baton.server.generation import Generation
 from baton.server.kv_stream import KvStreams
+from baton.server.lifecycle import Condition, Lifecycle, NodeState
 from baton.server.metrics import Metrics
 from baton.server.model_dir import ModelFacts
 from baton.server.native import GenerateFormat
@@ -69,12 +68,6 @@ FEATURES = {"null": ["resume"], "prefill": ["reopen", "resume"], "decode": ["loc
 """By mode, what a router may rely on (docs/protocol.md §2)."""
 
 
-class Phase(enum.Enum):
-    STARTING = "starting"
-    READY = "ready"
-    DRAINING = "draining"
-
-
 def version() -> str:
     try:
         return metadata.version(DISTRIBUTION)
@@ -95,10 +88,8 @@ class Front:
         self.metrics = Metrics(
             version(), config.disaggregation_mode, facts.name, config.page_size, config.metrics_compat
         )
-        self.phase = Phase.STARTING
+        self.lifecycle = Lifecycle(ranks)
         self.bootstrap_port: int | None = None
-        self.bootstrap_healthy: Callable[[], bool] = lambda: True
-        """P nodes: whether the bootstrap server still answers; without it no D node finds us."""
         self.bootstrap_refused: Callable[[], int] = lambda: 0
         """P nodes: requests that the bootstrap server has refused."""
         self._counted_refused = 0
@@ -108,6 +99,7 @@ class Front:
             ranks, tokenizer, self.metrics, facts.name, config.request_timeout_secs, self._refuse_if_not_accepting,
             self.validator.tenancy, self.tracer,
         )  # fmt: skip
+        self.lifecycle.answers = self.answering
         if self.tracer is not None:
             ranks.on_stories = self.tracer.told
         self.kv_streams = KvStreams(ranks, kv_events.read(config.kv_events_config).enable_kv_cache_events)
@@ -124,28 +116,7 @@ class Front:
         """All ranks have loaded: the pool may hold less than the model's context."""
         pools = [i for r in self.ranks.ranks if isinstance(i := r.info.get("max_total_num_tokens"), int)]
         self.validator.context_length = min([self.facts.context_length, *pools])
-        self.phase = Phase.READY
-
-    def trouble(self) -> EngineError | None:
-        """Why a request sent now would not be accepted; None: it would."""
-        if self.phase is Phase.DRAINING:
-            return Draining("this node is draining; send the request to another", retry_after_secs=2)
-        dead = [r for r in self.ranks.ranks if r.dead is not None]
-        if dead:
-            return EngineDead(f"rank {dead[0].dp_rank} of this engine is gone ({dead[0].dead})", retry_after_secs=5)
-        if ill := [r for r in self.ranks.ranks if r.trouble is not None]:
-            return EngineDead(
-                f"rank {ill[0].dp_rank} of this engine takes no new requests: {ill[0].trouble}; restart the node",
-                retry_after_secs=5,
-            )
-        if not self.bootstrap_healthy():
-            return EngineDead("the bootstrap server of this prefill node has stopped; restart the node")
-        if self.phase is Phase.STARTING:
-            ready = sum(r.ready for r in self.ranks.ranks)
-            return NotReady(
-                f"the model is loading: {ready} of {len(self.ranks.ranks)} ranks are ready", retry_after_secs=2
-            )
-        return None
+        self.lifecycle.is_loaded = True
 
     def _nonfinite(self) -> EngineError | None:
         """Keeps routers away from a rank that computes NaN or infinity, for a while; requests are still accepted."""
@@ -171,8 +142,8 @@ class Front:
         return await self.answering.answer(request, "generate", self.validator.generate, GenerateFormat)
 
     def _refuse_if_not_accepting(self) -> None:
-        if (trouble := self.trouble()) is not None:
-            raise trouble
+        if (refusal := self.lifecycle.condition().refusal) is not None:
+            raise refusal
 
     # ---- tokens ------------------------------------------------------------------------------------------------
 
@@ -235,7 +206,7 @@ class Front:
         config["context_length"] = self.validator.context_length
         if self.bootstrap_port is not None:
             config["disaggregation_bootstrap_port"] = self.bootstrap_port
-        ranks = self.ranks.ranks
+        ranks, now = self.ranks.ranks, self.lifecycle.condition()
         layout = ranks[0].info.get("layout")  # absent until the rank has loaded
         if isinstance(layout, dict):
             config["fingerprint"] = fingerprint(self.facts, self._tokenizer_hash, layout)
@@ -246,7 +217,9 @@ class Front:
                 "engine": "baton",
                 "tokenizer_fingerprint": self.facts.tokenizer_fingerprint,
                 "baton_features": FEATURES.get(self.config.disaggregation_mode, []),
-                "status": self.phase.value,
+                "state": now.state.value,
+                "status": now.state.value,  # SGLang's name
+                "load_progress": self.lifecycle.load_progress,
                 "version": version(),
                 "priority_order": "lower first" if self.config.schedule_low_priority_values_first else "higher first",
                 "internal_states": [{"dp_rank": r.dp_rank, "ready": r.ready, "dead": r.dead, **r.info} for r in ranks],
@@ -265,7 +238,11 @@ class Front:
         refused = self.bootstrap_refused()
         self.metrics.kv_routes_refused.inc(refused - self._counted_refused)
         self._counted_refused = refused
-        self.metrics.ready.set(self.trouble() is None)
+        now = self.lifecycle.condition()
+        self.metrics.ready.set(now.refusal is None)
+        for state in NodeState:
+            self.metrics.state.labels(state.value).set(state is now.state)
+        self.metrics.load_progress.set(self.lifecycle.load_progress)
         self.metrics.ranks_alive.set(sum(r.dead is None for r in self.ranks.ranks))
         return web.Response(
             body=self.metrics.text(), headers={"content-type": "text/plain; version=0.0.4; charset=utf-8"}
@@ -277,13 +254,16 @@ class Front:
         return json_response({"status": "alive"})
 
     async def health(self, request: web.Request) -> web.Response:
-        trouble = self.trouble() or self._nonfinite()
-        return json_response({"status": "ok"}) if trouble is None else error_response(trouble)
+        now = self.lifecycle.condition()
+        if now.refusal is None and (nonfinite := self._nonfinite()) is not None:
+            now = Condition(now.state, "nonfinite_logits", nonfinite)
+        if now.refusal is None:
+            return json_response({"status": "ok", "state": now.state.value})
+        return error_response(now.refusal, {"state": now.state.value, "reason": now.reason})
 
     async def health_generate(self, request: web.Request) -> web.Response:
         """One real token on every rank, on the path that requests take."""
-        if (trouble := self.trouble()) is not None:
-            raise trouble
+        self._refuse_if_not_accepting()
         token = self.validator.eos_token_ids[0] if self.validator.eos_token_ids else 0
         params = SamplingParams(max_new_tokens=1, temperature=0.0, ignore_eos=True)
         items = tuple(Item(r.dp_rank, 0, array("i", [token]), params, None, r.dp_rank) for r in self.ranks.ranks)
@@ -300,6 +280,16 @@ class Front:
         return json_response({"status": "ok"})
 
     # ---- control -----------------------------------------------------------------------------------------------
+
+    async def drain(self, request: web.Request) -> web.Response:
+        """POST: refuse new requests and finish the others. GET: what is left of them."""
+        if request.method == "POST":
+            self.lifecycle.begin_drain()
+        return json_response(await self.lifecycle.report())
+
+    async def undrain(self, request: web.Request) -> web.Response:
+        self.lifecycle.end_drain()
+        return json_response(await self.lifecycle.report())
 
     async def flush_cache(self, request: web.Request) -> web.Response:
         replies = await self._ask_all("flush_cache")
@@ -420,6 +410,9 @@ class Front:
             get(path, self.server_info)
         for path in ("/v1/loads", "/get_load"):
             get(path, self.load)
+        get("/drain", self.drain)
+        post("/drain", self.drain)
+        post("/undrain", self.undrain)
         get("/flush_cache", self.flush_cache)
         post("/flush_cache", self.flush_cache)
         post("/abort_request", self.abort_request)

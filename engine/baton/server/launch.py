@@ -36,10 +36,10 @@ from aiohttp.http_exceptions import HttpProcessingError
 
 import baton
 from baton.config import LOOPBACK, UNSPECIFIED_HOSTS, EngineConfig
-from baton.errors import ConfigError, EngineError, QueueFull
+from baton.errors import ConfigError, EngineError
 from baton.models import checkpoint
 from baton.server import model_dir, transfer
-from baton.server.app import Front, Phase
+from baton.server.app import Front
 from baton.server.ranks import SEND_QUEUE, Rank, Ranks
 from baton.server.tokenizer import Tokenizer
 from baton.sim.device import uses_four_bytes
@@ -53,8 +53,8 @@ EXIT_GRACE_SECS = 5.0
 LAST_ANSWERS_SECS = 2.0
 """For error events to leave before the HTTP server closes."""
 PROGRESS_SECS = 10.0
-LEASE_POLL_SECS = 0.05
-"""Between two looks at a draining P rank's leases: nothing announces to the front that D has pulled."""
+TRANSFER_END_SECS = 2.0
+"""For a rank to refuse the KV transfers that begin after all its requests have ended."""
 
 
 def run_engine(config: EngineConfig, rank_command: Sequence[str] = RANK_COMMAND) -> int:
@@ -119,7 +119,7 @@ class _Launcher:
             bootstrap = self._start_bootstrap(stack)
             if bootstrap is not None:
                 front.bootstrap_port = bootstrap.port
-                front.bootstrap_healthy = lambda: bool(bootstrap.healthy)
+                front.lifecycle.bootstrap_healthy = lambda: bool(bootstrap.healthy)
                 front.bootstrap_refused = lambda: int(bootstrap.refused)
             stack.push_async_callback(self._end_children)
             for dp_rank, tp_rank in itertools.product(range(self._config.dp_size), range(self._config.tp_size)):
@@ -149,7 +149,7 @@ class _Launcher:
             push.bind(addresses[-1])
             pushes.append(push)
         limit = self._config.max_running_requests + self._config.max_queued_requests
-        return context, addresses, Ranks(context, pull, pushes, limit)
+        return context, addresses, Ranks(context, pull, pushes, limit, self._config.tp_size)
 
     async def _serve_http(self, stack: contextlib.AsyncExitStack, front: Front) -> str:
         runner = web.AppRunner(
@@ -290,18 +290,17 @@ class _Launcher:
             alive, total = sum(r.dead is None for r in ranks.ranks), len(ranks.ranks)
             log.error("%d of %d ranks are alive: exiting with 1 so that a supervisor starts all again", alive, total)
         if ranks.any_alive:
-            await self._drain(front, ranks)
+            await self._drain(front, ranks, "it got a signal to end" if is_whole else "one of its ranks died")
         else:
             await _within(front.answering.idle(), LAST_ANSWERS_SECS)  # the error events leave
         return 0 if is_whole else 1
 
-    async def _drain(self, front: Front, ranks: Ranks) -> None:
-        """Finish what runs, then let each rank end its leases; at most --drain-timeout-secs, or a second signal."""
+    async def _drain(self, front: Front, ranks: Ranks, why: str) -> None:
+        """POST /drain that cannot be undone, then the end: at most --drain-timeout-secs, or until a second signal."""
         limit = self._config.drain_timeout_secs
-        log.info("draining: %d requests in flight, at most %g s; a second signal ends at once", ranks.in_flight, limit)
-        front.phase = Phase.DRAINING
-        deadline = time.monotonic() + limit
-        work = asyncio.create_task(self._finish_work(front, ranks, deadline))
+        log.info("ending, because %s: at most %g s; a second signal ends at once", why, limit)
+        front.lifecycle.begin_drain(final_reason=why)
+        work = asyncio.create_task(self._finish_work(front, ranks))
         hurry = asyncio.create_task(self._hurry.wait())
         await asyncio.wait((work, hurry), timeout=limit, return_when=asyncio.FIRST_COMPLETED)
         for task in (work, hurry):
@@ -313,25 +312,18 @@ class _Launcher:
             await _within(front.answering.idle(), LAST_ANSWERS_SECS)
         log.info("drained")
 
-    async def _finish_work(self, front: Front, ranks: Ranks, deadline: float) -> None:
-        await front.answering.idle()
+    @staticmethod
+    async def _finish_work(front: Front, ranks: Ranks) -> None:
+        """Wait until nothing is left, then have the transfer runtimes refuse what D nodes still ask for."""
 
-        async def drain(rank: Rank) -> None:
-            """A P rank's answers are out before D has pulled the pages: wait until its books show no request."""
+        async def end_transfers(rank: Rank) -> None:
             try:
-                while True:
-                    left = max(deadline - time.monotonic(), 0.1)
-                    # A rank that has just become ready may not be connected in this direction yet: ask again.
-                    with contextlib.suppress(QueueFull):
-                        books = await ranks.control(rank, "ledger", left)
-                        if not any(books.result.get("requests", {}).values()):
-                            break
-                    await asyncio.sleep(LEASE_POLL_SECS)
-                await ranks.control(rank, "drain", left)
+                await ranks.control(rank, "drain", TRANSFER_END_SECS)
             except EngineError as err:
-                log.warning("rank %d did not drain: %s", rank.dp_rank, err.message)
+                log.warning("rank %d did not end its transfers: %s", rank.dp_rank, err.message)
 
-        await asyncio.gather(*(drain(r) for r in ranks.ranks if r.dead is None))
+        await front.lifecycle.until_finished()
+        await asyncio.gather(*(end_transfers(r) for r in ranks.ranks if r.dead is None))
 
     async def _end_children(self) -> None:
         """SIGTERM, a short grace, SIGKILL; every child is reaped."""

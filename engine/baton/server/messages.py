@@ -43,7 +43,7 @@ class Abort(msgspec.Struct, tag="abort"):
 
 
 class Control(msgspec.Struct, tag="control"):
-    """`op`: flush_cache | info | ledger | steps | drain | suspend | resume (args: handles) | kv_snapshot.
+    """`op`: flush_cache | info | ledger | left | steps | drain | suspend | resume (args: handles) | kv_snapshot.
 
     The rank answers with one Reply carrying the same `id`.
     """
@@ -88,6 +88,15 @@ class Reply(msgspec.Struct, tag="reply"):
     id: int
     ok: bool
     result: dict[str, Any] = {}
+
+
+class Loading(msgspec.Struct, tag="loading"):
+    """Parameters of the model that one process of a rank has in memory, at the start of loading and while it lasts."""
+
+    dp_rank: int
+    tp_rank: int
+    done: int
+    total: int
 
 
 class Ready(msgspec.Struct, tag="ready"):
@@ -144,7 +153,7 @@ class Stories(msgspec.Struct, tag="stories"):
     stories: list[Story]
 
 
-ToFront = TokenBatch | Reply | Ready | Stats | Fatal | KvEvents | Stories
+ToFront = TokenBatch | Reply | Loading | Ready | Stats | Fatal | KvEvents | Stories
 
 encoder = msgspec.msgpack.Encoder()
 to_rank_decoder: msgspec.msgpack.Decoder[ToRank] = msgspec.msgpack.Decoder(ToRank)

@@ -78,6 +78,8 @@ FRONT = (
         ("result",),
     ),
     Spec("ready", "gauge", "1 when a request sent now would be accepted"),
+    Spec("state", "gauge", "1 for the state in force: starting, loading, ready, draining or dead", ("state",)),
+    Spec("load_progress_ratio", "gauge", "share of the model's weights that are in memory, 0 to 1"),
     Spec("ranks_alive", "gauge", "DP ranks of this engine that live"),
     Spec("build", "info", "version and mode, value 1", ("version", "python", "mode", "model")),
     Spec("kv_routes_refused", "counter", "P: requests to the bootstrap server refused, or closed while silent"),
@@ -296,6 +298,8 @@ class Metrics:
         self.trace_spans: Counter = made["trace_spans"]
         self.kv_routes_refused: Counter = made["kv_routes_refused"]
         self.ready: Gauge = made["ready"]
+        self.state: Gauge = made["state"]
+        self.load_progress: Gauge = made["load_progress_ratio"]
         self.ranks_alive: Gauge = made["ranks_alive"]
         made["build"].labels(version, platform.python_version(), mode, model).set(1)
         ProcessCollector(namespace=PREFIX.rstrip("_"), registry=self.registry)

@@ -41,6 +41,7 @@ from baton.server.messages import (
     Control,
     Fatal,
     HistogramColumns,
+    Loading,
     Logprobs,
     Ready,
     Reply,
@@ -64,6 +65,7 @@ PR_SET_PDEATHSIG = 1
 STATS_EVERY_SECS = 1.0
 QUIET_STATS_SECS = 5.0
 """Further wait of an idle rank with a transfer runtime, whose counters peers and strangers move."""
+LOADING_EVERY_SECS = 0.25
 INGEST_BURST = 256
 """Messages taken per turn: a flood of requests must not keep running ones from their next token."""
 
@@ -91,7 +93,8 @@ def main() -> int:
     push.connect(job["to_front"])
     try:
         if team is not None and team.tp_rank:
-            tp.follow(config, team, context, transfer.Bootstrap.of(job))
+            report = LoadReports(push, job["dp_rank"], team.tp_rank)
+            tp.follow(config, team, context, transfer.Bootstrap.of(job), report)
         else:
             rank = RankProcess(config, job, pull, push, team)
             gc.collect()
@@ -109,14 +112,28 @@ def main() -> int:
         context.destroy(linger=1000)
 
 
-def _load(config: EngineConfig) -> Loaded | SimLoaded:
+class LoadReports:
+    """Tells the front how much of the model this process has read: at once, then at most every LOADING_EVERY_SECS."""
+
+    def __init__(self, push: zmq.Socket[bytes], dp_rank: int, tp_rank: int) -> None:
+        self._push = push
+        self._place = (dp_rank, tp_rank)
+        self._next = 0.0
+
+    def __call__(self, done: int, total: int) -> None:
+        if (now := time.monotonic()) >= self._next or done >= total:
+            self._next = now + LOADING_EVERY_SECS
+            self._push.send(encoder.encode(Loading(*self._place, done, total)))
+
+
+def _load(config: EngineConfig, report: LoadReports) -> Loaded | SimLoaded:
     if config.simulate is not None:
         from baton.sim import live
 
         return live.load(config)
     from baton.runtime import engine  # torch: seconds, and half a gigabyte
 
-    return engine.load(config, str(model_dir.resolve(config.model_path)))
+    return engine.load(config, str(model_dir.resolve(config.model_path)), on_progress=report)
 
 
 class RankProcess:
@@ -141,10 +158,11 @@ class RankProcess:
         self._followers: tp.Followers | None = None
         loaded: Loaded | SimLoaded
         pids = [os.getpid()]
+        report = LoadReports(push, self.dp_rank, 0)
         if team is None:
-            loaded = _load(config)
+            loaded = _load(config, report)
         else:
-            loaded, self._followers = tp.lead(config, team, pull.context)
+            loaded, self._followers = tp.lead(config, team, pull.context, report)
             pids += self._followers.pids
         self._info = {**loaded.info, "pids": pids}
         self._node: Any = None
@@ -311,6 +329,8 @@ class RankProcess:
                 result["rooms"] = json.loads(self._node.rooms_json(message.args.get("room")))
                 result["transfer"] = json.loads(self._node.stats_json())
             return Reply(message.id, True, result)
+        if message.op == "left":
+            return Reply(message.id, True, self._left())
         if message.op == "steps":
             return Reply(message.id, True, {"steps": self.engine.sched.decisions.recent(message.args["n"])})
         if message.op == "abort":
@@ -328,6 +348,14 @@ class RankProcess:
             except WrongState as err:
                 return Reply(message.id, False, {"message": err.message})
         return Reply(message.id, False, {"message": f"unknown control operation {message.op!r}"})
+
+    def _left(self) -> dict[str, Any]:
+        """What must end before this process can stop without a loss."""
+        sched = self.engine.sched
+        oldest = sched.oldest_arrival()
+        rooms = 0 if self._node is None else json.loads(self._node.stats_json())["detail"]["rooms_live"]
+        age = None if oldest is None else time.monotonic() - oldest
+        return {"requests": sched.counts(), "rooms": rooms, "oldest_secs": age}
 
     # ------------------------------------------------------------------ reports
 

@@ -29,6 +29,7 @@ from baton.server.messages import (
     Control,
     HistogramColumns,
     KvEvents,
+    Loading,
     Logprobs,
     Ready,
     Reply,
@@ -71,6 +72,9 @@ class Rank:
     trouble: str | None = None
     """Why it should get no new requests although it lives."""
     info: dict[str, Any] = field(default_factory=dict)
+    loading: dict[int, float] = field(default_factory=dict)
+    """Share of its weights that each process has read, by TP rank; empty before the first has begun."""
+    tp_size: int = 1
     gauges: dict[str, float] = field(default_factory=dict)
     counters: dict[str, float] = field(default_factory=dict)
     histograms: dict[str, HistogramColumns] = field(default_factory=dict)
@@ -85,17 +89,27 @@ class Rank:
     tokens_in_flight: int = 0
     """Prompt tokens + answer limit of what it works on: the load that balancing compares."""
 
+    @property
+    def load_progress(self) -> float:
+        """Share of its weights that are in memory, 0 to 1."""
+        return 1.0 if self.ready else sum(self.loading.values()) / self.tp_size
+
 
 class Ranks:
     """All ranks of this node."""
 
     def __init__(
-        self, context: zmq.Context[Any], pull: zmq.Socket[bytes], pushes: Sequence[zmq.Socket[bytes]], limit: int
+        self,
+        context: zmq.Context[Any],
+        pull: zmq.Socket[bytes],
+        pushes: Sequence[zmq.Socket[bytes]],
+        limit: int,
+        tp_size: int = 1,
     ) -> None:
         self._context = context
         self._pull = pull
         self._limit = limit
-        self.ranks = [Rank(i, socket) for i, socket in enumerate(pushes)]
+        self.ranks = [Rank(i, socket, tp_size=tp_size) for i, socket in enumerate(pushes)]
         self._of_handle: dict[int, Rank] = {}
         self._weights: dict[int, int] = {}
         self._handles = itertools.count(1)
@@ -234,6 +248,8 @@ class Ranks:
             _, future = self._controls.get(message.id, (None, None))
             if future is not None and not future.done():  # else the question timed out
                 future.set_result(message)
+        elif isinstance(message, Loading):
+            self.ranks[message.dp_rank].loading[message.tp_rank] = message.done / max(message.total, 1)
         elif isinstance(message, Ready):
             rank = self.ranks[message.dp_rank]
             rank.ready, rank.info = True, message.info

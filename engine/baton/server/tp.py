@@ -20,6 +20,7 @@ import logging
 import os
 import signal
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -178,7 +179,9 @@ class Followers:
         return {"tp_collectives_total": self._group.calls, "tp_collective_seconds_total": self._group.seconds}
 
 
-def lead(config: EngineConfig, team: Team, context: zmq.Context[Any]) -> tuple[Loaded, Followers]:
+def lead(
+    config: EngineConfig, team: Team, context: zmq.Context[Any], on_progress: Callable[[int, int], None]
+) -> tuple[Loaded, Followers]:
     """Load the first rank's share, and wait until the others have theirs. Raises what engine.load raises."""
     from baton.models.shard import Shard
     from baton.runtime import engine  # torch: seconds, and half a gigabyte
@@ -186,12 +189,18 @@ def lead(config: EngineConfig, team: Team, context: zmq.Context[Any]) -> tuple[L
 
     followers = Followers(context, team, config.dist_timeout)
     place = Place(Shard(0, team.tp_size), team.meeting_point, followers.tell_step)
-    loaded = engine.load(config, str(model_dir.resolve(config.model_path)), place)
+    loaded = engine.load(config, str(model_dir.resolve(config.model_path)), place, on_progress)
     followers.await_loaded(loaded)
     return loaded, followers
 
 
-def follow(config: EngineConfig, team: Team, context: zmq.Context[Any], bootstrap: Bootstrap | None = None) -> None:
+def follow(
+    config: EngineConfig,
+    team: Team,
+    context: zmq.Context[Any],
+    bootstrap: Bootstrap | None,
+    on_progress: Callable[[int, int], None],
+) -> None:
     """Load this rank's share and execute orders until told to stop. What it raises ends the process, and the group."""
     from baton.models.shard import Shard
     from baton.runtime import collectives, engine
@@ -202,7 +211,7 @@ def follow(config: EngineConfig, team: Team, context: zmq.Context[Any], bootstra
     orders.connect(team.address(team.tp_rank))
     reports.connect(team.address(0))
     place = Place(Shard(team.tp_rank, team.tp_size), team.meeting_point, hear=lambda: orders.recv()[len(STEP) :])
-    loaded = engine.load(config, str(model_dir.resolve(config.model_path)), place)
+    loaded = engine.load(config, str(model_dir.resolve(config.model_path)), place, on_progress)
     node = None
     if config.disaggregation_mode != "null":
         node = transfer.start(config, loaded.native_pool, loaded.layout, team.dp_rank, team.tp_rank, bootstrap)

@@ -23,9 +23,10 @@ def new_id() -> str:
     return uuid.uuid4().hex
 
 
-def error_response(err: EngineError) -> web.Response:
+def error_response(err: EngineError, more: dict[str, Any] | None = None) -> web.Response:
+    """The error object, with `more` fields beside it."""
     headers = {} if err.retry_after_secs is None else {"retry-after": str(err.retry_after_secs)}
-    return json_response(err.body(), err.status, headers)
+    return json_response(err.body() | (more or {}), err.status, headers)
 
 
 def json_response(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
