@@ -42,6 +42,12 @@ KV_REMEDY = (
     "give all engines the same --cluster-key (BATON_CLUSTER_KEY), or --insecure-kv where every host of the network is "
     "trusted"
 )
+SECRETS: Mapping[str, str] = {
+    "api_key": "BATON_API_KEY",
+    "cluster_key": "BATON_CLUSTER_KEY",
+    "second_cluster_key": "BATON_SECOND_CLUSTER_KEY",
+}
+"""Fields that are never shown or recorded, and their environment variables."""
 MEM_FRACTION = 0.85
 """Not measured on a GPU yet; what steps need besides is (runtime.gpu.memory), and comes first."""
 
@@ -85,7 +91,7 @@ class EngineConfig:
     host: str = opt("127.0.0.1", "address the HTTP server listens on")
     port: int = opt(30000, "port of the HTTP server; 0 picks a free one")
     api_key: str | None = opt(
-        None, "require 'Authorization: Bearer KEY' on all but health endpoints", env="BATON_API_KEY"
+        None, "require 'Authorization: Bearer KEY' on all but health endpoints", env=SECRETS["api_key"]
     )
 
     disaggregation_mode: str = opt(
@@ -102,7 +108,12 @@ class EngineConfig:
     cluster_key: str | None = opt(
         None,
         "shared secret of all engines that authenticates KV transfers; without it they stay on loopback",
-        env="BATON_CLUSTER_KEY",
+        env=SECRETS["cluster_key"],
+    )
+    second_cluster_key: str | None = opt(
+        None,
+        "accepted besides cluster-key, which alone signs: for changing the key node by node (docs/operations.md, Keys)",
+        env=SECRETS["second_cluster_key"],
     )
     insecure_kv: bool = opt(
         False,
@@ -566,6 +577,11 @@ def _violations(c: EngineConfig) -> list[str]:
             bad.append(text)
 
     rule(c.cluster_key != "", "--cluster-key is empty: give a long random text, or leave it out")
+    rule(c.second_cluster_key != "", "--second-cluster-key is empty: give the other key, or leave it out")
+    rule(
+        c.second_cluster_key is None or c.cluster_key is not None,
+        "--second-cluster-key needs --cluster-key, the key that signs; give both, or only --cluster-key",
+    )
     rule(
         c.disaggregation_mode != "prefill" or c.bootstrap_listen_host == c.host or c.host in UNSPECIFIED_HOSTS,
         f"--host {c.host}: without a cluster key KV transfers stay on {LOOPBACK}, where no decode node would look for "

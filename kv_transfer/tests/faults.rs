@@ -9,6 +9,7 @@ use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use common::*;
+use kv_transfer::protocol::ClusterKeys;
 use kv_transfer::{BootstrapServer, NodeEvent};
 use serde_json::{Value, json};
 
@@ -408,7 +409,7 @@ fn strangers_and_garbage_on_the_port_harm_nobody() {
 #[test]
 fn a_wrong_or_missing_cluster_key_is_refused_by_the_bootstrap_server() {
     let d = Rank::start("decode", &json!({"cluster_key": "guess"}));
-    for server_key in [Some("secret".to_owned()), None] {
+    for server_key in [Some("secret".into()), None] {
         let is_keyed = server_key.is_some();
         let server = BootstrapServer::start("127.0.0.1", 0, server_key).unwrap();
         let p = Rank::start("prefill", &json!({"cluster_key": "secret"}));
@@ -423,6 +424,48 @@ fn a_wrong_or_missing_cluster_key_is_refused_by_the_bootstrap_server() {
         }
     }
     d.assert_idle();
+}
+
+#[test]
+fn key_changes_node_by_node_without_a_refusal() {
+    let steps = [
+        ("old", None),
+        ("old", Some("new")),
+        ("new", Some("old")),
+        ("new", None),
+    ];
+    let config = |(own, second): (&str, Option<&str>)| json!({"cluster_key": own, "second_cluster_key": second, "transports": ["tcp"]});
+    let pairs = steps.windows(2).flat_map(|w| [(w[0], w[1]), (w[1], w[0])]);
+    for (p_keys, d_keys) in pairs {
+        let server_keys = ClusterKeys::new(p_keys.0.into(), p_keys.1.map(Into::into));
+        let server = BootstrapServer::start("127.0.0.1", 0, Some(server_keys)).unwrap();
+        let p = Rank::start("prefill", &config(p_keys));
+        p.node
+            .register("127.0.0.1", server.port(), PATIENCE)
+            .unwrap();
+        let d = Rank::start("decode", &config(d_keys));
+        let pair = Pair { server, p, d };
+        pair.relay(1);
+        pair.assert_idle();
+    }
+}
+
+#[test]
+fn second_key_is_no_key_to_ask_with() {
+    let server = BootstrapServer::start("127.0.0.1", 0, Some("old".into())).unwrap();
+    let p = Rank::start("prefill", &json!({"cluster_key": "old"}));
+    p.node
+        .register("127.0.0.1", server.port(), PATIENCE)
+        .unwrap();
+    let keys = json!({"cluster_key": "new", "second_cluster_key": "old"});
+    let d = Rank::start("decode", &keys);
+    d.node
+        .open(1, 0, "127.0.0.1", server.port(), 0, HASH, DEADLINE_MS)
+        .unwrap();
+    match d.end(1) {
+        NodeEvent::Failed { code, .. } => assert_eq!(code.as_str(), "AUTH"),
+        other => panic!("{other:?}"),
+    }
 }
 
 #[test]

@@ -19,7 +19,7 @@ use tokio::runtime::Runtime;
 
 fn identity(inc: &str, key: Option<&str>) -> Identity {
     Identity {
-        cluster_key: key.map(Into::into),
+        cluster_keys: key.map(Into::into),
         hello: Hello {
             ver: VERSION,
             min_ver: MIN_VERSION,
@@ -299,7 +299,7 @@ fn rank_of_another_cluster_key_is_refused() {
     let client = Client {
         host: "127.0.0.1".into(),
         port: server.port(),
-        cluster_key: Some("ours".into()),
+        cluster_keys: Some("ours".into()),
         loopback_only: false,
         timeout: PATIENCE,
     };

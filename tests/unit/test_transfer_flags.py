@@ -84,6 +84,16 @@ def test_prefill_node_that_no_decode_node_could_reach_is_refused() -> None:
     assert config.build({**values, "cluster_key": "k"}).bootstrap_listen_host == "10.0.0.1"
 
 
+def test_second_cluster_key_needs_the_first_and_is_never_shown() -> None:
+    with pytest.raises(ConfigError, match="--second-cluster-key needs --cluster-key"):
+        config.build({"second_cluster_key": "old"})
+    with pytest.raises(ConfigError, match="--second-cluster-key is empty"):
+        config.build({"cluster_key": "new", "second_cluster_key": ""})
+    engine = config.build({"cluster_key": "new", "second_cluster_key": "old"})
+    assert {"cluster_key", "second_cluster_key"} <= config.SECRETS.keys()
+    assert (engine.cluster_key, engine.second_cluster_key) == ("new", "old")
+
+
 def prefill(**values: object) -> EngineConfig:
     return config.build({"disaggregation_mode": "prefill", "cluster_key": "k", **values})
 

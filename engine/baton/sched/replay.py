@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from baton import request, tenant_file
-from baton.config import EngineConfig
+from baton.config import SECRETS, EngineConfig
 from baton.errors import EngineError, by_code
 from baton.sched import setup
 from baton.sched.limits import Limits
@@ -30,7 +30,6 @@ from baton.sched.plan import StepPlan, StepResult
 from baton.sched.scheduler import Scheduler
 
 VERSION = 1
-SECRETS = ("api_key", "cluster_key")
 INPUTS = (
     "add", "abort", "suspend", "resume", "expire", "fail", "transfer_announced", "transfer_committed",
     "transfer_failed", "transfer_closed", "grant_revoked", "release", "adjust_priorities", "plan", "observe", "commit",

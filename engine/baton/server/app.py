@@ -21,7 +21,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from baton import DISTRIBUTION, kv_events
-from baton.config import EngineConfig
+from baton.config import SECRETS, EngineConfig
 from baton.errors import (
     Aborted,
     BadRequest,
@@ -63,7 +63,6 @@ NONFINITE_SECS = 30.0
 """Seconds until an unhealthy node is tried again; the next such answer makes it unhealthy at once."""
 OPEN_PATHS = frozenset({"/health", "/livez", "/readyz", "/health_generate", "/ping", "/metrics"})
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,256}")
-SECRETS = ("api_key", "cluster_key")
 FEATURES = {"null": ["resume"], "prefill": ["reopen", "resume"], "decode": ["local_prefill", "resume"]}
 """By mode, what a router may rely on (docs/protocol.md §2)."""
 

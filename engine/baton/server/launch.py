@@ -178,7 +178,9 @@ class _Launcher:
             ) from err
         port = self._config.disaggregation_bootstrap_port
         try:
-            server = BootstrapServer(self._config.bootstrap_listen_host, port, self._config.cluster_key)
+            server = BootstrapServer(
+                self._config.bootstrap_listen_host, port, self._config.cluster_key, self._config.second_cluster_key
+            )
         except OSError as err:
             raise ConfigError(
                 f"--disaggregation-bootstrap-port {port} cannot be bound ({err}); choose another, or 0"

@@ -157,6 +157,7 @@ def start(
         "port": config.transfer_port + number if config.transfer_port else 0,
         "transports": allowed,
         "cluster_key": config.cluster_key,
+        "second_cluster_key": config.second_cluster_key,
         "insecure": config.insecure_kv,
         "layout": layout,
         "dp_rank": number,

@@ -32,7 +32,18 @@ from typing import Any
 
 import aiohttp
 
-from baton.config import MEM_FRACTION, EngineConfig, FlagParser, add_flags, build, flag_name, markdown, opt, refuse
+from baton.config import (
+    MEM_FRACTION,
+    SECRETS,
+    EngineConfig,
+    FlagParser,
+    add_flags,
+    build,
+    flag_name,
+    markdown,
+    opt,
+    refuse,
+)
 from baton.errors import ConfigError
 from baton.models import checkpoint
 from baton.server import model_dir
@@ -48,8 +59,6 @@ _OWN = {
     for name in sorted(PER_NODE - {"host", "port"})
 }
 """Flags of an engine that mean nothing to a whole cluster."""
-SECRETS = {"api_key": "BATON_API_KEY", "cluster_key": "BATON_CLUSTER_KEY"}
-"""Handed on through the environment: command lines are public on a machine."""
 ROUTER_GRACE_SECS = 5.0
 """Running requests get this long to end by themselves."""
 ROUTER_STOP_SECS = ROUTER_GRACE_SECS + 5.0
@@ -248,6 +257,7 @@ class Cluster:
         self._log_dir = log_dir
         self._stopping = asyncio.Event()
         env = {**os.environ, "PYTHONUNBUFFERED": "1"}
+        # Through the environment: command lines are public on a machine.
         env.update({SECRETS[name]: value for name, value in plan.engine.items() if name in SECRETS})
         key = SECRETS["cluster_key"]
         env[key] = env.get(key) or secrets.token_hex(32)  # a new one per start: other programs cannot take part

@@ -44,7 +44,8 @@ PROGRESS_SECS = 2.0
 NOT_SIMULATED = frozenset({
     "simulate", "model_path", "tokenizer_path", "served_model_name", "load_format", "dtype", "context_length",
     "chat_template", "host", "port", "api_key", "disaggregation_mode", "disaggregation_bootstrap_port",
-    "disaggregation_transfer_backend", "transfer_port", "cluster_key", "insecure_kv", "kv_lease_secs", "test_kv_fault",
+    "disaggregation_transfer_backend", "transfer_port", "cluster_key", "second_cluster_key",
+    "insecure_kv", "kv_lease_secs", "test_kv_fault",
     "kv_host", "kv_advertise_host", "kv_copy_threads", "nccl_max_ctas",
     "kv_transfer_timeout_secs", "num_reserved_decode_tokens", "tp_size", "dist_timeout", "dp_size", "device",
     "attention_backend", "cpu_threads", "disable_cuda_graph", "cuda_graph_max_bs", "kv_pool_mib",

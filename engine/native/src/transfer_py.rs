@@ -4,6 +4,7 @@ use std::sync::{Arc, Once};
 use std::time::Duration;
 
 use kv_transfer::pool::{KvPool, PoolError};
+use kv_transfer::protocol::ClusterKeys;
 use kv_transfer::transport::comm::CommBackend;
 use kv_transfer::{BootstrapServer, NodeError, NodeEvent, TransferNode};
 use parking_lot::Mutex;
@@ -206,7 +207,7 @@ fn event_tuple<'py>(py: Python<'py>, event: NodeEvent) -> PyResult<Bound<'py, Py
 /// `register` and `close`; ends of rooms are heard through `poll`, and `event_fd` is readable while there are any.
 ///
 /// `config_json`: {"role": "prefill"|"decode", "host", "advertise_host"?, "port" (0 = free), "transports": ["shm", "tcp"] (or "cuda_ipc", "gloo", "nccl"),
-/// "cluster_key"?, "insecure"?, "layout": {"page_bytes", …}, "dp_rank", "dp_size", "lease_ms", "heartbeat_ms", "copy_threads",
+/// "cluster_key"?, "second_cluster_key"?, "insecure"?, "layout": {"page_bytes", …}, "dp_rank", "dp_size", "lease_ms", "heartbeat_ms", "copy_threads",
 /// "max_rooms", "park_ttl_ms", "data_idle_ms", "slabs", "slab_bytes", "max_communicators", "comm_open_ms", "comm_op_ms", "comm_abort_ms",
 /// "fault"? (tests only)}. `backend`: makes the communicators of "gloo" or "nccl", when the list has one of them. Raises ValueError for the configuration, OSError if it cannot start.
 #[pyclass(frozen, name = "TransferNode", module = "baton._native")]
@@ -410,10 +411,17 @@ pub struct PyBootstrapServer {
 impl PyBootstrapServer {
     /// Raises OSError if the address cannot be bound.
     #[new]
-    #[pyo3(signature = (host, port, cluster_key=None))]
-    fn new(py: Python<'_>, host: &str, port: u16, cluster_key: Option<String>) -> PyResult<Self> {
+    #[pyo3(signature = (host, port, cluster_key=None, second_cluster_key=None))]
+    fn new(
+        py: Python<'_>,
+        host: &str,
+        port: u16,
+        cluster_key: Option<String>,
+        second_cluster_key: Option<String>,
+    ) -> PyResult<Self> {
+        let keys = cluster_key.map(|own| ClusterKeys::new(own, second_cluster_key));
         let server = py
-            .detach(|| BootstrapServer::start(host, port, cluster_key))
+            .detach(|| BootstrapServer::start(host, port, keys))
             .map_err(|err| {
                 PyOSError::new_err(format!("bootstrap server on {host}:{port}: {err}"))
             })?;

@@ -12,6 +12,7 @@ use tokio::net::TcpStream;
 
 use super::auth::{AUTH_HEADER, is_answer_signed, sign, unix_ms};
 use super::{Registration, Sizes};
+use crate::protocol::ClusterKeys;
 
 /// Answers are small; more is not a bootstrap server.
 const MAX_ANSWER_BYTES: usize = 64 << 10;
@@ -60,7 +61,7 @@ pub struct Route {
 pub struct Client {
     pub host: String,
     pub port: u16,
-    pub cluster_key: Option<String>,
+    pub cluster_keys: Option<ClusterKeys>,
     /// Ask no server of another host: without a cluster key a stranger's answers look like any other.
     pub loopback_only: bool,
     /// For each whole request.
@@ -127,7 +128,7 @@ impl Client {
         if !body.is_empty() {
             request = request.header("content-type", "application/json");
         }
-        let key = self.cluster_key.as_deref();
+        let key = self.cluster_keys.as_ref().map(ClusterKeys::own);
         let signed = key.map(|key| sign(key, method.as_str(), path, unix_ms(), &body));
         if let Some(signature) = &signed {
             request = request.header(AUTH_HEADER, signature);

@@ -9,6 +9,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
+use http::request::Parts;
 use http::{Method, Request, Response, StatusCode};
 use http_body_util::{BodyExt, Full, Limited};
 use hyper::body::Incoming;
@@ -22,6 +23,7 @@ use tokio::task::JoinSet;
 
 use super::auth::{AUTH_HEADER, SeenSignatures, sign_answer, unix_ms, verify};
 use super::table::{Rank, Registration, RouteTable, TableError};
+use crate::protocol::ClusterKeys;
 use crate::transport::tasks::PeerTasks;
 
 const MAX_BODY_BYTES: usize = 16 << 10;
@@ -41,7 +43,7 @@ pub struct BootstrapServer {
 
 impl BootstrapServer {
     /// Bind (`port` 0 = any free one) and serve on a thread of its own.
-    pub fn start(host: &str, port: u16, cluster_key: Option<String>) -> io::Result<Self> {
+    pub fn start(host: &str, port: u16, cluster_keys: Option<ClusterKeys>) -> io::Result<Self> {
         let listener = TcpListener::bind((host, port))?;
         listener.set_nonblocking(true)?;
         let addr = listener.local_addr()?;
@@ -52,7 +54,7 @@ impl BootstrapServer {
         let state = Arc::new(State {
             table: Mutex::default(),
             seen: Mutex::default(),
-            cluster_key,
+            cluster_keys,
             started: Instant::now(),
             refused: AtomicU64::default(),
         });
@@ -111,7 +113,7 @@ impl Drop for BootstrapServer {
 struct State {
     table: Mutex<RouteTable>,
     seen: Mutex<SeenSignatures>,
-    cluster_key: Option<String>,
+    cluster_keys: Option<ClusterKeys>,
     started: Instant,
     refused: AtomicU64,
 }
@@ -208,28 +210,28 @@ impl State {
 
     async fn answer(&self, request: Request<Incoming>) -> Response<Full<Bytes>> {
         let signature = request.headers().get(AUTH_HEADER).cloned();
-        let response = self.respond(request).await;
+        let (key, response) = self.respond(request).await;
         if response.status().is_client_error() && response.status() != StatusCode::NOT_FOUND {
             self.refused.fetch_add(1, Ordering::Relaxed);
         }
         let signature = signature.as_ref().and_then(|value| value.to_str().ok());
-        match (&self.cluster_key, signature) {
+        match (key, signature) {
             (Some(key), Some(signature)) => signed(key, signature, response).await,
             _ => response,
         }
     }
 
-    async fn respond(&self, request: Request<Incoming>) -> Response<Full<Bytes>> {
+    /// Returns the answer with the key that signs it: the one of the request, or this server's own.
+    async fn respond(&self, request: Request<Incoming>) -> (Option<&str>, Response<Full<Bytes>>) {
         let (head, body) = request.into_parts();
+        let own = self.cluster_keys.as_ref().map(ClusterKeys::own);
         let path = head.uri.path();
         if path == "/health" {
-            return reply(StatusCode::OK, &json!({"status": "ok"}));
+            return (own, reply(StatusCode::OK, &json!({"status": "ok"})));
         }
         if path != "/route" {
-            return refuse(
-                StatusCode::NOT_FOUND,
-                format!("no resource {path}; there are /route and /health"),
-            );
+            let why = format!("no resource {path}; there are /route and /health");
+            return (own, refuse(StatusCode::NOT_FOUND, why));
         }
         let body = match tokio::time::timeout(
             READ_TIMEOUT,
@@ -239,36 +241,47 @@ impl State {
         {
             Ok(Ok(body)) => body.to_bytes(),
             _ => {
-                return refuse(
-                    StatusCode::BAD_REQUEST,
-                    format!(
-                        "the body must arrive within {READ_TIMEOUT:?} and have at most {MAX_BODY_BYTES} bytes"
-                    ),
+                let why = format!(
+                    "the body must arrive within {READ_TIMEOUT:?} and have at most {MAX_BODY_BYTES} bytes"
                 );
+                return (own, refuse(StatusCode::BAD_REQUEST, why));
             }
         };
-        if let Some(key) = &self.cluster_key {
-            let full_path = head.uri.path_and_query().map_or(path, |p| p.as_str());
-            let header = head
-                .headers
-                .get(AUTH_HEADER)
-                .and_then(|value| value.to_str().ok());
-            let now = unix_ms();
-            let verified = verify(key, head.method.as_str(), full_path, now, &body, header);
-            let fresh = verified.and_then(|at| match header {
-                Some(header) if head.method != Method::GET => {
-                    Ok(self.seen.lock().add(at, header, now)?)
-                }
-                _ => Ok(()),
-            });
-            if let Err(why) = fresh {
-                return refuse(StatusCode::UNAUTHORIZED, why);
-            }
+        match self.authenticate(&head, &body) {
+            Ok(key) => (key, self.serve(&head, &body)),
+            Err(why) => (own, refuse(StatusCode::UNAUTHORIZED, why)),
         }
+    }
+
+    /// Returns the accepted key that signed the request, none without cluster keys. `Err`: why it is refused.
+    fn authenticate(&self, head: &Parts, body: &[u8]) -> Result<Option<&str>, String> {
+        let Some(keys) = &self.cluster_keys else {
+            return Ok(None);
+        };
+        let path = head.uri.path_and_query().map_or("", |p| p.as_str());
+        let header = head.headers.get(AUTH_HEADER);
+        let header = header.and_then(|value| value.to_str().ok());
+        let now = unix_ms();
+        let check = |key| verify(key, head.method.as_str(), path, now, body, header);
+        let (key, at) = match check(keys.own()) {
+            Ok(at) => (keys.own(), at),
+            Err(why) => {
+                let mut others = keys.accepted().skip(1);
+                let found = others.find_map(|key| Some((key, check(key).ok()?)));
+                found.ok_or(why)?
+            }
+        };
+        if let Some(header) = header.filter(|_| head.method != Method::GET) {
+            self.seen.lock().add(at, header, now)?;
+        }
+        Ok(Some(key))
+    }
+
+    fn serve(&self, head: &Parts, body: &[u8]) -> Response<Full<Bytes>> {
         match head.method {
-            Method::PUT => self.put(&body),
+            Method::PUT => self.put(body),
             Method::GET => self.get(head.uri.query().unwrap_or_default()),
-            Method::DELETE => self.delete(&body),
+            Method::DELETE => self.delete(body),
             _ => refuse(
                 StatusCode::METHOD_NOT_ALLOWED,
                 "/route takes GET, PUT and DELETE",

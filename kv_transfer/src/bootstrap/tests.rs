@@ -14,7 +14,7 @@ fn client(server: &BootstrapServer, key: Option<&str>) -> Client {
     Client {
         host: "127.0.0.1".into(),
         port: server.port(),
-        cluster_key: key.map(Into::into),
+        cluster_keys: key.map(Into::into),
         loopback_only: true,
         timeout: Duration::from_secs(5),
     }

@@ -7,7 +7,7 @@ use sha2::{Digest, Sha256};
 
 use crate::machine::slab::Limits;
 use crate::pool::KvPool;
-use crate::protocol::{MAX_READ_PAGES, MAX_SLAB_BYTES, MAX_SLABS};
+use crate::protocol::{ClusterKeys, MAX_READ_PAGES, MAX_SLAB_BYTES, MAX_SLABS};
 use crate::transport::fault::Faults;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
@@ -66,6 +66,9 @@ pub struct NodeConfig {
     pub transports: Vec<Transport>,
     #[serde(default)]
     pub cluster_key: Option<String>,
+    /// Accepted besides `cluster_key` while the operator changes it.
+    #[serde(default)]
+    pub second_cluster_key: Option<String>,
     /// Without a cluster key: take KV from any host instead of from loopback addresses only.
     #[serde(default)]
     pub insecure: bool,
@@ -190,6 +193,12 @@ fn comm_abort_ms() -> u64 {
 }
 
 impl NodeConfig {
+    /// `None` without `cluster_key`: a second key alone is refused by `parse`.
+    pub fn cluster_keys(&self) -> Option<ClusterKeys> {
+        let own = self.cluster_key.clone()?;
+        Some(ClusterKeys::new(own, self.second_cluster_key.clone()))
+    }
+
     /// Parse and check against the pool the node is to serve.
     pub fn parse(json: &str, pool: &KvPool) -> Result<Self, String> {
         let config: NodeConfig =
@@ -220,6 +229,9 @@ impl NodeConfig {
         ];
         if let Some((name, _)) = positive.iter().find(|(_, value)| *value == 0) {
             return Err(format!("transfer config: {name} is 0"));
+        }
+        if config.second_cluster_key.is_some() && config.cluster_key.is_none() {
+            return Err("transfer config: second_cluster_key without cluster_key".into());
         }
         if config.transports.is_empty() {
             return Err(

@@ -727,7 +727,7 @@ impl Core {
         Client {
             host,
             port,
-            cluster_key: self.config.cluster_key.clone(),
+            cluster_keys: self.config.cluster_keys(),
             loopback_only: self.config.cluster_key.is_none() && !self.config.insecure,
             timeout: HTTP_TIMEOUT,
         }

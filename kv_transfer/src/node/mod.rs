@@ -234,7 +234,7 @@ impl TransferNode {
             ));
         }
         let identity = Arc::new(Identity {
-            cluster_key: config.cluster_key.clone(),
+            cluster_keys: config.cluster_keys(),
             hello: Hello {
                 ver: VERSION,
                 min_ver: MIN_VERSION,

@@ -18,11 +18,13 @@
 //!
 //! Messages are msgpack maps with field names, so a later version may add fields; unknown ones are ignored.
 
+mod cluster_keys;
 mod frame;
 pub mod wire;
 
 use serde::{Deserialize, Serialize};
 
+pub use cluster_keys::ClusterKeys;
 pub use frame::{FrameError, HEADER_BYTES, Handshake, MAX_FRAME_BYTES, Opener, Sealer, frame_len};
 
 use crate::code::Code;

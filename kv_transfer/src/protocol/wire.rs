@@ -6,8 +6,8 @@ use std::time::Duration;
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 
 use super::{
-    Channel, FrameError, HEADER_BYTES, Handshake, Hello, MAX_HELLO_BYTES, MIN_VERSION, Msg, Opener,
-    Sealer, VERSION, clipped, frame_len,
+    Channel, ClusterKeys, FrameError, HEADER_BYTES, Handshake, Hello, MAX_HELLO_BYTES, MIN_VERSION,
+    Msg, Opener, Sealer, VERSION, clipped, frame_len,
 };
 use crate::code::Code;
 
@@ -114,14 +114,35 @@ pub struct Opened {
 /// What a node says of itself in every HELLO.
 #[derive(Debug, Clone)]
 pub struct Identity {
-    pub cluster_key: Option<String>,
+    pub cluster_keys: Option<ClusterKeys>,
     /// `channel`, `nonce` and `expected_inc` are filled in per connection.
     pub hello: Hello,
 }
 
 impl Identity {
+    /// The handshake of the side that asks.
     fn handshake(&self) -> Handshake<'_> {
-        Handshake::new(self.cluster_key.as_deref().map(str::as_bytes))
+        Handshake::new(self.cluster_keys.as_ref().map(|keys| keys.own().as_bytes()))
+    }
+
+    /// Opens a HELLO with one of the accepted keys. Returns the handshake of that key, which the answer needs.
+    fn open_hello(&self, frame: &[u8], nonce: &[u8]) -> Result<(Handshake<'_>, Msg), FrameError> {
+        let own = self.handshake();
+        let first = match own.open_hello(frame, nonce) {
+            Ok(msg) => return Ok((own, msg)),
+            Err(err) => err,
+        };
+        let others = self
+            .cluster_keys
+            .iter()
+            .flat_map(|keys| keys.accepted().skip(1));
+        let opened = others
+            .map(|key| Handshake::new(Some(key.as_bytes())))
+            .find_map(|handshake| {
+                let msg = handshake.open_hello(frame, nonce).ok()?;
+                Some((handshake, msg))
+            });
+        opened.ok_or(first)
     }
 
     fn hello(&self, channel: Channel, nonce: &[u8], expected_inc: Option<&str>) -> Msg {
@@ -233,16 +254,16 @@ impl Identity {
             .await
             .map_err(|err| LinkError::io(&err))?;
         let frame = read_hello_frame(stream).await?;
-        let peer = match self.handshake().open_hello(&frame, &nonce) {
-            Ok(Msg::Hello(peer)) => peer,
+        let (handshake, peer) = match self.open_hello(&frame, &nonce) {
+            Ok((handshake, Msg::Hello(peer))) => (handshake, peer),
             Err(err) => {
                 // Version 1 sent HELLO without waiting for a challenge.
-                if let Ok(Msg::Hello(peer)) = self.handshake().open_hello(&frame, b"") {
+                if let Ok((_, Msg::Hello(peer))) = self.open_hello(&frame, b"") {
                     check_version(&peer)?;
                 }
                 return Err(err.into());
             }
-            Ok(other) => {
+            Ok((_, other)) => {
                 return Err(LinkError::new(
                     Code::TransportBroken,
                     format!("the peer opened with {}", other.name()),
@@ -262,10 +283,10 @@ impl Identity {
         }
         let hello = self.hello(peer.channel, &nonce, None);
         stream
-            .write_all(&self.handshake().seal_hello(&hello, &peer.nonce))
+            .write_all(&handshake.seal_hello(&hello, &peer.nonce))
             .await
             .map_err(|err| LinkError::io(&err))?;
-        let (sealer, opener) = self.handshake().establish(false, &peer.nonce, &nonce);
+        let (sealer, opener) = handshake.establish(false, &peer.nonce, &nonce);
         Ok(Opened {
             peer,
             sealer,
@@ -314,7 +335,7 @@ mod tests {
         hello.inc = inc.into();
         (hello.ver, hello.min_ver) = (VERSION + ver - 1, VERSION + ver - 1);
         Identity {
-            cluster_key: key.map(Into::into),
+            cluster_keys: key.map(Into::into),
             hello,
         }
     }
