@@ -253,7 +253,7 @@ def check_access(objects: Sequence[Object]) -> Problems:
             yield f"{role}: automountServiceAccountToken"
 
 
-EXTERNAL_SECRETS = {"baton-cluster-key": {"key"}, "baton-api-keys": {"client", "control-plane"}}
+EXTERNAL_SECRETS = {"baton-cluster-key": {"key", "second"}, "baton-api-keys": {"client", "control-plane"}}
 """Secrets that the base names and the operator makes, with their keys."""
 EXTERNAL_CLAIMS = {"baton-model"}
 EXTERNAL_FILES = {"baton-router-tls"}
@@ -287,11 +287,10 @@ def check_references(objects: Sequence[Object]) -> Problems:
                 reference = variable.get("valueFrom", {}).get("secretKeyRef")
                 if reference:
                     secret = have.get(("Secret", reference["name"]))
-                    keys = (
-                        set(secret.get("data", {})) | set(secret.get("stringData", {}))
-                        if secret
-                        else EXTERNAL_SECRETS.get(reference["name"], set())
-                    )
+                    external = EXTERNAL_SECRETS.get(reference["name"], set())
+                    keys = set(secret.get("data", {})) | set(secret.get("stringData", {})) if secret else set(external)
+                    if reference.get("optional"):
+                        keys |= external
                     if reference["key"] not in keys:
                         yield f"{role}: no Secret {reference['name']} with key {reference['key']}"
                 elif "KEY" in variable["name"]:
