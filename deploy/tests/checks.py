@@ -287,7 +287,9 @@ def check_references(objects: Sequence[Object]) -> Problems:
                 reference = variable.get("valueFrom", {}).get("secretKeyRef")
                 if reference:
                     secret = have.get(("Secret", reference["name"]))
-                    external = EXTERNAL_SECRETS.get(reference["name"], set())
+                    # kustomize appends a hash to the names of Secrets that it generates.
+                    named = [keys for name, keys in EXTERNAL_SECRETS.items() if reference["name"].startswith(name)]
+                    external = named[0] if named else set()
                     keys = set(secret.get("data", {})) | set(secret.get("stringData", {})) if secret else set(external)
                     if reference.get("optional"):
                         keys |= external
