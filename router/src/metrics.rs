@@ -13,9 +13,16 @@ use crate::load::Fate;
 use crate::registry::Registry;
 use crate::story::Stages;
 
-/// One exponential family for everything measured in seconds: × 1.6 from 0.1 ms to about 870 s.
+/// One exponential family for everything measured in seconds: × 1.6 from 0.1 ms to about 870 s. Bounds have four digits,
+/// since alerts name them.
 fn seconds_buckets() -> Vec<f64> {
-    (0..35).map(|i| 1e-4 * 1.6f64.powi(i)).collect()
+    (0..35)
+        .map(|i| {
+            let exact = 1e-4 * 1.6f64.powi(i);
+            let digits = 3 - exact.log10().floor() as i32;
+            (exact * 10f64.powi(digits)).round() / 10f64.powi(digits)
+        })
+        .collect()
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -130,6 +137,8 @@ specs! {
         "Answers of a source of workers (file, regular_pods, prefill_pods, decode_pods); result is applied or failed";
     DISCOVERY_STALE = Gauge "baton_router_discovery_is_stale" ["source"]
         "1 while the source cannot be read or names nobody, and the workers found before stay";
+    DISCOVERY_ANSWERED = Gauge "baton_router_discovery_last_answer_timestamp_seconds" ["source"]
+        "Unix time at which the source gave data last: bytes of an answer of the API server, or a reading of the file; absent before the first";
     DISCOVERED = Gauge "baton_router_discovered_workers" ["source", "state"]
         "Workers found: named now, or kept because no other worker of their role is ready";
     LOAD_REPORTS = Counter "baton_router_load_reports_total" ["role", "source", "result"]
@@ -162,6 +171,8 @@ specs! {
         "Characters (cache_aware), blocks (cost) or keys (manual) dropped for a limit since the start";
     ROUTING_KEYS = Gauge "baton_router_routing_keys" ["role"]
         "Routing keys remembered (manual)";
+    CERTIFICATE_EXPIRY = Gauge "baton_router_certificate_expiry_timestamp_seconds" ["certificate"]
+        "Unix time at which the chain that the router uses ends to be valid; certificate is server (--tls-cert-path) or client (--client-cert-path)";
     DECISION_LOG = Counter "baton_router_decision_log_lines_total" ["result"]
         "Lines of --decision-log: written, dropped (its queue was full) or failed (the disk)";
     TRACE_SPANS = Counter "baton_router_trace_spans_total" ["result"]
@@ -228,7 +239,9 @@ pub struct Metrics {
     pub probes: IntCounterVec,
     pub discovery_updates: IntCounterVec,
     pub discovery_stale: GaugeVec,
+    pub discovery_answered: GaugeVec,
     pub discovered: GaugeVec,
+    pub certificate_expiry: GaugeVec,
     load_reports: IntCounterVec,
     workers: GaugeVec,
     unpaired: GaugeVec,
@@ -324,7 +337,9 @@ impl Metrics {
             probes: counters(&exposed, &PROBES)?,
             discovery_updates: counters(&exposed, &DISCOVERY_UPDATES)?,
             discovery_stale: gauges(&exposed, &DISCOVERY_STALE)?,
+            discovery_answered: gauges(&exposed, &DISCOVERY_ANSWERED)?,
             discovered: gauges(&exposed, &DISCOVERED)?,
+            certificate_expiry: gauges(&exposed, &CERTIFICATE_EXPIRY)?,
             load_reports: counters(&exposed, &LOAD_REPORTS)?,
             workers: gauges(&exposed, &WORKERS)?,
             unpaired: gauges(&exposed, &UNPAIRED)?,
@@ -520,7 +535,7 @@ impl Metrics {
 pub fn metrics_markdown() -> String {
     let buckets = seconds_buckets();
     let mut out = format!(
-        "## Router\n\n`GET /metrics` of the router, and of `--prometheus-port` if given; `baton-router --print-metrics` prints this section. Histograms\nshare {} buckets, factor 1.6 from {} s to {:.0} s.\n\n| metric | type | labels | meaning |\n|---|---|---|---|\n",
+        "## Router\n\n`GET /metrics` of the router, and of `--prometheus-port` if given; `baton-router --print-metrics` prints this section. Histograms\nshare {} buckets, factor 1.6 from {} s to {:.0} s, rounded to four digits.\n\n| metric | type | labels | meaning |\n|---|---|---|---|\n",
         buckets.len(),
         buckets[0],
         buckets[buckets.len() - 1],
@@ -560,6 +575,16 @@ mod tests {
                 Kind::Gauge => {}
             }
         }
+    }
+
+    #[test]
+    fn bucket_bounds_have_four_digits() {
+        let bounds: Vec<String> = seconds_buckets().iter().map(f64::to_string).collect();
+        assert!(bounds.contains(&"1.934".to_owned()), "{bounds:?}");
+        assert!(bounds.iter().all(|bound| {
+            let digits = bound.replace('.', "");
+            digits.trim_start_matches('0').trim_end_matches('0').len() <= 4
+        }));
     }
 
     #[test]

@@ -176,6 +176,10 @@ impl Running {
         let to_workers = tls::to_workers(&config.tls)?;
         let (cut, cut_seen) = watch::channel(false);
         let metrics = Arc::new(Metrics::new().map_err(|err| err.to_string())?);
+        for (certificate, end) in tls::expiries(&config.tls)? {
+            let expiry = metrics.certificate_expiry.with_label_values(&[certificate]);
+            expiry.set(end as f64);
+        }
         let (deciders, log) = deciders(&config, &metrics)?;
         let observe = &config.observe;
         let tracer = observe.enable_trace.then(|| {

@@ -71,6 +71,27 @@ pub fn to_workers(flags: &Tls) -> Result<Option<Arc<ClientConfig>>, String> {
     Ok(Some(Arc::new(config)))
 }
 
+/// Unix seconds at which the certificates of the flags expire, by metric label; of a chain the earliest.
+pub fn expiries(flags: &Tls) -> Result<Vec<(&'static str, i64)>, String> {
+    let chains = [
+        ("server", "--tls-cert-path", &flags.tls_cert_path),
+        ("client", "--client-cert-path", &flags.client_cert_path),
+    ];
+    let mut expiries = Vec::new();
+    for (label, flag, path) in chains {
+        let Some(path) = path else { continue };
+        let mut ends = Vec::new();
+        for cert in certificates(flag, path)? {
+            let (_, parsed) = x509_parser::parse_x509_certificate(&cert).map_err(|err| {
+                format!("{flag} {path}: a certificate cannot be parsed: {err}; give X.509 in PEM")
+            })?;
+            ends.push(parsed.validity().not_after.timestamp());
+        }
+        expiries.extend(ends.into_iter().min().map(|end| (label, end)));
+    }
+    Ok(expiries)
+}
+
 fn certificates(flag: &str, path: &str) -> Result<Vec<CertificateDer<'static>>, String> {
     let refused = |err| format!("{flag} {path}: {err}; give a readable PEM file");
     let read = CertificateDer::pem_file_iter(path).map_err(refused)?;

@@ -14,7 +14,7 @@ use serde::Deserialize;
 use serde_json::Value;
 use tokio::time::{MissedTickBehavior, interval};
 
-use super::{Feed, Found};
+use super::{AnswerTime, Feed, Found};
 use crate::config::WorkerSpec;
 
 /// Pause between two readings; a change takes effect within two.
@@ -34,9 +34,15 @@ struct Entry {
 }
 
 /// Read once, refuse what is wrong, then follow the file. Nobody in it yet is no mistake at the start.
-pub fn start(mut feed: Feed, path: PathBuf, roles: &'static [Role]) -> Result<(), String> {
+pub(super) fn start(
+    mut feed: Feed,
+    path: PathBuf,
+    roles: &'static [Role],
+    answers: AnswerTime,
+) -> Result<(), String> {
     let refused = |why| format!("--discovery-file {}: {why}", path.display());
     let text = read(&path).map_err(refused)?;
+    answers.set_to_now();
     match parse(&text, roles) {
         Ok(workers) => feed.apply(Found {
             workers,
@@ -45,11 +51,17 @@ pub fn start(mut feed: Feed, path: PathBuf, roles: &'static [Role]) -> Result<()
         Err(Bad::Nobody) => feed.failed(Bad::Nobody.to_string()),
         Err(bad) => return Err(refused(bad.to_string())),
     }
-    tokio::spawn(follow(feed, path, roles, text));
+    tokio::spawn(follow(feed, path, roles, text, answers));
     Ok(())
 }
 
-async fn follow(mut feed: Feed, path: PathBuf, roles: &'static [Role], text: String) {
+async fn follow(
+    mut feed: Feed,
+    path: PathBuf,
+    roles: &'static [Role],
+    text: String,
+    answers: AnswerTime,
+) {
     let mut turn = interval(POLL);
     turn.set_missed_tick_behavior(MissedTickBehavior::Delay);
     let mut taken = Ok(text);
@@ -64,6 +76,9 @@ async fn follow(mut feed: Feed, path: PathBuf, roles: &'static [Role], text: Str
         let Ok(now) = tokio::task::spawn_blocking(move || read(&reading)).await else {
             continue; // the runtime ends, or the reading panicked and says so itself
         };
+        if now.is_ok() {
+            answers.set_to_now();
+        }
         let is_settled = now == before;
         before = now.clone();
         if !is_settled || now == taken {

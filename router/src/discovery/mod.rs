@@ -16,8 +16,9 @@ mod pods;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Weak};
-use std::time::Duration;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
+use prometheus::GaugeVec;
 use router_core::Role;
 
 use crate::App;
@@ -31,11 +32,16 @@ const RECHECK: Duration = Duration::from_secs(1);
 pub async fn start(app: &Arc<App>) -> Result<(), String> {
     let flags = &app.config.discovery;
     if let Some(path) = &flags.discovery_file {
-        file::start(Feed::new(app, "file"), path.into(), app.serving_roles())?;
+        let answers = AnswerTime::new(app, "file");
+        file::start(
+            Feed::new(app, "file"),
+            path.into(),
+            app.serving_roles(),
+            answers,
+        )?;
     }
     let selectors = flags.selectors(app.is_pd());
     if !selectors.is_empty() {
-        let client = pods::client(flags.kubeconfig.as_deref()).await?;
         for (role, selector) in selectors {
             let source = match role {
                 Role::Regular => "regular_pods",
@@ -48,10 +54,37 @@ pub async fn start(app: &Arc<App>) -> Result<(), String> {
                 port: flags.service_discovery_port,
                 namespace: flags.service_discovery_namespace.clone(),
             };
-            pods::start(Feed::new(app, source), client.clone(), wanted);
+            let answers = AnswerTime::new(app, source);
+            // A client per source, so that the answers to each are seen apart.
+            let client = pods::client(flags.kubeconfig.as_deref(), answers).await?;
+            pods::start(Feed::new(app, source), client, wanted);
         }
     }
     Ok(())
+}
+
+/// The gauge that shows when a source gave data last. A source without news is alive as long as this advances.
+#[derive(Clone)]
+struct AnswerTime {
+    gauges: GaugeVec,
+    source: &'static str,
+}
+
+impl AnswerTime {
+    fn new(app: &App, source: &'static str) -> Self {
+        let gauges = app.metrics.discovery_answered.clone();
+        Self { gauges, source }
+    }
+
+    fn set_to_now(&self) {
+        // Before 1970 only on a host without a clock.
+        let now = SystemTime::now()
+            .duration_since(UNIX_EPOCH)
+            .unwrap_or_default();
+        self.gauges
+            .with_label_values(&[self.source])
+            .set(now.as_secs_f64());
+    }
 }
 
 /// What a source sees.

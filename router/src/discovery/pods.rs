@@ -11,15 +11,19 @@ use std::collections::{BTreeSet, HashMap};
 use std::pin::pin;
 
 use futures_util::StreamExt;
+use http::Response;
+use http_body_util::BodyExt;
 use k8s_openapi::api::core::v1::Pod;
+use kube::client::{ClientBuilder, DynBody};
 use kube::config::{KubeConfigOptions, Kubeconfig};
 use kube::runtime::WatchStreamExt;
 use kube::runtime::watcher::{self, Event, watcher};
 use kube::{Api, Client, Config, ResourceExt};
 use router_core::Role;
 use tokio::time::{MissedTickBehavior, interval};
+use tower::util::MapResponseLayer;
 
-use super::{Feed, Found, RECHECK};
+use super::{AnswerTime, Feed, Found, RECHECK};
 use crate::config::{WorkerSpec, WorkerUrl};
 
 /// Where a prefill pod says its bootstrap port; the first found counts. The second is the name of SGLang's router.
@@ -36,8 +40,12 @@ pub struct Wanted {
     pub namespace: Option<String>,
 }
 
-/// Find the API server. Nothing is sent yet.
-pub async fn client(kubeconfig: Option<&str>) -> Result<Client, String> {
+/// Find the API server. Nothing is sent yet. Each part of each answer sets `answers`: the watcher keeps bookmarks, which
+/// come about once a minute, and refusals to itself.
+pub(super) async fn client(
+    kubeconfig: Option<&str>,
+    answers: AnswerTime,
+) -> Result<Client, String> {
     let mut config = match kubeconfig {
         Some(path) => {
             let refused = |err: kube::config::KubeconfigError| {
@@ -55,7 +63,18 @@ pub async fn client(kubeconfig: Option<&str>) -> Result<Client, String> {
         })?,
     };
     config.connect_timeout = Some(CONNECT_TIMEOUT);
-    Client::try_from(config).map_err(|err| format!("--service-discovery: {err}"))
+    let builder = ClientBuilder::try_from(config);
+    let builder = builder.map_err(|err| format!("--service-discovery: {err}"))?;
+    let seen = MapResponseLayer::new(move |answer: Response<_>| {
+        let answers = answers.clone();
+        answer.map(|body: Box<DynBody>| {
+            body.map_frame(move |frame| {
+                answers.set_to_now();
+                frame
+            })
+        })
+    });
+    Ok(builder.with_layer(&seen).build())
 }
 
 pub fn start(feed: Feed, client: Client, wanted: Wanted) {

@@ -46,7 +46,30 @@ async fn stale(router: &Router, source: &str, is: bool) {
     .await;
 }
 
+const ANSWERED: &str = "baton_router_discovery_last_answer_timestamp_seconds";
+
+/// Waits until the source gave data after `since` [Unix seconds]; returns when.
+async fn answers_after(router: &Router, source: &str, since: f64) -> f64 {
+    let line = format!("{ANSWERED}{{source=\"{source}\"}}");
+    eventually("the source answers", || async {
+        router.metric(&line).await > since
+    })
+    .await;
+    router.metric(&line).await
+}
+
 // ---- file ----
+
+#[tokio::test]
+async fn an_unchanged_file_is_an_answer_each_time_it_is_read() {
+    timed(async {
+        let file = TempFile::new(&json!([{"url": "http://127.0.0.1:1"}]).to_string());
+        let router = Router::start(&["--discovery-file", file.path()]).await;
+        let first = answers_after(&router, "file", 0.0).await;
+        answers_after(&router, "file", first).await;
+    })
+    .await;
+}
 
 #[tokio::test]
 async fn a_changed_file_changes_the_workers_and_a_broken_one_nothing() {
@@ -423,12 +446,14 @@ async fn a_cut_watch_goes_on_at_the_last_bookmark() {
             .router(&kubeconfig, port, &["--selector", "app=x"])
             .await;
         serve_exactly(&router, &[&mocks[0]]).await;
+        let answered = answers_after(&router, "regular_pods", 0.0).await;
         // Behind the bookmark, so that the watch is known to have passed it.
         api.bookmark(700);
         api.put("b", pod("127.0.0.2", "x", false));
         api.bookmark(800);
         api.put("b", pod("127.0.0.2", "x", true));
         serve_exactly(&router, &[&mocks[0], &mocks[1]]).await;
+        answers_after(&router, "regular_pods", answered).await;
         api.cut();
         eventually("it watches again from where it was", || async {
             let asked = api.asked();

@@ -65,8 +65,14 @@ impl Authority {
     }
 
     pub fn issue(&self, name: &str) -> Identity {
+        self.issue_until(name, 4096)
+    }
+
+    /// A certificate that ends with the year before `year`.
+    fn issue_until(&self, name: &str, year: i32) -> Identity {
         let key = KeyPair::generate().unwrap();
-        let params = CertificateParams::new(vec![name.to_owned()]).unwrap();
+        let mut params = CertificateParams::new(vec![name.to_owned()]).unwrap();
+        params.not_after = rcgen::date_time_ymd(year, 1, 1);
         let cert = params.signed_by(&key, &self.issuer).unwrap();
         Identity::new(cert.pem(), &key)
     }
@@ -172,6 +178,43 @@ async fn tls_agrees_on_the_http_inside() {
 async fn get(client: &mut Client, path: &str) -> serde_json::Value {
     let answer = client.send(http::Method::GET, path, &[], "").await;
     answer.read().await.json()
+}
+
+#[tokio::test]
+async fn the_earliest_end_of_each_chain_is_a_metric() {
+    timed(async {
+        let authority = Authority::new();
+        let (long, short) = (
+            authority.issue_until("127.0.0.1", 2040),
+            authority.issue_until("ca", 2035),
+        );
+        let chain = TempFile::new(&format!("{}{}", long.cert_pem, short.cert_pem));
+        let own = authority.issue_until("router", 2031);
+        let router = Router::start(&[
+            "--tls-cert-path",
+            chain.path(),
+            "--tls-key-path",
+            long.key.path(),
+            "--ca-cert-paths",
+            authority.cert.path(),
+            "--client-cert-path",
+            own.cert.path(),
+            "--client-key-path",
+            own.key.path(),
+        ])
+        .await;
+        let mut client = connect(&router, &authority).await.unwrap();
+        let page = client.send(http::Method::GET, "/metrics", &[], "").await;
+        let page = page.read().await.text();
+        // date -u -d 2035-01-01 +%s, and of 2031
+        for (certificate, end) in [("server", 2_051_222_400), ("client", 1_924_992_000)] {
+            let line = format!(
+                "baton_router_certificate_expiry_timestamp_seconds{{certificate=\"{certificate}\"}} {end}\n"
+            );
+            assert!(page.contains(&line), "{line}");
+        }
+    })
+    .await;
 }
 
 #[tokio::test]
