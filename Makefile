@@ -18,7 +18,7 @@ test-all: setup ## the slow ones too
 	cargo test --locked --workspace --quiet
 	$(py)pytest -n auto --maxprocesses 4 --dist loadgroup -m "not gpu and not kube" $(ARGS)
 	@deploy/tests/kube/run.sh
-test-deploy: setup ## manifests: schemas, references between objects, flags, ports, grace periods; no cluster (part of test)
+test-deploy: setup ## manifests, rules and dashboards: schemas, references, flags, ports, promtool; no cluster (part of test)
 	$(py)pytest -n auto --maxprocesses 4 --dist loadgroup -m "not kube" deploy/tests $(ARGS)
 test-kube: setup ## the manifests on a Kubernetes built from Go modules, with real router and engines (part of test-all)
 	@deploy/tests/kube/run.sh $(ARGS)

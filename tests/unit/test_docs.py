@@ -91,6 +91,8 @@ def test_engine_flags_in_the_docs_exist() -> None:
     known |= {"--url", "--hold-turns", "--chat", "--arms", "--fronts", "--bench", "--memory"}
     known |= {"--release", "--example", "--order", "--nocapture"}  # cargo's, an example's, a test run's
     known |= {"--http2-prior-knowledge"}  # curl's
+    kubectl = {"--as", "--field-selector", "--prefix", "--raw", "--since", "--sort-by", "--tail", "--timeout"}
+    known |= kubectl
     known |= {"--jsonl", "--shapes", "--quick", "--cpu", "--into"}  # tests/perf/bench_gpu.py, tests/gpu
     known |= {f"--{name}" for name in re.findall(r'"([a-z0-9-]+)"', refused)} | {"--vllm-pd-disaggregation"}  # an alias
     for page in PAGES:
