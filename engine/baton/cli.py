@@ -47,6 +47,12 @@ def _model(argv: Sequence[str]) -> int:
     return main(argv[1:])
 
 
+def _drain(argv: Sequence[str]) -> int:
+    from baton.server.drain import main
+
+    return main(argv)
+
+
 def _bench(argv: Sequence[str]) -> int:
     from baton.bench.serving import main
 
@@ -70,6 +76,7 @@ COMMANDS = {
     "router": Command("run the router", _router),
     "replay": Command("decide a router's decision log again, and compare", _replay),
     "engine": Command("run one engine: a prefill node, a decode node, or both in one", _engine),
+    "drain": Command("take engines out of service without breaking a stream, or return them", _drain),
     "bench": Command("send the same load to several servers and compare them", _bench),
     "simulate": Command("replay a trace through the scheduler in virtual time and compare queue orders", _simulate),
     "model": Command("make the demo model", _model),

@@ -10,7 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from baton import config, flag_names
 from baton.sched import histogram
 from baton.sched.stats import HISTOGRAMS, SchedStats
-from baton.server import compat, metrics, up
+from baton.server import compat, drain, metrics, up
 from baton.server.messages import HistogramColumns, Stats, encoder, to_front_decoder
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -27,6 +27,11 @@ def test_table_of_refused_flags_is_current() -> None:
 def test_up_flags_page_is_generated_from_its_config() -> None:
     page = (DOCS / "flags.md").read_text()
     assert config.markdown(up.UpConfig) in page, "run: python -m baton.server.up"
+
+
+def test_drain_flags_page_is_generated_from_its_config() -> None:
+    page = (DOCS / "flags.md").read_text()
+    assert config.markdown(drain.DrainConfig) in page, "run: python -m baton.server.drain"
 
 
 def test_metrics_tables_are_current() -> None:
