@@ -65,6 +65,12 @@ def _simulate(argv: Sequence[str]) -> int:
     return main(argv)
 
 
+def _doctor(argv: Sequence[str]) -> int:
+    from baton.doctor.main import main
+
+    return main(argv)
+
+
 @dataclass(frozen=True, slots=True)
 class Command:
     help: str
@@ -77,6 +83,7 @@ COMMANDS = {
     "replay": Command("decide a router's decision log again, and compare", _replay),
     "engine": Command("run one engine: a prefill node, a decode node, or both in one", _engine),
     "drain": Command("take engines out of service without breaking a stream, or return them", _drain),
+    "doctor": Command("check a machine, a fleet or a Kubernetes namespace: what is wrong, and what to do", _doctor),
     "bench": Command("send the same load to several servers and compare them", _bench),
     "simulate": Command("replay a trace through the scheduler in virtual time and compare queue orders", _simulate),
     "model": Command("make the demo model", _model),

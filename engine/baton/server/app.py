@@ -37,7 +37,7 @@ from baton.errors import (
 )
 from baton.request import SamplingParams
 from baton.sched import decisions
-from baton.server import loads, tracer
+from baton.server import diagnosis, loads, tracer
 from baton.server.answering import Answering
 from baton.server.fields import INT64_MAX, Fields
 from baton.server.fingerprint import fingerprint, tokenizer_hash
@@ -311,6 +311,11 @@ class Front:
         replies = await self._ask_all("ledger", **args)
         return json_response({"ranks": [{"dp_rank": r["dp_rank"], "rooms": r.get("rooms", [])} for _, r in replies]})
 
+    async def diagnose(self, request: web.Request) -> web.Response:
+        """Facts for `baton doctor`; the ranks' ledgers without timelines, whose room 0 is never drawn."""
+        books = [r for _, r in await self._ask_all("ledger", room=0)] if any(r.ready for r in self.ranks.ranks) else []
+        return json_response(await diagnosis.diagnose(self.config, await read_object(request), books))
+
     async def steps(self, request: web.Request) -> web.Response:
         """The scheduler's last decisions per rank; ?n= at most so many, newest last."""
         raw = request.query.get("n", str(decisions.RING))
@@ -421,6 +426,7 @@ class Front:
         get("/metrics", self.metrics_text)
         get("/debug/ledger", self.ledger)
         get("/debug/rooms", self.rooms)
+        post("/debug/diagnosis", self.diagnose)
         get("/v1/scheduler/steps", self.steps)
         return app
 

@@ -1,0 +1,130 @@
+"""HTTP to routers and engines: answers with what went wrong as data, and the clock of the other side."""
+
+from __future__ import annotations
+
+import email.utils
+import json
+import re
+import ssl
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+TIMEOUT_SECS = 10.0
+AT_ONCE = 16
+_SAMPLE = re.compile(r"^(\w[\w:]*)(?:\{(.*)\})? (\S+)")
+_LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+
+
+@dataclass(frozen=True, slots=True)
+class HttpAnswer:
+    """One answer. `status` 0: there was none, and `problem` says why; with an error status `problem` is its message."""
+
+    status: int
+    text: str
+    problem: str
+    clock_offset_secs: float | None
+    """Difference of the other side's clock, by its Date header; up to half a second means nothing."""
+
+    @property
+    def is_ok(self) -> bool:
+        return self.status == 200
+
+    @property
+    def object(self) -> dict[str, Any]:
+        """The JSON object of the body; empty when it is something else."""
+        try:
+            value = json.loads(self.text)
+        except ValueError:
+            return {}
+        return value if isinstance(value, dict) else {}
+
+
+class HttpClient:
+    """One for all hosts; no proxy is used. `ca_file`: PEM file of authorities to trust besides."""
+
+    def __init__(self, ca_file: str | None = None) -> None:
+        context = ssl.create_default_context()
+        if ca_file is not None:
+            context.load_verify_locations(ca_file)
+        handlers = (urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=context))
+        self._opener = urllib.request.build_opener(*handlers)
+
+    def get(self, url: str, key: str | None = None) -> HttpAnswer:
+        return self._ask(urllib.request.Request(url), key)
+
+    def post(self, url: str, body: dict[str, Any], key: str | None = None) -> HttpAnswer:
+        data = json.dumps(body).encode()
+        return self._ask(urllib.request.Request(url, data, {"content-type": "application/json"}), key)
+
+    def _ask(self, request: urllib.request.Request, key: str | None) -> HttpAnswer:
+        if key is not None:
+            request.add_header("authorization", f"Bearer {key}")
+        began = time.time()
+        try:
+            with self._opener.open(request, timeout=TIMEOUT_SECS) as response:
+                text = response.read().decode(errors="replace")
+                return HttpAnswer(response.status, text, "", _offset(response.headers.get("date"), began))
+        except urllib.error.HTTPError as err:
+            with err:
+                text = err.read().decode(errors="replace")
+            return HttpAnswer(err.code, text, _error_message(text, err.code), _offset(err.headers.get("date"), began))
+        except (OSError, ValueError) as err:  # URLError is an OSError; a malformed URL or answer a ValueError
+            reason = getattr(err, "reason", err)
+            problem = getattr(reason, "strerror", None) or str(reason) or type(err).__name__
+            return HttpAnswer(0, "", str(problem).lower(), None)
+
+
+def _offset(date: str | None, began: float) -> float | None:
+    """The header is cut to whole seconds, so its middle is compared with the middle of the exchange."""
+    if date is None:
+        return None
+    try:
+        told = email.utils.parsedate_to_datetime(date).timestamp()
+    except ValueError:
+        return None
+    return told + 0.5 - (began + time.time()) / 2
+
+
+def _error_message(text: str, status: int) -> str:
+    try:
+        return str(json.loads(text)["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return f"status {status}" + (f": {text[:200]}" if text else "")
+
+
+def in_parallel(work: Callable[[T], R], items: Iterable[T]) -> list[R]:
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        return list(pool.map(work, items))
+
+
+@dataclass(frozen=True, slots=True)
+class MetricSample:
+    name: str
+    labels: dict[str, str]
+    value: float
+
+
+def parse_metrics(text: str) -> list[MetricSample]:
+    """Samples of Prometheus' text format; lines that are none are left out."""
+    found = []
+    for line in text.splitlines():
+        if match := _SAMPLE.match(line):
+            try:
+                value = float(match[3])
+            except ValueError:
+                continue
+            found.append(MetricSample(match[1], dict(_LABEL.findall(match[2] or "")), value))
+    return found
+
+
+def total(samples: Iterable[MetricSample], name: str, **labels: str) -> float:
+    """Sum of all samples of that name whose labels include `labels`."""
+    return sum(s.value for s in samples if s.name == name and labels.items() <= s.labels.items())
