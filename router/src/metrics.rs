@@ -136,7 +136,7 @@ specs! {
     DISCOVERY_UPDATES = Counter "baton_router_discovery_updates_total" ["source", "result"]
         "Answers of a source of workers (file, regular_pods, prefill_pods, decode_pods); result is applied or failed";
     DISCOVERY_STALE = Gauge "baton_router_discovery_is_stale" ["source"]
-        "1 while the source cannot be read or names nobody, and the workers found before stay";
+        "1 while the source cannot be read, is silent or names nobody; the workers found before stay";
     DISCOVERY_ANSWERED = Gauge "baton_router_discovery_last_answer_timestamp_seconds" ["source"]
         "Unix time at which the source gave data last: bytes of an answer of the API server, or a reading of the file; absent before the first";
     DISCOVERED = Gauge "baton_router_discovered_workers" ["source", "state"]

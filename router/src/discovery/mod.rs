@@ -16,8 +16,9 @@ mod pods;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Weak};
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
+use parking_lot::Mutex;
 use prometheus::GaugeVec;
 use router_core::Role;
 
@@ -56,24 +57,34 @@ pub async fn start(app: &Arc<App>) -> Result<(), String> {
             };
             let answers = AnswerTime::new(app, source);
             // A client per source, so that the answers to each are seen apart.
-            let client = pods::client(flags.kubeconfig.as_deref(), answers).await?;
-            pods::start(Feed::new(app, source), client, wanted);
+            let client = pods::client(flags.kubeconfig.as_deref(), answers.clone()).await?;
+            pods::start(Feed::new(app, source), client, wanted, answers);
         }
     }
     Ok(())
 }
 
-/// The gauge that shows when a source gave data last. A source without news is alive as long as this advances.
+/// Time at which a source gave data last, also shown as a gauge. A source without news is alive as long as this advances.
 #[derive(Clone)]
 struct AnswerTime {
     gauges: GaugeVec,
     source: &'static str,
+    last: Arc<Mutex<Instant>>,
 }
 
 impl AnswerTime {
     fn new(app: &App, source: &'static str) -> Self {
         let gauges = app.metrics.discovery_answered.clone();
-        Self { gauges, source }
+        Self {
+            gauges,
+            source,
+            last: Arc::new(Mutex::new(Instant::now())),
+        }
+    }
+
+    /// Time of the last answer, or of the start before the first.
+    fn last(&self) -> Instant {
+        *self.last.lock()
     }
 
     fn set_to_now(&self) {
@@ -84,6 +95,7 @@ impl AnswerTime {
         self.gauges
             .with_label_values(&[self.source])
             .set(now.as_secs_f64());
+        *self.last.lock() = Instant::now();
     }
 }
 
@@ -108,8 +120,13 @@ pub struct Feed {
     own: BTreeMap<WorkerUrl, Own>,
     /// No longer named, kept because no other worker of the role is ready.
     kept: BTreeSet<WorkerUrl>,
-    /// The last failure told, to tell each only once.
-    failure: Option<String>,
+    /// The failure in force, to log each only once.
+    failure: Option<Failure>,
+}
+
+struct Failure {
+    why: String,
+    at: Instant,
 }
 
 impl Feed {
@@ -134,7 +151,8 @@ impl Feed {
         let Some(app) = self.app.upgrade() else {
             return;
         };
-        self.tell(&app, "applied", None);
+        self.count(&app, "applied");
+        self.clear_failure(&app);
         let named: BTreeMap<WorkerUrl, WorkerSpec> = found
             .workers
             .into_iter()
@@ -162,7 +180,37 @@ impl Feed {
     /// The source could not be read: what was found before stays.
     fn failed(&mut self, why: String) {
         if let Some(app) = self.app.upgrade() {
-            self.tell(&app, "failed", Some(why));
+            self.count(&app, "failed");
+            self.show_stale(&app, true);
+            if self.failure.as_ref().is_none_or(|known| known.why != why) {
+                tracing::error!(
+                    source = self.source,
+                    why,
+                    workers = self.own.len(),
+                    "discovery failed, the workers found before stay"
+                );
+            }
+            let at = Instant::now();
+            self.failure = Some(Failure { why, at });
+        }
+    }
+
+    /// Judge a source that reports changes only: it is stale once it was silent for too long, and works again after it gave data.
+    fn check_silence(&mut self, last_answer: Instant, now: Instant, limit: Duration) {
+        let silent = now.saturating_duration_since(last_answer);
+        if self.failure.is_none() && silent > limit {
+            self.failed(format!(
+                "no data for {} s, where something comes once a minute; see whether the API server answers (kubectl get --raw \
+                 /readyz) and whether a proxy or network policy holds its answers back",
+                silent.as_secs()
+            ));
+        } else if self
+            .failure
+            .as_ref()
+            .is_some_and(|failure| last_answer > failure.at)
+            && let Some(app) = self.app.upgrade()
+        {
+            self.clear_failure(&app);
         }
     }
 
@@ -176,30 +224,22 @@ impl Feed {
         }
     }
 
-    fn tell(&mut self, app: &App, result: &str, failure: Option<String>) {
-        let labels = [self.source, result];
-        app.metrics
-            .discovery_updates
-            .with_label_values(&labels)
-            .inc();
-        let is_stale = app
-            .metrics
-            .discovery_stale
-            .with_label_values(&[self.source]);
-        is_stale.set(f64::from(u8::from(failure.is_some())));
-        if failure == self.failure {
-            return;
+    fn count(&self, app: &App, result: &str) {
+        let updates = &app.metrics.discovery_updates;
+        updates.with_label_values(&[self.source, result]).inc();
+    }
+
+    fn show_stale(&self, app: &App, is_stale: bool) {
+        let gauge = &app.metrics.discovery_stale;
+        let gauge = gauge.with_label_values(&[self.source]);
+        gauge.set(f64::from(u8::from(is_stale)));
+    }
+
+    fn clear_failure(&mut self, app: &App) {
+        self.show_stale(app, false);
+        if self.failure.take().is_some() {
+            tracing::info!(source = self.source, "discovery works again");
         }
-        match &failure {
-            Some(why) => tracing::error!(
-                source = self.source,
-                why,
-                workers = self.own.len(),
-                "discovery failed, the workers found before stay"
-            ),
-            None => tracing::info!(source = self.source, "discovery works again"),
-        }
-        self.failure = failure;
     }
 
     fn register(&mut self, app: &Arc<App>, spec: &WorkerSpec) {
@@ -407,5 +447,41 @@ mod tests {
         assert_eq!(stale.with_label_values(&["file"]).get(), 1.0);
         world.apply(&["p a:1"], &[]);
         assert_eq!(stale.with_label_values(&["file"]).get(), 0.0);
+    }
+
+    #[tokio::test]
+    async fn silent_source_is_stale_until_it_gives_data() {
+        let limit = Duration::from_secs(75);
+        let mut world = World::new();
+        world.apply(&["p a:1"], &[]);
+        let stale = world.app.metrics.discovery_stale.clone();
+        let is_stale = || stale.with_label_values(&["file"]).get() == 1.0;
+        let heard = Instant::now();
+        world.feed.check_silence(heard, heard + limit, limit);
+        assert!(!is_stale());
+        let later = heard + limit + Duration::from_secs(1);
+        world.feed.check_silence(heard, later, limit);
+        let why = &world.feed.failure.as_ref().unwrap().why;
+        assert!(is_stale() && why.contains("no data for 76 s") && why.contains("kubectl"));
+        assert_eq!(world.urls(), ["p a:1"]);
+        world.feed.check_silence(later, later, limit);
+        assert!(!is_stale());
+    }
+
+    #[tokio::test]
+    async fn failure_ends_with_data_though_nothing_changed() {
+        let limit = Duration::from_secs(75);
+        let mut world = World::new();
+        world.apply(&["p a:1"], &[]);
+        let before = Instant::now();
+        world.feed.failed("refused".into());
+        world.feed.check_silence(before, before, limit);
+        assert!(
+            world.feed.failure.is_some(),
+            "an older answer proves nothing"
+        );
+        let later = Instant::now() + Duration::from_secs(1);
+        world.feed.check_silence(later, later, limit);
+        assert!(world.feed.failure.is_none());
     }
 }

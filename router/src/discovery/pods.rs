@@ -1,7 +1,8 @@
 //! Kubernetes pods of one label selector: a worker is a pod that is Ready and has an IP.
 //!
 //! kube's watcher lists once, then watches with bookmarks; it resumes a cut watch at the version it had, lists anew when
-//! that version is gone (410), and waits between failures (0.8 s doubling to 30 s). A pod that is deleted, or has been told
+//! that version is gone (410), and waits between failures (0.8 s doubling to 30 s). An API server that accepts connections
+//! and sends nothing, not even the end of a watch, is reported after [`MAX_SILENCE`]. A pod that is deleted, or has been told
 //! to terminate, is drained at once; one that stops being Ready or is missing from a new list is drained as soon as
 //! another worker of its role is ready ([`Feed`]).
 //!
@@ -9,6 +10,7 @@
 
 use std::collections::{BTreeSet, HashMap};
 use std::pin::pin;
+use std::time::{Duration, Instant};
 
 use futures_util::StreamExt;
 use http::Response;
@@ -29,7 +31,11 @@ use crate::config::{WorkerSpec, WorkerUrl};
 /// Where a prefill pod says its bootstrap port; the first found counts. The second is the name of SGLang's router.
 const BOOTSTRAP_PORT: [&str; 2] = ["baton.dev/bootstrap-port", "sglang.ai/bootstrap-port"];
 /// A server of the same cluster that does not accept for this long is down.
-const CONNECT_TIMEOUT: std::time::Duration = std::time::Duration::from_secs(5);
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
+/// After this the API server ends a watch, and the next one begins: something comes at least so often.
+const WATCH_SECS: u32 = 55;
+/// Longest time without a byte of the API server: a watch, and time to begin the next.
+const MAX_SILENCE: Duration = Duration::from_secs(WATCH_SECS as u64 + 20);
 
 /// Which pods, as what.
 pub struct Wanted {
@@ -40,8 +46,8 @@ pub struct Wanted {
     pub namespace: Option<String>,
 }
 
-/// Find the API server. Nothing is sent yet. Each part of each answer sets `answers`: the watcher keeps bookmarks, which
-/// come about once a minute, and refusals to itself.
+/// Find the API server. Nothing is sent yet. Each part of each answer that is no refusal sets `answers`: the watcher keeps
+/// bookmarks, and the beginning and end of watches, to itself.
 pub(super) async fn client(
     kubeconfig: Option<&str>,
     answers: AnswerTime,
@@ -63,13 +69,19 @@ pub(super) async fn client(
         })?,
     };
     config.connect_timeout = Some(CONNECT_TIMEOUT);
+    config.read_timeout = Some(MAX_SILENCE);
     let builder = ClientBuilder::try_from(config);
     let builder = builder.map_err(|err| format!("--service-discovery: {err}"))?;
     let seen = MapResponseLayer::new(move |answer: Response<_>| {
-        let answers = answers.clone();
+        let answers = answer.status().is_success().then(|| answers.clone());
+        if let Some(answers) = &answers {
+            answers.set_to_now();
+        }
         answer.map(|body: Box<DynBody>| {
             body.map_frame(move |frame| {
-                answers.set_to_now();
+                if let Some(answers) = &answers {
+                    answers.set_to_now();
+                }
                 frame
             })
         })
@@ -77,8 +89,8 @@ pub(super) async fn client(
     Ok(builder.with_layer(&seen).build())
 }
 
-pub fn start(feed: Feed, client: Client, wanted: Wanted) {
-    tokio::spawn(follow(feed, client, wanted));
+pub(super) fn start(feed: Feed, client: Client, wanted: Wanted, answers: AnswerTime) {
+    tokio::spawn(follow(feed, client, wanted, answers));
 }
 
 /// What a pod means to the router.
@@ -91,7 +103,7 @@ enum Seen {
     Nothing,
 }
 
-async fn follow(mut feed: Feed, client: Client, wanted: Wanted) {
+async fn follow(mut feed: Feed, client: Client, wanted: Wanted, answers: AnswerTime) {
     let (api, place): (Api<Pod>, String) = match wanted.namespace.as_deref() {
         Some("*") => (Api::all(client), "all namespaces".to_owned()),
         Some(name) => (Api::namespaced(client, name), format!("namespace {name}")),
@@ -101,7 +113,9 @@ async fn follow(mut feed: Feed, client: Client, wanted: Wanted) {
         }
     };
     tracing::info!(role = %wanted.role, selector = wanted.selector, place, "watching pods");
-    let config = watcher::Config::default().labels(&wanted.selector);
+    let config = watcher::Config::default()
+        .labels(&wanted.selector)
+        .timeout(WATCH_SECS);
     let mut events = pin!(watcher(api, config).default_backoff());
     let mut pods = Pods::new(&wanted);
     let mut turn = interval(RECHECK);
@@ -114,6 +128,7 @@ async fn follow(mut feed: Feed, client: Client, wanted: Wanted) {
                     return;
                 }
                 feed.recheck();
+                feed.check_silence(answers.last(), Instant::now(), MAX_SILENCE);
                 continue;
             }
         };
