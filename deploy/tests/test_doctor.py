@@ -6,7 +6,6 @@ kubectl is replaced by a program that answers from a file, so the reading is tes
 from __future__ import annotations
 
 import json
-import os
 import stat
 import sys
 from collections.abc import Callable
@@ -212,7 +211,6 @@ def answers_of(objects: list[Object]) -> dict[str, dict[str, Any]]:
 
 def run_doctor(
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
     answers: dict[str, dict[str, Any]],
     capsys: pytest.CaptureFixture[str],
 ) -> tuple[int, str]:
@@ -220,16 +218,13 @@ def run_doctor(
     stored.write_text(json.dumps(answers))
     program.write_text(FAKE.format(python=sys.executable, answers=str(stored)))
     program.chmod(program.stat().st_mode | stat.S_IXUSR)
-    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-    code = main.main(["--namespace", NAMESPACE])
+    code = main.main(["--namespace", NAMESPACE, f"--kubectl={program} --context=test"])
     return code, capsys.readouterr().out
 
 
-def test_command_reads_a_namespace_through_kubectl(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_command_reads_a_namespace_through_kubectl(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     answers = answers_of(running("base"))
-    code, shown = run_doctor(tmp_path, monkeypatch, answers, capsys)
+    code, shown = run_doctor(tmp_path, answers, capsys)
     assert code == 0, shown
     assert "service/router 2 of 2" in shown
     secret = next(words for words in answers if words.startswith("get secret baton-cluster-key"))
@@ -237,15 +232,13 @@ def test_command_reads_a_namespace_through_kubectl(
     answers["get nodes -o json"] = {"out": "", "err": "Error from server (Forbidden): nodes is forbidden\n", "code": 1}
     denied = next(words for words in answers if "can-i watch" in words)
     answers[denied] = {"out": "no\n", "code": 1}
-    code, shown = run_doctor(tmp_path, monkeypatch, answers, capsys)
+    code, shown = run_doctor(tmp_path, answers, capsys)
     assert code == 2, shown
     assert "Secret baton-cluster-key does not exist" in shown
     assert "baton-router may not watch pods" in shown
 
 
-def test_unreachable_api_server_is_one_failure(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    code, shown = run_doctor(tmp_path, monkeypatch, {}, capsys)
+def test_unreachable_api_server_is_one_failure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, shown = run_doctor(tmp_path, {}, capsys)
     assert code == 2
     assert shown.startswith("fail  kube.api  namespace baton cannot be read: Error from server (NotFound)")

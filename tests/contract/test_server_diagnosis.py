@@ -19,13 +19,14 @@ from baton.server.diagnosis import _mac, key_proof, sign_request
 from tests.support.front import FakeEngine, fake_engine, model
 
 KEY = "cluster-secret"
+SECOND_KEY = "rotated"
 API_KEY = "api-secret"
 
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[FakeEngine]:
-    flags = ("--model-path", model(), "--disaggregation-mode", "decode", "--cluster-key", KEY, "--api-key", API_KEY)
-    with fake_engine(*flags) as running:
+    keys = ("--cluster-key", KEY, "--second-cluster-key", SECOND_KEY, "--api-key", API_KEY)
+    with fake_engine("--model-path", model(), "--disaggregation-mode", "decode", *keys) as running:
         yield running
 
 
@@ -91,12 +92,13 @@ def test_route_needs_the_key_of_the_engine(engine: FakeEngine) -> None:
 def test_proof_is_of_the_challenge_and_no_secret_is_shown(engine: FakeEngine) -> None:
     answer = ask(engine, {"challenge": "abc"})
     told = answer.json()
-    assert told["cluster_key_proof"] == key_proof(KEY, "abc")
+    assert told["cluster_key_proofs"] == [key_proof(KEY, "abc"), key_proof(SECOND_KEY, "abc")]
     assert told["has_cluster_key"] is True
     assert told["has_api_key"] is True
     assert KEY not in answer.text
+    assert SECOND_KEY not in answer.text
     assert API_KEY not in answer.text
-    assert ask(engine, {}).json()["cluster_key_proof"] is None
+    assert ask(engine, {}).json()["cluster_key_proofs"] == []
 
 
 def test_host_is_that_of_the_engine(engine: FakeEngine) -> None:

@@ -170,7 +170,7 @@ def engine(
         "asked_at": here.unix_seconds,
         "answered_at": here.unix_seconds,
         "has_cluster_key": bool(key),
-        "cluster_key_proof": key and key_proof(key, "challenge"),
+        "cluster_key_proofs": [key_proof(one, "challenge") for one in (key or "").split()],
         "prefill": [look] if role == "decode" else [],
     }
     metrics = [MetricSample("baton_ready", {}, 1.0)]
@@ -375,6 +375,18 @@ FAULTS: dict[str, tuple[Callable[[], FleetView], str, str, str]] = {
         "fail",
         "decode http://d:30000: no cluster key, the other engines have one",
     ),
+    "change of keys": (
+        lambda: fleet(p(key="old new"), d(key="new old")),
+        "pair.cluster_key",
+        "warn",
+        "signs with another cluster key, which all others accept",
+    ),
+    "change of keys begun on one side": (
+        lambda: fleet(p(key="old"), d(key="new old")),
+        "pair.cluster_key",
+        "fail",
+        "the cluster key differs",
+    ),
     "page size": (
         lambda: fleet(p(), d(), engine(D + "2", "decode", fingerprint={**PRINT, "page_size": "32"})),
         "pair.fingerprint",
@@ -498,13 +510,14 @@ def test_exit_code_and_output_follow_the_worst_result() -> None:
     ("flags", "complaint"),
     [
         (["--router", "127.0.0.1:8000"], "give http://HOST:PORT"),
-        (["--kubeconfig", "x"], "means nothing without --namespace"),
-        (["--flet"], "unrecognized arguments: --flet"),
+        (["--ca-cert", "/no-such-file"], "--ca-cert /no-such-file: No such file or directory"),
+        (["--router", "http://a,b"], "--router b: give http://HOST:PORT"),
+        (["--flet"], "--flet: there is no such flag; is it --fleet?"),
     ],
 )
 def test_wrong_flags_are_refused(flags: list[str], complaint: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
-        main.parse(flags)
+        main.main(flags)
     assert stop.value.code == 2
     assert complaint in capsys.readouterr().err
 

@@ -8,6 +8,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from baton import config, flag_names
+from baton.doctor import main as doctor
 from baton.sched import histogram
 from baton.sched.stats import HISTOGRAMS, SchedStats
 from baton.server import compat, drain, metrics, up
@@ -32,6 +33,11 @@ def test_up_flags_page_is_generated_from_its_config() -> None:
 def test_drain_flags_page_is_generated_from_its_config() -> None:
     page = (DOCS / "flags.md").read_text()
     assert config.markdown(drain.DrainConfig) in page, "run: python -m baton.server.drain"
+
+
+def test_doctor_flags_page_is_generated_from_its_config() -> None:
+    page = (DOCS / "flags.md").read_text()
+    assert config.markdown(doctor.DoctorConfig) in page, "run: python -m baton.doctor.main"
 
 
 def test_metrics_tables_are_current() -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import subprocess
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -58,15 +59,16 @@ class KubeView:
 
 
 class Kubectl:
-    def __init__(self, namespace: str, kubeconfig: str | None) -> None:
-        self._command = ["kubectl", *(["--kubeconfig", kubeconfig] if kubeconfig else []), "--namespace", namespace]
+    def __init__(self, namespace: str, command: str) -> None:
+        """`command`: kubectl with flags of its own, as a shell would read it."""
+        self._command = [*shlex.split(command), "--namespace", namespace]
 
     def run(self, *words: str) -> str:
         command = [*self._command, "--request-timeout=20s", *words]
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=KUBECTL_SECS, check=False)
         except FileNotFoundError as err:
-            raise KubectlError("kubectl is not in PATH") from err
+            raise KubectlError(f"{self._command[0]} is not in PATH") from err
         except subprocess.TimeoutExpired as err:
             raise KubectlError(f"kubectl {' '.join(words)} did not end within {KUBECTL_SECS:g} s") from err
         if done.returncode != 0 and not done.stdout.strip():
@@ -78,8 +80,8 @@ class Kubectl:
         return list(json.loads(self.run("get", kind, "-o", "json")).get("items", []))
 
 
-def read_namespace(namespace: str, kubeconfig: str | None) -> KubeView:
-    kubectl = Kubectl(namespace, kubeconfig)
+def read_namespace(namespace: str, command: str = "kubectl") -> KubeView:
+    kubectl = Kubectl(namespace, command)
     objects: dict[str, list[Object]] = {}
     unreadable: dict[str, str] = {}
     for kind in KINDS:
@@ -506,7 +508,7 @@ KUBE_CHECKS: tuple[Callable[[KubeView], list[CheckResult]], ...] = (
 
 def check_namespace(view: KubeView) -> list[CheckResult]:
     if view.problem:
-        remedy = "check kubectl, --kubeconfig or KUBECONFIG, and what its user may read"
+        remedy = "check kubectl (--kubectl, KUBECONFIG) and what its user may read"
         return [fail("kube.api", f"namespace {view.namespace} cannot be read: {view.problem}", remedy)]
     results = check_workloads(view)
     if results[0].status is CheckStatus.FAIL and not view.workloads:

@@ -6,90 +6,96 @@ objects of Kubernetes, through kubectl. Changes nothing. Exit code: 0 all well, 
 
 from __future__ import annotations
 
-import argparse
 import os
 import ssl
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 
+from baton.config import FlagParser, add_flags, markdown, opt, refuse
 from baton.doctor.check import CheckResult, exit_code, render_json, render_text
 from baton.doctor.client import HttpClient
 from baton.doctor.fleet import FleetKeys
 
+PROG = "baton doctor"
 DEFAULT_ROUTER = "http://127.0.0.1:8000"
+CONTROL_KEY_ENV, API_KEY_ENV = "BATON_CONTROL_KEY", "BATON_API_KEY"
 
 
-def add_router_flags(parser: argparse.ArgumentParser) -> None:
-    """Flags of the commands that ask a router."""
-    parser.add_argument(
-        "--key", default=os.environ.get("BATON_CONTROL_KEY"), metavar="KEY",
-        help="key of the router's control plane; environment BATON_CONTROL_KEY (default: --api-key)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--api-key", default=os.environ.get("BATON_API_KEY"), metavar="KEY",
-        help="key of engines and router; environment BATON_API_KEY",
-    )  # fmt: skip
-    parser.add_argument("--ca-cert", metavar="FILE", help="PEM file of an authority to trust, for https:// addresses")
-    parser.add_argument("--json", action="store_true", help="print JSON")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DoctorConfig:
+    """Flags of the command."""
 
-
-def parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="baton doctor",
-        description="Check this machine (default), a fleet (--fleet), a Kubernetes namespace (--namespace).",
-        epilog="exit code: 0 all well, 1 warnings, 2 failures",
-        allow_abbrev=False,
+    fleet: bool = opt(False, "check routers and all engines that they list")
+    router: str | None = opt(
+        None,
+        f"router to ask, or several with commas between (default with --fleet: {DEFAULT_ROUTER}); without --fleet its "
+        "clock is compared with that of this machine",
     )
-    parser.add_argument("--fleet", action="store_true", help="check routers and all engines that they list")
-    parser.add_argument(
-        "--router", action="append", metavar="URL",
-        help=f"router to ask; repeat for several (default: {DEFAULT_ROUTER}); without --fleet its clock is compared",
-    )  # fmt: skip
-    parser.add_argument(
-        "--namespace", metavar="NAME", help="check the objects of this Kubernetes namespace with kubectl"
-    )
-    parser.add_argument("--kubeconfig", metavar="FILE", help="for kubectl (default: as kubectl finds it)")
-    parser.add_argument("--node", action="store_true", help="check this machine besides what the other flags name")
-    add_router_flags(parser)
-    options = parser.parse_args(argv)
-    for url in options.router or ():
-        if not url.startswith(("http://", "https://")):
-            parser.error(f"--router {url}: give http://HOST:PORT or https://HOST:PORT")
-    if options.kubeconfig and not options.namespace:
-        parser.error("--kubeconfig means nothing without --namespace; name the namespace, too")
-    return options
+    namespace: str | None = opt(None, "check the objects of this Kubernetes namespace with kubectl")
+    node: bool = opt(False, "check this machine, besides what --fleet and --namespace name")
+    json: bool = opt(False, "print one JSON object instead of text")
+    key: str | None = opt(None, "key of the routers' control plane (default: --api-key)", env=CONTROL_KEY_ENV)
+    api_key: str | None = opt(None, "key of engines and routers", env=API_KEY_ENV)
+    ca_cert: str | None = opt(None, "PEM file of an authority to trust besides the system's, for https addresses")
+    kubectl: str = opt("kubectl", "command that reaches the cluster, with its flags: --kubectl='kubectl --context x'")
+
+    @property
+    def routers(self) -> list[str]:
+        return [url.strip().rstrip("/") for url in self.router.split(",")] if self.router else []
 
 
-def make_client(options: argparse.Namespace) -> HttpClient:
+def parse(argv: Sequence[str]) -> DoctorConfig:
+    """Flags; prints mistakes and exits with 2."""
+    parser = FlagParser(PROG, "Check this machine, or a fleet (--fleet), or a Kubernetes namespace (--namespace).")
+    parser.epilog = "exit code: 0 all well, 1 warnings, 2 failures or wrong flags"
+    add_flags(parser, DoctorConfig)
+    values, bad = parser.read(argv)
+    values.setdefault("key", os.environ.get(CONTROL_KEY_ENV) or None)
+    values.setdefault("api_key", os.environ.get(API_KEY_ENV) or None)
+    config = DoctorConfig(**values)
+    bad += wrong_urls(config.routers)
+    if bad:
+        refuse(PROG, bad)
+    return config
+
+
+def wrong_urls(urls: Sequence[str]) -> list[str]:
+    good = ("http://", "https://")
+    return [f"--router {url}: give http://HOST:PORT or https://HOST:PORT" for url in urls if not url.startswith(good)]
+
+
+def make_client(prog: str, ca_cert: str | None) -> HttpClient:
+    """A client; prints what is wrong with the file and exits with 2."""
     try:
-        return HttpClient(options.ca_cert)
+        return HttpClient(ca_cert)
     except (OSError, ssl.SSLError) as err:
-        raise SystemExit(f"--ca-cert {options.ca_cert}: {err.strerror or err}") from err
+        refuse(prog, [f"--ca-cert {ca_cert}: {err.strerror or err}; give a PEM file with certificates"])
 
 
-def keys_of(options: argparse.Namespace) -> FleetKeys:
-    return FleetKeys(control=options.key or options.api_key, engine=options.api_key)
+def keys_of(config: DoctorConfig) -> FleetKeys:
+    return FleetKeys(control=config.key or config.api_key, engine=config.api_key)
 
 
-def examine(options: argparse.Namespace) -> list[CheckResult]:
+def examine(config: DoctorConfig) -> list[CheckResult]:
     """All results that the flags ask for."""
-    client = make_client(options)
-    keys = keys_of(options)
+    client = make_client(PROG, config.ca_cert)
+    keys = keys_of(config)
     results: list[CheckResult] = []
-    if options.node or not (options.fleet or options.namespace):
-        results += examine_node(options.router or (), client)
-    if options.fleet:
+    if config.node or not (config.fleet or config.namespace):
+        results += examine_node(config.routers, client)
+    if config.fleet:
         from baton.doctor.engines import check_engines
         from baton.doctor.fleet import read_fleet
         from baton.doctor.pairs import check_pairs
         from baton.doctor.routers import check_routers
 
-        view = read_fleet(options.router or [DEFAULT_ROUTER], keys, client)
+        view = read_fleet(config.routers or [DEFAULT_ROUTER], keys, client)
         results += check_routers(view) + check_engines(view) + check_pairs(view)
-    if options.namespace:
+    if config.namespace:
         from baton.doctor.kubernetes import check_namespace, read_namespace
 
-        results += check_namespace(read_namespace(options.namespace, options.kubeconfig))
+        results += check_namespace(read_namespace(config.namespace, config.kubectl))
     return results
 
 
@@ -110,8 +116,12 @@ def examine_node(routers: Sequence[str], client: HttpClient) -> list[CheckResult
 
 
 def main(argv: Sequence[str]) -> int:
-    options = parse(argv)
-    results = examine(options)
+    config = parse(argv)
+    results = examine(config)
     is_colored = sys.stdout.isatty() and "NO_COLOR" not in os.environ
-    print(render_json(results) if options.json else render_text(results, is_colored=is_colored))
+    print(render_json(results) if config.json else render_text(results, is_colored=is_colored))
     return exit_code(results)
+
+
+if __name__ == "__main__":
+    print(markdown(DoctorConfig))

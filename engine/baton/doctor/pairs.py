@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hmac
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -25,43 +24,46 @@ def named(labels: list[str]) -> str:
 
 
 def check_cluster_keys(view: FleetView) -> list[CheckResult]:
-    """Compare proofs for one challenge; keys themselves are never shown."""
+    """Compare proofs for one challenge; keys themselves are never shown.
+
+    An engine signs with its first key and accepts both: they differ while keys are changed node by node.
+    """
     name = "pair.cluster_key"
     engines = [e for e in view.diagnosed if e.role in ("prefill", "decode")]
     if len(engines) < 2:
         return [skip(name, f"{len(engines)} prefill and decode nodes of Baton answer")]
-    groups = _groups(engines)
+    groups: dict[str, list[EngineView]] = {}
+    for engine in engines:
+        groups.setdefault(next(iter(_proofs(engine)), ""), []).append(engine)
     without = groups.pop("", [])
-    remedy = (
-        "give all engines the same --cluster-key (BATON_CLUSTER_KEY, or the Secret that it comes from) and restart them"
-    )
     if not groups:
         return [
-            ok(
-                name,
-                f"no engine has a cluster key: KV stays on one host, or --insecure-kv is set ({len(without)} engines)",
-            )
+            ok(name, f"none of {len(without)} engines has a cluster key: KV stays on one host, or is open")
         ]
     largest = max(groups.values(), key=len)
-    others = [engine.label for group in groups.values() if group is not largest for engine in group]
+    others = [engine for group in groups.values() if group is not largest for engine in group]
+    refused = [engine.label for engine in others if not all(_accept_each_other(engine, one) for one in largest)]
+    remedy = "give all engines the same --cluster-key (BATON_CLUSTER_KEY, or its Secret) and restart them"
     problems = []
-    if others:
-        sentence = f"{named(others)}: the cluster key differs from that of {named([e.label for e in largest])}"
+    if refused:
+        sentence = f"{named(refused)}: the cluster key differs from that of {named([e.label for e in largest])}"
         problems.append(fail(name, sentence, remedy))
+    elif others:
+        sentence = f"{named([e.label for e in others])} signs with another cluster key, which all others accept"
+        problems.append(warn(name, sentence, "finish the change of keys (docs/operations.md, Change the cluster key)"))
     if without:
         sentence = f"{named([e.label for e in without])}: no cluster key, the other engines have one"
         problems.append(fail(name, sentence, remedy))
     return problems_or_ok(name, problems, f"{len(largest)} engines have the same cluster key")
 
 
-def _groups(engines: list[EngineView]) -> dict[str, list[EngineView]]:
-    """Engines by their proof; under an empty one those without a key."""
-    groups: dict[str, list[EngineView]] = {}
-    for engine in engines:
-        proof = str(engine.diagnosis.get("cluster_key_proof") or "")
-        equal = next((known for known in groups if hmac.compare_digest(known, proof)), proof)
-        groups.setdefault(equal, []).append(engine)
-    return groups
+def _proofs(engine: EngineView) -> list[str]:
+    """Proof of the key that it signs with, then of the one that it accepts besides."""
+    return [str(proof) for proof in engine.diagnosis.get("cluster_key_proofs") or []]
+
+
+def _accept_each_other(one: EngineView, other: EngineView) -> bool:
+    return _proofs(one)[0] in _proofs(other) and _proofs(other)[0] in _proofs(one)
 
 
 # ---- fingerprints ----------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """`POST /debug/diagnosis`: facts that only this engine knows, for `baton doctor`.
 
 * its host and the limits of its process (host_facts.py);
-* proof that it has the cluster key: an HMAC of the caller's challenge, under a key derived from it that opens nothing;
+* proof of its cluster keys: HMACs of the caller's challenge, under keys derived from them that open nothing;
 * links of its transfer runtimes, with the transport of each;
 * how it reaches the prefill nodes that the caller names: the bootstrap server with a signed request, as a decode rank
   asks it, then the transfer port of each rank that has no link yet. A decode node connects to any address that a
@@ -200,9 +200,8 @@ async def diagnose(config: EngineConfig, body: Mapping[str, Any], books: list[di
     """Answer of the route. `books`: what the ranks say to the control operation `ledger`."""
     targets = Targets(body)
     links = links_of(books)
-    proof = None
-    if config.cluster_key is not None and targets.challenge is not None:
-        proof = key_proof(config.cluster_key, targets.challenge)
+    keys = [key for key in (config.cluster_key, config.second_cluster_key) if key is not None]
+    proofs = [] if targets.challenge is None else [key_proof(key, targets.challenge) for key in keys]
     timeout = aiohttp.ClientTimeout(total=PROBE_SECS)
     async with aiohttp.ClientSession(timeout=timeout) as session:
         probe = PrefillProbe(config, session, links)
@@ -210,7 +209,7 @@ async def diagnose(config: EngineConfig, body: Mapping[str, Any], books: list[di
     return {
         "host": read_host_facts().json(),
         "has_cluster_key": config.cluster_key is not None,
-        "cluster_key_proof": proof,
+        "cluster_key_proofs": proofs,
         "has_api_key": config.api_key is not None,
         "kv_listen_host": config.kv_listen_host,
         "links": links,
