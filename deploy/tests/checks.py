@@ -326,7 +326,7 @@ def check_flags(objects: Sequence[Object]) -> Problems:
                 if flag_value(args, "--tls-cert-path"):
                     make_certificate(Path(mounted))
                 args = [arg.replace("=/model", f"={DEMO_MODEL}").replace("=/tls/", f"={mounted}/") for arg in args]
-                command = [sys.executable, "-m", "baton.cli", *args, "--kubeconfig=/nonexistent", "--port=0"]
+                command = [sys.executable, "-m", "baton.cli", "router", *args, "--kubeconfig=/nonexistent", "--port=0"]
                 done = subprocess.run(command, capture_output=True, text=True, timeout=60)
             errors = [line for line in done.stderr.splitlines() if not re.search(r"Z +(INFO|WARN) ", line)]
             if done.returncode != 2 or len(errors) != 1 or "--kubeconfig /nonexistent" not in errors[0]:

@@ -102,6 +102,13 @@ def own_version() -> str:
         return "unknown (not installed)"
 
 
+def router() -> int:
+    """Entry point of the command `baton-router`, for where the native program of that name is not installed."""
+    from baton._native import router_main
+
+    return int(router_main(["baton-router", *sys.argv[1:]]))
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     argv = list(sys.argv[1:] if argv is None else argv)
     name = argv[0] if argv else "--help"

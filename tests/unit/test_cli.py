@@ -251,3 +251,13 @@ def test_engines_of_one_gpu_share_its_memory() -> None:
     assert share("--device", "cuda") == "0.425"
     assert share("--device", "cuda", "--decode", "3") == "0.212"
     assert share("--device", "cuda", "--mem-fraction-static", "0.3") == "0.3"
+
+
+def test_installed_router_command_is_the_router(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    project = (Path(__file__).parents[2] / "pyproject.toml").read_text()
+    assert 'baton-router = "baton.cli:router"\n' in project
+    monkeypatch.setattr(sys, "argv", ["baton-router", "--port", "not-a-port"])
+    assert cli.router() == 2
+    assert capfd.readouterr().err.startswith("baton-router: ")

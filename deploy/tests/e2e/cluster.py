@@ -1,7 +1,7 @@
 """A Kubernetes cluster for tests: etcd, control plane and two nodes, in the namespaces that kube/run.sh has made.
 
 Life cycle: `start` boots everything and returns when both nodes are Ready; `stop` ends all processes. runc runs the
-containers; images are the files of this machine (`image_files`).
+containers; the engine's image is the files of this machine (`image_files`), the router's is the one of deploy/docker.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def wait_until(condition: Callable[[], object], what: str, timeout_secs: float =
 
 
 def image_files() -> dict[str, Any]:
-    """The one image that stands for both: this machine's root file system with this checkout's `baton` in PATH."""
+    """An image of this machine's root file system with this checkout's `baton` in PATH."""
     programs = Path(sys.executable).parent
     needed = {Path(p).resolve() for p in (sys.prefix, sys.base_prefix, ROOT)}
     closed = {
@@ -63,6 +63,14 @@ def image_files() -> dict[str, Any]:
     ]
     hidden = [str(path) for path in needed if path.is_relative_to("/tmp")]  # the pods' own /tmp covers them
     return {"rootfs": "/", "env": env, "mounts": hidden, "readable": sorted(closed)}
+
+
+def router_image_files() -> dict[str, Any] | None:
+    """The image that deploy/docker/Dockerfile makes, unpacked by kube/run.sh; None where it could not be built."""
+    rootfs = os.environ.get("BATON_KUBE_ROUTER_ROOTFS")
+    if not rootfs:
+        return None
+    return {"rootfs": rootfs, "env": ["PATH=/usr/local/bin:/usr/bin:/bin"], "mounts": [], "readable": []}
 
 
 class TestCluster:
@@ -126,7 +134,8 @@ class TestCluster:
         subprocess.run(["openssl", "rsa", "-in", key, "-pubout", "-out", public], check=True, capture_output=True)
         (STATE / "tokens.csv").write_text(f'{TOKEN},admin,admin,"system:masters"\n')
         (STATE / "audit.yaml").write_text(AUDIT_POLICY)
-        images = {f"baton-{name}:{self.version}": image_files() for name in ("router", "engine")}
+        router = router_image_files() or image_files()
+        images = {f"baton-router:{self.version}": router, f"baton-engine:{self.version}": image_files()}
         (STATE / "images.json").write_text(json.dumps(images))
         server = {"server": f"https://{API_ADDRESS}", "insecure-skip-tls-verify": True}
         config = {

@@ -34,6 +34,10 @@ echo "test-kube: building Kubernetes; the first time takes 10 to 20 minutes on t
 (cd "$here" && nice -n 19 go build -buildvcs=false -ldflags='-s -w' -o "$cache/kube" .)
 
 export BATON_KUBE_PROGRAMS=$cache
+# The router's pods run the image of deploy/docker; where it cannot be built, this machine's files.
+echo "test-kube: building the router's image"
+BATON_KUBE_ROUTER_ROOTFS=$(cd "$root" && PYTHONPATH=. nice -n 19 "$python" -m deploy.tests.images) || BATON_KUBE_ROUTER_ROOTFS=
+export BATON_KUBE_ROUTER_ROOTFS
 status=0
 # --kill-child ends every process of the cluster with pytest; mounts and links vanish with their namespaces.
 unshare --net --mount --pid --fork --kill-child --mount-proc --propagation private bash -euc '
