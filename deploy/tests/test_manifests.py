@@ -9,7 +9,17 @@ import pytest
 
 from deploy.tests.checks import CHECKS
 from deploy.tests.custom_resources import is_custom
-from deploy.tests.manifests import TARGETS, Object, main_container, named, pod_spec, render, workloads
+from deploy.tests.manifests import (
+    TARGETS,
+    Object,
+    main_container,
+    named,
+    pod_labels,
+    pod_spec,
+    render,
+    selects,
+    workloads,
+)
 
 VERSIONS = ("1.30", "1.33", "1.37")
 """The first has preStop.sleep switched on; the last is that of the test cluster."""
@@ -49,6 +59,23 @@ def test_base_has_neither_secrets_nor_custom_resources() -> None:
 def test_all_objects_are_in_one_namespace(target: str) -> None:
     elsewhere = [i for i in render(target) if i["kind"] != "Namespace" and i["metadata"].get("namespace") != "baton"]
     assert elsewhere == []
+
+
+def test_topology_spreads_roles_over_zones_and_keeps_pairs_together() -> None:
+    roles = workloads(render("base+topology"))
+    for workload in roles.values():
+        keys = [spread["topologyKey"] for spread in pod_spec(workload)["topologySpreadConstraints"]]
+        assert keys == ["kubernetes.io/hostname", "topology.kubernetes.io/zone"]
+    terms = pod_spec(roles["decode"])["affinity"]["podAffinity"]["preferredDuringSchedulingIgnoredDuringExecution"]
+    (term,) = (term["podAffinityTerm"] for term in terms)
+    assert term["topologyKey"] == "topology.kubernetes.io/zone"
+    near = [role for role, workload in roles.items() if selects(term["labelSelector"], pod_labels(workload))]
+    assert near == ["prefill"]
+
+
+def test_rdma_gives_engines_a_device() -> None:
+    limits = {role: main_container(w)["resources"]["limits"] for role, w in workloads(render("base+rdma")).items()}
+    assert {role for role, limit in limits.items() if "rdma/hca_shared" in limit} == {"prefill", "decode"}
 
 
 # ---- mutations: each defect is found by exactly the check that is there for it ----
