@@ -32,24 +32,27 @@ def is_custom(item: Object) -> bool:
 
 def crd_file(kind: str) -> Path:
     """The CRD of `kind` in the module cache; where it is neither there nor can be downloaded, skip."""
+    found = fetch(kind)
+    return found if isinstance(found, Path) else pytest.skip(f"no schema of {kind}: {found}")
+
+
+def fetch(kind: str) -> Path | str:
+    """Returns the CRD of `kind`, downloaded if need be, or why it cannot be had."""
     module, inside = FILES[kind]
     cache = os.environ.get("GOMODCACHE") or str(Path(os.environ.get("GOPATH") or Path.home() / "go") / "pkg" / "mod")
     path = Path(cache) / module / inside
-    if not path.exists():
-        go = shutil.which("go")
-        if go is None:
-            pytest.skip(
-                f"the schema of {kind} is in the Go module {module}, and Go is not installed (https://go.dev/dl/)"
-            )
-        command = [go, "mod", "download", module]
-        try:
-            # Outside of any module, so that no go.mod changes.
-            done = subprocess.run(command, cwd="/", capture_output=True, text=True, timeout=DOWNLOAD_SECS)
-        except subprocess.TimeoutExpired:
-            pytest.skip(f"{' '.join(command)} took longer than {DOWNLOAD_SECS:g} s")
-        if not path.exists():
-            pytest.skip(f"{' '.join(command)} did not make {path}: {done.stderr.strip()}")
-    return path
+    if path.exists():
+        return path
+    go = shutil.which("go")
+    if go is None:
+        return f"it is in the Go module {module}, and Go is not installed (https://go.dev/dl/)"
+    command = [go, "mod", "download", module]
+    try:
+        # Outside of any module, so that no go.mod changes.
+        done = subprocess.run(command, cwd="/", capture_output=True, text=True, timeout=DOWNLOAD_SECS)
+    except subprocess.TimeoutExpired:
+        return f"{' '.join(command)} took longer than {DOWNLOAD_SECS:g} s"
+    return path if path.exists() else f"{' '.join(command)} did not make {path}: {done.stderr.strip()}"
 
 
 def _closed(schema: Any) -> Any:
@@ -83,3 +86,8 @@ def _schema(kind: str, version: str) -> Any:
 def validate(item: Object) -> None:
     """Raises jsonschema.ValidationError where an API server would refuse the object or warn about it."""
     jsonschema.validate(item, _schema(item["kind"], item["apiVersion"].rpartition("/")[2]))
+
+
+if __name__ == "__main__":  # kube/run.sh, before it leaves the network
+    for wanted in FILES:
+        print(fetch(wanted))

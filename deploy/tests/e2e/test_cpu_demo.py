@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 
 from deploy.tests.checks import EXTERNAL_SECRETS
+from deploy.tests.custom_resources import is_custom
 from deploy.tests.e2e.cluster import TestCluster, names, wait_until, with_changes
 from deploy.tests.e2e.streams import StreamLoad, ask
-from deploy.tests.manifests import TARGETS, main_container, pod_spec, render_text, workloads
+from deploy.tests.manifests import TARGETS, main_container, pod_spec, render, render_text, workloads
 
 pytestmark = [pytest.mark.kube, pytest.mark.timeout(900)]
 ROLES = ("router", "prefill", "decode")
@@ -27,7 +28,11 @@ def test_every_role_runs_the_number_of_pods_it_asks_for(demo: TestCluster) -> No
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_server_accepts_every_directory_without_a_warning(demo: TestCluster, target: str) -> None:
+def test_server_accepts_every_directory_without_a_warning(
+    demo: TestCluster, target: str, request: pytest.FixtureRequest
+) -> None:
+    if any(map(is_custom, render(target))):
+        request.getfixturevalue("custom_resources")
     demo.kubectl(*DRY_RUN, "--warnings-as-errors", stdin=render_text(target))
 
 

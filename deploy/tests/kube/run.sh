@@ -33,6 +33,9 @@ fi
 echo "test-kube: building Kubernetes; the first time takes 10 to 20 minutes on two cores, later ones seconds"
 (cd "$here" && nice -n 19 go build -buildvcs=false -ldflags='-s -w' -o "$cache/kube" .)
 
+echo "test-kube: CRDs of components/monitoring and components/autoscale-keda:"
+(cd "$root" && "$python" -m deploy.tests.custom_resources)
+
 export BATON_KUBE_PROGRAMS=$cache
 # The router's pods run the image of deploy/docker; where it cannot be built, this machine's files.
 echo "test-kube: building the router's image"
