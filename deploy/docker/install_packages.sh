@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # Install the locked Python packages into /opt/baton: part of the engine images.
 #
-# With TORCH_INDEX torch comes from that package index, in the locked version, and the CUDA libraries are left out. Its
-# hash is not locked then: the lock file knows the CUDA build of the default index.
+# With TORCH_INDEX torch comes from that package index, in the locked version, and the CUDA
+# libraries are left out. Its hash is not locked then: the lock file knows the CUDA build of the
+# default index.
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 lock=$here/requirements.lock

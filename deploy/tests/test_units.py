@@ -6,6 +6,7 @@ The units were not run: where systemd-analyze is absent, only the comparisons ar
 from __future__ import annotations
 
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -23,7 +24,7 @@ EXPOSURE = 25
 
 def directives(unit: str) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
-    for line in (SYSTEMD / unit).read_text().splitlines():
+    for line in (SYSTEMD / unit).read_text().replace("\\\n", "").splitlines():
         if match := re.fullmatch(r"(\w+)=(.*)", line):
             found.setdefault(match[1], []).append(match[2])
     return found
@@ -32,7 +33,7 @@ def directives(unit: str) -> dict[str, list[str]]:
 def command(unit: str, values: dict[str, str]) -> list[str]:
     """Words of ExecStart: ${NAME} stays one word, $NAME is split."""
     words = []
-    for word in directives(unit)["ExecStart"][0].split():
+    for word in shlex.split(directives(unit)["ExecStart"][0]):
         if match := re.fullmatch(r"\$(\w+)", word):
             words += values[match[1]].split()
         else:
@@ -65,6 +66,7 @@ def test_engines_accept_their_commands_and_are_where_the_router_looks() -> None:
         assert (program, name) == ("/opt/baton/bin/baton", "engine")
         parsed = engine_config(args)
         assert parsed.disaggregation_mode == role
+        assert parsed.kv_events_config
         assert parsed.drain_timeout_secs == timing()["ENGINE_DRAIN_SECONDS"]
         assert f"--{role}=http://{parsed.host}:{parsed.port}" in router
         if role == "prefill":
