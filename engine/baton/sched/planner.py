@@ -19,7 +19,7 @@ from __future__ import annotations
 import itertools
 import sys
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from baton.cache.radix import Match
@@ -187,6 +187,8 @@ class Planner:
                     seq, short, state.running.values(), limits, memory.freed_by, self._place(seq)
                 )
                 memory.cache.unlock(match.node)
+                if not self._may_pass_transfer(seq, without=victims):
+                    victims = []
                 for victim in victims:
                     state.preempt(victim, seq)
                 if victims:
@@ -239,12 +241,12 @@ class Planner:
         if held is not None and not held.was_tried:
             yield held.seq
 
-    def _may_pass_transfer(self, seq: Seq) -> bool:
+    def _may_pass_transfer(self, seq: Seq, without: Sequence[Seq] = ()) -> bool:
         """D: as for waiting requests. What P has computed need not wait for what P may have no room to compute."""
         held = self._transfer_reservation
         if held is not None and seq.is_announced and not held.seq.is_announced and self._may_pass():
             return True
-        return self._may_pass_reservation(held, seq)
+        return self._may_pass_reservation(held, seq, without)
 
     def _transfer_needs(self, seq: Seq) -> tuple[Match, int]:
         """Its cached prefix, locked, and how many pages are missing for the rest and for the answers."""
@@ -365,13 +367,15 @@ class Planner:
     def _preempt_for_priority(self) -> None:
         """Make room for the first waiting request that may preempt, by suspending running ones behind it in the order.
 
-        Triggered by slots and by pages, and only if the request has tokens to compute in this very step.
+        Triggered by slots and by pages, and only if the request has tokens to compute in this very step and leaves the
+        reservation its pages.
         """
         state, rule = self._state, self._limits.priority
         self._preemptor = None
         if not state.waiting or not state.running:
             return
         least = min(map(rule.base, state.running.values()))
+        self._check_reservation()
         for seq in self._heads():
             short = self._pages_for(seq, self._memory.cached_pages(seq)) - self._memory.available
             if state.slots and short <= 0:
@@ -383,6 +387,8 @@ class Planner:
             victims = priority_victims(
                 seq, short, state.running.values(), self._limits, self._memory.freed_by, self._place(seq)
             )
+            if not self._may_pass_reservation(self._reservation, seq, without=victims):
+                continue
             for victim in victims:
                 state.preempt(victim, seq)
             if victims:
@@ -483,9 +489,11 @@ class Planner:
         together = state.policy.redecides_chunks or self._limits.priority.enabled
         if state.fair is not None:
             yield from self._fair_candidates(state.fair, unfinished, together)
+            for seq in self._untried():
+                if not together or not self._is_capped(seq, self._ahead_in_class(state.fair, seq)):
+                    yield seq
         else:
             yield from self._ordered_candidates(unfinished, together)
-        yield from self._untried()
 
     def _untried(self) -> list[Seq]:
         """The one with the reservation, if it may start and has not been tried in this plan."""
@@ -515,7 +523,7 @@ class Planner:
                     continue  # retracted: its row in flight is committed first
                 if self._preemptor is not None and seq is not self._preemptor:
                     continue  # the slot and the pages were taken for another
-                if ahead >= self._limits.max_partial_prefills and not self._completes(seq):
+                if self._is_capped(seq, ahead):
                     self._skipped += 1
                     continue
             else:
@@ -524,16 +532,31 @@ class Planner:
             if seq is self._preemptor:
                 self._preemptor = None
             ahead += together and seq.state is SeqState.RUNNING and is_partial(seq)
+        rest: list[Seq] = []
         if together and len(given) < len(unfinished):
             rest = [seq for seq in state.waiting.sorted_alone(unfinished) if seq.handle not in given]
-            rest += self._untried()
-            rest.sort(key=lambda seq: self._place(seq)[0])  # stable: behind prompts under way as important
-            yield from rest
+        rest += self._untried()
+        rest.sort(key=lambda seq: self._place(seq)[0])  # stable: behind prompts under way as important
+        for seq in rest:
+            if seq.state is SeqState.WAITING and self._is_capped(seq, ahead):
+                continue
+            yield seq
+            ahead += together and seq.state is SeqState.RUNNING and is_partial(seq)
 
     @property
     def _may_skip(self) -> bool:
         """May another waiting request be tried, after those that could not start?"""
         return self._skipped <= self._limits.admission_skip_ahead
+
+    def _is_capped(self, seq: Seq, ahead: int) -> bool:
+        """True if a waiting request may not start behind so many unfinished prompts."""
+        return ahead >= self._limits.max_partial_prefills and not self._completes(seq)
+
+    def _ahead_in_class(self, fair: Fairness, seq: Seq) -> int:
+        """Unfinished prompts ahead of one that is tried last; 0 if its class has none (as Fairness.merge counts)."""
+        unfinished = partial_of(self._state.running.values())
+        own = fair.class_of(seq)
+        return len(unfinished) if any(fair.class_of(other) == own for other in unfinished) else 0
 
     def _completes(self, seq: Seq) -> bool:
         """Would what is left of the step's budget compute all of this waiting request?"""
@@ -663,8 +686,8 @@ class Planner:
             return Reservation(seq, since=self._state.planned_step)
         return held
 
-    def _may_pass_reservation(self, held: Reservation | None, seq: Seq) -> bool:
-        """May a request be admitted although another one waits for pages?
+    def _may_pass_reservation(self, held: Reservation | None, seq: Seq, without: Sequence[Seq] = ()) -> bool:
+        """May a request be admitted, once those of `without` are preempted, although another one waits for pages?
 
         Each page given to one that passes is set aside for the one that waits, until all of its pages are. So those
         that pass hold at most the rest of the pool, and it starts as soon as what ran before it has ended.
@@ -672,9 +695,9 @@ class Planner:
         state, memory = self._state, self._memory
         if held is None or held.seq is seq or self._is_more_important(seq, held.seq):
             return True
-        if not state.running and not state.transfer and not state.leased:
+        holders = [s for s in itertools.chain(state.running.values(), state.transfer.values()) if s not in without]
+        if not holders and not state.leased:
             return True
-        holders = itertools.chain(state.running.values(), state.transfer.values())
         passed = sum(len(s.pages) + memory.growth(s) for s in holders if s.admitted_step >= held.since)
         set_aside = min(held.passed_pages, memory.pages_at_end(held.seq)) + memory.watermark
         return passed + memory.pages_at_end(seq) <= self._limits.num_pages - set_aside
