@@ -71,6 +71,12 @@ def _doctor(argv: Sequence[str]) -> int:
     return main(argv)
 
 
+def _top(argv: Sequence[str]) -> int:
+    from baton.doctor.top import main
+
+    return main(argv)
+
+
 @dataclass(frozen=True, slots=True)
 class Command:
     help: str
@@ -84,6 +90,7 @@ COMMANDS = {
     "engine": Command("run one engine: a prefill node, a decode node, or both in one", _engine),
     "drain": Command("take engines out of service without breaking a stream, or return them", _drain),
     "doctor": Command("check a machine, a fleet or a Kubernetes namespace: what is wrong, and what to do", _doctor),
+    "top": Command("show nodes, pairs and slow requests of a running fleet", _top),
     "bench": Command("send the same load to several servers and compare them", _bench),
     "simulate": Command("replay a trace through the scheduler in virtual time and compare queue orders", _simulate),
     "model": Command("make the demo model", _model),

@@ -44,7 +44,6 @@ mod sse;
 mod story;
 mod tcp;
 mod tls;
-mod tls_reload;
 mod tokens;
 pub mod trace;
 mod upstream;
@@ -99,7 +98,7 @@ impl App {
         config: RouterConfig,
         metrics: Arc<metrics::Metrics>,
         deciders: Deciders,
-        tls: Option<tls_reload::WorkerTls>,
+        tls: Option<Arc<rustls::ClientConfig>>,
         cut: watch::Receiver<bool>,
     ) -> Self {
         Self {

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -47,13 +47,19 @@ class FakeEngine:
 
 
 def spawn(
-    *flags: str, script: dict[str, Any] | None = None, keepalive_secs: float = 15.0, grace_secs: float = 5.0
+    *flags: str,
+    script: dict[str, Any] | None = None,
+    keepalive_secs: float = 15.0,
+    grace_secs: float = 5.0,
+    wrapper: Sequence[str] = (),
+    env: Mapping[str, str] | None = None,
 ) -> FakeEngine:
-    """Start without waiting; the caller ends it."""
+    """Start without waiting; the caller ends it. `wrapper`: command that runs the engine's as its last arguments."""
     constants = {"keepalive_secs": keepalive_secs, "grace_secs": grace_secs}
-    env = {**os.environ, "FAKE_RANK": json.dumps(script or {}), "FRONT_CONSTANTS": json.dumps(constants)}
+    env = {**os.environ, **(env or {})}
+    env |= {"FAKE_RANK": json.dumps(script or {}), "FRONT_CONSTANTS": json.dumps(constants)}
     env["PYTHONPATH"] = os.pathsep.join([str(REPO / "engine"), str(REPO), env.get("PYTHONPATH", "")])
-    command = [sys.executable, "-m", "tests.support.front", "--port", "0", *flags]
+    command = [*wrapper, sys.executable, "-m", "tests.support.front", "--port", "0", *flags]
     handle, log_file = tempfile.mkstemp(prefix="front-", suffix=".log")
     with open(handle, "w") as log:
         process = subprocess.Popen(command, env=env, cwd=REPO, stdout=subprocess.PIPE, stderr=log, text=True)

@@ -82,13 +82,11 @@ def test_engine_flags_in_the_docs_exist() -> None:
     fields_of = config.EngineConfig.__dataclass_fields__
     known = {config.flag_name(name) for name in fields_of} | {n for f in fields_of.values() for n in f.metadata["also"]}
     up = (ROOT / "engine" / "baton" / "server" / "up.py").read_text(encoding="utf-8")
-    up += (ROOT / "engine" / "baton" / "doctor" / "main.py").read_text(encoding="utf-8")
+    up += "".join((ROOT / f"engine/baton/doctor/{name}.py").read_text(encoding="utf-8") for name in ("main", "top"))
     sim = "".join((ROOT / "engine/baton/sim" / name).read_text(encoding="utf-8") for name in ("main.py", "model.py"))
     router = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "router" / "src" / "config").glob("*.rs"))
     refused = (ROOT / "router" / "src" / "config" / "refused.rs").read_text(encoding="utf-8")
-    fields = set(re.findall(r"^    (?:pub )?(\w+):", up + sim, re.MULTILINE)) | set(
-        re.findall(r"pub (\w+):", router)
-    )
+    fields = set(re.findall(r"^    (?:pub )?(\w+):", up + sim, re.MULTILINE)) | set(re.findall(r"pub (\w+):", router))
     known |= {"--" + name.replace("_", "-") for name in fields} | {"--help", "--out", "--steps", "--threads", "--seed"}
     known |= {f"--{name.replace('_', '-')}" for name in (*serving.ROUNDS, *serving.TRACE)}
     known |= {"--url", "--hold-turns", "--chat", "--arms", "--fronts", "--bench", "--memory"}

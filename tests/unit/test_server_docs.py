@@ -9,6 +9,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from baton import config, flag_names
 from baton.doctor import main as doctor
+from baton.doctor import top
 from baton.sched import histogram
 from baton.sched.stats import HISTOGRAMS, SchedStats
 from baton.server import compat, drain, metrics, up
@@ -38,6 +39,11 @@ def test_drain_flags_page_is_generated_from_its_config() -> None:
 def test_doctor_flags_page_is_generated_from_its_config() -> None:
     page = (DOCS / "flags.md").read_text()
     assert config.markdown(doctor.DoctorConfig) in page, "run: python -m baton.doctor.main"
+
+
+def test_top_flags_page_is_generated_from_its_config() -> None:
+    page = (DOCS / "flags.md").read_text()
+    assert config.markdown(top.TopConfig) in page, "run: python -m baton.doctor.top"
 
 
 def test_metrics_tables_are_current() -> None:

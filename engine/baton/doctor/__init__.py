@@ -1,4 +1,4 @@
-"""`baton doctor`: checks of machines, fleets and Kubernetes namespaces.
+"""Tools that look at running nodes: `baton doctor` judges them, `baton top` shows them.
 
 check       result of one check, and how results are shown
 client      HTTP to routers and engines, Prometheus text
@@ -9,6 +9,7 @@ engines     checks of each engine by itself
 pairs       checks of prefill and decode nodes together
 kubernetes  checks of a namespace, through kubectl
 main        the command `baton doctor`
+top         the command `baton top`
 
 A check takes what was read before and returns results; it reads nothing itself. Nothing here changes a node.
 """

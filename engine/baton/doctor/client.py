@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import email.utils
+import http.client
 import json
 import re
 import ssl
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -47,6 +48,14 @@ class HttpAnswer:
         return value if isinstance(value, dict) else {}
 
 
+class StreamEnded(Exception):
+    """A stream that did not begin, with the status of the refusal, or broke off: status 0."""
+
+    def __init__(self, status: int, problem: str) -> None:
+        super().__init__(problem)
+        self.status = status
+
+
 class HttpClient:
     """One for all hosts; no proxy is used. `ca_file`: PEM file of authorities to trust besides."""
 
@@ -64,6 +73,21 @@ class HttpClient:
         data = json.dumps(body).encode()
         return self._ask(urllib.request.Request(url, data, {"content-type": "application/json"}), key)
 
+    def lines(self, url: str, key: str | None = None) -> Iterator[str]:
+        """Lines of an answer that does not end, each when it comes. Raises StreamEnded when none comes for a while."""
+        request = urllib.request.Request(url, headers={} if key is None else {"authorization": f"Bearer {key}"})
+        try:
+            with self._opener.open(request, timeout=TIMEOUT_SECS) as response:
+                for line in response:
+                    yield line.decode(errors="replace").rstrip("\r\n")
+        except urllib.error.HTTPError as err:
+            with err:
+                text = err.read().decode(errors="replace")
+            raise StreamEnded(err.code, _error_message(text, err.code)) from err
+        except (OSError, http.client.HTTPException) as err:
+            raise StreamEnded(0, _reason(err)) from err
+        raise StreamEnded(0, "the stream ended")
+
     def _ask(self, request: urllib.request.Request, key: str | None) -> HttpAnswer:
         if key is not None:
             request.add_header("authorization", f"Bearer {key}")
@@ -76,10 +100,13 @@ class HttpClient:
             with err:
                 text = err.read().decode(errors="replace")
             return HttpAnswer(err.code, text, _error_message(text, err.code), _offset(err.headers.get("date"), began))
-        except (OSError, ValueError) as err:  # URLError is an OSError; a malformed URL or answer a ValueError
-            reason = getattr(err, "reason", err)
-            problem = getattr(reason, "strerror", None) or str(reason) or type(err).__name__
-            return HttpAnswer(0, "", str(problem).lower(), None)
+        except (OSError, ValueError, http.client.HTTPException) as err:  # URLError is an OSError
+            return HttpAnswer(0, "", _reason(err), None)
+
+
+def _reason(err: Exception) -> str:
+    reason = getattr(err, "reason", err)
+    return str(getattr(reason, "strerror", None) or str(reason) or type(err).__name__).lower()
 
 
 def _offset(date: str | None, began: float) -> float | None:

@@ -37,9 +37,7 @@ def check_cluster_keys(view: FleetView) -> list[CheckResult]:
         groups.setdefault(next(iter(_proofs(engine)), ""), []).append(engine)
     without = groups.pop("", [])
     if not groups:
-        return [
-            ok(name, f"none of {len(without)} engines has a cluster key: KV stays on one host, or is open")
-        ]
+        return [ok(name, f"none of {len(without)} engines has a cluster key: KV stays on one host, or is open")]
     largest = max(groups.values(), key=len)
     others = [engine for group in groups.values() if group is not largest for engine in group]
     refused = [engine.label for engine in others if not all(_accept_each_other(engine, one) for one in largest)]

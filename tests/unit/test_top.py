@@ -1,0 +1,192 @@
+"""`baton top`: the router's feed and its older routes become one snapshot, shown as a table or as JSON."""
+
+from __future__ import annotations
+
+import io
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+
+from baton.doctor import top
+from baton.doctor.client import HttpClient, parse_metrics
+from baton.doctor.top import TopConfig, TopSnapshot
+
+P, D = "http://p:30000", "http://d:30000"
+REPORT = {"age_ms": 10, "queued_tokens": 1500, "queued_requests": 2, "kv_pages": 200, "kv_pages_used": 50}
+EVENT: dict[str, Any] = {
+    "version": "1.0", "queued_requests": 3, "is_draining": False,
+    "nodes": [
+        {
+            "id": "1", "url": P, "role": "prefill", "state": "ready", "reason": None, "load": 4,
+            "ranks": [
+                {"rank": 0, "load": 2, "report": REPORT, "prefill_tokens_per_s": 1000.0, "decode_tokens_per_s": 0.0},
+                {"rank": 1, "load": 2, "report": REPORT, "prefill_tokens_per_s": 500.0, "decode_tokens_per_s": 0.0},
+            ],
+        },
+        {"id": "2", "url": D, "role": "decode", "state": "unhealthy", "reason": "status 503", "load": 0,
+         "ranks": [{"rank": None}]},
+    ],
+    "pairs": [
+        {"prefill": "1", "decode": "2", "requests": 7, "transport": "shm", "bytes_per_s": 2.5e9,
+         "failures": 1, "last_failure": "x"}
+    ],
+    "requests": [
+        {"id": "quick", "ms": 5.0, "route": "/generate", "outcome": "ok", "worker": D, "attempts": 1},
+        {"id": "slow", "ms": 900.0, "route": "/generate", "outcome": "timeout", "worker": None, "attempts": 2},
+        {"id": "running", "ms": None},
+    ],
+}  # fmt: skip
+WORKERS = [{"url": f"{D}/", "worker_type": "decode", "state": "ready", "reason": None, "load": 2}]
+METRICS = f"""
+baton_kv_pages{{state="free",worker="{D}"}} 20
+baton_kv_pages{{state="cached",worker="{D}"}} 40
+baton_kv_pages{{state="held",worker="{D}"}} 40
+baton_generated_tokens_per_s{{worker="{D}"}} 12.5
+baton_kv_pages{{state="held",worker="{P}"}} 9
+"""
+
+
+def test_feed_adds_up_ranks_and_sorts_requests() -> None:
+    snapshot = top.read_feed(EVENT)
+    prefill, decode = snapshot.nodes
+    assert (prefill.queued_tokens, prefill.kv_usage, prefill.prefill_tokens_per_s) == (3000, 0.25, 1500.0)
+    assert (decode.queued_tokens, decode.kv_usage, decode.decode_tokens_per_s) == (None, None, None)
+    assert (snapshot.pairs[0].prefill, snapshot.pairs[0].decode, snapshot.pairs[0].transport) == (P, D, "shm")
+    assert [(request.id, request.worker) for request in snapshot.slowest] == [("slow", "-"), ("quick", D)]
+    assert snapshot.queued_requests == 3
+
+
+def test_router_without_feed_is_read_from_its_other_routes() -> None:
+    snapshot = top.read_poll(WORKERS, parse_metrics(METRICS), parse_metrics("baton_router_queued_requests 4\n"))
+    node = snapshot.nodes[0]
+    assert (node.url, node.load, node.kv_usage, node.decode_tokens_per_s) == (D, 2, 0.4, 12.5)
+    assert (snapshot.queued_requests, snapshot.source) == (4, "poll")
+    silent = top.read_poll(WORKERS, [], []).nodes[0]
+    assert (silent.kv_usage, silent.decode_tokens_per_s) == (None, None)
+
+
+def test_table_shows_all_and_fits_the_terminal() -> None:
+    text = top.render("http://r", top.read_feed(EVENT), is_colored=False, columns=1000)
+    assert "1 of 2 nodes ready, 3 requests queued" in text
+    assert "http://d:30000: status 503" in text
+    assert "2.5GB/s" in text
+    row = next(line for line in text.splitlines() if line.startswith("prefill"))
+    assert row.split() == ["prefill", P, "ready", "4", "3k", "25%", "1.5k", "0"]
+    assert text.index("slow ") < text.index("quick ")
+    narrow = top.render("http://r", top.read_feed(EVENT), is_colored=False, columns=40)
+    assert max(map(len, narrow.splitlines())) == 40
+    assert "\x1b[1mNODE" in top.render("http://r", top.read_feed(EVENT), is_colored=True, columns=100)
+    assert "serves no /ui/feed" in top.render("http://r", TopSnapshot("poll", 0), is_colored=False, columns=100)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(None, "-"), (0.0, "0"), (12.34, "12.3"), (999.0, "999"), (1500, "1.5k"), (2.5e9, "2.5G")]
+)
+def test_numbers_are_short(value: float | None, text: str) -> None:
+    assert top.number(value) == text
+
+
+@contextmanager
+def router(answers: dict[str, str | int]) -> Iterator[str]:
+    """A server that answers GET of these paths with a text, or with an error status."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            found = answers.get(self.path, 404)
+            body = b"" if isinstance(found, int) else found.encode()
+            self.send_response(found if isinstance(found, int) else 200)
+            self.send_header("content-length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass  # the test reads what the command prints
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            thread.join(30)
+
+
+FEED = f": keep-alive\n\nevent: snapshot\ndata: {json.dumps(EVENT)}\n\n"
+
+
+def test_one_snapshot_as_json_names_every_node() -> None:
+    out = io.StringIO()
+    with router({"/ui/feed": FEED}) as url:
+        assert top.watch(TopConfig(router=url, once=True, json=True), HttpClient(), out) == 0
+    shown = json.loads(out.getvalue())
+    assert [node["url"] for node in shown["nodes"]] == [P, D]
+    assert shown["source"] == "feed"
+
+
+def test_router_without_feed_is_polled() -> None:
+    answers: dict[str, str | int] = {"/workers": json.dumps({"workers": WORKERS}), "/engine_metrics": METRICS}
+    for refusal in (404, 503):
+        out = io.StringIO()
+        with router({**answers, "/ui/feed": refusal}) as url:
+            assert top.watch(TopConfig(router=url, once=True), HttpClient(), out) == 0
+        assert D in out.getvalue()
+        assert "40%" in out.getvalue()
+
+
+@pytest.mark.parametrize(("status", "words"), [(401, "status 401"), (0, "connection refused")])
+def test_router_that_refuses_or_is_away_ends_it_with_2(
+    status: int, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with router({"/ui/feed": status}) as url:
+        asked = url if status else "http://127.0.0.1:1"
+        assert top.watch(TopConfig(router=asked), HttpClient(), io.StringIO()) == 2
+    assert words in capsys.readouterr().err
+
+
+class Screen(io.StringIO):
+    """A terminal on which Ctrl-C is pressed after some snapshots."""
+
+    def __init__(self, snapshots: int) -> None:
+        super().__init__()
+        self._left = snapshots
+
+    def isatty(self) -> bool:
+        return True
+
+    def flush(self) -> None:
+        self._left -= 1
+        if self._left == 0:
+            raise KeyboardInterrupt
+
+
+def test_screen_is_drawn_anew_and_the_cursor_comes_back_after_ctrl_c(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(top, "PERIOD_SECS", 0.0)
+    screen = Screen(3)
+    with router({"/ui/feed": FEED}) as url, pytest.raises(KeyboardInterrupt):
+        top.watch(TopConfig(router=url), HttpClient(), screen)
+    text = screen.getvalue()
+    assert text.startswith(top.HIDE_CURSOR)
+    assert text.count(top.CLEAR) >= 2, "the stream broke off after one snapshot and began again"
+    assert "the stream ended" in text
+    assert text.endswith(top.SHOW_CURSOR)
+
+
+def test_ctrl_c_is_a_clean_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(top, "watch", interrupted)
+    assert top.main([]) == 0
+
+
+def test_wrong_router_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        top.main(["--router", "localhost:8000"])
+    assert stop.value.code == 2
+    assert "--router localhost:8000: give http://HOST:PORT" in capsys.readouterr().err
