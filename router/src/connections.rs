@@ -31,7 +31,6 @@ use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, oneshot, watch};
 use tokio::time::{Instant, sleep, timeout};
-use tokio_rustls::TlsAcceptor;
 
 use crate::clock::now_ms;
 use crate::config::Limits;
@@ -40,6 +39,7 @@ use crate::metrics::Metrics;
 use crate::patience::Patience;
 use crate::tcp::tune_client;
 use crate::tls::HTTP_2;
+use crate::tls_reload::ClientTls;
 
 /// Read beyond --max-header-bytes: closing with bytes unread would reset the connection under its 431 [bytes].
 const HEAD_SLACK: usize = 8 << 10;
@@ -63,7 +63,7 @@ const ROUND: Duration = Duration::from_secs(1);
 #[derive(Clone)]
 pub struct Terms {
     pub routes: Router,
-    pub tls: Option<TlsAcceptor>,
+    pub tls: Option<ClientTls>,
     pub limits: Limits,
     pub metrics: Arc<Metrics>,
 }
@@ -158,6 +158,7 @@ async fn run(
     watcher: Watcher,
 ) {
     if let Some(tls) = terms.tls.take() {
+        let tls = tls.borrow().clone();
         let handshake = tokio::select! {
             handshake = timeout(HANDSHAKE_TIMEOUT, tls.accept(stream)) => handshake,
             _ = closing.changed() => return,

@@ -44,6 +44,7 @@ mod sse;
 mod story;
 mod tcp;
 mod tls;
+mod tls_reload;
 mod tokens;
 pub mod trace;
 mod upstream;
@@ -98,7 +99,7 @@ impl App {
         config: RouterConfig,
         metrics: Arc<metrics::Metrics>,
         deciders: Deciders,
-        tls: Option<Arc<rustls::ClientConfig>>,
+        tls: Option<tls_reload::WorkerTls>,
         cut: watch::Receiver<bool>,
     ) -> Self {
         Self {

@@ -173,6 +173,8 @@ specs! {
         "Routing keys remembered (manual)";
     CERTIFICATE_EXPIRY = Gauge "baton_router_certificate_expiry_timestamp_seconds" ["certificate"]
         "Unix time at which the chain that the router uses ends to be valid; certificate is server (--tls-cert-path) or client (--client-cert-path)";
+    CERTIFICATE_RELOADS = Counter "baton_router_certificate_reloads_total" ["result"]
+        "Changes of the files of the TLS flags: applied to new connections, or failed, so that the old ones stay in use";
     DECISION_LOG = Counter "baton_router_decision_log_lines_total" ["result"]
         "Lines of --decision-log: written, dropped (its queue was full) or failed (the disk)";
     TRACE_SPANS = Counter "baton_router_trace_spans_total" ["result"]
@@ -242,6 +244,7 @@ pub struct Metrics {
     pub discovery_answered: GaugeVec,
     pub discovered: GaugeVec,
     pub certificate_expiry: GaugeVec,
+    pub certificate_reloads: IntCounterVec,
     load_reports: IntCounterVec,
     workers: GaugeVec,
     unpaired: GaugeVec,
@@ -340,6 +343,7 @@ impl Metrics {
             discovery_answered: gauges(&exposed, &DISCOVERY_ANSWERED)?,
             discovered: gauges(&exposed, &DISCOVERED)?,
             certificate_expiry: gauges(&exposed, &CERTIFICATE_EXPIRY)?,
+            certificate_reloads: counters(&exposed, &CERTIFICATE_RELOADS)?,
             load_reports: counters(&exposed, &LOAD_REPORTS)?,
             workers: gauges(&exposed, &WORKERS)?,
             unpaired: gauges(&exposed, &UNPAIRED)?,

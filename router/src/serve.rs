@@ -22,8 +22,6 @@ use tokio::sync::{oneshot, watch};
 use tokio::task::JoinHandle;
 use tokio::time::{Instant, interval, sleep, timeout};
 
-use tokio_rustls::TlsAcceptor;
-
 use crate::App;
 use crate::config::{Listen, ParseStop, RouterConfig, flags_markdown};
 use crate::connections::{Terms, accept};
@@ -35,7 +33,7 @@ use crate::kv_events;
 use crate::metrics::{Metrics, metrics_markdown};
 use crate::replay;
 use crate::tcp::tune_listener;
-use crate::tls;
+use crate::tls_reload::{self, ClientTls, TlsFiles};
 use crate::tokens::Tokens;
 use crate::trace::{Exporter, Service};
 
@@ -171,15 +169,13 @@ impl Running {
                 Some(bind(host, port, "--prometheus-port").await?)
             }
         };
-        let tls = tls::acceptor(&config.tls, config.limits.http2_max_streams > 0)?;
+        let tls_files = TlsFiles::open(&config.tls, config.limits.http2_max_streams > 0)?;
+        let (tls, to_workers) = (tls_files.for_clients(), tls_files.for_workers());
         let scheme = if tls.is_some() { "https" } else { "http" };
-        let to_workers = tls::to_workers(&config.tls)?;
         let (cut, cut_seen) = watch::channel(false);
         let metrics = Arc::new(Metrics::new().map_err(|err| err.to_string())?);
-        for (certificate, end) in tls::expiries(&config.tls)? {
-            let expiry = metrics.certificate_expiry.with_label_values(&[certificate]);
-            expiry.set(end as f64);
-        }
+        tls_files.show_expiries(&metrics);
+        tls_reload::follow(tls_files, metrics.clone());
         let (deciders, log) = deciders(&config, &metrics)?;
         let observe = &config.observe;
         let tracer = observe.enable_trace.then(|| {
@@ -350,7 +346,7 @@ async fn bind(host: &str, port: u16, flag: &str) -> Result<TcpListener, String> 
     })
 }
 
-fn terms(app: &App, routes: Router, tls: Option<TlsAcceptor>) -> Terms {
+fn terms(app: &App, routes: Router, tls: Option<ClientTls>) -> Terms {
     Terms {
         routes,
         tls,

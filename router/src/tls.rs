@@ -1,4 +1,4 @@
-//! Certificates and keys, read once at the start: HTTPS for clients, HTTPS with a certificate of our own to workers.
+//! HTTPS for clients, and HTTPS with a certificate of our own to workers, from the files of the flags. `tls_reload` keeps them current.
 //!
 //! TLS 1.2 and 1.3 by rustls with ring. Clients choose HTTP/1.1 or HTTP/2 inside, workers are
 //! spoken to in HTTP/1.1. A worker's certificate must name the

@@ -23,20 +23,18 @@ use hyper::body::Incoming;
 use hyper::client::conn::http1::{self, SendRequest};
 use hyper_util::rt::TokioIo;
 use parking_lot::Mutex;
-use rustls::ClientConfig;
-use rustls::pki_types::ServerName;
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::TcpStream;
 use tokio::sync::watch;
 use tokio::task::AbortHandle;
 use tokio::time::{Instant, timeout};
-use tokio_rustls::TlsConnector;
 use tokio_rustls::client::TlsStream;
 
 use crate::body::Parts;
 use crate::config::WorkerUrl;
 use crate::descriptors::is_exhausted;
 use crate::tcp::tune_upstream;
+use crate::tls_reload::WorkerTls;
 
 /// How long a connection may lie idle and still be used; the field's value (smg: upstream-pool-idle-timeout-secs).
 const IDLE: Duration = Duration::from_secs(3);
@@ -78,7 +76,7 @@ pub struct Pool {
     url: WorkerUrl,
     host: HeaderValue,
     /// Given for https:// only.
-    tls: Option<TlsConnector>,
+    tls: Option<WorkerTls>,
     idle: Mutex<Vec<Idle>>,
     /// Heads and pieces of answers received.
     heard: AtomicU64,
@@ -105,12 +103,8 @@ enum Keep {
 
 impl Pool {
     /// An https:// worker needs `tls`.
-    pub fn new(
-        url: WorkerUrl,
-        tls: Option<Arc<ClientConfig>>,
-        cut: watch::Receiver<bool>,
-    ) -> Arc<Self> {
-        let tls = tls.filter(|_| url.is_tls).map(TlsConnector::from);
+    pub fn new(url: WorkerUrl, tls: Option<WorkerTls>, cut: watch::Receiver<bool>) -> Arc<Self> {
+        let tls = tls.filter(|_| url.is_tls);
         let host =
             HeaderValue::try_from(url.authority()).unwrap_or(HeaderValue::from_static("worker"));
         Arc::new(Self {
@@ -179,19 +173,22 @@ impl Pool {
         tune_upstream(&stream).map_err(|err| SendError::Connect(err.to_string()))?;
         match &self.tls {
             None => self.drive(stream).await,
-            Some(tls) => self.drive(self.encrypt(tls, stream).await?).await,
+            Some(tls) => {
+                let encrypted = self.encrypt(tls, stream).await?;
+                self.drive(encrypted).await
+            }
         }
     }
 
     async fn encrypt(
         &self,
-        tls: &TlsConnector,
+        tls: &WorkerTls,
         stream: TcpStream,
     ) -> Result<TlsStream<TcpStream>, SendError> {
         let failed = |why: String| SendError::Connect(format!("TLS: {why}"));
-        let name = ServerName::try_from(self.url.host.clone());
-        let name = name.map_err(|err| failed(err.to_string()))?;
-        match timeout(CONNECT_TIMEOUT, tls.connect(name, stream)).await {
+        let connector = tls.connector(&self.url.host);
+        let (connector, name) = connector.map_err(|err| failed(err.to_string()))?;
+        match timeout(CONNECT_TIMEOUT, connector.connect(name, stream)).await {
             Err(_) => Err(failed(format!("no handshake for {CONNECT_TIMEOUT:?}"))),
             Ok(Err(err)) => Err(failed(err.to_string())),
             Ok(Ok(stream)) => Ok(stream),

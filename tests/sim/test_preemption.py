@@ -270,3 +270,30 @@ def test_a_request_preempts_only_if_the_step_has_tokens_for_it(under_way: int, p
     sched.add(asked(2, [3] * 4, 50, 5))
     step()
     assert sched.preemptions == preempts, "the prompt of priority 9 takes every step's tokens while it is under way"
+
+
+def test_nothing_is_preempted_for_a_request_that_a_reservation_keeps_out() -> None:
+    """Request 2 waits for 71 pages; those that passed it have used up the rest, so a victim's slot would stay empty."""
+    rule = PriorityRule(enabled=True, preemption_threshold=0)
+    node = Node(Limits(100, 4, 3, 100, 512, radix_cache=False, priority=rule), depth=1)
+    node.sched.add(asked(0, [1] * 4, 156, 9))
+    node.sched.add(asked(1, [1] * 4, 120, 0))
+    node.step()
+    node.sched.add(asked(2, [1] * 280, 4, 5))
+    for passes in (3, 4, 5):
+        node.sched.add(asked(passes, [1] * 80, 4, 5))
+        while passes not in node.finished:
+            node.step()
+            assert node.steps < 50, f"request {passes} did not pass"
+    node.sched.add(asked(6, [1] * 60, 20, 5))
+    node.step()
+    assert set(node.sched._state.running) == {0, 1, 6}, "every slot is taken"
+    node.sched.add(asked(7, [1] * 60, 4, 5))
+    while 6 not in node.finished:
+        node.step()
+        assert node.sched.preemptions == 0
+        assert 1 in node.sched._state.running
+        assert node.steps < 100
+    while not {1, 2, 7} <= node.finished.keys():
+        node.step()
+        assert node.steps < 400

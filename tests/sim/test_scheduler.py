@@ -16,7 +16,7 @@ from baton.sched.fairness import FairnessRules
 from baton.sched.limits import Limits
 from baton.sched.plan import INVALID_TOKEN, StepPlan, StepResult
 from baton.sched.scheduler import Scheduler
-from baton.sched.seq import Seq
+from baton.sched.seq import Seq, partial_of
 from baton.sched.tenants import TenantRules
 from tests.support.sched_sim import VOCAB, Node, random_prompt, reference, request
 
@@ -297,6 +297,34 @@ def test_a_request_that_waits_for_all_pages_is_not_passed_for_ever() -> None:
         node.step()
         assert node.steps < 400, "the large request starves"
     assert len(node.outputs) >= 5, "others passed it at first"
+
+
+@pytest.mark.parametrize("share", ["none", "tenants"])
+def test_the_reserved_request_does_not_start_behind_max_partial_prefills_either(share: str) -> None:
+    """Its pages become free while request 2, which precedes it, is computed in part."""
+    rules = FairnessRules(tenants=TenantRules() if share == "tenants" else None)
+    node = Node(
+        Limits(100, 4, 8, 100, 64, policy="srpt-aging", max_partial_prefills=1, long_prefill_tokens=16,
+               radix_cache=False, fairness=rules),
+        depth=1,
+    )  # fmt: skip
+    node.sched.add(request(0, [1] * 16, 144, ignore_eos=True))
+    node.step()
+    node.sched.add(request(1, [2] * 280, 1))
+    node.step()
+    held = node.sched._planner._reservation
+    assert held is not None
+    assert held.seq.handle == 1
+    node.sched.add(request(2, [3] * 96, 1))
+    node.step()
+    node.sched.abort(0)
+    while 2 not in node.finished:
+        node.step()
+        assert len(partial_of(node.sched._state.running.values())) <= 1
+        assert node.steps < 20
+    while 1 not in node.finished:
+        node.step()
+        assert node.steps < 60
 
 
 @pytest.mark.parametrize("skip", [0, 2])

@@ -118,11 +118,14 @@ class ProbeWatch:
         """From now on this is the owner's probe."""
         filed = self._filed.get(owner)
         if filed is None or filed[2] is not probe:
-            self.forget(owner)
-            place = probe.node if probe.node.parent is not None else namespace
-            self._owners.setdefault(place, {}).setdefault(probe.beyond, {})[owner] = None
-            self._filed[owner] = place, probe.beyond, probe
-        self.stale.pop(owner, None)
+            if filed is not None:
+                self.forget(owner)
+            node, beyond = probe.node, probe.beyond
+            place = node if node.parent is not None else namespace
+            self._owners.setdefault(place, {}).setdefault(beyond, {})[owner] = None
+            self._filed[owner] = place, beyond, probe
+        if self.stale:
+            self.stale.pop(owner, None)
 
     def forget(self, owner: int) -> None:
         self.stale.pop(owner, None)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from array import array
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -12,7 +14,7 @@ from baton.sched.story import Story
 
 
 class Emitted(NamedTuple):
-    """New output of a request: zero or one token, and its end if this is it."""
+    """New output of a request: zero or one token, and its end if this is it. `new_token` makes one faster."""
 
     handle: int
     tokens: tuple[int, ...]
@@ -23,6 +25,12 @@ class Emitted(NamedTuple):
     """(error code, message) when finish is ERROR."""
     retry_after_secs: int | None = None
     """With an error of overload: when to come back."""
+
+
+new_token: Callable[[tuple[int, tuple[int], FinishReason | None, int, TokenLogprobs | None, None, None]], Emitted] = (
+    functools.partial(tuple.__new__, Emitted)
+)
+"""An Emitted of its fields in order, without the Python call of the generated `__new__`: a step makes hundreds."""
 
 
 @dataclass(frozen=True, slots=True)

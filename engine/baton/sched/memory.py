@@ -123,14 +123,15 @@ class Memory:
     def total_growth(self, seqs: Iterable[Seq]) -> int:
         """The sum of `growth`, without a call per sequence: it is taken in every step that a waiting request sees."""
         page_size, clip, ratio = self.page_size, self.ratio.clip, self.ratio.value
+        longest = int(clip * ratio)
         total = 0
         for seq in seqs:
-            tokens = len(seq.tokens) + seq.inflight
-            if seq.ends_by_length:
-                tokens = seq.most_tokens
-            elif not seq.is_lease:
-                left = seq.most_tokens - tokens
-                tokens += int((left if left < clip else clip) * ratio)
+            tokens = most = seq.most_tokens
+            if not seq.ends_by_length:
+                tokens = len(seq.tokens) + seq.inflight
+                if not seq.is_lease:
+                    left = most - tokens
+                    tokens += int(left * ratio) if left < clip else longest
             beyond = tokens - len(seq.pages) * page_size
             if beyond > 0:
                 total -= -beyond // page_size
@@ -251,18 +252,15 @@ class Memory:
 
     def extend(self, seq: Seq, tokens: int) -> bool:
         """Make room for the sequence's first `tokens` tokens. False: there is none, nothing changed."""
-        need = self.pages(tokens) - len(seq.pages)
+        need = -(-tokens // self.page_size) - len(seq.pages)
         if need <= 0:
             return True
         pages = self.allocate(need)
         if pages is None:
             return False
-        self.own(seq, pages)
-        return True
-
-    def own(self, seq: Seq, pages: array[int]) -> None:
         seq.pages.extend(pages)
         seq.private.update(pages)
+        return True
 
     def adopt_prefix(self, seq: Seq) -> None:
         """Between two chunks of a prompt: take over pages that another sequence computed meanwhile."""

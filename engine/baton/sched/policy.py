@@ -26,8 +26,9 @@ SRPT with ageing 0.05 as it did best on recorded traces (docs/scheduling/orders.
 from __future__ import annotations
 
 import abc
+import itertools
 import math
-from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
@@ -38,6 +39,9 @@ from baton.sched.dfs_weight import ROOT, Path, Weights
 from baton.sched.events import OrderReviewed
 from baton.sched.mix import uniform
 from baton.sched.seq import Seq
+
+NEVER = itertools.repeat(math.inf)
+"""Of any number of requests: when a number changes that does not."""
 
 
 class PrefixIndex(Protocol):
@@ -155,9 +159,9 @@ class Policy(abc.ABC):
     def keys(self, queue: Sequence[Seq], view: View, inputs: Any) -> Sequence[float]:
         """A number for each sequence, smallest first. `inputs`: a result of `inputs`, perhaps not the latest."""
 
-    def expiry(self, seq: Seq, view: View, inputs: Any) -> float:
-        """When the number that `keys` has just given it is another one, though nothing else changes."""
-        return math.inf
+    def expiries(self, queue: Sequence[Seq], view: View, inputs: Any) -> Iterable[float]:
+        """When the numbers that `keys` has just given them are other ones, though nothing else changes."""
+        return NEVER
 
 
 class Held:
@@ -450,11 +454,11 @@ class Edf(Policy):
         own, later = all_work(queue, view), self.params.edf_demotion_secs
         return [at + later if view.now > at - tokens / inputs else at for at, tokens in zip(due, own, strict=True)]
 
-    def expiry(self, seq: Seq, view: View, inputs: Any) -> float:
+    def expiries(self, queue: Sequence[Seq], view: View, inputs: Any) -> Iterable[float]:
         if not self.params.demote_hopeless:
-            return math.inf
-        latest_start = self._due(seq) - work(seq, view) / inputs
-        return math.inf if view.now > latest_start else math.nextafter(latest_start, math.inf)
+            return NEVER
+        latest = [self._due(seq) - tokens / inputs for seq, tokens in zip(queue, all_work(queue, view), strict=True)]
+        return [math.inf if view.now > start else math.nextafter(start, math.inf) for start in latest]
 
 
 class Adaptive(Policy):

@@ -6,7 +6,7 @@ it brings `KEYS_PER_LOOK` sequences up to date, so that thousands cost a step no
 1. A sequence that joins gets its number at the next look; of many that join together the most important first. Should
    a caller want more than those in order, it gets the next ones.
 2. When the radix tree changes, sequences whose cached prefix may be another one move (`ProbeWatch`), and so do those
-   whose number changes at a moment known before (`Policy.expiry`).
+   whose number changes at a moment known before (`Policy.expiries`).
 3. When the policy's `inputs` change (a measured rate for srpt-aging, the work done for hrrn, ...), a second order is
    built from the new ones beside the one in force, and takes its place when it is complete.
 
@@ -29,7 +29,7 @@ from typing import Protocol
 
 from baton.cache.radix import ProbeWatch
 from baton.sched.events import OrderReviewed
-from baton.sched.policy import Policy, PriorityRule, View, cached_tokens
+from baton.sched.policy import NEVER, Policy, PriorityRule, View, cached_tokens
 from baton.sched.seq import Seq
 
 EXACT_UP_TO = 64
@@ -67,23 +67,33 @@ class _Order:
         self._moves: list[tuple[float, int]] = []
         """(time, handle): when a sequence has to be entered again; valid if `_due` says so."""
 
-    def enter(self, seq: Seq, key: float, now: float, expiry: float) -> None:
-        """Put in a sequence, or move it to another place. `expiry`: when its key is another one."""
-        rule, handle = self._rule, seq.handle
-        self.remove(handle)
-        capped_from = rule.capped_from(seq)
-        is_aged = capped_from <= now
-        rank = rule.capped_key(seq) if is_aged else rule.ageing_key(seq)
-        entry = self.entries[handle] = (rank, key, seq.req.arrival, handle, seq)
-        bisect.insort(self.aged if is_aged else self.ageing, entry)
-        due = expiry if is_aged else min(expiry, capped_from)
-        if due < math.inf:
-            self._due[handle] = due
-            heapq.heappush(self._moves, (due, handle))
-            if len(self._moves) > 2 * len(self.entries) + MAX_DEAD_ENTRIES:
-                self._moves = [(at, handle) for handle, at in self._due.items()]
-                heapq.heapify(self._moves)
-        self.changes += 1
+    def enter(self, seqs: Iterable[Seq], keys: Iterable[float], expiries: Iterable[float], now: float) -> None:
+        """Put in sequences, or move them to other places. `expiries`: when their keys are other ones."""
+        rule, entries = self._rule, self.entries
+        has_priority, is_capped = rule.enabled, rule.is_capped
+        for seq, key, due in zip(seqs, keys, expiries, strict=False):  # expiries may have no end
+            handle, lane = seq.handle, self.ageing
+            if handle in entries:
+                self.remove(handle)
+            rank = rule.ageing_key(seq) if has_priority else 0.0
+            if is_capped:
+                capped_from = rule.capped_from(seq)
+                if capped_from <= now:
+                    rank, lane = rule.capped_key(seq), self.aged
+                elif capped_from < due:
+                    due = capped_from
+            entry = entries[handle] = (rank, key, seq.req.arrival, handle, seq)
+            bisect.insort(lane, entry)
+            if due < math.inf:
+                self._enter_again(handle, due)
+            self.changes += 1
+
+    def _enter_again(self, handle: int, due: float) -> None:
+        self._due[handle] = due
+        heapq.heappush(self._moves, (due, handle))
+        if len(self._moves) > 2 * len(self.entries) + MAX_DEAD_ENTRIES:
+            self._moves = [(at, handle) for handle, at in self._due.items()]
+            heapq.heapify(self._moves)
 
     def remove(self, handle: int) -> None:
         """Take a request out; a handle that is not in the queue is ignored."""
@@ -184,7 +194,7 @@ class WaitingQueue:
         for order in self._orders():
             if seq.handle in order.entries:
                 key = order.entries[seq.handle][1]
-                order.enter(seq, key, view.now, self.policy.expiry(seq, view, order.inputs))
+                order.enter((seq,), (key,), self.policy.expiries((seq,), view, order.inputs), view.now)
 
     def on_tokens(self, seq: Seq) -> None:
         """A waiting sequence has more tokens than when its cached prefix was looked up."""
@@ -342,10 +352,11 @@ class WaitingQueue:
             keys = [math.inf] * len(seqs)
             for seq in seqs:
                 cached_tokens(seq, view.index)  # so that sorting all finds most of them looked up
-        for seq, key in zip(seqs, keys, strict=True):
-            order.enter(seq, key, view.now, policy.expiry(seq, view, order.inputs))
-            if policy.each_alone and self._probes is not None and seq.probe is not None:
-                self._probes.watch(seq.handle, seq.probe, seq.req.namespace)
+        order.enter(seqs, keys, policy.expiries(seqs, view, order.inputs), view.now)
+        if policy.each_alone and self._probes is not None:
+            for seq in seqs:
+                if seq.probe is not None:
+                    self._probes.watch(seq.handle, seq.probe, seq.req.namespace)
 
     def _sort_all(self, view: View, inputs: Hashable) -> None:
         """Where each number depends on all: sort everything, a long queue not at every look."""
@@ -354,13 +365,12 @@ class WaitingQueue:
             self._tree = None
         is_as_before = inputs == self._order.inputs and self._tree == view.index.version
         if is_as_before or (self._looks_until_sort > 0 and self._order.entries):
-            for seq in self._order.take_due(view.now, KEYS_PER_LOOK):
-                self._order.enter(seq, self._order.entries[seq.handle][1], view.now, math.inf)
+            due = self._order.take_due(view.now, KEYS_PER_LOOK)
+            self._order.enter(due, [self._order.entries[seq.handle][1] for seq in due], NEVER, view.now)
             return
         seqs = [entry[4] for entry in self._order.entries.values()]
         self._order = _Order(self.priority, inputs)
-        for seq, key in zip(seqs, self.policy.keys(seqs, view, inputs), strict=True):
-            self._order.enter(seq, key, view.now, math.inf)
+        self._order.enter(seqs, self.policy.keys(seqs, view, inputs), NEVER, view.now)
         self._tree = view.index.version
         self._looks_until_sort = len(seqs) // EXACT_UP_TO if len(seqs) > EXACT_UP_TO else 0
 

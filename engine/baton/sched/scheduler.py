@@ -30,7 +30,7 @@ from baton.request import FinishReason, Validated
 from baton.sched.adjust import LoadView, RequestView
 from baton.sched.deadlines import Deadlines, Kind
 from baton.sched.decisions import Decision, Decisions
-from baton.sched.events import AbortTransfer, Emitted, Event, PagesFinal, PrefillDone
+from baton.sched.events import AbortTransfer, Emitted, Event, PagesFinal, PrefillDone, new_token
 from baton.sched.fairness import Fairness
 from baton.sched.limits import Limits
 from baton.sched.load import Load, measure
@@ -45,6 +45,8 @@ from baton.sched.story import Pulled
 DUMPED_DECISIONS = 20
 """Decisions in the dump of a scheduler whose page ledger does not balance."""
 
+RUNNING = SeqState.RUNNING
+"""For loops over rows: an attribute of an enum takes a call."""
 TAKES_TOKENS = (SeqState.RUNNING, SeqState.WAITING, SeqState.SUSPENDED)
 
 
@@ -391,13 +393,15 @@ class Scheduler:
         sampled = -1
         seqs, parked, tokens, logprobs = state.seqs, state.parked, result.tokens, result.logprobs
         for handle, _, start, n, sample, _, _, _ in plan.rows:
-            sampled += sample
+            if sample:
+                sampled += 1
             seq = seqs.get(handle)
             if seq is None:
                 continue
             seq.inflight_steps -= 1
-            if start + n > seq.committed and (seq.state is SeqState.RUNNING or handle in parked):
-                seq.committed = start + n
+            end = start + n
+            if end > seq.committed and (seq.state is RUNNING or handle in parked):
+                seq.committed = end
                 if seq.is_lease and not seq.is_released:
                     self._announce(seq)
             if sample:
@@ -413,19 +417,14 @@ class Scheduler:
     def _take_token(self, seq: Seq, token: int, logprobs: TokenLogprobs | None) -> None:
         state = self._state
         if token == INVALID_TOKEN:
-            error = NonfiniteLogits(
-                f"the model computed NaN or infinity after {len(seq.tokens)} tokens; send the request again, and check "
-                "the checkpoint and --dtype when it happens to all"
-            )
-            state.memory.publish(seq)  # what the same step computed leaves the tree with the rest
-            state.memory.quarantine(seq)
-            state.end_with_error(seq, error, "CLIENT_GONE")
+            self._fail_nonfinite(seq)
             return
-        generated = len(seq.tokens) - seq.prompt_len + 1
+        known = seq.tokens
+        known.append(token)
+        generated = len(known) - seq.prompt_len
         if generated == 1:
             state.stats.on_first_token(seq, state.now)
-        seq.tokens.append(token)
-        if seq.state is not SeqState.RUNNING:
+        if seq.state is not RUNNING:
             state.waiting.on_tokens(seq)
         if state.fair is not None:
             state.fair.charge_generated(seq)
@@ -435,7 +434,10 @@ class Scheduler:
             finish = FinishReason.STOP
         elif generated >= seq.max_new_tokens:
             finish = FinishReason.LENGTH
-        state.outbox.append(Emitted(seq.handle, (token,), finish, max(seq.cached_tokens, 0), logprobs))
+        cached = seq.cached_tokens
+        state.outbox.append(
+            new_token((seq.handle, (token,), finish, cached if cached > 0 else 0, logprobs, None, None))
+        )
         if finish is None:
             return
         if seq.is_lease and not seq.is_released:
@@ -443,6 +445,16 @@ class Scheduler:
         else:
             seq.finish = finish
             state.end(seq, "")
+
+    def _fail_nonfinite(self, seq: Seq) -> None:
+        state = self._state
+        error = NonfiniteLogits(
+            f"the model computed NaN or infinity after {len(seq.tokens)} tokens; send the request again, and check "
+            "the checkpoint and --dtype when it happens to all"
+        )
+        state.memory.publish(seq)  # what the same step computed leaves the tree with the rest
+        state.memory.quarantine(seq)
+        state.end_with_error(seq, error, "CLIENT_GONE")
 
     def _announce(self, seq: Seq) -> None:
         """P: prompt pages that the committed steps made final, the last partial one with the end of the prompt."""

@@ -170,6 +170,11 @@ def wants_row(seq: Seq) -> bool:
     return seq.extend_tokens > 0 and seq.generated < seq.max_new_tokens
 
 
+def is_ready_to_decode(seq: Seq) -> bool:
+    """True if a step may compute the next token of the answer: one token is left to compute, the answer goes on."""
+    return seq.extend_tokens == 1 and seq.prompt_len < seq.total_len < seq.most_tokens
+
+
 def is_partial(seq: Seq) -> bool:
     """Is part of the prompt still to be computed by a later step?"""
     return not seq.is_decoding and wants_row(seq)

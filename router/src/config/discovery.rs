@@ -18,6 +18,9 @@ pub struct Discovery {
     /// Port on which the pods found serve HTTP
     #[arg(long, default_value_t = 80, value_name = "PORT")]
     pub service_discovery_port: u16,
+    /// How the pods found are reached; https needs --ca-cert-paths
+    #[arg(long, default_value = "http", value_parser = ["http", "https"], hide_possible_values = true, value_name = "http|https")]
+    pub service_discovery_scheme: String,
     /// Namespace of the pods; '*' for all, which needs a ClusterRole [default: the router's own]
     #[arg(long, value_name = "NAMESPACE")]
     pub service_discovery_namespace: Option<String>,
@@ -49,6 +52,11 @@ impl Discovery {
         joined
             .map(|(role, labels)| (role, each(labels).collect::<Vec<_>>().join(",")))
             .collect()
+    }
+
+    /// True if the pods found speak TLS.
+    pub fn is_tls(&self) -> bool {
+        self.service_discovery_scheme == "https"
     }
 
     /// What is wrong between these flags.
@@ -93,6 +101,7 @@ impl Discovery {
                 self.service_discovery_namespace.is_some(),
             ),
             ("--kubeconfig", self.kubeconfig.is_some()),
+            ("--service-discovery-scheme https", self.is_tls()),
         ] {
             if is_given && !self.service_discovery {
                 bad.push(format!("{flag} needs --service-discovery"));
@@ -193,6 +202,14 @@ mod tests {
             (
                 "--service-discovery-namespace x",
                 "--service-discovery-namespace needs",
+            ),
+            (
+                "--service-discovery-scheme https",
+                "--service-discovery-scheme https needs --service-discovery",
+            ),
+            (
+                "--service-discovery --selector a=b --service-discovery-scheme https",
+                "--service-discovery-scheme https needs --ca-cert-paths",
             ),
         ] {
             let text = parse(flags).map(|_| "accepted").unwrap_err();

@@ -504,6 +504,11 @@ impl RouterConfig {
             "--dp-aware learns the ranks from healthy workers; drop --disable-health-check"
                 .to_owned(),
         );
+        rule(
+            !self.discovery.is_tls() || !self.tls.ca_cert_paths.is_empty(),
+            "--service-discovery-scheme https needs --ca-cert-paths, the certificates that pods' must descend from"
+                .to_owned(),
+        );
         let discovery = self.discovery.complaints(self.workers.pd_disaggregation);
         for text in discovery
             .into_iter()

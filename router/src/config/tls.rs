@@ -1,6 +1,7 @@
 //! Flags that say where encryption begins and ends. Paths are read at the start, in crate::tls.
 
 use clap::Args;
+use rustls::pki_types::ServerName;
 
 #[derive(Debug, Clone, Default, Args)]
 #[command(next_help_heading = "TLS")]
@@ -14,6 +15,9 @@ pub struct Tls {
     /// Certificates that https:// workers must descend from (PEM); needed for such workers
     #[arg(long, alias = "ca-cert-path", value_name = "PATH", num_args = 1.., value_delimiter = ',')]
     pub ca_cert_paths: Vec<String>,
+    /// Name that certificates of https:// workers must have, instead of the host of their URL; for pods, whose addresses change
+    #[arg(long, value_name = "NAME")]
+    pub worker_tls_name: Option<String>,
     /// Certificate that the router shows to https:// workers (PEM)
     #[arg(long, value_name = "PATH")]
     pub client_cert_path: Option<String>,
@@ -23,6 +27,21 @@ pub struct Tls {
 }
 
 impl Tls {
+    /// Every file that is named, with its flag.
+    pub fn files(&self) -> impl Iterator<Item = (&'static str, &str)> {
+        let one = [
+            ("--tls-cert-path", &self.tls_cert_path),
+            ("--tls-key-path", &self.tls_key_path),
+            ("--client-cert-path", &self.client_cert_path),
+            ("--client-key-path", &self.client_key_path),
+        ];
+        let named = one
+            .into_iter()
+            .filter_map(|(flag, path)| Some((flag, path.as_deref()?)));
+        let roots = self.ca_cert_paths.iter();
+        named.chain(roots.map(|path| ("--ca-cert-paths", path.as_str())))
+    }
+
     /// What is wrong between these flags.
     pub fn complaints(&self) -> Vec<String> {
         let pairs = [
@@ -49,6 +68,18 @@ impl Tls {
             bad.push(format!(
                 "--client-cert-path {path}: is shown to https:// workers only; give --ca-cert-paths, which they need"
             ));
+        }
+        if let Some(name) = &self.worker_tls_name {
+            if self.ca_cert_paths.is_empty() {
+                bad.push(format!(
+                    "--worker-tls-name {name}: is for https:// workers only; give --ca-cert-paths, which they need"
+                ));
+            }
+            if let Err(err) = ServerName::try_from(name.as_str()) {
+                bad.push(format!(
+                    "--worker-tls-name {name}: {err}; give a DNS name or an address"
+                ));
+            }
         }
         bad
     }
@@ -85,6 +116,21 @@ mod tests {
                     ..Tls::default()
                 },
                 "give --ca-cert-paths",
+            ),
+            (
+                Tls {
+                    worker_tls_name: some("engine"),
+                    ..Tls::default()
+                },
+                "--worker-tls-name engine: is for https:// workers only",
+            ),
+            (
+                Tls {
+                    worker_tls_name: some("no name"),
+                    ca_cert_paths: vec!["ca".to_owned()],
+                    ..Tls::default()
+                },
+                "give a DNS name or an address",
             ),
         ] {
             let bad = tls.complaints();

@@ -53,6 +53,7 @@ pub async fn start(app: &Arc<App>) -> Result<(), String> {
                 role,
                 selector,
                 port: flags.service_discovery_port,
+                is_tls: flags.is_tls(),
                 namespace: flags.service_discovery_namespace.clone(),
             };
             let answers = AnswerTime::new(app, source);

@@ -42,6 +42,7 @@ pub struct Wanted {
     pub role: Role,
     pub selector: String,
     pub port: u16,
+    pub is_tls: bool,
     /// '*': all; none: that of the configuration, in a pod its own.
     pub namespace: Option<String>,
 }
@@ -183,7 +184,7 @@ impl<'a> Pods<'a> {
             }
             Event::Delete(pod) => {
                 self.known.remove(&uid(&pod));
-                deleted.extend(address(&pod, self.wanted.port));
+                deleted.extend(address(&pod, self.wanted));
             }
         }
         let mut workers: Vec<WorkerSpec> = Vec::new();
@@ -205,12 +206,12 @@ fn uid(pod: &Pod) -> String {
     pod.uid().unwrap_or_else(name)
 }
 
-fn address(pod: &Pod, port: u16) -> Option<WorkerUrl> {
+fn address(pod: &Pod, wanted: &Wanted) -> Option<WorkerUrl> {
     let ip = pod.status.as_ref()?.pod_ip.clone()?;
     (!ip.is_empty()).then_some(WorkerUrl {
         host: ip,
-        port,
-        is_tls: false,
+        port: wanted.port,
+        is_tls: wanted.is_tls,
     })
 }
 
@@ -221,7 +222,7 @@ fn is_ready(pod: &Pod) -> bool {
 }
 
 fn seen(pod: &Pod, wanted: &Wanted) -> Seen {
-    let Some(url) = address(pod, wanted.port) else {
+    let Some(url) = address(pod, wanted) else {
         return Seen::Nothing;
     };
     if pod.metadata.deletion_timestamp.is_some() {
@@ -285,6 +286,7 @@ mod tests {
             role,
             selector: String::new(),
             port: 30000,
+            is_tls: false,
             namespace: None,
         }
     }

@@ -28,7 +28,6 @@ use router_core::{
     Objection, Outcome, Policy, PolicyStats, RequestView, Role, Sending, Ticket, Why, WorkerId,
     WorkerView, least_objection,
 };
-use rustls::ClientConfig;
 use tokio::sync::{Notify, watch};
 use tokio::task::AbortHandle;
 
@@ -45,6 +44,7 @@ use crate::kv_events::{Feed, Status};
 use crate::load::{self, Report};
 use crate::metrics::Metrics;
 use crate::story::Story;
+use crate::tls_reload::WorkerTls;
 use crate::upstream::Pool;
 
 /// Most workers registered at once: the registry is open to the network.
@@ -185,7 +185,7 @@ pub struct Registry {
     dp_aware: bool,
     breaker: Option<BreakerConfig>,
     /// For https:// workers.
-    tls: Option<Arc<ClientConfig>>,
+    tls: Option<WorkerTls>,
     cut: watch::Receiver<bool>,
 }
 
@@ -196,7 +196,7 @@ impl Registry {
         config: &RouterConfig,
         deciders: Deciders,
         metrics: Arc<Metrics>,
-        tls: Option<Arc<ClientConfig>>,
+        tls: Option<WorkerTls>,
         cut: watch::Receiver<bool>,
     ) -> Self {
         Self {

@@ -375,6 +375,37 @@ async fn on_one_port(acts: [&[Act]; 3]) -> (Vec<Mock>, u16) {
 }
 
 #[tokio::test]
+async fn pods_behind_tls_show_the_name_of_their_service() {
+    timed(async {
+        let mock = Mock::start(&[]).await;
+        let fleet = Authority::new();
+        let url = encrypted(mock.addr, &fleet.issue("engine.serving.svc"), None).await;
+        let port = url.rsplit_once(':').unwrap().1.parse().unwrap();
+        let api = Api::start().await;
+        api.put("x-0", pod("127.0.0.1", "x", true));
+        let kubeconfig = api.kubeconfig();
+        let ca = ["--ca-cert-paths", fleet.cert.path()];
+        let flags = ["--selector", "app=x", "--service-discovery-scheme", "https"];
+        let flags = [&flags[..], &ca[..]].concat();
+        let named = [&flags[..], &["--worker-tls-name", "engine.serving.svc"]].concat();
+        let router = api.router(&kubeconfig, port, &named).await;
+        eventually("the pod serves", || async {
+            urls(&router).await == [url.as_str()]
+        })
+        .await;
+        assert_eq!(router.chat().await.status, 200);
+        let unnamed = api.router(&kubeconfig, port, &flags).await;
+        eventually("a probe of the address fails", || async {
+            let probes = "baton_router_health_probes_total{result=\"bad\"";
+            unnamed.metric(probes).await > 0.0
+        })
+        .await;
+        assert_eq!(mock.count(), 1);
+    })
+    .await;
+}
+
+#[tokio::test]
 async fn ready_pods_serve_and_deleted_ones_drain() {
     timed(async {
         let gated: &[Act] = &[Act::Stream(vec![TOKEN], End::Gate), Act::Answer];

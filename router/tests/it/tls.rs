@@ -281,6 +281,69 @@ async fn workers_are_reached_over_mutual_tls() {
     .await;
 }
 
+#[tokio::test]
+async fn renewed_certificates_serve_new_connections() {
+    timed(async {
+        let (old, new) = (Authority::new(), Authority::new());
+        let (first, second) = (old.issue("127.0.0.1"), new.issue("127.0.0.1"));
+        let flags = ["--tls-cert-path", first.cert.path(), "--tls-key-path"];
+        let router = Router::start(&[&flags[..], &[first.key.path()]].concat()).await;
+        let mut before = connect(&router, &old).await.unwrap();
+        // The certificate alone does not fit the old key: it waits for its own.
+        first.cert.write(&second.cert_pem);
+        eventually("a certificate without its key is reported", || async {
+            let mut client = connect(&router, &old).await.unwrap();
+            let page = client.send(http::Method::GET, "/metrics", &[], "").await;
+            let page = page.read().await.text();
+            page.contains("baton_router_certificate_reloads_total{result=\"failed\"} 1\n")
+        })
+        .await;
+        first.key.write(&second.key_pem);
+        eventually("the new certificate is shown", || async {
+            connect(&router, &new).await.is_ok()
+        })
+        .await;
+        assert!(connect(&router, &old).await.is_err());
+        assert_eq!(
+            get(&mut before, "/health").await["status"],
+            "ok",
+            "the connection is kept"
+        );
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn renewed_client_certificates_and_roots_reach_workers() {
+    timed(async {
+        let mock = Mock::start(&[]).await;
+        let (fleet, clients) = (Authority::new(), Authority::new());
+        let (strangers, others) = (Authority::new(), Authority::new());
+        let url = encrypted(mock.addr, &fleet.issue("127.0.0.1"), Some(&clients)).await;
+        let own = strangers.issue("router");
+        let ca = ["--worker-urls", &url, "--ca-cert-path", others.cert.path()];
+        let shown = [
+            "--client-cert-path",
+            own.cert.path(),
+            "--client-key-path",
+            own.key.path(),
+        ];
+        let router = Router::start(&[&ca[..], &shown[..]].concat()).await;
+        eventually("a probe failed", || async {
+            let probes = "baton_router_health_probes_total{result=\"bad\"";
+            router.metric(probes).await > 0.0
+        })
+        .await;
+        let renewed = clients.issue("router");
+        others.cert.write(&fleet.pem);
+        own.cert.write(&renewed.cert_pem);
+        own.key.write(&renewed.key_pem);
+        router.all_ready(1).await;
+        assert_eq!(router.chat().await.status, 200);
+    })
+    .await;
+}
+
 /// The router's view of a worker that it does not take, or that does not take it.
 async fn reason(flags: &[&str]) -> String {
     let router = Router::start(flags).await;
