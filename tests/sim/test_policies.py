@@ -183,22 +183,16 @@ class Plain:
         return [*below, prefix[-1] if prefix else ROOT]
 
 
-@given(st.lists(st.tuples(st.booleans(), st.lists(st.integers(0, 2), max_size=4)), max_size=40))
-def test_dfs_weight_kept_from_change_to_change_equals_the_recursive_definition(
-    changes: list[tuple[bool, list[int]]],
-) -> None:
+@given(st.lists(st.tuples(st.integers(1, 3), st.lists(st.integers(0, 2), max_size=4)), max_size=40))
+def test_dfs_weight_equals_the_recursive_definition(ends: list[tuple[int, list[int]]]) -> None:
     weights = Weights()
     present: list[tuple[int, ...]] = []
-    for leaves, turns in changes:
-        if leaves and present:
-            gone = present.pop(sum(turns) % len(present))
-            weights.remove(gone)
-        else:
-            path: list[int] = []
-            for turn in turns:
-                path.append((path[-1] if path else 1) * 3 + turn)  # numbers differ for different places
-            present.append(tuple(path))
-            weights.add(path)
+    for count, turns in ends:
+        path: list[int] = []
+        for turn in turns:
+            path.append((path[-1] if path else 1) * 3 + turn)  # numbers differ for different places
+        present += [tuple(path)] * count
+        weights.add(path, count)
         order = Plain(present).nodes()
         assert weights.places() == {node: place for place, node in enumerate(order)}
 

@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 
 from baton.cache.pages import PageAllocator
 from baton.cache.radix import RadixCache
+from baton.sched import queue
 from baton.sched.dfs_weight import ROOT
 from baton.sched.policy import POLICIES, Policy, PolicyParams, PriorityRule, View, ordered, ranks
-from baton.sched.queue import KEYS_PER_LOOK, WaitingQueue
+from baton.sched.queue import EXACT_UP_TO, KEYS_PER_LOOK, WaitingQueue
 from baton.sched.seq import Seq
 from tests.sim.test_policies import Plain
 from tests.support.sched_sim import request
@@ -317,18 +318,43 @@ def test_all_of_a_burst_are_given_to_a_caller_who_wants_them_and_the_important_f
     assert {world.rule.base(world.members[handle - 1]) for handle in given[: min(count, KEYS_PER_LOOK)]} == {most}
 
 
-def test_dfs_weight_walks_a_long_queue_only_now_and_then() -> None:
-    world, made = crowd("dfs-weight", RULES[0], 1000)
-    for _ in range(100):
-        next(world.queue.in_order())
-        world.publish()
-        world.cache.evict(2)
+@pytest.mark.parametrize("rule", [0, 3])
+@pytest.mark.parametrize("policy", ["dfs-weight", "lpm"])
+def test_an_order_that_depends_on_all_sorts_a_long_queue_in_parts(
+    policy: str, rule: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No look enters more than a part, though requests come and go and the tree changes; then the order is exact."""
+    params = dataclasses.replace(PARAMS, in_batch_check_threshold=2, in_batch_deprioritize_threshold=3)
+    world, _ = crowd(policy, RULES[rule], 0)
+    world.queue = WaitingQueue(POLICIES[policy](params), RULES[rule], world.view)
+    assert not world.queue.policy.each_alone
+    entered: list[int] = []
+    enter = queue._Order.enter
+
+    def counted(order: queue._Order, seqs: list[Seq], *args: object) -> None:
+        entered.append(len(seqs))
+        enter(order, seqs, *args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(queue._Order, "enter", counted)
+    for _ in range(1000):
         world.members.append(world.new())
         world.queue.add(world.members[-1])
-    assert 1 <= len(made) <= 10
-    for _ in range(100):  # nothing changes any more
+    sorted_anew = 0
+    for _ in range(150):
+        before, entered[:] = world.queue._order, []
         next(world.queue.in_order())
-    assert [s.handle for s in world.queue.in_order()] == world.defined([])
+        sorted_anew += world.queue._order is not before
+        assert sum(entered) <= 3 * EXACT_UP_TO + KEYS_PER_LOOK, "those that join, in both orders, a part, those due"
+        world.publish()
+        world.cache.evict(2)
+        world.queue.discard(world.members.pop(world.rng.randrange(len(world.members))))
+        world.members.append(world.new())
+        world.queue.add(world.members[-1])
+    assert sorted_anew >= 3
+    for _ in range(150):  # nothing changes any more
+        next(world.queue.in_order())
+    exact = ordered(world.members, POLICIES[policy](params), RULES[rule], world.view())
+    assert list(world.queue.in_order()) == exact
 
 
 def test_edf_lets_nobody_pass_for_ever() -> None:

@@ -10,8 +10,7 @@ same node go by arrival, as under every policy.
      / \    / \
     C   D  F   G            Source: SGLang 0.5.7's _calc_weight / _get_dfs_priority, without its recursion.
 
-Weights are kept while requests come and go: each costs the length of its path. Only the nodes on the queue's own
-prefixes are known here, not the whole tree, and only they are walked through when an order is wanted.
+Only the nodes on the queue's own prefixes are known here, not the whole tree, and only they are walked through.
 """
 
 from __future__ import annotations
@@ -29,42 +28,23 @@ class Weights:
 
     def __init__(self) -> None:
         self._weight: dict[int, int] = {}
-        self._children: dict[int, set[int]] = {ROOT: set()}
-        self._places: dict[int, int] | None = None
+        self._children: dict[int, list[int]] = {ROOT: []}
 
-    def add(self, path: Path) -> None:
+    def add(self, path: Path, count: int = 1) -> None:
+        """Count so many requests that end there."""
         weight, children = self._weight, self._children
         parent = ROOT
         for node in path:
             if node in weight:
-                weight[node] += 1
+                weight[node] += count
             else:
-                weight[node] = 1
-                children[node] = set()
-                children[parent].add(node)
+                weight[node] = count
+                children[node] = []
+                children[parent].append(node)
             parent = node
-        self._places = None
-
-    def remove(self, path: Path) -> None:
-        """Undo one `add` of this path."""
-        weight, children = self._weight, self._children
-        parent = ROOT
-        for node in path:
-            weight[node] -= 1
-            if not weight[node]:
-                del weight[node], children[node]
-                if parent == ROOT or parent in weight:
-                    children[parent].remove(node)
-            parent = node
-        self._places = None
 
     def places(self) -> dict[int, int]:
-        """Node → its place in the walk, children before their parent. O(nodes) after a change."""
-        if self._places is None:
-            self._places = self._walk()
-        return self._places
-
-    def _walk(self) -> dict[int, int]:
+        """Node → its place in the walk, children before their parent. O(n log n) in the number of nodes."""
         # Backwards, a walk in which a parent comes before its children is a matter of one stack.
         weight, stack, backwards = self._weight, [ROOT], []
         while stack:

@@ -35,7 +35,7 @@ from typing import Any, ClassVar, Protocol
 from baton.cache.radix import Node, Probe, ProbeWatch
 from baton.request import Validated
 from baton.sched import adaptive
-from baton.sched.dfs_weight import ROOT, Path, Weights
+from baton.sched.dfs_weight import ROOT, Weights
 from baton.sched.events import OrderReviewed
 from baton.sched.mix import uniform
 from baton.sched.seq import Seq
@@ -159,6 +159,20 @@ class Policy(abc.ABC):
     def keys(self, queue: Sequence[Seq], view: View, inputs: Any) -> Sequence[float]:
         """A number for each sequence, smallest first. `inputs`: a result of `inputs`, perhaps not the latest."""
 
+    def keys_in_parts(
+        self, queue: Sequence[Seq], part: int, view: Callable[[], View], inputs: Any
+    ) -> Iterator[Iterable[tuple[Seq, float]]]:
+        """`keys` of a long queue, for policies that are not `each_alone`: work on some `part` sequences at a time.
+
+        Yields what is ready, often nothing; each sequence once in all. The queue and the tree may change meanwhile.
+        """
+        for seqs in batches(queue, part):
+            all_cached_tokens(seqs, view().index)
+            yield ()
+        keys = self.keys(queue, view(), inputs)
+        for first in range(0, len(queue), part):
+            yield zip(queue[first : first + part], keys[first : first + part], strict=True)
+
     def expiries(self, queue: Sequence[Seq], view: View, inputs: Any) -> Iterable[float]:
         """When the numbers that `keys` has just given them are other ones, though nothing else changes."""
         return NEVER
@@ -174,6 +188,10 @@ class Held:
         if not abs(measured - self._value) <= 0.05 * abs(self._value):
             self._value = measured
         return self._value
+
+
+def batches(seqs: Sequence[Seq], size: int) -> Iterator[Sequence[Seq]]:
+    return (seqs[first : first + size] for first in range(0, len(seqs), size))
 
 
 def cached_tokens(seq: Seq, index: PrefixIndex) -> int:
@@ -299,53 +317,63 @@ class Lpm(Policy):
 
 
 class DfsWeight(Policy):
-    """Weights are kept from look to look; those move whose cached prefix, or whose path to it, is another one now."""
-
     name = "dfs-weight"
     each_alone = False
-
-    def __init__(self, params: PolicyParams) -> None:
-        super().__init__(params)
-        self._weights = Weights()
-        self._known: dict[int, tuple[Probe, Path]] = {}
-        """Of every sequence that waited at the last look, by handle."""
-        self._version: int | None = None
 
     @property
     def reads_tree(self) -> bool:
         return True
 
     def keys(self, queue: Sequence[Seq], view: View, inputs: Any) -> Sequence[float]:
-        index, known, weights = view.index, self._known, self._weights
-        for handle in known.keys() - {seq.handle for seq in queue}:
-            weights.remove(known.pop(handle)[1])
-        asked = queue if index.version != self._version else self._unknown(queue)
-        self._version = index.version
-        for i in index.outdated([seq.probe for seq in asked]):
-            _probed(asked[i], index)
-        now: dict[int, tuple[Probe, Path]] = {}
-        of_node: dict[Node, Path] = {}
-        for seq in asked:
-            assert seq.probe is not None, "outdated names those without"
-            node = seq.probe.node
-            if node not in of_node:
-                of_node[node] = tuple(index.path_of(seq.probe))
-            now[seq.handle] = seq.probe, of_node[node]
-        # First all that leave a place: a node that has a new parent is gone before it comes back below that.
-        moved = [handle for handle, (_, path) in now.items() if handle not in known or known[handle][1] != path]
-        for handle in moved:
-            if handle in known:
-                weights.remove(known[handle][1])
-        for handle in moved:
-            weights.add(now[handle][1])
-        known |= now
-        places = weights.places()
-        return [places[path[-1] if (path := known[seq.handle][1]) else ROOT] for seq in queue]
+        ends = _PrefixEnds()
+        ends.add(queue, view.index)
+        ends.walk(view.index)
+        return [ends.place(seq) for seq in queue]
 
-    def _unknown(self, queue: Sequence[Seq]) -> list[Seq]:
-        """Those that joined since the last look, or left and came back with more tokens."""
-        known = self._known
-        return [seq for seq in queue if seq.handle not in known or known[seq.handle][0] is not seq.probe]
+    def keys_in_parts(
+        self, queue: Sequence[Seq], part: int, view: Callable[[], View], inputs: Any
+    ) -> Iterator[Iterable[tuple[Seq, float]]]:
+        ends = _PrefixEnds()
+        for seqs in batches(queue, part):
+            ends.add(seqs, view().index)
+            yield ()
+        ends.walk(view().index)
+        yield ()
+        for seqs in batches(queue, part):
+            yield [(seq, ends.place(seq)) for seq in seqs]
+
+
+class _PrefixEnds:
+    """Where the cached prefixes of requests end in the tree, and the places of these nodes in the walk."""
+
+    def __init__(self) -> None:
+        self._probe_of: dict[int, Probe] = {}
+        self._ending: dict[Node, tuple[Probe, int]] = {}
+        """A probe that ended there, and how many did."""
+        self._places: dict[Node, int] = {}
+
+    def add(self, queue: Sequence[Seq], index: PrefixIndex) -> None:
+        for i in index.outdated([seq.probe for seq in queue]):
+            _probed(queue[i], index)
+        for seq in queue:
+            assert seq.probe is not None, "outdated names those without"
+            probe = self._probe_of[seq.handle] = seq.probe
+            _, count = self._ending.get(probe.node, (probe, 0))
+            self._ending[probe.node] = probe, count + 1
+
+    def walk(self, index: PrefixIndex) -> None:
+        """O(nodes on the way to these ends)."""
+        weights = Weights()
+        last: dict[Node, int] = {}
+        for node, (probe, count) in self._ending.items():
+            path = index.path_of(probe)
+            weights.add(path, count)
+            last[node] = path[-1] if path else ROOT
+        places = weights.places()
+        self._places = {node: places[number] for node, number in last.items()}
+
+    def place(self, seq: Seq) -> int:
+        return self._places[self._probe_of[seq.handle].node]
 
 
 class Hrrn(Policy):

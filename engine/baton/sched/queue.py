@@ -11,7 +11,7 @@ it brings `KEYS_PER_LOOK` sequences up to date, so that thousands cost a step no
    built from the new ones beside the one in force, and takes its place when it is complete.
 
 A policy whose numbers depend on who else waits (dfs-weight, lpm with in-batch thresholds) sorts all anew, a long queue
-at every so many looks; meanwhile those that join go last.
+over many looks: a second order is built as under 3, and those that join meanwhile go last in both.
 
 Priority ageing with a maximum needs two lists: among requests that still age the order never changes, among those that
 have aged all they can neither does; a look merges the two at the present time. A request moves from the first to the
@@ -142,7 +142,8 @@ class WaitingQueue:
         """Those that `_next` lacks, and others that have left."""
         self._tree: int | None = None
         """The tree's version that the order in force knows, if all is sorted anew for another one."""
-        self._looks_until_sort = 0
+        self._sorting: Iterator[Iterable[tuple[Seq, float]]] | None = None
+        """What `_next` is built from, if all is sorted anew."""
         self._probes: ProbeWatch | None = None
 
     def __len__(self) -> int:
@@ -359,20 +360,39 @@ class WaitingQueue:
                     self._probes.watch(seq.handle, seq.probe, seq.req.namespace)
 
     def _sort_all(self, view: View, inputs: Hashable) -> None:
-        """Where each number depends on all: sort everything, a long queue not at every look."""
-        self._looks_until_sort -= 1
+        """Where each number depends on all: sort everything, a long queue over many looks."""
         if self._join(view, self._joins, EXACT_UP_TO):
             self._tree = None
-        is_as_before = inputs == self._order.inputs and self._tree == view.index.version
-        if is_as_before or (self._looks_until_sort > 0 and self._order.entries):
-            due = self._order.take_due(view.now, KEYS_PER_LOOK)
-            self._order.enter(due, [self._order.entries[seq.handle][1] for seq in due], NEVER, view.now)
+        due = self._order.take_due(view.now, KEYS_PER_LOOK)
+        self._order.enter(due, [self._order.entries[seq.handle][1] for seq in due], NEVER, view.now)
+        is_long = len(self._order.entries) >= 2 * EXACT_UP_TO
+        if not is_long:
+            self._sorting = self._next = None
+        if self._sorting is None:
+            if inputs == self._order.inputs and self._tree == view.index.version:
+                return
+            self._tree = view.index.version  # a request that joins or leaves meanwhile resets it
+            seqs = [entry[4] for entry in self._order.entries.values()]
+            if not is_long:
+                self._order = _Order(self.priority, inputs)
+                self._order.enter(seqs, self.policy.keys(seqs, view, inputs), NEVER, view.now)
+                return
+            self._sorting = self.policy.keys_in_parts(seqs, EXACT_UP_TO, self._view, inputs)
+            self._next = _Order(self.priority, inputs)
+        self._continue_sorting(self._sorting, view)
+
+    def _continue_sorting(self, sorting: Iterator[Iterable[tuple[Seq, float]]], view: View) -> None:
+        assert self._next is not None, "it is made when sorting starts"
+        ready = next(sorting, None)
+        if ready is None:
+            self._order, self._next, self._sorting = self._next, None, None
             return
-        seqs = [entry[4] for entry in self._order.entries.values()]
-        self._order = _Order(self.priority, inputs)
-        self._order.enter(seqs, self.policy.keys(seqs, view, inputs), NEVER, view.now)
-        self._tree = view.index.version
-        self._looks_until_sort = len(seqs) // EXACT_UP_TO if len(seqs) > EXACT_UP_TO else 0
+        # One that has left and come back is there already.
+        found = [entry for entry in ready if self._is_placed(entry[0]) and entry[0].handle not in self._next.entries]
+        self._next.enter([seq for seq, _ in found], [key for _, key in found], NEVER, view.now)
+
+    def _is_placed(self, seq: Seq) -> bool:
+        return seq.handle in self._order.entries
 
 
 class _Lane:
