@@ -113,6 +113,8 @@ pub struct CostTerms {
     /// Of a prefill worker: the least a decode worker adds for it. Of a decode worker: the part of the KV transfer that
     /// the prefill does not hide.
     pub partner_ms: f64,
+    /// Part of `partner_ms` that the worker costs because the pair is not in one topology domain.
+    pub crossing_ms: f64,
     /// Blocks in its index, and work sent to it of late: they decide between equal costs.
     pub index_blocks: usize,
     pub recent_ms: f64,

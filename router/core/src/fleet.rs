@@ -190,7 +190,7 @@ pub fn serve(
     let facts = WorkerFacts {
         capacity_tokens: Some(config.capacity_tokens),
         order: config.order,
-        is_cacheless: false,
+        ..WorkerFacts::default()
     };
     for id in 0..config.workers as u64 {
         let worker = WorkerId(id);

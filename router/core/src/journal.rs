@@ -154,6 +154,8 @@ pub enum Told {
         order: QueueOrder,
         #[serde(default, skip_serializing_if = "std::ops::Not::not")]
         is_cacheless: bool,
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        domain: Option<u32>,
     },
     Gone {
         worker: WorkerId,
@@ -403,6 +405,7 @@ impl Told {
                 capacity_tokens: facts.capacity_tokens,
                 order: facts.order,
                 is_cacheless: facts.is_cacheless,
+                domain: facts.domain,
             },
             Event::WorkerGone { worker } => Told::Gone { worker },
         })
@@ -466,6 +469,7 @@ impl Told {
                 capacity_tokens,
                 order,
                 is_cacheless,
+                domain,
                 ..
             } => Event::WorkerAdded {
                 worker,
@@ -473,6 +477,7 @@ impl Told {
                     capacity_tokens,
                     order,
                     is_cacheless,
+                    domain,
                 },
             },
             Told::Gone { worker } => Event::WorkerGone { worker },

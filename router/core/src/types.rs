@@ -83,6 +83,8 @@ pub struct WorkerFacts {
     pub order: QueueOrder,
     /// The worker keeps no prefixes: prompts sent there are not found again.
     pub is_cacheless: bool,
+    /// Topology domain (zone, rack); workers with the same number are in one. `None`: not known.
+    pub domain: Option<u32>,
 }
 
 /// One sending of one request to one worker. Given out by the shell, never reused.

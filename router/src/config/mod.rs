@@ -158,6 +158,9 @@ pub struct Routing {
     /// three tenths of that [ms]
     #[arg(long, default_value_t = 43.0, value_name = "MS")]
     pub kv_pull_ms_per_kilotoken: f64,
+    /// cost: the same from another topology domain (docs/routing.md) [ms]
+    #[arg(long, default_value_t = 130.0, value_name = "MS")]
+    pub kv_pull_crossing_ms_per_kilotoken: f64,
     /// manual: who gets a new key (header x-smg-routing-key): random, min_load (fewest requests), min_group (fewest keys)
     #[arg(long, default_value_t = AssignmentMode::Random, value_name = "MODE")]
     pub assignment_mode: AssignmentMode,
@@ -396,6 +399,13 @@ impl RouterConfig {
             ms >= 0.0 && ms.is_finite(),
             format!("--kv-pull-ms-per-kilotoken {ms}: give a time of at least 0"),
         );
+        let crossing_ms = self.routing.kv_pull_crossing_ms_per_kilotoken;
+        rule(
+            crossing_ms >= ms && crossing_ms.is_finite(),
+            format!(
+                "--kv-pull-crossing-ms-per-kilotoken {crossing_ms}: give at least --kv-pull-ms-per-kilotoken {ms}"
+            ),
+        );
         let bytes = self.observe.decision_log_max_bytes;
         rule(
             bytes >= MIN_LOG_BYTES,
@@ -582,6 +592,7 @@ impl RouterConfig {
                 // Shared memory carries 10 GB/s where the network carries 3.
                 pull_near_ms: given.kv_pull_ms_per_kilotoken * 13.0 / 43.0 / 1e3,
                 pull_far_ms: given.kv_pull_ms_per_kilotoken / 1e3,
+                pull_crossing_ms: given.kv_pull_crossing_ms_per_kilotoken / 1e3,
                 ..CostParams::default()
             },
         }

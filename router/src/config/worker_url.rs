@@ -87,6 +87,8 @@ pub struct WorkerSpec {
     pub url: WorkerUrl,
     pub role: Role,
     pub bootstrap: Bootstrap,
+    /// Topology domain (zone, rack) as its source names it.
+    pub topology: Option<String>,
 }
 
 /// Whether a word after `--prefill URL` is its PORT.
@@ -113,7 +115,13 @@ impl WorkerSpec {
             url: WorkerUrl::parse(url)?,
             role,
             bootstrap,
+            topology: None,
         })
+    }
+
+    pub fn in_topology(self, topology: Option<String>) -> Self {
+        let topology = topology.filter(|name| !name.is_empty());
+        Self { topology, ..self }
     }
 }
 

@@ -31,6 +31,7 @@ struct Entry {
     role: Option<Role>,
     /// A number, or 'none'.
     bootstrap_port: Option<Value>,
+    topology: Option<String>,
 }
 
 /// Read once, refuse what is wrong, then follow the file. Nobody in it yet is no mistake at the start.
@@ -163,7 +164,7 @@ fn parse(text: &str, roles: &[Role]) -> Result<Vec<WorkerSpec>, Bad> {
 
 fn entry(value: Value, roles: &[Role]) -> Result<WorkerSpec, String> {
     let entry: Entry = serde_json::from_value(value)
-        .map_err(|err| format!("{err}; expected url, role, bootstrap_port"))?;
+        .map_err(|err| format!("{err}; expected url, role, bootstrap_port, topology"))?;
     let known = || {
         roles
             .iter()
@@ -186,7 +187,8 @@ fn entry(value: Value, roles: &[Role]) -> Result<WorkerSpec, String> {
         Value::String(word) => word,
         other => other.to_string(),
     });
-    WorkerSpec::new(&entry.url, role, port.as_deref())
+    let spec = WorkerSpec::new(&entry.url, role, port.as_deref())?;
+    Ok(spec.in_topology(entry.topology))
 }
 
 #[cfg(test)]

@@ -8,7 +8,7 @@
 //!
 //! It needs the verbs list and watch on pods.
 
-use std::collections::{BTreeSet, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::pin::pin;
 use std::time::{Duration, Instant};
 
@@ -30,6 +30,9 @@ use crate::config::{WorkerSpec, WorkerUrl};
 
 /// Where a prefill pod says its bootstrap port; the first found counts. The second is the name of SGLang's router.
 const BOOTSTRAP_PORT: [&str; 2] = ["baton.dev/bootstrap-port", "sglang.ai/bootstrap-port"];
+/// Where a pod says its topology domain.
+const TOPOLOGY: &str = "baton.dev/topology";
+const ZONE: &str = "topology.kubernetes.io/zone";
 /// A server of the same cluster that does not accept for this long is down.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
 /// After this the API server ends a watch, and the next one begins: something comes at least so often.
@@ -236,7 +239,7 @@ fn seen(pod: &Pod, wanted: &Wanted) -> Seen {
         Role::Regular | Role::Decode => None,
     };
     match WorkerSpec::new(&url.to_string(), wanted.role, port) {
-        Ok(spec) => Seen::Serving(spec),
+        Ok(spec) => Seen::Serving(spec.in_topology(topology(pod))),
         Err(why) => {
             tracing::error!(
                 pod = pod.name_any(),
@@ -246,6 +249,15 @@ fn seen(pod: &Pod, wanted: &Wanted) -> Seen {
             Seen::Nothing
         }
     }
+}
+
+/// The annotation or label of ours, or the zone that Kubernetes 1.35 and later copy from the node.
+fn topology(pod: &Pod) -> Option<String> {
+    let (notes, labels) = (&pod.metadata.annotations, &pod.metadata.labels);
+    let named = |from: &Option<BTreeMap<String, String>>, key| from.as_ref()?.get(key).cloned();
+    named(notes, TOPOLOGY)
+        .or_else(|| named(labels, TOPOLOGY))
+        .or_else(|| named(labels, ZONE))
 }
 
 fn bootstrap_port(pod: &Pod) -> Option<&str> {
@@ -360,6 +372,22 @@ mod tests {
         }
         let bad = with(json!({"baton.dev/bootstrap-port": "x"}));
         assert_eq!(seen(&bad, &wanted(Role::Prefill)), Seen::Nothing);
+    }
+
+    #[test]
+    fn topology_is_the_annotation_or_label_or_the_zone() {
+        let (ours, zone) = ("baton.dev/topology", "topology.kubernetes.io/zone");
+        for (annotations, labels, domain) in [
+            (json!({ours: "a"}), json!({ours: "b", zone: "c"}), Some("a")),
+            (json!({}), json!({ours: "b", zone: "c"}), Some("b")),
+            (json!({}), json!({zone: "c"}), Some("c")),
+            (json!({ours: ""}), json!({}), None),
+            (json!({}), json!({}), None),
+        ] {
+            let mut given = pod(json!({"/metadata/annotations": annotations}));
+            given.metadata.labels = serde_json::from_value(labels).unwrap();
+            assert_eq!(spec(&given, Role::Decode).topology.as_deref(), domain);
+        }
     }
 
     #[test]

@@ -115,6 +115,7 @@ fn show(app: &App, worker: &Worker) -> Value {
         "passed_over_ms": passed_over_ms,
         "load": worker.load(),
         "bootstrap_port": worker.bootstrap_port(),
+        "topology": worker.topology(),
         "dp_size": worker.dp_size(),
         "model_id": told.served_model_name,
         "version": told.version,
@@ -217,6 +218,7 @@ struct NewWorker {
     url: String,
     worker_type: Option<Role>,
     bootstrap_port: Option<u16>,
+    topology: Option<String>,
 }
 
 pub async fn add_worker(
@@ -228,12 +230,12 @@ pub async fn add_worker(
     let asked: NewWorker =
         serde_json::from_slice(&body).map_err(|err| RouteError::InvalidJson {
             detail: format!(
-                "{err}; expected {{\"url\", \"worker_type\": regular | prefill | decode, \"bootstrap_port\"}}"
+                "{err}; expected {{\"url\", \"worker_type\": regular | prefill | decode, \"bootstrap_port\", \"topology\"}}"
             ),
         })?;
     let role = asked.worker_type.unwrap_or(Role::Regular);
     let port = asked.bootstrap_port.map(|port| port.to_string());
-    let worker = register(&app, &asked.url, role, port.as_deref())?;
+    let worker = register(&app, &asked.url, role, port.as_deref(), asked.topology)?;
     let (id, url) = (worker.id.to_string(), worker.url().to_string());
     let body = json!({
         "status": "accepted",
@@ -255,6 +257,7 @@ fn register(
     url: &str,
     role: Role,
     port: Option<&str>,
+    topology: Option<String>,
 ) -> Result<Arc<Worker>, RouteError> {
     if !app.serving_roles().contains(&role) {
         let mode = if app.is_pd() { "with" } else { "without" };
@@ -267,7 +270,7 @@ fn register(
         param: "url",
         problem,
     })?;
-    app.register(spec)
+    app.register(spec.in_topology(topology))
 }
 
 #[derive(Deserialize)]
@@ -292,7 +295,13 @@ pub async fn legacy_add(
 ) -> Result<Response, RouteError> {
     let Query(query) = query?;
     let role = query.worker_type.unwrap_or(Role::Regular);
-    let worker = register(&app, query.url()?, role, query.bootstrap_port.as_deref())?;
+    let worker = register(
+        &app,
+        query.url()?,
+        role,
+        query.bootstrap_port.as_deref(),
+        None,
+    )?;
     let message = format!("Successfully added worker: {}", worker.url());
     Ok(answer(
         StatusCode::OK,

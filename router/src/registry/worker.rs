@@ -264,14 +264,18 @@ impl Worker {
                 || (is_sglang_decode && !has_decode_cache),
             capacity_tokens: told.max_total_num_tokens.filter(|tokens| *tokens > 0),
             order,
+            domain: self.spec.topology.as_deref().map(number_of),
         }
+    }
+
+    /// Topology domain that its source gave.
+    pub fn topology(&self) -> Option<&str> {
+        self.spec.topology.as_deref()
     }
 
     /// Workers with the same number are on one machine, as far as their addresses tell.
     pub(super) fn host_number(&self) -> u32 {
-        let mut hasher = DefaultHasher::new();
-        self.spec.url.host.hash(&mut hasher);
-        hasher.finish() as u32
+        number_of(&self.spec.url.host)
     }
 
     /// Whether it serves GET /v1/loads in our form: a worker of another make that has the path means something else by it.
@@ -309,4 +313,9 @@ impl Drop for Worker {
             task.abort();
         }
     }
+}
+fn number_of(name: &str) -> u32 {
+    let mut hasher = DefaultHasher::new();
+    name.hash(&mut hasher);
+    hasher.finish() as u32
 }

@@ -67,6 +67,7 @@ async fn a_dry_run_shows_every_candidate_and_sends_nothing() {
             "backlog_ms",
             "prefill_ms",
             "partner_ms",
+            "crossing_ms",
             "uncached_tokens",
             "load",
         ] {

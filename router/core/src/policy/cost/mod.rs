@@ -29,7 +29,8 @@
 //! ```
 //!
 //! with k the share of j's KV cache in use or promised, and pull the time to fetch the pages j lacks from i, as far as i's
-//! prefill does not hide it. [`Cost::choose_pair`] minimises the sum over pairs. Regular workers have both costs.
+//! prefill does not hide it. A token takes longer from another machine than from the same, and longest from another topology
+//! domain (zone, rack), where both domains are known. [`Cost::choose_pair`] minimises the sum over pairs. Regular workers have both costs.
 //! Requests and k are what this router sent, and what other routers sent as far as j reports it.
 //!
 //! Sizes are tokens. Where nobody counted them they are text units times a ratio that starts at a quarter (a token in four
@@ -80,10 +81,11 @@ pub struct CostParams {
     pub request_ms: f64,
     /// Price of a full KV cache: this × k / (1 - k) [ms]. smg's kv barrier has the same form and size.
     pub kv_ms: f64,
-    /// Time to fetch the KV of a token from the same machine, and from another [ms]: 128 KiB (an 8 B model with grouped
-    /// heads) at 10 and 3 GB/s.
+    /// Time to fetch the KV of a token from the same machine, from another, and from another topology domain [ms]: 128 KiB
+    /// (an 8 B model with grouped heads) at 10, 3 and 1 GB/s.
     pub pull_near_ms: f64,
     pub pull_far_ms: f64,
+    pub pull_crossing_ms: f64,
     /// Pause between two reports of a worker; twice that is stale [ms].
     pub report_interval_ms: u64,
 }
@@ -101,6 +103,7 @@ impl Default for CostParams {
             kv_ms: 150.0,
             pull_near_ms: 0.013,
             pull_far_ms: 0.043,
+            pull_crossing_ms: 0.13,
             report_interval_ms: 10_000,
         }
     }
@@ -117,6 +120,21 @@ const BEST_OF_SIDE: usize = 8;
 const STALE_TOP: usize = 4;
 /// Share of a KV cache above which the price no longer grows.
 const KV_FULL: f64 = 0.98;
+
+/// A KV transfer's share of the time to first token.
+#[derive(Debug, Clone, Copy)]
+struct ExposedPull {
+    ms: f64,
+    /// Part of it that another topology domain costs.
+    crossing_ms: f64,
+}
+
+impl ExposedPull {
+    fn within(ms: f64) -> Self {
+        let crossing_ms = 0.0;
+        Self { ms, crossing_ms }
+    }
+}
 
 /// See the module.
 #[derive(Debug)]
@@ -177,21 +195,23 @@ impl Cost {
             keep_cheapest(&mut d);
         }
         let size = ours.size_of(&req.prompt);
-        let hidden_not_ms = |i: &Estimate, j: &Estimate| {
-            let to_pull = (size.tokens - j.cached).max(0.0);
-            (to_pull * decode.pull_ms(i.host == j.host) - i.prefill_ms).max(0.0)
-        };
+        let pull = |i: &Estimate, j: &Estimate| decode.exposed_pull(i, j, size);
         // What the best decode worker for i adds decides over i; then the best for the chosen one.
         for i in &mut p {
-            let joint = d.iter().map(|j| j.cost_ms + hidden_not_ms(i, j));
-            i.partner_ms = joint.fold(f64::INFINITY, f64::min);
+            let joint = d.iter().map(|j| {
+                let pull = pull(i, j);
+                (j.cost_ms + pull.ms, pull.crossing_ms)
+            });
+            let least = joint.min_by(|a, b| a.0.total_cmp(&b.0));
+            (i.partner_ms, i.crossing_ms) = least.unwrap_or((f64::INFINITY, 0.0));
             i.cost_ms += i.partner_ms;
         }
         let is_stale = ours.is_stale(&self.params, req.now_ms as f64);
         let first = self.pick(&p, deepest, size, is_stale, rng);
         let pair = first.and_then(|first| {
             for j in &mut d {
-                j.partner_ms = hidden_not_ms(&first.best, j);
+                let pull = pull(&first.best, j);
+                (j.partner_ms, j.crossing_ms) = (pull.ms, pull.crossing_ms);
                 j.cost_ms += j.partner_ms;
             }
             let second = decode.pick(&d, usize::MAX, size, false, rng)?;
@@ -213,10 +233,20 @@ impl Cost {
         self.params.utilisation_secs * 1e3
     }
 
-    fn pull_ms(&self, is_near: bool) -> f64 {
-        match is_near {
-            true => self.params.pull_near_ms,
-            false => self.params.pull_far_ms,
+    /// Time in which `j` fetches the pages it lacks from `i`, as far as the prefill there does not hide it.
+    fn exposed_pull(&self, i: &Estimate, j: &Estimate, size: Size) -> ExposedPull {
+        let to_pull = (size.tokens - j.cached).max(0.0);
+        let exposed = |token_ms: f64| (to_pull * token_ms - i.prefill_ms).max(0.0);
+        let is_crossing = i.domain.zip(j.domain).is_some_and(|(a, b)| a != b);
+        let params = &self.params;
+        match i.host == j.host {
+            true => ExposedPull::within(exposed(params.pull_near_ms)),
+            false if is_crossing => {
+                let ms = exposed(params.pull_crossing_ms.max(params.pull_far_ms));
+                let crossing_ms = ms - exposed(params.pull_far_ms);
+                ExposedPull { ms, crossing_ms }
+            }
+            false => ExposedPull::within(exposed(params.pull_far_ms)),
         }
     }
 

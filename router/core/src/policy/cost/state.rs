@@ -94,6 +94,7 @@ pub(super) struct Reported {
 pub(super) struct Estimate {
     pub(super) id: WorkerId,
     pub(super) host: u32,
+    pub(super) domain: Option<u32>,
     /// Blocks of this prompt it holds.
     pub(super) held: usize,
     pub(super) cached: f64,
@@ -103,6 +104,8 @@ pub(super) struct Estimate {
     pub(super) decode_ms: f64,
     /// What the other one of a pair adds: see [`crate::explain::CostTerms`].
     pub(super) partner_ms: f64,
+    /// Part of it that is there because the pair is not in one topology domain.
+    pub(super) crossing_ms: f64,
     /// All of it.
     pub(super) cost_ms: f64,
     /// Blocks in its index.
@@ -194,12 +197,14 @@ impl State {
             let mut option = Estimate {
                 id: worker.id,
                 host: worker.host,
+                domain: rank.facts.domain,
                 held: held.blocks,
                 cached: held.cached_tokens(size.tokens, size.tokens_per_block, rank.confidence),
                 backlog_ms: 0.0,
                 prefill_ms: 0.0,
                 decode_ms: 0.0,
                 partner_ms: 0.0,
+                crossing_ms: 0.0,
                 cost_ms: 0.0,
                 size: self.holdings.size_of(worker.id),
                 load: worker.load + rank.others(now_ms).requests,

@@ -1,6 +1,6 @@
 //! The rule against itself written naively, and one test per sentence of the module.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 
 use proptest::prelude::*;
 
@@ -587,6 +587,66 @@ fn pairs_meet_on_one_machine_when_the_transfer_is_not_hidden() {
     assert_eq!((a.worker, b.worker), (WorkerId(0), WorkerId(1)));
 }
 
+#[test]
+fn pairs_stay_in_one_domain_while_the_price_is_not_higher() {
+    let (p, d) = (prefill(1), cost(Role::Decode, 2, CostParams::default()));
+    let place = |policy: &Cost, worker, domain| {
+        let domain = Some(domain);
+        let facts = WorkerFacts {
+            domain,
+            ..WorkerFacts::default()
+        };
+        let worker = WorkerId(worker);
+        policy.observe(&Event::WorkerAdded { worker, facts });
+    };
+    place(&p, 0, 7);
+    place(&d, 0, 8);
+    place(&d, 1, 7);
+    let mut sender = Sender::default();
+    let long = "k".repeat(500); // held by the prefill worker, so nothing hides the transfer
+    let ticket = sender.routed(&p, 0, &long);
+    sender.first_token(&p, ticket, 0);
+    let blocks = blocks(&long);
+    let request = RequestView {
+        prompt: blocks.prompt(),
+        ..RequestView::default()
+    };
+    let at = |id, host, load| WorkerView {
+        id: WorkerId(id),
+        load,
+        host,
+    };
+    let pair = |near_load, far_host| {
+        let ready = [at(0, far_host, 0), at(1, 3, near_load)];
+        let pair = p.explain_pair(&d, &request, &[at(0, 1, 0)], &ready, &mut rng(1));
+        let [(_, _), (choice, told)] = pair.expect("a pair");
+        let crossing = told.candidates.iter().map(|weighed| match &weighed.terms {
+            Terms::Cost(terms) => (weighed.id, terms.crossing_ms),
+            other => panic!("{other:?}"),
+        });
+        (choice.worker, crossing.collect::<BTreeMap<_, _>>())
+    };
+    let (chosen, crossing) = pair(0, 2);
+    assert_eq!(chosen, WorkerId(1));
+    assert_eq!(crossing[&WorkerId(1)], 0.0);
+    // 50 000 tokens at 0.13 - 0.043 ms, less what the prefill's base time hides.
+    assert!(
+        (4_000.0..=4_350.0).contains(&crossing[&WorkerId(0)]),
+        "{crossing:?}"
+    );
+    assert_eq!(
+        pair(600, 2).0,
+        WorkerId(0),
+        "6 s of queue are more than 4.35 s of transfer"
+    );
+    let (chosen, crossing) = pair(0, 1);
+    assert_eq!(
+        (chosen, crossing[&WorkerId(0)]),
+        (WorkerId(0), 0.0),
+        "one machine is one domain"
+    );
+}
+
 proptest! {
     /// The pair is the best of all, whether searched whole or among the best of each side.
     #[test]
@@ -594,10 +654,16 @@ proptest! {
         sent in proptest::collection::vec((0u64..4, "[ab]{1,9}"), 0..12),
         loads in proptest::collection::vec(0usize..60, 3),
         hosts in proptest::collection::vec(0u32..2, 7),
+        domains in proptest::collection::vec(0u32..2, 7),
         text in "[ab]{1,30}",
     ) {
         let eager = CostParams { hysteresis_ms: 0.0, hysteresis_fraction: 0.0, ..CostParams::default() };
         let (p, d) = (cost(Role::Prefill, 4, eager.clone()), cost(Role::Decode, 3, eager.clone()));
+        for (id, domain) in domains.iter().enumerate() {
+            let (policy, id) = if id < 4 { (&p, id) } else { (&d, id - 4) };
+            let facts = WorkerFacts { domain: Some(*domain), ..WorkerFacts::default() };
+            policy.observe(&Event::WorkerAdded { worker: WorkerId(id as u64), facts });
+        }
         let mut sender = Sender::default();
         for (worker, text) in &sent {
             sender.routed(&p, *worker, text);
@@ -614,7 +680,12 @@ proptest! {
         let (is, _) = p.lock().estimate(&p, &request, &p_ready);
         let (ds, _) = d.lock().estimate(&d, &request, &d_ready);
         let total = |i: &Estimate, j: &Estimate| {
-            let pull = (blocks.prompt().units as f64 - j.cached) * d.pull_ms(i.host == j.host);
+            let token_ms = match (i.host == j.host, i.domain == j.domain) {
+                (true, _) => eager.pull_near_ms,
+                (false, true) => eager.pull_far_ms,
+                (false, false) => eager.pull_crossing_ms,
+            };
+            let pull = (blocks.prompt().units as f64 - j.cached) * token_ms;
             i.cost_ms + j.cost_ms + (pull - i.prefill_ms).max(0.0)
         };
         let of = |i: WorkerId, j: WorkerId| {

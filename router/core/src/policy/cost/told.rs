@@ -71,6 +71,7 @@ pub(super) fn explain(weighing: &Weighing<'_>, picked: &Picked) -> Explanation {
             prefill_ms: option.prefill_ms,
             decode_ms: option.decode_ms,
             partner_ms: option.partner_ms,
+            crossing_ms: option.crossing_ms,
             index_blocks: option.size,
             recent_ms: option.recent_ms,
         }),
