@@ -143,6 +143,14 @@ def test_server_with_another_key_or_none_is_not_trusted(engine: FakeEngine) -> N
         assert look(engine, port)["bootstrap"] == "untrusted"
 
 
+def test_text_of_another_program_is_not_repeated(engine: FakeEngine) -> None:
+    head = b"HTTP/1.1 401 Unauthorized\r\nconnection: close\r\ncontent-length: 6\r\n\r\n"
+    with listener(head + b"secret") as port:
+        found = look(engine, port)
+    assert found["bootstrap"] == "refused"
+    assert "secret" not in json.dumps(found)
+
+
 def test_unreachable_server_is_named(engine: FakeEngine) -> None:
     with socket.create_server(("127.0.0.1", 0)) as closed:
         port = closed.getsockname()[1]
