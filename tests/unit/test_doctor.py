@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 from baton.doctor import check, engines, gpu, host, main, pairs, routers
+from baton.doctor import fleet as fleet_module
 from baton.doctor.check import CheckResult, CheckStatus
 from baton.doctor.client import HttpAnswer, HttpClient, MetricSample, parse_metrics
-from baton.doctor.fleet import EngineView, FleetView, RouterView
+from baton.doctor.fleet import EngineView, FleetKeys, FleetView, RouterView
 from baton.doctor.gpu import GpuFacts
 from baton.server.diagnosis import key_proof
 from baton.server.host_facts import HostFacts, read_host_facts
@@ -286,6 +287,12 @@ FAULTS: dict[str, tuple[Callable[[], FleetView], str, str, str]] = {
     ),
     "draining": (lambda: fleet(p(), d(state="draining")), "engine.state", "warn", "is draining"),
     "loading": (lambda: fleet(p(), d(state="loading")), "engine.state", "warn", "loads its model"),
+    "engine dead to itself": (
+        lambda: fleet(p(), d(state="dead")),
+        "engine.state",
+        "fail",
+        "decode http://d:30000 says that it is dead",
+    ),
     "rank dead": (
         lambda: fleet(p(), d(state="dead", internal_states=[{"dp_rank": 1, "dead": "exit code -9"}])),
         "engine.state",
@@ -535,8 +542,31 @@ def test_answers_say_what_went_wrong() -> None:
     client = HttpClient()
     refused = client.get("http://127.0.0.1:1/")
     assert (refused.status, refused.problem, refused.object) == (0, "connection refused", {})
-    assert client.get("http://no-such-host.invalid/").status == 0
     assert HttpAnswer(200, "[1]", "", None).object == {}
+
+
+class AskedClient(HttpClient):
+    """Answers a diagnosis with as many looks as it was asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[int] = []
+
+    def post(self, url: str, body: dict[str, Any], key: str | None = None, *, timeout_secs: float) -> HttpAnswer:
+        self.asked.append(len(body.get("prefill", [])))
+        found = {"host": facts().json(), "prefill": body.get("prefill", [])}
+        return HttpAnswer(200, json.dumps(found), "", None)
+
+
+def test_more_prefill_nodes_than_one_request_takes_are_asked_for_in_turn() -> None:
+    targets = [{"host": "p", "port": port} for port in range(1, 151)]
+    client = AskedClient()
+    found = fleet_module._diagnose(d(), targets, "c", FleetKeys(None, None), client)
+    assert client.asked == [0, 64, 64, 22]
+    assert found.diagnosis["prefill"] == targets
+    other = AskedClient()
+    fleet_module._diagnose(p(), targets, "c", FleetKeys(None, None), other)
+    assert other.asked == [0], "only decode nodes fetch KV"
 
 
 def test_metric_lines_are_read_and_others_left_out() -> None:

@@ -69,9 +69,9 @@ class HttpClient:
     def get(self, url: str, key: str | None = None) -> HttpAnswer:
         return self._ask(urllib.request.Request(url), key)
 
-    def post(self, url: str, body: dict[str, Any], key: str | None = None) -> HttpAnswer:
+    def post(self, url: str, body: dict[str, Any], key: str | None = None, *, timeout_secs: float) -> HttpAnswer:
         data = json.dumps(body).encode()
-        return self._ask(urllib.request.Request(url, data, {"content-type": "application/json"}), key)
+        return self._ask(urllib.request.Request(url, data, {"content-type": "application/json"}), key, timeout_secs)
 
     def lines(self, url: str, key: str | None = None) -> Iterator[str]:
         """Lines of an answer that does not end, each when it comes. Raises StreamEnded when none comes for a while."""
@@ -88,12 +88,12 @@ class HttpClient:
             raise StreamEnded(0, _reason(err)) from err
         raise StreamEnded(0, "the stream ended")
 
-    def _ask(self, request: urllib.request.Request, key: str | None) -> HttpAnswer:
+    def _ask(self, request: urllib.request.Request, key: str | None, timeout_secs: float = TIMEOUT_SECS) -> HttpAnswer:
         if key is not None:
             request.add_header("authorization", f"Bearer {key}")
         began = time.time()
         try:
-            with self._opener.open(request, timeout=TIMEOUT_SECS) as response:
+            with self._opener.open(request, timeout=timeout_secs) as response:
                 text = response.read().decode(errors="replace")
                 return HttpAnswer(response.status, text, "", _offset(response.headers.get("date"), began))
         except urllib.error.HTTPError as err:

@@ -13,10 +13,13 @@ from urllib.parse import urlsplit
 
 from baton.config import is_loopback
 from baton.doctor.client import HttpAnswer, HttpClient, MetricSample, in_parallel, parse_metrics
+from baton.server.diagnosis import MAX_PROBES
 from baton.server.host_facts import HostFacts
 from baton.server.transfer import source_address
 
 CONNECT_SECS = 3.0
+DIAGNOSIS_SECS = 30.0
+"""An engine waits for prefill nodes in up to four steps of three seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,9 +191,16 @@ def _diagnose(
     """The same engine with its diagnosis; only decode nodes are asked how they reach prefill nodes."""
     if not engine.is_baton:
         return engine
-    body = {"challenge": challenge, "prefill": targets if engine.role == "decode" else []}
+    url, key = f"{engine.url}/debug/diagnosis", None if engine.is_open else keys.engine
     began = time.time()
-    answer = client.post(f"{engine.url}/debug/diagnosis", body, None if engine.is_open else keys.engine)
+    answer = client.post(url, {"challenge": challenge}, key, timeout_secs=DIAGNOSIS_SECS)
     if not answer.is_ok or "host" not in answer.object:
         return replace(engine, diagnosis_problem=answer.problem or "its answer names no host")
-    return replace(engine, diagnosis={**answer.object, "asked_at": began, "answered_at": time.time()})
+    diagnosis = {**answer.object, "asked_at": began, "answered_at": time.time(), "prefill": []}
+    for first in range(0, len(targets) if engine.role == "decode" else 0, MAX_PROBES):
+        body = {"prefill": targets[first : first + MAX_PROBES]}
+        answer = client.post(url, body, key, timeout_secs=DIAGNOSIS_SECS)
+        if not answer.is_ok:
+            return replace(engine, diagnosis_problem=answer.problem)
+        diagnosis["prefill"] += answer.object.get("prefill", [])
+    return replace(engine, diagnosis=diagnosis)
