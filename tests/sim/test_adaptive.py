@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import random
@@ -10,7 +11,7 @@ from array import array
 import pytest
 
 from baton.sched import adaptive
-from baton.sched.adaptive import CANDIDATES, Choice, Forecast, Snapshot, Waiting, decide, forecast, forecasts
+from baton.sched.adaptive import CANDIDATES, Choice, Forecast, Snapshot, Waiting, decide, finish, forecast, forecasts
 from baton.sched.events import OrderReviewed
 from baton.sched.limits import Limits
 from baton.sched.policy import Adaptive, PolicyParams, View
@@ -205,7 +206,7 @@ def test_a_decision_is_replayed_from_its_line() -> None:
         plan = node.sched.plan(float(now * 2))
         for event in node.sched.drain_events():
             if isinstance(event, OrderReviewed):
-                lines.append(event.line)
+                lines.append(event.line())
         if plan is not None:
             node.sched.commit(plan, node.device.execute(plan))
     assert len(lines) > 10
@@ -242,3 +243,29 @@ def test_an_empty_queue_breaks_the_row() -> None:
     assert policy.review(queue[:1], view(2.0)) is None
     assert policy.choice == Choice("fcfs")
     assert policy.review(queue, view(2.5)) is None, "the window is not over"
+
+
+def test_a_long_queue_is_reviewed_over_many_plans_as_it_was_at_the_first() -> None:
+    state = State(Limits(100_000, 16, 4, 10_000, 64))
+    rng = random.Random(4)
+    queue = []
+    for handle in range(600):
+        plain = request(handle, [rng.randrange(VOCAB) for _ in range(rng.choice([40, 900]))], 4)
+        queue.append(Seq(dataclasses.replace(plain, arrival=handle / 100), array("i", plain.prompt), 4))
+    policy = Adaptive(PolicyParams(adaptive_window_secs=1.0))
+    at = state.view()
+    now = dataclasses.replace(at, now=10.0)
+    once = finish(policy._review_in_parts(queue, now))
+    assert once is not None
+    policy = Adaptive(PolicyParams(adaptive_window_secs=1.0))
+    policy.review(queue, at)
+    plans = 0
+    reviewed = None
+    while reviewed is None:
+        reviewed = policy.review(queue, now)
+        plans += 1
+        queue.append(queue[0])  # who joins later does not count
+        assert plans < 400
+    assert plans > 50
+    assert reviewed.line() == once.line()
+    assert policy.review(queue, dataclasses.replace(at, now=10.5)) is None, "the window is not over"

@@ -255,7 +255,8 @@ class Engine:
         elif isinstance(event, OrderReviewed):
             if event.after != event.before:
                 log.info("queue order: %s instead of %s", event.after, event.before)
-            log.debug("queue order replay: %s", event.line)
+            if log.isEnabledFor(logging.DEBUG):
+                log.debug("queue order replay: %s", event.line())
         elif self._relay is not None:
             self._relay.carry_out(event, self.sched)
 

@@ -6,10 +6,11 @@
 3. `decide` compares mean TTFT + `--adaptive-tail-weight` * p99. An order that is more than 10 % better twice in a row
    takes over; so there is at most one switch in two windows, and none for noise.
 
-Both are pure functions: `replay_line` repeats a decision from its line in the log. Not modelled: arrivals to come,
-decode steps between the prompts, prompts under way. Only the ratio of forecasts is used.
+`forecast` and `decide` are pure functions: `replay_line` repeats a decision from its line in the log. Not modelled:
+arrivals to come, decode steps between the prompts, prompts under way. Only the ratio of forecasts is used.
 
-Cost: MAX_REQUESTS and MAX_BLOCKS bound a review to some 25 ms; it happens once per window.
+Cost: MAX_REQUESTS and MAX_BLOCKS bound a review to some 25 ms, once per window. It is done in parts (`*_in_parts` yield
+the units of work done, some 0.4 us each), WORK_PER_PLAN of them at a plan: a long queue's review takes up to 180 plans.
 """
 
 from __future__ import annotations
@@ -18,13 +19,19 @@ import heapq
 import json
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
+
+from baton.sched.seq import SeqState
 
 if TYPE_CHECKING:
     from baton.sched.policy import PolicyParams, View
     from baton.sched.seq import Seq
+
+T = TypeVar("T")
+Parts = Generator[int, None, T]
+"""A computation in parts: yields units of work, returns its result."""
 
 MARGIN = 0.9
 """A rival's forecast must be below this share of the active order's."""
@@ -33,6 +40,11 @@ MAX_REQUESTS = 128
 MAX_BLOCKS = 4096
 """Prefixes are compared in blocks so long that all prompts together have about so many."""
 MIN_BLOCK_TOKENS = 16
+WORK_PER_PLAN = 512
+"""Units of work of a review at one plan: some 0.2 ms."""
+SCANNED_PER_PART = 512
+WORK_PER_REQUEST = 8
+"""Units for one request of a snapshot, besides one for each of its blocks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,10 +92,32 @@ class Choice:
     """Was better by the margin the last time."""
 
 
+def finish(parts: Parts[T]) -> T:
+    """The result, all parts at once."""
+    while True:
+        try:
+            next(parts)
+        except StopIteration as end:
+            result: T = end.value
+            return result
+
+
 def take_snapshot(
     queue: Collection[Seq], view: View, params: PolicyParams, cached_tokens: Callable[[Seq], int]
 ) -> Snapshot:
-    oldest = heapq.nsmallest(MAX_REQUESTS, queue, key=lambda seq: (seq.req.arrival, seq.handle))
+    return finish(snapshot_in_parts(queue, view, params, cached_tokens))
+
+
+def snapshot_in_parts(
+    queue: Collection[Seq], view: View, params: PolicyParams, cached_tokens: Callable[[Seq], int]
+) -> Parts[Snapshot]:
+    """The queue as it is now, less the requests that cease to wait before their part comes."""
+    waiting = list(queue)
+    oldest: list[Seq] = []
+    for first in range(0, len(waiting), SCANNED_PER_PART):
+        some = oldest + waiting[first : first + SCANNED_PER_PART]
+        oldest = heapq.nsmallest(MAX_REQUESTS, some, key=lambda seq: (seq.req.arrival, seq.handle))
+        yield len(some)
     total = sum(len(seq.tokens) for seq in oldest)
     block = MIN_BLOCK_TOKENS
     while block * MAX_BLOCKS < total:
@@ -94,6 +128,8 @@ def take_snapshot(
     numbers: dict[tuple[int, bytes], int] = {}
     requests = []
     for seq in oldest:
+        if seq.state not in (SeqState.WAITING, SeqState.OPENING):
+            continue
         width = block * seq.tokens.itemsize
         parent = numbers.setdefault((-1, seq.req.namespace), len(numbers))
         blocks = []
@@ -110,6 +146,7 @@ def take_snapshot(
                 cached=min(cached_tokens(seq) // block, len(blocks)),
             )
         )
+        yield WORK_PER_REQUEST + len(blocks)
     backlog_secs, most = view.queued_tokens / view.prefill_rate, params.srpt_aging_backlog_secs
     share = most / backlog_secs if 0 < most < backlog_secs else 1.0
     return Snapshot(
@@ -205,6 +242,10 @@ CANDIDATES: dict[str, Key] = {
 
 def forecast(snapshot: Snapshot, order: str) -> Forecast:
     """Mean and p99 of the time to first token, counted from arrival, if the queue is served in this order."""
+    return finish(forecast_in_parts(snapshot, order))
+
+
+def forecast_in_parts(snapshot: Snapshot, order: str) -> Parts[Forecast]:
     key, at = CANDIDATES[order], _Replay(snapshot)
     now = 0.0
     ttfts = []
@@ -212,12 +253,20 @@ def forecast(snapshot: Snapshot, order: str) -> Forecast:
         chosen = min(at.left, key=lambda i: (key(at, i), i))
         now += at.serve(chosen)
         ttfts.append(snapshot.requests[chosen].wait + now)
+        yield 2 * len(at.left)  # compared, and matched with the cache
     ttfts.sort()
     return Forecast(sum(ttfts) / len(ttfts), ttfts[min(math.ceil(0.99 * len(ttfts)), len(ttfts)) - 1])
 
 
 def forecasts(snapshot: Snapshot) -> dict[str, Forecast]:
     return {order: forecast(snapshot, order) for order in CANDIDATES}
+
+
+def forecasts_in_parts(snapshot: Snapshot) -> Parts[dict[str, Forecast]]:
+    found = {}
+    for order in CANDIDATES:
+        found[order] = yield from forecast_in_parts(snapshot, order)
+    return found
 
 
 def decide(choice: Choice, expected: dict[str, Forecast], tail_weight: float) -> Choice:

@@ -87,11 +87,12 @@ class AbortTransfer:
 
 @dataclass(frozen=True, slots=True)
 class OrderReviewed:
-    """--schedule-policy adaptive compared the candidates. `line` replays the decision (sched.adaptive.replay_line)."""
+    """--schedule-policy adaptive compared the candidates."""
 
     before: str
     after: str
-    line: str
+    line: Callable[[], str]
+    """Returns a line that replays the decision (sched.adaptive.replay_line); to make it takes some ms."""
 
 
 Event = (

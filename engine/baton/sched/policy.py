@@ -26,6 +26,7 @@ SRPT with ageing 0.05 as it did best on recorded traces (docs/scheduling/orders.
 from __future__ import annotations
 
 import abc
+import functools
 import itertools
 import math
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
@@ -501,6 +502,8 @@ class Adaptive(Policy):
         candidates: tuple[type[Policy], ...] = (Fcfs, Lpm, ShortFirst, Hrrn, SrptAging)
         self._orders = {policy.name: policy(params) for policy in candidates}
         self._next_review: float | None = None
+        self._review: adaptive.Parts[OrderReviewed | None] | None = None
+        """The one under way."""
 
     @property
     def order(self) -> Policy:
@@ -534,18 +537,36 @@ class Adaptive(Policy):
         return self._orders[name].keys(queue, view, of_order)
 
     def review(self, queue: Collection[Seq], view: View) -> OrderReviewed | None:
+        """One review per window, over as many plans as its work takes."""
         if self._next_review is None:
             self._next_review = view.now + self.params.adaptive_window_secs
-        if view.now < self._next_review:
-            return None
-        self._next_review = view.now + self.params.adaptive_window_secs
-        if len(queue) < 2:
+        if self._review is None:
+            if view.now < self._next_review:
+                return None
+            self._next_review = view.now + self.params.adaptive_window_secs
+            self._review = self._review_in_parts(queue, view)
+        done = 0
+        try:
+            while done < adaptive.WORK_PER_PLAN:
+                done += next(self._review)
+        except StopIteration as end:
+            self._review = None
+            reviewed: OrderReviewed | None = end.value
+            return reviewed
+        return None
+
+    def _review_in_parts(self, queue: Collection[Seq], view: View) -> adaptive.Parts[OrderReviewed | None]:
+        snapshot = yield from adaptive.snapshot_in_parts(
+            queue, view, self.params, lambda seq: cached_tokens(seq, view.index)
+        )
+        if len(snapshot.requests) < 2:
             self.choice = adaptive.Choice(self.choice.active)  # nothing to compare: not a second time in a row
             return None
-        snapshot = adaptive.take_snapshot(queue, view, self.params, lambda seq: cached_tokens(seq, view.index))
+        expected = yield from adaptive.forecasts_in_parts(snapshot)
         before, tail = self.choice, self.params.adaptive_tail_weight
-        self.choice = adaptive.decide(before, adaptive.forecasts(snapshot), tail)
-        return OrderReviewed(before.active, self.choice.active, adaptive.as_line(before, tail, snapshot, self.choice))
+        self.choice = adaptive.decide(before, expected, tail)
+        line = functools.partial(adaptive.as_line, before, tail, snapshot, self.choice)
+        return OrderReviewed(before.active, self.choice.active, line)
 
 
 LOWEST_PRIORITY = -(2**31)
