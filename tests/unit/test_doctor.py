@@ -291,7 +291,7 @@ FAULTS: dict[str, tuple[Callable[[], FleetView], str, str, str]] = {
         lambda: fleet(p(), d(state="dead")),
         "engine.state",
         "fail",
-        "decode http://d:30000 says that it is dead",
+        "decode http://d:30000 reports that it is dead",
     ),
     "rank dead": (
         lambda: fleet(p(), d(state="dead", internal_states=[{"dp_rank": 1, "dead": "exit code -9"}])),

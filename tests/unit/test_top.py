@@ -38,7 +38,7 @@ EVENT: dict[str, Any] = {
     "requests": [
         {"id": "quick", "ms": 5.0, "route": "/generate", "outcome": "ok", "worker": D, "attempts": 1},
         {"id": "slow", "ms": 900.0, "route": "/generate", "outcome": "timeout", "worker": None, "attempts": 2},
-        {"id": "running", "ms": None},
+        {"id": "new", "ms": 100.0, "route": "/generate", "outcome": None, "worker": D, "attempts": 1},
     ],
 }  # fmt: skip
 WORKERS = [{"url": f"{D}/", "worker_type": "decode", "state": "ready", "reason": None, "load": 2}]
@@ -57,7 +57,8 @@ def test_feed_adds_up_ranks_and_sorts_requests() -> None:
     assert (prefill.queued_tokens, prefill.kv_usage, prefill.prefill_tokens_per_s) == (3000, 0.25, 1500.0)
     assert (decode.queued_tokens, decode.kv_usage, decode.decode_tokens_per_s) == (None, None, None)
     assert (snapshot.pairs[0].prefill, snapshot.pairs[0].decode, snapshot.pairs[0].transport) == (P, D, "shm")
-    assert [(request.id, request.worker) for request in snapshot.slowest] == [("slow", "-"), ("quick", D)]
+    shown = [(request.id, request.worker, request.outcome) for request in snapshot.slowest]
+    assert shown == [("slow", "-", "timeout"), ("new", D, "running"), ("quick", D, "ok")]
     assert snapshot.queued_requests == 3
 
 

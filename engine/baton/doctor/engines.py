@@ -43,7 +43,7 @@ def check_engine_states(view: FleetView) -> list[CheckResult]:
             sentence = f"{engine.label} has lost rank {dead[0].get('dp_rank')}: {dead[0]['dead']}"
             problems.append(fail(name, sentence, "restart the engine"))
         elif own == "dead":
-            problems.append(fail(name, f"{engine.label} says that it is dead{because}", "restart the engine"))
+            problems.append(fail(name, f"{engine.label} reports that it is dead{because}", "restart the engine"))
         elif "draining" in (seen, own):
             sentence = (
                 f"{engine.label} is draining with {engine.worker.get('load', 0)} requests left: it gets no new ones"

@@ -88,7 +88,7 @@ class TopSnapshot:
     nodes: list[NodeRow] = field(default_factory=list)
     pairs: list[PairRow] = field(default_factory=list)
     slowest: list[RequestRow] = field(default_factory=list)
-    """Slowest of the requests that the feed names, which are the last ones that ended."""
+    """Slowest of the youngest requests, those that run included."""
 
 
 def parse(argv: Sequence[str]) -> TopConfig:
@@ -151,15 +151,19 @@ def read_feed(event: dict[str, Any]) -> TopSnapshot:
         )
         for pair in event.get("pairs", [])
     ]
-    ended = [
+    youngest = [
         RequestRow(
-            str(request.get("id")), float(request["ms"]), str(request.get("route")), str(request.get("outcome")),
-            str(request.get("worker") or "-"), int(request.get("attempts") or 0),
+            id=str(request.get("id")),
+            ms=float(request["ms"]),
+            route=str(request.get("route")),
+            outcome=str(request.get("outcome") or "running"),
+            worker=str(request.get("worker") or "-"),
+            attempts=int(request.get("attempts") or 0),
         )
         for request in event.get("requests", [])
         if request.get("ms") is not None
-    ]  # fmt: skip
-    slowest = sorted(ended, key=lambda request: -request.ms)[:SLOWEST]
+    ]
+    slowest = sorted(youngest, key=lambda request: -request.ms)[:SLOWEST]
     nodes = [_node_of_feed(node) for node in event.get("nodes", [])]
     return TopSnapshot("feed", int(event.get("queued_requests", 0)), nodes, pairs, slowest)
 
@@ -251,7 +255,7 @@ def render(router: str, snapshot: TopSnapshot, *, is_colored: bool, columns: int
         lines += ["", *table(("PAIR", "TRANSPORT", "REQUESTS", "SPEED", "FAILURES"), pairs)]
     if snapshot.slowest:
         rows = [[r.id, f"{r.ms:.0f}", r.outcome, str(r.attempts), r.worker] for r in snapshot.slowest]
-        lines += ["", *table(("SLOWEST OF THE LAST REQUESTS", "MS", "OUTCOME", "ATTEMPTS", "WORKER"), rows)]
+        lines += ["", *table(("SLOWEST OF THE YOUNGEST REQUESTS", "MS", "OUTCOME", "ATTEMPTS", "WORKER"), rows)]
     if snapshot.source == "poll":
         lines += ["", "pairs and requests are unknown: this router serves no /ui/feed"]
     cut = [line[:columns] for line in lines]
