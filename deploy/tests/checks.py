@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
-import os
 import re
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from unittest import mock
 
 import yaml
 
-from baton import config
 from baton.server import app
 from deploy.tests.manifests import (
     DEPLOY,
@@ -29,8 +24,10 @@ from deploy.tests.manifests import (
     pod_spec,
     selects,
     settings,
+    sidecar_engines,
     workloads,
 )
+from deploy.tests.programs import check_router_flags, engine_config
 
 ROOT = Path(__file__).parents[2]
 DEMO_MODEL = ROOT / "engine" / "baton" / "models" / "demo"
@@ -59,9 +56,20 @@ def check_selectors(objects: Sequence[Object]) -> Problems:
 
 
 def check_discovery(objects: Sequence[Object]) -> Problems:
-    """The router's flags name exactly the pods of its workers, their port and its own namespace."""
+    """The router's flags name exactly the pods of its workers, their port and its own namespace, or the engines of its
+    own pod."""
     roles = workloads(objects)
     args = arguments(roles["router"], objects)
+    engines = sidecar_engines(objects)
+    for role, container in engines.items():
+        port = flag_value(arguments(roles["router"], objects, container), "--port")
+        if flag_value(args, f"--{role}") != f"http://10.0.0.1:{port}":
+            yield f"--{role}={flag_value(args, f'--{role}')}, the engine listens on 10.0.0.1:{port}"
+        if container.get("restartPolicy") != "Always":
+            yield f"{role} is no sidecar: the router would start only after it has ended"
+    if engines:
+        yield from (f"the router has no {role} engine" for role in {"prefill", "decode"} - engines.keys())
+        return
     for role in ("prefill", "decode"):
         text = flag_value(args, f"--{role}-selector") or ""
         selector = {"matchLabels": dict(pair.split("=", 1) for pair in text.split(",") if "=" in pair)}
@@ -96,7 +104,8 @@ def check_ports(objects: Sequence[Object]) -> Problems:
             if flag_value(args, flags[name]) != str(port)
         )
     engine_port = str(next(row["port"] for row in table if row["to"] == "prefill" and row["name"] == "http"))
-    if flag_value(arguments(roles["router"], objects), "--service-discovery-port") != engine_port:
+    found = flag_value(arguments(roles["router"], objects), "--service-discovery-port")
+    if found != engine_port and not sidecar_engines(objects):
         yield f"--service-discovery-port is not {engine_port}"
     for service in of_kind(objects, "Service"):
         names = {port["name"] for port in main_container(roles[service["metadata"]["name"]])["ports"]}
@@ -147,7 +156,13 @@ def allowed_connections(objects: Sequence[Object]) -> set[tuple[str, str, int, i
 def check_network_policy(objects: Sequence[Object]) -> Problems:
     """The policies allow the rows of ports.yaml and nothing else between pods."""
     table = ports_table(objects)
-    wanted = {(source, r["to"], r["port"], r.get("end_port", r["port"])) for r in table for source in r["from"]}
+    roles = workloads(objects)
+    wanted = {
+        (source, row["to"], row["port"], row.get("end_port", row["port"]))
+        for row in table
+        if row["to"] in roles
+        for source in row["from"]
+    }
     found = allowed_connections(objects)
     yield from (f"ports.yaml has {row}, no policy allows it" for row in sorted(wanted - found))
     yield from (f"policies allow {row}, ports.yaml does not have it" for row in sorted(found - wanted))
@@ -180,6 +195,12 @@ def check_probes(objects: Sequence[Object]) -> Problems:
                 yield f"{role}: {probe} asks {get}, not {path}"
             if path not in open_paths(role):
                 yield f"{role}: the program does not serve {path} without a key"
+    for role, container in sidecar_engines(objects).items():
+        port = int(flag_value(arguments(workloads(objects)["router"], objects, container), "--port") or 0)
+        for probe, path in {"startupProbe": "/readyz", "readinessProbe": "/readyz", "livenessProbe": "/livez"}.items():
+            get = container.get(probe, {}).get("httpGet", {})
+            if get != {"path": path, "port": port}:
+                yield f"sidecar {role}: {probe} asks {get}, not {path} of port {port}"
 
 
 def check_grace(objects: Sequence[Object]) -> Problems:
@@ -196,6 +217,9 @@ def check_grace(objects: Sequence[Object]) -> Problems:
             yield f"{role}: {drain_flag} is not given"
         if pre_stop < 2:
             yield f"{role}: preStop sleeps {pre_stop} s; routers and Services need about 2 s to see a pod leave"
+        # Sidecars get SIGTERM when the router has ended, one after the other.
+        sidecars = [arguments(workload, objects, c) for c in spec.get("initContainers", [])]
+        drain += sum(float(flag_value(args, "--drain-timeout-secs") or "inf") for args in sidecars)
         if grace < pre_stop + drain + 10:
             yield f"{role}: killed after {grace} s, needs preStop {pre_stop} + drain {drain:g} + 10 s"
         if str(grace) != values["ROUTER_GRACE_SECONDS" if role == "router" else "ENGINE_GRACE_SECONDS"]:
@@ -248,6 +272,12 @@ def check_access(objects: Sequence[Object]) -> Problems:
     """The router may list and watch pods of its namespace; engines get no token; no right spans the cluster."""
     roles = workloads(objects)
     rules = [rule for role in of_kind(objects, "Role") for rule in role["rules"]]
+    if sidecar_engines(objects):
+        kinds = ("ServiceAccount", "Role", "RoleBinding")
+        yield from (f"{i['kind']} {i['metadata']['name']} has no use" for i in objects if i["kind"] in kinds)
+        if pod_spec(roles["router"]).get("automountServiceAccountToken") is not False:
+            yield "router: automountServiceAccountToken"
+        return
     if rules != [{"apiGroups": [""], "resources": ["pods"], "verbs": ["list", "watch"]}]:
         yield f"Roles allow {rules}"
     yield from (f"{i['kind']} {i['metadata']['name']}" for i in objects if i["kind"].startswith("ClusterRole"))
@@ -283,10 +313,12 @@ def check_references(objects: Sequence[Object]) -> Problems:
             secret_name = volume.get("secret", {}).get("secretName")
             if secret_name and secret_name not in EXTERNAL_FILES:
                 yield f"{role}: no Secret {secret_name}"
+        used: set[str] = set()
         for container in containers(workload):
             mounted = {mount["name"] for mount in container.get("volumeMounts", [])}
-            if mounted != volumes:
-                yield f"{role}: volumes {sorted(volumes)}, mounted {sorted(mounted)}"
+            used |= mounted
+            if not mounted <= volumes:
+                yield f"{role}: volumes {sorted(volumes)}, {container['name']} mounts {sorted(mounted)}"
             for source in container.get("envFrom", []):
                 if ("ConfigMap", source["configMapRef"]["name"]) not in have:
                     yield f"{role}: no ConfigMap {source['configMapRef']['name']}"
@@ -304,6 +336,8 @@ def check_references(objects: Sequence[Object]) -> Problems:
                         yield f"{role}: no Secret {reference['name']} with key {reference['key']}"
                 elif "KEY" in variable["name"]:
                     yield f"{role}: {variable['name']} is not from a Secret"
+        if used != volumes:
+            yield f"{role}: volumes {sorted(volumes)}, mounted {sorted(used)}"
 
 
 def check_images(objects: Sequence[Object]) -> Problems:
@@ -325,30 +359,41 @@ def make_certificate(directory: Path) -> None:
 
 def check_flags(objects: Sequence[Object]) -> Problems:
     """The programs accept their arguments: engines' are parsed, a router is started until it asks for Kubernetes."""
-    for role, workload in workloads(objects).items():
-        args = arguments(workload, objects)
+    roles = workloads(objects)
+    engines = {role: arguments(workload, objects) for role, workload in roles.items() if role != "router"}
+    for role, container in sidecar_engines(objects).items():
+        engines[role] = arguments(roles["router"], objects, container)
+    router = arguments(roles["router"], objects)
+    for role, args in [("router", router), *engines.items()]:
         yield from (f"{role}: {arg} has an unknown variable" for arg in args if "$(" in arg)
-        if role == "router":
-            with tempfile.TemporaryDirectory() as mounted:
-                if flag_value(args, "--tls-cert-path"):
-                    make_certificate(Path(mounted))
-                args = [arg.replace("=/model", f"={DEMO_MODEL}").replace("=/tls/", f"={mounted}/") for arg in args]
-                command = [sys.executable, "-m", "baton.cli", "router", *args, "--kubeconfig=/nonexistent", "--port=0"]
-                done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-            errors = [line for line in done.stderr.splitlines() if not re.search(r"Z +(INFO|WARN) ", line)]
-            if done.returncode != 2 or len(errors) != 1 or "--kubeconfig /nonexistent" not in errors[0]:
-                yield f"router: exit code {done.returncode}: {done.stderr}"
-            continue
-        errors_text = io.StringIO()
-        key = {"BATON_CLUSTER_KEY": "x" * 32}  # check_references: it comes from a Secret
+    yield from check_router_starts(router)
+    for role, args in engines.items():
         try:
-            with contextlib.redirect_stderr(errors_text), mock.patch.dict(os.environ, key):
-                parsed = config.parse(args[1:])
-        except SystemExit:
-            yield f"{role}: {errors_text.getvalue()}"
+            parsed = engine_config(args[1:])
+        except AssertionError as err:
+            yield f"{role}: {err}"
             continue
         if args[0] != "engine" or parsed.disaggregation_mode != role:
             yield f"{role}: starts {args[0]} in mode {parsed.disaggregation_mode}"
+
+
+def check_router_starts(args: Sequence[str]) -> Problems:
+    """Problems of a router that is started until it asks for Kubernetes, or without discovery only parses its flags."""
+    if "--service-discovery" not in args:
+        try:
+            check_router_flags(args)
+        except AssertionError as err:
+            yield str(err)
+        return
+    with tempfile.TemporaryDirectory() as mounted:
+        if flag_value(args, "--tls-cert-path"):
+            make_certificate(Path(mounted))
+        args = [arg.replace("=/model", f"={DEMO_MODEL}").replace("=/tls/", f"={mounted}/") for arg in args]
+        command = [sys.executable, "-m", "baton.cli", "router", *args, "--kubeconfig=/nonexistent", "--port=0"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    errors = [line for line in done.stderr.splitlines() if not re.search(r"Z +(INFO|WARN) ", line)]
+    if done.returncode != 2 or len(errors) != 1 or "--kubeconfig /nonexistent" not in errors[0]:
+        yield f"router: exit code {done.returncode}: {done.stderr}"
 
 
 CHECKS: dict[str, Callable[[Sequence[Object]], Problems]] = {

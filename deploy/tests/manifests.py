@@ -98,11 +98,17 @@ def settings(objects: Sequence[Object]) -> dict[str, str]:
     return maps[0]["data"]
 
 
-def arguments(workload: Object, objects: Sequence[Object]) -> list[str]:
-    """Arguments of the first container with $(NAME) replaced as the kubelet does; a pod's address is 10.0.0.1."""
+def sidecar_engines(objects: Sequence[Object]) -> dict[str, Object]:
+    """Engines by role in the router's own pod, as overlay one-pod has them; empty where engines have Deployments."""
+    return {c["name"]: c for c in pod_spec(workloads(objects)["router"]).get("initContainers", [])}
+
+
+def arguments(workload: Object, objects: Sequence[Object], container: Object | None = None) -> list[str]:
+    """Arguments of a container (default: the first one) with $(NAME) replaced as the kubelet does; a pod's address is
+    10.0.0.1."""
     values = {**settings(objects), "POD_IP": "10.0.0.1"}
     result = []
-    for argument in main_container(workload)["args"]:
+    for argument in (container or main_container(workload))["args"]:
         for name, value in values.items():
             argument = argument.replace(f"$({name})", value)
         result.append(argument)

@@ -18,6 +18,7 @@ from deploy.tests.manifests import (
     pod_spec,
     render,
     selects,
+    sidecar_engines,
     workloads,
 )
 
@@ -167,3 +168,38 @@ def test_a_defect_fails_its_own_check(mutate: Callable[[list[Object]], None]) ->
     mutate(objects)
     failed = [name for name, check in CHECKS.items() if list(check(objects))]
     assert failed == [MUTATIONS[mutate]]
+
+
+def _no_sidecar(objects: list[Object]) -> None:
+    del sidecar_engines(objects)["prefill"]["restartPolicy"]
+
+
+def _sidecar_elsewhere(objects: list[Object]) -> None:
+    args = main_container(workloads(objects)["router"])["args"]
+    args[args.index("--decode=http://$(POD_IP):30001")] = "--decode=http://$(POD_IP):30002"
+
+
+def _grace_without_sidecars(objects: list[Object]) -> None:
+    for name in ("prefill", "decode"):
+        args = sidecar_engines(objects)[name]["args"]
+        args[args.index("--drain-timeout-secs=$(ENGINE_DRAIN_SECONDS)")] = "--drain-timeout-secs=60"
+
+
+def _sidecar_in_the_wrong_mode(objects: list[Object]) -> None:
+    sidecar_engines(objects)["decode"]["args"].append("--disaggregation-mode=prefill")
+
+
+ONE_POD_MUTATIONS: dict[Callable[[list[Object]], None], str] = {
+    _no_sidecar: "discovery",
+    _sidecar_elsewhere: "discovery",
+    _grace_without_sidecars: "grace",
+    _sidecar_in_the_wrong_mode: "flags",
+}
+
+
+@pytest.mark.parametrize("mutate", ONE_POD_MUTATIONS, ids=lambda mutate: mutate.__name__.strip("_"))
+def test_a_defect_of_one_pod_fails_its_own_check(mutate: Callable[[list[Object]], None]) -> None:
+    objects = render("overlays/one-pod")
+    mutate(objects)
+    failed = [name for name, check in CHECKS.items() if list(check(objects))]
+    assert failed == [ONE_POD_MUTATIONS[mutate]]
