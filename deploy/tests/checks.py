@@ -59,6 +59,8 @@ def check_discovery(objects: Sequence[Object]) -> Problems:
     """The router's flags name exactly the pods of its workers, their port and its own namespace, or the engines of its
     own pod."""
     roles = workloads(objects)
+    if "router" not in roles:
+        return
     args = arguments(roles["router"], objects)
     engines = sidecar_engines(objects)
     for role, container in engines.items():
@@ -104,9 +106,10 @@ def check_ports(objects: Sequence[Object]) -> Problems:
             if flag_value(args, flags[name]) != str(port)
         )
     engine_port = str(next(row["port"] for row in table if row["to"] == "prefill" and row["name"] == "http"))
-    found = flag_value(arguments(roles["router"], objects), "--service-discovery-port")
-    if found != engine_port and not sidecar_engines(objects):
-        yield f"--service-discovery-port is not {engine_port}"
+    if "router" in roles and not sidecar_engines(objects):
+        found = flag_value(arguments(roles["router"], objects), "--service-discovery-port")
+        if found != engine_port:
+            yield f"--service-discovery-port is not {engine_port}"
     for service in of_kind(objects, "Service"):
         names = {port["name"] for port in main_container(roles[service["metadata"]["name"]])["ports"]}
         for port in service["spec"]["ports"]:
@@ -162,6 +165,7 @@ def check_network_policy(objects: Sequence[Object]) -> Problems:
         for row in table
         if row["to"] in roles
         for source in row["from"]
+        if source in roles or source not in ("router", "prefill", "decode")
     }
     found = allowed_connections(objects)
     yield from (f"ports.yaml has {row}, no policy allows it" for row in sorted(wanted - found))
@@ -272,11 +276,12 @@ def check_access(objects: Sequence[Object]) -> Problems:
     """The router may list and watch pods of its namespace; engines get no token; no right spans the cluster."""
     roles = workloads(objects)
     rules = [rule for role in of_kind(objects, "Role") for rule in role["rules"]]
-    if sidecar_engines(objects):
+    if "router" not in roles or sidecar_engines(objects):  # no pod asks the API server
         kinds = ("ServiceAccount", "Role", "RoleBinding")
         yield from (f"{i['kind']} {i['metadata']['name']} has no use" for i in objects if i["kind"] in kinds)
-        if pod_spec(roles["router"]).get("automountServiceAccountToken") is not False:
-            yield "router: automountServiceAccountToken"
+        for role, workload in roles.items():
+            if pod_spec(workload).get("automountServiceAccountToken") is not False:
+                yield f"{role}: automountServiceAccountToken"
         return
     if rules != [{"apiGroups": [""], "resources": ["pods"], "verbs": ["list", "watch"]}]:
         yield f"Roles allow {rules}"
@@ -363,10 +368,11 @@ def check_flags(objects: Sequence[Object]) -> Problems:
     engines = {role: arguments(workload, objects) for role, workload in roles.items() if role != "router"}
     for role, container in sidecar_engines(objects).items():
         engines[role] = arguments(roles["router"], objects, container)
-    router = arguments(roles["router"], objects)
-    for role, args in [("router", router), *engines.items()]:
+    router = arguments(roles["router"], objects) if "router" in roles else None
+    for role, args in [("router", router or ()), *engines.items()]:
         yield from (f"{role}: {arg} has an unknown variable" for arg in args if "$(" in arg)
-    yield from check_router_starts(router)
+    if router is not None:
+        yield from check_router_starts(router)
     for role, args in engines.items():
         try:
             parsed = engine_config(args[1:])

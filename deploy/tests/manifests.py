@@ -100,7 +100,8 @@ def settings(objects: Sequence[Object]) -> dict[str, str]:
 
 def sidecar_engines(objects: Sequence[Object]) -> dict[str, Object]:
     """Engines by role in the router's own pod, as overlay one-pod has them; empty where engines have Deployments."""
-    return {c["name"]: c for c in pod_spec(workloads(objects)["router"]).get("initContainers", [])}
+    router = workloads(objects).get("router")
+    return {c["name"]: c for c in pod_spec(router).get("initContainers", [])} if router else {}
 
 
 def arguments(workload: Object, objects: Sequence[Object], container: Object | None = None) -> list[str]:

@@ -74,6 +74,20 @@ def test_topology_spreads_roles_over_zones_and_keeps_pairs_together() -> None:
     assert near == ["prefill"]
 
 
+def test_inference_pool_has_all_engines_by_their_port_and_roles() -> None:
+    objects = render("overlays/inferencepool")
+    roles = workloads(objects)
+    assert roles.keys() == {"prefill", "decode"}
+    pool = named(objects, "InferencePool", "baton")["spec"]
+    for role, workload in roles.items():
+        assert selects(pool["selector"], pod_labels(workload))
+        assert pod_labels(workload)["llm-d.ai/role"] == role
+        ports = {port["name"]: port["containerPort"] for port in main_container(workload)["ports"]}
+        assert pool["targetPorts"] == [{"number": ports["http"]}]
+    (rule,) = named(objects, "HTTPRoute", "baton")["spec"]["rules"]
+    assert [(ref["kind"], ref["name"]) for ref in rule["backendRefs"]] == [("InferencePool", "baton")]
+
+
 def test_rdma_gives_engines_a_device() -> None:
     limits = {role: main_container(w)["resources"]["limits"] for role, w in workloads(render("base+rdma")).items()}
     assert {role for role, limit in limits.items() if "rdma/hca_shared" in limit} == {"prefill", "decode"}

@@ -34,7 +34,9 @@ def scrape_config() -> dict[str, Any]:
     return config
 
 
-@pytest.mark.parametrize("target", [name for name in TARGETS if name in {"base+monitoring", "base+autoscale-keda"}])
+@pytest.mark.parametrize(
+    "target", [name for name in TARGETS if name in {"base+monitoring", "base+autoscale-keda", "overlays/inferencepool"}]
+)
 def test_custom_resources_fit_the_strict_schema(target: str) -> None:
     found = [item for item in render(target) if is_custom(item)]
     assert found

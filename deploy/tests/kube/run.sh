@@ -39,7 +39,7 @@ echo "test-kube: CRDs of components/monitoring and components/autoscale-keda:"
 export BATON_KUBE_PROGRAMS=$cache
 # The router's pods run the image of deploy/docker; where it cannot be built, this machine's files.
 echo "test-kube: building the router's image"
-BATON_KUBE_ROUTER_ROOTFS=$(cd "$root" && PYTHONPATH=. nice -n 19 "$python" -m deploy.tests.images) || BATON_KUBE_ROUTER_ROOTFS=
+BATON_KUBE_ROUTER_ROOTFS=$(cd "$root" && PYTHONPATH=. "$python" -m deploy.tests.images) || BATON_KUBE_ROUTER_ROOTFS=
 export BATON_KUBE_ROUTER_ROOTFS
 status=0
 # --kill-child ends every process of the cluster with pytest; mounts and links vanish with their namespaces.
