@@ -478,6 +478,17 @@ def test_transport_of_a_pair_is_explained(changes: dict[str, Any], info: dict[st
     assert why in shown.sentence
 
 
+def test_transport_that_both_flags_name_is_expected() -> None:
+    flags = {"disaggregation_transfer_backend": "gloo"}
+    choice = pairs.choose_transport(p(**flags), d(**flags))
+    assert choice == pairs.TransportChoice("gloo", (f"shm: --disaggregation-transfer-backend gloo of prefill {P}",))
+    elsewhere = changed(d(host_facts=facts(boot_id="b", hostname="b")), **look("ok", ranks=[rank("reachable", None)]))
+    found = pairs.check_transports(fleet(p(disaggregation_transfer_backend="shm"), elsewhere))
+    sentence = sole(found, CheckStatus.FAIL).sentence
+    assert "no transport serves this pair" in sentence
+    assert "shm: they run on different hosts (a, b)" in sentence
+
+
 def test_key_proof_shows_neither_the_key_nor_what_else_the_key_signs() -> None:
     assert key_proof("secret", "c") == key_proof("secret", "c") != key_proof("secret", "d")
     assert key_proof("secret", "c") != key_proof("secrets", "c")

@@ -193,17 +193,15 @@ def choose_transport(prefill: EngineView, decode: EngineView) -> TransportChoice
     on_device = {engine.info.get("device", "cpu") != "cpu" for engine in (prefill, decode)}
     table = ON_DEVICE if on_device == {True} else TRANSPORTS
     allowed = [_allowed(engine, on_device=engine.info.get("device", "cpu") != "cpu") for engine in (prefill, decode)]
+    both = [transport for transport in allowed[1] if transport in allowed[0]]
     refused = []
-    for transport in table["auto"] + [t for t in ("gloo", "nccl") if t not in table["auto"]]:
-        flags = [
-            f"--disaggregation-transfer-backend {engine.info.get('disaggregation_transfer_backend')} of {engine.label}"
-            for engine, can in zip((prefill, decode), allowed, strict=True)
-            if transport not in can
-        ]
-        if flags:
-            if transport in table["auto"]:
-                refused.append(f"{transport}: {flags[0]}")
+    for transport in table["auto"]:
+        if transport in both:
             continue
+        blames = next(e for e, can in zip((prefill, decode), allowed, strict=True) if transport not in can)
+        backend = blames.info.get("disaggregation_transfer_backend")
+        refused.append(f"{transport}: --disaggregation-transfer-backend {backend} of {blames.label}")
+    for transport in both:
         problem = _same_host_problem(ours, theirs) if transport in ("shm", "cuda_ipc") else ""
         if not problem:
             return TransportChoice(transport, tuple(refused))
@@ -240,8 +238,11 @@ def check_transports(view: FleetView) -> list[CheckResult]:
             pair = f"{p.url} -> {engine.url}"
             why = f" ({'; '.join(choice.refused)})" if choice.refused else ""
             used = sorted({rank["transport"] for rank in look["ranks"] if rank["transport"]})
-            if not used:
-                told.append(f"{pair}: {choice.best or 'none'} expected, not connected yet{why}")
+            if choice.best is None and not used:
+                remedy = "give both --disaggregation-transfer-backend auto, or one that both can use"
+                problems.append(fail(name, f"{pair}: no transport serves this pair{why}", remedy))
+            elif not used:
+                told.append(f"{pair}: {choice.best} expected, not connected yet{why}")
             elif choice.best is not None and used != [choice.best]:
                 sentence = f"{pair}: KV travels by {', '.join(used)}, {choice.best} should work{why}"
                 remedy = "the decode node's log says why it changed; baton_kv_transport_fallbacks_total counts it"
