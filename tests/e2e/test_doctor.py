@@ -134,7 +134,7 @@ def test_healthy_fleet_exits_with_0_and_names_the_transport(pair: tuple[Engine, 
     sentences = {check["name"]: check["sentence"] for check in checks}
     assert sentences["pair.transport"] == f"{prefill.url} -> {decode.url}: shm"
     assert sentences["pair.cluster_key"] == "2 engines have the same cluster key"
-    assert sentences["router.keys"].startswith("1 routers want a key")
+    assert sentences["router.keys"].startswith("routers with a key: 1,")
 
 
 def test_top_shows_every_node(pair: tuple[Engine, Engine]) -> None:

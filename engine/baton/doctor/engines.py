@@ -27,7 +27,7 @@ def check_engines_reachable(view: FleetView) -> list[CheckResult]:
         elif engine.problem:
             remedy = "give the engines' key with --api-key or BATON_API_KEY"
             problems.append(fail(name, f"{engine.label} refuses to show its settings: {engine.problem}", remedy))
-    return problems_or_ok(name, problems, f"{len(view.engines)} engines answer")
+    return problems_or_ok(name, problems, f"engines that answer: {len(view.engines)}")
 
 
 def check_engine_states(view: FleetView) -> list[CheckResult]:
@@ -58,7 +58,7 @@ def check_engine_states(view: FleetView) -> list[CheckResult]:
         elif engine.worker.get("circuit") not in (None, "closed"):
             sentence = f"the router's circuit of {engine.label} is {engine.worker['circuit']}: its requests failed"
             problems.append(warn(name, sentence, "look at baton_router_upstream_errors_total and the engine's log"))
-    return problems_or_ok(name, problems, f"{len(view.engines)} engines are ready")
+    return problems_or_ok(name, problems, f"engines that are ready: {len(view.engines)}")
 
 
 def check_engine_versions(view: FleetView) -> list[CheckResult]:
@@ -88,7 +88,7 @@ def check_engine_metrics(view: FleetView) -> list[CheckResult]:
             remedy = "SGLang: --enable-metrics; Prometheus and autoscalers read this page"
             problems.append(warn(name, f"{engine.url}/metrics cannot be scraped: {engine.metrics_problem}", remedy))
     return problems_or_ok(
-        name, problems, f"metrics of {sum(bool(e.metrics) for e in view.engines)} engines can be scraped"
+        name, problems, f"engines whose metrics can be scraped: {sum(bool(e.metrics) for e in view.engines)}"
     )
 
 
@@ -139,7 +139,7 @@ def _of_engines(view: FleetView, check: Callable[[EngineView], CheckResult]) -> 
 
     def judge(engine: EngineView) -> CheckResult:
         result = check(engine)
-        label = engine.label if is_problem(result) else f"{len(view.diagnosed)} engines, e.g. {engine.label}"
+        label = engine.label if is_problem(result) else f"all {len(view.diagnosed)}, e.g. {engine.label}"
         return replace(result.under("engine"), sentence=f"{label}: {result.sentence}")
 
     return merge(judge(engine) for engine in view.diagnosed)

@@ -407,7 +407,7 @@ def check_pods(view: KubeView) -> list[CheckResult]:
                     f"kubectl -n {view.namespace} describe pod {pod['metadata']['name']}; kubectl logs --previous",
                 )
             )
-    return problems_or_ok(name, problems, f"{len(mine)} pods run without trouble")
+    return problems_or_ok(name, problems, f"pods without trouble: {len(mine)}")
 
 
 def _selector(workload: Object) -> dict[str, str]:
@@ -487,7 +487,7 @@ def check_gpus(view: KubeView) -> list[CheckResult]:
         if extra and str(surge) not in ("0", "0%") and workload.get("kind") != "StatefulSet" and there < wanted + extra:
             sentence = f"{label(workload)}: maxSurge {surge}, but no GPU of {there} is left: a rollout would hang"
             problems.append(warn(name, sentence, "strategy: rollingUpdate: {maxSurge: 0, maxUnavailable: 1}"))
-    return problems_or_ok(name, problems, f"{wanted} GPUs are asked for, nodes offer {there}")
+    return problems_or_ok(name, problems, f"GPUs asked for: {wanted}, offered by nodes: {there}")
 
 
 def _gpus(spec: Object) -> int:

@@ -33,7 +33,7 @@ def check_routers_ready(view: FleetView) -> list[CheckResult]:
         reason = router.readiness.get("reason") or router.readiness.get("status") or "no reason given"
         remedy = "start engines of the missing role, or add them: POST /workers; GET /workers says why one is not ready"
         problems.append(fail(name, f"{router.url} is not ready: {reason}", remedy))
-    return problems_or_ok(name, problems, f"{len(view.routers)} routers accept requests")
+    return problems_or_ok(name, problems, f"routers that accept requests: {len(view.routers)}")
 
 
 def check_router_metrics(view: FleetView) -> list[CheckResult]:
@@ -42,7 +42,7 @@ def check_router_metrics(view: FleetView) -> list[CheckResult]:
         if not router.problem and router.metrics_problem:
             sentence = f"{router.url}/metrics cannot be scraped: {router.metrics_problem}"
             problems.append(warn(name, sentence, "scrape the port of --prometheus-port, if it is set"))
-    return problems_or_ok(name, problems, f"metrics of {len(view.routers)} routers can be scraped")
+    return problems_or_ok(name, problems, f"routers whose metrics can be scraped: {len(view.routers)}")
 
 
 def check_discovery(view: FleetView) -> list[CheckResult]:
@@ -71,7 +71,7 @@ def check_discovery(view: FleetView) -> list[CheckResult]:
                 )
     if not sources and not problems:
         return [skip(name, "workers are named by flags or POST /workers")]
-    return problems_or_ok(name, problems, f"{sources} sources of workers are read")
+    return problems_or_ok(name, problems, f"sources of workers that are read: {sources}")
 
 
 def check_router_keys(view: FleetView) -> list[CheckResult]:
@@ -84,7 +84,9 @@ def check_router_keys(view: FleetView) -> list[CheckResult]:
     guarded = [router for router in view.routers if not router.problem and not router.is_open]
     local = [router for router in view.routers if router.is_open]
     return problems_or_ok(
-        name, problems, f"{len(guarded)} routers want a key, {len(local)} are reachable from this host only"
+        name,
+        problems,
+        f"routers with a key: {len(guarded)}, without one and reachable from this host only: {len(local)}",
     )
 
 
