@@ -254,11 +254,12 @@ def test_a_long_queue_is_reviewed_over_many_plans_as_it_was_at_the_first() -> No
         queue.append(Seq(dataclasses.replace(plain, arrival=handle / 100), array("i", plain.prompt), 4))
     policy = Adaptive(PolicyParams(adaptive_window_secs=1.0))
     at = state.view()
-    now = dataclasses.replace(at, now=10.0)
+    now = dataclasses.replace(at, now=1.0)
     once = finish(policy._review_in_parts(queue, now))
     assert once is not None
     policy = Adaptive(PolicyParams(adaptive_window_secs=1.0))
-    policy.review(queue, at)
+    assert policy.review(queue, at) is None
+    assert policy.review(queue, dataclasses.replace(at, now=0.99)) is None, "the window is not over"
     plans = 0
     reviewed = None
     while reviewed is None:
@@ -268,4 +269,6 @@ def test_a_long_queue_is_reviewed_over_many_plans_as_it_was_at_the_first() -> No
         assert plans < 400
     assert plans > 50
     assert reviewed.line() == once.line()
-    assert policy.review(queue, dataclasses.replace(at, now=10.5)) is None, "the window is not over"
+    assert policy.review(queue, dataclasses.replace(at, now=1.99)) is None, "the next window is not over"
+    after_a_long_step = policy.review(queue, dataclasses.replace(at, now=20.0))
+    assert after_a_long_step is not None, "1 % of 18 s is time for all of it"

@@ -10,7 +10,8 @@
 arrivals to come, decode steps between the prompts, prompts under way. Only the ratio of forecasts is used.
 
 Cost: MAX_REQUESTS and MAX_BLOCKS bound a review to some 25 ms, once per window. It is done in parts (`*_in_parts` yield
-the units of work done, some 0.4 us each), WORK_PER_PLAN of them at a plan: a long queue's review takes up to 180 plans.
+the units of work done, some 0.4 us each), WORK_PER_PLAN or 1 % of the time at a plan: a long queue's review takes up to
+180 plans where steps are short.
 """
 
 from __future__ import annotations
@@ -41,7 +42,9 @@ MAX_BLOCKS = 4096
 """Prefixes are compared in blocks so long that all prompts together have about so many."""
 MIN_BLOCK_TOKENS = 16
 WORK_PER_PLAN = 512
-"""Units of work of a review at one plan: some 0.2 ms."""
+"""Units of work of a review at one plan, at least: some 0.2 ms."""
+WORK_PER_SEC = 25_000
+"""Units per second since the last plan: 1 % of the time of long steps."""
 SCANNED_PER_PART = 512
 WORK_PER_REQUEST = 8
 """Units for one request of a snapshot, besides one for each of its blocks."""

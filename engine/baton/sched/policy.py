@@ -504,6 +504,7 @@ class Adaptive(Policy):
         self._next_review: float | None = None
         self._review: adaptive.Parts[OrderReviewed | None] | None = None
         """The one under way."""
+        self._last_plan = 0.0
 
     @property
     def order(self) -> Policy:
@@ -538,6 +539,8 @@ class Adaptive(Policy):
 
     def review(self, queue: Collection[Seq], view: View) -> OrderReviewed | None:
         """One review per window, over as many plans as its work takes."""
+        most = max(adaptive.WORK_PER_PLAN, adaptive.WORK_PER_SEC * (view.now - self._last_plan))
+        self._last_plan = view.now
         if self._next_review is None:
             self._next_review = view.now + self.params.adaptive_window_secs
         if self._review is None:
@@ -547,7 +550,7 @@ class Adaptive(Policy):
             self._review = self._review_in_parts(queue, view)
         done = 0
         try:
-            while done < adaptive.WORK_PER_PLAN:
+            while done < most:
                 done += next(self._review)
         except StopIteration as end:
             self._review = None
