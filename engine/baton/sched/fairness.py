@@ -25,7 +25,7 @@ import heapq
 import itertools
 import math
 import sys
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -82,7 +82,8 @@ class _Lane:
     ) -> None:
         """`pull`: look for a tenant's next candidate and put it into its queue; False when it has no more."""
         self.first: deque[Seq] = deque()
-        self.queues: dict[str, deque[Seq]] = {tenant: deque() for tenant in tenants}
+        self.tenants = dict.fromkeys(tenants)
+        self.queues: dict[str, deque[Seq]] = defaultdict(deque)
         self.ahead = 0
         """Unfinished prompts among those handed out."""
         self.pending = 0
@@ -107,7 +108,10 @@ class _Lane:
             return self.first.popleft()
         if self._heap is None:
             # Equal counters: who has been waiting longer without a break.
-            self._heap = [(self._rank(tenant), i, tenant) for i, tenant in enumerate(self.queues)]
+            counters = self._counters.of(self.tenants)
+            self._heap = [
+                (counter, i, tenant) for i, (counter, tenant) in enumerate(zip(counters, self.tenants, strict=True))
+            ]
             heapq.heapify(self._heap)
         while self._heap:
             rank, i, tenant = self._heap[0]
@@ -166,6 +170,7 @@ class Fairness:
         """Per class and tenant; no zeros."""
         self._queued: dict[str, int] = {}
         self._has_caps = any(r.max_running is not None or r.max_kv_tokens is not None for r in self._tenants.all)
+        self._has_kv_caps = any(r.max_kv_tokens is not None for r in self._tenants.all)
         self._held_back: set[int] = set()
         self._throttled = dict.fromkeys(("queue", "running", "kv"), 0)
         self._class_tokens = [[0, 0] for _ in classes]
@@ -253,7 +258,7 @@ class Fairness:
             most_skipped: waiting sequences that could not start, per class, after which no further one is handed out.
         """
         lanes = self._lanes(under_way, order, together, most_skipped)
-        ready = {c for c, lane in enumerate(lanes) if lane.first or lane.queues}
+        ready = {c for c, lane in enumerate(lanes) if lane.first or lane.tenants}
         if not ready:
             self._rounds.settle()
         for idle in set(range(len(lanes))) - ready:
@@ -316,7 +321,7 @@ class Fairness:
         for seq in under_way:
             lane = lanes[self.class_of(seq)]
             if together:
-                lane.queues.setdefault(self.tenant_of(seq.req), deque())
+                lane.tenants.setdefault(self.tenant_of(seq.req))
                 lane.pending += 1
             else:
                 lane.first.append(seq)
@@ -337,7 +342,8 @@ class Fairness:
     def _count(self, seq: Seq, used: dict[str, _Use]) -> None:
         use = used.setdefault(self.tenant_of(seq.req), _Use())
         use.running += seq.state in _HOLDING
-        use.kv_tokens += self._kv_tokens(seq)
+        if self._has_kv_caps:
+            use.kv_tokens += self._kv_tokens(seq)
 
     def _kv_tokens(self, seq: Seq) -> int:
         """Tokens that a sequence is expected to hold at its end."""

@@ -156,6 +156,11 @@ class VirtualCounters:
             return self._active[tenant]
         return self._idle.get(tenant, self._last_floor)
 
+    def of(self, tenants: Iterable[str]) -> list[float]:
+        """Their counters: those of many without a call each."""
+        active = self._active
+        return [active[tenant] if tenant in active else self[tenant] for tenant in tenants]
+
     def enter(self, tenant: str) -> None:
         """A request of this tenant waits; called for the first one."""
         floor = self._floor()
