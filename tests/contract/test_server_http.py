@@ -327,6 +327,7 @@ def test_facts(http: httpx.Client) -> None:
     assert [(load["dp_rank"], load["num_reqs"], load["num_waiting_reqs"]) for load in loads] == [(0, 0, 2), (1, 0, 2)]
     assert loads[0]["load"]["bands"] == {"4": {"requests": 2, "tokens": 300}}
     assert loads[0]["age_ms"] >= 0
+    assert (loads[0]["prefilled_tokens"], loads[0]["generated_tokens"]) == (80, 7)
     short = http.get("/get_load").json()
     assert [set(load) for load in short] == [
         {"dp_rank", "num_reqs", "num_running_reqs", "num_waiting_reqs", "num_tokens", "token_usage"}
@@ -343,7 +344,10 @@ def test_answers_carry_the_load_of_their_rank(http: httpx.Client, path: str, str
     values = dict(part.split("=") for part in answer.headers["x-baton-load"].split(";"))
     assert (values["rank"], values["bands"], values["queued_tokens"]) == ("1", "4:300", "300")
     assert (values["running"], values["pages_free"], values["pages"]) == ("1", "9", "12")
+    assert (values["prefilled"], values["generated"]) == ("80", "7")
     assert all(number.lstrip("-").isdigit() for name, number in values.items() if name != "bands")
+    stages = "queue_us=1500;transport=shm;pages=3;bytes=12288;pull_us=250"
+    assert answer.headers["x-baton-stages"] == stages, "as the rank reported them with the first token"
 
 
 def test_health(http: httpx.Client) -> None:

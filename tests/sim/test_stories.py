@@ -13,7 +13,7 @@ from baton.request import FinishReason, Validated
 from baton.sched import story
 from baton.sched.limits import Limits
 from baton.sched.policy import PriorityRule
-from baton.sched.story import Pulled, Story
+from baton.sched.story import FirstTokenStages, Pulled, Story
 from tests.support.sched_pair import Relay
 from tests.support.sched_sim import VOCAB, Node, random_prompt, request
 
@@ -69,6 +69,17 @@ def test_an_untraced_request_has_no_story() -> None:
     node.sched.add(dataclasses.replace(traced(1, 40, 3), trace=b""))
     node.run()
     assert not node.stories
+
+
+def test_first_token_of_an_untraced_request_carries_its_wait_for_a_slot() -> None:
+    node = Timed(dataclasses.replace(LIMITS, max_running_requests=1))
+    for handle in (1, 2):
+        node.sched.add(dataclasses.replace(traced(handle, 16, 3), trace=b""))
+    node.run()
+    first, second = (node.stages[handle].queue_seconds for handle in (1, 2))
+    # Plans are made at 1, 3, 5 and committed at 2, 4, 6; the second request begins when the first one has ended.
+    assert (first, second) == (1.0, 7.0)
+    assert all(stages.pulled is None for stages in node.stages.values())
 
 
 def test_one_that_gives_way_tells_when_and_what_it_cost() -> None:
@@ -137,6 +148,7 @@ def test_a_transfer_tells_how_its_pages_came() -> None:
     assert told.is_transfer
     assert (told.admitted_at, told.announced_at, told.first_token_at) == (1.0, 7.0, 8.0)
     assert (told.pulled, told.cached_tokens, told.computed_tokens) == (pulled, 12, 0)
+    assert node.stages == {1: FirstTokenStages(1.0, pulled)}
     assert (told.output_tokens, told.finish) == (3, "length")
 
 

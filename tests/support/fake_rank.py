@@ -35,6 +35,7 @@ from tokenizers import Tokenizer
 
 from baton.request import FinishReason
 from baton.sched.load import Load, Waiting
+from baton.sched.story import FirstTokenStages, Pulled
 from baton.server.messages import (
     Abort,
     Control,
@@ -52,6 +53,7 @@ from baton.server.messages import (
 
 BAND = {"4": Waiting(2, 300)}
 LOAD = Load(BAND, BAND, 2, 310, 300, 40, 1, 99, 0, 0, 0, 1, 7, 2, 12, 16, 1000.0, 10.4)
+STAGES = FirstTokenStages(0.0015, Pulled("shm", 3, 12288, 0.00025, 0.001))
 
 
 @dataclass
@@ -108,15 +110,23 @@ class FakeRank:
                 if token in job.params.stop_token_ids and sent + i >= job.params.min_new_tokens:
                     part, finish = part[: i + 1], FinishReason.STOP
                     break
+            stages = STAGES if part and not sent else None
             sent += len(part)
             if not finish and (sent >= most or not part):
                 finish = FinishReason.LENGTH
-            await self.row(job, part, finish)
+            await self.row(job, part, finish, stages=stages)
             if finish:
                 return
             await asyncio.sleep(script.get("step", 0))
 
-    async def row(self, job: Submit, part: list[int], finish: int, error: tuple[str, str] | None = None) -> None:
+    async def row(
+        self,
+        job: Submit,
+        part: list[int],
+        finish: int,
+        error: tuple[str, str] | None = None,
+        stages: FirstTokenStages | None = None,
+    ) -> None:
         logprobs = {}
         if job.params.logprobs >= 0 and part:
             k = job.params.logprobs
@@ -130,6 +140,7 @@ class FakeRank:
                 cached_tokens=array("i", [self.script_of(job).get("cached", 0)]).tobytes(),
                 logprobs=logprobs,
                 errors={0: error} if error else {},
+                stages={} if stages is None else {0: stages},
             )
         )
 
@@ -210,7 +221,8 @@ class FakeRank:
         await self.send(Ready(rank, info))
         gauges = {'requests{state="waiting"}': 2.0, 'requests{state="running"}': 1.0, "kv_usage_ratio": 0.25}
         gauges['kv_pages{state="free"}'] = 7.0
-        await self.send(Stats(rank, gauges, {"engine_steps_total": 5.0}, load=asdict(LOAD)))
+        counters = {"engine_steps_total": 5.0, "prompt_tokens_computed_total": 80.0, "generated_tokens_total": 7.0}
+        await self.send(Stats(rank, gauges, counters, load=asdict(LOAD)))
         while True:
             message = to_rank_decoder.decode(await pull.recv())
             if isinstance(message, Submit):

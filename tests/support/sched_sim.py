@@ -18,7 +18,7 @@ from baton.sched.events import AbortTransfer, Emitted, GrantPages, OpenTransfer,
 from baton.sched.limits import Limits
 from baton.sched.plan import INVALID_TOKEN, UNKNOWN_TOKEN, StepPlan, StepResult
 from baton.sched.scheduler import Scheduler
-from baton.sched.story import Story
+from baton.sched.story import FirstTokenStages, Story
 
 VOCAB = 5
 EOS = 0
@@ -155,6 +155,7 @@ class Node:
         self.revokes: list[RevokeGrant] = []
         self.aborts: list[AbortTransfer] = []
         self.stories: list[Story] = []
+        self.stages: dict[int, FirstTokenStages] = {}
         self.last_row: dict[int, int] = {}
         self.steps = 0
 
@@ -164,6 +165,9 @@ class Node:
                 assert event.handle not in self.finished, "output after the end"
                 self.outputs.setdefault(event.handle, []).extend(event.tokens)
                 self.cached[event.handle] = event.cached_tokens
+                if event.stages is not None:
+                    assert event.handle not in self.stages, "one first token"
+                    self.stages[event.handle] = event.stages
                 if event.finish is not None:
                     self.finished[event.handle] = event.finish
                 if event.error is not None:

@@ -7,8 +7,11 @@ from array import array
 from baton.request import FinishReason
 from baton.sched.events import Emitted
 from baton.sched.plan import TokenLogprobs
+from baton.sched.story import FirstTokenStages, Pulled
 from baton.server.messages import encoder, to_front_decoder
 from baton.server.rank import StreamBuffer, flatten_transfer_stats, next_idle_report, token_batch
+
+STAGES = FirstTokenStages(0.25, Pulled("shm", 3, 12288, 0.002, 0.01))
 
 
 def one(handle: int, token: int, finish: FinishReason | None = None) -> Emitted:
@@ -17,7 +20,7 @@ def one(handle: int, token: int, finish: FinishReason | None = None) -> Emitted:
 
 def test_token_batch_round_trips_as_columns() -> None:
     outputs = [
-        Emitted(7, (5,), None, 3, TokenLogprobs(-0.5, (5, 6), (-0.5, -1.0))),
+        Emitted(7, (5,), None, 3, TokenLogprobs(-0.5, (5, 6), (-0.5, -1.0)), stages=STAGES),
         Emitted(9, (), FinishReason.ERROR, 0, error=("timeout", "too late"), retry_after_secs=4),
     ]
     batch = to_front_decoder.decode(encoder.encode(token_batch(outputs)))
@@ -29,6 +32,7 @@ def test_token_batch_round_trips_as_columns() -> None:
     assert batch.logprobs[0].top_ids == [[5, 6]]
     assert batch.errors == {1: ("timeout", "too late")}
     assert batch.retry_after == {1: 4}
+    assert batch.stages == {0: STAGES}
 
 
 def test_stream_interval_groups_tokens_but_delays_neither_first_nor_last() -> None:

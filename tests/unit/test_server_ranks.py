@@ -15,6 +15,7 @@ import zmq.asyncio
 
 from baton.errors import EngineDead, EngineError, QueueFull, RequestTimeout
 from baton.request import FinishReason, SamplingParams
+from baton.sched.story import FirstTokenStages, Pulled
 from baton.server.lifecycle import Lifecycle, NodeState
 from baton.server.messages import (
     Abort,
@@ -42,7 +43,11 @@ class Recorder:
 
     rows: list[tuple[list[int], int, FinishReason | None]] = field(default_factory=list)
     errors: list[EngineError] = field(default_factory=list)
+    stages: list[FirstTokenStages] = field(default_factory=list)
     breaks: bool = False
+
+    def on_stages(self, stages: FirstTokenStages) -> None:
+        self.stages.append(stages)
 
     def on_tokens(
         self, tokens: Sequence[int], cached: int, logprobs: Logprobs | None, finish: FinishReason | None
@@ -133,8 +138,11 @@ def test_rows_reach_their_sinks_and_a_finish_ends_them(tmp_path: Path) -> None:
         first = await stage.hear(0)
         assert isinstance(first, Submit)
         assert (first.handle, ha != hb) == (ha, True)
-        await stage.say(batch([(ha, [5, 6], 0), (hb, [], 0), (ha, [7], 2), (999, [1], 0), (hb, [8], 1)]))
+        rows = [(ha, [5, 6], 0), (hb, [], 0), (ha, [7], 2), (999, [1], 0), (hb, [8], 1)]
+        stages = FirstTokenStages(0.5, Pulled("tcp", 1, 64, 0.1, 0.2))
+        await stage.say(batch(rows, stages={0: stages, 3: stages}))
         await until(lambda: stage.ranks.in_flight == 0)
+        assert (a.stages, b.stages) == ([stages], [])
         assert a.rows == [([5, 6], 2, None), ([7], 2, FinishReason.LENGTH)]
         assert b.rows == [([], 2, None), ([8], 2, FinishReason.STOP)]
         assert all(r.tokens_in_flight == 0 for r in stage.ranks.ranks)

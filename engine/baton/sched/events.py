@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from baton.request import FinishReason, Validated
 from baton.sched.plan import TokenLogprobs
-from baton.sched.story import Story
+from baton.sched.story import FirstTokenStages, Story
 
 
 class Emitted(NamedTuple):
@@ -25,11 +25,13 @@ class Emitted(NamedTuple):
     """(error code, message) when finish is ERROR."""
     retry_after_secs: int | None = None
     """With an error of overload: when to come back."""
+    stages: FirstTokenStages | None = None
+    """With the first token."""
 
 
-new_token: Callable[[tuple[int, tuple[int], FinishReason | None, int, TokenLogprobs | None, None, None]], Emitted] = (
-    functools.partial(tuple.__new__, Emitted)
-)
+NewToken = tuple[int, tuple[int], FinishReason | None, int, TokenLogprobs | None, None, None, FirstTokenStages | None]
+"""Fields of an Emitted that has a token and no error."""
+new_token: Callable[[NewToken], Emitted] = functools.partial(tuple.__new__, Emitted)
 """An Emitted of its fields in order, without the Python call of the generated `__new__`: a step makes hundreds."""
 
 

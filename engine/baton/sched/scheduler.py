@@ -422,8 +422,7 @@ class Scheduler:
         known = seq.tokens
         known.append(token)
         generated = len(known) - seq.prompt_len
-        if generated == 1:
-            state.stats.on_first_token(seq, state.now)
+        stages = state.stats.on_first_token(seq, state.now) if generated == 1 else None
         if seq.state is not RUNNING:
             state.waiting.on_tokens(seq)
         if state.fair is not None:
@@ -436,7 +435,7 @@ class Scheduler:
             finish = FinishReason.LENGTH
         cached = seq.cached_tokens
         state.outbox.append(
-            new_token((seq.handle, (token,), finish, cached if cached > 0 else 0, logprobs, None, None))
+            new_token((seq.handle, (token,), finish, cached if cached > 0 else 0, logprobs, None, None, stages))
         )
         if finish is None:
             return

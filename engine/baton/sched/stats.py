@@ -28,7 +28,7 @@ from baton.sched.histogram import GAP_BUCKETS, REQUEST_BUCKETS, SLACK_BUCKETS, S
 from baton.sched.overtaking import Key, Overtaking
 from baton.sched.plan import StepPlan
 from baton.sched.seq import Seq, SeqState
-from baton.sched.story import Pulled, Story
+from baton.sched.story import FirstTokenStages, Pulled, Story
 
 HISTOGRAMS = {
     "priority_waiting_time_seconds": STAGE_BUCKETS,
@@ -62,6 +62,9 @@ class _Life:
     has_starved: bool = False
     lost_tokens: int = 0
     """Tokens whose KV it had when it was sent back."""
+    queue_seconds: float = 0.0
+    """From arrival to the first admission."""
+    pulled: Pulled | None = None
 
 
 class SchedStats:
@@ -167,7 +170,8 @@ class SchedStats:
             self._overtake_overdue(life.key, now)
             self.overtaken.observe(self._order.admit(seq.handle))
             times = self.waiting_time.setdefault(life.cls, Histogram(HISTOGRAMS["priority_waiting_time_seconds"]))
-            times.observe(max(now - seq.req.arrival, 0.0))
+            life.queue_seconds = max(now - seq.req.arrival, 0.0)
+            times.observe(life.queue_seconds)
         self._stop_waiting(life)
         if (story := self._stories.get(seq.handle)) is not None:
             if story.admitted_at is None:
@@ -250,7 +254,7 @@ class SchedStats:
             rate = plan.num_decode / seconds
             self.decode_rate += RATE_SMOOTHING * (rate - self.decode_rate) if self.decode_rate else rate
 
-    def on_first_token(self, seq: Seq, now: float) -> None:
+    def on_first_token(self, seq: Seq, now: float) -> FirstTokenStages:
         """By the step that ended `now`; or, on D, it came with the pages, after the last plan was made."""
         now = max(now, self.now)
         if (story := self._stories.get(seq.handle)) is not None:
@@ -259,6 +263,8 @@ class SchedStats:
             slack = seq.req.ttft_deadline - now
             self.deadline_slack.observe(slack)
             self.deadlines_missed["ttft"] += slack < 0
+        life = self._lives[seq.handle]
+        return FirstTokenStages(life.queue_seconds, life.pulled)
 
     def on_announced(self, seq: Seq) -> None:
         """D: P holds pages of it."""
@@ -267,6 +273,7 @@ class SchedStats:
 
     def on_pulled(self, seq: Seq, pulled: Pulled | None) -> None:
         """D: its pages are here."""
+        self._lives[seq.handle].pulled = pulled
         if pulled is not None:
             times = self.pull_durations.setdefault(pulled.transport, Histogram(HISTOGRAMS["kv_pull_duration_seconds"]))
             times.observe(pulled.pull_seconds)

@@ -29,6 +29,16 @@ class Pulled:
     """From opening the room to there."""
 
 
+@dataclass(frozen=True, slots=True)
+class FirstTokenStages:
+    """A request's way to its first token, for the router's timeline of it."""
+
+    queue_seconds: float
+    """From arrival until slot and pages were given."""
+    pulled: Pulled | None = None
+    """D: how the pages of its prompt came."""
+
+
 @dataclass(slots=True)
 class Story:
     handle: int

@@ -23,7 +23,7 @@ from aiohttp import web
 
 from baton.errors import Draining, EngineError, RateLimited
 from baton.server.generation import Delta, Generation
-from baton.server.loads import LOAD_HEADER
+from baton.server.loads import LOAD_HEADER, STAGES_HEADER, stages_header
 from baton.server.loads import header as load_header
 from baton.server.metrics import Metrics
 from baton.server.openai import sse
@@ -175,7 +175,7 @@ class Answering:
                 for delta in await generation.next() or ():
                     shape.take(delta)
             status, outcome = 200, "ok"
-            return json_response(shape.whole(), headers=headers | _load_header(generation))
+            return json_response(shape.whole(), headers=headers | _router_headers(generation))
         except EngineError as err:
             status, outcome = err.status, err.code
             if generation is not None and generation.first_token_at is None and err.status == 503:
@@ -221,7 +221,7 @@ class Answering:
 
         async def send(data: bytes) -> None:
             if not response.prepared:
-                response.headers.update(_load_header(generation))
+                response.headers.update(_router_headers(generation))
                 await response.prepare(request)
             await response.write(data)
 
@@ -300,10 +300,13 @@ def _ignored_header(accepted: Accepted) -> dict[str, str]:
     return {"x-ignored-params": ",".join(_PLAIN_NAME.sub("?", name[:64]) for name in accepted.ignored[:32])}
 
 
-def _load_header(generation: Generation) -> dict[str, str]:
-    """The load of the rank that answers (the first item's), as it is when the headers leave."""
-    rank = generation.tracks[0].rank
-    return {} if rank is None else {LOAD_HEADER: load_header(rank)}
+def _router_headers(generation: Generation) -> dict[str, str]:
+    """For routers: load of the rank that answers (the first item's) when the headers leave, way to its first token."""
+    first = generation.tracks[0]
+    headers = {} if first.rank is None else {LOAD_HEADER: load_header(first.rank)}
+    if first.stages is not None:
+        headers[STAGES_HEADER] = stages_header(first.stages)
+    return headers
 
 
 def _cut_connection(request: web.Request) -> None:

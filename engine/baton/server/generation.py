@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 
 from baton.errors import Aborted, EngineError, RequestTimeout
 from baton.request import FinishReason
+from baton.sched.story import FirstTokenStages
 from baton.server.detok import Detokenizer, StopMatcher
 from baton.server.messages import Logprobs, Submit
 from baton.server.metrics import Metrics
@@ -64,7 +65,7 @@ class Track:
     __slots__ = (
         "_detok", "_matcher", "_min_tokens", "_owner", "_skip_stop_token", "cached_tokens", "completion_tokens",
         "delta", "done", "finish", "handle", "index", "item", "last_token_at", "matched_stop", "rank", "resumed_text",
-        "seen",
+        "seen", "stages",
     )  # fmt: skip
 
     def __init__(self, owner: Generation, index: int, item: Item, rules: TextRules, tokenizer: Tokenizer) -> None:
@@ -85,6 +86,7 @@ class Track:
         self.cached_tokens = 0
         self.completion_tokens = 0
         self.last_token_at = 0.0
+        self.stages: FirstTokenStages | None = None
         self.seen = False
         """For response builders: an event of this item was already sent."""
         self.resumed_text = ""
@@ -93,6 +95,9 @@ class Track:
             self.resumed_text = self._text(list(resume.ids), None)[0]
             self.completion_tokens = len(resume.ids)
             self.seen = True
+
+    def on_stages(self, stages: FirstTokenStages) -> None:
+        self.stages = stages
 
     def on_tokens(
         self, tokens: Sequence[int], cached_tokens: int, logprobs: Logprobs | None, finish: FinishReason | None

@@ -9,9 +9,11 @@ from __future__ import annotations
 import time
 from typing import Any
 
+from baton.sched.story import FirstTokenStages
 from baton.server.ranks import Rank
 
 LOAD_HEADER = "x-baton-load"
+STAGES_HEADER = "x-baton-stages"
 
 
 def short(rank: Rank) -> dict[str, Any]:
@@ -27,8 +29,8 @@ def short(rank: Rank) -> dict[str, Any]:
 
 
 def full(rank: Rank) -> dict[str, Any]:
-    """One element of GET /v1/loads: the same, and all of sched.load.Load."""
-    return {**short(rank), "age_ms": _age_ms(rank), "load": rank.load or None}
+    """One element of GET /v1/loads: the same, the tokens since the start, and all of sched.load.Load."""
+    return {**short(rank), **_totals(rank, "_tokens"), "age_ms": _age_ms(rank), "load": rank.load or None}
 
 
 def header(rank: Rank) -> str:
@@ -46,10 +48,32 @@ def header(rank: Rank) -> str:
             "pages": load["pages"],
             "prefill_rate": round(load["prefill_tokens_per_s"]),
             "decode_rate": round(load["decode_tokens_per_s"]),
+            **_totals(rank),
         }
         if load["bands"]:
             values["bands"] = ",".join(f"{name}:{entry['tokens']}" for name, entry in load["bands"].items())
     return ";".join(f"{name}={value}" for name, value in values.items())
+
+
+def stages_header(stages: FirstTokenStages) -> str:
+    """The way to the first token, in the same form; times in µs (docs/protocol.md)."""
+    values: dict[str, Any] = {"queue_us": round(stages.queue_seconds * 1e6)}
+    if (pulled := stages.pulled) is not None:
+        values |= {
+            "transport": pulled.transport,
+            "pages": pulled.pages,
+            "bytes": pulled.bytes,
+            "pull_us": round(pulled.pull_seconds * 1e6),
+        }
+    return ";".join(f"{name}={value}" for name, value in values.items())
+
+
+def _totals(rank: Rank, suffix: str = "") -> dict[str, int]:
+    """Tokens since the rank's start, as of its last report."""
+    return {
+        f"prefilled{suffix}": int(rank.counters.get("prompt_tokens_computed_total", 0)),
+        f"generated{suffix}": int(rank.counters.get("generated_tokens_total", 0)),
+    }
 
 
 def _age_ms(rank: Rank) -> int | None:

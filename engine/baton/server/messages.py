@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from baton.request import FinishReason, Rendezvous, SamplingParams
-from baton.sched.story import Story
+from baton.sched.story import FirstTokenStages, Story
 
 __all__ = ["FinishReason", "Rendezvous", "SamplingParams"]
 
@@ -82,6 +82,8 @@ class TokenBatch(msgspec.Struct, tag="tokens"):
     """Row index → (error code of baton.errors, message), for rows with finish = ERROR."""
     retry_after: dict[int, int] = {}
     """Row index → seconds, for errors of overload that say when to come back."""
+    stages: dict[int, FirstTokenStages] = {}
+    """Row index → times, for rows with a request's first token."""
 
 
 class Reply(msgspec.Struct, tag="reply"):

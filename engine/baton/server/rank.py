@@ -474,6 +474,7 @@ def token_batch(outputs: list[Emitted]) -> TokenBatch:
         logprobs=logprobs,
         errors=errors,
         retry_after={row: out.retry_after_secs for row, out in enumerate(outputs) if out.retry_after_secs is not None},
+        stages={row: out.stages for row, out in enumerate(outputs) if out.stages is not None},
     )
 
 

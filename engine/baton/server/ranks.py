@@ -24,6 +24,7 @@ import zmq
 
 from baton.errors import EngineDead, EngineError, NonfiniteLogits, NotReady, QueueFull, RequestTimeout, by_code
 from baton.request import FinishReason
+from baton.sched.story import FirstTokenStages
 from baton.server.messages import (
     Abort,
     Control,
@@ -52,6 +53,9 @@ SEND_QUEUE = 100_000
 
 class Sink(Protocol):
     """Receives one item's rows."""
+
+    def on_stages(self, stages: FirstTokenStages) -> None:
+        """Times of the way to the first token; its tokens follow with `on_tokens`."""
 
     def on_tokens(
         self, tokens: Sequence[int], cached_tokens: int, logprobs: Logprobs | None, finish: FinishReason | None
@@ -286,6 +290,8 @@ class Ranks:
                     sink.on_error(error)
                 else:
                     rank.nonfinite = 0
+                    if (stages := batch.stages.get(row)) is not None:
+                        sink.on_stages(stages)
                     sink.on_tokens(mine, cached[row], batch.logprobs.get(row), finish)
             except Exception:  # one request's trouble must not cost the other rows of the batch
                 log.exception("handle %d: its tokens could not be processed", handle)
