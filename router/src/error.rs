@@ -48,6 +48,10 @@ pub enum RouteError {
         "the registry is full: {limit} workers; remove some, or run a second router for the rest"
     )]
     TooManyWorkers { limit: usize },
+    #[error(
+        "{limit} pages listen to the feed already, which is the limit; close one, or ask GET /workers and GET /metrics"
+    )]
+    FeedFull { limit: usize },
     #[error("the body is larger than {limit_bytes} bytes; shorten it or raise --max-payload-size")]
     PayloadTooLarge { limit_bytes: usize },
     #[error(
@@ -184,6 +188,7 @@ pub const CODES: &[&str] = &[
     "method_not_allowed",
     "duplicate_worker",
     "too_many_workers",
+    "feed_full",
     "payload_too_large",
     "unsupported_media_type",
     "head_too_large",
@@ -225,6 +230,7 @@ impl RouteError {
             RouteError::MethodNotAllowed { .. } => "method_not_allowed",
             RouteError::DuplicateWorker { .. } => "duplicate_worker",
             RouteError::TooManyWorkers { .. } => "too_many_workers",
+            RouteError::FeedFull { .. } => "feed_full",
             RouteError::PayloadTooLarge { .. } => "payload_too_large",
             RouteError::UnsupportedMediaType { .. } => "unsupported_media_type",
             RouteError::HeadTooLarge { .. } => "head_too_large",
@@ -277,6 +283,7 @@ impl RouteError {
             | RouteError::TooLate { .. }
             | RouteError::NoPair { .. }
             | RouteError::TooManyWorkers { .. }
+            | RouteError::FeedFull { .. }
             | RouteError::TooManyRooms { .. }
             | RouteError::NoWorker { .. }
             | RouteError::Exhausted { .. }

@@ -19,6 +19,7 @@ use crate::clock::now_ms;
 use crate::error::{RouteError, error_body};
 use crate::load;
 use crate::registry::LoadGuard;
+use crate::stages::{self, EngineStages};
 use crate::upstream::{Answer, Head, SendError, with_source};
 use crate::usage::usage_in;
 
@@ -58,6 +59,8 @@ pub struct Opened {
     pub counts: bool,
     /// See [`Leg::tells_tokens`].
     pub tells_tokens: bool,
+    /// What the engine reported of the way to its first token.
+    pub stages: Option<EngineStages>,
 }
 
 /// What the client gets if nobody else can do better.
@@ -416,8 +419,9 @@ impl Leg {
     /// Send and read until the answer can be committed to. Dropping the future closes the connection.
     pub async fn open(mut self) -> Result<Opened, Failure> {
         match self.open_unless_hung().await {
-            Ok((status, headers, pieces, rest)) => {
+            Ok((status, mut headers, pieces, rest)) => {
                 self.answered();
+                let stages = self.take_stages(&mut headers);
                 let is_sse = is_sse(&headers);
                 if is_sse {
                     self.guard.first_token();
@@ -431,6 +435,7 @@ impl Leg {
                     headers,
                     pieces,
                     rest,
+                    stages,
                 })
             }
             Err(failure) => Err(self.failed(failure)),
@@ -441,7 +446,8 @@ impl Leg {
     /// answer the client does not see.
     pub async fn drain(mut self, keep: bool) -> Result<Vec<Bytes>, Failure> {
         let drained = async {
-            let (_, headers, pieces, mut rest) = self.open_unless_hung().await?;
+            let (_, mut headers, pieces, mut rest) = self.open_unless_hung().await?;
+            self.take_stages(&mut headers);
             if self.counts
                 && self.guard.wants_usage()
                 && let Some(usage) = usage_in(pieces.iter())
@@ -484,6 +490,12 @@ impl Leg {
             }
             Err(failure) => Err(self.failed(failure)),
         }
+    }
+
+    fn take_stages(&self, headers: &mut HeaderMap) -> Option<EngineStages> {
+        let stages = stages::take(headers)?;
+        self.guard.stages_told(&stages);
+        Some(stages)
     }
 
     fn answered(&mut self) {

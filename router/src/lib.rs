@@ -3,7 +3,7 @@
 //! The life of a request: `http` (routes, key, request id) → `http::generate` (body, `body::Scan`, `admission`, `tokens`) →
 //! `dispatch` and `pair` (`registry` chooses P and D, `leg`s go out over `upstream`, retries) → `relay` (the answer's body); `late`
 //! keeps a stream's client company while dispatch works.
-//! `kv_events` follows what workers have cached, `health` keeps the registry true, `record` turns each request into one log line and its metrics.
+//! `ui` serves the web page. `kv_events` follows what workers have cached, `health` keeps the registry true, `record` turns each request into one log line and its metrics.
 //!
 //! What this crate does not do: decide. Policies, breakers, backoff and health verdicts are `router-core`'s.
 
@@ -19,6 +19,7 @@ mod discovery;
 mod dispatch;
 mod error;
 mod explain;
+mod fleet_events;
 mod head_errors;
 mod health;
 mod http;
@@ -32,6 +33,7 @@ mod media;
 mod metrics;
 mod pacing;
 mod pair;
+mod pair_traffic;
 mod patience;
 mod record;
 mod registry;
@@ -41,12 +43,14 @@ mod replay;
 mod resume;
 mod serve;
 mod sse;
+mod stages;
 mod story;
 mod tcp;
 mod tls;
 mod tls_reload;
 mod tokens;
 pub mod trace;
+mod ui;
 mod upstream;
 mod usage;
 mod vllm;
@@ -89,6 +93,10 @@ pub struct App {
     /// What is held for failovers.
     pub(crate) failover_memory: Arc<resume::Memory>,
     pub(crate) releases: release::Releases,
+    /// KV traffic by pair, for the web page.
+    pub(crate) pair_traffic: pair_traffic::PairTraffic,
+    /// Web pages that show the fleet.
+    pub(crate) feed: Arc<ui::FeedHub>,
     /// Turns true when what still runs is cut.
     cut: watch::Receiver<bool>,
     draining: AtomicBool,
@@ -106,6 +114,11 @@ impl App {
             registry: registry::Registry::new(&config, deciders, metrics.clone(), tls, cut.clone()),
             failover_memory: Arc::new(resume::Memory::new(config.retry.failover_max_bytes)),
             releases: release::Releases::default(),
+            pair_traffic: pair_traffic::PairTraffic::default(),
+            feed: Arc::new(ui::FeedHub::new(
+                metrics.feed_clients.clone(),
+                metrics.feed_snapshots.clone(),
+            )),
             cut,
             requests: Arc::new(story::Requests::new(config.observe.request_history)),
             body_memory: body_memory::BodyMemory::new(

@@ -18,8 +18,20 @@ pub struct Report {
     pub queued_tokens: u64,
     /// Running batch and KV pages, if all of that was reported.
     pub running: Option<RunningLoad>,
+    /// Requests that wait for a slot, if that was reported.
+    pub queued_requests: Option<u64>,
+    /// Tokens since the rank's start, if both were reported.
+    pub totals: Option<TokenTotals>,
     /// How long ago that was true [ms].
     pub age_ms: u64,
+}
+
+/// Tokens that a rank has computed and generated since its start.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct TokenTotals {
+    /// Prompt tokens that went through the model.
+    pub prefilled: u64,
+    pub generated: u64,
 }
 
 /// What became of a report; a metric label.
@@ -60,6 +72,7 @@ pub fn of_header(value: &HeaderValue) -> Result<Option<Report>, Malformed> {
     let text = value.to_str().map_err(|_| Malformed)?;
     let (mut rank, mut queued, mut started, mut age_ms) = (None, None, None, None);
     let (mut running, mut waiting, mut pages_free, mut pages) = (None, None, None, None);
+    let (mut prefilled, mut generated) = (None, None);
     for part in text.split(';') {
         let (name, value) = part.split_once('=').ok_or(Malformed)?;
         let place = match name.trim() {
@@ -71,6 +84,8 @@ pub fn of_header(value: &HeaderValue) -> Result<Option<Report>, Malformed> {
             "queued" => &mut waiting,
             "pages_free" => &mut pages_free,
             "pages" => &mut pages,
+            "prefilled" => &mut prefilled,
+            "generated" => &mut generated,
             _ => continue,
         };
         *place = Some(value.trim().parse::<u64>().map_err(|_| Malformed)?);
@@ -91,6 +106,13 @@ pub fn of_header(value: &HeaderValue) -> Result<Option<Report>, Malformed> {
         rank,
         queued_tokens: started.ok_or(Malformed)?.saturating_add(queued),
         running: running(),
+        queued_requests: waiting,
+        totals: prefilled
+            .zip(generated)
+            .map(|(prefilled, generated)| TokenTotals {
+                prefilled,
+                generated,
+            }),
         age_ms: age_ms.ok_or(Malformed)?,
     }))
 }
@@ -105,6 +127,8 @@ pub fn of_loads(body: &[u8]) -> Result<Vec<Report>, serde_json::Error> {
     struct OfRank {
         dp_rank: u32,
         age_ms: Option<u64>,
+        prefilled_tokens: Option<u64>,
+        generated_tokens: Option<u64>,
         load: Option<Load>,
     }
     #[derive(Deserialize)]
@@ -137,7 +161,15 @@ pub fn of_loads(body: &[u8]) -> Result<Vec<Report>, serde_json::Error> {
         Some(Report {
             rank: of.dp_rank,
             queued_tokens: load.queued_tokens.saturating_add(load.started_tokens),
+            queued_requests: load.running.as_ref().map(|told| told.queued_requests),
             running: load.running.map(running),
+            totals: of
+                .prefilled_tokens
+                .zip(of.generated_tokens)
+                .map(|(prefilled, generated)| TokenTotals {
+                    prefilled,
+                    generated,
+                }),
             age_ms: of.age_ms?,
         })
     });
@@ -160,15 +192,29 @@ fn add_running((a, b): (RunningLoad, RunningLoad)) -> RunningLoad {
     }
 }
 
+fn add_totals((a, b): (TokenTotals, TokenTotals)) -> TokenTotals {
+    TokenTotals {
+        prefilled: a.prefilled.saturating_add(b.prefilled),
+        generated: a.generated.saturating_add(b.generated),
+    }
+}
+
 /// What one candidate has to do that stands for all these ranks.
 pub fn sum(reports: &[Report]) -> Option<Report> {
     let mut all = reports.iter().copied();
     let first = all.next()?;
-    Some(all.fold(first, |sum, report| Report {
-        rank: sum.rank,
-        queued_tokens: sum.queued_tokens.saturating_add(report.queued_tokens),
-        running: sum.running.zip(report.running).map(add_running),
-        age_ms: sum.age_ms.max(report.age_ms),
+    Some(all.fold(first, |sum, report| {
+        Report {
+            rank: sum.rank,
+            queued_tokens: sum.queued_tokens.saturating_add(report.queued_tokens),
+            running: sum.running.zip(report.running).map(add_running),
+            queued_requests: sum
+                .queued_requests
+                .zip(report.queued_requests)
+                .map(|(a, b)| a.saturating_add(b)),
+            totals: sum.totals.zip(report.totals).map(add_totals),
+            age_ms: sum.age_ms.max(report.age_ms),
+        }
     }))
 }
 
@@ -182,7 +228,7 @@ mod tests {
     }
 
     const FULL: &str = "rank=3;reqs=2;tokens=900;age_ms=40;running=1;queued=1;queued_tokens=500;started_tokens=70;\
-        pages_free=12;pages=64;prefill_rate=9000;decode_rate=100;bands=high:300,default:200";
+        pages_free=12;pages=64;prefill_rate=9000;decode_rate=100;prefilled=700;generated=80;bands=high:300,default:200";
 
     #[test]
     fn an_engines_header_is_read_in_any_order() {
@@ -193,6 +239,11 @@ mod tests {
                 requests: 2,
                 pages_used: 52,
                 pages: 64,
+            }),
+            queued_requests: Some(1),
+            totals: Some(TokenTotals {
+                prefilled: 700,
+                generated: 80,
             }),
             age_ms: 40,
         };
@@ -228,16 +279,22 @@ mod tests {
     #[test]
     fn loads_are_read_and_summed() {
         let body = br#"{"dp_rank_count":3,"loads":[
-            {"dp_rank":0,"num_reqs":1,"age_ms":10,"load":{"queued_tokens":5,"started_tokens":6,"bands":{},
+            {"dp_rank":0,"num_reqs":1,"age_ms":10,"prefilled_tokens":100,"generated_tokens":20,"load":{"queued_tokens":5,"started_tokens":6,"bands":{},
                 "running_requests":3,"queued_requests":2,"transfer_requests":1,"pages_free":4,"pages_evictable":5,"pages":16}},
             {"dp_rank":1,"num_reqs":0,"age_ms":null,"load":null},
-            {"dp_rank":2,"num_reqs":1,"age_ms":30,"load":{"queued_tokens":0,"started_tokens":9,
+            {"dp_rank":2,"num_reqs":1,"age_ms":30,"prefilled_tokens":5,"generated_tokens":1,"load":{"queued_tokens":0,"started_tokens":9,
                 "running_requests":1,"queued_requests":0,"transfer_requests":0,"pages_free":16,"pages_evictable":0,"pages":16}},
             {"dp_rank":3,"num_reqs":1,"age_ms":30,"load":{"queued_tokens":0,"started_tokens":0}}]}"#;
         let told = of_loads(body).unwrap();
         assert_eq!(told.iter().map(|r| r.rank).collect::<Vec<_>>(), [0, 2, 3]);
         let all = sum(&told[..2]).unwrap();
         assert_eq!((all.queued_tokens, all.age_ms), (20, 30));
+        assert_eq!(all.queued_requests, Some(2));
+        let totals = TokenTotals {
+            prefilled: 105,
+            generated: 21,
+        };
+        assert_eq!(all.totals, Some(totals));
         let running = RunningLoad {
             requests: 7,
             pages_used: 7,

@@ -4,8 +4,8 @@
 //! somebody scrapes, so they cannot drift.
 
 use prometheus::{
-    Encoder, Gauge, GaugeVec, Histogram, HistogramOpts, HistogramVec, IntCounterVec, Opts,
-    Registry as Exposed, TextEncoder,
+    Encoder, Gauge, GaugeVec, Histogram, HistogramOpts, HistogramVec, IntCounter, IntCounterVec,
+    Opts, Registry as Exposed, TextEncoder,
 };
 use router_core::{Forecast, Role};
 
@@ -175,6 +175,10 @@ specs! {
         "Unix time at which the chain that the router uses ends to be valid; certificate is server (--tls-cert-path) or client (--client-cert-path)";
     CERTIFICATE_RELOADS = Counter "baton_router_certificate_reloads_total" ["result"]
         "Changes of the files of the TLS flags: applied to new connections, or failed, so that the old ones stay in use";
+    FEED_CLIENTS = Gauge "baton_router_feed_clients" []
+        "Pages that listen to GET /ui/feed";
+    FEED_SNAPSHOTS = Counter "baton_router_feed_snapshots_total" []
+        "Snapshots of the fleet rendered for them, each once for all";
     DECISION_LOG = Counter "baton_router_decision_log_lines_total" ["result"]
         "Lines of --decision-log: written, dropped (its queue was full) or failed (the disk)";
     TRACE_SPANS = Counter "baton_router_trace_spans_total" ["result"]
@@ -225,6 +229,8 @@ pub struct Metrics {
     passed_over: IntCounterVec,
     expected_cached: IntCounterVec,
     reported_cached: IntCounterVec,
+    pub feed_clients: Gauge,
+    pub feed_snapshots: IntCounter,
     pub decision_log_lines: IntCounterVec,
     pub trace_spans: IntCounterVec,
     pub retries: IntCounterVec,
@@ -324,6 +330,8 @@ impl Metrics {
             counted_tokens: counters(&exposed, &COUNTED_TOKENS)?,
             expected_cached: counters(&exposed, &EXPECTED_CACHED)?,
             reported_cached: counters(&exposed, &REPORTED_CACHED)?,
+            feed_clients: gauges(&exposed, &FEED_CLIENTS)?.with_label_values(no_labels),
+            feed_snapshots: counters(&exposed, &FEED_SNAPSHOTS)?.with_label_values(no_labels),
             decision_log_lines: counters(&exposed, &DECISION_LOG)?,
             trace_spans: counters(&exposed, &TRACE_SPANS)?,
             retries: counters(&exposed, &RETRIES)?,

@@ -21,6 +21,7 @@ use tokio::time::timeout;
 
 use crate::App;
 use crate::body::{Ours, Parts};
+use crate::clock::now_ms;
 use crate::config::PdProtocol;
 use crate::dispatch::{Committed, Stop, ids_for, leg, observe_overhead};
 use crate::error::RouteError;
@@ -201,6 +202,10 @@ async fn try_attempt(
     let body = prefilled.meeting.decode_body(request, candidate, ids);
     observe_overhead(app, request);
     let prefill_id = prefilled.meeting.prefill.id;
+    let pair = (
+        prefilled.meeting.prefill.worker.id,
+        decode.guard.candidate.worker.id,
+    );
     let decode_id = decode.guard.candidate.id;
     let decode = leg(app, request, decode, body).open();
     tokio::pin!(decode);
@@ -224,6 +229,8 @@ async fn try_attempt(
     match opened {
         Ok(opened) => {
             prefilled.leg.is_fetched = true;
+            let traffic = &app.pair_traffic;
+            traffic.opened(pair, opened.stages.as_ref(), now_ms());
             let wanted = request.scan.wants_input_logprobs;
             let opened = match wanted && (opened.is_sse || opened.rest.is_none()) {
                 true => {
@@ -234,6 +241,7 @@ async fn try_attempt(
             Ok((opened, Some(prefilled.leg)))
         }
         Err(mut failure) if failure.blames_partner() => {
+            app.pair_traffic.failed(pair, failure.reason, now_ms());
             match timeout(BLAME_WAIT, prefilled.leg.ended()).await {
                 Ok(Some(Err(its))) => Err(its.into()),
                 // The pages of the earlier attempt are gone: nobody's fault, and P still has most of them in its cache.

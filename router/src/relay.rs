@@ -430,6 +430,13 @@ impl Relay {
         let (role, tokens) = (guard.candidate.worker.role(), said.tokens());
         request.record.story.fails_over(role, reason, tokens);
         tracing::info!(rid = request.record.rid, worker = %guard.candidate.name, reason, tokens, "another worker goes on");
+        let detail = format!(
+            "{reason} after {tokens} tokens of request {}",
+            request.record.rid
+        );
+        let url = guard.candidate.worker.url().to_string();
+        let events = &self.app.registry.events;
+        events.add("failover", role, &url, Some(detail));
         (self.prefill, self.silence) = (None, None);
         let app = self.app.clone();
         let metrics = app.metrics.clone();

@@ -23,6 +23,7 @@ use serde::Serialize;
 use serde_json::value::RawValue;
 use tokio::time::Instant;
 
+use crate::stages::EngineStages;
 use crate::trace::{self, Context, Event, Kind, Name, Span, Value};
 
 /// Most memory of ended stories. Without explanations 4096 take 3 MB; one explanation of 256 candidates takes 60 KB.
@@ -120,6 +121,9 @@ pub struct Leg {
     outcome: Option<&'static str>,
     #[serde(skip_serializing_if = "Option::is_none")]
     usage: Option<Counted>,
+    /// As the engine reported them, if it did.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    stages: Option<EngineStages>,
     #[serde(skip_serializing_if = "Option::is_none")]
     explanation: Option<Box<RawValue>>,
 }
@@ -220,6 +224,7 @@ impl Story {
             ended_ms: None,
             outcome: None,
             usage: None,
+            stages: None,
             explanation,
         });
         LegStory {
@@ -332,6 +337,22 @@ impl Story {
             "timeline": timeline,
             "legs": told.legs,
             "failed_attempts": told.failures,
+        })
+    }
+
+    /// One line of a list of requests.
+    fn short_json(&self) -> serde_json::Value {
+        let told = self.told.lock();
+        let ended = told.stages[Stage::Ended as usize].map(rounded);
+        let answering = told.legs.iter().rfind(|leg| leg.role != Role::Prefill);
+        serde_json::json!({
+            "id": told.rid,
+            "route": self.route,
+            "received_unix_ms": self.received_unix_ns / 1_000_000,
+            "outcome": told.end.map(|(_, outcome)| outcome),
+            "ms": ended.unwrap_or_else(|| ms(self.started)),
+            "attempts": told.legs.last().map_or(0, |leg| leg.attempt),
+            "worker": answering.map(|leg| leg.worker.as_str()),
         })
     }
 
@@ -535,6 +556,10 @@ impl LegStory {
         });
     }
 
+    pub fn stages(&self, stages: EngineStages) {
+        self.leg(|leg, _| leg.stages = Some(stages));
+    }
+
     pub fn ended(&self, outcome: Outcome) {
         self.leg(|leg, at_ms| {
             leg.ended_ms = Some(at_ms);
@@ -601,6 +626,18 @@ impl Requests {
         }
     }
 
+    /// The youngest requests, running or ended, youngest first, without their legs.
+    pub fn recent(&self, most: usize) -> Vec<serde_json::Value> {
+        let shelf = self.shelf.lock();
+        let ended = shelf.ended.iter().rev().take(most);
+        let mut stories: Vec<_> = ended.map(|(story, _)| story.clone()).collect();
+        stories.extend(shelf.running.values().cloned());
+        drop(shelf);
+        stories.sort_unstable_by_key(|story| std::cmp::Reverse(story.number));
+        stories.truncate(most);
+        stories.iter().map(|story| story.short_json()).collect()
+    }
+
     /// The youngest with this id: clients may give the same one twice.
     pub fn find(&self, rid: &str) -> Option<serde_json::Value> {
         let is_it = |story: &&Arc<Story>| story.told.lock().rid == rid;
@@ -637,6 +674,17 @@ mod tests {
             (&found["state"], &found["outcome"]),
             (&"ended".into(), &"ok".into())
         );
+        let running = requests.begin("/x", "d", None);
+        let recent = requests.recent(2);
+        assert_eq!(
+            (&recent[0]["id"], &recent[1]["id"]),
+            (&"d".into(), &"c".into())
+        );
+        assert_eq!(
+            (&recent[0]["outcome"], &recent[1]["outcome"]),
+            (&serde_json::Value::Null, &"ok".into())
+        );
+        requests.end(&running, 200, "ok");
         let shelf = requests.shelf.lock();
         assert_eq!((shelf.running.len(), shelf.ended.len()), (0, 2));
     }

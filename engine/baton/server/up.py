@@ -483,6 +483,7 @@ def greeting(url: str, model: str) -> str:
     """What to paste to get a first answer."""
     return f"""
 Baton is up at {url}    Ctrl-C stops it.
+In a browser: {url}/ui/
 
 curl -s {url}/v1/chat/completions -H 'content-type: application/json' \\
   -d '{{"model":"{model}","temperature":0,"messages":[{{"role":"user","content":"What is Baton?"}}]}}'

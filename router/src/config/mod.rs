@@ -94,7 +94,7 @@ pub struct Listen {
     #[arg(long, value_name = "KEY")]
     pub api_key: Option<String>,
     /// Keys that alone open the paths which show or change the fleet (/workers and its older names, /flush_cache,
-    /// /get_loads, /engine_metrics, /health_generate, profiles) or others' requests (/v1/requests, /abort_request), each
+    /// /get_loads, /engine_metrics, /health_generate, /ui/feed, profiles) or others' requests (/v1/requests, /abort_request), each
     /// ID:NAME:ROLE:KEY with role admin; user is answered 403
     #[arg(long, value_name = "ID:NAME:ROLE:KEY", num_args = 1.., hide_env_values = true)]
     pub control_plane_api_keys: Vec<ControlKey>,

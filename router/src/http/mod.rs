@@ -27,6 +27,7 @@ use crate::body::Api;
 use crate::error::{Code, RouteError};
 use crate::leg::status_label;
 use crate::record::class;
+use crate::ui;
 
 /// Headers that belong to one connection.
 const HOP_BY_HOP: [&str; 9] = [
@@ -91,6 +92,10 @@ fn routes() -> Vec<Route> {
         ("/readyz", Open, get(admin::ready)),
         ("/readiness", Open, get(admin::ready)),
         ("/metrics", Open, get(admin::metrics)),
+        ("/ui", Open, get(ui::to_folder)),
+        ("/ui/", Open, get(ui::index)),
+        ("/ui/{file}", Open, get(ui::file)),
+        ("/ui/feed", Control, get(ui::feed)),
         ("/health_generate", Control, get(admin::health_generate)),
         (
             "/workers",

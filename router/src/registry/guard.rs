@@ -10,12 +10,14 @@ use router_core::{
     Ticket, Usage, WorkerId, WorkerPenalty,
 };
 
+use super::activity::Activity;
 use super::worker::Worker;
 use crate::clock::now_ms;
 use crate::kv_events::Feed;
 use crate::load::{self, Fate, Report};
 use crate::metrics::Metrics;
 use crate::resume;
+use crate::stages::EngineStages;
 use crate::story::LegStory;
 
 /// What a policy chooses: a worker, or one DP rank of it.
@@ -31,6 +33,8 @@ pub struct Candidate {
     pub(super) load: Arc<AtomicUsize>,
     pub(super) breaker: Option<Mutex<CircuitBreaker>>,
     pub penalty: Mutex<WorkerPenalty>,
+    /// What it reported of its work.
+    pub activity: Mutex<Activity>,
     /// What it announces of its cache.
     pub feed: Feed,
 }
@@ -156,6 +160,7 @@ impl LoadGuard {
         let candidate = &self.candidate;
         let fate = match load::of_header(told) {
             Ok(Some(report)) if candidate.is_rank(report.rank) => {
+                candidate.activity.lock().reported(report, now_ms());
                 self.observe(&reported(candidate.id, report));
                 Fate::Taken
             }
@@ -167,6 +172,13 @@ impl LoadGuard {
         };
         let role = candidate.worker.role();
         self.metrics.load_report(role, "answer", fate);
+    }
+
+    /// Times the worker reported of the way to its first token.
+    pub fn stages_told(&self, stages: &EngineStages) {
+        if let Some(story) = &self.story {
+            story.stages(stages.clone());
+        }
     }
 
     /// Whether anybody wants to know what the worker counts: looking for it costs microseconds.

@@ -13,6 +13,7 @@
 //! Invariants: a candidate's load is the number of living [`LoadGuard`]s; ids are never used twice; decisions of one role
 //! are made one after the other, each seeing the loads of those before.
 
+mod activity;
 mod guard;
 mod newcomers;
 mod worker;
@@ -31,6 +32,7 @@ use router_core::{
 use tokio::sync::{Notify, watch};
 use tokio::task::AbortHandle;
 
+pub use self::activity::TokenRates;
 pub use self::guard::{Candidate, LoadGuard};
 use self::guard::{Sent, reported};
 pub use self::newcomers::Newcomer;
@@ -40,6 +42,7 @@ use crate::clock::now_ms;
 use crate::config::{RouterConfig, WorkerSpec};
 use crate::error::RouteError;
 use crate::explain::{DryRun, name_of, named};
+use crate::fleet_events::FleetEvents;
 use crate::kv_events::{Feed, Status};
 use crate::load::{self, Report};
 use crate::metrics::Metrics;
@@ -182,6 +185,8 @@ pub struct Registry {
     next_candidate: AtomicU64,
     next_ticket: AtomicU64,
     metrics: Arc<Metrics>,
+    /// For the web page.
+    pub events: FleetEvents,
     dp_aware: bool,
     breaker: Option<BreakerConfig>,
     /// For https:// workers.
@@ -201,6 +206,7 @@ impl Registry {
     ) -> Self {
         Self {
             metrics,
+            events: FleetEvents::default(),
             next_ticket: AtomicU64::new(1),
             workers: RwLock::default(),
             deciders: Arc::new(deciders),
@@ -265,6 +271,7 @@ impl Registry {
             health_task: Mutex::default(),
         });
         workers.push(worker.clone());
+        self.note_event("registered", &worker, None);
         Ok(worker)
     }
 
@@ -290,7 +297,13 @@ impl Registry {
             task.abort();
         }
         self.replace_candidates(&worker, Vec::new());
+        self.note_event("removed", &worker, None);
         Some(worker)
+    }
+
+    fn note_event(&self, kind: &'static str, worker: &Worker, detail: Option<String>) {
+        let url = worker.url().to_string();
+        self.events.add(kind, worker.role(), &url, detail);
     }
 
     pub fn workers(&self) -> Vec<Arc<Worker>> {
@@ -372,10 +385,12 @@ impl Registry {
         if !workers.iter().any(|w| w.id == worker.id) {
             return false;
         }
+        let mut old_label = "";
         let is_changed = worker.state.send_if_modified(|present| {
             if present.0 == State::Draining {
                 return false;
             }
+            old_label = present.0.label();
             if let Some(description) = description {
                 present.1 = Arc::new(description);
             }
@@ -388,6 +403,10 @@ impl Registry {
             State::Ready => self.candidates_of(worker),
             _ => Vec::new(),
         };
+        if old_label != state.label() {
+            let detail = state.reason().map(str::to_owned);
+            self.note_event(state.label(), worker, detail);
+        }
         let (role, url) = (worker.role(), worker.url());
         match &state {
             State::Ready => {
@@ -435,6 +454,7 @@ impl Registry {
                         .map(CircuitBreaker::new)
                         .map(Mutex::new),
                     penalty: Mutex::default(),
+                    activity: Mutex::default(),
                     feed: Feed::default(),
                 })
             })
@@ -489,6 +509,7 @@ impl Registry {
                 None => load::sum(reports),
             };
             if let Some(report) = report {
+                candidate.activity.lock().reported(report, now_ms());
                 let told = reported(candidate.id, report);
                 self.deciders.observe(worker.role(), &told);
                 is_used = true;

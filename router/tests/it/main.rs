@@ -27,5 +27,6 @@ mod support;
 mod tls;
 mod tokens;
 mod trace;
+mod ui;
 mod verbs;
 mod waiting;

@@ -28,7 +28,7 @@ use serde_json::{Value, json};
 use tokio::net::TcpListener;
 use tokio::task::{JoinHandle, JoinSet};
 
-pub use self::client::{Client, Reply};
+pub use self::client::{Answering, Client, Reply};
 
 /// Far above what any test needs: reached only when something hangs.
 const LIMIT: Duration = Duration::from_secs(20);
@@ -108,7 +108,9 @@ struct Inner {
     cancelled: AtomicUsize,
     info: Mutex<Value>,
     /// The header x-baton-load of all answers.
-    load: Mutex<Option<&'static str>>,
+    load: Mutex<Option<String>>,
+    /// The header x-baton-stages of generated answers.
+    stages: Mutex<Option<&'static str>>,
     /// Answer of /v1/loads.
     loads: Mutex<Value>,
     /// What /version tells, as vLLM's does; then there is no server info.
@@ -156,8 +158,17 @@ impl Mock {
     }
 
     pub fn with_load(self, header: &'static str) -> Mock {
-        *self.inner.load.lock() = Some(header);
+        self.set_load(header);
         self
+    }
+
+    pub fn set_load(&self, header: &str) {
+        *self.inner.load.lock() = Some(header.to_owned());
+    }
+
+    /// What it reports of the way to the first token of each answer.
+    pub fn stages(&self, header: &'static str) {
+        *self.inner.stages.lock() = Some(header);
     }
 
     /// A worker that looks like vLLM.
@@ -299,11 +310,17 @@ async fn loaded(
     inner: Arc<Inner>,
     request: Request<Incoming>,
 ) -> Result<Response<MockBody>, std::io::Error> {
-    let load = *inner.load.lock();
+    let load = inner.load.lock().clone();
+    let is_generation = request.uri().path() != "/health";
+    let stages = inner.stages.lock().filter(|_| is_generation);
     let mut response = serve(inner, request).await?;
     if let Some(load) = load {
-        let load = http::HeaderValue::from_static(load);
+        let load = http::HeaderValue::try_from(load).map_err(|_| reset())?;
         response.headers_mut().insert("x-baton-load", load);
+    }
+    if let Some(stages) = stages {
+        let stages = http::HeaderValue::from_static(stages);
+        response.headers_mut().insert("x-baton-stages", stages);
     }
     Ok(response)
 }

@@ -1,0 +1,287 @@
+// Chat view: streamed answers, each with a bar of where its time went and why its workers were chosen.
+
+import { RouterError, ask, askForKeys, byId, count, el, eventsOf, milliseconds, notice, onKeys, setText } from "./app.js";
+import { decisionsOf, explanationTable, stageBar, tokensText } from "./timeline.js";
+
+const POLL_MS = 1000;
+/** The timeline ends when the router has dropped the answer: soon after its last byte. */
+const LAST_LOOKS = 20;
+const LAST_LOOK_MS = 100;
+
+const conversation = [];
+let running = null;
+
+// ---- parameters ----
+
+function optionalNumber(id) {
+  const text = byId(id).value.trim();
+  return text === "" ? undefined : Number(text);
+}
+
+function bodyFor(messages, isStream) {
+  const system = byId("system").value.trim();
+  return {
+    model: byId("model").value || undefined,
+    messages: system ? [{ role: "system", content: system }, ...messages] : messages,
+    temperature: Number(byId("temperature").value),
+    top_p: Number(byId("top_p").value),
+    max_tokens: Number(byId("max_tokens").value),
+    seed: optionalNumber("seed"),
+    stop: byId("stop-text").value || undefined,
+    ignore_eos: byId("ignore_eos").checked || undefined,
+    stream: isStream || undefined,
+    stream_options: isStream ? { include_usage: true } : undefined,
+  };
+}
+
+async function loadModels() {
+  const select = byId("model");
+  try {
+    const { data } = await (await ask("../v1/models")).json();
+    const before = select.value;
+    select.replaceChildren(...data.map((model) => el("option", { value: model.id }, model.id)));
+    if (data.some((model) => model.id === before)) select.value = before;
+    notice(data.length ? "" : "No model is served: no worker is ready.");
+  } catch (error) {
+    complain(error);
+  }
+}
+
+function complain(error) {
+  if (!(error instanceof RouterError)) {
+    notice("The router cannot be reached.");
+    return;
+  }
+  notice(error.message);
+  if (error.isAboutKeys) askForKeys(error.message);
+}
+
+function newRequestId() {
+  const random = crypto.getRandomValues(new Uint8Array(12));
+  return `ui-${[...random].map((byte) => byte.toString(16).padStart(2, "0")).join("")}`;
+}
+
+// ---- messages ----
+
+function addMessage(role, text) {
+  byId("empty").hidden = true;
+  const content = el("div", { class: "text", dir: "auto" }, text);
+  const item = el("li", { class: `message ${role}` }, el("h2", { class: "who" }, role === "user" ? "You" : "Answer"), content);
+  byId("messages").append(item);
+  return { item, content };
+}
+
+/** Scrolls with the text, unless the reader has scrolled up. */
+function keepInView(change) {
+  const page = document.scrollingElement;
+  const isAtEnd = page.scrollHeight - page.scrollTop - page.clientHeight < 80;
+  change();
+  if (isAtEnd) page.scrollTop = page.scrollHeight;
+}
+
+/** One answer: its text, its bar, its facts. */
+class Answer {
+  constructor() {
+    this.id = newRequestId();
+    this.text = "";
+    this.startedAt = performance.now();
+    this.firstAt = null;
+    this.endedAt = null;
+    this.usage = null;
+    this.story = null;
+    this.storyRefusal = "";
+    this.abort = new AbortController();
+    const { item, content } = addMessage("assistant", "");
+    this.item = item;
+    this.content = content;
+    this.item.setAttribute("aria-busy", "true");
+    this.bar = el("div", { class: "answer-bar" });
+    this.facts = el("p", { class: "help facts-line" });
+    this.why = el("div");
+    this.outcome = el("p", { class: "outcome", role: "status" });
+    item.append(this.outcome, this.bar, this.facts, this.why);
+  }
+
+  get elapsedMs() {
+    return (this.endedAt ?? performance.now()) - this.startedAt;
+  }
+
+  take(chunk) {
+    if (chunk.error) throw new RouterError(200, chunk.error.code, chunk.error.message, 0);
+    if (chunk.usage) this.usage = chunk.usage;
+    const choice = chunk.choices?.[0];
+    const piece = choice?.delta?.content;
+    if (choice?.finish_reason) this.finish = choice.finish_reason;
+    if (!piece) return;
+    this.firstAt ??= performance.now();
+    this.text += piece;
+    keepInView(() => this.content.append(piece));
+  }
+
+  /** The bar from the router's timeline, or from this page's clock where the timeline is not to be had. */
+  show() {
+    if (this.story) {
+      this.bar.replaceChildren(stageBar(this.story, this.elapsedMs));
+    } else {
+      const first = this.firstAt === null ? null : this.firstAt - this.startedAt;
+      const local = {
+        timeline: {}, failed_attempts: [],
+        legs: [{ attempt: 1, role: "regular", worker: "", sent_ms: 0, first_token_ms: first, ended_ms: null }],
+      };
+      this.bar.replaceChildren(stageBar(local, this.elapsedMs));
+    }
+    const rate = this.usage && this.firstAt !== null && this.endedAt > this.firstAt
+      ? `${count((1000 * this.usage.completion_tokens) / (this.endedAt - this.firstAt))} tok/s` : null;
+    const parts = [milliseconds(this.elapsedMs), tokensText(this.usage), rate, this.storyRefusal];
+    const link = el("a", { href: `./#request=${encodeURIComponent(this.id)}` }, "timeline");
+    this.facts.replaceChildren(parts.filter(Boolean).join(" · "), " · ", link);
+  }
+
+  /** Reads the timeline from the router; false if there is none for this page. */
+  async look() {
+    try {
+      const answer = await ask(`../v1/requests/${encodeURIComponent(this.id)}`, { isControl: true });
+      this.story = await answer.json();
+      this.storyRefusal = "";
+    } catch (error) {
+      const isRefused = error instanceof RouterError;
+      this.storyRefusal = isRefused && error.isAboutKeys
+        ? "stages need the control-plane key" : "the router's timeline is not available";
+      return false;
+    }
+    return true;
+  }
+
+  async follow() {
+    while (this.endedAt === null) {
+      await new Promise((resolve) => setTimeout(resolve, POLL_MS));
+      if (this.endedAt !== null || document.hidden) continue;
+      const isThere = await this.look();
+      if (this.endedAt === null) this.show();
+      if (!isThere) return;
+    }
+  }
+
+  async end(text) {
+    this.endedAt = performance.now();
+    this.item.removeAttribute("aria-busy");
+    this.content.normalize();
+    setText(this.outcome, text);
+    for (let looks = 0; looks < LAST_LOOKS && (await this.look()) && this.story.state === "running"; looks += 1) {
+      await new Promise((resolve) => setTimeout(resolve, LAST_LOOK_MS));
+    }
+    this.show();
+    const decisions = this.story && decisionsOf(this.story);
+    if (decisions) this.why.replaceChildren(decisions);
+    this.item.dataset.state = "ended";
+  }
+}
+
+const FINISHES = { stop: "", length: "Cut at the most tokens." };
+
+async function send(text) {
+  conversation.push({ role: "user", content: text });
+  addMessage("user", text);
+  const answer = new Answer();
+  running = answer;
+  showRunning();
+  answer.show();
+  answer.follow();
+  answer.item.scrollIntoView({ block: "nearest" });
+  let said = "";
+  try {
+    const response = await ask("../v1/chat/completions", {
+      method: "POST", signal: answer.abort.signal, body: JSON.stringify(bodyFor(conversation, true)),
+      headers: { "content-type": "application/json", "x-request-id": answer.id, "x-baton-explain": "1" },
+    });
+    for await (const { data } of eventsOf(response)) {
+      if (data === "[DONE]") break;
+      answer.take(JSON.parse(data));
+    }
+    said = FINISHES[answer.finish] ?? (answer.finish ? `Ended: ${answer.finish}.` : "The stream ended early.");
+  } catch (error) {
+    if (answer.abort.signal.aborted) said = "Stopped.";
+    else {
+      said = error instanceof RouterError ? `${error.code}: ${error.message}` : "The connection to the router broke.";
+      answer.item.classList.add("broken");
+      if (error instanceof RouterError && error.isAboutKeys) askForKeys(error.message);
+    }
+  }
+  if (answer.text) conversation.push({ role: "assistant", content: answer.text });
+  else conversation.pop(); // no answer: the next message does not carry this one
+  running = null;
+  showRunning();
+  await answer.end(said);
+}
+
+function showRunning() {
+  byId("send").hidden = running !== null;
+  byId("stop").hidden = running === null;
+  byId("clear").disabled = running !== null;
+  setText(byId("live"), running ? "answering" : "");
+  byId("live").classList.toggle("on", running !== null);
+}
+
+// ---- dry run ----
+
+async function dryRun() {
+  const text = byId("message").value.trim() || conversation.findLast((one) => one.role === "user")?.content;
+  if (!text) {
+    byId("message").focus();
+    notice("Write a message first: the dry run says where it would go.");
+    return;
+  }
+  notice("");
+  const isNew = byId("message").value.trim() !== "";
+  const messages = isNew ? [...conversation, { role: "user", content: text }] : conversation;
+  try {
+    const response = await ask("../v1/chat/completions", {
+      method: "POST", isControl: true, body: JSON.stringify(bodyFor(messages, false)),
+      headers: { "content-type": "application/json", "x-baton-explain": "dry-run" },
+    });
+    const { decisions } = await response.json();
+    const tables = decisions.map((made) => explanationTable(made.explanation, made.worker, made.role));
+    byId("dry-run-body").replaceChildren(...tables);
+    byId("dry-run").hidden = false;
+    byId("dry-run-title").focus();
+  } catch (error) {
+    complain(error);
+  }
+}
+
+// ---- form ----
+
+byId("composer").addEventListener("submit", (event) => {
+  event.preventDefault();
+  const text = byId("message").value.trim();
+  if (running || !text || !byId("parameters").reportValidity()) return;
+  byId("message").value = "";
+  notice("");
+  byId("dry-run").hidden = true;
+  send(text);
+});
+byId("message").addEventListener("keydown", (event) => {
+  if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
+  event.preventDefault();
+  byId("composer").requestSubmit();
+});
+byId("parameters").addEventListener("submit", (event) => event.preventDefault());
+byId("stop").addEventListener("click", () => {
+  running?.abort.abort();
+  byId("message").focus();
+});
+byId("clear").addEventListener("click", () => {
+  conversation.length = 0;
+  byId("messages").replaceChildren();
+  byId("empty").hidden = false;
+  notice("");
+  byId("message").focus();
+});
+byId("why").addEventListener("click", dryRun);
+byId("dry-run-close").addEventListener("click", () => {
+  byId("dry-run").hidden = true;
+  byId("why").focus();
+});
+onKeys(loadModels);
+loadModels();
+if (matchMedia("(max-width: 60rem)").matches) byId("parameters-box").open = false;
