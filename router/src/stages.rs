@@ -65,6 +65,7 @@ fn read(value: &HeaderValue) -> EngineStages {
 }
 
 #[cfg(test)]
+#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
 
