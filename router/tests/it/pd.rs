@@ -95,6 +95,18 @@ async fn prefill_failing_aborts_decode_at_once_and_another_pair_answers() {
                 vec!["data: {\"error\":{\"code\":\"engine_dead\"}}\n\n", DONE],
                 End::Clean,
             ),
+            // Behind another event, in the last piece of the answer.
+            Act::Whole(
+                "data: {\"choices\":[]}\n\ndata: {\"error\":{\"code\":\"engine_dead\"}}\n\n",
+            ),
+            // The same, and the end of its line is missing.
+            Act::Stream(
+                vec![
+                    "data: {\"choices\":[]}\n\n",
+                    "data: {\"error\":{\"code\":\"engine_dead\"}}",
+                ],
+                End::Clean,
+            ),
         ] {
             let (p1, p2) = (
                 Mock::start(std::slice::from_ref(&bad)).await,

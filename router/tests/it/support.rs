@@ -67,6 +67,8 @@ pub enum Act {
     Drop,
     /// Accept and stay silent.
     Hang,
+    /// This text as SSE with a content-length, so that its end is known with the last byte.
+    Whole(&'static str),
     /// These pieces as SSE, then …
     Stream(Vec<&'static str>, End),
     /// Count (support/counting.rs).
@@ -445,6 +447,13 @@ async fn serve(
             Err(reset())
         }
         Act::Hang => std::future::pending().await,
+        Act::Whole(text) => {
+            unfinished.is_finished = true;
+            Response::builder()
+                .header("content-type", "text/event-stream")
+                .body(full(text))
+                .map_err(|_| reset())
+        }
         Act::Stream(pieces, end) => {
             let pieces = pieces.into_iter().map(Bytes::from).collect();
             sse(pieces, end, unfinished)
