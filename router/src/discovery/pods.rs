@@ -8,6 +8,7 @@
 //!
 //! It needs the verbs list and watch on pods.
 
+use std::borrow::Cow;
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::pin::pin;
 use std::time::{Duration, Instant};
@@ -15,13 +16,15 @@ use std::time::{Duration, Instant};
 use futures_util::StreamExt;
 use http::Response;
 use http_body_util::BodyExt;
-use k8s_openapi::api::core::v1::Pod;
+use k8s_openapi::NamespaceResourceScope;
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 use kube::client::{ClientBuilder, DynBody};
 use kube::config::{KubeConfigOptions, Kubeconfig};
 use kube::runtime::WatchStreamExt;
 use kube::runtime::watcher::{self, Event, watcher};
-use kube::{Api, Client, Config, ResourceExt};
+use kube::{Api, Client, Config, Resource, ResourceExt};
 use router_core::Role;
+use serde::Deserialize;
 use tokio::time::{MissedTickBehavior, interval};
 use tower::util::MapResponseLayer;
 
@@ -48,6 +51,57 @@ pub struct Wanted {
     pub is_tls: bool,
     /// '*': all; none: that of the configuration, in a pod its own.
     pub namespace: Option<String>,
+}
+
+/// The parts of a pod that tell whether and where it serves. Other fields are not read: code for all of
+/// `k8s_openapi`'s `Pod` takes seconds to compile, and a list of pods is mostly their specifications.
+#[derive(Debug, Clone, Deserialize)]
+struct Pod {
+    metadata: ObjectMeta,
+    status: Option<PodStatus>,
+}
+
+#[derive(Debug, Clone, Deserialize)]
+struct PodStatus {
+    #[serde(rename = "podIP")]
+    pod_ip: Option<String>,
+    conditions: Option<Vec<PodCondition>>,
+}
+
+#[derive(Debug, Clone, Deserialize)]
+struct PodCondition {
+    #[serde(rename = "type")]
+    type_: String,
+    status: String,
+}
+
+impl Resource for Pod {
+    type DynamicType = ();
+    type Scope = NamespaceResourceScope;
+
+    fn kind((): &()) -> Cow<'_, str> {
+        "Pod".into()
+    }
+
+    fn group((): &()) -> Cow<'_, str> {
+        "".into()
+    }
+
+    fn version((): &()) -> Cow<'_, str> {
+        "v1".into()
+    }
+
+    fn plural((): &()) -> Cow<'_, str> {
+        "pods".into()
+    }
+
+    fn meta(&self) -> &ObjectMeta {
+        &self.metadata
+    }
+
+    fn meta_mut(&mut self) -> &mut ObjectMeta {
+        &mut self.metadata
+    }
 }
 
 /// Find the API server. Nothing is sent yet. Each part of each answer that is no refusal sets `answers`: the watcher keeps
