@@ -34,6 +34,10 @@ pub enum RouteError {
     Forbidden { id: String },
     #[error("no such path: {path}; docs/protocol.md lists the paths")]
     NotFound { path: String },
+    #[error(
+        "no such path: {path}; of a request there are GET /v1/requests/ID, POST /v1/requests/ID/suspend and POST /v1/requests/ID/resume"
+    )]
+    NoRequestPath { path: String },
     #[error("no worker {id}; GET /workers lists them")]
     UnknownWorker { id: String },
     #[error(
@@ -224,6 +228,7 @@ impl RouteError {
             RouteError::InvalidApiKey | RouteError::InvalidControlKey => "invalid_api_key",
             RouteError::Forbidden { .. } => "forbidden",
             RouteError::NotFound { .. }
+            | RouteError::NoRequestPath { .. }
             | RouteError::UnknownWorker { .. }
             | RouteError::UnknownRequest { .. }
             | RouteError::NoStory { .. } => "not_found",
@@ -267,6 +272,7 @@ impl RouteError {
             RouteError::InvalidApiKey | RouteError::InvalidControlKey => StatusCode::UNAUTHORIZED,
             RouteError::Forbidden { .. } => StatusCode::FORBIDDEN,
             RouteError::NotFound { .. }
+            | RouteError::NoRequestPath { .. }
             | RouteError::ModelNotFound { .. }
             | RouteError::UnknownWorker { .. }
             | RouteError::UnknownRequest { .. }

@@ -16,7 +16,7 @@ use axum::Router;
 use axum::extract::{MatchedPath, Request, State};
 use axum::middleware::{Next, from_fn_with_state};
 use axum::response::{IntoResponse, Response};
-use axum::routing::{MethodRouter, get, post};
+use axum::routing::{MethodRouter, any, get, post};
 use http::{HeaderMap, HeaderName, HeaderValue, Method, StatusCode, Version, header};
 use rand::Rng;
 use rand::distr::Alphanumeric;
@@ -115,10 +115,16 @@ fn routes() -> Vec<Route> {
         ("/stop_profile", Control, post(passing::fan_out)),
         ("/v1/requests/{id}", Control, get(admin::show_request)),
         (
-            "/v1/requests/{rid}/{verb}",
+            "/v1/requests/{id}/suspend",
             Control,
             post(passing::about_request),
         ),
+        (
+            "/v1/requests/{id}/resume",
+            Control,
+            post(passing::about_request),
+        ),
+        ("/v1/requests/{id}/{*rest}", Control, any(no_request_path)),
     ];
     let passed = passing::PASSED.into_iter();
     routes.extend(passed.map(|path| (path, Client, post(passing::forward_work))));
@@ -166,6 +172,12 @@ pub fn metrics_router(app: Arc<App>) -> Router {
 
 async fn not_found(request: Request) -> RouteError {
     RouteError::NotFound {
+        path: request.uri().path().to_owned(),
+    }
+}
+
+async fn no_request_path(request: Request) -> RouteError {
+    RouteError::NoRequestPath {
         path: request.uri().path().to_owned(),
     }
 }

@@ -231,10 +231,10 @@ pub async fn engine_metrics(State(app): State<Arc<App>>) -> Response {
 /// another router. 404 when nobody knows it.
 pub async fn about_request(
     State(app): State<Arc<App>>,
-    path: Result<Path<(String, String)>, PathRejection>,
+    rid: Result<Path<String>, PathRejection>,
     request: Request,
 ) -> Result<Response, RouteError> {
-    let Path((rid, _)) = path?;
+    let Path(rid) = rid?;
     if let Some(err) = no_worker(&app) {
         return Err(err);
     }

@@ -62,7 +62,9 @@ const ROUTES: &[(&str, &str, &str, u16)] = &[
     ("POST", "/start_profile", "control", 200),
     ("POST", "/stop_profile", "control", 200),
     ("GET", "/v1/requests/{id}", "control", 404),
-    ("POST", "/v1/requests/{rid}/{verb}", "control", 200),
+    ("POST", "/v1/requests/{id}/suspend", "control", 200),
+    ("POST", "/v1/requests/{id}/resume", "control", 200),
+    ("GET", "/v1/requests/{id}/{*rest}", "control", 404),
 ];
 
 const API_KEY: [&str; 2] = ["--api-key", "shared"];
@@ -76,9 +78,8 @@ const CONTROL_KEYS: [&str; 3] = [
 async fn status(router: &Router, method: &str, path: &str, key: &str, explain: &str) -> u16 {
     let path = path
         .replace("{id}", "99")
-        .replace("{rid}", "r")
         .replace("{file}", "app.js")
-        .replace("{verb}", "suspend");
+        .replace("{*rest}", "unheard/of");
     let method = Method::from_bytes(method.as_bytes()).unwrap();
     let key = format!("Bearer {key}");
     let headers = [
@@ -159,7 +160,7 @@ async fn each_route_takes_its_key_and_workers_never_see_a_control_key() {
         let seen = mock.seen();
         assert!(
             seen.iter()
-                .any(|seen| seen.path == "/v1/requests/r/suspend")
+                .any(|seen| seen.path == "/v1/requests/99/suspend")
         );
         let leaked: Vec<_> = seen
             .iter()

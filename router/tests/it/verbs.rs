@@ -82,6 +82,30 @@ async fn a_verb_about_a_request_finds_the_worker_that_runs_it() {
 }
 
 #[tokio::test]
+async fn unknown_path_below_a_request_is_404_that_names_the_known_ones() {
+    timed(async {
+        let worker = Mock::start(&[]).await;
+        let router = Router::regular(&[&worker], &[]).await;
+        for method in [Method::GET, Method::POST, Method::DELETE] {
+            for path in ["/v1/requests/r-1/bogus", "/v1/requests/r-1/suspend/now"] {
+                let reply = router.send(method.clone(), path, &[], "{}").await;
+                let got = (reply.status, reply.code());
+                assert_eq!(got, (404, "not_found".to_owned()), "{method} {path}");
+                for part in [path, "GET /v1/requests/ID", "/suspend", "/resume"] {
+                    assert!(reply.text().contains(part), "{}", reply.text());
+                }
+            }
+        }
+        assert_eq!(worker.count(), 0, "the router answers, no worker is asked");
+        let reply = router.get("/v1/requests/r-1/suspend").await;
+        let got = (reply.status, reply.code());
+        assert_eq!(got, (405, "method_not_allowed".to_owned()));
+        assert_eq!(reply.headers["allow"], "POST");
+    })
+    .await;
+}
+
+#[tokio::test]
 async fn an_abort_reaches_every_worker_of_both_roles() {
     timed(async {
         let (p, d) = (Mock::start(&[]).await, Mock::start(&[]).await);
