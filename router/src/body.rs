@@ -24,6 +24,10 @@ use crate::media;
 /// Most answers one request may ask for (prompts × n): the rooms of a request are one array.
 const MAX_ITEMS: usize = 4096;
 
+/// Longest beginning of a prompt that policies compare as text: a million tokens at the usual ratio. They compare it on the
+/// event loop's thread, under the lock of their role [bytes].
+const MAX_ROUTING_TEXT: usize = 4 << 20;
+
 /// Members beside the prompt's text that change its KV, or say who may share it.
 const SCOPE: [&str; 6] = [
     "model",
@@ -144,11 +148,11 @@ impl Scan {
         members.finish(api)
     }
 
-    /// The prompt's JSON, behind a character that stands for what else it belongs to. Cost: a copy, if there is such.
+    /// The beginning of the prompt's JSON, at most `MAX_ROUTING_TEXT` of it, behind a character that stands for what else it
+    /// belongs to. Cost: a copy, if there is such.
     pub fn routing_text<'a>(&self, body: &'a [u8]) -> Cow<'a, str> {
         let prompt = self.prompt.clone().map(|span| &body[span]);
-        let prompt = prompt.and_then(|prompt| std::str::from_utf8(prompt).ok());
-        let prompt = prompt.unwrap_or_default();
+        let prompt = beginning(prompt.unwrap_or_default(), MAX_ROUTING_TEXT);
         match self.scope_of(body).marker() {
             Some(marker) => Cow::Owned(format!("{marker}{prompt}")),
             None => Cow::Borrowed(prompt),
@@ -406,6 +410,16 @@ impl<'a> Members<'a> {
             count: self.count,
         })
     }
+}
+
+/// At most `most` bytes of a text, cut between two characters.
+fn beginning(text: &[u8], most: usize) -> &str {
+    let cut = &text[..text.len().min(most)];
+    let whole = match std::str::from_utf8(cut) {
+        Ok(_) => cut.len(),
+        Err(err) => err.valid_up_to(),
+    };
+    std::str::from_utf8(&cut[..whole]).unwrap_or_default()
 }
 
 /// Spans run from the end of the member before (so they begin with its comma). The members at the very beginning have
@@ -704,6 +718,16 @@ mod tests {
             scan.routing_text(body.as_bytes()),
             r#"[{"role":"user","content":"hé\n"}]"#
         );
+    }
+
+    #[test]
+    fn routing_text_of_a_long_prompt_is_its_beginning_in_whole_characters() {
+        let body = format!("{{\"prompt\":\"{}\"}}", "é".repeat(MAX_ROUTING_TEXT));
+        let scan = Scan::of(body.as_bytes(), Api::Completions).unwrap();
+        let text = scan.routing_text(body.as_bytes());
+        // The quotation mark, then characters of two bytes.
+        assert_eq!(text.len(), MAX_ROUTING_TEXT - 1);
+        assert!(text.starts_with("\"é") && text.ends_with('é'));
     }
 
     #[test]

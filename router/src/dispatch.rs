@@ -69,8 +69,10 @@ pub async fn generate(app: Arc<App>, request: Inbound) -> Response {
 }
 
 async fn attempts(app: Arc<App>, mut request: Inbound) -> Response {
-    if request.is_poison(&app) {
-        return refuse(request, RouteError::PoisonRequest);
+    match request.is_poison(&app).await {
+        Ok(false) => {}
+        Ok(true) => return refuse(request, RouteError::PoisonRequest),
+        Err(err) => return refuse(request, err),
     }
     app.retry_budget.lock().on_request(now_ms());
     app.registry.introductions(app.serving_roles()).await;

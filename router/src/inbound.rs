@@ -33,7 +33,7 @@ const WORTH_TELLING: Duration = Duration::from_millis(10);
 pub struct Inbound {
     pub head: Head,
     pub body: Bytes,
-    pub scan: Scan,
+    pub scan: Arc<Scan>,
     pub routing_key: Option<String>,
     /// The prompt's hashes, if a policy reads them.
     pub blocks: Option<Arc<Blocks>>,
@@ -137,11 +137,16 @@ impl Inbound {
 
     /// A worker broke under it, without a token since the last one did. True: it is not to be tried again.
     pub fn add_break(&mut self, app: &App, worker: WorkerId, is_alone: bool) -> bool {
-        let (now_ms, mut poison) = (now_ms(), app.poison.lock());
         let is_over = self.breaks.add(is_alone);
         match (is_alone, is_over) {
-            (true, _) => poison.add_break(self.body_hash(), worker, now_ms),
-            (false, true) => poison.refuse(self.body_hash(), now_ms),
+            (true, _) => {
+                let hash = body_hash(&self.body);
+                app.poison.lock().add_break(hash, worker, now_ms());
+            }
+            (false, true) => {
+                let hash = body_hash(&self.body);
+                app.poison.lock().refuse(hash, now_ms());
+            }
             (false, false) => {}
         }
         is_over
@@ -154,15 +159,14 @@ impl Inbound {
     }
 
     /// True if requests with this body broke workers a moment ago.
-    pub fn is_poison(&self, app: &App) -> bool {
-        let poison = app.poison.lock();
-        !poison.is_empty() && poison.is_refused(self.body_hash(), now_ms())
-    }
-
-    fn body_hash(&self) -> u64 {
-        let mut hasher = DefaultHasher::new();
-        self.body.hash(&mut hasher);
-        hasher.finish()
+    pub async fn is_poison(&self, app: &App) -> Result<bool, RouteError> {
+        if app.poison.lock().is_empty() {
+            return Ok(false);
+        }
+        let body = self.body.clone();
+        let hashing = app.body_threads.run(body.len(), move || body_hash(&body));
+        let hash = hashing.await?;
+        Ok(app.poison.lock().is_refused(hash, now_ms()))
     }
 
     /// Bytes that are held to ask again.
@@ -224,6 +228,12 @@ impl Inbound {
         }
         Ok(())
     }
+}
+
+fn body_hash(body: &Bytes) -> u64 {
+    let mut hasher = DefaultHasher::new();
+    body.hash(&mut hasher);
+    hasher.finish()
 }
 
 /// What the headers of a request say about its time.

@@ -10,6 +10,7 @@
 mod admission;
 mod body;
 mod body_memory;
+mod body_threads;
 mod clock;
 mod config;
 mod connections;
@@ -78,6 +79,7 @@ pub struct App {
     pub(crate) metrics: Arc<metrics::Metrics>,
     pub(crate) admission: admission::Admission,
     pub(crate) body_memory: Arc<body_memory::BodyMemory>,
+    pub(crate) body_threads: body_threads::BodyThreads,
     pub(crate) retry: RetryConfig,
     pub(crate) retry_budget: Mutex<RetryBudget>,
     pub(crate) resume_pacer: Mutex<ResumePacer<oneshot::Sender<()>>>,
@@ -125,6 +127,7 @@ impl App {
                 config.limits.max_total_body_bytes,
                 metrics.body_bytes.clone(),
             ),
+            body_threads: body_threads::BodyThreads::default(),
             metrics,
             admission: admission::Admission::new(&config.limits),
             retry: config.retry(),

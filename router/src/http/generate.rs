@@ -64,7 +64,10 @@ async fn serve(app: Arc<App>, api: Api, request: Request) -> Response {
     match take_in(&app, api, request, &record.story).await {
         Ok((head, routing_key, body, scan, ready_at, queued, permit)) => {
             let (needs_text, needs_blocks) = app.registry.needs(app.serving_roles());
-            let prompt = prompt_of(&app, api, &scan, &body, needs_blocks).await;
+            let prompt = match prompt_of(&app, api, &scan, &body, needs_blocks).await {
+                Ok(prompt) => prompt,
+                Err(err) => return refused(record, err),
+            };
             let story = record.story.clone();
             let inbound = Inbound {
                 told: told_deadlines(&head.headers),
@@ -134,7 +137,7 @@ type TakenIn = (
     Head,
     Option<String>,
     Bytes,
-    Scan,
+    Arc<Scan>,
     Instant,
     Duration,
     Option<OwnedSemaphorePermit>,
@@ -159,7 +162,7 @@ async fn take_in(
     story.mark(Stage::Admitted);
     let ready_at = Instant::now();
     let queued = ready_at - read_at;
-    let scan = Scan::of(&body, api)?;
+    let scan = scanned(app, &body, api).await?;
     story.mark(Stage::Parsed);
     let mut headers = forwarded(parts.headers);
     headers.remove(explain::HEADER);
@@ -209,16 +212,34 @@ struct Known {
     input_ids: Option<Bytes>,
 }
 
+async fn scanned(app: &App, body: &Bytes, api: Api) -> Result<Arc<Scan>, RouteError> {
+    let bytes = body.clone();
+    let scanning = move || Scan::of(&bytes, api);
+    let scan = app.body_threads.run(body.len(), scanning).await??;
+    Ok(Arc::new(scan))
+}
+
 /// In tokens where the client sent ids or the router has a tokenizer that can read the request, else in bytes of text.
-async fn prompt_of(app: &App, api: Api, scan: &Scan, body: &Bytes, needs_blocks: bool) -> Known {
+async fn prompt_of(
+    app: &App,
+    api: Api,
+    scan: &Arc<Scan>,
+    body: &Bytes,
+    needs_blocks: bool,
+) -> Result<Known, RouteError> {
     let config = &app.config.tokens;
-    let of_ids = |ids: &[u32], input_ids| Known {
-        blocks: needs_blocks.then(|| scan.token_blocks(ids, config.block_size)),
-        tokens: u32::try_from(ids.len()).ok(),
-        input_ids,
+    let block_size = config.block_size;
+    let (its, bytes) = (scan.clone(), body.clone());
+    let reading = move || {
+        Some(known_of_ids(
+            &its,
+            &its.ids(&bytes)?,
+            block_size,
+            needs_blocks,
+        ))
     };
-    if let Some(ids) = scan.ids(body) {
-        return of_ids(&ids, None);
+    if let Some(known) = app.body_threads.run(scan.prompt_len(), reading).await? {
+        return Ok(known);
     }
     let is_small = scan.batch.is_none_or(|items| items <= MAX_FORWARDED);
     let forwards = config.forward_input_ids && is_small;
@@ -226,11 +247,27 @@ async fn prompt_of(app: &App, api: Api, scan: &Scan, body: &Bytes, needs_blocks:
     if let Some(tokens) = app.tokens.as_ref().filter(|_| needs_blocks || forwards)
         && let Ok(made) = tokens.read(api, body, scan.prompt_len(), longest).await
     {
-        return of_ids(&made.joined(), forwards.then(|| made.member()));
+        return Ok(Known {
+            input_ids: forwards.then(|| made.member()),
+            ..known_of_ids(scan, &made.joined(), block_size, needs_blocks)
+        });
     }
-    Known {
-        blocks: needs_blocks.then(|| scan.text_blocks(body)),
+    if !needs_blocks {
+        return Ok(Known::default());
+    }
+    let (its, bytes) = (scan.clone(), body.clone());
+    let hashing = move || its.text_blocks(&bytes);
+    Ok(Known {
+        blocks: Some(app.body_threads.run(scan.prompt_len(), hashing).await?),
         ..Known::default()
+    })
+}
+
+fn known_of_ids(scan: &Scan, ids: &[u32], block_size: usize, needs_blocks: bool) -> Known {
+    Known {
+        blocks: needs_blocks.then(|| scan.token_blocks(ids, block_size)),
+        tokens: u32::try_from(ids.len()).ok(),
+        input_ids: None,
     }
 }
 
@@ -338,4 +375,61 @@ pub async fn read_at_most(
     }
     let body = if all.is_empty() { first } else { all.freeze() };
     Ok(share.keep_with(body))
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use futures_util::FutureExt;
+    use router_core::Unit;
+    use tokio::sync::watch;
+
+    use super::*;
+    use crate::body_threads::tests::occupy;
+    use crate::config::RouterConfig;
+    use crate::metrics::Metrics;
+
+    fn app() -> App {
+        let config = RouterConfig::parse(&["baton-router".to_owned()]).unwrap();
+        let metrics = Arc::new(Metrics::new().unwrap());
+        let (deciders, _) = crate::serve::deciders(&config, &metrics).unwrap();
+        App::new(config, metrics, deciders, None, watch::channel(false).1)
+    }
+
+    #[tokio::test]
+    async fn large_bodies_are_read_beside_the_event_loop() {
+        let app = app();
+        let text = |length| Bytes::from(format!("{{\"prompt\":\"{}\"}}", "x".repeat(length)));
+        let ids = |count| Bytes::from(format!("{{\"prompt\":[1{}]}}", ",2".repeat(count)));
+        let cases = [
+            (text(1000), Unit::Bytes, true),
+            (ids(1000), Unit::Tokens, true),
+            (text(1 << 20), Unit::Bytes, false),
+            (ids(1 << 19), Unit::Tokens, false),
+        ];
+        for (body, unit, is_inline) in cases {
+            let api = Api::Completions;
+            let scan = Arc::new(Scan::of(&body, api).unwrap());
+            let occupied = occupy(&app.body_threads);
+            let mut scanning = Box::pin(scanned(&app, &body, api));
+            let mut reading = Box::pin(prompt_of(&app, api, &scan, &body, true));
+            let (early_scan, early_prompt) = (
+                (&mut scanning).now_or_never(),
+                (&mut reading).now_or_never(),
+            );
+            assert_eq!(
+                (early_scan.is_some(), early_prompt.is_some()),
+                (is_inline, is_inline)
+            );
+            drop(occupied);
+            let prompt = match early_prompt {
+                Some(prompt) => prompt.unwrap(),
+                None => {
+                    assert_eq!(scanning.await.unwrap().prompt_len(), scan.prompt_len());
+                    reading.await.unwrap()
+                }
+            };
+            assert_eq!(prompt.blocks.unwrap().prompt().unit, unit);
+        }
+    }
 }
