@@ -47,6 +47,8 @@ const HEAD_SLACK: usize = 8 << 10;
 const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(10);
 /// Out of file descriptors: wait for some to be closed.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
+/// Pause between two warnings that all places are taken: a full router takes a new client whenever one leaves.
+const FULL_WARNING_PAUSE: Duration = Duration::from_secs(60);
 /// HTTP/2 by prior knowledge begins with these bytes; no HTTP/1 method does.
 const PREFACE: &[u8] = b"PRI ";
 /// Pauses between two looks at first bytes that came one by one.
@@ -85,12 +87,13 @@ pub async fn accept(
     let connections = GracefulShutdown::new();
     let places = terms.limits.max_connections.min(Semaphore::MAX_PERMITS);
     let places = Arc::new(Semaphore::new(places));
+    let mut warning = FullWarning::default();
     // Dropped when accepting ends: connections without a request are told.
     let (_closing, closing) = watch::channel(());
     loop {
         let accepted = tokio::select! {
             _ = &mut closed => return connections,
-            accepted = accept_one(&listener, &places, &terms.limits) => accepted,
+            accepted = accept_one(&listener, &places, &terms.limits, &mut warning) => accepted,
         };
         let (stream, place) = match accepted {
             Ok(accepted) => accepted,
@@ -117,21 +120,38 @@ async fn accept_one(
     listener: &TcpListener,
     places: &Arc<Semaphore>,
     limits: &Limits,
+    warning: &mut FullWarning,
 ) -> std::io::Result<(TcpStream, OwnedSemaphorePermit)> {
     let place = match places.clone().try_acquire_owned() {
         Ok(place) => place,
         Err(_) => {
-            let limit = limits.max_connections;
-            tracing::warn!(
-                limit,
-                "all --max-connections are in use; new clients wait until one ends"
-            );
+            if warning.is_due(Instant::now()) {
+                let limit = limits.max_connections;
+                tracing::warn!(
+                    limit,
+                    "all --max-connections are in use; new clients wait until one ends"
+                );
+            }
             let place = places.clone().acquire_owned().await;
             place.map_err(std::io::Error::other)?
         }
     };
     let (stream, _) = listener.accept().await?;
     Ok((stream, place))
+}
+
+/// When the warning that all places are taken was given last.
+#[derive(Default)]
+struct FullWarning(Option<Instant>);
+
+impl FullWarning {
+    fn is_due(&mut self, now: Instant) -> bool {
+        let is_due = self.0.is_none_or(|last| now - last >= FULL_WARNING_PAUSE);
+        if is_due {
+            self.0 = Some(now);
+        }
+        is_due
+    }
 }
 
 /// Counts an open connection while it lives.
@@ -381,5 +401,21 @@ impl http_body::Body for Watched {
         body.as_ref()
             .map(http_body::Body::size_hint)
             .unwrap_or_default()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn full_router_warns_once_a_minute_and_not_per_connection() {
+        let start = Instant::now();
+        let mut warning = FullWarning::default();
+        let due = [0, 1, 59, 60, 61, 119, 120].map(|secs| {
+            let now = start + Duration::from_secs(secs);
+            warning.is_due(now)
+        });
+        assert_eq!(due, [true, false, false, true, false, false, true]);
     }
 }
