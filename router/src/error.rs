@@ -115,6 +115,10 @@ pub enum RouteError {
         "{live} bootstrap rooms are in use, too many to give this request its own; try again later"
     )]
     TooManyRooms { live: usize },
+    #[error(
+        "{synced} of {sources} sources of workers were read; see the log, and baton_router_discovery_is_stale"
+    )]
+    Undiscovered { synced: usize, sources: usize },
     #[error("no {role} worker is ready: {known} known, {ready} ready; see GET /workers")]
     NoWorker {
         role: Role,
@@ -246,7 +250,9 @@ impl RouteError {
             RouteError::QueueTimeout { .. } => "queue_timeout",
             RouteError::Draining => "draining",
             RouteError::TooManyRooms { .. } => "queue_full",
-            RouteError::NoWorker { .. } | RouteError::NoHeir { .. } => "no_worker",
+            RouteError::NoWorker { .. }
+            | RouteError::NoHeir { .. }
+            | RouteError::Undiscovered { .. } => "no_worker",
             RouteError::Exhausted { .. } => "connections_exhausted",
             RouteError::Upstream { .. } | RouteError::Unasked { .. } => "upstream_error",
             RouteError::UpstreamSilent { .. } | RouteError::DeadlineOver { .. } => "timeout",
@@ -293,6 +299,7 @@ impl RouteError {
             | RouteError::TooManyRooms { .. }
             | RouteError::NoWorker { .. }
             | RouteError::Exhausted { .. }
+            | RouteError::Undiscovered { .. }
             | RouteError::NoHeir { .. } => StatusCode::SERVICE_UNAVAILABLE,
             RouteError::Upstream { .. }
             | RouteError::Unasked { .. }

@@ -8,7 +8,8 @@
 //!    the probe nor any request gets a byte for as long as the `patience` says, the worker hangs: `Unhealthy` now;
 //! 4. our engines are asked with each good probe how much they have to do (GET /v1/loads): no answer may report it; vLLM's
 //!    for the names of their models (GET /v1/models), to which LoRA adapters are added while they run;
-//! 5. unhealthy: probe every second (or the interval, if shorter) until --health-success-threshold good ones, back to 2.
+//! 5. a probe answered 503 `draining`: `Draining`, probed every second (or the interval, if shorter) until it is good: back to 2;
+//! 6. unhealthy: probe every second (or the interval, if shorter) until --health-success-threshold good ones, back to 2.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -20,6 +21,7 @@ use tokio::time::{Instant, sleep, timeout};
 
 use crate::App;
 use crate::kv_events;
+use crate::leg::code_of;
 use crate::load::{self, Fate};
 use crate::registry::{Description, Newcomer, State, Worker};
 use crate::upstream::{Head, SendError};
@@ -38,6 +40,8 @@ const SILENCE_FACTOR: u32 = 4;
 
 enum Probe {
     Good,
+    /// It answers that it drains.
+    Draining,
     /// No answer at all, neither to the probe nor to any request. `is_certain`: requests had none for long before.
     Silent {
         reason: String,
@@ -98,7 +102,7 @@ async fn watch(app: std::sync::Weak<App>, worker: std::sync::Weak<Worker>, newco
             let patience = seen.patience(&app);
             let begin = Instant::now();
             let probe = probe(&app, &worker, patience, is_silent).await;
-            if matches!(probe, Probe::Good) {
+            if matches!(probe, Probe::Good | Probe::Draining) {
                 seen.slowest = begin.elapsed().max(seen.slowest.mul_f64(0.9));
             }
             let is_good = matches!(probe, Probe::Good);
@@ -135,6 +139,11 @@ impl Watch {
                 None
             }
             Probe::Good => counter.record(true),
+            Probe::Draining => {
+                counter.record(true);
+                app.registry.set_state(worker, State::Draining, None);
+                return self.recovery_pause(app);
+            }
             Probe::Bad(_)
             | Probe::Silent {
                 is_certain: false, ..
@@ -157,18 +166,25 @@ impl Watch {
                 };
                 app.registry.set_state(worker, state, None);
             }
-            // It may have been restarted with other flags.
-            (None, Probe::Good) if matches!(worker.state(), State::Rejected { .. }) => {
+            // A rejected one may have been restarted with other flags, a draining one was undrained.
+            (None, Probe::Good)
+                if matches!(worker.state(), State::Rejected { .. } | State::Draining) =>
+            {
                 admit(app, worker).await;
             }
             _ => {}
         }
-        let interval = Duration::from_secs(app.config.health.health_check_interval_secs);
         if counter.is_healthy() && !is_silent {
-            interval
+            Duration::from_secs(app.config.health.health_check_interval_secs)
         } else {
-            interval.min(RECOVERY_PAUSE)
+            self.recovery_pause(app)
         }
+    }
+
+    /// Pause between probes of a worker that is out and may return.
+    fn recovery_pause(&self, app: &App) -> Duration {
+        let interval = Duration::from_secs(app.config.health.health_check_interval_secs);
+        interval.min(RECOVERY_PAUSE)
     }
 
     /// Before the first good probe.
@@ -178,6 +194,11 @@ impl Watch {
                 self.counter = Some(HealthCounter::new(app.config.health(), true));
                 admit(app, worker).await;
                 Duration::from_secs(app.config.health.health_check_interval_secs)
+            }
+            Probe::Draining => {
+                self.counter = Some(HealthCounter::new(app.config.health(), true));
+                app.registry.set_state(worker, State::Draining, None);
+                self.recovery_pause(app)
             }
             Probe::Refused(reason)
             | Probe::Bad(reason)
@@ -251,12 +272,14 @@ async fn probe(app: &App, worker: &Worker, patience: Duration, mut is_silent: bo
         },
         Err(_) => Probe::Bad(format!("{path} gave no answer, but requests got some")),
         Ok(Err(GetError::Send(SendError::Refused(cause)))) => Probe::Refused(cause),
+        Ok(Err(GetError::Draining)) => Probe::Draining,
         Ok(Err(GetError::Send(err @ SendError::Exhausted(_)))) => Probe::Unsent(err.to_string()),
         Ok(Err(err)) => Probe::Bad(format!("{path}: {err}")),
         Ok(Ok(_)) => Probe::Good,
     };
     let result = match &probe {
         Probe::Good => "good",
+        Probe::Draining => "draining",
         Probe::Silent { .. } => "silent",
         Probe::Unsent(_) => "unsent",
         Probe::Refused(_) => "refused",
@@ -273,6 +296,8 @@ enum GetError {
     Send(#[from] SendError),
     #[error("status {0}")]
     Status(u16),
+    #[error("the worker drains")]
+    Draining,
     #[error("{0}")]
     Body(String),
 }
@@ -296,10 +321,10 @@ async fn get(app: &App, worker: &Worker, path: &str) -> Result<Vec<u8>, GetError
             )));
         }
     }
-    if (200..300).contains(&status) {
-        Ok(body)
-    } else {
-        Err(GetError::Status(status))
+    match status {
+        200..300 => Ok(body),
+        503 if code_of(&body).as_deref() == Some("draining") => Err(GetError::Draining),
+        _ => Err(GetError::Status(status)),
     }
 }
 

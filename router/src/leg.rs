@@ -512,7 +512,8 @@ impl Leg {
         if is_break(failure.reason) {
             failure.broke_alone = Some(self.guard.candidate.worker.note_break(now_ms()));
         }
-        if matches!(failure.reason, "connect" | "reset") {
+        // The probe that follows finds out whether the worker drains, and for how long.
+        if matches!(failure.reason, "connect" | "reset" | "draining") {
             self.guard.candidate.worker.suspect.notify_one();
         }
         failure

@@ -56,6 +56,7 @@ mod upstream;
 mod usage;
 mod vllm;
 
+use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -101,6 +102,8 @@ pub struct App {
     pub(crate) feed: Arc<ui::FeedHub>,
     /// Turns true when what still runs is cut.
     cut: watch::Receiver<bool>,
+    /// Sources of workers that were read once.
+    pub(crate) discovered: Mutex<BTreeSet<&'static str>>,
     draining: AtomicBool,
 }
 
@@ -137,6 +140,7 @@ impl App {
             rooms: Arc::new(Mutex::new(LiveRooms::new(MAX_ROOMS))),
             tokens: None,
             tracer: None,
+            discovered: Mutex::default(),
             draining: AtomicBool::new(false),
             config,
         }

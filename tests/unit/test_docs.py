@@ -10,6 +10,7 @@ import pytest
 from baton import config, errors
 from baton.bench import serving
 from baton.sched.load import Load
+from baton.server import drain
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -81,6 +82,7 @@ def test_engine_flags_in_the_docs_exist() -> None:
     """Every --flag that the pages name is an engine flag, a flag of `baton up`, or in the router's source."""
     fields_of = config.EngineConfig.__dataclass_fields__
     known = {config.flag_name(name) for name in fields_of} | {n for f in fields_of.values() for n in f.metadata["also"]}
+    known |= {config.flag_name(name) for name in drain.DrainConfig.__dataclass_fields__}
     up = (ROOT / "engine" / "baton" / "server" / "up.py").read_text(encoding="utf-8")
     up += "".join((ROOT / f"engine/baton/doctor/{name}.py").read_text(encoding="utf-8") for name in ("main", "top"))
     sim = "".join((ROOT / "engine/baton/sim" / name).read_text(encoding="utf-8") for name in ("main.py", "model.py"))

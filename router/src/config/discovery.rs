@@ -59,6 +59,11 @@ impl Discovery {
         self.service_discovery_scheme == "https"
     }
 
+    /// Number of places that are asked for workers.
+    pub fn sources(&self, is_pd: bool) -> usize {
+        usize::from(self.discovery_file.is_some()) + self.selectors(is_pd).len()
+    }
+
     /// What is wrong between these flags.
     pub fn complaints(&self, is_pd: bool) -> Vec<String> {
         let mut bad = Vec::new();

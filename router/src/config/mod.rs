@@ -539,6 +539,12 @@ impl RouterConfig {
         }
     }
 
+    pub fn has_static_workers(&self) -> bool {
+        let flags = &self.workers;
+        let named = [&flags.worker_urls, &flags.prefill, &flags.decode];
+        named.iter().any(|urls| !urls.is_empty())
+    }
+
     /// The workers named by flags.
     pub fn worker_specs(&self) -> Result<Vec<WorkerSpec>, Vec<String>> {
         let mut specs = Vec::new();

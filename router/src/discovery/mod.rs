@@ -8,7 +8,8 @@
 //! * a feed touches only workers which it registered itself: those of flags and of POST /workers are not its business,
 //!   and one which an operator removed stays out until the source stops naming it and names it again;
 //! * a source that cannot be read changes nothing: the last good answer stays, `baton_router_discovery_is_stale` says so;
-//! * a ready worker that is merely no longer named is drained only while another one of its role is ready: no list,
+//! * a worker that reports that it drains stays until it ends, is deleted or fails: it may return, and gets nothing meanwhile;
+//! * a ready worker that is merely no longer named is probed, and drained only while another one of its role is ready: no list,
 //!   however wrong, empties the pool. Being deleted, which a source says of a worker by name, needs no replacement.
 
 mod file;
@@ -24,7 +25,7 @@ use router_core::Role;
 
 use crate::App;
 use crate::config::{WorkerSpec, WorkerUrl};
-use crate::registry::Worker;
+use crate::registry::{State, Worker};
 
 /// How often it is looked whether workers that were kept for want of others can go, and whether the router is still there.
 const RECHECK: Duration = Duration::from_secs(1);
@@ -121,6 +122,8 @@ pub struct Feed {
     own: BTreeMap<WorkerUrl, Own>,
     /// No longer named, kept because no other worker of the role is ready.
     kept: BTreeSet<WorkerUrl>,
+    /// Those of `kept` that were named in the answer before: they are being probed.
+    fresh: BTreeSet<WorkerUrl>,
     /// The failure in force, to log each only once.
     failure: Option<Failure>,
 }
@@ -138,6 +141,7 @@ impl Feed {
             source,
             own: BTreeMap::new(),
             kept: BTreeSet::new(),
+            fresh: BTreeSet::new(),
             failure: None,
         }
     }
@@ -152,6 +156,7 @@ impl Feed {
         let Some(app) = self.app.upgrade() else {
             return;
         };
+        app.discovered.lock().insert(self.source);
         self.count(&app, "applied");
         self.clear_failure(&app);
         let named: BTreeMap<WorkerUrl, WorkerSpec> = found
@@ -170,7 +175,11 @@ impl Feed {
             }
         }
         let gone = self.own.keys().filter(|url| !named.contains_key(*url));
-        self.kept = gone.cloned().collect();
+        let before = std::mem::replace(&mut self.kept, gone.cloned().collect());
+        self.fresh = self.kept.difference(&before).cloned().collect();
+        for own in self.fresh.iter().filter_map(|url| self.own.get(url)) {
+            own.worker.suspect.notify_one(); // a pod that drains is no longer Ready: find out
+        }
         for url in found.deleted.intersection(&self.kept.clone()) {
             self.drop_own(&app, url);
         }
@@ -217,6 +226,7 @@ impl Feed {
 
     /// See whether kept workers can go now.
     fn recheck(&mut self) {
+        self.fresh.clear();
         if !self.kept.is_empty()
             && let Some(app) = self.app.upgrade()
         {
@@ -263,7 +273,7 @@ impl Feed {
         }
     }
 
-    /// Drain those of `kept` that nobody needs.
+    /// Drain those of `kept` that are not needed.
     fn let_go(&mut self, app: &Arc<App>) {
         let workers = app.registry.workers();
         let kept = self.kept.iter().filter_map(|url| self.own.get(url));
@@ -271,6 +281,12 @@ impl Feed {
         // An operator may have removed one: then it is not in the list.
         let serving = || workers.iter().filter(|w| w.is_ready());
         let is_needed = |own: &Own| {
+            if own.worker.state() == State::Draining {
+                return true;
+            }
+            if own.worker.is_ready() && self.fresh.contains(own.worker.url()) {
+                return true;
+            }
             let mut others = serving().filter(|w| w.role() == own.spec.role);
             serving().any(|w| w.id == own.worker.id) && !others.any(|w| !kept.contains(&w.id))
         };
@@ -284,14 +300,16 @@ impl Feed {
     }
 
     fn show(&self, app: &App) {
-        let kept = self.kept.len();
+        let of_kept = self.kept.difference(&self.fresh);
+        let of_kept = of_kept.filter_map(|url| self.own.get(url));
+        let kept = of_kept.filter(|own| own.worker.is_ready()).count();
         let gauge = |state| {
             app.metrics
                 .discovered
                 .with_label_values(&[self.source, state])
         };
         let (was, shown) = (gauge("kept").get(), kept as f64);
-        gauge("named").set((self.own.len() - kept) as f64);
+        gauge("named").set((self.own.len() - self.kept.len()) as f64);
         gauge("kept").set(shown);
         if shown > was {
             tracing::warn!(
@@ -310,7 +328,6 @@ mod tests {
 
     use super::*;
     use crate::config::RouterConfig;
-    use crate::registry::State;
 
     struct World {
         app: Arc<App>,
@@ -347,6 +364,12 @@ mod tests {
             self.feed.apply(found);
         }
 
+        /// The source was read, and a moment has passed.
+        fn settle(&mut self, workers: &[&str], deleted: &[&str]) {
+            self.apply(workers, deleted);
+            self.feed.recheck();
+        }
+
         /// All that are registered become ready, but for those that drain.
         fn all_ready(&self) {
             for worker in self.app.registry.workers() {
@@ -357,7 +380,7 @@ mod tests {
         /// What can be chosen or may become so.
         fn urls(&self) -> Vec<String> {
             let workers = self.app.registry.workers();
-            let workers = workers.iter().filter(|w| w.state() != State::Draining);
+            let workers = workers.iter().filter(|w| w.state() != State::Leaving);
             let mut urls: Vec<String> = workers
                 .map(|w| format!("{} {}", &w.role().label()[..1], w.url().authority()))
                 .collect();
@@ -373,18 +396,43 @@ mod tests {
         world.all_ready();
         assert_eq!(world.urls(), ["d c:1", "p a:1", "p b:1"]);
         world.apply(&["p b:1", "d c:1", "d e:1"], &[]);
+        assert_eq!(
+            world.urls(),
+            ["d c:1", "d e:1", "p a:1", "p b:1"],
+            "it is probed first"
+        );
+        world.feed.recheck();
         assert_eq!(world.urls(), ["d c:1", "d e:1", "p b:1"]);
+    }
+
+    #[tokio::test]
+    async fn worker_that_drains_is_kept_for_its_return() {
+        let mut world = World::new();
+        world.apply(&["p a:1", "p b:1"], &[]);
+        world.all_ready();
+        let worker = world.app.registry.workers()[0].clone();
+        world.app.registry.set_state(&worker, State::Draining, None);
+        world.settle(&["p b:1"], &[]);
+        assert_eq!(world.urls(), ["p a:1", "p b:1"]);
+        let kept = world.app.metrics.discovered.clone();
+        assert_eq!(kept.with_label_values(&["file", "kept"]).get(), 0.0);
+        world.settle(&["p a:1", "p b:1"], &[]);
+        let again = world.app.registry.workers()[0].clone();
+        assert_eq!(again.id, worker.id, "it was never removed");
+        world.app.registry.set_state(&worker, State::Draining, None);
+        world.settle(&["p b:1"], &["http://a:1"]);
+        assert_eq!(world.urls(), ["p b:1"], "a deletion is certain");
     }
 
     #[tokio::test]
     async fn the_last_ready_of_a_role_stays_until_another_is_ready() {
         let mut world = World::new();
-        world.apply(&["p a:1", "d c:1"], &[]);
+        world.settle(&["p a:1", "d c:1"], &[]);
         world.all_ready();
-        world.apply(&[], &[]);
+        world.settle(&[], &[]);
         assert_eq!(world.urls(), ["d c:1", "p a:1"]);
         // A whole new fleet is named, and does not answer yet.
-        world.apply(&["p b:1", "d e:1"], &[]);
+        world.settle(&["p b:1", "d e:1"], &[]);
         assert_eq!(world.urls(), ["d c:1", "d e:1", "p a:1", "p b:1"]);
         assert_eq!(world.feed.kept.len(), 2);
         world.all_ready();
@@ -396,11 +444,11 @@ mod tests {
     #[tokio::test]
     async fn a_deleted_or_dead_worker_needs_no_replacement() {
         let mut world = World::new();
-        world.apply(&["p a:1", "d c:1"], &[]);
+        world.settle(&["p a:1", "d c:1"], &[]);
         world.all_ready();
-        world.apply(&["d c:1"], &["http://a:1"]);
+        world.settle(&["d c:1"], &["http://a:1"]);
         assert_eq!(world.urls(), ["d c:1"]);
-        world.apply(&[], &[]);
+        world.settle(&[], &[]);
         assert_eq!(world.urls(), ["d c:1"]);
         let worker = world.app.registry.workers().pop().unwrap();
         let reason = String::new();
@@ -417,24 +465,24 @@ mod tests {
     async fn a_new_role_is_a_new_worker_and_what_others_registered_stays() {
         let mut world = World::new();
         world.app.register(spec("p z:1")).unwrap();
-        world.apply(&["p a:1", "d z:1"], &[]);
+        world.settle(&["p a:1", "d z:1"], &[]);
         assert_eq!(world.urls(), ["p a:1", "p z:1"]);
-        world.apply(&["d a:1"], &[]);
+        world.settle(&["d a:1"], &[]);
         assert_eq!(world.urls(), ["d a:1", "p z:1"]);
-        world.apply(&[], &[]);
+        world.settle(&[], &[]);
         assert_eq!(world.urls(), ["p z:1"]);
     }
 
     #[tokio::test]
     async fn what_an_operator_removed_stays_out_while_it_is_named() {
         let mut world = World::new();
-        world.apply(&["p a:1"], &[]);
+        world.settle(&["p a:1"], &[]);
         let id = world.app.registry.workers()[0].id;
         world.app.registry.remove(id);
-        world.apply(&["p a:1", "d c:1"], &[]);
+        world.settle(&["p a:1", "d c:1"], &[]);
         assert_eq!(world.urls(), ["d c:1"]);
-        world.apply(&["d c:1"], &[]);
-        world.apply(&["p a:1", "d c:1"], &[]);
+        world.settle(&["d c:1"], &[]);
+        world.settle(&["p a:1", "d c:1"], &[]);
         assert_eq!(world.urls(), ["d c:1", "p a:1"]);
     }
 

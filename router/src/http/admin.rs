@@ -34,9 +34,10 @@ pub async fn live() -> Response {
 }
 
 pub async fn ready(State(app): State<Arc<App>>) -> Response {
-    let missing = not_ready_because(&app);
+    let (refusal, missing) = (not_ready_because(&app), cannot_serve_because(&app));
     let mut body = json!({
-        "status": if missing.is_none() { "ready" } else { "not_ready" },
+        "status": if refusal.is_none() { "ready" } else { "not_ready" },
+        "serves": missing.is_none(),
     });
     for role in ROLES {
         let (known, ready) = app.registry.count(role);
@@ -44,10 +45,12 @@ pub async fn ready(State(app): State<Arc<App>>) -> Response {
         body[role.label()] =
             json!({"known": known, "ready": ready, "open_circuits": open_circuits});
     }
-    match missing {
+    if let Some(reason) = refusal.as_ref().or(missing.as_ref()) {
+        body["reason"] = reason.to_string().into();
+    }
+    match refusal {
         None => answer(StatusCode::OK, &body),
         Some(reason) => {
-            body["reason"] = reason.to_string().into();
             body["error"] = serde_json::from_slice::<Value>(&reason.body())
                 .map(|body| body["error"].clone())
                 .unwrap_or_default();
@@ -56,10 +59,26 @@ pub async fn ready(State(app): State<Arc<App>>) -> Response {
     }
 }
 
+/// Why this router should get no requests: it drains, or does not know its workers yet. Later a lack of workers is
+/// no such reason: a router that left its Service would turn 503 with Retry-After into refused connections.
 fn not_ready_because(app: &App) -> Option<RouteError> {
     if app.is_draining() {
         return Some(RouteError::Draining);
     }
+    let sources = app.config.discovery.sources(app.is_pd());
+    let synced = app.discovered.lock().len();
+    if synced < sources {
+        return Some(RouteError::Undiscovered { synced, sources });
+    }
+    let finds_workers = sources > 0 && !app.config.has_static_workers();
+    match finds_workers || app.registry.has_served() {
+        true => None,
+        false => cannot_serve_because(app),
+    }
+}
+
+/// Why a request that comes now would find no worker.
+fn cannot_serve_because(app: &App) -> Option<RouteError> {
     app.serving_roles()
         .iter()
         .find_map(|role| {
@@ -77,7 +96,7 @@ fn not_ready_because(app: &App) -> Option<RouteError> {
 
 /// Every ready worker is asked to generate something, which counts as one running request.
 pub async fn health_generate(State(app): State<Arc<App>>) -> Result<Response, RouteError> {
-    if let Some(err) = not_ready_because(&app) {
+    if let Some(err) = not_ready_because(&app).or_else(|| cannot_serve_because(&app)) {
         return Err(err);
     }
     let _place = app.admission.enter(&app.metrics).await?;
@@ -110,6 +129,7 @@ fn show(app: &App, worker: &Worker) -> Value {
         "worker_type": worker.role().label(),
         "is_healthy": worker.is_ready(),
         "state": state.label(),
+        "drained_by": state.drained_by(),
         "reason": state.reason().map(str::to_owned).or_else(|| app.registry.misfit(worker)),
         "circuit": circuit.label(),
         "passed_over_ms": passed_over_ms,
@@ -141,7 +161,7 @@ pub async fn list_workers(State(app): State<Arc<App>>) -> Response {
 }
 
 /// By its id, or by its URL as older clients of SGLang's router have it.
-fn find(app: &App, id: &str) -> Result<Arc<Worker>, RouteError> {
+pub fn find(app: &App, id: &str) -> Result<Arc<Worker>, RouteError> {
     let found = match id.parse() {
         Ok(number) => app.registry.worker(number),
         Err(_) => WorkerUrl::parse(id)
@@ -152,7 +172,7 @@ fn find(app: &App, id: &str) -> Result<Arc<Worker>, RouteError> {
 }
 
 /// The newest: older ones with the same address are draining already.
-fn with_url(app: &App, url: &WorkerUrl) -> Option<Arc<Worker>> {
+pub fn with_url(app: &App, url: &WorkerUrl) -> Option<Arc<Worker>> {
     let workers = app.registry.workers();
     workers.into_iter().rev().find(|w| w.url() == url)
 }
@@ -190,25 +210,6 @@ pub async fn remove_worker(
         "worker_id": worker.id.to_string(),
         "url": worker.url().to_string(),
         "message": "no new requests; those in flight finish",
-    });
-    Ok(answer(StatusCode::ACCEPTED, &body))
-}
-
-/// Like DELETE, but the worker stays visible until its requests have ended. Asking again changes nothing.
-pub async fn drain_worker(
-    State(app): State<Arc<App>>,
-    id: Result<Path<String>, PathRejection>,
-) -> Result<Response, RouteError> {
-    let Path(id) = id?;
-    let worker = find(&app, &id)?;
-    app.drain(&worker);
-    let body = json!({
-        "status": "draining",
-        "worker_id": worker.id.to_string(),
-        "url": worker.url().to_string(),
-        "load": worker.load(),
-        "location": format!("/workers/{}", worker.id),
-        "message": "no new requests; it is removed when those in flight have ended",
     });
     Ok(answer(StatusCode::ACCEPTED, &body))
 }

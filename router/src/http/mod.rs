@@ -5,6 +5,7 @@
 
 mod access;
 mod admin;
+mod draining;
 mod exposition;
 mod generate;
 mod passing;
@@ -103,7 +104,16 @@ fn routes() -> Vec<Route> {
             get(admin::list_workers).post(admin::add_worker),
         ),
         ("/workers/{id}", Control, worker),
-        ("/workers/{id}/drain", Control, post(admin::drain_worker)),
+        (
+            "/workers/{id}/drain",
+            Control,
+            get(draining::show_drain).post(draining::drain_worker),
+        ),
+        (
+            "/workers/{id}/undrain",
+            Control,
+            post(draining::undrain_worker),
+        ),
         ("/add_worker", Control, post(admin::legacy_add)),
         ("/remove_worker", Control, post(admin::legacy_remove)),
         ("/list_workers", Control, get(admin::legacy_list)),

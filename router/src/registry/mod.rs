@@ -7,8 +7,9 @@
 //!    and the policies are told;
 //! 3. probes fail or a connection is refused: `Unhealthy`, its candidates leave and the policies forget them: what
 //!    restarts comes back with an empty cache. A good probe makes it `Ready` again, with new candidates;
-//! 4. drained: `Draining`, its candidates leave, it is removed when the last request in flight has ended;
-//! 5. removed: it leaves the snapshot at once; requests in flight hold their candidate and finish.
+//! 4. it reports that it drains: `Draining`, its candidates leave; a good probe makes it `Ready` again;
+//! 5. drained by this router: `Leaving`, its candidates leave, it is removed when the last request in flight has ended;
+//! 6. removed: it leaves the snapshot at once; requests in flight hold their candidate and finish.
 //!
 //! Invariants: a candidate's load is the number of living [`LoadGuard`]s; ids are never used twice; decisions of one role
 //! are made one after the other, each seeing the loads of those before.
@@ -177,6 +178,8 @@ pub struct Registry {
     tables: [RoleTable; 3],
     /// Whether every prefill worker can hand its pages to every decode worker; set under `changing`.
     all_fit: AtomicBool,
+    /// Set once a request could be answered; set under `changing`.
+    has_served: AtomicBool,
     changing: Mutex<()>,
     newcomers: Newcomers,
     /// Told when candidates come or go.
@@ -215,6 +218,7 @@ impl Registry {
                 candidates: RwLock::default(),
             }),
             all_fit: AtomicBool::new(true),
+            has_served: AtomicBool::new(false),
             changing: Mutex::default(),
             newcomers: Newcomers::default(),
             changed: watch::Sender::default(),
@@ -247,7 +251,7 @@ impl Registry {
             });
         }
         let mut workers = self.workers.write();
-        let is_there = |w: &&Arc<Worker>| w.spec.url == spec.url && w.state() != State::Draining;
+        let is_there = |w: &&Arc<Worker>| w.spec.url == spec.url && w.state() != State::Leaving;
         if let Some(known) = workers.iter().find(is_there) {
             return Err(RouteError::DuplicateWorker {
                 url: spec.url.to_string(),
@@ -279,9 +283,9 @@ impl Registry {
         *worker.health_task.lock() = Some(task);
     }
 
-    /// No new requests for this worker. False: it drains already, or was removed.
+    /// No new requests for this worker. False: it leaves already, or was removed.
     pub fn start_drain(&self, worker: &Arc<Worker>) -> bool {
-        let is_news = self.set_state(worker, State::Draining, None);
+        let is_news = self.set_state(worker, State::Leaving, None);
         if is_news && let Some(task) = worker.health_task.lock().take() {
             task.abort();
         }
@@ -354,7 +358,7 @@ impl Registry {
     pub fn may_return(&self, role: Role) -> bool {
         let workers = self.workers.read();
         let mut of_role = workers.iter().filter(|w| w.role() == role);
-        of_role.any(|w| !matches!(w.state(), State::Rejected { .. } | State::Draining))
+        of_role.any(|w| !matches!(w.state(), State::Rejected { .. } | State::Leaving))
     }
 
     /// True if this role has workers ready, and no registered one serves the model.
@@ -387,7 +391,7 @@ impl Registry {
         }
         let mut old_label = "";
         let is_changed = worker.state.send_if_modified(|present| {
-            if present.0 == State::Draining {
+            if present.0 == State::Leaving {
                 return false;
             }
             old_label = present.0.label();
@@ -413,7 +417,10 @@ impl Registry {
                 tracing::info!(%url, %role, ranks = candidates.len(), "worker is ready");
             }
             State::Draining => {
-                tracing::info!(%url, %role, in_flight = worker.load(), "worker drains");
+                tracing::info!(%url, %role, in_flight = worker.load(), "worker reports that it drains");
+            }
+            State::Leaving => {
+                tracing::info!(%url, %role, in_flight = worker.load(), "worker drains and leaves");
             }
             State::Starting { reason } => {
                 tracing::warn!(%url, %role, reason, "worker is not up yet; still trying");
@@ -465,8 +472,11 @@ impl Registry {
     fn replace_candidates(&self, worker: &Arc<Worker>, new: Vec<Arc<Candidate>>) {
         self.swap_candidates(worker, new);
         let _one = self.changing.lock();
-        let [_, prefill, decode] = &self.tables;
+        let [regular, prefill, decode] = &self.tables;
         let (p_list, d_list) = (prefill.list(), decode.list());
+        if !regular.list().is_empty() || self.has_pair() {
+            self.has_served.store(true, Ordering::Relaxed);
+        }
         let fits_all = |p: &Arc<Candidate>| d_list.iter().all(|d| p.make.fits(&d.make));
         self.all_fit
             .store(p_list.iter().all(fits_all), Ordering::Relaxed);
@@ -651,6 +661,11 @@ impl Registry {
         p_list
             .iter()
             .any(|p| d_list.iter().any(|d| p.make.fits(&d.make)))
+    }
+
+    /// True from the first moment on at which ready workers could answer a request.
+    pub fn has_served(&self) -> bool {
+        self.has_served.load(Ordering::Relaxed)
     }
 
     /// What would be chosen for each of these roles (prefill and decode are chosen together), and why. Nothing is sent.

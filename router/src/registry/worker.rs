@@ -39,8 +39,10 @@ pub enum State {
     Rejected {
         reason: String,
     },
-    /// Gets no new request; removed when those in flight have ended. There is no way back.
+    /// It reports that it drains: no new requests until it reports that it is ready again.
     Draining,
+    /// This router drains it: no new requests, removed when those in flight have ended. There is no way back.
+    Leaving,
 }
 
 impl State {
@@ -50,13 +52,22 @@ impl State {
             State::Ready => "ready",
             State::Unhealthy { .. } => "unhealthy",
             State::Rejected { .. } => "rejected",
-            State::Draining => "draining",
+            State::Draining | State::Leaving => "draining",
+        }
+    }
+
+    /// Source of a drain, for GET /workers.
+    pub fn drained_by(&self) -> Option<&'static str> {
+        match self {
+            State::Draining => Some("worker"),
+            State::Leaving => Some("router"),
+            _ => None,
         }
     }
 
     pub fn reason(&self) -> Option<&str> {
         match self {
-            State::Ready | State::Draining => None,
+            State::Ready | State::Draining | State::Leaving => None,
             State::Starting { reason } => reason.as_deref(),
             State::Unhealthy { reason, .. } | State::Rejected { reason } => Some(reason),
         }

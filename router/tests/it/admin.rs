@@ -282,12 +282,10 @@ async fn failing_probes_take_a_worker_out_and_good_ones_take_it_in() {
         ];
         let router = Router::regular(&[&mock], &flags).await;
         mock.set_unhealthy(true);
-        eventually("out", || async {
-            router.get("/readyz").await.status == 503
-        })
-        .await;
+        let serves = async |is: bool| router.get("/readyz").await.json()["serves"] == is;
+        eventually("out", || serves(false)).await;
         mock.set_unhealthy(false);
-        eventually("in", || async { router.get("/readyz").await.status == 200 }).await;
+        eventually("in", || serves(true)).await;
     })
     .await;
 }

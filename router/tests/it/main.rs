@@ -7,6 +7,7 @@ mod admin;
 mod compat;
 mod discovery;
 mod docs;
+mod draining;
 mod explain;
 mod failover;
 mod faults;

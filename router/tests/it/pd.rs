@@ -201,10 +201,11 @@ async fn a_dead_decode_worker_costs_no_answer() {
         let reply = router.chat().await;
         assert!([502, 503].contains(&reply.status), "{}", reply.text());
         assert_eq!(reply.headers["retry-after"], "1");
-        eventually("not ready", || async {
-            router.get("/readyz").await.status == 503
+        eventually("it cannot serve", || async {
+            router.get("/readyz").await.json()["serves"] == false
         })
         .await;
+        assert_eq!(router.get("/readyz").await.status, 200, "it has served");
     })
     .await;
 }

@@ -121,6 +121,10 @@ struct Inner {
     /// Answers of other paths: status and body.
     answers: Mutex<HashMap<&'static str, (u16, String)>>,
     unhealthy: std::sync::atomic::AtomicBool,
+    /// True while it drains; `None`: it has no POST /drain.
+    drains: Mutex<Option<bool>>,
+    /// Keys of POST /drain and POST /undrain.
+    orders: Mutex<Vec<String>>,
     frozen: std::sync::atomic::AtomicBool,
     gate: tokio::sync::Notify,
     /// Rooms it was told to forget.
@@ -177,6 +181,26 @@ impl Mock {
     pub fn with_version(self, version: &'static str) -> Mock {
         *self.inner.version.lock() = Some(version);
         self
+    }
+
+    /// A worker with POST /drain and POST /undrain, as an engine of Baton.
+    pub fn with_drain(self) -> Mock {
+        self.set_draining(false);
+        self
+    }
+
+    /// Begin or end a drain, as another router or an operator would.
+    pub fn set_draining(&self, is: bool) {
+        *self.inner.drains.lock() = Some(is);
+    }
+
+    pub fn is_draining(&self) -> bool {
+        *self.inner.drains.lock() == Some(true)
+    }
+
+    /// The key with which each order to drain or undrain came; empty without one.
+    pub fn orders(&self) -> Vec<String> {
+        self.inner.orders.lock().clone()
     }
 
     pub fn with_loads(self, loads: Value) -> Mock {
@@ -337,6 +361,10 @@ async fn serve(
     let (parts, body) = request.into_parts();
     let path = parts.uri.path().to_owned();
     let raw = body.collect().await.map_err(|_| reset())?.to_bytes();
+    let drains = *inner.drains.lock();
+    if path == "/health" && drains == Some(true) {
+        return Ok(error_response(503, "draining"));
+    }
     if path == "/health" {
         let mut response = Response::new(full("ok"));
         if inner.unhealthy.load(Ordering::SeqCst) {
@@ -366,6 +394,23 @@ async fn serve(
         *response.status_mut() = StatusCode::from_u16(*status).map_err(|_| reset())?;
         return Ok(response);
     }
+    if matches!(path.as_str(), "/drain" | "/undrain") {
+        let key = parts.headers.get(http::header::AUTHORIZATION);
+        let key = key.map(|key| String::from_utf8_lossy(key.as_bytes()).into_owned());
+        if parts.method == Method::POST {
+            inner.orders.lock().push(key.unwrap_or_default());
+        }
+        let Some(drains) = &mut *inner.drains.lock() else {
+            return Ok(error_response(404, "not_found"));
+        };
+        if parts.method == Method::POST {
+            *drains = path == "/drain";
+        }
+        let state = if *drains { "draining" } else { "ready" };
+        let left = json!({"requests": 1, "streams": 1, "leases": 0});
+        let report = json!({"state": state, "is_drained": false, "left": left});
+        return Ok(json_response(200, &report));
+    }
     if path == "/v1/models" && inner.version.lock().is_some() {
         return Ok(error_response(404, "not_found"));
     }
@@ -390,6 +435,9 @@ async fn serve(
         }
         _ => Vec::new(),
     };
+    if drains == Some(true) {
+        return Ok(error_response(503, "draining"));
+    }
     inner.seen.lock().push(Arc::new(Seen {
         path,
         headers: parts.headers,
