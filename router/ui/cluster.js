@@ -82,7 +82,7 @@ function makeCard(node) {
     kv: el("meter", { min: "0", max: "1", high: "0.85", optimum: "0", "aria-label": `KV pages of ${shortUrl(node.url)}` }),
     load: el("dd"), queue: el("dd"), rate: el("dd"),
     about: el("p", { class: "help" }),
-    drain: el("button", { type: "button", class: "quiet", onclick: () => confirmDrain(node.id) }, "Drain"),
+    drain: el("button", { type: "button", class: "quiet", onclick: () => drainOrUndrain(node.id) }),
   };
   const pair = (name, value) => el("div", {}, el("dt", {}, name), value);
   const title = el("h4", { id: `node-${node.id}` }, shortUrl(node.url));
@@ -95,7 +95,6 @@ function makeCard(node) {
     el("dl", { class: "numbers" }, pair("In flight", parts.load), pair("Queue", parts.queue), pair("Tokens/s", parts.rate)),
     el("div", { class: "panel-foot" }, parts.about, parts.drain),
   );
-  parts.drain.setAttribute("aria-label", `Drain ${shortUrl(node.url)}`);
   return { card, parts, node };
 }
 
@@ -118,7 +117,9 @@ function updateCard({ card, parts }, node) {
   const age = reportsOf(node).map((report) => report.age_ms);
   const told = age.length ? `reported ${milliseconds(Math.max(...age))} ago` : null;
   setText(parts.about, [node.model, node.version, ranks, told].filter(Boolean).join(" · "));
-  parts.drain.disabled = node.state === "draining";
+  const verb = node.state === "draining" ? "Undrain" : "Drain";
+  setText(parts.drain, verb);
+  parts.drain.setAttribute("aria-label", `${verb} ${shortUrl(node.url)}`);
 }
 
 function showNodes(fleet) {
@@ -162,21 +163,30 @@ function showNodes(fleet) {
 
 // ---- drain ----
 
-async function confirmDrain(id) {
+async function drainOrUndrain(id) {
   const { node } = cards.get(id);
+  if (node.state === "draining") await order(id, "undrain");
+  else if (await isConfirmed(node)) await order(id, "drain");
+}
+
+async function isConfirmed(node) {
   const dialog = byId("confirm");
   setText(byId("confirm-title"), `Drain ${shortUrl(node.url)}?`);
   const running = node.load === 1 ? "1 request" : `${count(node.load)} requests`;
   setText(
     byId("confirm-text"),
-    `It gets no new requests. ${running} in flight will finish; then the worker is removed from this router.`,
+    `It gets no new requests; ${running} in flight will finish. A worker that knows no drain of its own is then removed `
+    + "from this router.",
   );
   dialog.returnValue = "";
   dialog.showModal();
   await new Promise((resolve) => dialog.addEventListener("close", resolve, { once: true }));
-  if (dialog.returnValue !== "yes") return;
+  return dialog.returnValue === "yes";
+}
+
+async function order(id, verb) {
   try {
-    await ask(`../workers/${encodeURIComponent(id)}/drain`, { isControl: true, method: "POST" });
+    await ask(`../workers/${encodeURIComponent(id)}/${verb}`, { isControl: true, method: "POST" });
     notice("");
   } catch (error) {
     complain(error);
