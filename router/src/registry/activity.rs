@@ -22,9 +22,11 @@ pub struct Activity {
 
 impl Activity {
     pub fn reported(&mut self, report: Report, now_ms: u64) {
-        let at_ms = now_ms.saturating_sub(report.age_ms);
-        self.last = Some((report, at_ms));
-        let Some(totals) = report.totals else { return };
+        self.last = Some((report, now_ms.saturating_sub(report.age_ms)));
+        // The clock begins with the process: a report from before has no place on it.
+        let (Some(totals), Some(at_ms)) = (report.totals, now_ms.checked_sub(report.age_ms)) else {
+            return;
+        };
         let Some((base, since_ms)) = self.base else {
             self.base = Some((totals, at_ms));
             return;
@@ -73,6 +75,7 @@ mod tests {
     #[test]
     fn rates_are_means_between_reports_far_enough_apart() {
         let mut activity = Activity::default();
+        activity.reported(report(7, 7, 9_000), 8_000);
         activity.reported(report(100, 0, 0), 10_000);
         activity.reported(report(200, 0, 0), 10_500);
         assert_eq!(activity.rates(), None, "half a second says little");
