@@ -197,7 +197,7 @@ def test_empty_namespace_is_a_failure() -> None:
 
 
 def answers_of(objects: list[Object]) -> dict[str, dict[str, Any]]:
-    """What kubectl prints, by its words."""
+    """Output of kubectl, keyed by its arguments."""
     view = view_of(objects)
     kinds = {kind: {"out": json.dumps({"items": view.of_kind(kind)})} for kind in (*kubernetes.KINDS,)}
     found = {f"get {kind} -o json": answer for kind, answer in kinds.items()}

@@ -148,7 +148,7 @@ class Job:
         return self.script.poll() is None
 
     def terminate(self) -> None:
-        """What SLURM does before the time limit."""
+        """Send the signal that SLURM sends before the time limit."""
         self.script.send_signal(signal.SIGTERM)
 
     def exit_code(self) -> int:

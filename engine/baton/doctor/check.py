@@ -70,7 +70,7 @@ COLORS = {CheckStatus.OK: "32", CheckStatus.WARN: "33", CheckStatus.FAIL: "31", 
 
 
 def render_text(results: Sequence[CheckResult], *, is_colored: bool) -> str:
-    """One line per result; a remedy follows on a line of its own. Ends with the counts."""
+    """Returns a line per result, each remedy on a line of its own, and the counts."""
     width = max((len(result.name) for result in results), default=0)
     lines = []
     for result in results:

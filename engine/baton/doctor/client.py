@@ -26,7 +26,7 @@ _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 
 @dataclass(frozen=True, slots=True)
 class HttpAnswer:
-    """One answer. `status` 0: there was none, and `problem` says why; with an error status `problem` is its message."""
+    """Answer of a host. With `status` 0 there was none and `problem` says why; otherwise `problem` is its error."""
 
     status: int
     text: str
@@ -57,7 +57,7 @@ class StreamEnded(Exception):
 
 
 class HttpClient:
-    """One for all hosts; no proxy is used. `ca_file`: PEM file of authorities to trust besides."""
+    """Client for all hosts, without a proxy. `ca_file`: PEM file of authorities to trust besides the system's."""
 
     def __init__(self, ca_file: str | None = None) -> None:
         context = ssl.create_default_context()

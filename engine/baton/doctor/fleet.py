@@ -1,4 +1,4 @@
-"""What routers and engines say: `read_fleet` asks the routers that are named, then every worker that they list."""
+"""Answers of routers and engines: `read_fleet` asks the routers that are named, then every worker that they list."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class RouterView:
     metrics_problem: str = ""
     clock_offset_secs: float | None = None
     is_open: bool = False
-    """It lists its workers without a key."""
+    """True if it lists its workers without a key."""
     outer_address: str | None = None
     """Where other hosts reach it; None: nowhere, as far as seen from here."""
 
@@ -55,7 +55,7 @@ class EngineView:
     problem: str = ""
     is_unreachable: bool = False
     is_open: bool = False
-    """It shows its server info without a key."""
+    """True if it shows its server info without a key."""
     metrics: list[MetricSample] = field(default_factory=list)
     metrics_problem: str = ""
     diagnosis: dict[str, Any] = field(default_factory=dict)

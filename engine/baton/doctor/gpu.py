@@ -47,7 +47,7 @@ class GpuFacts:
     driver: str
     driver_problem: str = ""
     torch: dict[str, Any] = field(default_factory=dict)
-    """What TORCH_SCRIPT prints."""
+    """Output of TORCH_SCRIPT."""
     torch_problem: str = ""
     nvlink: str = ""
     """Output of `nvidia-smi nvlink --status`."""

@@ -225,7 +225,7 @@ def _same_host_problem(ours: HostFacts, theirs: HostFacts) -> str:
 
 
 def check_transports(view: FleetView) -> list[CheckResult]:
-    """What carries the pages of each pair, and why nothing better does."""
+    """Name the transport of each pair, and why it is not a better one."""
     name = "pair.transport"
     prefill = {engine.bootstrap: engine for engine in view.of_role("prefill") if engine.bootstrap}
     problems, told = [], []

@@ -308,7 +308,7 @@ class Planner:
     # ------------------------------------------------------------------ decode
 
     def _plan_decode(self, rows: list[Row], admitted: list[Admitted]) -> list[Seq]:
-        """One token for every decoding sequence. Returns the running sequences that do not decode now.
+        """Plan one token for every decoding sequence. Returns the running sequences that do not decode now.
 
         Pages that may be short are found before any row is made: one with pages may still fall victim.
         The hot loop of the planner: 256 rows in 0.1 ms, hence no property and no call per row.

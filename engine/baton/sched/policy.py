@@ -42,7 +42,7 @@ from baton.sched.mix import uniform
 from baton.sched.seq import Seq
 
 NEVER = itertools.repeat(math.inf)
-"""Of any number of requests: when a number changes that does not."""
+"""Times at which the keys of any number of requests change: never."""
 
 
 class PrefixIndex(Protocol):
@@ -538,7 +538,7 @@ class Adaptive(Policy):
         return self._orders[name].keys(queue, view, of_order)
 
     def review(self, queue: Collection[Seq], view: View) -> OrderReviewed | None:
-        """One review per window, over as many plans as its work takes."""
+        """Review the orders once per window, over as many plans as the work takes."""
         most = max(adaptive.WORK_PER_PLAN, adaptive.WORK_PER_SEC * (view.now - self._last_plan))
         self._last_plan = view.now
         if self._next_review is None:

@@ -143,7 +143,7 @@ class WaitingQueue:
         self._tree: int | None = None
         """The tree's version that the order in force knows, if all is sorted anew for another one."""
         self._sorting: Iterator[Iterable[tuple[Seq, float]]] | None = None
-        """What `_next` is built from, if all is sorted anew."""
+        """Sorted parts that `_next` is built from; None when nothing is being sorted."""
         self._probes: ProbeWatch | None = None
 
     def __len__(self) -> int:
@@ -387,7 +387,7 @@ class WaitingQueue:
         if ready is None:
             self._order, self._next, self._sorting = self._next, None, None
             return
-        # One that has left and come back is there already.
+        # A request that left and returned meanwhile is in `_next` already.
         found = [entry for entry in ready if self._is_placed(entry[0]) and entry[0].handle not in self._next.entries]
         self._next.enter([seq for seq, _ in found], [key for _, key in found], NEVER, view.now)
 

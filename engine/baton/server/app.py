@@ -43,7 +43,7 @@ from baton.server.fields import INT64_MAX, Fields
 from baton.server.fingerprint import fingerprint, tokenizer_hash
 from baton.server.generation import Generation
 from baton.server.kv_stream import KvStreams
-from baton.server.lifecycle import Condition, Lifecycle, NodeState
+from baton.server.lifecycle import Lifecycle, NodeCondition, NodeState
 from baton.server.metrics import Metrics
 from baton.server.model_dir import ModelFacts
 from baton.server.native import GenerateFormat
@@ -255,7 +255,7 @@ class Front:
     async def health(self, request: web.Request) -> web.Response:
         now = self.lifecycle.condition()
         if now.refusal is None and (nonfinite := self._nonfinite()) is not None:
-            now = Condition(now.state, "nonfinite_logits", nonfinite)
+            now = NodeCondition(now.state, "nonfinite_logits", nonfinite)
         if now.refusal is None:
             return json_response({"status": "ok", "state": now.state.value})
         return error_response(now.refusal, {"state": now.state.value, "reason": now.reason})

@@ -71,7 +71,7 @@ class Targets:
 
 
 class PrefillProbe:
-    """What a decode rank would meet on its way to one prefill node."""
+    """Test of the way from a decode rank to one prefill node."""
 
     def __init__(self, config: EngineConfig, session: aiohttp.ClientSession, links: Mapping[str, str]) -> None:
         """`links`: transport by address of the ranks that this engine is connected to."""

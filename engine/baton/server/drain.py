@@ -2,7 +2,7 @@
 
 1. Targets become places: the URL of an engine, the URL of a router's worker (ROUTER/workers/ID), or the engines of
    Kubernetes pods, found with `kubectl get pods`;
-2. every place is told to drain or, with --undo, to return to service; --status only asks;
+2. every place gets the order to drain or, with --undo, to return to service; --status only asks;
 3. --wait asks each second what is left, until nothing is or --timeout has passed.
 
 Engines of pods are asked by `kubectl exec`, from inside: they listen on the pod's address only, network policies let
@@ -70,8 +70,8 @@ class Gone(DrainFailed):
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
-    """What a place said last."""
+class DrainReport:
+    """Last answer of a place."""
 
     target: str
     state: str
@@ -93,7 +93,7 @@ class Place(Protocol):
 
     name: str
 
-    def ask(self, verb: str) -> Report:
+    def ask(self, verb: str) -> DrainReport:
         """`verb`: drain, undrain or status."""
         ...
 
@@ -118,7 +118,7 @@ class UrlPlace:
     url: str
     key: str | None
 
-    def ask(self, verb: str) -> Report:
+    def ask(self, verb: str) -> DrainReport:
         told = self._send("GET" if verb == "status" else "POST", "undrain" if verb == "undrain" else "drain")
         reason = told.get("reason")
         if "left" not in told and verb == "drain":  # a router that drains the worker alone
@@ -127,7 +127,7 @@ class UrlPlace:
             except Gone:
                 told |= {"state": "gone", "is_drained": True, "left": {}}
         alone = told.get("drained_by") == "router"
-        return Report(
+        return DrainReport(
             self.name,
             str(told.get("state") or told.get("status")),
             bool(told.get("is_drained")),
@@ -179,13 +179,13 @@ class PodPlace:
     url: str
     kubectl: Kubectl
 
-    def ask(self, verb: str) -> Report:
+    def ask(self, verb: str) -> DrainReport:
         flag = {"drain": [], "undrain": ["--undo"], "status": ["--status"]}[verb]
         command = ["exec", self.pod, "-c", self.container, "--", "baton", "drain", "--json", *flag, self.url]
         out = self.kubectl.run(command, exits=(0, FAILED))
         try:
             told = json.loads(out.splitlines()[-1])["targets"][0]
-            report = Report(**{**told, "target": self.name})
+            report = DrainReport(**{**told, "target": self.name})
         except (ValueError, KeyError, IndexError, TypeError) as err:
             raise DrainFailed(f"{self.name}: baton drain in its container printed {out[-200:]!r}") from err
         if report.error is not None:
@@ -296,14 +296,14 @@ def parse(argv: Sequence[str]) -> tuple[DrainConfig, list[str]]:
     return config, targets
 
 
-class Drain:
-    """One run of the command over some places."""
+class DrainCommand:
+    """Run of the command over some places."""
 
     def __init__(self, config: DrainConfig, places: Sequence[Place], show: Callable[[str], None]) -> None:
         self._config = config
         self._places = places
         self._show = show
-        self._last: dict[str, Report] = {}
+        self._last: dict[str, DrainReport] = {}
 
     def run(self) -> int:
         """Returns the exit code."""
@@ -329,21 +329,21 @@ class Drain:
             print(f"{PROG}: {report.target}: {why}", file=sys.stderr)
         return FAILED if lost else 0
 
-    def _is_lost(self, report: Report) -> bool:
+    def _is_lost(self, report: DrainReport) -> bool:
         """True for a target that could not be asked, or that does not drain although this command waits for it."""
         is_back = self._config.wait and report.state in ("ready", "accepted") and not report.is_drained
         return report.error is not None or is_back
 
-    def _ask(self, place: Place, verb: str) -> Report:
+    def _ask(self, place: Place, verb: str) -> DrainReport:
         before = self._last.get(place.name)
         try:
             report = place.ask(verb)
         except Gone as err:
             # A process that got SIGTERM has ended, or a router has removed the worker that it drained alone.
             has_ended = before is not None and (before.is_final or before.drained_by == "router")
-            report = Report(place.name, "gone", has_ended, error=None if has_ended else str(err))
+            report = DrainReport(place.name, "gone", has_ended, error=None if has_ended else str(err))
         except DrainFailed as err:
-            report = Report(place.name, "unknown", error=str(err))
+            report = DrainReport(place.name, "unknown", error=str(err))
         if before is not None and before.is_final and report.state == "unhealthy":  # seen through a router
             report = dataclasses.replace(report, state="gone", is_drained=True)
         if before is not None and report.note is None:
@@ -351,7 +351,7 @@ class Drain:
         self._last[place.name] = report
         return report
 
-    def _tell(self, reports: Sequence[Report]) -> None:
+    def _tell(self, reports: Sequence[DrainReport]) -> None:
         if self._config.json:
             is_drained = all(r.is_drained for r in reports)
             rows = [dataclasses.asdict(r) for r in reports]
@@ -377,7 +377,7 @@ def main(argv: Sequence[str]) -> int:
         print(f"{PROG}: {err}", file=sys.stderr)
         return FAILED
     try:
-        return Drain(config, places, lambda line: print(line, flush=True)).run()
+        return DrainCommand(config, places, lambda line: print(line, flush=True)).run()
     except KeyboardInterrupt:
         print(f"{PROG}: interrupted; the targets stay as they are, --undo returns them to service", file=sys.stderr)
         return 130

@@ -39,8 +39,8 @@ class NodeState(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Condition:
-    """What the node does now."""
+class NodeCondition:
+    """State of the node with its reason."""
 
     state: NodeState
     reason: str | None = None
@@ -114,7 +114,7 @@ class Lifecycle:
     def is_draining(self) -> bool:
         return self._drained_since is not None
 
-    def condition(self) -> Condition:
+    def condition(self) -> NodeCondition:
         """The state in force: death before drain, drain before loading."""
         ranks = self._ranks.ranks
         if dead := [r for r in ranks if r.dead is not None]:
@@ -129,7 +129,7 @@ class Lifecycle:
                 "bootstrap_stopped", "the bootstrap server of this prefill node has stopped; restart the node"
             )
         if self.is_draining:
-            return Condition(NodeState.DRAINING, "draining", self._drain_refusal())
+            return NodeCondition(NodeState.DRAINING, "draining", self._drain_refusal())
         if not self.is_loaded:
             ready = sum(r.ready for r in ranks)
             state = NodeState.LOADING if any(r.loading for r in ranks) else NodeState.STARTING
@@ -138,13 +138,13 @@ class Lifecycle:
                 f"the model is loading: {count}, {self.load_progress:.0%} of the weights are in memory",
                 retry_after_secs=RETRY_SECS,
             )
-            return Condition(state, f"loading {ready}/{len(ranks)}", refusal)
-        return Condition(NodeState.READY)
+            return NodeCondition(state, f"loading {ready}/{len(ranks)}", refusal)
+        return NodeCondition(NodeState.READY)
 
-    def _dead(self, reason: str, why: str) -> Condition:
+    def _dead(self, reason: str, why: str) -> NodeCondition:
         """A draining node that died says `draining` to requests: it is leaving, whatever else it is."""
         refusal = self._drain_refusal() if self.is_draining else EngineDead(why, retry_after_secs=5)
-        return Condition(NodeState.DEAD, reason, refusal)
+        return NodeCondition(NodeState.DEAD, reason, refusal)
 
     @staticmethod
     def _drain_refusal() -> Draining:
