@@ -116,7 +116,7 @@ pub enum RouteError {
     )]
     TooManyRooms { live: usize },
     #[error(
-        "{synced} of {sources} sources of workers were read; see the log, and baton_router_discovery_is_stale"
+        "{synced} of {sources} sources of workers have named any; see the log, and baton_router_discovery_is_stale"
     )]
     Undiscovered { synced: usize, sources: usize },
     #[error("no {role} worker is ready: {known} known, {ready} ready; see GET /workers")]

@@ -80,6 +80,7 @@ class TestCluster:
         self._kube = programs / "kube"
         self._debian = programs / "debian"
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._commands: dict[str, tuple[str, ...]] = {}
         self.certificates = STATE / "certificates"
         self.audit_log = STATE / "audit.log"
         self.kubeconfig = STATE / "kubeconfig"
@@ -116,6 +117,17 @@ class TestCluster:
             yield
         finally:
             self._processes[name].send_signal(signal.SIGCONT)
+
+    @contextlib.contextmanager
+    def killed(self, name: str) -> Iterator[None]:
+        """Kill a process: connections to it are refused. Afterwards it starts again, and the API server answers."""
+        self._processes[name].kill()
+        self._processes[name].wait()
+        try:
+            yield
+        finally:
+            self._spawn(name, *self._commands[name])
+            wait_until(lambda: self._kubectl_status("get", "--raw", "/readyz") == 0, "the API server is ready again")
 
     def _prepare_network(self) -> None:
         for command in (
@@ -183,7 +195,8 @@ class TestCluster:
         )  # fmt: skip
 
     def _spawn(self, name: str, *command: str) -> None:
-        with self.log(name).open("wb") as log:
+        with self.log(name).open("ab") as log:
+            self._commands[name] = command
             # kube's memory is bounded by collecting more often: the machine is shared with engines.
             env = {**os.environ, "GOGC": "50"}
             self._processes[name] = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=env)
@@ -239,6 +252,11 @@ class TestCluster:
         name = pod["status"]["containerStatuses"][0]["containerID"].partition("://")[2]
         command = [str(self._debian / "usr/sbin/runc"), "--root", str(root), "exec", name, *argv]
         return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+    def logs(self, pod: str) -> str:
+        """Output of all containers of a pod so far."""
+        paths = [path for path in Path("/var/log/containers").glob(f"{pod}_baton_*.log") if path.exists()]
+        return "".join(path.read_text(errors="replace") for path in paths)
 
     def audited(self) -> list[dict[str, Any]]:
         """Requests of the namespace's service accounts to the API server."""

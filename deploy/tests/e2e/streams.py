@@ -79,6 +79,8 @@ class StreamLoad:
     cluster: TestCluster
     clients: int = 4
     questions: int = 6
+    routers: list[str] | None = None
+    """Their addresses, where the API server cannot be asked; None: the Service's ready endpoints."""
     results: list[StreamResult] = field(default_factory=list)
     _stopping: threading.Event = field(default_factory=threading.Event)
     _thread: threading.Thread | None = None
@@ -97,7 +99,7 @@ class StreamLoad:
         async def one(client_number: int) -> None:
             turn = client_number
             while not self._stopping.is_set():
-                endpoints = await asyncio.to_thread(self.cluster.endpoints, "router")
+                endpoints = self.routers or await asyncio.to_thread(self.cluster.endpoints, "router")
                 if not endpoints:
                     self.results.append(StreamResult(-1, problem="the Service has no ready endpoint"))
                     await asyncio.sleep(0.5)

@@ -1,9 +1,11 @@
-"""A cluster in use: drained nodes, killed pods, a rollout that cannot start, an API server that does not answer."""
+"""A cluster in use: drained nodes, killed pods, rollouts that cannot start, a lost API server, a missing Role."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 
+import httpx
 import pytest
 
 from deploy.tests.e2e.cluster import TestCluster, names, wait_until
@@ -84,8 +86,70 @@ def test_rollout_that_cannot_start_stops_at_one_pod_and_is_undone(
     assert_whole(load, undisturbed)
 
 
-def test_requests_are_served_while_the_api_server_is_silent(doubled: TestCluster, undisturbed: dict[int, str]) -> None:
+def shows_stale(router: str, is_stale: bool) -> bool:
+    text = httpx.get(f"{router}/metrics", timeout=30).text
+    line = f'baton_router_discovery_is_stale{{source="prefill_pods"}} {int(is_stale)}'
+    return line in text.splitlines()
+
+
+@pytest.mark.parametrize("fault", ["paused", "killed"])
+def test_lost_api_server_is_shown_and_breaks_no_stream(
+    doubled: TestCluster, undisturbed: dict[int, str], fault: str
+) -> None:
+    """A frozen one is noticed by its silence, a killed one by refused connections."""
     routers = doubled.endpoints("router")
-    with doubled.paused("kube-apiserver"):
-        answers = [ask(doubled, number, routers[number % len(routers)]) for number in undisturbed]
-    assert {a.number: a.problem or a.text for a in answers} == undisturbed
+    with StreamLoad(doubled, routers=routers) as load:
+        with doubled.paused("kube-apiserver") if fault == "paused" else doubled.killed("kube-apiserver"):
+            for router in routers:
+                wait_until(lambda router=router: shows_stale(router, True), "discovery is stale")
+            wait_for_more(load)
+        for router in routers:
+            wait_until(lambda router=router: shows_stale(router, False), "discovery works again")
+    assert_whole(load, undisturbed)
+
+
+def test_deleted_role_is_named_and_breaks_no_stream(doubled: TestCluster, undisturbed: dict[int, str]) -> None:
+    """Watches that are open stay so: a new router shows what is missing, and the old ones serve on."""
+    role = doubled.get("role", "baton-router")
+    kept = {key: role[key] for key in ("apiVersion", "kind", "rules")}
+    kept["metadata"] = {"name": "baton-router", "namespace": "baton"}
+    before = names(doubled.pods("router"))
+    with StreamLoad(doubled) as load:
+        doubled.kubectl("-n", "baton", "delete", "role", "baton-router")
+        doubled.kubectl("-n", "baton", "rollout", "restart", "deployment/router")
+        assert_new_router_says(doubled, before, "verbs list and watch on pods")
+        wait_for_more(load)
+        doubled.kubectl("create", "-f", "-", stdin=json.dumps(kept))
+        doubled.kubectl("-n", "baton", "rollout", "status", "deployment/router", "--timeout=300s")
+    assert_whole(load, undisturbed)
+
+
+def test_misspelt_selector_is_named_and_breaks_no_stream(doubled: TestCluster, undisturbed: dict[int, str]) -> None:
+    """A router that no pod matches does not become ready, so the rollout stops."""
+    before = names(doubled.pods("router"))
+    arguments = doubled.get("deployment", "router")["spec"]["template"]["spec"]["containers"][0]["args"]
+    wrong = [a.replace("component=prefill", "component=prefil") if "prefill-selector" in a else a for a in arguments]
+    assert wrong != arguments
+    patch = [{"op": "replace", "path": "/spec/template/spec/containers/0/args", "value": wrong}]
+    with StreamLoad(doubled) as load:
+        doubled.kubectl("-n", "baton", "patch", "deployment", "router", "--type=json", "-p", json.dumps(patch))
+        assert_new_router_says(doubled, before, "no pod has these labels")
+        wait_for_more(load)
+        assert before & names(doubled.pods("router"))
+        doubled.kubectl("-n", "baton", "rollout", "undo", "deployment/router")
+        doubled.kubectl("-n", "baton", "rollout", "status", "deployment/router", "--timeout=300s")
+    assert_whole(load, undisturbed)
+
+
+def assert_new_router_says(doubled: TestCluster, before: set[str], text: str) -> None:
+    def said() -> bool:
+        return any(text in doubled.logs(pod) for pod in names(doubled.pods("router")) - before)
+
+    wait_until(said, f"a new router logs: {text}")
+    ready = {
+        pod["metadata"]["name"]
+        for pod in doubled.pods("router")
+        for condition in pod["status"]["conditions"]
+        if condition["type"] == "Ready" and condition["status"] == "True"
+    }
+    assert ready <= before

@@ -144,6 +144,7 @@ const CODES: &[(&str, RetryClass)] = &[
     ("ttft_too_late", RetryClass::Overloaded),
     ("connections_exhausted", RetryClass::Overloaded),
     ("body_memory_full", RetryClass::Overloaded),
+    ("feed_full", RetryClass::Overloaded),
 ];
 
 impl RetryClass {

@@ -46,6 +46,7 @@ pub(super) fn start(
     answers.set_to_now();
     match parse(&text, roles) {
         Ok(workers) => feed.apply(Found {
+            named: workers.len(),
             workers,
             ..Found::default()
         }),
@@ -88,6 +89,7 @@ async fn follow(
         let parsed = now.as_ref().map_err(String::clone);
         match parsed.and_then(|text| parse(text, roles).map_err(|bad| bad.to_string())) {
             Ok(workers) => feed.apply(Found {
+                named: workers.len(),
                 workers,
                 ..Found::default()
             }),

@@ -105,6 +105,8 @@ impl AnswerTime {
 #[derive(Debug, Default)]
 pub struct Found {
     pub workers: Vec<WorkerSpec>,
+    /// Workers that the source names, in any state. None at all may be a wrong selector.
+    pub named: usize,
     /// Not only absent: the source saw them end.
     pub deleted: BTreeSet<WorkerUrl>,
 }
@@ -156,7 +158,9 @@ impl Feed {
         let Some(app) = self.app.upgrade() else {
             return;
         };
-        app.discovered.lock().insert(self.source);
+        if found.named > 0 {
+            app.discovered.lock().insert(self.source);
+        }
         self.count(&app, "applied");
         self.clear_failure(&app);
         let named: BTreeMap<WorkerUrl, WorkerSpec> = found
@@ -358,6 +362,7 @@ mod tests {
         fn apply(&mut self, workers: &[&str], deleted: &[&str]) {
             let deleted = deleted.iter().map(|url| WorkerUrl::parse(url).unwrap());
             let found = Found {
+                named: workers.len(),
                 workers: workers.iter().map(|text| spec(text)).collect(),
                 deleted: deleted.collect(),
             };
@@ -496,6 +501,18 @@ mod tests {
         assert_eq!(stale.with_label_values(&["file"]).get(), 1.0);
         world.apply(&["p a:1"], &[]);
         assert_eq!(stale.with_label_values(&["file"]).get(), 0.0);
+    }
+
+    #[tokio::test]
+    async fn source_that_names_no_worker_makes_no_router_ready() {
+        let mut world = World::new();
+        world.feed.apply(Found::default());
+        assert!(world.app.discovered.lock().is_empty());
+        world.feed.apply(Found {
+            named: 1,
+            ..Found::default()
+        });
+        assert_eq!(world.app.discovered.lock().len(), 1);
     }
 
     #[tokio::test]

@@ -193,6 +193,14 @@ async fn follow(mut feed: Feed, client: Client, wanted: Wanted, answers: AnswerT
         match event {
             Some(Ok(event)) => {
                 if let Some(found) = pods.take(event) {
+                    if found.named == 0 {
+                        tracing::error!(
+                            role = %wanted.role,
+                            selector = wanted.selector,
+                            place,
+                            "no pod has these labels; compare them with kubectl get pods --show-labels"
+                        );
+                    }
                     feed.apply(found);
                 }
             }
@@ -254,7 +262,11 @@ impl<'a> Pods<'a> {
                 Seen::Nothing => {}
             }
         }
-        Some(Found { workers, deleted })
+        Some(Found {
+            workers,
+            named: self.known.len(),
+            deleted,
+        })
     }
 }
 
@@ -477,6 +489,11 @@ mod tests {
         assert!(pods.take(Event::Init).is_none());
         assert!(pods.take(Event::InitApply(a.clone())).is_none());
         assert_eq!(pods.take(Event::InitDone).unwrap().workers.len(), 1);
+        let unready = pod(json!({"/metadata/uid": "c", "/status": {}}));
+        let found = pods.take(Event::Apply(unready.clone())).unwrap();
+        assert_eq!((found.workers.len(), found.named), (1, 2));
+        let found = pods.take(Event::Delete(unready)).unwrap();
+        assert_eq!((found.workers.len(), found.named), (1, 1));
         assert_eq!(pods.take(Event::Apply(b.clone())).unwrap().workers.len(), 2);
         assert!(pods.take(Event::Apply(b.clone())).is_none(), "nothing new");
         let found = pods.take(Event::Delete(a)).unwrap();
