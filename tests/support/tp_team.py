@@ -28,6 +28,10 @@ from tests.support.engine_run import FLAGS
 from tests.support.front import REPO
 
 
+def show_nothing(loaded: int, total: int) -> None:
+    """Ignore progress of loading."""
+
+
 class Helpers:
     """Up to `count` followers."""
 
@@ -58,7 +62,7 @@ class Helpers:
             context: zmq.Context[Any] = zmq.Context()
             try:
                 team = tp.Team(0, tp_size, Path(folder), 0)
-                loaded, orders = tp.lead(config, team, context)
+                loaded, orders = tp.lead(config, team, context, show_nothing)
                 touch(loaded)
                 engine = loaded.engine()
                 try:
@@ -83,7 +87,8 @@ def main() -> None:
         job = json.loads(line)
         config = EngineConfig(**job["config"])
         try:
-            tp.follow(config, tp.Team(job["tp_rank"], config.tp_size, Path(job["folder"]), 0), context)
+            team = tp.Team(job["tp_rank"], config.tp_size, Path(job["folder"]), 0)
+            tp.follow(config, team, context, None, show_nothing)
             said = "stopped"
         except Exception as err:  # noqa: BLE001 - the test asks for it
             collectives.leave()
