@@ -40,7 +40,7 @@ const SILENCE_FACTOR: u32 = 4;
 
 enum Probe {
     Good,
-    /// It answers that it drains.
+    /// The worker answers that it drains.
     Draining,
     /// No answer at all, neither to the probe nor to any request. `is_certain`: requests had none for long before.
     Silent {

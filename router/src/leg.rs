@@ -59,7 +59,7 @@ pub struct Opened {
     pub counts: bool,
     /// See [`Leg::tells_tokens`].
     pub tells_tokens: bool,
-    /// What the engine reported of the way to its first token.
+    /// The engine's report of the way to its first token.
     pub stages: Option<EngineStages>,
 }
 

@@ -13,7 +13,7 @@ use crate::load::Fate;
 use crate::registry::Registry;
 use crate::story::Stages;
 
-/// One exponential family for everything measured in seconds: × 1.6 from 0.1 ms to about 870 s. Bounds have four digits,
+/// Exponential buckets for everything measured in seconds: × 1.6 from 0.1 ms to about 870 s. Bounds have four digits,
 /// since alerts name them.
 fn seconds_buckets() -> Vec<f64> {
     (0..35)
@@ -136,7 +136,7 @@ specs! {
     DISCOVERY_UPDATES = Counter "baton_router_discovery_updates_total" ["source", "result"]
         "Answers of a source of workers (file, regular_pods, prefill_pods, decode_pods); result is applied or failed";
     DISCOVERY_STALE = Gauge "baton_router_discovery_is_stale" ["source"]
-        "1 while the source cannot be read, is silent or names nobody; the workers found before stay";
+        "1 while the source cannot be read, is silent or names no worker; the workers found before stay";
     DISCOVERY_ANSWERED = Gauge "baton_router_discovery_last_answer_timestamp_seconds" ["source"]
         "Unix time at which the source gave data last: bytes of an answer of the API server, or a reading of the file; absent before the first";
     DISCOVERED = Gauge "baton_router_discovered_workers" ["source", "state"]

@@ -340,7 +340,7 @@ impl Story {
         })
     }
 
-    /// One line of a list of requests.
+    /// Line of a list of requests.
     fn short_json(&self) -> serde_json::Value {
         let told = self.told.lock();
         let ended = told.stages[Stage::Ended as usize].map(rounded);

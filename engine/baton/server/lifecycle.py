@@ -46,12 +46,12 @@ class NodeCondition:
     reason: str | None = None
     """Short and stable, for people and probes; None in state ready."""
     refusal: EngineError | None = None
-    """What a request sent now is refused with; None: it is accepted."""
+    """Error that refuses a request sent now; None: it is accepted."""
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What a node has not finished."""
+    """Unfinished work of a node."""
 
     requests: int
     """HTTP answers in progress."""
@@ -181,7 +181,7 @@ class Lifecycle:
             self._drained_since = None
 
     async def work_left(self) -> Work:
-        """What is not finished. Raises EngineError when a living rank does not answer."""
+        """Returns the unfinished work. Raises EngineError when a living rank does not answer."""
         asked = [r for r in self._ranks.ranks if r.ready and r.dead is None]
         replies = await asyncio.gather(*(self._ranks.control(r, "left", ASK_SECS) for r in asked))
         now = time.monotonic()

@@ -29,7 +29,7 @@ def short(rank: Rank) -> dict[str, Any]:
 
 
 def full(rank: Rank) -> dict[str, Any]:
-    """One element of GET /v1/loads: the same, the tokens since the start, and all of sched.load.Load."""
+    """Element of GET /v1/loads: the same, the tokens since the start, and all of sched.load.Load."""
     return {**short(rank), **_totals(rank, "_tokens"), "age_ms": _age_ms(rank), "load": rank.load or None}
 
 

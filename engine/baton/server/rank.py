@@ -350,7 +350,7 @@ class RankProcess:
         return Reply(message.id, False, {"message": f"unknown control operation {message.op!r}"})
 
     def _left(self) -> dict[str, Any]:
-        """What must end before this process can stop without a loss."""
+        """Work that must end before this process can stop without a loss."""
         sched = self.engine.sched
         oldest = sched.oldest_arrival()
         rooms = 0 if self._node is None else json.loads(self._node.stats_json())["detail"]["rooms_live"]

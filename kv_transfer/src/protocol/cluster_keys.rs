@@ -5,7 +5,7 @@
 
 use std::fmt;
 
-/// One or two keys. `Debug` does not print them.
+/// Keys that a node accepts, one or two. `Debug` does not print them.
 #[derive(Clone, PartialEq, Eq)]
 pub struct ClusterKeys {
     own: String,

@@ -65,7 +65,7 @@ pub async fn drain_worker(
     }
 }
 
-/// What the worker has not finished: its own report, or where it has none, this router's requests to it.
+/// Unfinished work of a worker: its own report, or where it has none, this router's requests to it.
 pub async fn show_drain(
     State(app): State<Arc<App>>,
     id: Result<Path<String>, PathRejection>,

@@ -1,4 +1,4 @@
-//! What a candidate reported last of its work, and its token rates between reports: for the web page.
+//! Last report of a candidate's work, and its token rates between reports: for the web page.
 
 use crate::load::{Report, TokenTotals};
 

@@ -33,7 +33,7 @@ pub struct Candidate {
     pub(super) load: Arc<AtomicUsize>,
     pub(super) breaker: Option<Mutex<CircuitBreaker>>,
     pub penalty: Mutex<WorkerPenalty>,
-    /// What it reported of its work.
+    /// Last report of its work.
     pub activity: Mutex<Activity>,
     /// What it announces of its cache.
     pub feed: Feed,

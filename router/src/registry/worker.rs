@@ -39,7 +39,7 @@ pub enum State {
     Rejected {
         reason: String,
     },
-    /// It reports that it drains: no new requests until it reports that it is ready again.
+    /// The worker reports that it drains: no new requests until it reports that it is ready again.
     Draining,
     /// This router drains it: no new requests, removed when those in flight have ended. There is no way back.
     Leaving,

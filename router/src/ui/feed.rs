@@ -31,7 +31,7 @@ const PERIOD: Duration = Duration::from_secs(1);
 /// Most pages that listen at once: each costs a connection and a copy of the snapshot to the socket per second.
 pub const MAX_CLIENTS: usize = 64;
 
-/// One event, rendered once.
+/// Event of the feed, rendered once.
 #[derive(Debug, Clone, Default)]
 struct RenderedSnapshot {
     /// Empty while the ticker does not run.
@@ -57,7 +57,7 @@ pub struct FeedHub {
     snapshots: IntCounter,
 }
 
-/// One page's place; free when dropped.
+/// Place of a page; free when dropped.
 struct FeedPlace {
     hub: Arc<FeedHub>,
 }

@@ -1,4 +1,4 @@
-//! One snapshot of the fleet, as the web page shows it. Reads what the router knows; asks no worker anything.
+//! Snapshot of the fleet, as the web page shows it. Reads what the router knows; asks no worker anything.
 
 use serde::Serialize;
 
@@ -47,7 +47,7 @@ struct NodeView {
     ranks: Vec<RankView>,
 }
 
-/// One DP rank, or the whole worker where the router does not tell ranks apart.
+/// DP rank, or the whole worker where the router does not tell ranks apart.
 #[derive(Serialize)]
 struct RankView {
     rank: Option<u32>,
@@ -58,7 +58,7 @@ struct RankView {
     rates: Option<TokenRates>,
 }
 
-/// What the rank reported last.
+/// Last report of the rank.
 #[derive(Serialize)]
 struct ReportView {
     age_ms: u64,
