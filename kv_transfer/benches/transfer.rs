@@ -16,7 +16,7 @@ use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use kv_transfer::transport::copy;
+use kv_transfer::transport::checksum_copy;
 use kv_transfer::{BootstrapServer, KvPool, NodeEvent, TransferNode};
 use rand::seq::SliceRandom;
 use serde_json::json;
@@ -224,7 +224,7 @@ impl Bench {
         for (&src, &dst) in self.src_pages.iter().zip(&self.dst_pages) {
             // SAFETY: pages of two pools of this process; no room is alive.
             unsafe {
-                copy::copy_plain(
+                checksum_copy::copy_plain(
                     page_ptr(&self.dst, dst),
                     page_ptr(&self.local_src, src),
                     self.shape.page_bytes,
@@ -240,7 +240,9 @@ impl Bench {
         for (&src, &dst) in self.src_pages.iter().zip(&self.dst_pages) {
             let (dst, src) = (page_ptr(&self.dst, dst), page_ptr(&self.local_src, src));
             // SAFETY: as in `copy`.
-            std::hint::black_box(unsafe { copy::copy_hash(dst, src, self.shape.page_bytes) });
+            std::hint::black_box(unsafe {
+                checksum_copy::copy_hash(dst, src, self.shape.page_bytes)
+            });
         }
         start.elapsed().as_secs_f64()
     }
@@ -297,7 +299,7 @@ fn main() {
         "{} pages of {} KiB in scattered order, both processes on this machine, kernel {:?}, n = {}",
         shape.pages,
         shape.page_bytes >> 10,
-        copy::kernel(),
+        checksum_copy::kernel(),
         shape.reps
     );
     let mut report = json!({"pages": shape.pages, "page_bytes": shape.page_bytes, "n": shape.reps});

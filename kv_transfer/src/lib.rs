@@ -17,25 +17,24 @@
 //! | module | what |
 //! |---|---|
 //! | `pool` | the memory: sealed memfd, generations, read-only view of a peer's pool |
-//! | `machine` | the two state machines of a room, pure; explored exhaustively by their tests |
+//! | `state_machine` | the two state machines of a room, pure; explored exhaustively by their tests |
 //! | `protocol` | messages, frames, authentication, HELLO |
 //! | `transport` | moving page bytes: `shm`, `tcp`; `fault` for tests |
 //! | `bootstrap` | the HTTP server and client by which D finds P |
 //! | `node` | the shell: threads, sockets, timers, and the engine's calls and events |
-//! | `ledger` | what happened to which room |
+//! | `node::room_history` | what happened to which room |
 //!
 //! Deliberately unknown here: engines, routers, models, tensors. A page is bytes, FINAL's payload is opaque.
 
 pub mod bootstrap;
-pub mod code;
-pub mod ledger;
-pub mod machine;
 pub mod node;
 pub mod pool;
 pub mod protocol;
+pub mod reason_code;
+pub mod state_machine;
 pub mod transport;
 
 pub use bootstrap::BootstrapServer;
-pub use code::Code;
 pub use node::{NodeError, NodeEvent, TransferNode};
 pub use pool::{KvPool, PoolError};
+pub use reason_code::Code;

@@ -7,7 +7,7 @@ use std::sync::LazyLock;
 
 use common::*;
 use kv_transfer::bootstrap::Client;
-use kv_transfer::protocol::wire::{Identity, Opened, read_frame};
+use kv_transfer::protocol::handshake::{Identity, Opened, read_frame};
 use kv_transfer::protocol::{
     Channel, Handshake, Hello, MAX_DECODE_FRAME_BYTES, MAX_FRAME_BYTES, MIN_VERSION, Msg, VERSION,
 };

@@ -44,7 +44,7 @@ def test_load_table_is_what_a_rank_reports() -> None:
 
 
 def test_reason_code_table_is_the_transfer_crates() -> None:
-    source = (ROOT / "kv_transfer" / "src" / "code.rs").read_text(encoding="utf-8")
+    source = (ROOT / "kv_transfer" / "src" / "reason_code.rs").read_text(encoding="utf-8")
     codes = {code: kept == "true" for code, kept in re.findall(r'= "([A-Z_]+)", retryable: (true|false);', source)}
     rows = {
         code: retry.startswith("yes") for code, _, retry in table_rows(PROTOCOL, "| code | meaning | worth a retry")

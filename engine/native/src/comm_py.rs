@@ -7,7 +7,7 @@
 
 use std::sync::Arc;
 
-use kv_transfer::transport::comm::{
+use kv_transfer::transport::communicator::{
     CommBackend, CommError, CommRank, CommTimeouts, Communicator, SlabRing, Slabs,
 };
 use pyo3::exceptions::PyValueError;

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use kv_transfer::pool::{KvPool, PoolError};
 use kv_transfer::protocol::ClusterKeys;
-use kv_transfer::transport::comm::CommBackend;
+use kv_transfer::transport::communicator::CommBackend;
 use kv_transfer::{BootstrapServer, NodeError, NodeEvent, TransferNode};
 use parking_lot::Mutex;
 use pyo3::create_exception;

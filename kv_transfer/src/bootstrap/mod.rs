@@ -9,10 +9,10 @@
 
 mod auth;
 mod client;
+mod registry;
 mod server;
-mod table;
 
 pub use auth::AUTH_HEADER;
 pub use client::{Client, HttpError, Route, resolve};
+pub use registry::{Registration, RouteTable, Sizes, TableError};
 pub use server::BootstrapServer;
-pub use table::{Registration, RouteTable, Sizes, TableError};

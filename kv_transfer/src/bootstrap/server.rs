@@ -22,7 +22,7 @@ use tokio::sync::oneshot;
 use tokio::task::JoinSet;
 
 use super::auth::{AUTH_HEADER, SeenSignatures, sign_answer, unix_ms, verify};
-use super::table::{Rank, Registration, RouteTable, TableError};
+use super::registry::{Rank, Registration, RouteTable, TableError};
 use crate::protocol::ClusterKeys;
 use crate::transport::tasks::PeerTasks;
 

@@ -5,10 +5,10 @@ use std::collections::BTreeMap;
 use serde::Deserialize;
 use sha2::{Digest, Sha256};
 
-use crate::machine::slab::Limits;
 use crate::pool::KvPool;
 use crate::protocol::{ClusterKeys, MAX_READ_PAGES, MAX_SLAB_BYTES, MAX_SLABS};
-use crate::transport::fault::Faults;
+use crate::state_machine::communicator::Limits;
+use crate::transport::fault_injection::Faults;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "snake_case")]

@@ -1,23 +1,33 @@
-//! A rank's transfer node: the shell around the state machines.
+//! A rank's transfer node: threads, sockets and timers around the state machines.
+//!
+//! | file | subject |
+//! |---|---|
+//! | `command` | calls of the engine on their way to the control loop |
+//! | `control_loop` | the loop, and the life of connections |
+//! | `prefill_side`, `decode_side` | rooms of P and of D, and what their state machines ask for |
+//! | `communicators` | staged transports (`gloo`, `nccl`) of both sides |
+//! | `context` | what all of these share |
+//! | `connections` | accepting, establishing and serving control connections |
+//! | `records` | events for the engine, counters, history of rooms |
+//! | `config`, `timers` | settings and derived limits; one deadline per waiting thing |
 //!
 //! Threads
-//! 1. `kv-control`: all control connections, HTTP, timers and both sides' state machines (`core`). Never copies a page, never blocks.
+//! 1. `kv-control`: all control connections, HTTP, timers and both sides' state machines (`control_loop`). Never copies a page, never blocks.
 //! 2. `kv-copy-i`: checksums, and pulls by shm and cuda_ipc. 3. `kv-data`: tcp data streams. 4. `kv-comm`: one per communicator of a staged transport.
 //!
 //! The engine's thread talks to it through a bounded channel and hears of ends through a queue with an eventfd; it is never made
 //! to wait (except in `register` and `close`). A panic in any thread marks the node unhealthy; a panic of the control thread ends every
 //! room.
 
-mod accept;
+mod command;
+mod communicators;
 mod config;
-mod core;
-mod decode;
-mod events;
-mod link;
-mod outbox;
-mod prefill;
-mod staged;
-mod stats;
+mod connections;
+mod context;
+mod control_loop;
+mod decode_side;
+mod prefill_side;
+mod records;
 mod timers;
 
 use std::net::TcpListener;
@@ -33,22 +43,25 @@ use serde_json::json;
 use tokio::sync::mpsc;
 
 pub use config::{NodeConfig, Role, Transport};
-pub use events::{NodeEvent, PullStats};
-pub use stats::{Histogram, Stats, TransportStats};
+pub use records::events::{NodeEvent, PullStats};
+pub use records::metrics::{Histogram, Stats, TransportStats};
 
-use crate::code::Code;
-use crate::ledger::{Ledger, Side};
-use crate::machine::prefill::Finish;
-use crate::pool::{AnnouncedPages, KvPool, PoolError};
-use crate::protocol::wire::Identity;
+use crate::pool::{KvPool, PoolError};
+use crate::protocol::handshake::Identity;
 use crate::protocol::{
     Channel, Hello, MAX_PAYLOAD_BYTES, MAX_PROMPT_HASH_BYTES, MIN_VERSION, VERSION,
 };
-use crate::transport::comm::CommBackend;
-use crate::transport::copier::panic_text;
+use crate::reason_code::Code;
+use crate::state_machine::prefill::Finish;
+use crate::transport::communicator::CommBackend;
+use crate::transport::copy_threads::panic_text;
 use crate::transport::shm;
-use events::{ClaimError, EventQueue};
-use outbox::Backlog;
+use command::{Command, OpenRequest};
+use context::{Shared, uuid};
+use control_loop::{ControlLoop, Listeners, Local};
+use records::events::{ClaimError, EventQueue};
+use records::metrics;
+use records::room_history::Side;
 
 #[derive(Debug, thiserror::Error)]
 pub enum NodeError {
@@ -77,102 +90,6 @@ pub enum NodeError {
         what: String,
         source: std::io::Error,
     },
-}
-
-enum Command {
-    Offer {
-        room: u64,
-        attempt: u32,
-        prompt_hash: Vec<u8>,
-        deadline_ms: u64,
-    },
-    Publish {
-        room: u64,
-        first: u32,
-        pages: Vec<(u32, u64)>,
-    },
-    Finish {
-        room: u64,
-        finish: Finish,
-    },
-    Open {
-        room: u64,
-        attempt: u32,
-        host: String,
-        port: u16,
-        dp_rank: i64,
-        prompt_hash: Vec<u8>,
-        deadline_ms: u64,
-    },
-    Grant {
-        room: u64,
-        start_page: u32,
-        pages: Vec<u32>,
-    },
-    Revoke {
-        room: u64,
-    },
-    Abort {
-        room: u64,
-        code: Code,
-    },
-    Register {
-        host: String,
-        port: u16,
-        timeout: Duration,
-        reply: std::sync::mpsc::Sender<Result<(), String>>,
-    },
-    Drain,
-    Close,
-    #[cfg(test)]
-    Panic,
-}
-
-/// What the engine's thread and the control thread both see.
-struct Shared {
-    events: EventQueue,
-    stats: Mutex<Stats>,
-    ledger: Mutex<Ledger>,
-    gauges: Mutex<Gauges>,
-    unhealthy: Mutex<Option<String>>,
-    /// Calls of `poll`: an engine that works makes one per turn, an idle one with live rooms at least one per second.
-    progress: AtomicU64,
-    announced: Arc<AnnouncedPages>,
-    /// Data streams of decode ranks closed because of a bad message; counted by the data thread.
-    bad_stream_frames: Arc<AtomicU64>,
-    started: Instant,
-}
-
-#[derive(Debug, Clone, Default, serde::Serialize)]
-struct Gauges {
-    peers: std::collections::BTreeMap<u64, PeerView>,
-    parked: usize,
-    pulls_in_flight: usize,
-    draining: bool,
-    comms: std::collections::BTreeMap<&'static str, usize>,
-}
-
-#[derive(Debug, Clone, serde::Serialize)]
-struct PeerView {
-    addr: String,
-    incarnation: String,
-    transport: &'static str,
-    inbound: bool,
-    rooms: usize,
-    #[serde(skip)]
-    backlog: Arc<Backlog>,
-}
-
-impl Shared {
-    fn now_ms(&self) -> u64 {
-        self.started.elapsed().as_millis() as u64
-    }
-
-    fn sicken(&self, why: String) {
-        tracing::error!(%why, "the transfer node is unhealthy");
-        self.unhealthy.lock().get_or_insert(why);
-        self.events.wake(); // an idle engine reports its health, too
-    }
 }
 
 /// One per rank. `close` (or drop) ends every thread; after it no page of the pool is written.
@@ -274,7 +191,7 @@ impl TransferNode {
             .build()
             .map_err(|err| start("runtime", err))?;
         let (commands, inbox) = mpsc::channel(config.limits().commands);
-        let core = core::Core::new(
+        let control_loop = ControlLoop::new(
             config,
             shared.clone(),
             pool.clone(),
@@ -283,7 +200,7 @@ impl TransferNode {
             backend,
         )
         .map_err(|err| start("threads", err))?;
-        let listeners = core::Listeners {
+        let listeners = Listeners {
             control: listener,
             local,
         };
@@ -291,7 +208,7 @@ impl TransferNode {
             .name("kv-control".into())
             .spawn({
                 let shared = shared.clone();
-                move || control_thread(&shared, runtime, core, listeners, inbox)
+                move || control_thread(&shared, runtime, control_loop, listeners, inbox)
             })
             .map_err(|err| start("thread", err))?;
         Ok(Self {
@@ -417,8 +334,7 @@ impl TransferNode {
         deadline_ms: u64,
     ) -> Result<(), NodeError> {
         check_size("prompt_hash", prompt_hash.len(), MAX_PROMPT_HASH_BYTES)?;
-        let command = Command::Open {
-            room,
+        let request = OpenRequest {
             attempt,
             host: host.to_owned(),
             port,
@@ -426,7 +342,7 @@ impl TransferNode {
             prompt_hash: prompt_hash.to_vec(),
             deadline_ms,
         };
-        self.claim(Side::Decode, room, command)
+        self.claim(Side::Decode, room, Command::Open { room, request })
     }
 
     /// D: it holds the prompt's pages before `start_page`; the others go to `dst_pages`, all of them.
@@ -484,7 +400,7 @@ impl TransferNode {
         detail["incarnation"] = json!(self.incarnation);
         detail["uptime_ms"] = json!(shared.now_ms());
         json!({
-            "gauges": stats::gauges(&states, more.peers.len(), largest_backlog, &more.comms, why.is_none()),
+            "gauges": metrics::gauges(&states, more.peers.len(), largest_backlog, &more.comms, why.is_none()),
             "counters": stats.counters(shared.announced.refused()),
             "detail": detail,
             "healthy": why.is_none(),
@@ -533,7 +449,7 @@ fn share(
     config: &NodeConfig,
     socket: &str,
     token: [u8; shm::TOKEN_BYTES],
-) -> Result<Option<core::Local>, String> {
+) -> Result<Option<Local>, String> {
     if config.mapped().is_none() {
         return Ok(None);
     }
@@ -543,7 +459,7 @@ fn share(
     };
     let listener =
         shm::listen(socket).map_err(|err| format!("no abstract unix sockets here: {err}"))?;
-    Ok(Some(core::Local {
+    Ok(Some(Local {
         listener,
         token,
         handle,
@@ -561,13 +477,13 @@ fn check_size(what: &'static str, bytes: usize, limit: usize) -> Result<(), Node
 fn control_thread(
     shared: &Shared,
     runtime: tokio::runtime::Runtime,
-    core: core::Core,
-    listeners: core::Listeners,
+    control_loop: ControlLoop,
+    listeners: Listeners,
     inbox: mpsc::Receiver<Command>,
 ) {
-    // The core is dropped inside, also by a panic: its copy and data threads are joined before the rooms' ends are told.
+    // The control_loop is dropped inside, also by a panic: its copy and data threads are joined before the rooms' ends are told.
     if let Err(panic) = catch_unwind(AssertUnwindSafe(|| {
-        runtime.block_on(core.run(listeners, inbox))
+        runtime.block_on(control_loop.run(listeners, inbox))
     })) {
         let why = panic_text(panic.as_ref());
         shared.sicken(why.clone());
@@ -588,20 +504,6 @@ fn control_thread(
     }
     // A name lookup that hangs must not hold the close up.
     runtime.shutdown_timeout(Duration::from_millis(200));
-}
-
-/// A random (version 4) uuid.
-fn uuid() -> String {
-    let bits = (rand::random::<u128>() & !(0xF << 76) & !(0x3 << 62)) | (4 << 76) | (2 << 62);
-    let hex = format!("{bits:032x}");
-    format!(
-        "{}-{}-{}-{}-{}",
-        &hex[..8],
-        &hex[8..12],
-        &hex[12..16],
-        &hex[16..20],
-        &hex[20..]
-    )
 }
 
 #[cfg(test)]

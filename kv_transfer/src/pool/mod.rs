@@ -16,10 +16,10 @@
 //! shrinks, so a reader cannot be hit by SIGBUS; generations only grow.
 
 mod announced;
+mod checksum;
 pub mod device;
-mod map;
 mod remote;
-mod sums;
+mod shared_memory;
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -31,10 +31,10 @@ use rustix::fs::{
 };
 
 pub use announced::AnnouncedPages;
+pub use checksum::{SumCache, SumKind, weighted};
 use device::DevicePages;
-pub use map::Mapping;
 pub use remote::{RemoteData, RemotePool};
-pub use sums::{SumCache, SumKind, weighted};
+pub use shared_memory::Mapping;
 
 pub(crate) const MAGIC: u64 = u64::from_le_bytes(*b"BATONKV1");
 pub(crate) const HEADER_BYTES: usize = 4096;

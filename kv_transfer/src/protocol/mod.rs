@@ -14,20 +14,20 @@
 //! follow a DATA frame; a HEARTBEAT shows that an idle stream is in use. Page bytes are covered by the page checksum announced in PROGRESS, not by the frame's MAC.
 //!
 //! Staged transports (`gloo`, `nccl`): COMM_OPEN, COMM_ID and COMM_END make and end a communicator of the connection; SLAB_READ is
-//! answered by SLAB_SEND (the bytes come over the communicator) or SLAB_STALE. See `machine::slab`.
+//! answered by SLAB_SEND (the bytes come over the communicator) or SLAB_STALE. See `state_machine::communicator`.
 //!
 //! Messages are msgpack maps with field names, so a later version may add fields; unknown ones are ignored.
 
 mod cluster_keys;
 mod frame;
-pub mod wire;
+pub mod handshake;
 
 use serde::{Deserialize, Serialize};
 
 pub use cluster_keys::ClusterKeys;
 pub use frame::{FrameError, HEADER_BYTES, Handshake, MAX_FRAME_BYTES, Opener, Sealer, frame_len};
 
-use crate::code::Code;
+use crate::reason_code::Code;
 
 /// Newest version spoken by this build.
 pub const VERSION: u32 = 2;

@@ -4,10 +4,10 @@
 //! answers with exactly one `PullEnd`, after which it writes none of the pages again. `shm` and `cuda_ipc` copy on the copier's threads
 //! from the peer's pool; `tcp` reads from a data stream on the data thread.
 
-pub mod comm;
-pub mod copier;
-pub mod copy;
-pub mod fault;
+pub mod checksum_copy;
+pub mod communicator;
+pub mod copy_threads;
+pub mod fault_injection;
 pub mod shm;
 pub mod tasks;
 pub mod tcp;
@@ -15,8 +15,8 @@ pub mod tcp;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
-use crate::code::Code;
-use crate::machine::decode::PullPage;
+use crate::reason_code::Code;
+use crate::state_machine::decode::PullPage;
 
 /// One batch of pages to fetch.
 #[derive(Debug, Clone)]

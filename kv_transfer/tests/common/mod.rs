@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use device::Memory;
-use kv_transfer::transport::comm::CommBackend;
+use kv_transfer::transport::communicator::CommBackend;
 use kv_transfer::{BootstrapServer, KvPool, NodeEvent, TransferNode};
 use pipes::Pipes;
 use serde_json::{Value, json};

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
-use kv_transfer::transport::comm::{
+use kv_transfer::transport::communicator::{
     CommBackend, CommError, CommRank, CommTimeouts, Communicator, SlabRing, Slabs,
 };
 use parking_lot::{Condvar, Mutex};

@@ -7,8 +7,8 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use super::{Peer, decode, prefill};
-use crate::code::Code;
 use crate::protocol::Sealed;
+use crate::reason_code::Code;
 
 const P: Peer = 1; // P, as D knows it
 const D: Peer = 2; // D, as P knows it

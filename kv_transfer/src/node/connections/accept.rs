@@ -10,8 +10,8 @@ use tokio::net::TcpStream;
 use tokio::sync::mpsc;
 use tokio::task::JoinSet;
 
-use super::core::Internal;
-use crate::protocol::wire::Identity;
+use crate::node::context::Internal;
+use crate::protocol::handshake::Identity;
 use crate::transport::tasks::PeerTasks;
 use crate::transport::tcp;
 
@@ -21,7 +21,7 @@ const HANDSHAKES_PER_SOURCE: usize = 64;
 const RETRY_PAUSE: Duration = Duration::from_millis(50);
 
 /// Runs until the listener cannot be used at all.
-pub(super) async fn accept_loop(
+pub async fn accept_loop(
     listener: TcpListener,
     identity: Arc<Identity>,
     internal: mpsc::UnboundedSender<Internal>,

@@ -3,7 +3,7 @@
 use proptest::prelude::*;
 
 use super::decode::PullLimits;
-use super::world::{Budget, World};
+use super::model::{Budget, World};
 
 fn limits() -> impl Strategy<Value = PullLimits> {
     (1usize..4, 1usize..4).prop_map(|(pages_per_pull, pulls_in_flight)| PullLimits {

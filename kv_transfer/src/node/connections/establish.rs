@@ -9,18 +9,18 @@ use tokio::net::TcpStream;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc};
 use tokio::task::AbortHandle;
 
-use super::Transport;
-use super::outbox::{Backlog, Outbox};
+use super::outbox::{Backlog, Outbox, Outgoing};
 use crate::bootstrap::{Client, HttpError, resolve};
-use crate::code::Code;
-use crate::machine::Peer;
+use crate::node::config::Transport;
 use crate::pool::device::DevicePages;
 use crate::pool::{RemotePool, SumKind};
-use crate::protocol::wire::{Identity, LinkError, Opened, read_frame};
+use crate::protocol::handshake::{Identity, LinkError, Opened, read_frame};
 use crate::protocol::{
     Channel, Hello, MAX_DECODE_FRAME_BYTES, MAX_FRAME_BYTES, MIN_VERSION, Msg, Opener, Sealer,
     VERSION,
 };
+use crate::reason_code::Code;
+use crate::state_machine::Peer;
 use crate::transport::shm;
 use crate::transport::tcp::tune;
 
@@ -181,12 +181,6 @@ async fn map_peer(
     mapped
         .map_err(|err| err.to_string())?
         .map_err(|err| err.to_string())
-}
-
-/// A message on its way out; `flip` is a test's damage.
-pub struct Outgoing {
-    pub msg: Msg,
-    pub flip: bool,
 }
 
 /// Message of a connection's tasks to the control loop. It occupies its frame's bytes of the queue until it is handled.

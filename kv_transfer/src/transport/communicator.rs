@@ -2,7 +2,7 @@
 //!
 //! A `Communicator` knows slabs and nothing of pages. Its thread gathers pages into a slab before a send, and scatters a received
 //! slab to the granted pages, taking their checksums. Slabs are host memory, or on the device of the pool for a communicator that works
-//! there. The order of operations comes from `machine::slab`; every operation blocks,
+//! there. The order of operations comes from `state_machine::communicator`; every operation blocks,
 //! hence a thread per communicator, and an abort runs on another one, which may be given up together with the first.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -15,14 +15,14 @@ use std::time::Duration;
 
 use parking_lot::Mutex;
 
-use super::copier::{check_sum, check_sums_on, flip_and_rehash, land_on, panic_text};
-use super::fault::Faults;
-use super::{PullError, copy};
-use crate::code::Code;
-use crate::machine::decode::PullPage;
-use crate::machine::slab::Ticket;
+use super::copy_threads::{check_sum, check_sums_on, flip_and_rehash, land_on, panic_text};
+use super::fault_injection::Faults;
+use super::{PullError, checksum_copy};
 use crate::pool::device::{DeviceError, DevicePages, DeviceSlabs};
 use crate::pool::{KvPool, SumKind};
+use crate::reason_code::Code;
+use crate::state_machine::communicator::Ticket;
+use crate::state_machine::decode::PullPage;
 
 /// Alignment of slabs: what the copy kernels and pinned memory like.
 const SLAB_ALIGN: usize = 4096;
@@ -551,7 +551,12 @@ impl Worker {
             // SAFETY: the slab was just received and is this thread's; dst is a page of our pool that the engine granted to this
             // pull, which does not end while the claim is ours.
             let mut sum = unsafe {
-                copy::copy_hash_by(kind, dst, ring.ptr(slab).add(i * page_bytes), page_bytes)
+                checksum_copy::copy_hash_by(
+                    kind,
+                    dst,
+                    ring.ptr(slab).add(i * page_bytes),
+                    page_bytes,
+                )
             };
             if faults.flip_page() {
                 // SAFETY: the same page, still ours alone.

@@ -1,4 +1,4 @@
-//! Both sides' communicators in the control loop: carries out what `machine::slab` says.
+//! Both sides' communicators in the control loop: carries out what `state_machine::communicator` says.
 //!
 //! A connection has at most one usable communicator, made by D when it wants pages. The number of communicators of a node is
 //! bounded: an idle one is closed for another pair, which goes without one until then. After `MAX_ABANDONED` aborts that hang the
@@ -8,26 +8,23 @@ use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::core::{Core, Internal, Timer};
-use super::{NodeConfig, Transport};
-use crate::code::Code;
-use crate::machine::Peer;
-use crate::machine::slab::{
+use super::config::{NodeConfig, Transport};
+use super::context::{CommKey, Internal, NodeContext, Timer, mapped_by};
+use crate::pool::SumKind;
+use crate::protocol::{Hello, MAX_SLAB_BYTES, Msg, clipped};
+use crate::reason_code::Code;
+use crate::state_machine::Peer;
+use crate::state_machine::communicator::{
     End, Limits, Outcome, Phase, Sink, SinkAction, SinkEvent, Source, SourceAction, SourceEvent,
     Ticket,
 };
-use crate::pool::SumKind;
-use crate::protocol::{Hello, MAX_SLAB_BYTES, Msg, clipped};
-use crate::transport::comm::{
+use crate::transport::communicator::{
     Claim, CommBackend, CommContext, CommGuard, CommJob, CommReport, CommThread, CommTimeouts,
 };
 use crate::transport::{Pull, PullEnd, PullError};
 
 /// Communicators whose abort hangs; each keeps two threads and its slabs. With more the transport is given up.
 const MAX_ABANDONED: usize = 4;
-
-/// The connection, and D's number of the communicator on it.
-pub(super) type CommKey = (Peer, u64);
 
 enum Half {
     Sink(Sink),
@@ -80,7 +77,7 @@ impl Comm {
 }
 
 /// The staged transport of a node.
-pub(super) struct Staged {
+struct Staged {
     via: Transport,
     backend: Arc<dyn CommBackend>,
     comms: BTreeMap<CommKey, Comm>,
@@ -114,7 +111,7 @@ impl Staged {
         states
     }
 
-    fn abandoned(&self) -> usize {
+    fn num_abandoned(&self) -> usize {
         self.comms
             .values()
             .filter(|comm| comm.phase() == Phase::Abandoned)
@@ -158,27 +155,72 @@ impl Drop for Staged {
     }
 }
 
-impl Core {
+/// The communicators of a node, if it has a staged transport.
+pub(super) struct Communicators {
+    staged: Option<Staged>,
+}
+
+impl Communicators {
+    pub fn new(
+        backend: Option<Arc<dyn CommBackend>>,
+        config: &NodeConfig,
+        page_bytes: usize,
+    ) -> Self {
+        let staged = config
+            .staged()
+            .zip(backend)
+            .map(|(via, backend)| Staged::new(via, backend, config, page_bytes));
+        Self { staged }
+    }
+
+    pub fn by_state(&self) -> BTreeMap<&'static str, usize> {
+        self.staged
+            .as_ref()
+            .map(Staged::by_state)
+            .unwrap_or_default()
+    }
+
     /// The staged transport, if this peer has it too. Slabs on a device cannot be verified by the checksums of host memory, so that
     /// nccl is for two pools on a device, or for none.
-    pub fn staged_with(&self, peer: &Hello) -> Option<Transport> {
+    pub fn transport_with(&self, ctx: &NodeContext, peer: &Hello) -> Option<Transport> {
         let staged = self.staged.as_ref()?;
         let fits = !staged.backend.works_on_device()
-            || SumKind::parse(&peer.sums) == Some(self.pool.sum_kind());
+            || SumKind::parse(&peer.sums) == Some(ctx.pool.sum_kind());
         (fits && peer.transports.iter().any(|t| t == staged.via.as_str())).then_some(staged.via)
+    }
+
+    /// A pair goes on with a slower transport than `from`.
+    pub fn changed_transport(&self, ctx: &NodeContext, peer: Peer, from: Transport, why: &str) {
+        let Some(conn) = ctx.conns.get(&peer) else {
+            return;
+        };
+        let mapped = conn.remote.as_ref().filter(|_| conn.mapped_works);
+        let staged = self
+            .transport_with(ctx, &conn.peer)
+            .filter(|_| !from.is_staged() && conn.breaker.allows(ctx.now()));
+        let to = mapped
+            .map(|remote| mapped_by(remote))
+            .or(staged)
+            .unwrap_or(Transport::Tcp)
+            .as_str();
+        tracing::warn!(peer = %conn.peer.addr, from = from.as_str(), to, %why, "a transport broke");
+        ctx.shared.stats.lock().fallbacks += 1;
+        if let Some(view) = ctx.shared.gauges.lock().peers.get_mut(&peer) {
+            view.transport = to;
+        }
     }
 
     // ---- D ----
 
     /// The staged transport, if the pair has a usable communicator or may make one now.
-    pub fn staged_for(&mut self, peer: Peer) -> Option<Transport> {
-        let now = self.now();
-        let conn = self.conns.get(&peer)?;
-        let via = self.staged_with(&conn.peer)?;
+    pub fn transport_for(&mut self, ctx: &mut NodeContext, peer: Peer) -> Option<Transport> {
+        let now = ctx.now();
+        let conn = ctx.conns.get(&peer)?;
+        let via = self.transport_with(ctx, &conn.peer)?;
         if conn.comm.is_some() {
             return Some(via); // forgotten as soon as it is not usable
         }
-        if !conn.breaker.allows(now) || !self.make_place() {
+        if !conn.breaker.allows(now) || !self.make_place(ctx) {
             return None;
         }
         let staged = self.staged.as_mut()?;
@@ -186,48 +228,54 @@ impl Core {
         let key = (peer, staged.next);
         let (sink, actions) = Sink::new(staged.limits, now);
         let limits = staged.limits;
-        self.start_comm(key, Half::Sink(sink), limits).ok()?;
-        if let Some(conn) = self.conns.get_mut(&peer) {
+        self.start_comm(ctx, key, Half::Sink(sink), limits).ok()?;
+        if let Some(conn) = ctx.conns.get_mut(&peer) {
             conn.comm = Some(key);
         }
-        self.timers
+        ctx.timers
             .set(&Timer::Comm(key), Some(now + limits.open_ms));
-        self.act_sink(key, actions);
+        self.act_sink(ctx, key, actions);
         Some(via)
     }
 
     /// Whether one more communicator may exist. If not, an idle one is closed, for the next time.
-    fn make_place(&mut self) -> bool {
+    fn make_place(&mut self, ctx: &mut NodeContext) -> bool {
         let Some(staged) = &self.staged else {
             return false;
         };
-        if staged.abandoned() >= MAX_ABANDONED {
+        if staged.num_abandoned() >= MAX_ABANDONED {
             return false;
         }
         if staged.comms.len() < staged.max {
             return true;
         }
         if let Some(idle) = staged.least_used_idle() {
-            self.close_comm(idle);
+            self.close_comm(ctx, idle);
         }
         false
     }
 
-    fn start_comm(&mut self, key: CommKey, half: Half, limits: Limits) -> std::io::Result<()> {
-        let sums = self
+    fn start_comm(
+        &mut self,
+        ctx: &mut NodeContext,
+        key: CommKey,
+        half: Half,
+        limits: Limits,
+    ) -> std::io::Result<()> {
+        let sums = ctx
             .conns
             .get(&key.0)
             .map_or(SumKind::Xxh3, |conn| conn.sums);
         let Some(staged) = &mut self.staged else {
             return Err(std::io::Error::other("no staged transport"));
         };
-        let internal = self.internal.clone();
+        let internal = ctx.internal.clone();
         let context = CommContext {
-            pool: self.pool.clone(),
-            faults: self.faults.clone(),
+            pool: ctx.pool.clone(),
+            faults: ctx.faults.clone(),
             backend: staged.backend.clone(),
             slabs: limits.slabs,
-            slab_bytes: limits.pages_per_slab * self.pool.page_bytes(),
+            slab_bytes: limits.pages_per_slab * ctx.pool.page_bytes(),
             timeouts: CommTimeouts {
                 open: Duration::from_millis(limits.open_ms),
                 op: Duration::from_millis(limits.op_ms),
@@ -250,16 +298,17 @@ impl Core {
     }
 
     /// Answered by one `pulled`, perhaps before this returns.
-    pub fn pull_staged(&mut self, peer: Peer, pull: Pull) {
-        match self.conns.get(&peer).and_then(|conn| conn.comm) {
+    pub fn pull(&mut self, ctx: &mut NodeContext, peer: Peer, pull: Pull) {
+        match ctx.conns.get(&peer).and_then(|conn| conn.comm) {
             Some(key) => self.step_sink(
+                ctx,
                 key,
                 SinkEvent::Pull {
                     pull: pull.id,
                     pages: pull.pages,
                 },
             ),
-            None => self.pulled(PullEnd {
+            None => ctx.end_pull(PullEnd {
                 id: pull.id,
                 bytes: 0,
                 result: Err(PullError::Broken("the communicator is gone".into())),
@@ -267,10 +316,10 @@ impl Core {
         }
     }
 
-    pub fn cancel_staged(&mut self, peer: Peer, pull: u64) {
+    pub fn cancel(&mut self, ctx: &mut NodeContext, peer: Peer, pull: u64) {
         // Whichever communicator has it; the others do not know it.
         for key in self.comms_of(peer) {
-            self.step_sink(key, SinkEvent::Cancel { pull });
+            self.step_sink(ctx, key, SinkEvent::Cancel { pull });
         }
     }
 
@@ -284,42 +333,42 @@ impl Core {
         })
     }
 
-    fn close_comm(&mut self, key: CommKey) {
-        self.step_sink(key, SinkEvent::Close);
-        self.step_source(key, SourceEvent::Close);
+    fn close_comm(&mut self, ctx: &mut NodeContext, key: CommKey) {
+        self.step_sink(ctx, key, SinkEvent::Close);
+        self.step_source(ctx, key, SourceEvent::Close);
     }
 
-    pub fn comm_peer_gone(&mut self, peer: Peer, why: &str) {
+    pub fn on_peer_gone(&mut self, ctx: &mut NodeContext, peer: Peer, why: &str) {
         for key in self.comms_of(peer) {
-            self.end_by_peer(key, format!("the connection is lost: {why}"));
+            self.end_by_peer(ctx, key, format!("the connection is lost: {why}"));
         }
     }
 
-    fn end_by_peer(&mut self, key: CommKey, why: String) {
-        self.step_sink(key, SinkEvent::PeerEnded(why.clone()));
-        self.step_source(key, SourceEvent::PeerEnded(why));
+    fn end_by_peer(&mut self, ctx: &mut NodeContext, key: CommKey, why: String) {
+        self.step_sink(ctx, key, SinkEvent::PeerEnded(why.clone()));
+        self.step_source(ctx, key, SourceEvent::PeerEnded(why));
     }
 
-    pub fn tick_comm(&mut self, key: CommKey) {
-        self.step_sink(key, SinkEvent::Tick);
-        self.step_source(key, SourceEvent::Tick);
+    pub fn tick(&mut self, ctx: &mut NodeContext, key: CommKey) {
+        self.step_sink(ctx, key, SinkEvent::Tick);
+        self.step_source(ctx, key, SourceEvent::Tick);
     }
 
     // ---- messages and reports ----
 
-    pub fn on_comm_msg(&mut self, peer: Peer, msg: Msg) {
+    pub fn on_message(&mut self, ctx: &mut NodeContext, peer: Peer, msg: Msg) {
         match msg {
             Msg::CommOpen {
                 comm,
                 transport,
                 slabs,
                 pages_per_slab,
-            } => self.on_comm_open((peer, comm), &transport, slabs, pages_per_slab),
-            Msg::CommId { comm, id } => self.step_sink((peer, comm), SinkEvent::Id(id)),
+            } => self.on_comm_open(ctx, (peer, comm), &transport, slabs, pages_per_slab),
+            Msg::CommId { comm, id } => self.step_sink(ctx, (peer, comm), SinkEvent::Id(id)),
             Msg::CommEnd { comm, code, why } => {
                 let key = (peer, comm);
-                let now = self.now();
-                let current = self
+                let now = ctx.now();
+                let current = ctx
                     .conns
                     .get_mut(&peer)
                     .filter(|conn| conn.comm == Some(key));
@@ -329,10 +378,10 @@ impl Core {
                         _ => conn.breaker.failed(now),
                     }
                     if let Some(via) = self.staged.as_ref().map(|staged| staged.via) {
-                        self.changed_transport(peer, via, &why);
+                        self.changed_transport(ctx, peer, via, &why);
                     }
                 }
-                self.end_by_peer(key, format!("the other side: {why}"));
+                self.end_by_peer(ctx, key, format!("the other side: {why}"));
             }
             Msg::SlabRead {
                 comm,
@@ -340,8 +389,8 @@ impl Core {
                 ids,
                 gens,
             } => {
-                let inc = self.conns.get(&peer).map_or("", |conn| &conn.peer.inc);
-                if let Some(page) = self.shared.announced.first_refused(inc, &ids, &gens) {
+                let inc = ctx.conns.get(&peer).map_or("", |conn| &conn.peer.inc);
+                if let Some(page) = ctx.shared.announced.first_refused(inc, &ids, &gens) {
                     let code = Some(Code::LeaseExpired);
                     let refusal = Msg::SlabStale {
                         comm,
@@ -349,25 +398,32 @@ impl Core {
                         page,
                         code,
                     };
-                    return self.send(peer, refusal);
+                    return ctx.send(peer, refusal);
                 }
                 let pages = ids.into_iter().zip(gens).collect();
-                self.step_source((peer, comm), SourceEvent::Read { ticket, pages });
+                self.step_source(ctx, (peer, comm), SourceEvent::Read { ticket, pages });
             }
             Msg::SlabSend { comm, ticket, seq } => {
-                self.step_sink((peer, comm), SinkEvent::Announced { ticket, seq });
+                self.step_sink(ctx, (peer, comm), SinkEvent::Announced { ticket, seq });
             }
             Msg::SlabStale {
                 comm,
                 ticket,
                 page,
                 code,
-            } => self.step_sink((peer, comm), SinkEvent::Stale { ticket, page, code }),
+            } => self.step_sink(ctx, (peer, comm), SinkEvent::Stale { ticket, page, code }),
             _ => {}
         }
     }
 
-    fn on_comm_open(&mut self, key: CommKey, transport: &str, slabs: u32, pages_per_slab: u32) {
+    fn on_comm_open(
+        &mut self,
+        ctx: &mut NodeContext,
+        key: CommKey,
+        transport: &str,
+        slabs: u32,
+        pages_per_slab: u32,
+    ) {
         let (peer, comm) = key;
         if self
             .staged
@@ -377,15 +433,15 @@ impl Core {
             return; // said twice
         }
         for former in self.comms_of(peer) {
-            self.end_by_peer(former, "the decode node made another one".into());
+            self.end_by_peer(ctx, former, "the decode node made another one".into());
         }
-        let bytes = (pages_per_slab as usize).saturating_mul(self.pool.page_bytes());
+        let bytes = (pages_per_slab as usize).saturating_mul(ctx.pool.page_bytes());
         let refusal = match &self.staged {
             Some(staged) if staged.via.as_str() == transport => {
                 if bytes > MAX_SLAB_BYTES {
                     let why = format!("slabs of {bytes} bytes; at most {MAX_SLAB_BYTES} are made");
                     Some((Code::TransportBroken, why))
-                } else if !self.make_place() {
+                } else if !self.make_place(ctx) {
                     let why = "this node has no place for another communicator (max_communicators)";
                     Some((Code::NoCapacity, why.to_owned()))
                 } else {
@@ -399,9 +455,9 @@ impl Core {
         };
         if let Some((code, why)) = refusal {
             let code = Some(code);
-            return self.send(peer, Msg::CommEnd { comm, code, why });
+            return ctx.send(peer, Msg::CommEnd { comm, code, why });
         }
-        let now = self.now();
+        let now = ctx.now();
         let Some(limits) = self.staged.as_ref().map(|staged| Limits {
             slabs: slabs as usize,
             pages_per_slab: pages_per_slab as usize,
@@ -410,17 +466,17 @@ impl Core {
             return;
         };
         let (source, actions) = Source::new(limits, now);
-        if let Err(err) = self.start_comm(key, Half::Source(source), limits) {
+        if let Err(err) = self.start_comm(ctx, key, Half::Source(source), limits) {
             let code = Some(Code::TransportBroken);
             let why = clipped(&format!("no thread for a communicator: {err}"));
-            return self.send(peer, Msg::CommEnd { comm, code, why });
+            return ctx.send(peer, Msg::CommEnd { comm, code, why });
         }
-        self.timers
+        ctx.timers
             .set(&Timer::Comm(key), Some(now + limits.open_ms));
-        self.act_source(key, actions);
+        self.act_source(ctx, key, actions);
     }
 
-    pub fn comm_report(&mut self, key: CommKey, report: CommReport) {
+    pub fn on_report(&mut self, ctx: &mut NodeContext, key: CommKey, report: CommReport) {
         let (sink, source) = match report {
             CommReport::Id(id) => (None, Some(SourceEvent::Id(id))),
             CommReport::Opened => (Some(SinkEvent::Opened), Some(SourceEvent::Opened)),
@@ -437,10 +493,10 @@ impl Core {
             CommReport::Ended => (Some(SinkEvent::ThreadEnded), Some(SourceEvent::ThreadEnded)),
         };
         if let Some(event) = sink {
-            self.step_sink(key, event);
+            self.step_sink(ctx, key, event);
         }
         if let Some(event) = source {
-            self.step_source(key, event);
+            self.step_source(ctx, key, event);
         }
     }
 
@@ -450,8 +506,8 @@ impl Core {
         self.staged.as_mut()?.comms.get_mut(&key)
     }
 
-    fn step_sink(&mut self, key: CommKey, event: SinkEvent) {
-        let now = self.now();
+    fn step_sink(&mut self, ctx: &mut NodeContext, key: CommKey, event: SinkEvent) {
+        let now = ctx.now();
         let Some(comm) = self.comm_mut(key) else {
             return;
         }; // over: late words are expected
@@ -473,16 +529,16 @@ impl Core {
         comm.last_used = now;
         if worked
             && was_usable
-            && let Some(conn) = self.conns.get_mut(&key.0)
+            && let Some(conn) = ctx.conns.get_mut(&key.0)
         {
             conn.breaker.worked();
         }
-        self.stepped(key, was_usable);
-        self.act_sink(key, actions);
+        self.stepped(ctx, key, was_usable);
+        self.act_sink(ctx, key, actions);
     }
 
-    fn step_source(&mut self, key: CommKey, event: SourceEvent) {
-        let now = self.now();
+    fn step_source(&mut self, ctx: &mut NodeContext, key: CommKey, event: SourceEvent) {
+        let now = ctx.now();
         let Some(comm) = self.comm_mut(key) else {
             return;
         };
@@ -492,26 +548,26 @@ impl Core {
         let was_usable = source.phase().is_usable();
         let actions = source.step(event, now);
         comm.last_used = now;
-        self.stepped(key, was_usable);
-        self.act_source(key, actions);
+        self.stepped(ctx, key, was_usable);
+        self.act_source(ctx, key, actions);
     }
 
     /// After each step: its timer, and what follows from its end.
-    fn stepped(&mut self, key: CommKey, was_usable: bool) {
-        let now = self.now();
+    fn stepped(&mut self, ctx: &mut NodeContext, key: CommKey, was_usable: bool) {
+        let now = ctx.now();
         let Some(comm) = self.comm_mut(key) else {
             return;
         };
         let (due, ended) = (comm.next_due(), was_usable && !comm.phase().is_usable());
         let end = comm.end().cloned();
-        self.timers.set(&Timer::Comm(key), due);
+        ctx.timers.set(&Timer::Comm(key), due);
         let (true, Some(end)) = (ended, end) else {
             return;
         };
         let is_failure = !matches!(end, End::Closed);
         tracing::info!(peer = key.0, comm = key.1, ?end, "a communicator ends");
-        self.count_end(if is_failure { "failed" } else { "closed" });
-        let Some(conn) = self
+        self.count_end(ctx, if is_failure { "failed" } else { "closed" });
+        let Some(conn) = ctx
             .conns
             .get_mut(&key.0)
             .filter(|conn| conn.comm == Some(key))
@@ -522,22 +578,22 @@ impl Core {
         if let (End::Failed(why), Some(via)) = (end, self.staged.as_ref().map(|staged| staged.via))
         {
             conn.breaker.failed(now);
-            self.changed_transport(key.0, via, &why);
+            self.changed_transport(ctx, key.0, via, &why);
         }
     }
 
     /// Ends of pulls come last: they may bring the next pull to the same communicator, behind what this step says.
-    fn act_sink(&mut self, key: CommKey, actions: Vec<SinkAction>) {
+    fn act_sink(&mut self, ctx: &mut NodeContext, key: CommKey, actions: Vec<SinkAction>) {
         let (peer, comm) = key;
         let (mut revoked, mut ends) = (Vec::new(), Vec::new());
         for action in actions {
             match action {
-                SinkAction::Ask => self.ask_for_comm(peer, comm),
+                SinkAction::Ask => self.ask_for_comm(ctx, peer, comm),
                 SinkAction::Join(id) => self.submit(key, CommJob::Join(id)),
                 SinkAction::Read { ticket, pages } => {
                     let ids = pages.iter().map(|p| p.src.page).collect();
                     let gens = pages.iter().map(|p| p.src.generation).collect();
-                    self.send(
+                    ctx.send(
                         peer,
                         Msg::SlabRead {
                             comm,
@@ -579,16 +635,16 @@ impl Core {
                     pages,
                     outcome,
                 } => ends.push((pull, pages, outcome)),
-                SinkAction::TellEnd(end) => self.tell_end(key, &end),
+                SinkAction::TellEnd(end) => self.tell_end(ctx, key, &end),
                 SinkAction::Abort => self.abort_comm(key),
-                SinkAction::Abandon => self.abandoned(key),
-                SinkAction::Gone => self.forget_comm(key),
+                SinkAction::Abandon => self.abandoned(ctx, key),
+                SinkAction::Gone => self.forget_comm(ctx, key),
             }
         }
         for ticket in revoked {
-            self.step_sink(key, SinkEvent::Revoked { ticket });
+            self.step_sink(ctx, key, SinkEvent::Revoked { ticket });
         }
-        let page_bytes = self.pool.page_bytes();
+        let page_bytes = ctx.pool.page_bytes();
         for (id, pages, outcome) in ends {
             let result = match outcome {
                 Outcome::Done => Ok(()),
@@ -596,7 +652,7 @@ impl Core {
                 Outcome::Cancelled => Err(PullError::Cancelled),
                 Outcome::Broken(why) => Err(PullError::Broken(why)),
             };
-            self.pulled(PullEnd {
+            ctx.end_pull(PullEnd {
                 id,
                 bytes: (pages * page_bytes) as u64,
                 result,
@@ -604,12 +660,12 @@ impl Core {
         }
     }
 
-    fn act_source(&mut self, key: CommKey, actions: Vec<SourceAction>) {
+    fn act_source(&mut self, ctx: &mut NodeContext, key: CommKey, actions: Vec<SourceAction>) {
         let (peer, comm) = key;
         for action in actions {
             match action {
                 SourceAction::Host => self.submit(key, CommJob::Host),
-                SourceAction::TellId(id) => self.send(peer, Msg::CommId { comm, id }),
+                SourceAction::TellId(id) => ctx.send(peer, Msg::CommId { comm, id }),
                 SourceAction::Send {
                     ticket,
                     slab,
@@ -623,7 +679,7 @@ impl Core {
                     },
                 ),
                 SourceAction::Announce { ticket, seq } => {
-                    self.send(peer, Msg::SlabSend { comm, ticket, seq });
+                    ctx.send(peer, Msg::SlabSend { comm, ticket, seq });
                 }
                 SourceAction::TellStale { ticket, page } => {
                     let code = None;
@@ -633,17 +689,17 @@ impl Core {
                         page,
                         code,
                     };
-                    self.send(peer, stale);
+                    ctx.send(peer, stale);
                 }
-                SourceAction::TellEnd(end) => self.tell_end(key, &end),
+                SourceAction::TellEnd(end) => self.tell_end(ctx, key, &end),
                 SourceAction::Abort => self.abort_comm(key),
-                SourceAction::Abandon => self.abandoned(key),
-                SourceAction::Gone => self.forget_comm(key),
+                SourceAction::Abandon => self.abandoned(ctx, key),
+                SourceAction::Gone => self.forget_comm(ctx, key),
             }
         }
     }
 
-    fn ask_for_comm(&mut self, peer: Peer, comm: u64) {
+    fn ask_for_comm(&mut self, ctx: &mut NodeContext, peer: Peer, comm: u64) {
         let Some(staged) = &self.staged else { return };
         let msg = Msg::CommOpen {
             comm,
@@ -651,7 +707,7 @@ impl Core {
             slabs: staged.limits.slabs as u32,
             pages_per_slab: staged.limits.pages_per_slab as u32,
         };
-        self.send(peer, msg);
+        ctx.send(peer, msg);
     }
 
     fn submit(&self, key: CommKey, job: CommJob) {
@@ -661,13 +717,13 @@ impl Core {
         }
     }
 
-    fn tell_end(&mut self, key: CommKey, end: &End) {
+    fn tell_end(&mut self, ctx: &mut NodeContext, key: CommKey, end: &End) {
         let (code, why) = match end {
             End::Closed => (None, "its place was needed".to_owned()),
             End::Failed(why) | End::ByPeer(why) => (Some(Code::TransportBroken), clipped(why)),
         };
         let comm = key.1;
-        self.send(key.0, Msg::CommEnd { comm, code, why });
+        ctx.send(key.0, Msg::CommEnd { comm, code, why });
     }
 
     fn abort_comm(&mut self, key: CommKey) {
@@ -676,13 +732,13 @@ impl Core {
         }
     }
 
-    fn count_end(&self, end: &'static str) {
-        *self.shared.stats.lock().comms_ended.entry(end).or_default() += 1;
+    fn count_end(&self, ctx: &NodeContext, end: &'static str) {
+        *ctx.shared.stats.lock().comms_ended.entry(end).or_default() += 1;
     }
 
-    fn abandoned(&mut self, key: CommKey) {
-        self.count_end("abandoned");
-        let lost = self.staged.as_ref().map_or(0, Staged::abandoned);
+    fn abandoned(&mut self, ctx: &mut NodeContext, key: CommKey) {
+        self.count_end(ctx, "abandoned");
+        let lost = self.staged.as_ref().map_or(0, Staged::num_abandoned);
         tracing::error!(
             peer = key.0,
             lost,
@@ -691,10 +747,10 @@ impl Core {
         );
     }
 
-    fn forget_comm(&mut self, key: CommKey) {
+    fn forget_comm(&mut self, ctx: &mut NodeContext, key: CommKey) {
         if let Some(staged) = &mut self.staged {
             staged.comms.remove(&key);
         }
-        self.timers.set(&Timer::Comm(key), None);
+        ctx.timers.set(&Timer::Comm(key), None);
     }
 }

@@ -9,7 +9,7 @@ use super::{
     Channel, ClusterKeys, FrameError, HEADER_BYTES, Handshake, Hello, MAX_HELLO_BYTES, MIN_VERSION,
     Msg, Opener, Sealer, VERSION, clipped, frame_len,
 };
-use crate::code::Code;
+use crate::reason_code::Code;
 
 /// Longest wait for a peer's half of the HELLO exchange.
 pub const HELLO_TIMEOUT: Duration = Duration::from_secs(1);

@@ -5,9 +5,9 @@ use std::collections::{BTreeMap, HashSet, VecDeque};
 use std::hash::{DefaultHasher, Hash, Hasher};
 
 use super::*;
-use crate::code::Code;
-use crate::machine::decode::PullPage;
 use crate::protocol::Sealed;
+use crate::reason_code::Code;
+use crate::state_machine::decode::PullPage;
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 enum Word {

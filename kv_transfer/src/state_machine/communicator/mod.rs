@@ -21,14 +21,14 @@
 //! a checksum taken after the copy; free and held slabs add up to the ring; whatever waits has a deadline; a communicator that
 //! failed once is aborted and never used again.
 
-mod sink;
-mod source;
+mod receiver;
+mod sender;
 
 #[cfg(test)]
-mod check;
+mod model_check;
 
-pub use sink::{Outcome, Sink, SinkAction, SinkEvent};
-pub use source::{Source, SourceAction, SourceEvent};
+pub use receiver::{Outcome, Sink, SinkAction, SinkEvent};
+pub use sender::{Source, SourceAction, SourceEvent};
 
 /// Number of a SLAB_READ within its communicator; grows.
 pub type Ticket = u64;

@@ -6,7 +6,7 @@
 use std::collections::{HashMap, VecDeque};
 
 use super::Peer;
-use crate::code::Code;
+use crate::reason_code::Code;
 
 /// An OPEN that waits for its offer.
 #[derive(Debug, Clone, PartialEq, Eq)]

@@ -1,31 +1,34 @@
 //! P's half of the control loop: rooms offered by the engine, and the OPENs of decode ranks.
 
-use std::collections::VecDeque;
+use std::collections::{HashMap, VecDeque};
 
-use super::NodeEvent;
-use super::core::{Core, Timer};
-use crate::code::Code;
-use crate::ledger::Side;
-use crate::machine::Peer;
-use crate::machine::parked::{EVERY_ATTEMPT, ParkError, ParkedOpen};
-use crate::machine::prefill::{Action, Event, Finish, Phase, Room};
+use super::config::NodeLimits;
+use super::context::{NodeContext, Timer};
+use super::records::events::NodeEvent;
+use super::records::room_history::Side;
 use crate::protocol::{Msg, Sealed, clipped};
-use crate::transport::copier::Job;
+use crate::reason_code::Code;
+use crate::state_machine::Peer;
+use crate::state_machine::pending_opens::{
+    EVERY_ATTEMPT, ParkError, Parked, ParkedOpen, Tombstones,
+};
+use crate::state_machine::prefill::{Action, Event, Finish, Phase, Room};
+use crate::transport::copy_threads::Job;
 
-/// Pages hashed in one job; a few milliseconds of a copy thread, so that pulls get their turn.
+/// Pages on_hashed in one job; a few milliseconds of a copy thread, so that pulls get their turn.
 const HASH_BATCH: usize = 256;
 /// Hint to a decode rank whose OPEN found the table full.
 const RETRY_AFTER_MS: u64 = 1000;
 
-pub(super) struct PrefillEntry {
-    pub room: Room,
+struct PrefillEntry {
+    room: Room,
     hashing: bool,
     to_hash: VecDeque<(u32, u32, u64)>,
 }
 
 impl PrefillEntry {
     /// The engine has not finished the prompt.
-    pub fn is_computing(&self) -> bool {
+    fn is_computing(&self) -> bool {
         matches!(self.room.phase, Phase::Waiting | Phase::Prefilling)
     }
 }
@@ -39,13 +42,56 @@ pub(super) struct Question {
     pub deadline_ms: u64,
 }
 
-impl Core {
-    pub fn offer(&mut self, room: u64, attempt: u32, prompt_hash: Vec<u8>, deadline_ms: u64) {
-        let deadline = self.now().saturating_add(deadline_ms);
-        let machine = Room::new(attempt, prompt_hash, deadline, self.config.lease_ms);
+/// P's rooms, and the OPENs that came before their requests.
+pub(super) struct PrefillSide {
+    rooms: HashMap<u64, PrefillEntry>,
+    parked: Parked,
+    tombstones: Tombstones,
+    /// No OPEN of an unknown room is accepted any more.
+    pub is_draining: bool,
+}
+
+impl PrefillSide {
+    pub fn new(limits: &NodeLimits) -> Self {
+        Self {
+            rooms: HashMap::new(),
+            parked: Parked::new(limits.parked_opens, limits.parked_opens_per_peer),
+            tombstones: Tombstones::new(limits.ended_rooms),
+            is_draining: false,
+        }
+    }
+
+    pub fn has(&self, room: u64) -> bool {
+        self.rooms.contains_key(&room)
+    }
+
+    pub fn num_parked(&self) -> usize {
+        self.parked.len()
+    }
+
+    /// The engine has not finished the prompt of some room.
+    pub fn is_computing(&self) -> bool {
+        self.rooms.values().any(PrefillEntry::is_computing)
+    }
+
+    /// The connection of these OPENs is lost.
+    pub fn forget_opens_of(&mut self, peer: Peer) {
+        self.parked.drop_peer(peer, None);
+    }
+
+    pub fn offer(
+        &mut self,
+        ctx: &mut NodeContext,
+        room: u64,
+        attempt: u32,
+        prompt_hash: Vec<u8>,
+        deadline_ms: u64,
+    ) {
+        let deadline = ctx.now().saturating_add(deadline_ms);
+        let machine = Room::new(attempt, prompt_hash, deadline, ctx.config.lease_ms);
         self.tombstones.revive(room);
-        self.enter(
-            self.entry(
+        ctx.enter(
+            ctx.entry(
                 Side::Prefill,
                 room,
                 attempt,
@@ -54,8 +100,8 @@ impl Core {
             ),
             false,
         );
-        self.timers.set(&Timer::Prefill(room), machine.next_due());
-        self.prefill.insert(
+        ctx.timers.set(&Timer::Prefill(room), machine.next_due());
+        self.rooms.insert(
             room,
             PrefillEntry {
                 room: machine,
@@ -64,7 +110,7 @@ impl Core {
             },
         );
         if let Some(open) = self.parked.take(room) {
-            self.set_parked_timer();
+            self.set_parked_timer(ctx);
             let ParkedOpen {
                 peer,
                 attempt,
@@ -72,7 +118,8 @@ impl Core {
                 start_page,
                 ..
             } = open;
-            self.step_prefill(
+            self.step(
+                ctx,
                 room,
                 Event::Open {
                     peer,
@@ -84,25 +131,29 @@ impl Core {
         }
     }
 
-    pub fn publish(&mut self, room: u64, first: u32, pages: Vec<(u32, u64)>) {
-        self.step_prefill(room, Event::Publish { first, pages });
+    pub fn publish(
+        &mut self,
+        ctx: &mut NodeContext,
+        room: u64,
+        first: u32,
+        pages: Vec<(u32, u64)>,
+    ) {
+        self.step(ctx, room, Event::Publish { first, pages });
     }
 
-    pub fn finish(&mut self, room: u64, finish: Finish) {
-        self.step_prefill(room, Event::Finish(finish));
+    pub fn finish(&mut self, ctx: &mut NodeContext, room: u64, finish: Finish) {
+        self.step(ctx, room, Event::Finish(finish));
     }
 
     /// The engine gives a room up, perhaps before it offered it: then a waiting decode rank is told at once.
-    pub fn abort_prefill(&mut self, room: u64, code: Code) {
-        if self.prefill.contains_key(&room) {
-            return self.step_prefill(room, Event::Abort(code));
-        }
-        if self.decode.contains_key(&room) {
-            return;
+    pub fn abort(&mut self, ctx: &mut NodeContext, room: u64, code: Code) {
+        if self.rooms.contains_key(&room) {
+            return self.step(ctx, room, Event::Abort(code));
         }
         if let Some(open) = self.parked.take(room) {
-            self.set_parked_timer();
+            self.set_parked_timer(ctx);
             self.reject(
+                ctx,
                 open.peer,
                 room,
                 open.attempt,
@@ -115,21 +166,21 @@ impl Core {
         }
     }
 
-    pub fn tick_prefill(&mut self, room: u64) {
-        self.step_prefill(room, Event::Tick);
+    pub fn tick(&mut self, ctx: &mut NodeContext, room: u64) {
+        self.step(ctx, room, Event::Tick);
     }
 
-    pub fn hashed(&mut self, room: u64, sums: Vec<(u32, Sealed)>) {
-        self.shared.stats.lock().pages_hashed += sums.len() as u64;
-        if let Some(entry) = self.prefill.get_mut(&room) {
+    pub fn on_hashed(&mut self, ctx: &mut NodeContext, room: u64, sums: Vec<(u32, Sealed)>) {
+        ctx.shared.stats.lock().pages_hashed += sums.len() as u64;
+        if let Some(entry) = self.rooms.get_mut(&room) {
             entry.hashing = false;
         }
-        self.step_prefill(room, Event::Hashed(sums));
-        self.hash_more(room);
+        self.step(ctx, room, Event::Hashed(sums));
+        self.hash_more(ctx, room);
     }
 
-    fn hash_more(&mut self, room: u64) {
-        let Some(entry) = self.prefill.get_mut(&room) else {
+    fn hash_more(&mut self, ctx: &mut NodeContext, room: u64) {
+        let Some(entry) = self.rooms.get_mut(&room) else {
             return;
         };
         if entry.hashing || entry.to_hash.is_empty() {
@@ -138,37 +189,39 @@ impl Core {
         entry.hashing = true;
         let n = entry.to_hash.len().min(HASH_BATCH);
         let pages = entry.to_hash.drain(..n).collect();
-        self.copier.submit(Job::Hash { room, pages });
+        ctx.copier.submit(Job::Hash { room, pages });
     }
 
     pub fn on_open(
         &mut self,
+        ctx: &mut NodeContext,
         peer: Peer,
         question: Question,
         inc_expected: &str,
         layout_hash: &str,
     ) {
-        self.shared.stats.lock().opens_received += 1;
+        ctx.shared.stats.lock().opens_received += 1;
         let Question { room, attempt, .. } = question;
-        let own = &self.identity.hello;
+        let own = &ctx.identity.hello;
         if inc_expected != own.inc {
             let why = format!("this is incarnation {}", own.inc);
-            return self.reject(peer, room, attempt, Code::PeerRestarted, &why);
+            return self.reject(ctx, peer, room, attempt, Code::PeerRestarted, &why);
         }
         if layout_hash != own.layout_hash {
             let why = format!(
                 "page layout {layout_hash} of the decode node, {} here: model, dtype, page size and heads must agree",
                 own.layout_hash
             );
-            return self.reject(peer, room, attempt, Code::LayoutMismatch, &why);
+            return self.reject(ctx, peer, room, attempt, Code::LayoutMismatch, &why);
         }
-        if self.prefill.contains_key(&room) {
+        if self.rooms.contains_key(&room) {
             let Question {
                 prompt_hash,
                 start_page,
                 ..
             } = question;
-            return self.step_prefill(
+            return self.step(
+                ctx,
                 room,
                 Event::Open {
                     peer,
@@ -180,6 +233,7 @@ impl Core {
         }
         if let Some(code) = self.tombstones.get(room, attempt) {
             return self.reject(
+                ctx,
                 peer,
                 room,
                 attempt,
@@ -187,8 +241,9 @@ impl Core {
                 "the room is over on the prefill node",
             );
         }
-        if self.draining {
+        if self.is_draining {
             return self.reject(
+                ctx,
                 peer,
                 room,
                 attempt,
@@ -196,10 +251,10 @@ impl Core {
                 "the prefill node takes no new requests",
             );
         }
-        self.park(peer, question);
+        self.park(ctx, peer, question);
     }
 
-    fn park(&mut self, peer: Peer, question: Question) {
+    fn park(&mut self, ctx: &mut NodeContext, peer: Peer, question: Question) {
         let Question {
             room,
             attempt,
@@ -207,26 +262,26 @@ impl Core {
             start_page,
             deadline_ms,
         } = question;
-        let ttl_ms = self.config.park_ttl_ms.min(deadline_ms);
+        let ttl_ms = ctx.config.park_ttl_ms.min(deadline_ms);
         let open = ParkedOpen {
             peer,
             attempt,
             prompt_hash,
             start_page,
-            until: self.now() + ttl_ms,
+            until: ctx.now() + ttl_ms,
         };
         match self.parked.park(room, open) {
             Ok(()) => {
-                self.shared.stats.lock().opens_parked += 1;
-                self.note(self.entry(
+                ctx.shared.stats.lock().opens_parked += 1;
+                ctx.note(ctx.entry(
                     Side::Prefill,
                     room,
                     attempt,
                     "PARKED",
                     format!("OPEN before the request, kept {ttl_ms} ms"),
                 ));
-                self.set_parked_timer();
-                self.send(
+                self.set_parked_timer(ctx);
+                ctx.send(
                     peer,
                     Msg::Parked {
                         room,
@@ -236,6 +291,7 @@ impl Core {
                 );
             }
             Err(ParkError::Full | ParkError::PeerFull) => self.reject(
+                ctx,
                 peer,
                 room,
                 attempt,
@@ -243,6 +299,7 @@ impl Core {
                 "too many OPENs wait for their requests",
             ),
             Err(ParkError::Duplicate) => self.reject(
+                ctx,
                 peer,
                 room,
                 attempt,
@@ -252,9 +309,10 @@ impl Core {
         }
     }
 
-    pub fn expire_parked(&mut self, now: u64) {
+    pub fn expire_parked(&mut self, ctx: &mut NodeContext, now: u64) {
         for (room, open) in self.parked.expire(now) {
             self.reject(
+                ctx,
                 open.peer,
                 room,
                 open.attempt,
@@ -262,20 +320,28 @@ impl Core {
                 "the request did not arrive at the prefill node in time",
             );
         }
-        self.set_parked_timer();
+        self.set_parked_timer(ctx);
     }
 
-    fn set_parked_timer(&mut self) {
-        self.timers.set(&Timer::Parked, self.parked.next_due());
+    fn set_parked_timer(&mut self, ctx: &mut NodeContext) {
+        ctx.timers.set(&Timer::Parked, self.parked.next_due());
     }
 
-    fn reject(&mut self, peer: Peer, room: u64, attempt: u32, code: Code, why: &str) {
+    fn reject(
+        &mut self,
+        ctx: &mut NodeContext,
+        peer: Peer,
+        room: u64,
+        attempt: u32,
+        code: Code,
+        why: &str,
+    ) {
         {
-            let mut stats = self.shared.stats.lock();
+            let mut stats = ctx.shared.stats.lock();
             stats.opens_rejected += 1;
             *stats.rejects.entry(code.as_str()).or_default() += 1;
         }
-        self.note(self.entry(
+        ctx.note(ctx.entry(
             Side::Prefill,
             room,
             attempt,
@@ -287,7 +353,7 @@ impl Core {
         } else {
             0
         };
-        self.send(
+        ctx.send(
             peer,
             Msg::Reject {
                 room,
@@ -300,14 +366,22 @@ impl Core {
         );
     }
 
-    pub fn on_done(&mut self, peer: Peer, room: u64, attempt: u32) {
-        self.step_prefill(room, Event::Done { peer, attempt });
+    pub fn on_done(&mut self, ctx: &mut NodeContext, peer: Peer, room: u64, attempt: u32) {
+        self.step(ctx, room, Event::Done { peer, attempt });
     }
 
-    pub fn prefill_peer_abort(&mut self, peer: Peer, room: u64, attempt: u32, code: Code) {
+    pub fn on_peer_abort(
+        &mut self,
+        ctx: &mut NodeContext,
+        peer: Peer,
+        room: u64,
+        attempt: u32,
+        code: Code,
+    ) {
         self.parked.drop_peer(peer, Some(room));
-        self.set_parked_timer();
-        self.step_prefill(
+        self.set_parked_timer(ctx);
+        self.step(
+            ctx,
             room,
             Event::PeerAbort {
                 peer,
@@ -317,20 +391,20 @@ impl Core {
         );
     }
 
-    pub fn prefill_peer_gone(&mut self, peer: Peer, room: u64, code: Code) {
-        self.step_prefill(room, Event::PeerGone { peer, code });
+    pub fn on_peer_gone(&mut self, ctx: &mut NodeContext, peer: Peer, room: u64, code: Code) {
+        self.step(ctx, room, Event::PeerGone { peer, code });
     }
 
-    pub fn renew(&mut self, peer: Peer, rooms: &[u64]) {
+    pub fn renew(&mut self, ctx: &mut NodeContext, peer: Peer, rooms: &[u64]) {
         for &room in rooms {
-            self.step_prefill(room, Event::Renew { peer });
+            self.step(ctx, room, Event::Renew { peer });
         }
     }
 
     /// The only place where a prefill room changes.
-    fn step_prefill(&mut self, room: u64, event: Event) {
-        let now = self.now();
-        let Some(entry) = self.prefill.get_mut(&room) else {
+    fn step(&mut self, ctx: &mut NodeContext, room: u64, event: Event) {
+        let now = ctx.now();
+        let Some(entry) = self.rooms.get_mut(&room) else {
             return;
         }; // over: late words and calls are expected
         let before = entry.room.phase.name();
@@ -349,39 +423,39 @@ impl Core {
                         Phase::Leased { .. } => format!("{published} pages"),
                         _ => String::new(),
                     };
-                    self.enter(
-                        self.entry(Side::Prefill, room, attempt, phase.name(), note),
+                    ctx.enter(
+                        ctx.entry(Side::Prefill, room, attempt, phase.name(), note),
                         phase.is_over(),
                     );
                 }
-                self.timers.set(&Timer::Prefill(room), due);
+                ctx.timers.set(&Timer::Prefill(room), due);
                 for action in actions {
-                    self.act_prefill(room, attempt, action);
+                    self.act(ctx, room, attempt, action);
                 }
             }
             Err(illegal) => {
-                self.report_illegal(Side::Prefill, room, &illegal);
+                ctx.report_illegal(Side::Prefill, room, &illegal);
                 if by_engine {
                     // The room cannot be completed any more; both sides learn it now instead of at a deadline.
-                    self.step_prefill(room, Event::Abort(Code::TransportBroken));
+                    self.step(ctx, room, Event::Abort(Code::TransportBroken));
                 }
             }
         }
     }
 
-    fn act_prefill(&mut self, room: u64, attempt: u32, action: Action) {
+    fn act(&mut self, ctx: &mut NodeContext, room: u64, attempt: u32, action: Action) {
         match action {
             Action::Hash(pages) => {
-                if let Some(entry) = self.prefill.get_mut(&room) {
+                if let Some(entry) = self.rooms.get_mut(&room) {
                     entry.to_hash.extend(pages);
                 }
-                self.hash_more(room);
+                self.hash_more(ctx, room);
             }
             Action::Accept { peer } => {
-                self.shared.announced.withdraw(room); // all pages are announced again
-                self.tie(peer, Side::Prefill, room);
-                let p_inc = self.identity.hello.inc.clone();
-                self.send(
+                ctx.shared.announced.withdraw(room); // all pages are announced again
+                ctx.tie(peer, Side::Prefill, room);
+                let p_inc = ctx.identity.hello.inc.clone();
+                ctx.send(
                     peer,
                     Msg::OpenOk {
                         room,
@@ -390,20 +464,20 @@ impl Core {
                     },
                 );
             }
-            Action::Reject { peer, code, why } => self.reject(peer, room, attempt, code, &why),
+            Action::Reject { peer, code, why } => self.reject(ctx, peer, room, attempt, code, &why),
             Action::Progress {
                 peer,
                 first_page,
                 pages,
             } => {
-                if let Some(conn) = self.conns.get(&peer) {
+                if let Some(conn) = ctx.conns.get(&peer) {
                     let pages = pages.iter().map(|p| (p.page, p.generation));
-                    self.shared.announced.announce(room, &conn.peer.inc, pages);
+                    ctx.shared.announced.announce(room, &conn.peer.inc, pages);
                 }
                 let ids = pages.iter().map(|p| p.page).collect();
                 let gens = pages.iter().map(|p| p.generation).collect();
                 let sums = pages.iter().map(|p| p.sum).collect();
-                self.send(
+                ctx.send(
                     peer,
                     Msg::Progress {
                         room,
@@ -421,7 +495,7 @@ impl Core {
                     last_page_tokens,
                     payload,
                 } = finish;
-                self.send(
+                ctx.send(
                     peer,
                     Msg::Final {
                         room,
@@ -433,7 +507,7 @@ impl Core {
                     },
                 );
             }
-            Action::SendAbort { peer, code } => self.send(
+            Action::SendAbort { peer, code } => ctx.send(
                 peer,
                 Msg::Abort {
                     room,
@@ -441,31 +515,31 @@ impl Core {
                     code,
                 },
             ),
-            Action::AckAbort { peer } => self.send(peer, Msg::AbortAck { room, attempt }),
+            Action::AckAbort { peer } => ctx.send(peer, Msg::AbortAck { room, attempt }),
             Action::ReaderLeft { peer } => {
-                self.shared.announced.withdraw(room);
-                self.untie(Some(peer), Side::Prefill, room);
+                ctx.shared.announced.withdraw(room);
+                ctx.untie(Some(peer), Side::Prefill, room);
                 let why = "waits for another decode rank".into();
-                self.note(self.entry(Side::Prefill, room, attempt, "READER_LEFT", why));
+                ctx.note(ctx.entry(Side::Prefill, room, attempt, "READER_LEFT", why));
             }
-            Action::Released(code) => self.released(room, code),
+            Action::Released(code) => self.released(ctx, room, code),
         }
     }
 
-    fn released(&mut self, room: u64, code: Option<Code>) {
-        let Some(entry) = self.prefill.remove(&room) else {
+    fn released(&mut self, ctx: &mut NodeContext, room: u64, code: Option<Code>) {
+        let Some(entry) = self.rooms.remove(&room) else {
             return;
         };
-        self.shared.announced.withdraw(room);
-        self.timers.set(&Timer::Prefill(room), None);
-        self.untie(entry.room.reader(), Side::Prefill, room);
+        ctx.shared.announced.withdraw(room);
+        ctx.timers.set(&Timer::Prefill(room), None);
+        ctx.untie(entry.room.reader(), Side::Prefill, room);
         let code_for_late = entry.room.code_after_the_end();
         self.tombstones
             .bury(room, entry.room.attempt, code_for_late);
         match code {
-            None => self.shared.stats.lock().released_done += 1,
-            Some(code) => self.count_failure(code),
+            None => ctx.shared.stats.lock().released_done += 1,
+            Some(code) => ctx.count_failure(code),
         }
-        self.push(NodeEvent::Released { room, code });
+        ctx.push(NodeEvent::Released { room, code });
     }
 }

@@ -3,8 +3,8 @@
 use std::collections::{BTreeMap, VecDeque};
 
 use super::{End, Limits, Phase, Ticket};
-use crate::code::Code;
-use crate::machine::decode::PullPage;
+use crate::reason_code::Code;
+use crate::state_machine::decode::PullPage;
 
 /// How a pull ended.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]

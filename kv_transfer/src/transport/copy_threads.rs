@@ -11,13 +11,13 @@ use std::thread::JoinHandle;
 
 use parking_lot::{Condvar, Mutex};
 
-use super::fault::Faults;
-use super::{Pull, PullEnd, PullError, copy};
-use crate::code::Code;
-use crate::machine::decode::PullPage;
+use super::fault_injection::Faults;
+use super::{Pull, PullEnd, PullError, checksum_copy};
 use crate::pool::device::{DeviceError, DevicePages, PeerPages};
 use crate::pool::{KvPool, RemotePool, SumKind};
 use crate::protocol::Sealed;
+use crate::reason_code::Code;
+use crate::state_machine::decode::PullPage;
 
 pub enum Job {
     /// Pages of a room, as (index in the prompt, page, generation).
@@ -239,7 +239,7 @@ impl Worker {
 
     fn hash(&self, page: u32) -> u64 {
         // SAFETY: page ids are checked when published; the range is inside our mapping, which `self.pool` keeps alive.
-        unsafe { copy::hash(self.pool.page_ptr(page), self.pool.page_bytes()) }
+        unsafe { checksum_copy::hash(self.pool.page_ptr(page), self.pool.page_bytes()) }
     }
 
     fn pull(&self, pull: &Pull, from: &RemotePool, bytes: &mut u64) -> Result<(), PullError> {
@@ -260,7 +260,7 @@ impl Worker {
             // of our pool that the engine granted to this room and that nobody else uses until this pull has ended. The peer may
             // rewrite src meanwhile; the second look at the generation finds out.
             let mut sum = unsafe {
-                copy::copy_hash(
+                checksum_copy::copy_hash(
                     self.pool.page_ptr(page.dst),
                     from.page_ptr(page.src.page),
                     page_bytes,
@@ -377,7 +377,7 @@ pub(super) fn land_on(
     if kind == SumKind::Xxh3 {
         for (page, bytes) in pages.iter().zip(from.chunks(page_bytes)) {
             // SAFETY: a slice is readable.
-            let sum = unsafe { copy::hash_by(kind, bytes.as_ptr(), bytes.len()) };
+            let sum = unsafe { checksum_copy::hash_by(kind, bytes.as_ptr(), bytes.len()) };
             check_sum(page.src, sum)?;
         }
     }
@@ -406,7 +406,7 @@ pub(super) unsafe fn flip_and_rehash(kind: SumKind, page: *mut u8, len: usize) -
     unsafe {
         let at = page.add(len / 2);
         at.write(at.read() ^ 4);
-        copy::hash_by(kind, page, len)
+        checksum_copy::hash_by(kind, page, len)
     }
 }
 

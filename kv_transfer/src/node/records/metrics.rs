@@ -4,8 +4,8 @@ use std::collections::BTreeMap;
 
 use serde::Serialize;
 
-use crate::code::Code;
-use crate::machine::{decode, prefill, slab};
+use crate::reason_code::Code;
+use crate::state_machine::{communicator, decode, prefill};
 
 /// Upper bounds [s]; an exponential family, 100 µs to 26 s.
 const BUCKETS: usize = 19;
@@ -199,7 +199,7 @@ pub fn gauges(
         "kv_transfer_healthy".into(),
         f64::from(u8::from(is_healthy)),
     );
-    for state in slab::Phase::NAMES {
+    for state in communicator::Phase::NAMES {
         let count = comms.get(state).copied().unwrap_or(0);
         gauges.insert(
             format!("kv_communicators{{state=\"{state}\"}}"),

@@ -7,17 +7,17 @@
 //! `Commit`, `Fail` or `Aborted`) in its life; the decode machine gives its terminal action only when no pull is in flight; it
 //! commits only when every page of the prompt from `start_page` on is verified and the checksum root agrees.
 
+pub mod communicator;
 pub mod decode;
-pub mod parked;
+pub mod pending_opens;
 pub mod prefill;
-pub mod slab;
 
+#[cfg(test)]
+mod model;
 #[cfg(test)]
 mod model_check;
 #[cfg(test)]
-mod props;
-#[cfg(test)]
-mod world;
+mod properties;
 
 /// A control connection, as the machines know it. A reconnect gets another number.
 pub type Peer = u64;

@@ -7,13 +7,18 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use tokio::sync::{Notify, mpsc};
 
-use super::link::Outgoing;
 use crate::protocol::Msg;
 
 /// A peer is cut when this many times the limit wait for it.
 const CUT: usize = 16;
 /// Bytes of a frame without its lists.
 const FRAME_BYTES: usize = 256;
+
+/// A message on its way out; `flip` is a test's damage.
+pub struct Outgoing {
+    pub msg: Msg,
+    pub flip: bool,
+}
 
 /// The bytes that wait, shared by the sender, the writing task and the reading task.
 #[derive(Debug)]

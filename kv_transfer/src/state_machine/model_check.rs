@@ -6,7 +6,7 @@ use std::hash::Hash;
 use xxhash_rust::xxh3::Xxh3;
 
 use super::decode::PullLimits;
-use super::world::{Budget, World};
+use super::model::{Budget, World};
 
 /// 128 bits stand for a visited state.
 fn fingerprint(world: &World) -> u128 {

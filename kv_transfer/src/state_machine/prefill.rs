@@ -14,8 +14,8 @@
 //! reads the same pages without a second prefill. A lease without a reader is short (`REOPEN_MS`).
 
 use super::{Illegal, Peer};
-use crate::code::Code;
 use crate::protocol::{Sealed, root_of};
+use crate::reason_code::Code;
 
 /// How long pages wait for another reader when theirs has gone [ms]: a router notices a dead node within milliseconds.
 pub const REOPEN_MS: u64 = 3_000;

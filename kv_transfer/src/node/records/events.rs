@@ -7,8 +7,8 @@ use std::time::Duration;
 use parking_lot::Mutex;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 
-use crate::code::Code;
-use crate::ledger::Side;
+use super::room_history::Side;
+use crate::reason_code::Code;
 
 /// How a committed room's pages came.
 #[derive(Debug, Clone, PartialEq, serde::Serialize)]

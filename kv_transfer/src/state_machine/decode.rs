@@ -18,8 +18,8 @@
 use std::collections::BTreeMap;
 
 use super::{Illegal, Peer};
-use crate::code::Code;
 use crate::protocol::{Sealed, root_of};
+use crate::reason_code::Code;
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub enum Phase {

@@ -5,18 +5,21 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
-use super::core::{Core, Internal, Timer, mapped_by};
-use super::link::{Established, LinkFailure, establish, unreachable};
-use super::{NodeEvent, PullStats, Transport};
-use crate::code::Code;
-use crate::ledger::Side;
-use crate::machine::Peer;
-use crate::machine::decode::{Action, Event, Final, Phase, PullLimits, PullPage, Room};
-use crate::machine::slab::Breaker;
+use super::command::OpenRequest;
+use super::communicators::Communicators;
+use super::config::Transport;
+use super::connections::establish::{Established, LinkFailure, establish, unreachable};
+use super::context::{Internal, LinkKey, NodeContext, Timer, mapped_by};
+use super::records::events::{NodeEvent, PullStats};
+use super::records::room_history::Side;
 use crate::pool::RemotePool;
-use crate::protocol::wire::LinkError;
+use crate::protocol::handshake::LinkError;
 use crate::protocol::{Msg, Sealed};
-use crate::transport::copier::Job;
+use crate::reason_code::Code;
+use crate::state_machine::Peer;
+use crate::state_machine::communicator::Breaker;
+use crate::state_machine::decode::{Action, Event, Final, Phase, PullLimits, PullPage, Room};
+use crate::transport::copy_threads::Job;
 use crate::transport::{Pull, PullEnd, PullError};
 
 /// Bytes of one pull: large enough that its bookkeeping is lost in the copy, small enough that rooms share the copy thread.
@@ -38,15 +41,7 @@ const LAST_BREAK_MS: u64 = 4000;
 /// Rooms of a pair that fail with CHECKSUM, none between them committed, until the pair is quarantined.
 const DAMAGED_ROOMS: u32 = 3;
 
-/// A prefill rank as requests name it.
-#[derive(Debug, Clone, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub(super) struct LinkKey {
-    pub host: String,
-    pub port: u16,
-    pub dp_rank: u32,
-}
-
-pub(super) enum LinkState {
+enum LinkState {
     Connecting,
     Pausing,
     Up(Peer),
@@ -79,7 +74,7 @@ impl Outage {
 }
 
 /// The way to a prefill rank, and the rooms that wait for it. Exists as long as it is up or broken, or rooms wait.
-pub(super) struct Link {
+struct Link {
     state: LinkState,
     waiting: BTreeSet<u64>,
     failures: u32,
@@ -143,7 +138,7 @@ struct Unranked {
     tried_at: u64,
 }
 
-pub(super) struct DecodeEntry {
+struct DecodeEntry {
     room: Room,
     prompt_hash: Vec<u8>,
     unranked: Option<Unranked>,
@@ -158,25 +153,25 @@ pub(super) struct DecodeEntry {
 }
 
 /// A pull handed to a transport.
-pub(super) struct PullJob {
+struct PullJob {
     room: u64,
     ticket: u64,
-    pub peer: Peer,
-    pub pages: Vec<PullPage>,
+    peer: Peer,
+    pages: Vec<PullPage>,
     via: Transport,
     cancel: Arc<AtomicBool>,
     started: Instant,
 }
 
 impl DecodeEntry {
-    pub fn new(core: &Core, attempt: u32, prompt_hash: Vec<u8>, deadline_ms: u64) -> Self {
+    fn new(ctx: &NodeContext, attempt: u32, prompt_hash: Vec<u8>, deadline_ms: u64) -> Self {
         let limits = PullLimits {
-            pages_per_pull: (PULL_BYTES / core.pool.page_bytes()).max(1),
+            pages_per_pull: (PULL_BYTES / ctx.pool.page_bytes()).max(1),
             pulls_in_flight: PULLS_IN_FLIGHT,
-            max_pages: core.pool.num_pages(),
-            wait_ms: core.config.wait_ms,
+            max_pages: ctx.pool.num_pages(),
+            wait_ms: ctx.config.wait_ms,
         };
-        let now = core.now();
+        let now = ctx.now();
         Self {
             room: Room::new(attempt, 0, now, now.saturating_add(deadline_ms), limits),
             prompt_hash,
@@ -192,19 +187,48 @@ impl DecodeEntry {
     }
 }
 
-impl Core {
+/// D's rooms, its links to prefill ranks, and the pulls under way.
+#[derive(Default)]
+pub(super) struct DecodeSide {
+    rooms: HashMap<u64, DecodeEntry>,
+    links: HashMap<LinkKey, Link>,
+    jobs: HashMap<u64, PullJob>,
+    next_job: u64,
+}
+
+impl DecodeSide {
+    pub fn has(&self, room: u64) -> bool {
+        self.rooms.contains_key(&room)
+    }
+
+    pub fn num_pulls(&self) -> usize {
+        self.jobs.len()
+    }
+
+    /// Pages of the pulls from this peer that have not ended.
+    pub fn queued_pages(&self, peer: Peer) -> u64 {
+        let of_peer = self.jobs.values().filter(|job| job.peer == peer);
+        of_peer.map(|job| job.pages.len() as u64).sum()
+    }
+
     // ---- the engine's calls ----
 
     pub fn open(
         &mut self,
+        ctx: &mut NodeContext,
+        comms: &mut Communicators,
         room: u64,
-        mut entry: DecodeEntry,
-        host: String,
-        port: u16,
-        dp_rank: i64,
+        request: OpenRequest,
     ) {
-        self.enter(
-            self.entry(
+        let mut entry = DecodeEntry::new(
+            ctx,
+            request.attempt,
+            request.prompt_hash,
+            request.deadline_ms,
+        );
+        let (host, port, dp_rank) = (request.host, request.port, request.dp_rank);
+        ctx.enter(
+            ctx.entry(
                 Side::Decode,
                 room,
                 entry.room.attempt,
@@ -213,7 +237,7 @@ impl Core {
             ),
             false,
         );
-        self.timers.set(&Timer::Decode(room), entry.room.next_due());
+        ctx.timers.set(&Timer::Decode(room), entry.room.next_due());
         let rank = u32::try_from(dp_rank).ok();
         if rank.is_none() {
             entry.unranked = Some(Unranked {
@@ -224,9 +248,11 @@ impl Core {
                 tried_at: 0,
             });
         }
-        self.decode.insert(room, entry);
+        self.rooms.insert(room, entry);
         match rank {
             Some(dp_rank) => self.request_link(
+                ctx,
+                comms,
                 room,
                 LinkKey {
                     host,
@@ -234,24 +260,37 @@ impl Core {
                     dp_rank,
                 },
             ),
-            None => self.ask_size(room),
+            None => self.ask_size(ctx, room),
         }
     }
 
-    pub fn grant(&mut self, room: u64, start_page: u32, pages: Vec<u32>) {
-        self.step_decode(room, Event::Grant { start_page, pages });
+    pub fn grant(
+        &mut self,
+        ctx: &mut NodeContext,
+        comms: &mut Communicators,
+        room: u64,
+        start_page: u32,
+        pages: Vec<u32>,
+    ) {
+        self.step(ctx, comms, room, Event::Grant { start_page, pages });
     }
 
-    pub fn revoke(&mut self, room: u64) {
-        self.step_decode(room, Event::Revoke);
+    pub fn revoke(&mut self, ctx: &mut NodeContext, comms: &mut Communicators, room: u64) {
+        self.step(ctx, comms, room, Event::Revoke);
     }
 
-    pub fn abort_decode(&mut self, room: u64, code: Code) {
-        self.step_decode(room, Event::Abort(code));
+    pub fn abort(
+        &mut self,
+        ctx: &mut NodeContext,
+        comms: &mut Communicators,
+        room: u64,
+        code: Code,
+    ) {
+        self.step(ctx, comms, room, Event::Abort(code));
     }
 
-    pub fn tick_decode(&mut self, room: u64) {
-        let Some(entry) = self.decode.get(&room) else {
+    pub fn tick(&mut self, ctx: &mut NodeContext, comms: &mut Communicators, room: u64) {
+        let Some(entry) = self.rooms.get(&room) else {
             return;
         };
         // The reason why the prefill rank was not reached says more than the time that passed.
@@ -262,21 +301,21 @@ impl Core {
                 code: Code::Unreachable,
                 why: format!(
                     "the prefill rank was not reached within {} ms; last: {why}",
-                    self.config.wait_ms
+                    ctx.config.wait_ms
                 ),
             }
         } else {
             Event::Tick
         };
-        self.step_decode(room, event);
+        self.step(ctx, comms, room, event);
     }
 
     // ---- links ----
 
     /// A room without a rank: the prefill node's dp size decides it.
-    pub fn ask_size(&mut self, room: u64) {
-        let now = self.now();
-        let Some(entry) = self.decode.get_mut(&room) else {
+    pub fn ask_size(&mut self, ctx: &mut NodeContext, room: u64) {
+        let now = ctx.now();
+        let Some(entry) = self.rooms.get_mut(&room) else {
             return;
         };
         let Some(unranked) = &mut entry.unranked else {
@@ -284,8 +323,8 @@ impl Core {
         };
         unranked.tried_at = now;
         let (host, port) = (unranked.host.clone(), unranked.port);
-        let client = self.bootstrap_client(host, port);
-        let internal = self.internal.clone();
+        let client = ctx.bootstrap_client(host, port);
+        let internal = ctx.internal.clone();
         tokio::spawn(async move {
             let size = client
                 .sizes()
@@ -296,9 +335,15 @@ impl Core {
         });
     }
 
-    pub fn sized(&mut self, room: u64, size: Result<u32, LinkFailure>) {
-        let now = self.now();
-        let Some(entry) = self.decode.get_mut(&room) else {
+    pub fn on_sized(
+        &mut self,
+        ctx: &mut NodeContext,
+        comms: &mut Communicators,
+        room: u64,
+        size: Result<u32, LinkFailure>,
+    ) {
+        let now = ctx.now();
+        let Some(entry) = self.rooms.get_mut(&room) else {
             return;
         };
         match (size, &mut entry.unranked) {
@@ -310,7 +355,7 @@ impl Core {
                     dp_rank,
                 };
                 entry.unranked = None;
-                self.request_link(room, key);
+                self.request_link(ctx, comms, room, key);
             }
             (Err(failure), Some(unranked)) => {
                 let LinkFailure { err, is_silent } = failure;
@@ -318,10 +363,10 @@ impl Core {
                 let give_up = unranked.outage.is_over_with(is_silent, started, now);
                 if give_up || is_final(err.code) {
                     let (code, why) = (err.code, err.why);
-                    return self.step_decode(room, Event::Unreachable { code, why });
+                    return self.step(ctx, comms, room, Event::Unreachable { code, why });
                 }
                 entry.last_error = err.why;
-                self.timers
+                ctx.timers
                     .set(&Timer::Size(room), Some(now + unranked.pause_ms));
                 unranked.pause_ms = (unranked.pause_ms * 2).min(LAST_PAUSE_MS);
             }
@@ -329,41 +374,47 @@ impl Core {
         }
     }
 
-    fn request_link(&mut self, room: u64, key: LinkKey) {
-        if let Some(entry) = self.decode.get_mut(&room) {
+    fn request_link(
+        &mut self,
+        ctx: &mut NodeContext,
+        comms: &mut Communicators,
+        room: u64,
+        key: LinkKey,
+    ) {
+        if let Some(entry) = self.rooms.get_mut(&room) {
             entry.key = Some(key.clone());
         }
-        let now = self.now();
+        let now = ctx.now();
         let Some(link) = self.links.get_mut(&key) else {
             self.links.insert(key.clone(), Link::new(room));
-            return self.connect(key);
+            return self.connect(ctx, key);
         };
         match link.state {
             LinkState::Up(_) if !link.damage.quarantine.allows(now) => {
                 let (code, why) = (Code::Quarantined, QUARANTINED.into());
-                self.step_decode(room, Event::Unreachable { code, why });
+                self.step(ctx, comms, room, Event::Unreachable { code, why });
             }
-            LinkState::Up(peer) => self.connected(room, peer),
+            LinkState::Up(peer) => self.connected(ctx, comms, room, peer),
             LinkState::Connecting | LinkState::Pausing => drop(link.waiting.insert(room)),
             LinkState::Broken { until } if now < until => {
                 let (code, why) = (Code::Unreachable, link.last_error.clone());
-                self.step_decode(room, Event::Unreachable { code, why });
+                self.step(ctx, comms, room, Event::Unreachable { code, why });
             }
             LinkState::Broken { .. } => {
                 link.waiting.insert(room);
-                self.connect(key);
+                self.connect(ctx, key);
             }
         }
     }
 
-    fn connect(&mut self, key: LinkKey) {
-        let now = self.now();
+    fn connect(&mut self, ctx: &mut NodeContext, key: LinkKey) {
+        let now = ctx.now();
         if let Some(link) = self.links.get_mut(&key) {
             (link.state, link.tried_at) = (LinkState::Connecting, now);
         }
-        let client = self.bootstrap_client(key.host.clone(), key.port);
-        let (identity, internal) = (self.identity.clone(), self.internal.clone());
-        let (mapped, device) = (self.config.mapped(), self.pool.device().cloned());
+        let client = ctx.bootstrap_client(key.host.clone(), key.port);
+        let (identity, internal) = (ctx.identity.clone(), ctx.internal.clone());
+        let (mapped, device) = (ctx.config.mapped(), ctx.pool.device().cloned());
         tokio::spawn(async move {
             // In a task of its own, so that a panic becomes an answer too.
             let task = tokio::spawn({
@@ -378,14 +429,26 @@ impl Core {
         });
     }
 
-    pub fn linked(&mut self, key: LinkKey, result: Result<Established, LinkFailure>) {
+    pub fn on_linked(
+        &mut self,
+        ctx: &mut NodeContext,
+        comms: &mut Communicators,
+        key: LinkKey,
+        result: Result<Established, LinkFailure>,
+    ) {
         match result {
-            Ok(established) => self.link_up(key, established),
-            Err(failure) => self.link_failed(key, failure),
+            Ok(established) => self.link_up(ctx, comms, key, established),
+            Err(failure) => self.link_failed(ctx, comms, key, failure),
         }
     }
 
-    fn link_up(&mut self, key: LinkKey, established: Established) {
+    fn link_up(
+        &mut self,
+        ctx: &mut NodeContext,
+        comms: &mut Communicators,
+        key: LinkKey,
+        established: Established,
+    ) {
         let Established {
             stream,
             addr,
@@ -395,20 +458,39 @@ impl Core {
         } = established;
         if let Some(why) = map_problem {
             tracing::warn!(peer = %opened.peer.addr, %why, "the peer is on this host, but its pool cannot be mapped: going without");
-            self.shared.stats.lock().fallbacks += 1;
+            ctx.shared.stats.lock().fallbacks += 1;
         }
-        let peer = self.add_conn(stream, addr, opened, Some(key.clone()), remote);
+        let transport = match &remote {
+            Some(remote) => mapped_by(remote),
+            None => comms
+                .transport_with(ctx, &opened.peer)
+                .unwrap_or(Transport::Tcp),
+        };
+        let peer = ctx.add_conn(
+            stream,
+            addr,
+            opened,
+            Some(key.clone()),
+            remote,
+            transport.as_str(),
+        );
         let Some(link) = self.links.get_mut(&key) else {
             return;
         };
         link.state = LinkState::Up(peer);
         (link.failures, link.breaks, link.outage) = (0, 0, Outage::default());
         link.damage = Damage::default();
-        self.open_waiting(&key, peer);
+        self.open_waiting(ctx, comms, &key, peer);
     }
 
     /// Open the rooms that waited for this link, some at a time: heartbeats and other peers get their turn between.
-    pub fn open_waiting(&mut self, key: &LinkKey, peer: Peer) {
+    pub fn open_waiting(
+        &mut self,
+        ctx: &mut NodeContext,
+        comms: &mut Communicators,
+        key: &LinkKey,
+        peer: Peer,
+    ) {
         let Some(link) = self.links.get_mut(key) else {
             return;
         };
@@ -419,15 +501,21 @@ impl Core {
         let rest = rest.map(|first| link.waiting.split_off(&first));
         let rooms = std::mem::replace(&mut link.waiting, rest.unwrap_or_default());
         if !link.waiting.is_empty() {
-            let _ = self.internal.send(Internal::OpenWaiting(key.clone(), peer)); // the node is closing
+            let _ = ctx.internal.send(Internal::OpenWaiting(key.clone(), peer)); // the node is closing
         }
         for room in rooms {
-            self.connected(room, peer);
+            self.connected(ctx, comms, room, peer);
         }
     }
 
-    fn link_failed(&mut self, key: LinkKey, failure: LinkFailure) {
-        let now = self.now();
+    fn link_failed(
+        &mut self,
+        ctx: &mut NodeContext,
+        comms: &mut Communicators,
+        key: LinkKey,
+        failure: LinkFailure,
+    ) {
+        let now = ctx.now();
         let LinkFailure { err, is_silent } = failure;
         let Some(link) = self.links.get_mut(&key) else {
             return;
@@ -437,7 +525,7 @@ impl Core {
         if is_final(err.code) {
             let waiting = std::mem::take(&mut link.waiting);
             self.links.remove(&key);
-            return self.fail_waiting(waiting, err.code, &err.why);
+            return self.fail_waiting(ctx, comms, waiting, err.code, &err.why);
         }
         link.last_error = err.why;
         if give_up || (is_silent && link.breaks > 0) {
@@ -447,67 +535,86 @@ impl Core {
             link.outage = Outage::default();
             let (waiting, why) = (std::mem::take(&mut link.waiting), link.last_error.clone());
             // Forgotten when no room has probed it for some time.
-            self.timers
+            ctx.timers
                 .set(&Timer::Link(key), Some(now + pause + LAST_BREAK_MS));
-            return self.fail_waiting(waiting, Code::Unreachable, &why);
+            return self.fail_waiting(ctx, comms, waiting, Code::Unreachable, &why);
         }
         link.state = LinkState::Pausing;
         let pause = (FIRST_PAUSE_MS << link.failures.min(10)).min(LAST_PAUSE_MS);
         link.failures += 1;
-        self.timers.set(&Timer::Link(key), Some(now + pause));
+        ctx.timers.set(&Timer::Link(key), Some(now + pause));
     }
 
-    fn fail_waiting(&mut self, rooms: BTreeSet<u64>, code: Code, why: &str) {
+    fn fail_waiting(
+        &mut self,
+        ctx: &mut NodeContext,
+        comms: &mut Communicators,
+        rooms: BTreeSet<u64>,
+        code: Code,
+        why: &str,
+    ) {
         for room in rooms {
             let why = why.to_owned();
-            self.step_decode(room, Event::Unreachable { code, why });
+            self.step(ctx, comms, room, Event::Unreachable { code, why });
         }
     }
 
-    pub fn retry_link(&mut self, key: &LinkKey) {
+    pub fn retry_link(&mut self, ctx: &mut NodeContext, key: &LinkKey) {
         let Some(link) = self.links.get_mut(key) else {
             return;
         };
         match link.state {
             LinkState::Connecting | LinkState::Up(_) => {} // a probe came before
-            LinkState::Pausing if !link.waiting.is_empty() => self.connect(key.clone()),
+            LinkState::Pausing if !link.waiting.is_empty() => self.connect(ctx, key.clone()),
             LinkState::Pausing | LinkState::Broken { .. } => drop(self.links.remove(key)),
         }
     }
 
     /// The connection is gone: the next room, or those that wait still, ask the bootstrap server again.
-    pub fn link_down(&mut self, key: &LinkKey) {
+    pub fn link_down(&mut self, ctx: &mut NodeContext, key: &LinkKey) {
         let Some(link) = self.links.get_mut(key) else {
             return;
         };
         if link.waiting.is_empty() {
             self.links.remove(key);
         } else {
-            self.connect(key.clone());
+            self.connect(ctx, key.clone());
         }
     }
 
-    fn connected(&mut self, room: u64, peer: Peer) {
-        let Some(conn) = self.conns.get(&peer) else {
+    fn connected(
+        &mut self,
+        ctx: &mut NodeContext,
+        comms: &mut Communicators,
+        room: u64,
+        peer: Peer,
+    ) {
+        let Some(conn) = ctx.conns.get(&peer) else {
             return;
         };
         let remote = conn.remote.clone();
-        if let Some(entry) = self.decode.get_mut(&room) {
+        if let Some(entry) = self.rooms.get_mut(&room) {
             entry.remote = remote;
-            self.tie(peer, Side::Decode, room);
-            self.step_decode(room, Event::Connected { peer });
+            ctx.tie(peer, Side::Decode, room);
+            self.step(ctx, comms, room, Event::Connected { peer });
         }
     }
 
     // ---- the peer's words ----
 
-    pub fn on_answer(&mut self, peer: Peer, msg: Msg) {
+    pub fn on_answer(
+        &mut self,
+        ctx: &mut NodeContext,
+        comms: &mut Communicators,
+        peer: Peer,
+        msg: Msg,
+    ) {
         match msg {
             Msg::OpenOk { room, attempt, .. } => {
-                self.step_decode(room, Event::Accepted { peer, attempt })
+                self.step(ctx, comms, room, Event::Accepted { peer, attempt })
             }
             Msg::Parked { room, attempt, .. } => {
-                self.step_decode(room, Event::Parked { peer, attempt })
+                self.step(ctx, comms, room, Event::Parked { peer, attempt })
             }
             Msg::Reject {
                 room,
@@ -515,7 +622,9 @@ impl Core {
                 code,
                 message,
                 ..
-            } => self.step_decode(
+            } => self.step(
+                ctx,
+                comms,
                 room,
                 Event::Rejected {
                     peer,
@@ -532,8 +641,10 @@ impl Core {
                 root,
                 payload,
             } => {
-                self.note_decode(room, attempt, format!("FINAL: {total_pages} pages"));
-                self.step_decode(
+                self.note_decode(ctx, room, attempt, format!("FINAL: {total_pages} pages"));
+                self.step(
+                    ctx,
+                    comms,
                     room,
                     Event::Final {
                         peer,
@@ -555,15 +666,16 @@ impl Core {
                 gens,
                 sums,
             } => {
-                let known = self.conns.get(&peer).map_or(0, |conn| conn.peer.num_pages);
+                let known = ctx.conns.get(&peer).map_or(0, |conn| conn.peer.num_pages);
                 if let Some(id) = ids.iter().find(|&&id| u64::from(id) >= known) {
                     let err = LinkError::new(
                         Code::TransportBroken,
                         format!("PROGRESS names page {id} of a pool of {known}"),
                     );
-                    return self.conn_lost(peer, &err);
+                    return ctx.lose(peer, err);
                 }
                 self.note_decode(
+                    ctx,
                     room,
                     attempt,
                     format!(
@@ -581,7 +693,9 @@ impl Core {
                         sum,
                     })
                     .collect();
-                self.step_decode(
+                self.step(
+                    ctx,
+                    comms,
                     room,
                     Event::Progress {
                         peer,
@@ -595,14 +709,24 @@ impl Core {
         }
     }
 
-    fn note_decode(&self, room: u64, attempt: u32, what: String) {
-        if let Some(entry) = self.decode.get(&room) {
-            self.note(self.entry(Side::Decode, room, attempt, entry.room.phase.name(), what));
+    fn note_decode(&self, ctx: &NodeContext, room: u64, attempt: u32, what: String) {
+        if let Some(entry) = self.rooms.get(&room) {
+            ctx.note(ctx.entry(Side::Decode, room, attempt, entry.room.phase.name(), what));
         }
     }
 
-    pub fn decode_peer_abort(&mut self, peer: Peer, room: u64, attempt: u32, code: Code) {
-        self.step_decode(
+    pub fn on_peer_abort(
+        &mut self,
+        ctx: &mut NodeContext,
+        comms: &mut Communicators,
+        peer: Peer,
+        room: u64,
+        attempt: u32,
+        code: Code,
+    ) {
+        self.step(
+            ctx,
+            comms,
             room,
             Event::PeerAbort {
                 peer,
@@ -612,13 +736,22 @@ impl Core {
         );
     }
 
-    pub fn decode_peer_gone(&mut self, peer: Peer, room: u64, code: Code) {
+    pub fn on_peer_gone(
+        &mut self,
+        ctx: &mut NodeContext,
+        comms: &mut Communicators,
+        peer: Peer,
+        room: u64,
+        code: Code,
+    ) {
         let readable = self
-            .decode
+            .rooms
             .get(&room)
             .and_then(|entry| entry.remote.as_ref())
             .is_some_and(|remote| remote.device().is_none());
-        self.step_decode(
+        self.step(
+            ctx,
+            comms,
             room,
             Event::PeerGone {
                 peer,
@@ -628,22 +761,36 @@ impl Core {
         );
     }
 
-    pub fn decode_peer_stalled(&mut self, peer: Peer, room: u64, still_ms: u64) {
+    pub fn on_peer_stalled(
+        &mut self,
+        ctx: &mut NodeContext,
+        comms: &mut Communicators,
+        peer: Peer,
+        room: u64,
+        still_ms: u64,
+    ) {
         let why = format!("the prefill rank's engine has made no progress for {still_ms} ms");
-        self.step_decode(room, Event::PeerStalled { peer, why });
+        self.step(ctx, comms, room, Event::PeerStalled { peer, why });
     }
 
     // ---- pulls ----
 
-    fn start_pull(&mut self, room: u64, ticket: u64, pages: Vec<PullPage>) {
-        let Some(entry) = self.decode.get_mut(&room) else {
+    fn start_pull(
+        &mut self,
+        ctx: &mut NodeContext,
+        comms: &mut Communicators,
+        room: u64,
+        ticket: u64,
+        pages: Vec<PullPage>,
+    ) {
+        let Some(entry) = self.rooms.get_mut(&room) else {
             return;
         };
         entry.first_pull.get_or_insert_with(Instant::now);
         let peer = entry.room.peer().unwrap_or_default();
-        let via = match self.mapped_for(room, peer) {
+        let via = match self.mapped_for(ctx, room, peer) {
             Some(mapped) => mapped,
-            None => self.staged_for(peer).unwrap_or(Transport::Tcp),
+            None => comms.transport_for(ctx, peer).unwrap_or(Transport::Tcp),
         };
         let job = PullJob {
             room,
@@ -654,18 +801,18 @@ impl Core {
             cancel: Arc::default(),
             started: Instant::now(),
         };
-        self.dispatch(job);
+        self.dispatch(ctx, comms, job);
     }
 
     /// The transport that reads the peer's memory, if the room has it and it works.
-    fn mapped_for(&self, room: u64, peer: Peer) -> Option<Transport> {
-        let works = self.conns.get(&peer).is_none_or(|conn| conn.mapped_works);
-        let remote = self.decode.get(&room)?.remote.as_ref()?;
+    fn mapped_for(&self, ctx: &NodeContext, room: u64, peer: Peer) -> Option<Transport> {
+        let works = ctx.conns.get(&peer).is_none_or(|conn| conn.mapped_works);
+        let remote = self.rooms.get(&room)?.remote.as_ref()?;
         works.then(|| mapped_by(remote))
     }
 
     /// Hand a pull to its transport, or end it at once if there is none.
-    fn dispatch(&mut self, job: PullJob) {
+    fn dispatch(&mut self, ctx: &mut NodeContext, comms: &mut Communicators, job: PullJob) {
         let id = self.next_job;
         self.next_job += 1;
         let pull = Pull {
@@ -675,12 +822,12 @@ impl Core {
         };
         let taken = match job.via {
             Transport::Shm | Transport::CudaIpc => match self
-                .decode
+                .rooms
                 .get(&job.room)
                 .and_then(|entry| entry.remote.clone())
             {
                 Some(from) => {
-                    self.copier.submit(Job::Pull {
+                    ctx.copier.submit(Job::Pull {
                         pull: pull.clone(),
                         from,
                     });
@@ -688,11 +835,11 @@ impl Core {
                 }
                 None => Err("the peer's pool is not mapped"),
             },
-            Transport::Tcp => self.pull_by_tcp(job.peer, pull.clone()),
+            Transport::Tcp => self.pull_by_tcp(ctx, job.peer, pull.clone()),
             // Taken below: its end may come at once.
             Transport::Gloo | Transport::Nccl => Ok(()),
         };
-        if let Some(entry) = self.decode.get_mut(&job.room) {
+        if let Some(entry) = self.rooms.get_mut(&job.room) {
             entry.transport = job.via.as_str();
         }
         let (room, ticket, peer, via) = (job.room, job.ticket, job.peer, job.via);
@@ -700,10 +847,12 @@ impl Core {
             Ok(()) => {
                 self.jobs.insert(id, job);
                 if via.is_staged() {
-                    self.pull_staged(peer, pull);
+                    comms.pull(ctx, peer, pull);
                 }
             }
-            Err(why) => self.step_decode(
+            Err(why) => self.step(
+                ctx,
+                comms,
                 room,
                 Event::PullFailed {
                     ticket,
@@ -715,15 +864,20 @@ impl Core {
     }
 
     /// The peer is connected, and both sides may use tcp.
-    fn has_tcp(&self, peer: Peer) -> bool {
+    fn has_tcp(&self, ctx: &NodeContext, peer: Peer) -> bool {
         let tcp = Transport::Tcp;
-        let theirs = self.conns.get(&peer).map(|conn| &conn.peer.transports);
-        self.may_use(tcp) && theirs.is_some_and(|theirs| theirs.iter().any(|t| t == tcp.as_str()))
+        let theirs = ctx.conns.get(&peer).map(|conn| &conn.peer.transports);
+        ctx.may_use(tcp) && theirs.is_some_and(|theirs| theirs.iter().any(|t| t == tcp.as_str()))
     }
 
-    fn pull_by_tcp(&mut self, peer: Peer, pull: Pull) -> Result<(), &'static str> {
-        let has_tcp = self.has_tcp(peer);
-        let Some(conn) = self.conns.get_mut(&peer) else {
+    fn pull_by_tcp(
+        &mut self,
+        ctx: &mut NodeContext,
+        peer: Peer,
+        pull: Pull,
+    ) -> Result<(), &'static str> {
+        let has_tcp = self.has_tcp(ctx, peer);
+        let Some(conn) = ctx.conns.get_mut(&peer) else {
             return Err("the prefill rank is gone");
         };
         if !has_tcp {
@@ -735,7 +889,7 @@ impl Core {
             return Ok(());
         }
         // No stream yet, or the last one broke.
-        let data = self.data.connect(conn.addr, &conn.peer.inc, conn.sums);
+        let data = ctx.data.connect(conn.addr, &conn.peer.inc, conn.sums);
         let taken = data.pull(pull);
         conn.data = Some(data);
         if taken {
@@ -745,7 +899,7 @@ impl Core {
         }
     }
 
-    fn cancel_pulls(&mut self, room: u64) {
+    fn cancel_pulls(&mut self, ctx: &mut NodeContext, comms: &mut Communicators, room: u64) {
         let mut staged = Vec::new();
         for (&id, job) in self.jobs.iter().filter(|(_, job)| job.room == room) {
             job.cancel.store(true, Ordering::Relaxed);
@@ -753,50 +907,51 @@ impl Core {
                 staged.push((job.peer, id));
             }
             if job.via == Transport::Tcp
-                && let Some(data) = self
-                    .conns
-                    .get(&job.peer)
-                    .and_then(|conn| conn.data.as_ref())
+                && let Some(data) = ctx.conns.get(&job.peer).and_then(|conn| conn.data.as_ref())
             {
                 data.cancel(id);
             }
         }
         for (peer, id) in staged {
-            self.cancel_staged(peer, id);
+            comms.cancel(ctx, peer, id);
         }
     }
 
-    pub fn pulled(&mut self, end: PullEnd) {
+    pub fn on_pulled(&mut self, ctx: &mut NodeContext, comms: &mut Communicators, end: PullEnd) {
         let Some(job) = self.jobs.remove(&end.id) else {
             return;
         };
         {
-            let mut stats = self.shared.stats.lock();
+            let mut stats = ctx.shared.stats.lock();
             let pull = stats.pull.entry(job.via.as_str()).or_default();
             pull.batches += 1;
             pull.bytes += end.bytes;
-            pull.pages += end.bytes / self.pool.page_bytes() as u64;
+            pull.pages += end.bytes / ctx.pool.page_bytes() as u64;
             pull.batch_seconds += job.started.elapsed().as_secs_f64();
             let is_damaged = matches!(end.result, Err(PullError::Failed(Code::Checksum, _)));
             pull.damaged += u64::from(is_damaged);
         }
-        if let Some(entry) = self.decode.get_mut(&job.room) {
+        if let Some(entry) = self.rooms.get_mut(&job.room) {
             entry.bytes += end.bytes;
         }
         let (room, ticket) = (job.room, job.ticket);
         match end.result {
-            Ok(()) => self.step_decode(room, Event::Pulled { ticket }),
+            Ok(()) => self.step(ctx, comms, room, Event::Pulled { ticket }),
             Err(PullError::Failed(Code::Checksum, why))
-                if job.via != Transport::Tcp && self.has_tcp(job.peer) =>
+                if job.via != Transport::Tcp && self.has_tcp(ctx, job.peer) =>
             {
-                self.pull_again(job, &why);
+                self.pull_again(ctx, comms, job, &why);
             }
             Err(PullError::Failed(code, why)) => {
-                self.step_decode(room, Event::PullFailed { ticket, code, why })
+                self.step(ctx, comms, room, Event::PullFailed { ticket, code, why })
             }
-            Err(PullError::Cancelled) => self.step_decode(room, Event::PullStopped { ticket }),
-            Err(PullError::Broken(why)) if job.via != Transport::Tcp => self.fall_back(job, &why),
-            Err(PullError::Broken(why)) => self.step_decode(
+            Err(PullError::Cancelled) => self.step(ctx, comms, room, Event::PullStopped { ticket }),
+            Err(PullError::Broken(why)) if job.via != Transport::Tcp => {
+                self.fall_back(ctx, comms, job, &why)
+            }
+            Err(PullError::Broken(why)) => self.step(
+                ctx,
+                comms,
                 room,
                 Event::PullFailed {
                     ticket,
@@ -808,40 +963,62 @@ impl Core {
     }
 
     /// The pull's transport stopped working: it goes on by the next one. A pair goes without the peer's memory until its connection is
-    /// made anew, without its communicator as long as the breaker says (`staged`).
-    fn fall_back(&mut self, job: PullJob, why: &str) {
+    /// made anew, without its communicator as long as the breaker says (`communicators`).
+    fn fall_back(
+        &mut self,
+        ctx: &mut NodeContext,
+        comms: &mut Communicators,
+        job: PullJob,
+        why: &str,
+    ) {
         if job.via.is_mapped()
-            && let Some(conn) = self.conns.get_mut(&job.peer)
+            && let Some(conn) = ctx.conns.get_mut(&job.peer)
             && conn.mapped_works
         {
             conn.mapped_works = false;
-            self.changed_transport(job.peer, job.via, why);
+            comms.changed_transport(ctx, job.peer, job.via, why);
         }
         if job.cancel.load(Ordering::Relaxed) {
-            return self.step_decode(job.room, Event::PullStopped { ticket: job.ticket });
+            return self.step(
+                ctx,
+                comms,
+                job.room,
+                Event::PullStopped { ticket: job.ticket },
+            );
         }
         let via = if job.via.is_mapped() {
-            self.staged_for(job.peer)
+            comms.transport_for(ctx, job.peer)
         } else {
-            self.mapped_for(job.room, job.peer)
+            self.mapped_for(ctx, job.room, job.peer)
         };
         let via = via.unwrap_or(Transport::Tcp);
-        self.dispatch(PullJob { via, ..job });
+        self.dispatch(ctx, comms, PullJob { via, ..job });
     }
 
     /// The pages arrived damaged, by the transport or at the prefill rank: tcp tells which, for it takes another way.
-    fn pull_again(&mut self, job: PullJob, why: &str) {
-        tracing::warn!(room = job.room, via = job.via.as_str(), %why, "damaged pages: pulled again by tcp");
+    fn pull_again(
+        &mut self,
+        ctx: &mut NodeContext,
+        comms: &mut Communicators,
+        job: PullJob,
+        why: &str,
+    ) {
+        tracing::warn!(room = job.room, via = job.via.as_str(), %why, "damaged pages: on_pulled again by tcp");
         if job.cancel.load(Ordering::Relaxed) {
-            return self.step_decode(job.room, Event::PullStopped { ticket: job.ticket });
+            return self.step(
+                ctx,
+                comms,
+                job.room,
+                Event::PullStopped { ticket: job.ticket },
+            );
         }
         let via = Transport::Tcp;
-        self.dispatch(PullJob { via, ..job });
+        self.dispatch(ctx, comms, PullJob { via, ..job });
     }
 
     /// A room ended with damaged pages.
-    fn room_was_damaged(&mut self, entry: &DecodeEntry) {
-        let now = self.now();
+    fn room_was_damaged(&mut self, ctx: &mut NodeContext, entry: &DecodeEntry) {
+        let now = ctx.now();
         let Some((key, link)) = entry
             .key
             .as_ref()
@@ -850,40 +1027,21 @@ impl Core {
             return;
         };
         if link.damage.found(entry.opened, Instant::now(), now) {
-            self.shared.stats.lock().quarantines += 1;
+            ctx.shared.stats.lock().quarantines += 1;
             tracing::error!(host = %key.host, port = key.port, rank = key.dp_rank, rooms = link.damage.rooms, "{QUARANTINED}");
         }
     }
 
-    /// A pair goes on with a slower transport than `from`.
-    pub fn changed_transport(&self, peer: Peer, from: Transport, why: &str) {
-        let Some(conn) = self.conns.get(&peer) else {
-            return;
-        };
-        let mapped = conn.remote.as_ref().filter(|_| conn.mapped_works);
-        let staged = self
-            .staged_with(&conn.peer)
-            .filter(|_| !from.is_staged() && conn.breaker.allows(self.now()));
-        let to = mapped
-            .map(|remote| mapped_by(remote))
-            .or(staged)
-            .unwrap_or(Transport::Tcp)
-            .as_str();
-        tracing::warn!(peer = %conn.peer.addr, from = from.as_str(), to, %why, "a transport broke");
-        self.shared.stats.lock().fallbacks += 1;
-        if let Some(view) = self.shared.gauges.lock().peers.get_mut(&peer) {
-            view.transport = to;
-        }
-    }
-
     /// The thread is gone, and with it every tcp pull: it wrote its last byte before it died.
-    pub fn data_thread_died(&mut self) {
+    pub fn on_data_thread_died(&mut self, ctx: &mut NodeContext, comms: &mut Communicators) {
         let lost: HashMap<u64, PullJob> = self
             .jobs
             .extract_if(|_, job| job.via == Transport::Tcp)
             .collect();
         for job in lost.into_values() {
-            self.step_decode(
+            self.step(
+                ctx,
+                comms,
                 job.room,
                 Event::PullFailed {
                     ticket: job.ticket,
@@ -897,9 +1055,9 @@ impl Core {
     // ---- the state machine ----
 
     /// The only place where a decode room changes.
-    fn step_decode(&mut self, room: u64, event: Event) {
-        let now = self.now();
-        let Some(entry) = self.decode.get_mut(&room) else {
+    fn step(&mut self, ctx: &mut NodeContext, comms: &mut Communicators, room: u64, event: Event) {
+        let now = ctx.now();
+        let Some(entry) = self.rooms.get_mut(&room) else {
             return;
         }; // over: late words and calls are expected
         let before = entry.room.phase.name();
@@ -916,30 +1074,37 @@ impl Core {
                     } else {
                         String::new()
                     };
-                    self.enter(
-                        self.entry(Side::Decode, room, attempt, phase.name(), note),
+                    ctx.enter(
+                        ctx.entry(Side::Decode, room, attempt, phase.name(), note),
                         phase.is_over(),
                     );
                 }
-                self.timers.set(&Timer::Decode(room), due);
+                ctx.timers.set(&Timer::Decode(room), due);
                 for action in actions {
-                    self.act_decode(room, attempt, action);
+                    self.act(ctx, comms, room, attempt, action);
                 }
             }
-            Err(illegal) => self.report_illegal(Side::Decode, room, &illegal),
+            Err(illegal) => ctx.report_illegal(Side::Decode, room, &illegal),
         }
     }
 
-    fn act_decode(&mut self, room: u64, attempt: u32, action: Action) {
+    fn act(
+        &mut self,
+        ctx: &mut NodeContext,
+        comms: &mut Communicators,
+        room: u64,
+        attempt: u32,
+        action: Action,
+    ) {
         match action {
-            Action::Open { peer } => self.send_open(room, attempt, peer),
-            Action::Pull { ticket, pages } => self.start_pull(room, ticket, pages),
-            Action::CancelPulls => self.cancel_pulls(room),
-            Action::Announced => self.push(NodeEvent::Announced { room }),
-            Action::Revoked => self.push(NodeEvent::Revoked { room }),
+            Action::Open { peer } => self.send_open(ctx, room, attempt, peer),
+            Action::Pull { ticket, pages } => self.start_pull(ctx, comms, room, ticket, pages),
+            Action::CancelPulls => self.cancel_pulls(ctx, comms, room),
+            Action::Announced => ctx.push(NodeEvent::Announced { room }),
+            Action::Revoked => ctx.push(NodeEvent::Revoked { room }),
             Action::Done { peer, root } => {
-                let bytes = self.decode.get(&room).map_or(0, |entry| entry.bytes);
-                self.send(
+                let bytes = self.rooms.get(&room).map_or(0, |entry| entry.bytes);
+                ctx.send(
                     peer,
                     Msg::Done {
                         room,
@@ -949,7 +1114,7 @@ impl Core {
                     },
                 );
             }
-            Action::SendAbort { peer, code } => self.send(
+            Action::SendAbort { peer, code } => ctx.send(
                 peer,
                 Msg::Abort {
                     room,
@@ -957,15 +1122,15 @@ impl Core {
                     code,
                 },
             ),
-            Action::AckAbort { peer } => self.send(peer, Msg::AbortAck { room, attempt }),
-            Action::Commit(fin) => self.committed(room, fin),
+            Action::AckAbort { peer } => ctx.send(peer, Msg::AbortAck { room, attempt }),
+            Action::Commit(fin) => self.committed(ctx, room, fin),
             Action::Fail { code, why } => {
-                if let Some(entry) = self.forget(room) {
-                    self.count_failure(code);
+                if let Some(entry) = self.forget(ctx, room) {
+                    ctx.count_failure(code);
                     if code == Code::Checksum {
-                        self.room_was_damaged(&entry);
+                        self.room_was_damaged(ctx, &entry);
                     }
-                    self.push(NodeEvent::Failed {
+                    ctx.push(NodeEvent::Failed {
                         room,
                         code,
                         message: why,
@@ -973,34 +1138,34 @@ impl Core {
                 }
             }
             Action::Aborted => {
-                if self.forget(room).is_some() {
-                    self.shared.stats.lock().aborted += 1;
-                    self.push(NodeEvent::Aborted { room });
+                if self.forget(ctx, room).is_some() {
+                    ctx.shared.stats.lock().aborted += 1;
+                    ctx.push(NodeEvent::Aborted { room });
                 }
             }
         }
     }
 
-    fn send_open(&mut self, room: u64, attempt: u32, peer: Peer) {
-        let (Some(entry), Some(conn)) = (self.decode.get(&room), self.conns.get(&peer)) else {
+    fn send_open(&mut self, ctx: &mut NodeContext, room: u64, attempt: u32, peer: Peer) {
+        let (Some(entry), Some(conn)) = (self.rooms.get(&room), ctx.conns.get(&peer)) else {
             return;
         };
         let msg = Msg::Open {
             room,
             attempt,
-            d_inc: self.identity.hello.inc.clone(),
+            d_inc: ctx.identity.hello.inc.clone(),
             p_inc_expected: conn.peer.inc.clone(),
-            layout_hash: self.identity.hello.layout_hash.clone(),
+            layout_hash: ctx.identity.hello.layout_hash.clone(),
             prompt_hash: entry.prompt_hash.clone(),
             start_page: entry.room.start_page,
-            deadline_ms: entry.room.deadline().saturating_sub(self.now()),
+            deadline_ms: entry.room.deadline().saturating_sub(ctx.now()),
             prio: 0,
         };
-        self.send(peer, msg);
+        ctx.send(peer, msg);
     }
 
-    fn committed(&mut self, room: u64, fin: Final) {
-        let Some(entry) = self.forget(room) else {
+    fn committed(&mut self, ctx: &mut NodeContext, room: u64, fin: Final) {
+        let Some(entry) = self.forget(ctx, room) else {
             return;
         };
         if entry.bytes > 0
@@ -1018,7 +1183,7 @@ impl Core {
             room_seconds: entry.opened.elapsed().as_secs_f64(),
         };
         {
-            let mut all = self.shared.stats.lock();
+            let mut all = ctx.shared.stats.lock();
             all.committed += 1;
             let pull = all.pull.entry(stats.transport).or_default();
             pull.rooms += 1;
@@ -1032,7 +1197,7 @@ impl Core {
             payload,
             ..
         } = fin;
-        self.push(NodeEvent::Committed {
+        ctx.push(NodeEvent::Committed {
             room,
             payload,
             total_pages,
@@ -1042,20 +1207,20 @@ impl Core {
     }
 
     /// The room is over: nothing refers to it any more.
-    fn forget(&mut self, room: u64) -> Option<DecodeEntry> {
-        let entry = self.decode.remove(&room)?;
-        self.timers.set(&Timer::Decode(room), None);
-        self.timers.set(&Timer::Size(room), None);
+    fn forget(&mut self, ctx: &mut NodeContext, room: u64) -> Option<DecodeEntry> {
+        let entry = self.rooms.remove(&room)?;
+        ctx.timers.set(&Timer::Decode(room), None);
+        ctx.timers.set(&Timer::Size(room), None);
         // The machine may have let go of its peer already; the tie is by link.
         if let Some(key) = &entry.key
             && let Some(link) = self.links.get_mut(key)
         {
             link.waiting.remove(&room);
             if let LinkState::Up(peer) = link.state {
-                self.untie(Some(peer), Side::Decode, room);
+                ctx.untie(Some(peer), Side::Decode, room);
             }
         }
-        self.untie(entry.room.peer(), Side::Decode, room);
+        ctx.untie(entry.room.peer(), Side::Decode, room);
         Some(entry)
     }
 }

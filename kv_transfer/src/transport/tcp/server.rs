@@ -1,0 +1,184 @@
+//! P: serve one data stream of a decode rank, answering its READs.
+
+use std::io;
+use std::os::fd::AsRawFd;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+use tokio::io::Interest;
+use tokio::net::TcpStream;
+
+use super::{DataContext, READ_BYTES, STALL, check_len, tune};
+use crate::pool::KvPool;
+use crate::protocol::handshake::{LinkError, Opened, read_small_frame};
+use crate::protocol::{MAX_READ_FRAME_BYTES, Msg, Sealer};
+use crate::reason_code::Code;
+
+/// Most bytes of one answer (a page at least): a peer of another build may ask for more than `READ_BYTES`.
+const MAX_READ_BYTES: usize = 4 * READ_BYTES;
+const MAX_IOVECS: usize = 64;
+
+pub(super) async fn serve(context: DataContext, stream: std::net::TcpStream, opened: Opened) {
+    let Opened {
+        peer,
+        mut sealer,
+        mut opener,
+    } = opened;
+    let served = async {
+        let mut stream = TcpStream::from_std(stream)
+            .map_err(|err| LinkError::new(Code::TransportBroken, err.to_string()))?;
+        tune(&stream);
+        loop {
+            let frame = read_small_frame(&mut stream, MAX_READ_FRAME_BYTES, context.idle).await?;
+            match opener.open(&frame)? {
+                Msg::Heartbeat { .. } => {}
+                Msg::Read { ticket, ids, gens } => {
+                    if let Some(ms) = context.faults.page_delay_ms() {
+                        tokio::time::sleep(Duration::from_millis(ms)).await; // a test's slow link
+                    }
+                    let read = Read { ticket, ids, gens };
+                    answer(&context, &stream, &mut sealer, &peer.inc, &read).await?;
+                }
+                other => {
+                    return Err::<(), _>(LinkError::new(
+                        Code::TransportBroken,
+                        format!("{} on a data stream", other.name()),
+                    ));
+                }
+            }
+        }
+    };
+    if let Err(err) = served.await {
+        let is_bad = matches!(err.code, Code::Auth | Code::TransportBroken);
+        context
+            .bad_frames
+            .fetch_add(u64::from(is_bad), Ordering::Relaxed);
+        tracing::debug!(peer = %peer.addr, %err, "a data stream to a decode rank ended");
+    }
+}
+
+fn first_stale(pool: &KvPool, ids: &[u32], gens: &[u64]) -> Option<u32> {
+    ids.iter()
+        .zip(gens)
+        .find(|&(&id, &generation)| {
+            id as usize >= pool.num_pages() || pool.generation(id) != generation
+        })
+        .map(|(&id, _)| id)
+}
+
+/// A READ of the peer.
+struct Read {
+    ticket: u64,
+    ids: Vec<u32>,
+    gens: Vec<u64>,
+}
+
+async fn answer(
+    context: &DataContext,
+    stream: &TcpStream,
+    sealer: &mut Sealer,
+    inc: &str,
+    read: &Read,
+) -> Result<(), LinkError> {
+    let pool = &context.pool;
+    let (ticket, ids, gens) = (read.ticket, &read.ids[..], &read.gens[..]);
+    let io = |err: io::Error| LinkError::new(Code::PeerDead, err.to_string());
+    let bytes = ids.len() * pool.page_bytes();
+    if ids.len() > 1 && bytes > MAX_READ_BYTES {
+        let why = format!("a READ of {bytes} bytes, the limit is {MAX_READ_BYTES}");
+        return Err(LinkError::new(Code::TransportBroken, why));
+    }
+    let refused = context.announced.first_refused(inc, ids, gens);
+    if let Some(page) = refused.or_else(|| first_stale(pool, ids, gens)) {
+        let code = refused.map(|_| Code::LeaseExpired);
+        let stale = Msg::Stale { ticket, page, code };
+        return write_all(stream, &sealer.seal(&stale)).await.map_err(io);
+    }
+    let head = sealer.seal(&Msg::Data {
+        ticket,
+        pages: ids.len() as u32,
+        page_bytes: pool.page_bytes() as u64,
+    });
+    let staged = match pool.device() {
+        None => None,
+        Some(device) => {
+            let mut bytes = vec![0; bytes];
+            device
+                .gather(ids, &mut bytes)
+                .map_err(|err| LinkError::new(Code::TransportBroken, err.to_string()))?;
+            Some(bytes)
+        }
+    };
+    write_all(stream, &head).await.map_err(io)?;
+    match staged {
+        None => write_pages(stream, pool, ids).await.map_err(io)?,
+        Some(bytes) => write_all(stream, &bytes).await.map_err(io)?,
+    }
+    if let Some(ms) = context.faults.copied_delay_ms() {
+        tokio::time::sleep(Duration::from_millis(ms)).await; // time for a test's new owner
+    }
+    std::sync::atomic::fence(std::sync::atomic::Ordering::SeqCst); // the bytes were read before this second look
+    let stale = first_stale(pool, ids, gens);
+    write_all(stream, &sealer.seal(&Msg::DataEnd { ticket, stale }))
+        .await
+        .map_err(io)
+}
+
+async fn write_all(stream: &TcpStream, mut bytes: &[u8]) -> io::Result<()> {
+    while !bytes.is_empty() {
+        within_stall(stream.writable()).await?;
+        match stream.try_write(bytes) {
+            Ok(n) => bytes = &bytes[n..],
+            Err(err) if err.kind() == io::ErrorKind::WouldBlock => {}
+            Err(err) => return Err(err),
+        }
+    }
+    Ok(())
+}
+
+/// A peer that takes no byte for `STALL` is as good as gone.
+async fn within_stall<T>(io: impl Future<Output = io::Result<T>>) -> io::Result<T> {
+    tokio::time::timeout(STALL, io)
+        .await
+        .unwrap_or_else(|_| Err(io::ErrorKind::TimedOut.into()))
+}
+
+async fn write_pages(stream: &TcpStream, pool: &KvPool, ids: &[u32]) -> io::Result<()> {
+    let page_bytes = pool.page_bytes();
+    let total = ids.len() * page_bytes;
+    let mut sent = 0;
+    while sent < total {
+        let n = within_stall(stream.async_io(Interest::WRITABLE, || {
+            let mut iovecs = iovecs(ids.len(), page_bytes, sent, |i| pool.page_ptr(ids[i]));
+            // SAFETY: an all-zero msghdr is a valid one without address, vectors and control data.
+            let mut message: libc::msghdr = unsafe { std::mem::zeroed() };
+            message.msg_iov = iovecs.as_mut_ptr();
+            message.msg_iovlen = iovecs.len() as _;
+            // SAFETY: the ids are below num_pages, so every range lies in our mapping, which `pool` keeps alive; the kernel only
+            // reads. The scheduler may write the pages meanwhile: the second look at the generations, or the checksum, finds out.
+            check_len(unsafe { libc::sendmsg(stream.as_raw_fd(), &message, libc::MSG_NOSIGNAL) })
+        }))
+        .await?;
+        sent += n;
+    }
+    Ok(())
+}
+
+/// The rest of a run of pages from byte `done` on, as at most `MAX_IOVECS` vectors.
+fn iovecs(
+    pages: usize,
+    page_bytes: usize,
+    done: usize,
+    ptr: impl Fn(usize) -> *mut u8,
+) -> Vec<libc::iovec> {
+    let first = done / page_bytes;
+    (first..pages.min(first + MAX_IOVECS))
+        .map(|i| {
+            let skip = if i == first { done % page_bytes } else { 0 };
+            libc::iovec {
+                iov_base: ptr(i).wrapping_add(skip).cast(),
+                iov_len: page_bytes - skip,
+            }
+        })
+        .collect()
+}
