@@ -65,17 +65,8 @@ install_uv() {
 # Where Python may not write bytecode later (PYTHONDONTWRITEBYTECODE), each start would compile all of torch: 5 s of CPU.
 install_packages() { "$venv/bin/uv" pip install -q ${PYTHONDONTWRITEBYTECODE:+--compile-bytecode} --require-hashes -r engine/requirements-dev.lock; }
 
-# Compiles beside the installation of the packages, which maturin itself comes with. maturin then builds anew only pyo3 and
-# the crate on top, whose settings it makes; if this fails, it fails in the same way and shows the reason.
-compile_ahead() {
-    PYO3_PYTHON=$PWD/$venv/bin/python cargo build --quiet --profile "$profile" --locked -p baton-native --features extension-module &
-    ahead=$!
-    trap 'kill "$ahead" 2>/dev/null || :' EXIT
-}
-
 # The distribution was once called `baton`: both would own the command, so the old one goes before the new one comes.
 build_native() {
-    [ -z "$ahead" ] || wait "$ahead" || :
     "$venv/bin/uv" pip uninstall -q baton
     "$venv/bin/maturin" develop --profile "$profile" --locked --uv
 }
@@ -101,9 +92,6 @@ mkdir -p "$venv"
 ls engine/baton/_native*.so >/dev/null 2>&1 || rm -f "$stamps/native extension"
 
 step venv "$PWD $("$python" -VV)" make_venv
-packages=$(digest engine/requirements-dev.lock)
-step uv "$packages" install_uv
-ahead=
-[ "$(cat "$stamps/packages" 2>/dev/null)" = "$packages" ] || compile_ahead 2>"$venv/ahead.log"
-step packages "$packages" install_packages
+step uv "$(digest engine/requirements-dev.lock)" install_uv
+step packages "$(digest engine/requirements-dev.lock)" install_packages
 step "native extension" "$(native_key)" build_native
