@@ -14,7 +14,7 @@ use serde_json::{Value, json};
 fn node(transports: &Value, more: &Value) -> Value {
     let mut config = json!({
         "transports": transports, "slabs": 2, "slab_bytes": 8 * PAGE,
-        "comm_open_ms": 1500, "comm_op_ms": 400, "comm_abort_ms": 500,
+        "comm_open_ms": 30_000, "comm_op_ms": 30_000, "comm_abort_ms": 10_000,
     });
     config
         .as_object_mut()
@@ -122,7 +122,8 @@ fn the_best_transport_of_the_list_is_taken() {
 
 #[test]
 fn what_breaks_is_replaced_by_the_next() {
-    let pair = pair(&json!(["cuda_ipc", "nccl", "tcp"]), &json!({}), &json!({}));
+    let hangs_end = json!({"comm_op_ms": 3000, "comm_abort_ms": 500});
+    let pair = pair(&json!(["cuda_ipc", "nccl", "tcp"]), &hangs_end, &hangs_end);
     assert_eq!(relay(&pair, 1), "cuda_ipc");
     of(&pair.d).fails.lock().push("copy");
     assert_eq!(relay(&pair, 2), "nccl");
@@ -156,19 +157,15 @@ fn pages_that_cannot_be_opened_travel_otherwise() {
 #[test]
 fn a_page_given_away_under_the_copy_is_stale() {
     for via in ["cuda_ipc", "nccl", "gloo", "tcp"] {
-        let late = fault("COPIED", &json!({"delay_ms": 300}));
-        let pair = pair(&json!([via]), &late, &late);
+        let hold = Hold::new();
+        let held = fault("COPIED", &hold.rule());
+        let pair = pair(&json!([via]), &held, &held);
         pair.open(1);
         pair.grant(1, &span(100, 1));
         pair.p.prefill(1, &span(0, 1), 1);
-        until("the copy is made", || {
-            of(&pair.d).copies.load(Ordering::Relaxed) > 0 || via != "cuda_ipc"
-        });
-        if via != "cuda_ipc" {
-            pair.d.wait_state(1, "PULLING");
-            std::thread::park_timeout(std::time::Duration::from_millis(100));
-        }
+        hold.wait_until_reached();
         pair.p.pool.begin_write(&[0]); // its bytes are still the right ones: only the generation tells
+        hold.release();
         assert_eq!(
             (pair.d.end_code(1), pair.p.end_code(1)),
             ("STALE_PAGE".into(), "STALE_PAGE".into()),

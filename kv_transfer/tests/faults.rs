@@ -50,19 +50,21 @@ fn a_page_that_got_a_new_owner_is_stale_and_never_committed() {
 fn a_page_that_gets_a_new_owner_during_its_copy_is_stale() {
     // (gloo looks twice at P, before anything is sent: tests/staged.rs)
     for transport in ["shm", "tcp"] {
-        let late = fault(r#"{"on": "COPIED", "do": {"delay_ms": 1000}, "repeat": true}"#);
+        let hold = Hold::new();
+        let held = fault(&json!({"on": "COPIED", "do": hold.rule()}).to_string());
         let (p, d) = if transport == "shm" {
-            (json!({}), late)
+            (json!({}), held)
         } else {
-            (late, json!({}))
+            (held, json!({}))
         };
         let pair = Pair::with(&on(transport, p), &on(transport, d));
         let dst = span(500, 1);
         pair.open(1);
         pair.grant(1, &dst);
         pair.p.prefill(1, &span(0, 1), 1);
-        until("the page is copied", || pair.d.holds(&dst, 1, 0));
+        hold.wait_until_reached();
         pair.p.pool.begin_write(&[0]); // its bytes are still the right ones: only the generation tells
+        hold.release();
         assert_eq!(
             (pair.d.end_code(1), pair.p.end_code(1)),
             ("STALE_PAGE".into(), "STALE_PAGE".into()),

@@ -15,7 +15,7 @@ use serde_json::{Value, json};
 fn staged(extra: &Value) -> Value {
     let mut config = json!({
         "transports": ["gloo", "tcp"], "slabs": 2, "slab_bytes": 8 * PAGE,
-        "comm_open_ms": 1500, "comm_op_ms": 400, "comm_abort_ms": 500,
+        "comm_open_ms": 3000, "comm_op_ms": 2000, "comm_abort_ms": 500,
     });
     config
         .as_object_mut()
@@ -150,13 +150,17 @@ fn a_prefill_node_that_dies_in_a_send_ends_the_room_and_leaves_nothing() {
 
 #[test]
 fn a_page_given_away_between_its_two_looks_is_stale_and_spoils_no_other_room() {
-    let late = fault("COPIED", &json!({"delay_ms": 300}));
-    let pair = Pair::with(&late, &staged(&json!({})));
+    let hold = Hold::new();
+    let patient = staged(&json!({"comm_op_ms": 30_000}));
+    let mut held = patient.clone();
+    held["fault"] = json!({"rules": [{"on": "COPIED", "do": hold.rule()}]});
+    let pair = Pair::with(&held, &patient);
     pair.open(1);
     pair.grant(1, &span(100, 1));
     pair.p.prefill(1, &span(0, 1), 1);
-    until("P gathers", || communicators(&pair.p, "open") == 1.0);
+    hold.wait_until_reached();
     pair.p.pool.begin_write(&[0]); // its bytes are still the right ones: only the generation tells
+    hold.release();
     assert_eq!(
         (pair.d.end_code(1), pair.p.end_code(1)),
         ("STALE_PAGE".into(), "STALE_PAGE".into())

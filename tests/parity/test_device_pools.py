@@ -9,6 +9,7 @@ import random
 import select
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -147,11 +148,11 @@ def test_a_copy_that_fails_goes_on_by_the_next_transport(reference: Callable[[st
         assert rig.fallbacks == 1
 
 
-def test_a_page_given_away_under_the_copy_fails_its_room_only(reference: Callable[[str], Reference]) -> None:
+def test_a_page_given_away_under_the_copy_fails_its_room_only(reference: Callable[[str], Reference], tmp_path: Path) -> None:
     """What the scheduler never does while a lease holds: a new owner between the copy and the second look."""
     ref = reference("llama")
-    late = {"fault": {"rules": [{"on": "COPIED", "do": {"delay_ms": 400}}]}}
-    with Rig(ref.path, ["cuda_ipc"], d_settings=late) as rig:
+    held = {"fault": {"rules": [{"on": "COPIED", "do": {"hold": str(tmp_path / "copied")}}]}}
+    with Rig(ref.path, ["cuda_ipc"], d_settings=held) as rig:
         p, d = rig.pair.p.node, rig.pair.d.node
         pages = b"".join(page.to_bytes(4, "little") for page in range(4))
         p.offer(5, 0, b"h", 20_000)
@@ -159,8 +160,9 @@ def test_a_page_given_away_under_the_copy_fails_its_room_only(reference: Callabl
         d.grant(5, 0, pages)
         p.publish(5, 0, pages)
         p.finish(5, 4, 1, b"")
-        eventually("a copy is made", lambda: "copying a peer's pages" in rig.d_gpu.runs)
+        eventually("a copy is made", (tmp_path / "copied.reached").exists)
         rig.pair.p.native.begin_write(pages[:4])
+        (tmp_path / "copied.go").touch()
         kind, room, code, _, retryable = heard(d)
         assert (kind, room, code, retryable) == ("failed", 5, "STALE_PAGE", True)
         assert heard(p) == ("released", 5, "STALE_PAGE")

@@ -341,7 +341,7 @@ impl NodeContext {
         let outbox = conn.running.outbox.clone();
         let plain = |msg| Outgoing { msg, flip: false };
         let sent = match self.faults.on_send(msg.name()) {
-            None | Some(Fault::Break) => outbox.put(plain(msg)),
+            None | Some(Fault::Break | Fault::Hold(_)) => outbox.put(plain(msg)),
             Some(Fault::Drop) => true,
             Some(Fault::Dup) => outbox.put(plain(msg.clone())) && outbox.put(plain(msg)),
             Some(Fault::Flip) => outbox.put(Outgoing { msg, flip: true }),

@@ -334,6 +334,7 @@ impl CommThread {
                 tracing::warn!(%err, "the abort of a communicator failed: its thread ends by a timeout, or is given up");
             }
             let _ = thread.join(); // its panics are caught and reported
+            drop(guard.open.lock().take()); // its slabs are free before its end is known
             report(CommReport::Ended);
             if let Some(then) = then {
                 then();
@@ -451,8 +452,8 @@ impl Worker {
         if stale.is_none() {
             let ids: Vec<u32> = pages.iter().map(|&(page, _)| page).collect();
             self.gather(&ids, slabs, slab)?;
-            if let Some(ms) = faults.copied_delay_ms() {
-                std::thread::sleep(Duration::from_millis(ms)); // time for a test's new owner
+            if let Some(hold) = faults.hold_copied() {
+                hold.wait();
             }
             fence(Ordering::SeqCst); // the bytes were read before this second look
             stale = self.stale(pages);

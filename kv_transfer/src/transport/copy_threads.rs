@@ -272,8 +272,8 @@ impl Worker {
                     flip_and_rehash(SumKind::Xxh3, self.pool.page_ptr(page.dst), page_bytes)
                 };
             }
-            if let Some(ms) = self.faults.copied_delay_ms() {
-                std::thread::sleep(std::time::Duration::from_millis(ms)); // time for a test's new owner
+            if let Some(hold) = self.faults.hold_copied() {
+                hold.wait();
             }
             check_generation(page.src, from.generation_after(page.src.page))?;
             check_sum(page.src, sum)?;
@@ -320,8 +320,8 @@ impl Worker {
                 flip_on(own, dst[0], page_bytes).map_err(broken)?;
                 sums = sums_of(own, &dst).map_err(broken)?;
             }
-            if let Some(ms) = self.faults.copied_delay_ms() {
-                std::thread::sleep(std::time::Duration::from_millis(ms)); // time for a test's new owner
+            if let Some(hold) = self.faults.hold_copied() {
+                hold.wait();
             }
             for page in part {
                 check_generation(page.src, from.generation_after(page.src.page))?;

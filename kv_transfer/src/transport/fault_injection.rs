@@ -2,14 +2,16 @@
 //!
 //! `on` is a message name (of messages this node sends, control connection only), `*` for any of them, or `PAGE`: for pages this node pulls
 //! (a delay: of each page by shm and cuda_ipc, and of each answer to a READ on the sending node), or `COPIED`: the moment between the copy
-//! and the second look at the generation.
+//! and the second look at the generation, where only a hold applies.
 //! `nth` counts from 1; the rule fires for the nth match and, with `"repeat": true`, for every later one.
 
+use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
 
 use serde::Deserialize;
 
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Fault {
     /// The message is never sent.
@@ -24,6 +26,46 @@ pub enum Fault {
     Kill,
     /// (PAGE) The transport stops working (all but tcp).
     Break,
+    /// (COPIED) Makes the file `<path>.reached`, then waits until `<path>.go` exists: a test does something at that very moment.
+    Hold(PathBuf),
+}
+
+const HOLD_LIMIT: Duration = Duration::from_secs(60);
+const HOLD_POLL: Duration = Duration::from_millis(1);
+
+/// Point where a copy waits for a test.
+pub struct Hold {
+    go: PathBuf,
+    since: Instant,
+}
+
+impl Hold {
+    fn at(path: &Path) -> Self {
+        let reached = path.with_extension("reached");
+        if let Err(err) = std::fs::write(&reached, b"") {
+            tracing::error!(%err, path = %reached.display(), "fault injection: cannot mark a hold as reached");
+        }
+        Self {
+            go: path.with_extension("go"),
+            since: Instant::now(),
+        }
+    }
+
+    fn is_over(&self) -> bool {
+        self.go.exists() || self.since.elapsed() > HOLD_LIMIT
+    }
+
+    pub fn wait(self) {
+        while !self.is_over() {
+            std::thread::sleep(HOLD_POLL);
+        }
+    }
+
+    pub async fn wait_async(self) {
+        while !self.is_over() {
+            tokio::time::sleep(HOLD_POLL).await;
+        }
+    }
 }
 
 #[derive(Debug, Deserialize)]
@@ -58,12 +100,12 @@ pub struct Faults {
 }
 
 impl Faults {
-    fn find(&self, on: impl Fn(&str) -> bool, kind: impl Fn(Fault) -> bool) -> Option<Fault> {
+    fn find(&self, on: impl Fn(&str) -> bool, kind: impl Fn(&Fault) -> bool) -> Option<Fault> {
         self.rules
             .iter()
-            .filter(|rule| on(&rule.on) && kind(rule.fault))
+            .filter(|rule| on(&rule.on) && kind(&rule.fault))
             .find(|rule| rule.fires())
-            .map(|rule| rule.fault)
+            .map(|rule| rule.fault.clone())
     }
 
     pub fn on_send(&self, name: &str) -> Option<Fault> {
@@ -71,28 +113,30 @@ impl Faults {
     }
 
     pub fn flip_page(&self) -> bool {
-        self.find(|on| on == "PAGE", |fault| fault == Fault::Flip)
+        self.find(|on| on == "PAGE", |fault| *fault == Fault::Flip)
             .is_some()
     }
 
     pub fn transport_broken(&self) -> bool {
-        self.find(|on| on == "PAGE", |fault| fault == Fault::Break)
+        self.find(|on| on == "PAGE", |fault| *fault == Fault::Break)
             .is_some()
     }
 
     /// A slow link.
     pub fn page_delay_ms(&self) -> Option<u64> {
-        self.delay_ms("PAGE")
-    }
-
-    /// Time between the copy and the second look at the generation.
-    pub fn copied_delay_ms(&self) -> Option<u64> {
-        self.delay_ms("COPIED")
-    }
-
-    fn delay_ms(&self, point: &str) -> Option<u64> {
-        match self.find(|on| on == point, |fault| matches!(fault, Fault::DelayMs(_)))? {
+        match self.find(
+            |on| on == "PAGE",
+            |fault| matches!(fault, Fault::DelayMs(_)),
+        )? {
             Fault::DelayMs(ms) => Some(ms),
+            _ => None,
+        }
+    }
+
+    /// Between the copy and the second look at the generation.
+    pub fn hold_copied(&self) -> Option<Hold> {
+        match self.find(|on| on == "COPIED", |fault| matches!(fault, Fault::Hold(_)))? {
+            Fault::Hold(path) => Some(Hold::at(&path)),
             _ => None,
         }
     }

@@ -253,6 +253,44 @@ pub fn until(what: &str, mut condition: impl FnMut() -> bool) {
     }
 }
 
+/// Point between a copy and its second look at the generation where the copying node waits for the test.
+pub struct Hold {
+    path: std::path::PathBuf,
+}
+
+impl Hold {
+    pub fn new() -> Self {
+        static MADE: std::sync::atomic::AtomicU64 = std::sync::atomic::AtomicU64::new(0);
+        let nth = MADE.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
+        let name = format!("baton-hold-{}-{nth}", std::process::id());
+        Self {
+            path: std::env::temp_dir().join(name),
+        }
+    }
+
+    /// The `do` of a fault rule on `COPIED`.
+    pub fn rule(&self) -> Value {
+        json!({"hold": self.path})
+    }
+
+    pub fn wait_until_reached(&self) {
+        let reached = self.path.with_extension("reached");
+        until("the copy is made", || reached.exists());
+    }
+
+    pub fn release(&self) {
+        std::fs::write(self.path.with_extension("go"), b"").unwrap();
+    }
+}
+
+impl Drop for Hold {
+    fn drop(&mut self) {
+        for extension in ["reached", "go"] {
+            let _ = std::fs::remove_file(self.path.with_extension(extension)); // absent if the test failed before
+        }
+    }
+}
+
 pub struct Pair {
     pub server: BootstrapServer,
     pub p: Rank,

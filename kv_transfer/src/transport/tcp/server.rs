@@ -114,8 +114,8 @@ async fn answer(
         None => write_pages(stream, pool, ids).await.map_err(io)?,
         Some(bytes) => write_all(stream, &bytes).await.map_err(io)?,
     }
-    if let Some(ms) = context.faults.copied_delay_ms() {
-        tokio::time::sleep(Duration::from_millis(ms)).await; // time for a test's new owner
+    if let Some(hold) = context.faults.hold_copied() {
+        hold.wait_async().await;
     }
     std::sync::atomic::fence(std::sync::atomic::Ordering::SeqCst); // the bytes were read before this second look
     let stale = first_stale(pool, ids, gens);
