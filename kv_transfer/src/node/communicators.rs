@@ -5,7 +5,7 @@
 //! node makes no more.
 
 use std::collections::{BTreeMap, HashMap};
-use std::sync::Arc;
+use std::sync::{Arc, mpsc};
 use std::time::Duration;
 
 use super::config::{NodeConfig, Transport};
@@ -84,6 +84,8 @@ struct Staged {
     next: u64,
     limits: Limits,
     max: usize,
+    /// Closed when the last abort has ended: each holds a sender.
+    aborts: (mpsc::Sender<()>, mpsc::Receiver<()>),
 }
 
 impl Staged {
@@ -100,6 +102,7 @@ impl Staged {
             next: 0,
             limits: config.slab_limits(page_bytes),
             max: config.max_communicators,
+            aborts: mpsc::channel(),
         }
     }
 
@@ -130,27 +133,17 @@ impl Staged {
 impl Drop for Staged {
     /// The node is closing: no page is written after this. Aborts get their time, and are left alone after it.
     fn drop(&mut self) {
-        let (told, ended) = std::sync::mpsc::channel::<()>();
+        let (running, ended) = std::mem::replace(&mut self.aborts, mpsc::channel());
         for comm in std::mem::take(&mut self.comms).into_values() {
             comm.guard.shut();
             if let Some(thread) = comm.thread {
-                let told = told.clone();
-                thread.abort(Some(Box::new(move || told.send(()).unwrap_or_default())));
+                thread.abort(running.clone());
             }
         }
-        drop(told);
-        let deadline = std::time::Instant::now() + Duration::from_millis(self.limits.abort_ms);
-        loop {
-            let left = deadline.saturating_duration_since(std::time::Instant::now());
-            match ended.recv_timeout(left) {
-                Ok(()) => {}
-                Err(std::sync::mpsc::RecvTimeoutError::Disconnected) => return,
-                Err(std::sync::mpsc::RecvTimeoutError::Timeout) => {
-                    return tracing::error!(
-                        "a communicator's abort hangs: its threads are left alone"
-                    );
-                }
-            }
+        drop(running);
+        let limit = Duration::from_millis(self.limits.abort_ms);
+        if ended.recv_timeout(limit) == Err(mpsc::RecvTimeoutError::Timeout) {
+            tracing::error!("a communicator's abort hangs: its threads are left alone");
         }
     }
 }
@@ -727,8 +720,15 @@ impl Communicators {
     }
 
     fn abort_comm(&mut self, key: CommKey) {
-        if let Some(thread) = self.comm_mut(key).and_then(|comm| comm.thread.take()) {
-            thread.abort(None);
+        let Some(staged) = &mut self.staged else {
+            return;
+        };
+        let thread = staged
+            .comms
+            .get_mut(&key)
+            .and_then(|comm| comm.thread.take());
+        if let Some(thread) = thread {
+            thread.abort(staged.aborts.0.clone());
         }
     }
 

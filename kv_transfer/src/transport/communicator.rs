@@ -315,9 +315,9 @@ impl CommThread {
         self.guard.clone()
     }
 
-    /// Start no further job, abort the one that runs, and report `Ended` when the thread is gone (and tell `then`). All of it on a
+    /// Start no further job, abort the one that runs, report `Ended` when the thread is gone, and drop `running`. All of it on a
     /// thread that is given up if it hangs.
-    pub fn abort(self, then: Option<Box<dyn FnOnce() + Send>>) {
+    pub fn abort(self, running: mpsc::Sender<()>) {
         let Self {
             jobs,
             guard,
@@ -336,9 +336,7 @@ impl CommThread {
             let _ = thread.join(); // its panics are caught and reported
             drop(guard.open.lock().take()); // its slabs are free before its end is known
             report(CommReport::Ended);
-            if let Some(then) = then {
-                then();
-            }
+            drop(running);
         };
         if let Err(err) = std::thread::Builder::new()
             .name("kv-comm-abort".into())
