@@ -479,17 +479,22 @@ def _indented(text: str) -> str:
     return "\n".join(f"    {line}" for line in text.splitlines()) or "    (empty)"
 
 
-def greeting(url: str, model: str) -> str:
-    """What to paste to get a first answer."""
+def greeting(url: str, model: str, *, api_key: str | None = None, key_in_environment: bool = False) -> str:
+    """Lines to paste for a first answer. A key that comes from BATON_API_KEY stays there."""
+    header, setup, key = "", "", '"none"'
+    if api_key is not None and key_in_environment:
+        header, setup, key = ' -H "authorization: Bearer $BATON_API_KEY"', "import os\n", 'os.environ["BATON_API_KEY"]'
+    elif api_key is not None:
+        header, key = " -H " + shlex.quote(f"authorization: Bearer {api_key}"), repr(api_key)
     return f"""
 Baton is up at {url}    Ctrl-C stops it.
 In a browser: {url}/ui/
 
-curl -s {url}/v1/chat/completions -H 'content-type: application/json' \\
+curl -s {url}/v1/chat/completions -H 'content-type: application/json'{header} \\
   -d '{{"model":"{model}","temperature":0,"messages":[{{"role":"user","content":"What is Baton?"}}]}}'
 
-from openai import OpenAI
-client = OpenAI(base_url="{url}/v1", api_key="none")
+{setup}from openai import OpenAI
+client = OpenAI(base_url="{url}/v1", api_key={key})
 answer = client.chat.completions.create(
     model="{model}", temperature=0, messages=[{{"role": "user", "content": "What is Baton?"}}])
 print(answer.choices[0].message.content)
@@ -502,7 +507,8 @@ async def _serve(cluster: Cluster, api_key: str | None) -> int:
     await cluster.start()
     model = await served_model(cluster.url, api_key)
     if not cluster.plan.up.smoke:
-        print(greeting(cluster.url, model), flush=True)
+        is_in_environment = os.environ.get(SECRETS["api_key"]) == api_key
+        print(greeting(cluster.url, model, api_key=api_key, key_in_environment=is_in_environment), flush=True)
         await cluster.watch()
         return 0
     watch = asyncio.ensure_future(cluster.watch())
