@@ -11,6 +11,8 @@ use rustls::pki_types::pem::PemObject;
 use rustls::pki_types::{CertificateDer, PrivateKeyDer};
 use rustls::{ClientConfig, RootCertStore, ServerConfig, crypto};
 use tokio_rustls::TlsAcceptor;
+use x509_cert::Certificate;
+use x509_cert::der::Decode;
 
 use crate::config::Tls;
 
@@ -82,10 +84,11 @@ pub fn expiries(flags: &Tls) -> Result<Vec<(&'static str, i64)>, String> {
         let Some(path) = path else { continue };
         let mut ends = Vec::new();
         for cert in certificates(flag, path)? {
-            let (_, parsed) = x509_parser::parse_x509_certificate(&cert).map_err(|err| {
+            let parsed = Certificate::from_der(&cert).map_err(|err| {
                 format!("{flag} {path}: a certificate cannot be parsed: {err}; give X.509 in PEM")
             })?;
-            ends.push(parsed.validity().not_after.timestamp());
+            let end = parsed.tbs_certificate.validity.not_after;
+            ends.push(i64::try_from(end.to_unix_duration().as_secs()).unwrap_or(i64::MAX));
         }
         expiries.extend(ends.into_iter().min().map(|end| (label, end)));
     }

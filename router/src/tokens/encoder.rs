@@ -52,7 +52,11 @@ struct Cuts {
 
 impl Encoder {
     pub fn new(json: &[u8], config: &TokensConfig, lookups: IntCounterVec) -> Result<Self, String> {
-        let mut hf = Tokenizer::from_bytes(json).map_err(|err| err.to_string())?;
+        let json = std::str::from_utf8(json).map_err(|err| err.to_string())?;
+        // (Its `from_bytes` is generic, and would be compiled in this crate a second time.)
+        let mut hf: Tokenizer = json
+            .parse()
+            .map_err(|err: tokenizers::Error| err.to_string())?;
         // A checkpoint may come with them switched on; the prompt is the whole text and only it.
         hf.with_truncation(None).map_err(|err| err.to_string())?;
         hf.with_padding(None);
