@@ -148,7 +148,8 @@ class EngineConfig:
         "P's value counts for a pair (default: 8, or 1 with NCCL_MULTI_RANK_GPU_ENABLE=1, for P and D on one GPU)",
     )
     test_kv_fault: str | None = opt(
-        None, "for tests: damage KV transfers by these rules, a JSON object (kv_transfer/src/transport/fault_injection.rs)"
+        None,
+        "for tests: damage KV transfers by these rules, a JSON object (kv_transfer/src/transport/fault_injection.rs)",
     )
 
     tp_size: int = opt(

@@ -148,7 +148,9 @@ def test_a_copy_that_fails_goes_on_by_the_next_transport(reference: Callable[[st
         assert rig.fallbacks == 1
 
 
-def test_a_page_given_away_under_the_copy_fails_its_room_only(reference: Callable[[str], Reference], tmp_path: Path) -> None:
+def test_a_page_given_away_under_the_copy_fails_its_room_only(
+    reference: Callable[[str], Reference], tmp_path: Path
+) -> None:
     """What the scheduler never does while a lease holds: a new owner between the copy and the second look."""
     ref = reference("llama")
     held = {"fault": {"rules": [{"on": "COPIED", "do": {"hold": str(tmp_path / "copied")}}]}}

@@ -367,8 +367,8 @@ class Planner:
     def _preempt_for_priority(self) -> None:
         """Make room for the first waiting request that may preempt, by suspending running ones behind it in the order.
 
-        Triggered by slots and by pages, and only if the request has tokens to compute in this very step and leaves the
-        reservation its pages.
+        Triggered by slots and by pages, and only if the request has tokens to compute in this very step, leaves the
+        reservation its pages, and would wait longer than it takes to compute again what the suspended ones lose.
         """
         state, rule = self._state, self._limits.priority
         self._preemptor = None
@@ -376,7 +376,7 @@ class Planner:
             return
         least = min(map(rule.base, state.running.values()))
         self._check_reservation()
-        for seq in self._heads():
+        for ahead, seq in enumerate(self._heads()):
             short = self._pages_for(seq, self._memory.cached_pages(seq)) - self._memory.available
             if state.slots and short <= 0:
                 return
@@ -389,11 +389,37 @@ class Planner:
             )
             if not self._may_pass_reservation(self._reservation, seq, without=victims):
                 continue
+            if not self._saves_time(victims, slots=ahead + 1, short=short):
+                continue
             for victim in victims:
                 state.preempt(victim, seq)
             if victims:
                 self._preemptor = seq
                 return
+
+    def _saves_time(self, victims: Sequence[Seq], *, slots: int, short: int) -> bool:
+        """True if what `victims` lose is computed again sooner than running requests end on their own.
+
+        Compared is with the end that frees so many `slots` and `short` pages. Without this, preemption under overload
+        makes even the important wait for the work that it repeats. An unconfirmed estimate keeps nobody waiting.
+        """
+        state, memory, times, limits = self._state, self._memory, self.times, self._limits
+        if short <= 0 and limits.radix_cache and limits.preemption_mode != "recompute":
+            return True  # their KV stays cached
+        lost = sum(memory.freed_by(victim)[1] for victim in victims)
+        step_secs = times.decode_seconds(len(state.running))
+        if not lost or step_secs <= 0 or not times.confirms(lost, state.now):
+            return True
+        steps = sorted((memory.answer_tokens(s), s.handle) for s in state.running.values() if not s.is_lease)
+        limit = lost / times.prefill_rate
+        pages = 0
+        for ended, (left, handle) in enumerate(steps, start=1):
+            if left * step_secs >= limit:
+                return True
+            pages += memory.freed_by(state.running[handle])[0]
+            if ended >= slots and pages >= short:
+                return False
+        return True
 
     def _heads(self) -> Iterator[Seq]:
         """The first waiting sequences, in the order in which they would be tried."""
