@@ -302,7 +302,7 @@ def test_nothing_is_preempted_for_a_request_that_a_reservation_keeps_out() -> No
 
 
 def median_wait_of_the_important(threshold: int) -> tuple[float, int]:
-    """(median seconds to the first token of the important half, preemptions), at 1.2 times the load a node can carry."""
+    """(median seconds to a first token of the important half, preemptions), at 1.2 times the load a node can carry."""
     rule = PriorityRule(enabled=True, preemption_threshold=threshold, aging_rate=2.0)
     sched = Scheduler(Limits(12_500, 16, 16, 10_000, step_tokens=512, priority=rule, radix_cache=False))
     rng = random.Random(3)
