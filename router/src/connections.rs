@@ -47,6 +47,8 @@ const HEAD_SLACK: usize = 8 << 10;
 const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(10);
 /// Out of file descriptors: wait for some to be closed.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
+/// Pause between two warnings that connections cannot be accepted, which is tried 20 times a second.
+const ACCEPT_WARNING_PAUSE: Duration = Duration::from_secs(1);
 /// Pause between two warnings that all places are taken: a full router takes a new client whenever one leaves.
 const FULL_WARNING_PAUSE: Duration = Duration::from_secs(60);
 /// HTTP/2 by prior knowledge begins with these bytes; no HTTP/1 method does.
@@ -88,6 +90,7 @@ pub async fn accept(
     let places = terms.limits.max_connections.min(Semaphore::MAX_PERMITS);
     let places = Arc::new(Semaphore::new(places));
     let mut warning = FullWarning::default();
+    let mut failures = AcceptFailures::default();
     // Dropped when accepting ends: connections without a request are told.
     let (_closing, closing) = watch::channel(());
     loop {
@@ -98,7 +101,9 @@ pub async fn accept(
         let (stream, place) = match accepted {
             Ok(accepted) => accepted,
             Err(err) => {
-                tracing::warn!(%err, "cannot accept a connection");
+                if let Some(failures) = failures.count(Instant::now()) {
+                    tracing::warn!(%err, failures, "cannot accept a connection");
+                }
                 sleep(ACCEPT_PAUSE).await;
                 continue;
             }
@@ -151,6 +156,25 @@ impl FullWarning {
             self.0 = Some(now);
         }
         is_due
+    }
+}
+
+/// Failures to accept since the last warning about them.
+#[derive(Default)]
+struct AcceptFailures {
+    count: u64,
+    warned: Option<Instant>,
+}
+
+impl AcceptFailures {
+    /// Adds one; returns how many a warning that is due now is about.
+    fn count(&mut self, now: Instant) -> Option<u64> {
+        self.count += 1;
+        if (self.warned).is_some_and(|last| now - last < ACCEPT_WARNING_PAUSE) {
+            return None;
+        }
+        self.warned = Some(now);
+        Some(std::mem::take(&mut self.count))
     }
 }
 
@@ -417,5 +441,16 @@ mod tests {
             warning.is_due(now)
         });
         assert_eq!(due, [true, false, false, true, false, false, true]);
+    }
+
+    #[test]
+    fn failures_to_accept_are_told_once_a_second_with_their_number() {
+        let start = Instant::now();
+        let mut failures = AcceptFailures::default();
+        let told = [0, 50, 950, 1000, 1050, 2500].map(|ms| {
+            let now = start + Duration::from_millis(ms);
+            failures.count(now)
+        });
+        assert_eq!(told, [Some(1), None, None, Some(3), None, Some(2)]);
     }
 }
