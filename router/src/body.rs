@@ -74,6 +74,8 @@ pub struct Scan {
     /// Where the prompt lies in the body: JSON text of messages, prompt or token ids. Two requests with a common prompt
     /// prefix have a common prefix here, so it serves as routing text without being decoded.
     prompt: Option<Range<usize>>,
+    /// Name of the member that holds it.
+    pub prompt_param: &'static str,
     /// Where the prompt lies as token ids, if the client sent it as such: one list, or one per prompt.
     ids: Option<Range<usize>>,
     /// Whose prompts may share a cache with this one, as our engines name it.
@@ -151,8 +153,7 @@ impl Scan {
     /// The beginning of the prompt's JSON, at most `MAX_ROUTING_TEXT` of it, behind a character that stands for what else it
     /// belongs to. Cost: a copy, if there is such.
     pub fn routing_text<'a>(&self, body: &'a [u8]) -> Cow<'a, str> {
-        let prompt = self.prompt.clone().map(|span| &body[span]);
-        let prompt = beginning(prompt.unwrap_or_default(), MAX_ROUTING_TEXT);
+        let prompt = beginning(self.prompt(body), MAX_ROUTING_TEXT);
         match self.scope_of(body).marker() {
             Some(marker) => Cow::Owned(format!("{marker}{prompt}")),
             None => Cow::Borrowed(prompt),
@@ -172,6 +173,17 @@ impl Scan {
         self.ours.iter().any(|(its, _)| *its == group)
     }
 
+    /// The prompt's JSON; empty without one.
+    pub fn prompt<'a>(&self, body: &'a [u8]) -> &'a [u8] {
+        let prompt = self.prompt.clone().map(|span| &body[span]);
+        prompt.unwrap_or_default()
+    }
+
+    /// JSON of the token ids that the client sent: one list, or one for each prompt.
+    pub fn ids_json<'a>(&self, body: &'a [u8]) -> Option<&'a [u8]> {
+        self.ids.clone().map(|span| &body[span])
+    }
+
     /// Bytes of the prompt's JSON.
     pub fn prompt_len(&self) -> usize {
         self.prompt.as_ref().map_or(0, |span| span.len())
@@ -179,14 +191,14 @@ impl Scan {
 
     /// The client's own token ids, those of several prompts one behind the other.
     pub fn ids(&self, body: &[u8]) -> Option<Vec<u32>> {
-        let list = &body[self.ids.clone()?];
+        let list = self.ids_json(body)?;
         let one = serde_json::from_slice(list).ok();
         one.or_else(|| Some(serde_json::from_slice::<Vec<Vec<u32>>>(list).ok()?.concat()))
     }
 
     /// Hashes of the prompt's text, in which images and the like have a constant size (media.rs). Cost: one pass over it.
     pub fn text_blocks(&self, body: &[u8]) -> Blocks {
-        let prompt = self.prompt.clone().map_or(&[][..], |span| &body[span]);
+        let prompt = self.prompt(body);
         let scope = self.scope_of(body);
         match media::condensed(prompt) {
             Some(text) => Blocks::of_text_in(scope, &text, None).with_media(),
@@ -373,6 +385,12 @@ impl<'a> Members<'a> {
             Api::Completions => self.prompt,
             Api::Generate => self.text.or(self.input_ids),
         };
+        let prompt_param = match api {
+            Api::Chat => "messages",
+            Api::Completions => "prompt",
+            Api::Generate if self.text.is_some() => "text",
+            Api::Generate => "input_ids",
+        };
         let n = match api {
             Api::Generate => self.sampling_params.map_or(Ok(1), n_of_sampling_params)?,
             _ => self.n.map_or(Ok(1), n_of)?,
@@ -397,6 +415,7 @@ impl<'a> Members<'a> {
             stream: self.stream.is_some_and(|v| v.get() == "true"),
             batch: (prompts.is_some() || n > 1).then_some(items),
             prompt: prompt.map(|value| self.span(value)),
+            prompt_param,
             wants_input_logprobs: api == Api::Generate
                 && self.return_logprob.is_some_and(|v| v.get() == "true"),
             deadlines: self.deadlines,

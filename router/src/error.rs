@@ -159,6 +159,18 @@ pub enum RouteError {
         "model {model:?} is not served here: no {role} worker that is registered serves it; GET /v1/models lists what is"
     )]
     ModelNotFound { model: String, role: Role },
+    #[error(
+        "this model's maximum context length is {limit_tokens} tokens here, but the prompt {size}; shorten it, or start the engine with a larger --context-length or --max-total-tokens"
+    )]
+    PromptTooLong {
+        param: &'static str,
+        size: String,
+        limit_tokens: u64,
+    },
+    #[error(
+        "the members beside the prompt have {bytes} bytes, at most {limit_bytes} are accepted; shorten them"
+    )]
+    RestTooLarge { bytes: u64, limit_bytes: u64 },
     #[error("{detail}")]
     Unasked { detail: String },
     #[error("prefill worker {worker} could not prefill: {cause}")]
@@ -216,6 +228,7 @@ pub const CODES: &[&str] = &[
     "prefill_failed",
     "poison_request",
     "model_not_found",
+    "context_length_exceeded",
     "internal_error",
 ];
 
@@ -240,7 +253,9 @@ impl RouteError {
             RouteError::DuplicateWorker { .. } => "duplicate_worker",
             RouteError::TooManyWorkers { .. } => "too_many_workers",
             RouteError::FeedFull { .. } => "feed_full",
-            RouteError::PayloadTooLarge { .. } => "payload_too_large",
+            RouteError::PayloadTooLarge { .. } | RouteError::RestTooLarge { .. } => {
+                "payload_too_large"
+            }
             RouteError::UnsupportedMediaType { .. } => "unsupported_media_type",
             RouteError::HeadTooLarge { .. } => "head_too_large",
             RouteError::MalformedHead { .. } => "malformed_head",
@@ -259,6 +274,7 @@ impl RouteError {
             RouteError::PrefillFailed { .. } => "prefill_failed",
             RouteError::PoisonRequest => "poison_request",
             RouteError::ModelNotFound { .. } => "model_not_found",
+            RouteError::PromptTooLong { .. } => "context_length_exceeded",
             RouteError::Internal { .. } => "internal_error",
         }
     }
@@ -269,6 +285,7 @@ impl RouteError {
             | RouteError::BodyBroken { .. }
             | RouteError::InvalidValue { .. }
             | RouteError::MalformedHead { .. }
+            | RouteError::PromptTooLong { .. }
             | RouteError::MissingField { .. } => StatusCode::BAD_REQUEST,
             RouteError::TargetTooLong { .. } => StatusCode::URI_TOO_LONG,
             RouteError::BodySilent { .. } | RouteError::BodySlow { .. } => {
@@ -285,7 +302,9 @@ impl RouteError {
             | RouteError::NoStory { .. } => StatusCode::NOT_FOUND,
             RouteError::MethodNotAllowed { .. } => StatusCode::METHOD_NOT_ALLOWED,
             RouteError::DuplicateWorker { .. } => StatusCode::CONFLICT,
-            RouteError::PayloadTooLarge { .. } => StatusCode::PAYLOAD_TOO_LARGE,
+            RouteError::PayloadTooLarge { .. } | RouteError::RestTooLarge { .. } => {
+                StatusCode::PAYLOAD_TOO_LARGE
+            }
             RouteError::UnsupportedMediaType { .. } => StatusCode::UNSUPPORTED_MEDIA_TYPE,
             RouteError::HeadTooLarge { .. } => StatusCode::REQUEST_HEADER_FIELDS_TOO_LARGE,
             RouteError::QueueFull { .. } => StatusCode::TOO_MANY_REQUESTS,
@@ -322,11 +341,12 @@ impl RouteError {
         }
     }
 
-    fn param(&self) -> Option<&'static str> {
+    /// Member or query parameter that the error is about.
+    pub fn param(&self) -> Option<&'static str> {
         match self {
-            RouteError::InvalidValue { param, .. } | RouteError::MissingField { param, .. } => {
-                Some(param)
-            }
+            RouteError::InvalidValue { param, .. }
+            | RouteError::MissingField { param, .. }
+            | RouteError::PromptTooLong { param, .. } => Some(param),
             RouteError::ModelNotFound { .. } => Some("model"),
             _ => None,
         }

@@ -36,6 +36,7 @@ mod pacing;
 mod pair;
 mod pair_traffic;
 mod patience;
+mod prompt_limit;
 mod record;
 mod registry;
 mod relay;
@@ -68,6 +69,7 @@ pub use config::{ParseStop, RouterConfig, flags_markdown};
 pub use error::{CODES, RouteError};
 pub use http::route_access;
 pub use metrics::metrics_markdown;
+pub use prompt_limit::{OversizedBody, PromptLimit, oversized_body};
 pub use serve::{Running, run};
 
 /// Most bootstrap rooms in use at once, of all requests together: 16 MiB.

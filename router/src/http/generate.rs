@@ -23,6 +23,7 @@ use crate::dispatch;
 use crate::error::RouteError;
 use crate::explain::{self, Asks};
 use crate::inbound::{Inbound, told_deadlines};
+use crate::prompt_limit::OversizedBody;
 use crate::record::Record;
 use crate::registry::Avoid;
 use crate::resume;
@@ -31,6 +32,9 @@ use crate::upstream::Head;
 
 /// A client that sends nothing of its body for this long is gone or means harm.
 const BODY_SILENCE: Duration = Duration::from_secs(60);
+/// Bodies up to this size are not measured: an engine refuses them in a fraction of a millisecond, and asking all workers
+/// for their limits is not free [bytes].
+const UNMEASURED_BYTES: usize = 16 << 10;
 /// Most prompts (times answers) of a request sent with token ids: beyond its engine's limit of 1024 prompts the engine
 /// complains about the member the client sent, not about ours.
 const MAX_FORWARDED: usize = 1024;
@@ -164,6 +168,7 @@ async fn take_in(
     let queued = ready_at - read_at;
     let scan = scanned(app, &body, api).await?;
     story.mark(Stage::Parsed);
+    refuse_oversized(app, &scan, &body, api).await?;
     let mut headers = forwarded(parts.headers);
     headers.remove(explain::HEADER);
     // Between a router and its workers.
@@ -217,6 +222,26 @@ async fn scanned(app: &App, body: &Bytes, api: Api) -> Result<Arc<Scan>, RouteEr
     let scanning = move || Scan::of(&bytes, api);
     let scan = app.body_threads.run(body.len(), scanning).await??;
     Ok(Arc::new(scan))
+}
+
+/// Refuses what no worker takes: each would read all of it first.
+async fn refuse_oversized(
+    app: &App,
+    scan: &Arc<Scan>,
+    body: &Bytes,
+    api: Api,
+) -> Result<(), RouteError> {
+    if body.len() <= UNMEASURED_BYTES {
+        return Ok(());
+    }
+    let limit = (app.registry).prompt_limit(app.serving_roles(), scan.model.as_deref());
+    let Some(limit) = limit else {
+        return Ok(());
+    };
+    let (its, bytes) = (scan.clone(), body.clone());
+    let measuring = move || OversizedBody::find(&its, &bytes, api, limit);
+    let part = app.body_threads.run(body.len(), measuring).await?;
+    part.map_or(Ok(()), |part| Err(part.refusal(limit)))
 }
 
 /// In tokens where the client sent ids or the router has a tokenizer that can read the request, else in bytes of text.

@@ -47,6 +47,7 @@ use crate::fleet_events::FleetEvents;
 use crate::kv_events::{Feed, Status};
 use crate::load::{self, Report};
 use crate::metrics::Metrics;
+use crate::prompt_limit::PromptLimit;
 use crate::story::Story;
 use crate::tls_reload::WorkerTls;
 use crate::upstream::Pool;
@@ -322,6 +323,24 @@ impl Registry {
             .map(|worker| worker.description().context_length)
             .collect();
         told?.into_iter().max()
+    }
+
+    /// Longest prompt that some worker of each of `roles` takes, among those that serve `model` (`None`: any). `None`:
+    /// a worker that may take the request announces no limit, or has not described itself yet.
+    pub fn prompt_limit(&self, roles: &[Role], model: Option<&str>) -> Option<PromptLimit> {
+        let workers = self.workers.read();
+        let of_role = |role: Role| {
+            let eligible = workers.iter().filter(|worker| {
+                let is_out = matches!(worker.state(), State::Rejected { .. } | State::Leaving);
+                let serves = |model| worker.description().serves(model);
+                worker.role() == role && !is_out && model.is_none_or(serves)
+            });
+            let limits = eligible.map(|worker| worker.description().prompt_limit());
+            let limits: Option<Vec<PromptLimit>> = limits.collect();
+            limits?.into_iter().reduce(PromptLimit::or)
+        };
+        let limits: Option<Vec<PromptLimit>> = roles.iter().map(|role| of_role(*role)).collect();
+        limits?.into_iter().reduce(PromptLimit::and)
     }
 
     pub fn worker(&self, id: u64) -> Option<Arc<Worker>> {

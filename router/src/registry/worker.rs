@@ -14,6 +14,7 @@ use tokio::time::sleep;
 
 use crate::config::{Bootstrap, WorkerSpec, WorkerUrl};
 use crate::kv_events::{RankState, lenient};
+use crate::prompt_limit::PromptLimit;
 use crate::upstream::Pool;
 
 /// Most DP ranks of one worker that are believed.
@@ -89,6 +90,9 @@ pub struct Description {
     /// Longest prompt with its answer [tokens].
     #[serde(default, deserialize_with = "lenient")]
     pub context_length: Option<u64>,
+    /// Longest text of a prompt, whatever its tokens [characters].
+    #[serde(default, deserialize_with = "lenient")]
+    pub max_prompt_chars: Option<u64>,
     pub schedule_policy: Option<String>,
     pub disable_radix_cache: Option<bool>,
     /// SGLang's: its decode workers have no radix cache without it.
@@ -128,6 +132,11 @@ impl Description {
             rest.is_some_and(|rest| rest.is_empty() || rest.starts_with(':'))
         };
         names.peek().is_none() || names.any(is_of)
+    }
+
+    /// Longest prompt that the worker takes, if it announces one.
+    pub fn prompt_limit(&self) -> Option<PromptLimit> {
+        PromptLimit::of(self.context_length, self.max_prompt_chars)
     }
 
     /// What it tells under `aspect`. SGLang's workers tell their page size, if nothing else.

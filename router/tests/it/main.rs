@@ -20,6 +20,7 @@ mod pd;
 mod poison;
 mod policies;
 mod process;
+mod prompt_limit;
 mod refusals;
 mod regular;
 mod retries;
