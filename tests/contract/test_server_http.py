@@ -250,6 +250,27 @@ def test_a_body_over_the_limit_is_refused_unparsed(http: httpx.Client, content: 
     assert (r.status_code, r.json()["error"]["code"]) == (413, "payload_too_large")
 
 
+def test_prompt_of_20_mib_is_refused_by_its_bytes_as_by_its_text(http: httpx.Client) -> None:
+    """Both refusals are one: routers refuse by what this engine announces."""
+    info = http.get("/get_server_info").json()
+    chars, context = info["max_prompt_chars"], info["context_length"]
+    large = "word and more " * (20 * 2**20 // 14)
+    refused = http.post("/v1/completions", json={"prompt": large})
+    assert (refused.status_code, refused.json()["error"]["code"]) == (400, "context_length_exceeded")
+    tokens = -(-len(large) // (chars // context))
+    assert refused.json()["error"]["message"] == (
+        f"this model's maximum context length is {context} tokens here, but the prompt has {len(large)} characters, "
+        f"at least {tokens} tokens; shorten it, or start the engine with a larger --context-length or "
+        "--max-total-tokens"
+    )
+    assert refused.json()["error"]["param"] == "prompt"
+    messages = [{"role": "user", "content": "x"}] * (20 * 2**20 // 34)
+    refused = http.post("/v1/chat/completions", json={"messages": messages})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "messages")
+    refused = http.post("/v1/chat/completions", json={"messages": HI, "tools": [large]})
+    assert (refused.status_code, refused.json()["error"]["code"]) == (413, "payload_too_large")
+
+
 def test_request_ids_come_back(http: httpx.Client) -> None:
     assert http.get("/health", headers={"x-request-id": "id-1"}).headers["x-request-id"] == "id-1"
     made = http.get("/nope").headers["x-request-id"]

@@ -160,10 +160,10 @@ class Cluster:
         assert answer.usage.completion_tokens == max_tokens
         return answer.choices[0].text
 
-    def post(self, path: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
-        """Status and JSON of POST `path`, errors too."""
+    def post(self, path: str, body: dict[str, Any], url: str | None = None) -> tuple[int, dict[str, Any]]:
+        """Status and JSON of POST `path` to the router or the node at `url`, errors too."""
         request = urllib.request.Request(
-            f"{self.url}{path}", json.dumps(body).encode(), {"content-type": "application/json"}
+            f"{url or self.url}{path}", json.dumps(body).encode(), {"content-type": "application/json"}
         )
         try:
             with urllib.request.urlopen(request, timeout=60) as response:

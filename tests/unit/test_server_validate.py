@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.config import build
-from baton.errors import BadRequest, EngineError, PromptTooLong, UnsupportedParameter
+from baton.errors import BadRequest, EngineError, InvalidJson, PayloadTooLarge, PromptTooLong, UnsupportedParameter
 from baton.server import model_dir
 from baton.server.placement import seed_of_room
 from baton.server.tokenizer import Tokenizer
@@ -75,6 +76,7 @@ def test_a_text_too_long_for_any_tokens_is_refused_untokenized(
     text = "x" * chars
     body = {field: [{"role": "user", "content": text}] if field == "messages" else text}
     monkeypatch.setattr(tokenizer, "encode_batch", None)
+    monkeypatch.setattr(tokenizer, "encode_within", None)
     monkeypatch.setattr(tokenizer, "encode", None)
     with pytest.raises(PromptTooLong) as caught:
         form(make(), **body)
@@ -88,6 +90,79 @@ def test_the_longest_text_that_may_fit_is_tokenized(make: Make, tokenizer: Token
     assert len(tokenize(make(), prompt=text)) > CONTEXT
     with pytest.raises(PromptTooLong, match="the prompt has "):
         completion(make(), prompt=text)
+
+
+def test_prompts_behind_one_that_is_too_long_are_not_tokenized(
+    make: Make, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encode, seen = tokenizer.encode_within, []
+
+    def recorded(text: str, max_tokens: int, *, add_special_tokens: bool = True) -> list[int]:
+        seen.append(text)
+        return encode(text, max_tokens, add_special_tokens=add_special_tokens)
+
+    monkeypatch.setattr(tokenizer, "encode_within", recorded)
+    long = "x " * (CONTEXT + 1)
+    with pytest.raises(PromptTooLong, match=r"the prompt has \d+;"):
+        completion(make(), prompt=["a", long, "b"])
+    assert seen == ["a", long]
+
+
+TEXT_FORMS = [("/v1/completions", "prompt", completion), ("/generate", "text", generate)]
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    excess=st.integers(-2, 2), character=st.sampled_from(["x", "é", "😀", '"', "\n"]), escaped=st.booleans(),
+    form=st.sampled_from(TEXT_FORMS), in_list=st.booleans(),
+)  # fmt: skip
+def test_text_is_refused_unparsed_exactly_if_it_would_be_parsed(
+    path: Path, tokenizer: Tokenizer, excess: int, character: str, escaped: bool, form: Any, in_list: bool
+) -> None:
+    config = build({"model_path": str(path), "served_model_name": "tiny"})
+    validator = Validator(config, model_dir.load(config), tokenizer)
+    text = character * (validator.max_prompt_chars + excess)
+    url, field, parsed = form
+    prompt = ["a", text] if in_list else text
+    body = json.dumps({field: prompt, "model": "tiny"}, ensure_ascii=escaped).encode()
+    try:
+        validator.refuse_oversized(url, body)
+        unparsed = None
+    except PromptTooLong as err:
+        unparsed = err.body()
+    assert (unparsed is not None) == (excess > 0)
+    with pytest.raises(PromptTooLong) as caught:
+        parsed(validator, **{field: prompt})
+    assert unparsed in (None, caught.value.body())
+
+
+def test_ids_are_refused_unparsed_exactly_if_they_would_be_parsed(make: Make) -> None:
+    validator = make()
+    for count in (CONTEXT - 1, CONTEXT, CONTEXT + 1):
+        for url, field, parsed in (("/v1/completions", "prompt", completion), ("/generate", "input_ids", generate)):
+            for ids in ([7] * count, [[7], [7] * count]):
+                body = json.dumps({field: ids}).encode()
+                if count <= CONTEXT:
+                    validator.refuse_oversized(url, body)
+                    continue
+                with pytest.raises(PromptTooLong) as unparsed:
+                    validator.refuse_oversized(url, body)
+                with pytest.raises(PromptTooLong) as caught:
+                    parsed(validator, **{field: ids})
+                assert unparsed.value.body() == caught.value.body()
+
+
+def test_messages_and_other_members_are_bounded_before_they_are_parsed(make: Make) -> None:
+    validator = make()
+    messages = [{"role": "user", "content": "x"}] * (12 * validator.max_prompt_chars // 30)
+    with pytest.raises(PromptTooLong, match="bytes of messages, at most ") as caught:
+        validator.refuse_oversized("/v1/chat/completions", json.dumps({"messages": messages}).encode())
+    assert caught.value.param == "messages"
+    rest = json.dumps({"messages": [], "tools": ["x"] * (1 << 20)}).encode()
+    with pytest.raises(PayloadTooLarge, match="members beside the prompt have "):
+        validator.refuse_oversized("/v1/chat/completions", rest)
+    with pytest.raises(InvalidJson, match="not a JSON object: "):
+        validator.refuse_oversized("/v1/chat/completions", b'{"messages": [' + b" " * CONTEXT)
 
 
 def test_too_many_ids_are_refused_before_they_are_looked_at(make: Make) -> None:

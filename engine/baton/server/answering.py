@@ -33,7 +33,7 @@ from baton.server.tenancy import Tenancy
 from baton.server.tokenizer import Tokenizer
 from baton.server.tracer import Tracer
 from baton.server.validate import Accepted, with_deadline_headers
-from baton.server.wire import REQUEST_ID, json_response, read_object
+from baton.server.wire import REQUEST_ID, Check, json_response, read_object
 
 log = logging.getLogger("baton.front")
 
@@ -74,6 +74,7 @@ class Answering:
         model_name: str,
         timeout_secs: float,
         admit: Callable[[], None],
+        refuse_oversized: Check,
         tenancy: Tenancy,
         tracer: Tracer | None,
     ) -> None:
@@ -86,6 +87,7 @@ class Answering:
         self._model_name = model_name
         self._timeout_secs = timeout_secs
         self._admit = admit
+        self._refuse_oversized = refuse_oversized
         self._live: dict[str, set[Generation]] = {}
         self._arrivals: dict[object, float] = {}
         """Requests from before their body is read until their answer is out, oldest first (monotonic seconds)."""
@@ -141,7 +143,8 @@ class Answering:
         self._idle.clear()
         try:
             self._admit()
-            accepted = with_deadline_headers(await validate(await read_object(request)), request.headers)
+            body = await read_object(request, self._refuse_oversized)
+            accepted = with_deadline_headers(await validate(body), request.headers)
             accepted = self._take_tokens(accepted, request.headers)
             limit = min(limit, accepted.deadline_secs or limit)
             if accepted.ignored:

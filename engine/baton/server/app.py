@@ -32,7 +32,6 @@ from baton.errors import (
     ModelNotFound,
     NotFound,
     NotReady,
-    PayloadTooLarge,
     WrongState,
 )
 from baton.request import SamplingParams
@@ -51,7 +50,7 @@ from baton.server.openai import ChatFormat, CompletionFormat
 from baton.server.ranks import Rank, Ranks
 from baton.server.tokenizer import Tokenizer
 from baton.server.validate import MAX_ITEMS, Accepted, Item, TextRules, Validator
-from baton.server.wire import MAX_BODY_BYTES, REQUEST_ID, error_response, json_response, new_id, read_object
+from baton.server.wire import REQUEST_ID, error_response, json_response, new_id, read_object
 
 log = logging.getLogger("baton.front")
 
@@ -96,7 +95,7 @@ class Front:
         self.tracer = tracer.start(config)
         self.answering = Answering(
             ranks, tokenizer, self.metrics, facts.name, config.request_timeout_secs, self._refuse_if_not_accepting,
-            self.validator.tenancy, self.tracer,
+            self.validator.refuse_oversized, self.validator.tenancy, self.tracer,
         )  # fmt: skip
         self.lifecycle.answers = self.answering
         if self.tracer is not None:
@@ -202,7 +201,6 @@ class Front:
         config["model_path"] = str(self.facts.path)
         config["served_model_name"] = self.facts.name
         config["served_model_names"] = self.validator.model_names
-        config["context_length"] = self.validator.context_length
         if self.bootstrap_port is not None:
             config["disaggregation_bootstrap_port"] = self.bootstrap_port
         ranks, now = self.ranks.ranks, self.lifecycle.condition()
@@ -213,6 +211,8 @@ class Front:
             {
                 **config,
                 **ranks[0].info,  # max_total_num_tokens, dtype, layout: equal on all ranks
+                "context_length": self.validator.context_length,  # a rank's pool may hold less than it says
+                "max_prompt_chars": self.validator.max_prompt_chars,
                 "engine": "baton",
                 "tokenizer_fingerprint": self.facts.tokenizer_fingerprint,
                 "baton_features": FEATURES.get(self.config.disaggregation_mode, []),
@@ -390,7 +390,7 @@ class Front:
     # ---- the application ---------------------------------------------------------------------------------------
 
     def application(self) -> web.Application:
-        app = web.Application(middlewares=[self._guard], client_max_size=MAX_BODY_BYTES)
+        app = web.Application(middlewares=[self._guard])
         app.on_response_prepare.append(_common_headers)
         app.on_shutdown.append(self.kv_streams.close)
         get, post = app.router.add_get, app.router.add_post
@@ -439,8 +439,6 @@ class Front:
             return await handler(request)
         except EngineError as err:
             return error_response(err)
-        except web.HTTPRequestEntityTooLarge:
-            return error_response(PayloadTooLarge(f"the body is larger than {MAX_BODY_BYTES} bytes; split the batch"))
         except web.HTTPNotFound:
             return error_response(NotFound(f"no such path: {request.path[:200]}"))
         except web.HTTPMethodNotAllowed as err:

@@ -31,6 +31,14 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # a batch is encoded b
 T = TypeVar("T")
 
 
+class TooManyTokens(Exception):
+    """A text has `count` tokens, more than were to be returned."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__(f"{count} tokens")
+        self.count = count
+
+
 def _byte_level_map() -> dict[str, int]:
     """Printable stand-in → byte, the inverse of byte-level BPE's alphabet (Radford et al. 2019, GPT-2)."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
@@ -73,6 +81,13 @@ class Tokenizer:
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         return self.encode_batch([text], add_special_tokens=add_special_tokens)[0]
+
+    def encode_within(self, text: str, max_tokens: int, *, add_special_tokens: bool = True) -> list[int]:
+        """Like `encode`. Raises TooManyTokens before the ids become Python objects, during which all threads wait."""
+        (found,) = self._hf.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        if len(found) > max_tokens:
+            raise TooManyTokens(len(found))
+        return list(found.ids)
 
     def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
         found = self._hf.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)

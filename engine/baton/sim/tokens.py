@@ -10,7 +10,7 @@ import sys
 from array import array
 from collections.abc import Callable, Sequence
 
-from baton.server.tokenizer import Tokenizer
+from baton.server.tokenizer import Tokenizer, TooManyTokens
 
 BYTES = 4
 MASK = 0x7FFFFFFF
@@ -34,6 +34,12 @@ class FourByteTokenizer(Tokenizer):
         ids = array("i")
         ids.frombytes(data + b"\0" * (-len(data) % BYTES))
         return ids.tolist() if text.isascii() else [i & MASK for i in ids]
+
+    def encode_within(self, text: str, max_tokens: int, *, add_special_tokens: bool = True) -> list[int]:
+        ids = self.encode(text)
+        if len(ids) > max_tokens:
+            raise TooManyTokens(len(ids))
+        return ids
 
     def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
         return [self.encode(text) for text in texts]
