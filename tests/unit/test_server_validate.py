@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import re
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,9 @@ from hypothesis import strategies as st
 
 from baton.config import build
 from baton.errors import BadRequest, EngineError, InvalidJson, PayloadTooLarge, PromptTooLong, UnsupportedParameter
-from baton.server import model_dir
+from baton.server import model_dir, validate
+from baton.server.chat import read_messages
+from baton.server.fields import Fields
 from baton.server.placement import seed_of_room
 from baton.server.tokenizer import Tokenizer
 from baton.server.validate import Accepted, Validator, with_deadline_headers
@@ -90,6 +94,23 @@ def test_the_longest_text_that_may_fit_is_tokenized(make: Make, tokenizer: Token
     assert len(tokenize(make(), prompt=text)) > CONTEXT
     with pytest.raises(PromptTooLong, match="the prompt has "):
         completion(make(), prompt=text)
+
+
+@pytest.mark.parametrize("form", [chat, tokenize])
+def test_conversation_of_many_messages_is_read_beside_the_event_loop(
+    make: Make, monkeypatch: pytest.MonkeyPatch, form: Any
+) -> None:
+    threads = []
+
+    def recorded(f: Fields) -> list[dict[str, Any]]:
+        threads.append(threading.current_thread() is threading.main_thread())
+        return read_messages(f)
+
+    monkeypatch.setattr(validate, "read_messages", recorded)
+    for count in (1, 2000):
+        with contextlib.suppress(PromptTooLong):
+            form(make(), messages=[{"role": "user", "content": "x"}] * count)
+    assert threads == [True, False]
 
 
 def test_prompts_behind_one_that_is_too_long_are_not_tokenized(
