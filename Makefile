@@ -31,11 +31,12 @@ bench: setup ## ratios of interleaved arms, the quick ones; the long ones and al
 	$(py)python -m tests.perf.bench_hot --rounds 1 --concurrency 48
 	$(py)python -m tests.perf.bench_routing --limit 600 --arms cost,cache_aware,round_robin
 	cargo bench --locked --quiet -p baton-router --bench cpu_per_request
-lint: setup ## formatters, linters, types
+lint: setup ## formatters, linters, types, structure and language of the sources
 	cargo fmt --all --check
 	cargo clippy --locked --workspace --all-targets --quiet -- -D warnings
 	$(py)ruff check
 	$(py)ruff format --check
 	$(py)mypy
+	$(py)pytest -q tests/structure
 lock:      ## resolve engine/requirements*.lock anew from pyproject.toml
 	@.ci/lock.sh

@@ -1,0 +1,166 @@
+"""The rules. Each yields (what breaks it, by how much); what is not yielded keeps it."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator
+
+from tests.structure.sources import (
+    CRATES,
+    PYTHON,
+    cyclic,
+    files,
+    first_doc_lines,
+    functions,
+    merged,
+    product_rust,
+    public_types,
+    python_code_lines,
+    python_imports,
+    python_modules,
+    rust_code_lines,
+    rust_imports,
+    text,
+)
+
+MAX_ENTRIES = 12
+MAX_FILE_LINES = 700
+MAX_FUNCTION_LINES = 80
+MAX_ONE_WORD_PERCENT = 30
+MAX_CODE_LINES = {"engine": 17_000, "router": 18_500, "kv_transfer": 9_700}
+
+STATE_MACHINES = {"kv_transfer/src/state_machine/decode.rs:step"}
+"""Functions that match over all states of one machine; these stay in one place, however long."""
+
+WORDS = {
+    "nobody": "no worker, no request", "whoever": "the component", "somebody": "the component", "told": "reported",
+    "gone on with": "resumed", "let go": "released", "of late": "recently", "anew": "again",
+    "what came of": "outcome", "door": "admission controller", "story": "timeline", "stories": "timelines",
+    "patience": "timeout", "rehears": "warm-up", "rung": "capture size", "heir": "resume fingerprint",
+    "newcomer": "startup gate", "obey": "apply", "ageing": "aging", "tokenis": "tokenize", "prioritis": "prioritize",
+    "parked": "pending, retained", "sicken": "mark unhealthy", "farewell": "shutdown",
+}  # fmt: skip
+"""Words of this project alone, spellings that differ from the flags', and what to write instead."""
+
+BARE = re.compile(r"(Of|What|Who|Whose|Whoever|Whether|It|Its|Nobody|One)\b")
+
+Offenses = Iterator[tuple[str, int]]
+
+
+def product_files() -> list[str]:
+    return [*files(PYTHON, ".py"), *(path for folder in CRATES.values() for path in product_rust(folder))]
+
+
+def import_cycles() -> Offenses:
+    """Files, and packages, that import each other."""
+    modules, imports = python_modules(), python_imports()
+    graphs = [imports, merged(imports, {name: f"{name}.".split(".")[1] for name in modules})]
+    for folder in CRATES.values():
+        uses = rust_imports(folder)
+        group_of = {path: f"{folder}/{path.removeprefix(folder + '/').split('/')[0]}" for path in uses}
+        graphs += [uses, merged(uses, group_of)]
+    for graph in graphs:
+        for group in cyclic(graph):
+            yield from ((name, 1) for name in group)
+
+
+def folder_entries() -> Offenses:
+    """Folders of sources that list too many files and folders."""
+    listed: dict[str, set[str]] = {}
+    for path in [*product_files(), *(path for folder in CRATES.values() for path in files(folder, ".rs"))]:
+        parts = path.split("/")
+        for n in range(1, len(parts)):
+            listed.setdefault("/".join(parts[:n]), set()).add(parts[n])
+    for folder, entries in listed.items():
+        if len(entries) > MAX_ENTRIES:
+            yield folder, len(entries)
+
+
+def long_files() -> Offenses:
+    for path in product_files():
+        if (lines := text(path).count("\n")) > MAX_FILE_LINES:
+            yield path, lines
+
+
+def long_functions() -> Offenses:
+    for path in product_files():
+        for name, lines in functions(path):
+            if lines > MAX_FUNCTION_LINES and f"{path}:{name}" not in STATE_MACHINES:
+                yield f"{path}:{name}", lines
+
+
+def packages() -> dict[str, list[str]]:
+    named: dict[str, list[str]] = {}
+    for path in files(PYTHON, ".py"):
+        named.setdefault("/".join(path.split("/")[:3]).removesuffix(".py"), []).append(path)
+    return named | {folder: product_rust(folder) for folder in CRATES.values()}
+
+
+def one_word_types() -> Offenses:
+    """Packages where too large a share [%] of the public types has a name of one word."""
+    for package, paths in packages().items():
+        names = [name for path in paths for name in public_types(path)]
+        short = [name for name in names if len(re.findall(r"[A-Z]+[a-z0-9]*", name)) < 2]
+        if len(short) > 3 and 100 * len(short) > MAX_ONE_WORD_PERCENT * len(names):
+            yield package, 100 * len(short) // len(names)
+
+
+def types_of_one_name() -> Offenses:
+    """Public types of one package that share a name, and how many do."""
+    for package, paths in packages().items():
+        for name, count in Counter(name for path in paths for name in public_types(path)).items():
+            if count > 1:
+                yield f"{package}:{name}", count
+
+
+def bare_openings() -> Offenses:
+    """Doc comments that begin without their subject, per file."""
+    for path in product_files():
+        if count := sum(bool(BARE.match(line)) for line in first_doc_lines(path)):
+            yield path, count
+
+
+def private_words() -> Offenses:
+    """Uses of a word outside the field's vocabulary, in code and prose, per area."""
+    areas = {
+        **packages(), "docs": files("docs", ".md"), "deploy": files("deploy", ".md", ".yaml", ".py"),
+        "README.md": files("README.md", ".md"),
+    }  # fmt: skip
+    for area, paths in areas.items():
+        every = "\n".join(text(path) for path in paths).lower()
+        for word in WORDS:
+            if count := len(re.findall(rf"(?<![a-z]){word}(?![a-rt-z])" if " " not in word else word, every)):
+                yield f"{area}:{word}", count
+
+
+def code_lines() -> Offenses:
+    """Lines of code without blanks, comments and tests, where they exceed the ceiling."""
+    rust = {folder: sum(map(rust_code_lines, product_rust(folder))) for folder in CRATES.values()}
+    lines = {
+        "engine": sum(map(python_code_lines, files(PYTHON, ".py"))),
+        "router": rust["router/src"] + rust["router/core/src"],
+        "kv_transfer": rust["kv_transfer/src"],
+    }
+    yield from ((name, count) for name, count in lines.items() if count > MAX_CODE_LINES[name])
+
+
+RULES: dict[str, tuple[Callable[[], Offenses], str]] = {
+    "import-cycle": (import_cycles, "imports point one way: move what both need below them, or pass it in"),
+    "folder-entries": (
+        folder_entries,
+        f"a folder lists at most {MAX_ENTRIES} entries: group them by a noun of the field",
+    ),
+    "file-lines": (long_files, f"a file has at most {MAX_FILE_LINES} lines and one subject: divide it"),
+    "function-lines": (long_functions, f"a function has at most {MAX_FUNCTION_LINES} lines: divide it"),
+    "one-word-types": (one_word_types, f"at most {MAX_ONE_WORD_PERCENT} % of a package's public types have one word"),
+    "same-name-types": (types_of_one_name, "two public types of a package never share a name"),
+    "bare-opening": (bare_openings, "a doc comment begins with a noun phrase or an imperative verb"),
+    "private-word": (private_words, "use the field's word; rules.py names one for each"),
+    "code-lines": (code_lines, "the package has grown beyond its ceiling: something has to go"),
+}
+
+
+def offenses() -> dict[tuple[str, str], int]:
+    """(rule, what breaks it) → by how much."""
+    return {(rule, what): count for rule, (find, _) in RULES.items() for what, count in find()}
