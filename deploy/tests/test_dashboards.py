@@ -54,6 +54,14 @@ def test_queries_use_only_metrics_and_labels_that_exist() -> None:
     assert {where: wrong for where, text in QUERIES.items() if (wrong := unknown_names(text))} == {}
 
 
+def test_a_wrong_metric_in_a_panel_is_the_only_thing_named() -> None:
+    where, text = next((where, text) for where, text in QUERIES.items() if "baton_router_workers" in text)
+    queries = {**QUERIES, where: text.replace("baton_router_workers", "baton_router_wokers")}
+    wrong = {name: found for name, query in queries.items() if (found := unknown_names(query))}
+    assert set(wrong) == {where}
+    assert "baton_router_wokers" in wrong[where]
+
+
 def test_legends_use_labels_that_the_query_keeps() -> None:
     for where, text in QUERIES.items():
         legend = where.rpartition(": ")[2]
