@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import httpx
@@ -13,6 +14,9 @@ from deploy.tests.e2e.cluster import TestCluster
 
 HEADERS = {"Authorization": "Bearer demo"}
 MAX_TOKENS = 100
+STREAM_SECS = 300
+"""Longest silence of a stream: bounds a hanging test, and is far above what an overloaded machine takes."""
+REFRESH_SECS = 0.5
 
 
 def question(number: int) -> dict[str, object]:
@@ -33,14 +37,22 @@ class StreamResult:
     number: int
     text: str = ""
     problem: str = ""
+    router: str = ""
+    request_id: str = ""
+    index: int = 0
+    """Number of the stream among those that its load started."""
 
 
-async def stream_once(client: httpx.AsyncClient, base: str, number: int) -> StreamResult:
-    result = StreamResult(number)
+async def stream_once(
+    client: httpx.AsyncClient, base: str, number: int, body: dict[str, object] | None = None
+) -> StreamResult:
+    result = StreamResult(number, router=base)
     finish_reason, done = None, False
     try:
-        request = client.stream("POST", f"{base}/v1/chat/completions", json=question(number), headers=HEADERS)
+        url = f"{base}/v1/chat/completions"
+        request = client.stream("POST", url, json=body or question(number), headers=HEADERS)
         async with request as response:
+            result.request_id = response.headers.get("x-request-id", "")
             if response.status_code != 200:
                 result.problem = f"{response.status_code}: {(await response.aread()).decode()[:300]}"
                 return result
@@ -66,7 +78,7 @@ def ask(cluster: TestCluster, number: int, base: str | None = None) -> StreamRes
     """Ask one question of the router at `base`, or of any ready one."""
 
     async def once() -> StreamResult:
-        async with httpx.AsyncClient(timeout=120) as client:
+        async with httpx.AsyncClient(timeout=STREAM_SECS) as client:
             return await stream_once(client, base or cluster.endpoints("router")[0], number)
 
     return asyncio.run(once())
@@ -74,14 +86,22 @@ def ask(cluster: TestCluster, number: int, base: str | None = None) -> StreamRes
 
 @dataclass
 class StreamLoad:
-    """`clients` clients that stream one answer after another; each takes a ready endpoint of the Service."""
+    """`clients` clients that stream one answer after another; each takes a ready endpoint of the Service.
+
+    On exit every stream that was started ends first: `results` has one entry for each.
+    """
 
     cluster: TestCluster
     clients: int = 4
     questions: int = 6
     routers: list[str] | None = None
     """Their addresses, where the API server cannot be asked; None: the Service's ready endpoints."""
+    body: Callable[[int], dict[str, object]] | None = None
+    """Requests by the number of the stream; None: the questions, in turn."""
     results: list[StreamResult] = field(default_factory=list)
+    started: int = 0
+    most_at_once: int = 0
+    _running: int = 0
     _stopping: threading.Event = field(default_factory=threading.Event)
     _thread: threading.Thread | None = None
 
@@ -96,20 +116,47 @@ class StreamLoad:
         self._thread.join()
 
     async def _run(self) -> None:
-        async def one(client_number: int) -> None:
+        endpoints: list[str] = []
+
+        async def refresh() -> None:
+            """Follow the Service as kube-proxy does, with its delay."""
+            while True:
+                endpoints[:] = await asyncio.to_thread(self.cluster.endpoints, "router")
+                await asyncio.sleep(REFRESH_SECS)
+
+        async def one(client_number: int, client: httpx.AsyncClient) -> None:
             turn = client_number
             while not self._stopping.is_set():
-                endpoints = self.routers or await asyncio.to_thread(self.cluster.endpoints, "router")
                 if not endpoints:
                     self.results.append(StreamResult(-1, problem="the Service has no ready endpoint"))
-                    await asyncio.sleep(0.5)
+                    self.started += 1
+                    await asyncio.sleep(REFRESH_SECS)
                     continue
-                async with httpx.AsyncClient(timeout=120) as client:
-                    base = endpoints[turn % len(endpoints)]
-                    self.results.append(await stream_once(client, base, turn % self.questions))
+                await self._one_stream(client, endpoints[turn % len(endpoints)], turn % self.questions)
                 turn += 1
 
-        await asyncio.gather(*(one(number) for number in range(self.clients)))
+        if self.routers is None:
+            endpoints[:] = await asyncio.to_thread(self.cluster.endpoints, "router")
+            follower = asyncio.create_task(refresh())
+        else:
+            endpoints, follower = self.routers, None
+        # No connection is kept: each stream is balanced anew.
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
+        async with httpx.AsyncClient(timeout=STREAM_SECS, limits=limits) as client:
+            await asyncio.gather(*(one(number, client) for number in range(self.clients)))
+        if follower is not None:
+            follower.cancel()
+
+    async def _one_stream(self, client: httpx.AsyncClient, base: str, number: int) -> None:
+        self.started += 1
+        self._running += 1
+        self.most_at_once = max(self.most_at_once, self._running)
+        index = self.started
+        body = None if self.body is None else self.body(index)
+        result = await stream_once(client, base, number, body)
+        result.index = index
+        self.results.append(result)
+        self._running -= 1
 
     @property
     def problems(self) -> list[str]:
