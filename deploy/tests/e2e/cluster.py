@@ -96,7 +96,7 @@ class TestCluster:
         self._spawn(
             "kube-controller-manager", str(self._kube), "kube-controller-manager", *flags,
             f"--service-account-private-key-file={self.certificates}/sa.key",
-            f"--root-ca-file={self.certificates}/apiserver.crt",
+            f"--root-ca-file={self.certificates}/apiserver.crt", "--horizontal-pod-autoscaler-sync-period=2s",
         )  # fmt: skip
         self._spawn("kube-scheduler", str(self._kube), "kube-scheduler", *flags)
         for i, name in enumerate(NODES):
@@ -182,6 +182,7 @@ class TestCluster:
             "--service-account-issuer=https://kubernetes.default.svc", "--service-cluster-ip-range=10.96.0.0/16",
             f"--token-auth-file={STATE}/tokens.csv", "--authorization-mode=RBAC",
             f"--audit-policy-file={STATE}/audit.yaml", f"--audit-log-path={self.audit_log}",
+            "--kubelet-preferred-address-types=InternalIP",
         )  # fmt: skip
 
     def _start_node(self, name: str, index: int) -> None:
@@ -192,6 +193,7 @@ class TestCluster:
             f"--pod-prefix=10.88.{index + 1}", f"--port={10250 + index}", f"--state={state}",
             f"--labels=topology.kubernetes.io/zone=zone-{name[-1]}", "--gpus=8",
             f"--runc={self._debian}/usr/sbin/runc", f"--images={STATE}/images.json",
+            f"--certificate={self.certificates}/apiserver.crt",
         )  # fmt: skip
 
     def _spawn(self, name: str, *command: str) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import httpx
@@ -33,6 +35,7 @@ def undisturbed(doubled: TestCluster) -> dict[int, str]:
 
 def assert_whole(load: StreamLoad, undisturbed: dict[int, str]) -> None:
     assert load.problems == [], load.cluster.report()
+    assert len(load.results) == load.started
     assert [r.number for r in load.results if r.text != undisturbed[r.number]] == []
 
 
@@ -44,6 +47,80 @@ def wait_for_more(load: StreamLoad, count: int = 6) -> None:
 def test_pods_of_a_role_are_spread_over_nodes(doubled: TestCluster) -> None:
     for role in ROLES:
         assert len({pod["spec"]["nodeName"] for pod in doubled.pods(role)}) == 2, role
+
+
+def test_engines_of_a_drained_node_are_killed_without_a_loss(doubled: TestCluster, undisturbed: dict[int, str]) -> None:
+    """After "safe to stop" nothing runs there, so that nothing has to be resumed elsewhere either."""
+    pods = [pod for role in ("prefill", "decode") for pod in doubled.pods(role)]
+    engines = names([pod for pod in pods if pod["spec"]["nodeName"] == "node-a"])
+    resumed = failovers(doubled)
+    with StreamLoad(doubled) as load:
+        wait_for_more(load)
+        router = (f"--router={doubled.endpoints('router')[0]}", "--key=demo-admin")  # then reading pods is enough
+        told = baton_drain(doubled, "node/node-a", "--wait", *router)
+        assert told.returncode == 0, told.stdout + told.stderr
+        last = told.stdout.splitlines()[-1]
+        assert last.startswith("safe to stop: ")
+        assert set(last.removeprefix("safe to stop: ").split(", ")) == {f"pod/{name}" for name in engines}
+        assert len(engines) == 2
+        wait_until(lambda: not engines & ready_names(doubled), "draining pods are not Ready")
+        wait_for_more(load)
+        doubled.kubectl("-n", "baton", "delete", "pod", *engines, "--grace-period=0", "--force")
+        wait_for_more(load)
+        for role in ("prefill", "decode"):
+            doubled.kubectl("-n", "baton", "rollout", "status", f"deployment/{role}", "--timeout=300s")
+    assert_whole(load, undisturbed)
+    assert failovers(doubled) == resumed
+
+
+def test_drained_pod_returns_to_service(doubled: TestCluster, undisturbed: dict[int, str]) -> None:
+    """By `kubectl exec` in its container."""
+    name = doubled.pods("decode")[0]["metadata"]["name"]
+    with StreamLoad(doubled) as load:
+        wait_for_more(load)
+        told = baton_drain(doubled, f"pod/{name}", "--wait")
+        assert (told.returncode, told.stdout.splitlines()[-1:]) == (0, [f"safe to stop: pod/{name}"]), told.stderr
+        wait_until(lambda: name not in ready_names(doubled), "a draining pod is not Ready")
+        wait_for_more(load)
+        told = baton_drain(doubled, f"pod/{name}", "--undo")
+        assert told.returncode == 0, told.stdout + told.stderr
+        wait_until(lambda: name in ready_names(doubled), "the pod is Ready again")
+        wait_for_more(load)
+    assert_whole(load, undisturbed)
+
+
+def baton_drain(doubled: TestCluster, *args: str) -> subprocess.CompletedProcess[str]:
+    kubectl = f"--kubectl=kubectl --kubeconfig={doubled.kubeconfig}"
+    command = [sys.executable, "-m", "baton.cli", "drain", kubectl, "--timeout=300", *args]
+    return subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
+
+
+def failovers(doubled: TestCluster) -> float:
+    """Answers that some router resumed on another worker."""
+    texts = [httpx.get(f"{router}/metrics", timeout=30).text for router in doubled.endpoints("router")]
+    lines = [line for text in texts for line in text.splitlines() if line.startswith("baton_router_failovers_total")]
+    return sum(float(line.split()[-1]) for line in lines)
+
+
+def ready_names(doubled: TestCluster, *roles: str) -> set[str]:
+    return {
+        pod["metadata"]["name"]
+        for role in roles or ROLES
+        for pod in doubled.pods(role)
+        for condition in pod["status"].get("conditions", [])
+        if condition["type"] == "Ready" and condition["status"] == "True"
+    }
+
+
+def test_rollout_of_all_roles_breaks_none_of_200_streams(doubled: TestCluster, undisturbed: dict[int, str]) -> None:
+    old = names([pod for role in ROLES for pod in doubled.pods(role)])
+    with StreamLoad(doubled, clients=200) as load:
+        wait_until(lambda: load.most_at_once == 200, "200 streams at once")
+        doubled.run_readme("Change, roll back, restart")
+        wait_until(lambda: not old & names([p for role in ROLES for p in doubled.pods(role)]), "old pods are gone", 600)
+        wait_for_more(load, 200)
+    assert_whole(load, undisturbed)
+    print(f"{len(load.results)} streams, {load.most_at_once} at once, none broken")
 
 
 def test_forced_kill_of_a_decode_pod_breaks_no_stream(doubled: TestCluster, undisturbed: dict[int, str]) -> None:
@@ -146,10 +223,4 @@ def assert_new_router_says(doubled: TestCluster, before: set[str], text: str) ->
         return any(text in doubled.logs(pod) for pod in names(doubled.pods("router")) - before)
 
     wait_until(said, f"a new router logs: {text}")
-    ready = {
-        pod["metadata"]["name"]
-        for pod in doubled.pods("router")
-        for condition in pod["status"]["conditions"]
-        if condition["type"] == "Ready" and condition["status"] == "True"
-    }
-    assert ready <= before
+    assert ready_names(doubled, "router") <= before

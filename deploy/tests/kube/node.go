@@ -2,6 +2,7 @@ package main
 
 import (
 	"context"
+	"crypto/tls"
 	"encoding/json"
 	"flag"
 	"fmt"
@@ -20,6 +21,7 @@ import (
 	cadvisortest "k8s.io/kubernetes/pkg/kubelet/cadvisor/testing"
 	"k8s.io/kubernetes/pkg/kubelet/cm"
 	kubecontainer "k8s.io/kubernetes/pkg/kubelet/container"
+	"k8s.io/kubernetes/pkg/kubelet/server"
 	"k8s.io/kubernetes/pkg/kubemark"
 )
 
@@ -72,6 +74,7 @@ func runNode() {
 	port := flag.Int("port", 10250, "port of the kubelet's server")
 	state := flag.String("state", "", "directory for containers, on tmpfs")
 	runc := flag.String("runc", "runc", "path of the runc program")
+	certificate := flag.String("certificate", "", "certificate of the kubelet's server; the key is beside it, as .key")
 	imagesPath := flag.String("images", "", "JSON file: image name -> {rootfs, env, mounts}")
 	flag.Parse()
 
@@ -87,13 +90,16 @@ func runNode() {
 	flags, kc := kubemark.GetHollowKubeletConfig(&kubemark.HollowKubeletOptions{
 		NodeName: *name, KubeletPort: *port, MaxPods: 110, NodeLabels: nodeLabels,
 	})
-	kc.Address = "127.0.0.1"
+	// The API server forwards kubectl exec to this address.
+	flags.NodeIP, kc.Address = gateway, gateway
 	kc.SyncFrequency.Duration = 1e9
 	kc.ImageServiceEndpoint = ""
 	kc.ContainerRuntimeEndpoint = "unix:///nonexistent"
 
 	images := readImages(*imagesPath)
 	runtime := newRuncRuntime(*runc, *state, *prefix, images)
+	runtime.streams, err = serveExec(runtime)
+	check(err)
 	devices := cm.NewStubContainerManagerWithDevicePluginResource(v1.ResourceList{"nvidia.com/gpu": resource.MustParse(*gpus)})
 	kubelet := kubemark.NewHollowKubelet(flags, kc, client, client, &machine{cadvisortest.Fake{NodeName: *name}},
 		imageStore{apitest.NewFakeImageService(), images}, runtime, devices)
@@ -101,6 +107,8 @@ func runNode() {
 	kubelet.KubeletDeps.ProbeManager = nil
 	kubelet.KubeletDeps.OSInterface = kubecontainer.RealOS{}
 	kubelet.KubeletDeps.Recorder = nil
+	key := strings.TrimSuffix(*certificate, ".crt") + ".key"
+	kubelet.KubeletDeps.TLSOptions = &server.TLSOptions{MinVersion: tls.VersionTLS12, CertFile: *certificate, KeyFile: key}
 	kubelet.KubeletDeps.EventClient = client.CoreV1()
 	kubelet.Run(context.Background())
 }

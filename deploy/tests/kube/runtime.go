@@ -14,6 +14,7 @@ import (
 
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 	apitest "k8s.io/cri-api/pkg/apis/testing"
+	"k8s.io/cri-streaming/pkg/streaming"
 )
 
 const bridge, gateway = "bk0", "10.88.0.1"
@@ -42,6 +43,7 @@ type runcRuntime struct {
 	*apitest.FakeRuntimeService
 	runc, state, prefix string
 	images              map[string]imageFiles
+	streams             streaming.Server
 
 	mu         sync.Mutex
 	pods       int
