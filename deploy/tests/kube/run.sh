@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Run the cluster tests (deploy/tests/e2e): get etcd and runc, build the test cluster, and start pytest in network, mount
-# and process namespaces of its own, so that nothing outlives it. Arguments go to pytest.
+# Run the cluster tests (deploy/tests/e2e): get etcd, runc and Prometheus, build the test cluster, and start pytest in
+# network, mount and process namespaces of its own, so that nothing outlives it. Arguments go to pytest.
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 root=$(cd "$here/../../.." && pwd)
@@ -20,15 +20,17 @@ command -v kubectl >/dev/null || cannot "install kubectl (https://kubernetes.io/
 command -v ip >/dev/null || cannot "install iproute2"
 
 mkdir -p "$cache/debian"
-if [ ! -x "$cache/debian/usr/bin/etcd" ] || [ ! -x "$cache/debian/usr/sbin/runc" ]; then
-    command -v apt-get >/dev/null || cannot "it takes etcd and runc from Debian packages: put usr/bin/etcd and usr/sbin/runc into $cache/debian"
+for needed in etcd-server:usr/bin/etcd runc:usr/sbin/runc prometheus:usr/bin/prometheus; do
+    package=${needed%%:*} program=${needed#*:}
+    [ -x "$cache/debian/$program" ] && continue
+    command -v apt-get >/dev/null || cannot "it takes $program from Debian's package $package: put it into $cache/debian"
     (
         cd "$cache"
-        apt-get download -q etcd-server runc # unpacked here, not installed
-        for package in etcd-server_*.deb runc_*.deb; do dpkg -x "$package" debian; done
-        rm -f ./*.deb
+        apt-get download -q "$package" # unpacked here, not installed
+        dpkg -x "$package"_*.deb debian
+        rm -f "$package"_*.deb
     )
-fi
+done
 
 echo "test-kube: building Kubernetes; the first time takes 10 to 20 minutes on two cores, later ones seconds"
 (cd "$here" && nice -n 19 go build -buildvcs=false -ldflags='-s -w' -o "$cache/kube" .)
