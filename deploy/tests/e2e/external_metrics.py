@@ -70,9 +70,9 @@ def answer(prometheus: Server, target: str) -> dict[str, Any] | None:
 def handler(prometheus: Server) -> type[http.server.BaseHTTPRequestHandler]:
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            told = answer(prometheus, self.path)
-            body = json.dumps(told or {}).encode()
-            self.send_response(404 if told is None else 200)
+            reply = answer(prometheus, self.path)
+            body = json.dumps(reply or {}).encode()
+            self.send_response(404 if reply is None else 200)
             self.send_header("Content-Type", "application/json")
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()

@@ -140,7 +140,7 @@ class StreamLoad:
             follower = asyncio.create_task(refresh())
         else:
             endpoints, follower = self.routers, None
-        # No connection is kept: each stream is balanced anew.
+        # No connection is kept: each stream is balanced by itself.
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
         async with httpx.AsyncClient(timeout=STREAM_SECS, limits=limits) as client:
             await asyncio.gather(*(one(number, client) for number in range(self.clients)))

@@ -57,9 +57,9 @@ def test_engines_of_a_drained_node_are_killed_without_a_loss(doubled: TestCluste
     with StreamLoad(doubled) as load:
         wait_for_more(load)
         router = (f"--router={doubled.endpoints('router')[0]}", "--key=demo-admin")  # then reading pods is enough
-        told = baton_drain(doubled, "node/node-a", "--wait", *router)
-        assert told.returncode == 0, told.stdout + told.stderr
-        last = told.stdout.splitlines()[-1]
+        done = baton_drain(doubled, "node/node-a", "--wait", *router)
+        assert done.returncode == 0, done.stdout + done.stderr
+        last = done.stdout.splitlines()[-1]
         assert last.startswith("safe to stop: ")
         assert set(last.removeprefix("safe to stop: ").split(", ")) == {f"pod/{name}" for name in engines}
         assert len(engines) == 2
@@ -78,12 +78,12 @@ def test_drained_pod_returns_to_service(doubled: TestCluster, undisturbed: dict[
     name = doubled.pods("decode")[0]["metadata"]["name"]
     with StreamLoad(doubled) as load:
         wait_for_more(load)
-        told = baton_drain(doubled, f"pod/{name}", "--wait")
-        assert (told.returncode, told.stdout.splitlines()[-1:]) == (0, [f"safe to stop: pod/{name}"]), told.stderr
+        done = baton_drain(doubled, f"pod/{name}", "--wait")
+        assert (done.returncode, done.stdout.splitlines()[-1:]) == (0, [f"safe to stop: pod/{name}"]), done.stderr
         wait_until(lambda: name not in ready_names(doubled), "a draining pod is not Ready")
         wait_for_more(load)
-        told = baton_drain(doubled, f"pod/{name}", "--undo")
-        assert told.returncode == 0, told.stdout + told.stderr
+        done = baton_drain(doubled, f"pod/{name}", "--undo")
+        assert done.returncode == 0, done.stdout + done.stderr
         wait_until(lambda: name in ready_names(doubled), "the pod is Ready again")
         wait_for_more(load)
     assert_whole(load, undisturbed)

@@ -80,8 +80,8 @@ def ask_all(router: str, prompts: Prompts) -> CachedTokens:
 
 def knows(router: str, prefix: list[int]) -> bool:
     """True if the router expects the whole prefix in the cache of a prefill node."""
-    told = complete(router, prefix + [5] * SUFFIX_TOKENS, CONTROL)
-    candidates = [c for d in told["decisions"] if d["role"] == "prefill" for c in d["explanation"]["candidates"]]
+    found = complete(router, prefix + [5] * SUFFIX_TOKENS, CONTROL)
+    candidates = [c for d in found["decisions"] if d["role"] == "prefill" for c in d["explanation"]["candidates"]]
     return any(c["cached_tokens"] >= PREFIX_TOKENS for c in candidates)
 
 
