@@ -59,7 +59,7 @@ class Validated:
     """Token ids, typecode 'i'."""
     params: SamplingParams = field(default_factory=SamplingParams)
     priority: int | None = None
-    """The client's; None counts as lowest when priority scheduling is on (sched.policy.PriorityRule)."""
+    """The client's; None counts as lowest when priority scheduling is on (sched.priority.PriorityRule)."""
     namespace: bytes = b""
     """Radix cache namespace (extra_key / cache_salt): equal prompts of different namespaces share nothing."""
     arrival: float = 0.0

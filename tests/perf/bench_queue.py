@@ -18,7 +18,8 @@ from collections.abc import Callable
 from baton.cache.pages import PageAllocator
 from baton.cache.radix import RadixCache
 from baton.request import Validated
-from baton.sched.policy import POLICIES, PolicyParams, PriorityRule, View, ordered
+from baton.sched.policies import POLICIES, PolicyParams, View
+from baton.sched.priority import PriorityRule, ordered
 from baton.sched.queue import WaitingQueue
 from baton.sched.seq import Seq
 

@@ -25,7 +25,8 @@ from baton.cache.radix import RadixCache
 from baton.request import Rendezvous, SamplingParams, Validated
 from baton.sched.limits import Limits
 from baton.sched.plan import Row, StepPlan, StepResult, Stop
-from baton.sched.policy import POLICIES, PolicyParams, PriorityRule, View, ordered
+from baton.sched.policies import POLICIES, PolicyParams, View
+from baton.sched.priority import PriorityRule, ordered
 from baton.sched.queue import WaitingQueue
 from baton.sched.scheduler import Scheduler
 from baton.sched.seq import Seq

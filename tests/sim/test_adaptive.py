@@ -10,11 +10,20 @@ from array import array
 
 import pytest
 
-from baton.sched import adaptive
-from baton.sched.adaptive import CANDIDATES, Choice, Forecast, Snapshot, Waiting, decide, finish, forecast, forecasts
 from baton.sched.events import OrderReviewed
 from baton.sched.limits import Limits
-from baton.sched.policy import Adaptive, PolicyParams, View
+from baton.sched.policies import Adaptive, PolicyParams, View, adaptive
+from baton.sched.policies.adaptive import (
+    CANDIDATES,
+    Choice,
+    Forecast,
+    Snapshot,
+    Waiting,
+    decide,
+    finish,
+    forecast,
+    forecasts,
+)
 from baton.sched.seq import Seq
 from baton.sched.state import State
 from baton.sim.model import StepModel

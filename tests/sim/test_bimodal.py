@@ -8,7 +8,7 @@ import random
 import pytest
 
 from baton.sched.limits import Limits
-from baton.sched.policy import PolicyParams
+from baton.sched.policies import PolicyParams
 from baton.sim.model import StepModel
 from baton.sim.node import Setting, SimNode
 from baton.sim.report import percentile, ttfts

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from baton.sched.limits import Limits
-from baton.sched.policy import PolicyParams
+from baton.sched.policies import PolicyParams
 from tests.support.sched_sim import VOCAB, Node, chain, random_prompt, request
 
 PAGE = 4

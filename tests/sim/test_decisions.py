@@ -8,7 +8,7 @@ import json
 from baton.sched import decisions
 from baton.sched.limits import Limits
 from baton.sched.plan import ForwardMode, Stop
-from baton.sched.policy import PriorityRule
+from baton.sched.priority import PriorityRule
 from tests.sim.test_stats import Clocked
 
 LIMITS = Limits(20, 4, 2, 100, 16)

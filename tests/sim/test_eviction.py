@@ -10,7 +10,7 @@ import pytest
 from baton.cache.eviction import EVICTION_POLICIES
 from baton.request import FinishReason
 from baton.sched.limits import Limits
-from baton.sched.policy import PriorityRule
+from baton.sched.priority import PriorityRule
 from tests.support.sched_sim import VOCAB, Node, random_prompt, reference, request
 
 PAGE = 4

@@ -15,7 +15,8 @@ from baton.sched.classes import parse_classes
 from baton.sched.fairness import MAX_LABELS, FairnessRules
 from baton.sched.limits import Limits
 from baton.sched.plan import StepPlan, StepResult
-from baton.sched.policy import POLICIES, PriorityRule
+from baton.sched.policies import POLICIES
+from baton.sched.priority import PriorityRule
 from baton.sched.scheduler import Scheduler
 from baton.sched.tenants import TenantRule, TenantRules
 from tests.support.sched_sim import VOCAB, Node, random_prompt, reference, request

@@ -14,7 +14,7 @@ from baton.request import Rendezvous
 from baton.sched.bands import BANDS, DEFAULT, EDGES, band
 from baton.sched.limits import Limits
 from baton.sched.load import Load, Waiting, tokens_ahead
-from baton.sched.policy import LOWEST_PRIORITY, PriorityRule
+from baton.sched.priority import LOWEST_PRIORITY, PriorityRule
 from tests.sim.test_stats import Clocked
 
 LIMITS = Limits(100, 4, 2, 1000, 16)

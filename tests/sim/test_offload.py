@@ -9,7 +9,7 @@ import pytest
 
 from baton.sched.limits import Limits
 from baton.sched.plan import ForwardMode, StepPlan
-from baton.sched.policy import PriorityRule
+from baton.sched.priority import PriorityRule
 from tests.support.sched_sim import VOCAB, Node, random_prompt, reference, request
 
 

@@ -18,7 +18,7 @@ from baton.request import FinishReason, Validated
 from baton.runtime.loop import Engine
 from baton.sched.limits import Limits
 from baton.sched.plan import StepPlan, StepResult
-from baton.sched.policy import PriorityRule
+from baton.sched.priority import PriorityRule
 from baton.sched.scheduler import Scheduler
 from tests.support.sched_sim import EOS, VOCAB, Device, Node, random_prompt, reference, request
 

@@ -16,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from baton.cache.radix import Node as TreeNode
 from baton.request import FinishReason
 from baton.sched.limits import Limits
-from baton.sched.policy import PriorityRule
+from baton.sched.priority import PriorityRule
 from tests.support.sched_sim import Node, chain, reference, request
 from tests.support.watched import WatchedScheduler
 

@@ -15,9 +15,10 @@ from baton.cache.radix import Node as TreeNode
 from baton.cache.radix import Probe, ProbeWatch
 from baton.config import build
 from baton.sched import setup
-from baton.sched.dfs_weight import ROOT, Path, Weights
 from baton.sched.limits import Limits
-from baton.sched.policy import POLICIES, PolicyParams, PriorityRule, View, ordered
+from baton.sched.policies import POLICIES, PolicyParams, View
+from baton.sched.policies.dfs_weight import ROOT, Path, Weights
+from baton.sched.priority import PriorityRule, ordered
 from baton.sched.queue import WaitingQueue
 from baton.sched.seq import Seq
 from tests.support.sched_sim import VOCAB, Node, random_prompt, reference, request

@@ -13,8 +13,8 @@ from baton.errors import QueueFull
 from baton.request import Validated
 from baton.sched.limits import Limits
 from baton.sched.plan import StepResult
-from baton.sched.policy import PriorityRule
 from baton.sched.preempt import may_preempt, priority_victims, retraction_victim
+from baton.sched.priority import PriorityRule
 from baton.sched.scheduler import Scheduler
 from baton.sched.seq import Seq
 from baton.sim.model import PRESETS

@@ -12,7 +12,7 @@ from baton.errors import DuplicateRoom, QueueFull
 from baton.request import FinishReason, Validated
 from baton.sched.door import Door, MovingRate
 from baton.sched.limits import Limits
-from baton.sched.policy import PriorityRule
+from baton.sched.priority import PriorityRule
 from baton.sched.seq import Seq
 from tests.support.sched_sim import Node, request
 

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from baton.cache.pages import PageAllocator
 from baton.cache.radix import RadixCache
 from baton.sched import queue
-from baton.sched.dfs_weight import ROOT
-from baton.sched.policy import POLICIES, Policy, PolicyParams, PriorityRule, View, ordered, ranks
+from baton.sched.policies import POLICIES, Policy, PolicyParams, View
+from baton.sched.policies.dfs_weight import ROOT
+from baton.sched.priority import PriorityRule, ordered, ranks
 from baton.sched.queue import EXACT_UP_TO, KEYS_PER_LOOK, WaitingQueue
 from baton.sched.seq import Seq
 from tests.sim.test_policies import Plain

@@ -16,7 +16,7 @@ from baton.request import Rendezvous, SamplingParams, Validated
 from baton.sched import replay, setup
 from baton.sched.events import AbortTransfer, GrantPages, PrefillDone
 from baton.sched.plan import StepPlan, StepResult, TokenLogprobs
-from baton.sched.policy import POLICIES
+from baton.sched.policies import POLICIES
 from baton.sched.replay import RecordingScheduler, from_plain, plan_bytes, to_plain
 from baton.sched.scheduler import Scheduler
 from baton.sim import main as sim

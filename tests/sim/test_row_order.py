@@ -13,7 +13,7 @@ from baton.sched.events import Emitted
 from baton.sched.fairness import FairnessRules
 from baton.sched.limits import Limits
 from baton.sched.plan import StepPlan, StepResult
-from baton.sched.policy import PriorityRule
+from baton.sched.priority import PriorityRule
 from baton.sched.scheduler import Scheduler
 from tests.support.sched_sim import VOCAB, Node, random_prompt, reference, request
 from tests.support.storm import FAIR

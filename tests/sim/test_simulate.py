@@ -20,7 +20,7 @@ from baton import cli
 from baton.config import EngineConfig, markdown
 from baton.errors import ConfigError
 from baton.sched.limits import Limits
-from baton.sched.policy import POLICIES
+from baton.sched.policies import POLICIES
 from baton.sched.setup import limits
 from baton.sim import main as command
 from baton.sim import trace as traces

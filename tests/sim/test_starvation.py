@@ -13,7 +13,8 @@ import pytest
 
 from baton.request import Validated
 from baton.sched.limits import Limits
-from baton.sched.policy import PolicyParams, PriorityRule
+from baton.sched.policies import PolicyParams
+from baton.sched.priority import PriorityRule
 from tests.support.sched_sim import Node, request
 from tests.support.watched import WatchedScheduler
 

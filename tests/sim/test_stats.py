@@ -12,7 +12,8 @@ from baton.request import Rendezvous
 from baton.sched import stats
 from baton.sched.limits import Limits
 from baton.sched.plan import StepPlan
-from baton.sched.policy import PolicyParams, PriorityRule
+from baton.sched.policies import PolicyParams
+from baton.sched.priority import PriorityRule
 from baton.sched.scheduler import Scheduler
 from baton.sched.seq import Seq
 from baton.sched.story import Pulled

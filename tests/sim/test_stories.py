@@ -12,7 +12,7 @@ from baton.errors import KvTransferFailed, RequestTimeout
 from baton.request import FinishReason, Validated
 from baton.sched import story
 from baton.sched.limits import Limits
-from baton.sched.policy import PriorityRule
+from baton.sched.priority import PriorityRule
 from baton.sched.story import FirstTokenStages, Pulled, Story
 from tests.support.sched_pair import Relay
 from tests.support.sched_sim import VOCAB, Node, random_prompt, request

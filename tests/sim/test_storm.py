@@ -9,7 +9,7 @@ import dataclasses
 
 import pytest
 
-from baton.sched.policy import POLICIES
+from baton.sched.policies import POLICIES
 from tests.support.storm import Log, Weather, ride, weathers
 
 TURNS = 120

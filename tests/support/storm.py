@@ -19,7 +19,8 @@ from baton.request import FinishReason, Validated
 from baton.sched.classes import parse_classes
 from baton.sched.fairness import FairnessRules
 from baton.sched.limits import Limits
-from baton.sched.policy import POLICIES, PolicyParams, PriorityRule
+from baton.sched.policies import POLICIES, PolicyParams
+from baton.sched.priority import PriorityRule
 from baton.sched.tenants import TenantRule, TenantRules
 from tests.support.sched_pair import Relay
 from tests.support.sched_sim import VOCAB, Node, random_prompt, reference, request

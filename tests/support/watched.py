@@ -20,7 +20,8 @@ from baton.sched.limits import Limits
 from baton.sched.mix import uniform
 from baton.sched.plan import StepPlan, StepResult
 from baton.sched.planner import Reservation
-from baton.sched.policy import LOWEST_PRIORITY, Adaptive, ShortFirst
+from baton.sched.policies import Adaptive, ShortFirst
+from baton.sched.priority import LOWEST_PRIORITY
 from baton.sched.scheduler import Scheduler
 from baton.sched.seq import Seq, SeqState
 

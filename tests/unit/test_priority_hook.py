@@ -15,7 +15,7 @@ from baton.errors import ConfigError
 from baton.runtime.priority_hook import MAX_CALLS, Adjust, PriorityHook, load
 from baton.sched.adjust import LoadView, RequestView
 from baton.sched.limits import Limits
-from baton.sched.policy import PriorityRule
+from baton.sched.priority import PriorityRule
 from tests.support.sched_sim import Node, request
 
 

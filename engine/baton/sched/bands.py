@@ -1,14 +1,14 @@
 """Bands of priority: a few names for all integers, so that metrics and load reports stay small.
 
 A band reaches from its lower edge up to the next one; its name is that edge. Values are normalised (larger is better,
-sched.policy.PriorityRule.base); a request without a priority is "default" and ranks below every given value.
+sched.priority.PriorityRule.base); a request without a priority is "default" and ranks below every given value.
 """
 
 from __future__ import annotations
 
 import bisect
 
-from baton.sched.policy import LOWEST_PRIORITY, PriorityRule
+from baton.sched.priority import LOWEST_PRIORITY, PriorityRule
 from baton.sched.seq import Seq
 
 EDGES = (-1024, -256, -64, -16, -4, 0, 1, 4, 16, 64, 256, 1024)

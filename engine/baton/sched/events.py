@@ -94,7 +94,7 @@ class OrderReviewed:
     before: str
     after: str
     line: Callable[[], str]
-    """Returns a line that replays the decision (sched.adaptive.replay_line); to make it takes some ms."""
+    """Returns a line that replays the decision (policies.adaptive.replay_line); to make it takes some ms."""
 
 
 Event = (

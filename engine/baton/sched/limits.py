@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from baton.sched.fairness import FairnessRules
-from baton.sched.policy import PolicyParams, PriorityRule
+from baton.sched.policies.base import PolicyParams
+from baton.sched.priority import PriorityRule
 
 
 @dataclass(frozen=True, slots=True)

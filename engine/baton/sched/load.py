@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from baton.sched.bands import BANDS, DEFAULT, band
-from baton.sched.policy import cached_tokens
+from baton.sched.policies.base import cached_tokens
 from baton.sched.seq import wants_row
 from baton.sched.state import State
 

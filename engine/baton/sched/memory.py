@@ -26,7 +26,7 @@ from baton.cache.pages import PageAllocator
 from baton.cache.radix import TOKEN_BYTES, Match, Node, RadixCache
 from baton.sched.estimate import KnownAnswer, NewTokenRatio, peak_growth
 from baton.sched.limits import Limits
-from baton.sched.policy import cached_tokens
+from baton.sched.policies.base import cached_tokens
 from baton.sched.seq import Seq, SeqState
 
 HIT_SOURCES = ("device", "in_flight", "host", "decode_tree", "rematch")

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from baton.cache.radix import Match
 from baton.sched.fairness import Fairness
 from baton.sched.plan import UNKNOWN_TOKEN, Admitted, Row, StepPlan, Stop, new_row
-from baton.sched.policy import cached_tokens
+from baton.sched.policies.base import cached_tokens
 from baton.sched.preempt import priority_victims, retraction_victim
 from baton.sched.seq import Seq, SeqState, is_partial, is_ready_to_decode, partial_of
 from baton.sched.state import State

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection
 
 from baton.sched.cover import cheapest_cover
 from baton.sched.limits import Limits
-from baton.sched.policy import PriorityRule
+from baton.sched.priority import PriorityRule
 from baton.sched.seq import Seq
 
 

@@ -29,7 +29,8 @@ from typing import Protocol
 
 from baton.cache.radix import ProbeWatch
 from baton.sched.events import OrderReviewed
-from baton.sched.policy import NEVER, Policy, PriorityRule, View, cached_tokens
+from baton.sched.policies.base import NEVER, Policy, View, cached_tokens
+from baton.sched.priority import PriorityRule
 from baton.sched.seq import Seq
 
 EXACT_UP_TO = 64

@@ -36,7 +36,7 @@ from baton.sched.limits import Limits
 from baton.sched.load import Load, measure
 from baton.sched.plan import INVALID_TOKEN, ForwardMode, StepPlan, StepResult, TokenLogprobs
 from baton.sched.planner import Planner
-from baton.sched.policy import work
+from baton.sched.policies.base import work
 from baton.sched.seq import Seq, SeqState
 from baton.sched.state import State
 from baton.sched.stats import SchedStats

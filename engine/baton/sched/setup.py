@@ -9,7 +9,8 @@ from baton.config import EngineConfig
 from baton.sched.classes import ClassRules, parse_classes
 from baton.sched.fairness import FairnessRules
 from baton.sched.limits import Limits
-from baton.sched.policy import PolicyParams, PriorityRule
+from baton.sched.policies.base import PolicyParams
+from baton.sched.priority import PriorityRule
 
 
 def resolve_policy(config: EngineConfig) -> str:

@@ -28,7 +28,7 @@ from baton.sched.events import AbortTransfer, Emitted, Event, GrantPages, OpenTr
 from baton.sched.fairness import Fairness
 from baton.sched.limits import Limits
 from baton.sched.memory import Memory
-from baton.sched.policy import POLICIES, Policy, View
+from baton.sched.policies import POLICIES, Policy, View
 from baton.sched.queue import WaitingQueue
 from baton.sched.seq import Seq, SeqState
 from baton.sched.stats import SchedStats

@@ -25,7 +25,7 @@ from baton.config import EngineConfig, FlagParser, add_flags, opt, refuse
 from baton.errors import ConfigError
 from baton.sched.limits import Limits
 from baton.sched.plan import StepPlan
-from baton.sched.policy import POLICIES
+from baton.sched.policies import POLICIES
 from baton.sched.replay import ReplayError, digest, replay
 from baton.sched.setup import fairness, limits
 from baton.sched.tenants import TenantRule, TenantRules

@@ -16,19 +16,23 @@ the units of work done, some 0.4 us each), WORK_PER_PLAN or 1 % of the time at a
 
 from __future__ import annotations
 
+import functools
 import heapq
 import json
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Generator, Sequence
+from collections.abc import Callable, Collection, Generator, Hashable, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import Any, TypeVar
 
-from baton.sched.seq import SeqState
-
-if TYPE_CHECKING:
-    from baton.sched.policy import PolicyParams, View
-    from baton.sched.seq import Seq
+from baton.sched.events import OrderReviewed
+from baton.sched.policies.base import Policy, PolicyParams, View, cached_tokens
+from baton.sched.policies.fcfs import Fcfs
+from baton.sched.policies.hrrn import Hrrn
+from baton.sched.policies.lpm import Lpm
+from baton.sched.policies.short_first import ShortFirst
+from baton.sched.policies.srpt_aging import SrptAging
+from baton.sched.seq import Seq, SeqState
 
 T = TypeVar("T")
 Parts = Generator[int, None, T]
@@ -294,3 +298,83 @@ def replay_line(line: str) -> tuple[Choice, Choice, dict[str, Forecast]]:
     snapshot = Snapshot(**(queue | {"requests": requests}))
     expected = forecasts(snapshot)
     return Choice(**values["after"]), decide(Choice(**values["before"]), expected, values["tail_weight"]), expected
+
+
+class Adaptive(Policy):
+    """Uses fcfs, lpm, short-first, hrrn or srpt-aging: the one that a replay of the queue favors (`forecast`)."""
+
+    name = "adaptive"
+    reviews = True
+
+    def __init__(self, params: PolicyParams) -> None:
+        super().__init__(params)
+        self.choice = Choice(Fcfs.name)
+        candidates: tuple[type[Policy], ...] = (Fcfs, Lpm, ShortFirst, Hrrn, SrptAging)
+        self._orders = {policy.name: policy(params) for policy in candidates}
+        self._next_review: float | None = None
+        self._review: Parts[OrderReviewed | None] | None = None
+        """The one under way."""
+        self._last_plan = 0.0
+
+    @property
+    def order(self) -> Policy:
+        return self._orders[self.choice.active]
+
+    @property
+    def active(self) -> str:
+        return self.order.active
+
+    @property
+    def degraded_total(self) -> int:
+        return self._orders[Lpm.name].degraded_total
+
+    @property
+    def redecides_chunks(self) -> bool:
+        return self.order.redecides_chunks
+
+    @property
+    def chosen(self) -> dict[str, bool]:
+        return {name: name == self.choice.active for name in self._orders}
+
+    @property
+    def reads_tree(self) -> bool:
+        return self.order.reads_tree
+
+    def inputs(self, count: int, view: View) -> Hashable:
+        return self.choice.active, self.order.inputs(count, view)
+
+    def keys(self, queue: Sequence[Seq], view: View, inputs: Any) -> Sequence[float]:
+        name, of_order = inputs
+        return self._orders[name].keys(queue, view, of_order)
+
+    def review(self, queue: Collection[Seq], view: View) -> OrderReviewed | None:
+        """Review the orders once per window, over as many plans as the work takes."""
+        most = max(WORK_PER_PLAN, WORK_PER_SEC * (view.now - self._last_plan))
+        self._last_plan = view.now
+        if self._next_review is None:
+            self._next_review = view.now + self.params.adaptive_window_secs
+        if self._review is None:
+            if view.now < self._next_review:
+                return None
+            self._next_review = view.now + self.params.adaptive_window_secs
+            self._review = self._review_in_parts(queue, view)
+        done = 0
+        try:
+            while done < most:
+                done += next(self._review)
+        except StopIteration as end:
+            self._review = None
+            reviewed: OrderReviewed | None = end.value
+            return reviewed
+        return None
+
+    def _review_in_parts(self, queue: Collection[Seq], view: View) -> Parts[OrderReviewed | None]:
+        snapshot = yield from snapshot_in_parts(queue, view, self.params, lambda seq: cached_tokens(seq, view.index))
+        if len(snapshot.requests) < 2:
+            self.choice = Choice(self.choice.active)  # nothing to compare: not a second time in a row
+            return None
+        expected = yield from forecasts_in_parts(snapshot)
+        before, tail = self.choice, self.params.adaptive_tail_weight
+        self.choice = decide(before, expected, tail)
+        line = functools.partial(as_line, before, tail, snapshot, self.choice)
+        return OrderReviewed(before.active, self.choice.active, line)

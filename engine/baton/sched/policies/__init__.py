@@ -1,0 +1,56 @@
+"""Order of the waiting queue: a policy turns every waiting sequence into a number, smallest first.
+
+Priority, when enabled, comes before the policy's number; ties end with (arrival, handle), so every order is total and
+the same inputs give the same order. Retracted sequences keep their arrival, hence their place.
+
+| policy | smallest first | good for | who suffers |
+|---|---|---|---|
+| fcfs | arrival | fairness | short requests behind long ones |
+| lpm | - cached tokens | hit rate of a single engine | cold prompts, unless `lpm_aging` |
+| dfs-weight | place in a walk of the radix tree, heaviest first | sharing among queued requests | cold prompts |
+| lof | - max_new_tokens | keeping a decode batch full at the end of a job | all requests of a prefill node |
+| random | a hash of (step, request) | comparison | p99 |
+| short-first | estimated tokens - aging | mean TTFT with bimodal lengths | long requests, bounded by aging |
+| srpt-aging | tokens left to prefill - aging, per chunk | mean TTFT of prefill nodes | long prompts, bounded |
+| edf | first-token deadline, hopeless ones last | most requests inside their deadline | requests without a deadline |
+| hrrn | - (waited work / own work) | a compromise without a parameter | every request a little |
+| adaptive | as fcfs, lpm, short-first, hrrn or srpt-aging, by a replay of the queue | changing traffic | as those |
+
+A policy also says what its numbers depend on beside the sequences (`inputs`): while that is equal, nothing is
+computed or sorted again, and when it has changed, a long queue is sorted again over several steps (queue.py).
+
+Sources: SGLang 0.5.7's semantics for fcfs, lpm, dfs-weight, lof and random, without its 128-request cliff; Schrage's
+SRPT with aging 0.05 as it did best on recorded traces (docs/scheduling/orders.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from baton.sched.policies.adaptive import Adaptive
+from baton.sched.policies.base import NEVER, Policy, PolicyParams, PrefixIndex, View, cached_tokens, work
+from baton.sched.policies.dfs_weight import DfsWeight
+from baton.sched.policies.edf import Edf
+from baton.sched.policies.fcfs import Fcfs
+from baton.sched.policies.hrrn import Hrrn
+from baton.sched.policies.lof import Lof
+from baton.sched.policies.lpm import Lpm
+from baton.sched.policies.random import Random
+from baton.sched.policies.short_first import ShortFirst
+from baton.sched.policies.srpt_aging import SrptAging
+
+_ALL: tuple[type[Policy], ...] = (Fcfs, Lpm, DfsWeight, Lof, Random, ShortFirst, SrptAging, Edf, Hrrn, Adaptive)
+POLICIES: dict[str, Callable[[PolicyParams], Policy]] = {policy.name: policy for policy in _ALL}
+
+__all__ = [
+    "NEVER",
+    "POLICIES",
+    "Adaptive",
+    "Policy",
+    "PolicyParams",
+    "PrefixIndex",
+    "ShortFirst",
+    "View",
+    "cached_tokens",
+    "work",
+]

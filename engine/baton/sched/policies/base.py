@@ -1,0 +1,202 @@
+"""Interface of the queue orders, and what several of them measure."""
+
+from __future__ import annotations
+
+import abc
+import itertools
+import math
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
+
+from baton.cache.radix import Probe, ProbeWatch
+from baton.sched.events import OrderReviewed
+from baton.sched.seq import Seq
+
+NEVER = itertools.repeat(math.inf)
+"""Times at which the keys of any number of requests change: never."""
+
+
+class PrefixIndex(Protocol):
+    """The part of the radix cache that an order may look at: it must not change what is evicted next."""
+
+    @property
+    def version(self) -> int:
+        """Changes whenever a probe's answer may change."""
+        ...
+
+    def probe(self, tokens: bytes, namespace: bytes, max_tokens: int, last: Probe | None) -> Probe:
+        """The longest cached prefix of `tokens` (little-endian int32); `last` makes it cheap when it still holds."""
+        ...
+
+    def outdated(self, probes: Sequence[Probe | None]) -> Sequence[int]:
+        """Places of the probes that have to be made again, or for the first time."""
+        ...
+
+    def watch(self) -> ProbeWatch:
+        """Tells which probes have to be made again."""
+        ...
+
+    def path_of(self, probe: Probe) -> Sequence[int]:
+        """Serial numbers of the tree nodes along a probe, from the root on; the last may be matched in part."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """What a policy may know beside the sequence."""
+
+    now: float
+    step: int
+    index: PrefixIndex
+    prefill_rate: float
+    """Prompt tokens the engine computes per second, measured."""
+    computed_tokens: int
+    """Prompt tokens the engine has computed since it started."""
+    estimate: Callable[[int], int]
+    """Tokens a request with so many allowed tokens is expected to generate."""
+    pool_tokens: int = 0
+    """What the KV pool holds."""
+    clip_new_tokens: int = 4096
+    """An answer is never expected to be longer."""
+    queued_tokens: int = 0
+    """Prompt tokens of all waiting requests."""
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyParams:
+    """Knobs of all policies (names and defaults: baton.config)."""
+
+    lpm_degrade_threshold: int = 4096
+    lpm_aging_tokens_per_s: float = 0.0
+    in_batch_check_threshold: int = -1
+    """lpm: look for a leader in the queue if at most so many tokens are cached; -1: never."""
+    in_batch_deprioritize_threshold: int = 32
+    short_first_aging_tokens_per_s: float = 500.0
+    short_first_output_weight: float | None = None
+    """None: as large a share of the allowed tokens as the engine measures."""
+    srpt_aging: float = 0.05
+    srpt_aging_backlog_secs: float = 60.0
+    default_deadline_secs: float = 60.0
+    demote_hopeless: bool = True
+    edf_demotion_secs: float = 300.0
+    adaptive_window_secs: float = 15.0
+    adaptive_tail_weight: float = 0.1
+
+
+class Policy(abc.ABC):
+    """`keys` is the order, the rest says when it changes. An instance belongs to one queue: it may have a memory."""
+
+    name: ClassVar[str]
+    reviews: ClassVar[bool] = False
+    """Wants to look at the whole queue before every plan."""
+    each_alone: bool = True
+    """A sequence's number does not depend on who else waits."""
+
+    def __init__(self, params: PolicyParams) -> None:
+        self.params = params
+
+    @property
+    def redecides_chunks(self) -> bool:
+        """Prompts in progress compete with waiting ones at every chunk boundary, instead of going first."""
+        return False
+
+    @property
+    def active(self) -> str:
+        """The order in force now: another one's name while a policy stands back for it."""
+        return self.name
+
+    @property
+    def degraded_total(self) -> int:
+        """How often lpm turned to fcfs because of the queue's length."""
+        return 0
+
+    @property
+    def chosen(self) -> dict[str, bool]:
+        """The orders among which a policy chooses, and which it has chosen."""
+        return {}
+
+    @property
+    def reads_tree(self) -> bool:
+        """A sequence's number also depends on its cached prefix (if `each_alone`: on nothing else in the tree)."""
+        return False
+
+    def review(self, queue: Collection[Seq], view: View) -> OrderReviewed | None:
+        return None
+
+    def inputs(self, count: int, view: View) -> Hashable:
+        """Called before `keys` with the queue's length: while it and what `reads_tree` means are equal, so are keys."""
+        return ()
+
+    @abc.abstractmethod
+    def keys(self, queue: Sequence[Seq], view: View, inputs: Any) -> Sequence[float]:
+        """A number for each sequence, smallest first. `inputs`: a result of `inputs`, perhaps not the latest."""
+
+    def keys_in_parts(
+        self, queue: Sequence[Seq], part: int, view: Callable[[], View], inputs: Any
+    ) -> Iterator[Iterable[tuple[Seq, float]]]:
+        """`keys` of a long queue, for policies that are not `each_alone`: work on some `part` sequences at a time.
+
+        Yields what is ready, often nothing; each sequence once in all. The queue and the tree may change meanwhile.
+        """
+        for seqs in batches(queue, part):
+            all_cached_tokens(seqs, view().index)
+            yield ()
+        keys = self.keys(queue, view(), inputs)
+        for first in range(0, len(queue), part):
+            yield zip(queue[first : first + part], keys[first : first + part], strict=True)
+
+    def expiries(self, queue: Sequence[Seq], view: View, inputs: Any) -> Iterable[float]:
+        """When the numbers that `keys` has just given them are other ones, though nothing else changes."""
+        return NEVER
+
+
+class Held:
+    """A measured number as orders use it: it follows the measurement in steps of 5 %, so that noise sorts nothing."""
+
+    def __init__(self) -> None:
+        self._value = 0.0
+
+    def __call__(self, measured: float) -> float:
+        if not abs(measured - self._value) <= 0.05 * abs(self._value):
+            self._value = measured
+        return self._value
+
+
+def batches(seqs: Sequence[Seq], size: int) -> Iterator[Sequence[Seq]]:
+    return (seqs[first : first + size] for first in range(0, len(seqs), size))
+
+
+def cached_tokens(seq: Seq, index: PrefixIndex) -> int:
+    """Prompt tokens of a sequence that need no computing."""
+    if seq.pages:
+        return seq.computed
+    return _probed(seq, index).num_tokens
+
+
+def _probed(seq: Seq, index: PrefixIndex) -> Probe:
+    seq.probe = probe = index.probe(seq.key, seq.req.namespace, len(seq.tokens) - 1, seq.probe)
+    return probe
+
+
+def all_cached_tokens(queue: Sequence[Seq], index: PrefixIndex) -> list[int]:
+    """`cached_tokens` of each. Asks again only where the tree has changed."""
+    probes = [seq.probe for seq in queue]
+    for i in index.outdated(probes):
+        if not queue[i].pages:
+            probes[i] = _probed(queue[i], index)
+    return [
+        seq.computed if seq.pages or probe is None else probe.num_tokens
+        for seq, probe in zip(queue, probes, strict=True)
+    ]
+
+
+def all_work(queue: Sequence[Seq], view: View) -> list[int]:
+    """`work` of each."""
+    found = all_cached_tokens(queue, view.index)
+    return [len(seq.tokens) + seq.inflight - cached for seq, cached in zip(queue, found, strict=True)]
+
+
+def work(seq: Seq, view: View) -> int:
+    """Tokens to compute before the next one can be sampled."""
+    return seq.total_len - cached_tokens(seq, view.index)

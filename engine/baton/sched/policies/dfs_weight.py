@@ -1,0 +1,119 @@
+r"""dfs-weight: walk the radix tree depth first, heaviest subtree first, and take requests as the walk passes them.
+
+The weight of a tree node is the number of waiting requests whose cached prefix ends in its subtree. Children come
+before the requests that end at their parent; of equal weights the older node comes first, and requests that end at the
+same node go by arrival, as under every policy.
+
+        root                queue: r1→C r2→F r3→D r4→C r5→A r6→G      (rX→N: the prefix of rX ends at node N)
+       /    \              weights: A 4 (C 2, D 1, itself 1), B 2 (F 1, G 1)
+      A      B              order: r1 r4 (C), r3 (D), r5 (A itself), r2 (F), r6 (G)
+     / \    / \
+    C   D  F   G            Source: SGLang 0.5.7's _calc_weight / _get_dfs_priority, without its recursion.
+
+Only the nodes on the queue's own prefixes are known here, not the whole tree, and only they are walked through.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+from baton.cache.radix import Node, Probe
+from baton.sched.policies.base import Policy, PrefixIndex, View, _probed, batches
+from baton.sched.seq import Seq
+
+ROOT = -1
+
+Path = Sequence[int]
+"""Numbers of tree nodes from the root's child down to the end of a cached prefix; () ends at the root, the last."""
+
+
+class Weights:
+    """How many of the requests end at or below each node."""
+
+    def __init__(self) -> None:
+        self._weight: dict[int, int] = {}
+        self._children: dict[int, list[int]] = {ROOT: []}
+
+    def add(self, path: Path, count: int = 1) -> None:
+        """Count so many requests that end there."""
+        weight, children = self._weight, self._children
+        parent = ROOT
+        for node in path:
+            if node in weight:
+                weight[node] += count
+            else:
+                weight[node] = count
+                children[node] = []
+                children[parent].append(node)
+            parent = node
+
+    def places(self) -> dict[int, int]:
+        """Node → its place in the walk, children before their parent. O(n log n) in the number of nodes."""
+        # Backwards, a walk in which a parent comes before its children is a matter of one stack.
+        weight, stack, backwards = self._weight, [ROOT], []
+        while stack:
+            node = stack.pop()
+            backwards.append(node)
+            stack.extend(sorted(self._children[node], key=lambda child: (-weight[child], child)))
+        return {node: place for place, node in enumerate(reversed(backwards))}
+
+
+class DfsWeight(Policy):
+    name = "dfs-weight"
+    each_alone = False
+
+    @property
+    def reads_tree(self) -> bool:
+        return True
+
+    def keys(self, queue: Sequence[Seq], view: View, inputs: Any) -> Sequence[float]:
+        ends = _PrefixEnds()
+        ends.add(queue, view.index)
+        ends.walk(view.index)
+        return [ends.place(seq) for seq in queue]
+
+    def keys_in_parts(
+        self, queue: Sequence[Seq], part: int, view: Callable[[], View], inputs: Any
+    ) -> Iterator[Iterable[tuple[Seq, float]]]:
+        ends = _PrefixEnds()
+        for seqs in batches(queue, part):
+            ends.add(seqs, view().index)
+            yield ()
+        ends.walk(view().index)
+        yield ()
+        for seqs in batches(queue, part):
+            yield [(seq, ends.place(seq)) for seq in seqs]
+
+
+class _PrefixEnds:
+    """Where the cached prefixes of requests end in the tree, and the places of these nodes in the walk."""
+
+    def __init__(self) -> None:
+        self._probe_of: dict[int, Probe] = {}
+        self._ending: dict[Node, tuple[Probe, int]] = {}
+        """A probe that ended there, and how many did."""
+        self._places: dict[Node, int] = {}
+
+    def add(self, queue: Sequence[Seq], index: PrefixIndex) -> None:
+        for i in index.outdated([seq.probe for seq in queue]):
+            _probed(queue[i], index)
+        for seq in queue:
+            assert seq.probe is not None, "outdated names those without"
+            probe = self._probe_of[seq.handle] = seq.probe
+            _, count = self._ending.get(probe.node, (probe, 0))
+            self._ending[probe.node] = probe, count + 1
+
+    def walk(self, index: PrefixIndex) -> None:
+        """O(nodes on the way to these ends)."""
+        weights = Weights()
+        last: dict[Node, int] = {}
+        for node, (probe, count) in self._ending.items():
+            path = index.path_of(probe)
+            weights.add(path, count)
+            last[node] = path[-1] if path else ROOT
+        places = weights.places()
+        self._places = {node: places[number] for node, number in last.items()}
+
+    def place(self, seq: Seq) -> int:
+        return self._places[self._probe_of[seq.handle].node]

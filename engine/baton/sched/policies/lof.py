@@ -1,0 +1,18 @@
+"""Longest answer first."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from baton.sched.policies.base import Policy, View
+from baton.sched.seq import Seq
+
+
+class Lof(Policy):
+    """By the client's limit: a prefill node itself produces one token for everybody."""
+
+    name = "lof"
+
+    def keys(self, queue: Sequence[Seq], view: View, inputs: Any) -> Sequence[float]:
+        return [-seq.req.params.max_new_tokens for seq in queue]

@@ -1,0 +1,72 @@
+"""Longest cached prefix first."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Iterator, Sequence
+from typing import Any
+
+from baton.sched.policies.base import Policy, PolicyParams, View, all_cached_tokens, cached_tokens
+from baton.sched.policies.fcfs import Fcfs
+from baton.sched.seq import Seq
+
+
+class Lpm(Policy):
+    """Above the threshold first come first served, until the queue has shrunk to 3/4 of it (no flapping).
+
+    With the in-batch thresholds set, a request with a cold prefix that an earlier waiting one begins with as well goes
+    last, so that the earlier one can compute it for both (SGLang 0.5.7). Requests of one step share their pages here
+    without that, hence it is off by default.
+    """
+
+    name = "lpm"
+
+    def __init__(self, params: PolicyParams) -> None:
+        super().__init__(params)
+        self.each_alone = params.in_batch_check_threshold < 0
+        self.is_degraded = False
+        self._degraded_total = 0
+
+    @property
+    def degraded_total(self) -> int:
+        return self._degraded_total
+
+    @property
+    def active(self) -> str:
+        return Fcfs.name if self.is_degraded else self.name
+
+    def inputs(self, count: int, view: View) -> Hashable:
+        limit = self.params.lpm_degrade_threshold
+        was_degraded = self.is_degraded
+        self.is_degraded = bool(limit) and count > (limit * 0.75 if was_degraded else limit)
+        self._degraded_total += self.is_degraded and not was_degraded
+        return self.is_degraded
+
+    @property
+    def reads_tree(self) -> bool:
+        return not self.is_degraded
+
+    def keys(self, queue: Sequence[Seq], view: View, inputs: Any) -> Sequence[float]:
+        if inputs:
+            return [seq.req.arrival for seq in queue]
+        aging = self.params.lpm_aging_tokens_per_s
+        # cached + aging * (now - arrival), less the term that is equal for all: the order needs no clock.
+        cached = all_cached_tokens(queue, view.index)
+        found = [aging * seq.req.arrival - tokens for seq, tokens in zip(queue, cached, strict=True)]
+        if self.params.in_batch_check_threshold >= 0:
+            for at in self._followers(queue, view):
+                found[at] = math.inf
+        return found
+
+    def _followers(self, queue: Sequence[Seq], view: View) -> Iterator[int]:
+        """Places of those whose first tokens an earlier one, by arrival, has to compute anyway."""
+        length = self.params.in_batch_deprioritize_threshold
+        leaders: set[tuple[bytes, bytes]] = set()
+        for at in sorted(range(len(queue)), key=lambda at: (queue[at].req.arrival, queue[at].handle)):
+            seq = queue[at]
+            if len(seq.tokens) < length or cached_tokens(seq, view.index) > self.params.in_batch_check_threshold:
+                continue
+            head = (seq.req.namespace, seq.key[: length * seq.tokens.itemsize])
+            if head in leaders:
+                yield at
+            leaders.add(head)

@@ -1,0 +1,20 @@
+"""Random order, the same in every replay."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from baton.sched.mix import uniform
+from baton.sched.policies.base import Policy, View
+from baton.sched.seq import Seq
+
+
+class Random(Policy):
+    name = "random"
+
+    def inputs(self, count: int, view: View) -> int:
+        return view.step
+
+    def keys(self, queue: Sequence[Seq], view: View, inputs: Any) -> Sequence[float]:
+        return [uniform(inputs, seq.handle) for seq in queue]

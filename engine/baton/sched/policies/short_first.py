@@ -1,0 +1,33 @@
+"""Least estimated work first, with aging."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+from baton.sched.policies.base import Held, Policy, PolicyParams, View, all_work
+from baton.sched.seq import Seq
+
+
+class ShortFirst(Policy):
+    name = "short-first"
+
+    def __init__(self, params: PolicyParams) -> None:
+        super().__init__(params)
+        self._ratio = Held()
+
+    def inputs(self, count: int, view: View) -> Hashable:
+        if self.params.short_first_output_weight is None:
+            return self._ratio(view.estimate(view.clip_new_tokens) / view.clip_new_tokens)
+        return self.params.short_first_output_weight
+
+    @property
+    def reads_tree(self) -> bool:
+        return True
+
+    def keys(self, queue: Sequence[Seq], view: View, inputs: Any) -> Sequence[float]:
+        aging, weight = self.params.short_first_aging_tokens_per_s, inputs
+        return [
+            tokens + weight * min(seq.max_new_tokens - seq.generated, view.clip_new_tokens) + aging * seq.req.arrival
+            for seq, tokens in zip(queue, all_work(queue, view), strict=True)
+        ]

@@ -1,0 +1,41 @@
+"""Shortest remaining prefill first, with aging."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+from baton.sched.policies.base import Held, Policy, PolicyParams, View, all_work
+from baton.sched.seq import Seq
+
+
+class SrptAging(Policy):
+    """Ageing is a share of the prefill rate, smaller in proportion when more than so many seconds of work wait.
+
+    Without that an overloaded engine, where everybody waits for minutes, would serve by arrival: minutes of ageing
+    outweigh every prompt.
+    """
+
+    name = "srpt-aging"
+
+    def __init__(self, params: PolicyParams) -> None:
+        super().__init__(params)
+        self._held, self._held_share = Held(), Held()
+
+    def inputs(self, count: int, view: View) -> Hashable:
+        most, backlog_secs = self.params.srpt_aging_backlog_secs, view.queued_tokens / view.prefill_rate
+        share = self._held_share(most / backlog_secs) if 0 < most < backlog_secs else 1.0
+        return self._held(view.prefill_rate), share
+
+    @property
+    def redecides_chunks(self) -> bool:
+        return True
+
+    @property
+    def reads_tree(self) -> bool:
+        return True
+
+    def keys(self, queue: Sequence[Seq], view: View, inputs: Any) -> Sequence[float]:
+        rate, share = inputs
+        aging = self.params.srpt_aging * rate * share
+        return [tokens + aging * seq.req.arrival for seq, tokens in zip(queue, all_work(queue, view), strict=True)]
