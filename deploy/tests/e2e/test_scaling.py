@@ -173,9 +173,10 @@ def test_prefill_follows_the_load_and_decode_stays(autoscaled: TestCluster, metr
         wait_until(lambda role=role: has_metric(autoscaled, role), f"the autoscaler of {role} has its metric")
         assert replicas(autoscaled, role) == (1, 1)
     with StreamLoad(autoscaled, clients=CLIENTS, body=long_prompt) as heavy:
-        wait_until(lambda: replicas(autoscaled, "prefill") == (2, 2), "a second prefill node", 300)
+        wait_until(lambda: heavy.problems or replicas(autoscaled, "prefill") == (2, 2), "a second prefill node", 300)
         until = heavy.started + 2 * CLIENTS
-        wait_until(lambda: len(heavy.results) >= until, "more prompts")
+        wait_until(lambda: heavy.problems or len(heavy.results) >= until, "more prompts")
+        assert heavy.problems == [], autoscaled.report()  # at once, while the logs still end with the reason
     with StreamLoad(autoscaled, clients=1) as light:
         wait_until(lambda: replicas(autoscaled, "prefill") == (1, 1), "one prefill node", 300)
         wait_until(lambda: len(autoscaled.pods("prefill")) == 1, "the second one has ended", 300)
