@@ -20,10 +20,10 @@ from baton import config
 from baton.errors import ConfigError
 from baton.models.load import load_model
 from baton.runtime import engine
-from baton.runtime.attention.base import Row, build_batch
+from baton.runtime.attention.base import GraphInputs, Row, build_batch
 from baton.runtime.attention.flashinfer import FlashInferAttention
 from baton.runtime.attention.paged_plan import PagedRows, pad_decode, pad_slots
-from baton.runtime.gpu.graphs import DecodeGraphs, Static, rows_to_record
+from baton.runtime.gpu.graphs import DecodeGraphs, rows_to_record
 from baton.runtime.gpu.runner import DeviceRunner
 from baton.runtime.gpu.token_table import TokenTable
 from baton.runtime.kv_pool import KvTensors, make_pool
@@ -42,7 +42,7 @@ def _one_thread() -> None:
 
 @given(st.integers(1, 40), st.integers(0, 100), st.data())
 def test_one_copy_fills_every_buffer(most: int, pages: int, data: st.DataObject) -> None:
-    static = Static(most, pages, torch.device("cpu"))
+    static = GraphInputs(most, pages, torch.device("cpu"))
     fields = (static.token_ids, static.positions, static.slot_mapping, static.entries)
     for n in data.draw(st.lists(st.integers(0, most), min_size=1, max_size=3)):
         columns = np.random.default_rng(n).integers(-(2**62), 2**62, (4, n))
@@ -85,7 +85,7 @@ def test_a_recorded_forward_attends_as_the_eager_one(
     data[pages] = torch.nan
     kv = KvTensors(spec.kv, page_size, data, dummy_page=pages)
     backend = FlashInferAttention(spec, kv, fake_flashinfer)
-    static = Static(4, pages + 4, torch.device("cpu"))
+    static = GraphInputs(4, pages + 4, torch.device("cpu"))
     q, k, v = (torch.zeros(4, h, case.dim, dtype=torch.bfloat16) for h in (heads[0], heads[1], heads[1]))
     out = torch.zeros(2, 4, heads[0] * case.dim, dtype=torch.bfloat16)
 
@@ -117,7 +117,7 @@ def test_a_recorded_forward_attends_as_the_eager_one(
                 assert torch.equal(out[layer, :n], backend.forward(layer, q[:n], k[:n], v[:n]))
 
 
-def load(backend: Any, static: Static, size: int, rows: PagedRows, slots: np.ndarray, kv: KvTensors) -> None:
+def load(backend: Any, static: GraphInputs, size: int, rows: PagedRows, slots: np.ndarray, kv: KvTensors) -> None:
     if size not in backend._rungs:
         backend.make_rung(size, static)
     assert kv.dummy_page is not None
@@ -144,7 +144,7 @@ class RecordedCheck(DeviceCheck):
     def rung_bytes(self, largest: int) -> int:
         return 0
 
-    def make_rung(self, size: int, static: Static) -> None: ...
+    def make_rung(self, size: int, static: GraphInputs) -> None: ...
     def plan_rung(self, size: int, rows: PagedRows) -> None:
         assert len(rows) == size
 

@@ -18,12 +18,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 if TYPE_CHECKING:
     from baton.runtime.attention.paged_plan import PagedRows
-    from baton.runtime.gpu.graphs import Static
+    from baton.runtime.gpu.stream import Stream
 
 
 @dataclass(slots=True)
@@ -74,6 +76,41 @@ class PagedAttention(AttentionBackend, Protocol):
         """`forward` for K and V that are in the pool already."""
 
 
+class GraphInputs:
+    """The buffers a recorded step reads, in one piece of device memory, so that one copy fills them.
+
+    int64   token ids [B] | positions [B] | KV slots [B] | table entries [B]
+    int32   fill of the last page [B] | page indptr [B + 1] | page indices
+    """
+
+    def __init__(self, rows: int, pages: int, device: torch.device) -> None:
+        self.rows = rows
+        self.pages = pages
+        self.device = device
+        self._head = 4 * rows
+        """Words of 8 bytes before the int32 part."""
+        self.words = torch.zeros(self._head + self._tail_words(pages), dtype=torch.int64, device=device)
+        self.token_ids, self.positions, self.slot_mapping, self.entries = self.words[: self._head].split(rows)
+        tail = self.words[self._head :].view(torch.int32)
+        self.last_page_len = tail[:rows]
+        self.page_indptr = tail[rows : 2 * rows + 1]
+        self.page_indices = tail[2 * rows + 1 : 2 * rows + 1 + pages]
+
+    def _tail_words(self, pages: int) -> int:
+        return (2 * self.rows + 1 + pages + 1) // 2
+
+    def fill(self, stream: Stream, columns: NDArray[np.int64], rows: PagedRows) -> None:
+        """Args: `columns`: [4, n] in the order above, for the n `rows`. What lies behind them stays as it was."""
+        n, pages = len(rows), len(rows.kv_indices)
+        words = np.zeros(self._head + self._tail_words(pages), np.int64)
+        words[: self._head].reshape(4, self.rows)[:, :n] = columns
+        tail = words[self._head :].view(np.int32)
+        tail[:n] = rows.last_page_len
+        tail[self.rows : self.rows + n + 1] = rows.kv_indptr
+        tail[2 * self.rows + 1 : 2 * self.rows + 1 + pages] = rows.kv_indices
+        stream.put_into(self.words[: len(words)], words)
+
+
 @runtime_checkable
 class GraphAttention(AttentionBackend, Protocol):
     """A backend whose `forward` can be recorded (runtime.gpu.graphs), for steps of `size` decode rows.
@@ -85,7 +122,7 @@ class GraphAttention(AttentionBackend, Protocol):
     def rung_bytes(self, largest: int) -> int:
         """Device memory that rungs of up to `largest` rows take for good, besides what `forward` allocates."""
 
-    def make_rung(self, size: int, static: Static) -> None:
+    def make_rung(self, size: int, static: GraphInputs) -> None:
         """`static`: where the step's index arrays will lie; they are filled before the work of `plan_rung` is done."""
 
     def plan_rung(self, size: int, rows: PagedRows) -> None:

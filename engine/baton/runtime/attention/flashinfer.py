@@ -29,7 +29,7 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -38,14 +38,11 @@ from torch import Tensor
 
 from baton.errors import ConfigError
 from baton.models.spec import ModelSpec
-from baton.runtime.attention.base import ForwardBatch
+from baton.runtime.attention.base import ForwardBatch, GraphInputs
 from baton.runtime.attention.paged_plan import PagedRows, split_step
 from baton.runtime.gpu import flashinfer_library
 from baton.runtime.gpu.flashinfer_library import SLOWER
 from baton.runtime.kv_pool import KvTensors
-
-if TYPE_CHECKING:
-    from baton.runtime.gpu.graphs import Static
 
 DTYPES = (torch.float16, torch.bfloat16)
 HEAD_DIMS = (64, 128, 256)
@@ -171,7 +168,7 @@ class FlashInferAttention:
         needed = self._rung_workspace_bytes(largest)
         return len(self._wrappers) * RUNG_INT_WORKSPACE_BYTES + (needed if needed > len(self._workspace) else 0)
 
-    def make_rung(self, size: int, static: Static) -> None:
+    def make_rung(self, size: int, static: GraphInputs) -> None:
         if self._rung_workspaces is None:
             needed = self._rung_workspace_bytes(size)
             floats = self._workspace if needed <= len(self._workspace) else self._zeros(needed)

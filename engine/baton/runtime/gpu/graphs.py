@@ -2,7 +2,7 @@
 
 1. At start one graph is recorded per rung of a ladder of batch sizes (`paged_plan.batch_ladder`), the largest first, in
 one memory pool; 2. a step of decode rows only is padded to the next rung: its rows are written to buffers at fixed
-places (`Static`) in one copy, the backend plans for them, the graph is replayed; 3. logits and argmax lie in fixed
+places (`GraphInputs`) in one copy, the backend plans for them, the graph is replayed; 3. logits and argmax lie in fixed
 buffers, the argmax also in the token table. Any other step, and a larger one, runs eagerly.
 
     rows          | row 0 | row 1 | row 2 | padding |  → rung 4
@@ -11,7 +11,7 @@ buffers, the argmax also in the token table. Any other step, and a larger one, r
 
 A padding row reads and writes the dummy page and the dummy entry only, so it changes nobody's tokens.
 
-What is recorded may read nothing but `Static`, the table, the weights and the pool: Python runs at recording only.
+What is recorded may read nothing but `GraphInputs`, the table, the weights and the pool: Python runs at recording only.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torch import Tensor
 
 from baton.config import EngineConfig
 from baton.models.decoder import Decoder
-from baton.runtime.attention.base import ForwardBatch, GraphAttention
+from baton.runtime.attention.base import ForwardBatch, GraphAttention, GraphInputs
 from baton.runtime.attention.paged_plan import PagedRows, batch_ladder, pad_decode, pad_slots, rung
 from baton.runtime.gpu.sampler import greedy_tokens
 from baton.runtime.gpu.stream import Stream
@@ -74,41 +74,6 @@ class CudaRecorder:
         return replay
 
 
-class Static:
-    """The buffers a recorded step reads, in one piece of device memory, so that one copy fills them.
-
-    int64   token ids [B] | positions [B] | KV slots [B] | table entries [B]
-    int32   fill of the last page [B] | page indptr [B + 1] | page indices
-    """
-
-    def __init__(self, rows: int, pages: int, device: torch.device) -> None:
-        self.rows = rows
-        self.pages = pages
-        self.device = device
-        self._head = 4 * rows
-        """Words of 8 bytes before the int32 part."""
-        self.words = torch.zeros(self._head + self._tail_words(pages), dtype=torch.int64, device=device)
-        self.token_ids, self.positions, self.slot_mapping, self.entries = self.words[: self._head].split(rows)
-        tail = self.words[self._head :].view(torch.int32)
-        self.last_page_len = tail[:rows]
-        self.page_indptr = tail[rows : 2 * rows + 1]
-        self.page_indices = tail[2 * rows + 1 : 2 * rows + 1 + pages]
-
-    def _tail_words(self, pages: int) -> int:
-        return (2 * self.rows + 1 + pages + 1) // 2
-
-    def fill(self, stream: Stream, columns: NDArray[np.int64], rows: PagedRows) -> None:
-        """Args: `columns`: [4, n] in the order above, for the n `rows`. What lies behind them stays as it was."""
-        n, pages = len(rows), len(rows.kv_indices)
-        words = np.zeros(self._head + self._tail_words(pages), np.int64)
-        words[: self._head].reshape(4, self.rows)[:, :n] = columns
-        tail = words[self._head :].view(np.int32)
-        tail[:n] = rows.last_page_len
-        tail[self.rows : self.rows + n + 1] = rows.kv_indptr
-        tail[2 * self.rows + 1 : 2 * self.rows + 1 + pages] = rows.kv_indices
-        stream.put_into(self.words[: len(words)], words)
-
-
 class DecodeGraphs:
     """Recorded when it is made, which takes a while."""
 
@@ -135,7 +100,7 @@ class DecodeGraphs:
         device = kv.data.device
         # Rows may share pages, so there can be more entries than pages; beyond twice as many a step runs eagerly.
         pages = min(largest * -(-context // kv.page_size), 2 * kv.num_pages) + largest
-        self._static = Static(largest, pages, device)
+        self._static = GraphInputs(largest, pages, device)
         self._logits = torch.zeros(largest, model.spec.vocab_size, dtype=torch.float32, device=device)
         self._greedy = torch.zeros(largest, dtype=torch.int64, device=device)
         model.reserve(context)  # the tables of rotary embedding stay where they are from now on
