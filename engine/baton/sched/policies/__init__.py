@@ -28,7 +28,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from baton.sched.policies.adaptive import Adaptive
-from baton.sched.policies.base import NEVER, Policy, PolicyParams, PrefixIndex, View, cached_tokens, work
+from baton.sched.policies.base import Policy, PolicyParams, View, cached_tokens, work
 from baton.sched.policies.dfs_weight import DfsWeight
 from baton.sched.policies.edf import Edf
 from baton.sched.policies.fcfs import Fcfs
@@ -42,15 +42,4 @@ from baton.sched.policies.srpt_aging import SrptAging
 _ALL: tuple[type[Policy], ...] = (Fcfs, Lpm, DfsWeight, Lof, Random, ShortFirst, SrptAging, Edf, Hrrn, Adaptive)
 POLICIES: dict[str, Callable[[PolicyParams], Policy]] = {policy.name: policy for policy in _ALL}
 
-__all__ = [
-    "NEVER",
-    "POLICIES",
-    "Adaptive",
-    "Policy",
-    "PolicyParams",
-    "PrefixIndex",
-    "ShortFirst",
-    "View",
-    "cached_tokens",
-    "work",
-]
+__all__ = ["POLICIES", "Adaptive", "Policy", "PolicyParams", "ShortFirst", "View", "cached_tokens", "work"]
