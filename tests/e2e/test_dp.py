@@ -50,8 +50,10 @@ def wide_pair() -> Iterator[Cluster]:
 
 
 def free_ports(count: int) -> int:
-    """The first of so many ports in a row that nobody listens on."""
-    for first in range(20000, 30000, count):
+    """The first of so many free ports in a row, looked for from another one in each process."""
+    starts = list(range(20000, 30000, count))
+    begin = os.getpid() % len(starts)
+    for first in starts[begin:] + starts[:begin]:
         with contextlib.ExitStack() as taken, contextlib.suppress(OSError):
             for port in range(first, first + count):
                 taken.enter_context(socket.socket()).bind(("", port))

@@ -28,6 +28,8 @@ MAX_ENTRIES = 12
 MAX_FILE_LINES = 700
 MAX_FUNCTION_LINES = 80
 MAX_ONE_WORD_PERCENT = 30
+CODE_LINES_STEP = 250
+"""Room for small changes while a package is still above its ceiling."""
 MAX_CODE_LINES = {"engine": 17_000, "router": 18_500, "kv_transfer": 9_700}
 
 STATE_MACHINES = {"kv_transfer/src/state_machine/decode.rs:step"}
@@ -135,14 +137,16 @@ def private_words() -> Offenses:
 
 
 def code_lines() -> Offenses:
-    """Lines of code without blanks, comments and tests, where they exceed the ceiling."""
+    """Lines of code without blanks, comments and tests, rounded up, where they exceed the ceiling."""
     rust = {folder: sum(map(rust_code_lines, product_rust(folder))) for folder in CRATES.values()}
     lines = {
         "engine": sum(map(python_code_lines, files(PYTHON, ".py"))),
         "router": rust["router/src"] + rust["router/core/src"],
         "kv_transfer": rust["kv_transfer/src"],
     }
-    yield from ((name, count) for name, count in lines.items() if count > MAX_CODE_LINES[name])
+    for name, count in lines.items():
+        if count > MAX_CODE_LINES[name]:
+            yield name, -(-count // CODE_LINES_STEP) * CODE_LINES_STEP
 
 
 RULES: dict[str, tuple[Callable[[], Offenses], str]] = {

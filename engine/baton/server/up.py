@@ -65,6 +65,9 @@ ROUTER_STOP_SECS = ROUTER_GRACE_SECS + 5.0
 """The router is killed after this: it waits half a second before the grace, and up to two after it for last events."""
 NODE_GRACE_SECS = 10.0
 PORTS_TRIED = 100
+PORT_TAKEN = "is in use already"
+"""Part of the router's message when it cannot bind its port."""
+ROUTER_PORT_TRIES = 5
 PROBE_PAUSE_SECS = 0.05
 PROGRESS_SECS = 3.0
 """Between two lines about a node that loads its model; small ones are ready sooner."""
@@ -282,7 +285,7 @@ class Cluster:
             await _all_or_none(self._guarded(node.child, self._start_node(node)) for node in self.nodes)
         finally:
             await _cancelled([progress])
-        router = asyncio.ensure_future(self._guarded(self.router, self._start_router("/readyz")))
+        router = asyncio.ensure_future(self._guarded(self.router, self._start_router_first()))
         ends = [asyncio.ensure_future(self._guarded(node.child, _fail_at_end(node.child))) for node in self.nodes]
         await _first_of([router, *ends])  # the router would wait for a node that is gone
         self.write_state()
@@ -350,6 +353,16 @@ class Cluster:
                     if told.get(node.name) != text:
                         self._say(f"{node.name:<10} {text}")
                     told[node.name] = text
+
+    async def _start_router_first(self) -> None:
+        """Start the router; on another free port if the one chosen before the nodes started is taken by now."""
+        for tries_left in reversed(range(ROUTER_PORT_TRIES)):
+            try:
+                return await self._start_router("/readyz")
+            except ChildFailed:
+                if self.plan.up.port or not tries_left or PORT_TAKEN not in self.router.last_errors():
+                    raise
+            self.port, _ = choose_port(self.host, self.plan.up.port)
 
     async def _start_router(self, path: str) -> None:
         await self.router.start()
