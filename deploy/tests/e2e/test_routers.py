@@ -50,7 +50,7 @@ class Prompts:
 
 @dataclass(frozen=True, slots=True)
 class CachedTokens:
-    """What engines counted of some requests."""
+    """Tokens that engines counted for some requests."""
 
     prompt: int
     cached: int
@@ -68,7 +68,7 @@ def complete(router: str, ids: list[int], headers: dict[str, str]) -> dict[str, 
 
 
 def ask_all(router: str, prompts: Prompts) -> CachedTokens:
-    """One request for each prefix after another, `ROUNDS` times."""
+    """Send a request for each prefix in turn, `ROUNDS` times."""
     usages = [
         complete(router, prompts.with_prefix(number), HEADERS)["usage"]
         for _ in range(ROUNDS)

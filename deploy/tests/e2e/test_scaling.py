@@ -34,7 +34,7 @@ PROMPT_WORDS = 800
 
 
 def scrape_config(monitor: dict[str, Any]) -> dict[str, Any]:
-    """What prometheus-operator makes of a PodMonitor, as far as ours goes."""
+    """Scrape configuration that prometheus-operator makes of our PodMonitors."""
     (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
     keep = [{"source_labels": ["__meta_kubernetes_pod_container_port_name"], "regex": endpoint["port"]}]
     for expression in monitor["spec"]["selector"]["matchExpressions"]:

@@ -1,4 +1,4 @@
-"""What the API server saw in all tests before this file, which pytest runs last."""
+"""Audit log of the API server over all tests before this file, which pytest runs last."""
 
 from __future__ import annotations
 

@@ -401,7 +401,7 @@ class Planner:
         """True if what `victims` lose is computed again sooner than running requests end on their own.
 
         Compared is with the end that frees so many `slots` and `short` pages. Without this, preemption under overload
-        makes even the important wait for the work that it repeats. An unconfirmed estimate keeps nobody waiting.
+        makes even the important wait for the work that it repeats. An unconfirmed estimate holds no preemption back.
         """
         state, memory, times, limits = self._state, self._memory, self.times, self._limits
         if short <= 0 and limits.radix_cache and limits.preemption_mode != "recompute":

@@ -43,7 +43,7 @@ class PriorityRule:
         return -stated if self.low_values_first else stated
 
     def unaged(self, seq: Seq) -> float:
-        """What the order starts from: the base, or what --priority-adjustment-function made of it."""
+        """Priority that the order starts from: the base, or as --priority-adjustment-function adjusted it."""
         if seq.adjusted_priority is not None:
             return seq.adjusted_priority
         return self.base(seq) if seq.start_priority is None else seq.start_priority

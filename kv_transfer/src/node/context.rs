@@ -1,4 +1,4 @@
-//! What both sides of the control loop share: the connections, timers, threads that copy, and records.
+//! Parts that both sides of the control loop share: the connections, timers, threads that copy, and records.
 //!
 //! Nothing here decides about a room. A step of a room may find out that a connection is lost or end a pull or a room; the loop
 //! carries that out after the step (`lost`, `pulled`, `events`), so that no step begins inside another one.
@@ -38,10 +38,10 @@ use crate::transport::tcp::{DataContext, DataLink, DataPlane};
 /// Messages read from sockets and not yet handled, and the bytes of their frames; more stay in the sockets.
 const HEARD: usize = 1024;
 const HEARD_BYTES: usize = 64 << 20;
-/// One attempt to reach the bootstrap server.
+/// Attempt to reach the bootstrap server.
 const HTTP_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// What the engine's thread and the control thread both see.
+/// State shared by the engine's thread and the control thread.
 pub(super) struct Shared {
     pub events: EventQueue,
     pub stats: Mutex<Stats>,
@@ -99,7 +99,7 @@ pub(super) struct LinkKey {
 /// The connection, and D's number of the communicator on it.
 pub(super) type CommKey = (Peer, u64);
 
-/// What tasks and threads tell the loop. Unbounded, because every sender is: one message per task, or per job of a bounded number.
+/// Messages to the control loop. The channel is unbounded; senders are bounded (one message per task or job).
 pub(super) enum Internal {
     Accepted(TcpStream, Box<Opened>),
     HelloRefused(Code),
@@ -371,7 +371,7 @@ impl NodeContext {
         mem::take(&mut self.lost)
     }
 
-    /// The loop tells the decode side after this step.
+    /// The control loop passes it to the decode side after this step.
     pub fn end_pull(&mut self, end: PullEnd) {
         self.pulled.push(end);
     }

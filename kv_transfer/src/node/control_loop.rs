@@ -1,6 +1,6 @@
 //! The control loop of a node: takes commands, messages, ends of copies and timers, one at a time, and gives each to the side it is for.
 //!
-//! It owns P's rooms (`prefill_side`), D's rooms (`decode_side`), the communicators and what all of them share (`context`); each of
+//! The loop owns P's rooms (`prefill_side`), D's rooms (`decode_side`), the communicators and what all of them share (`context`); each of
 //! them gets the others as arguments and knows nothing of the loop.
 
 use std::io;
@@ -43,7 +43,7 @@ const FAREWELL: Duration = Duration::from_millis(500);
 pub struct Local {
     pub listener: UnixListener,
     pub token: [u8; shm::TOKEN_BYTES],
-    /// Of pages on a device.
+    /// Handle by which a peer opens pages on a device; empty for host memory.
     pub handle: Vec<u8>,
 }
 
@@ -52,7 +52,7 @@ pub struct Listeners {
     pub local: Option<Local>,
 }
 
-/// One node: the only owner of both sides' rooms, and of what they share.
+/// Transfer node: the only owner of both sides' rooms, and of what they share.
 pub(super) struct ControlLoop {
     ctx: NodeContext,
     prefill: PrefillSide,
@@ -111,7 +111,7 @@ impl ControlLoop {
         self.farewell().await;
     }
 
-    /// Carry out what the last step left in the context, then tell the engine.
+    /// Carry out what the last step left in the context, then report to the engine.
     fn settle(&mut self) {
         loop {
             let (pulled, lost) = (self.ctx.take_pulled(), self.ctx.take_lost());
@@ -341,7 +341,7 @@ impl ControlLoop {
                     code,
                 );
             }
-            Msg::AbortAck { .. } => {} // aborts need no answer: nobody waits for it
+            Msg::AbortAck { .. } => {} // aborts need no answer
             Msg::Heartbeat {
                 rooms,
                 progress,

@@ -44,7 +44,7 @@ class PrefixIndex(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """What a policy may know beside the sequence."""
+    """Facts that a policy may use beside the sequence."""
 
     now: float
     step: int
@@ -56,7 +56,7 @@ class View:
     estimate: Callable[[int], int]
     """Tokens a request with so many allowed tokens is expected to generate."""
     pool_tokens: int = 0
-    """What the KV pool holds."""
+    """Capacity of the KV pool [tokens]."""
     clip_new_tokens: int = 4096
     """An answer is never expected to be longer."""
     queued_tokens: int = 0

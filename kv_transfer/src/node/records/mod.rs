@@ -1,4 +1,4 @@
-//! What the engine and operators learn about rooms and transfers: `events` ends at the engine, `metrics` at its counters,
+//! Records of rooms and transfers for the engine and operators: `events` ends at the engine, `metrics` at its counters,
 //! `room_history` at `/debug/rooms`.
 
 pub mod events;

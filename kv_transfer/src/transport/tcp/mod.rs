@@ -95,7 +95,7 @@ pub struct DataContext {
 }
 
 impl DataPlane {
-    /// `dead` is told when the thread panics.
+    /// `dead` is called when the thread panics.
     pub fn start(
         context: DataContext,
         dead: impl FnOnce(String) + Send + 'static,
