@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from baton.request import SamplingParams
+from baton.sched.planner import Planner
 from tests.parity.conftest import Reference
 from tests.support.checkpoints import VOCAB, reference_greedy
 from tests.support.engine_run import greedy
@@ -138,6 +139,12 @@ def check(plain: Plain, cluster: Cluster, case: Case, turn: int, which: int) -> 
     assert cluster.got[handle] == want, f"{case}, disturbed before turn {turn}, probe of {len(probe)} tokens"
     if case["prefix"] == "full" and case["disturbance"] == "none":
         assert cluster.cached[handle] == (len(probe) - 1) // case["page"] * case["page"]
+
+
+@pytest.fixture(autouse=True)
+def preemption_whatever_it_costs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Preempt at every moment: measured step times would spare a request that is about to end."""
+    monkeypatch.setattr(Planner, "_saves_time", lambda *_, **__: True)
 
 
 def test_the_selection_holds_every_pair() -> None:

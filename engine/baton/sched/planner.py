@@ -404,15 +404,15 @@ class Planner:
         makes even the important wait for the work that it repeats. An unconfirmed estimate holds no preemption back.
         """
         state, memory, times, limits = self._state, self._memory, self.times, self._limits
-        if short <= 0 and limits.radix_cache and limits.preemption_mode != "recompute":
-            return True  # their KV stays cached
+        mode = limits.preemption_mode if limits.radix_cache else "recompute"
+        if mode == "offload" or (mode != "recompute" and short <= 0):
+            return True  # their KV stays
         lost = sum(memory.freed_by(victim)[1] for victim in victims)
         step_secs = times.decode_seconds(len(state.running))
         if not lost or step_secs <= 0 or not times.confirms(lost, state.now):
             return True
         steps = sorted((memory.answer_tokens(s), s.handle) for s in state.running.values() if not s.is_lease)
-        limit = lost / times.prefill_rate
-        pages = 0
+        pages, limit = 0, lost / times.prefill_rate
         for ended, (left, handle) in enumerate(steps, start=1):
             if left * step_secs >= limit:
                 return True
