@@ -347,6 +347,11 @@ async fn a_decision_log_is_decided_again_as_it_was() {
                     decided >= 42 && shown.contains(&format!(" {decided}  100.00 %")),
                     "{shown}"
                 );
+                if let Some(folder) = std::env::var_os("RECORD_DECISIONS") {
+                    let name =
+                        format!("{policy}-{}.jsonl", if pairs { "pairs" } else { "workers" });
+                    std::fs::copy(&log, std::path::Path::new(&folder).join(name)).unwrap();
+                }
                 let (shown, code) = replay(&[path, "--policy", other]);
                 assert_eq!(code, Some(0), "{shown}");
                 assert!(
@@ -369,6 +374,24 @@ async fn a_decision_log_is_decided_again_as_it_was() {
         }
     })
     .await;
+}
+
+/// Logs written once with `RECORD_DECISIONS=tests/golden/decisions cargo test … a_decision_log_is_decided`. A change
+/// that only moves or renames code decides all of them again as they were; one that is meant to choose differently
+/// records them anew.
+#[test]
+fn recorded_decisions_are_made_again() {
+    for policy in ["cost", "cache_aware", "manual"] {
+        for kind in ["pairs", "workers"] {
+            let path = format!("tests/golden/decisions/{policy}-{kind}.jsonl");
+            let (shown, code) = replay(&[&path]);
+            assert_eq!(code, Some(0), "{path}: {shown}");
+            assert!(
+                shown.contains("100.00 %") && !shown.contains("first difference"),
+                "{path}: {shown}"
+            );
+        }
+    }
 }
 
 #[test]
