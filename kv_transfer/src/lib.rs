@@ -37,4 +37,4 @@ pub mod transport;
 pub use bootstrap::BootstrapServer;
 pub use node::{NodeError, NodeEvent, TransferNode};
 pub use pool::{KvPool, PoolError};
-pub use reason_code::Code;
+pub use reason_code::ReasonCode;

@@ -6,18 +6,18 @@ macro_rules! codes {
     ($($(#[doc = $doc:literal])* $name:ident = $text:literal, retryable: $retryable:literal;)*) => {
         /// Why a room failed, was aborted or lost its lease.
         #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
-        pub enum Code { $($(#[doc = $doc])* #[serde(rename = $text)] $name,)* }
+        pub enum ReasonCode { $($(#[doc = $doc])* #[serde(rename = $text)] $name,)* }
 
-        impl Code {
-            pub const ALL: &'static [Code] = &[$(Code::$name,)*];
+        impl ReasonCode {
+            pub const ALL: &'static [ReasonCode] = &[$(ReasonCode::$name,)*];
 
             pub fn as_str(self) -> &'static str {
-                match self { $(Code::$name => $text,)* }
+                match self { $(ReasonCode::$name => $text,)* }
             }
 
             /// Whether another attempt (a new room, perhaps another pair) can succeed.
             pub fn retryable(self) -> bool {
-                match self { $(Code::$name => $retryable,)* }
+                match self { $(ReasonCode::$name => $retryable,)* }
             }
         }
     };
@@ -62,13 +62,16 @@ codes! {
     Auth = "AUTH", retryable: false;
 }
 
-impl Code {
-    pub fn parse(text: &str) -> Option<Code> {
-        Code::ALL.iter().copied().find(|code| code.as_str() == text)
+impl ReasonCode {
+    pub fn parse(text: &str) -> Option<ReasonCode> {
+        ReasonCode::ALL
+            .iter()
+            .copied()
+            .find(|code| code.as_str() == text)
     }
 }
 
-impl std::fmt::Display for Code {
+impl std::fmt::Display for ReasonCode {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.write_str(self.as_str())
     }
@@ -80,11 +83,11 @@ mod tests {
 
     #[test]
     fn every_code_parses_back_and_travels_under_its_own_name() {
-        for &code in Code::ALL {
-            assert_eq!(Code::parse(code.as_str()), Some(code));
+        for &code in ReasonCode::ALL {
+            assert_eq!(ReasonCode::parse(code.as_str()), Some(code));
             let wire = serde_json::to_string(&code).expect("a unit variant serializes");
             assert_eq!(wire, format!("\"{code}\""));
         }
-        assert_eq!(Code::parse("peer_dead"), None);
+        assert_eq!(ReasonCode::parse("peer_dead"), None);
     }
 }

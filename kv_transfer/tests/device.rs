@@ -121,7 +121,7 @@ fn the_best_transport_of_the_list_is_taken() {
 }
 
 #[test]
-fn what_breaks_is_replaced_by_the_next() {
+fn broken_transport_is_replaced_by_the_next() {
     let hangs_end = json!({"comm_op_ms": 3000, "comm_abort_ms": 500});
     let pair = pair(&json!(["cuda_ipc", "nccl", "tcp"]), &hangs_end, &hangs_end);
     assert_eq!(relay(&pair, 1), "cuda_ipc");
@@ -268,7 +268,7 @@ fn a_cancelled_pull_writes_nothing_more() {
 }
 
 #[test]
-fn without_checksums_a_room_ends_and_the_node_is_not_well() {
+fn without_checksums_a_room_ends_and_the_node_is_unhealthy() {
     let pair = pair(&json!(["cuda_ipc"]), &json!({}), &json!({}));
     of(&pair.p).fails.lock().push("sums");
     pair.open(1);

@@ -159,7 +159,7 @@ fn pair_with_damaged_rooms_in_a_row_is_quarantined() {
 }
 
 #[test]
-fn damaged_rooms_with_good_ones_between_quarantine_nothing() {
+fn good_rooms_between_damaged_ones_prevent_quarantine() {
     let flip = |nth| json!({"on": "PAGE", "nth": nth, "do": "flip"});
     // A rule does not count a page that an earlier one damages: these are the pages 1, 2, 4 and 5.
     let rules = json!({"fault": {"rules": [flip(1), flip(1), flip(2), flip(2)]}});
@@ -337,7 +337,7 @@ fn doubled_and_reordered_messages_change_nothing() {
 }
 
 #[test]
-fn a_damaged_frame_cuts_the_link_and_the_next_room_gets_a_new_one() {
+fn damaged_frame_ends_the_connection_and_the_next_room_gets_a_new_one() {
     for key in [None, Some("secret")] {
         let server = BootstrapServer::start("127.0.0.1", 0, key.map(Into::into)).unwrap();
         let p = Rank::start(
@@ -370,7 +370,7 @@ fn a_damaged_frame_cuts_the_link_and_the_next_room_gets_a_new_one() {
 }
 
 #[test]
-fn a_cut_link_ends_its_rooms_at_once_on_d_and_after_the_lease_on_p() {
+fn lost_connection_ends_rooms_at_once_on_d_and_after_the_lease_on_p() {
     for message in ["OPEN_OK", "PROGRESS", "FINAL"] {
         let mut p = fault(&format!(r#"{{"on": "{message}", "do": "kill"}}"#));
         p["lease_ms"] = json!(2000);
@@ -389,7 +389,7 @@ fn a_cut_link_ends_its_rooms_at_once_on_d_and_after_the_lease_on_p() {
 }
 
 #[test]
-fn strangers_and_garbage_on_the_port_harm_nobody() {
+fn unknown_peers_and_garbage_on_the_port_harm_no_room() {
     let pair = Pair::new("tcp");
     for garbage in [
         &b"GET / HTTP/1.1\r\n\r\n"[..],
@@ -517,7 +517,7 @@ fn without_a_cluster_key_kv_comes_from_loopback_only() {
 // ---- the bootstrap server ----
 
 #[test]
-fn a_black_hole_for_a_bootstrap_server_delays_nobody_else() {
+fn bootstrap_server_that_never_answers_delays_no_other_room() {
     let hole = TcpListener::bind("127.0.0.1:0").unwrap(); // accepts in the kernel, never answers
     let pair = Pair::new("shm");
     pair.d
@@ -541,8 +541,7 @@ fn a_black_hole_for_a_bootstrap_server_delays_nobody_else() {
 const NEVER_MS: u64 = 3_600_000;
 
 #[test]
-fn an_unreachable_prefill_rank_fails_its_rooms_long_before_their_deadline_and_is_found_when_it_is_back()
- {
+fn unreachable_prefill_rank_fails_rooms_early_and_is_found_when_it_returns() {
     let port = TcpListener::bind("127.0.0.1:0")
         .unwrap()
         .local_addr()
@@ -589,7 +588,7 @@ fn an_unreachable_prefill_rank_fails_its_rooms_long_before_their_deadline_and_is
 }
 
 #[test]
-fn an_engine_that_stands_still_fails_its_rooms_although_its_transfer_runtime_lives() {
+fn stalled_engine_fails_its_rooms_although_its_transfer_runtime_lives() {
     let d = json!({"stall_ms": 100});
     let pair = Pair::with(&json!({"heartbeat_ms": 50}), &d);
     // Computed already: what is announced needs no engine.
@@ -636,7 +635,7 @@ fn decode_waits_for_a_prefill_rank_that_registers_late() {
 }
 
 #[test]
-fn registering_with_nobody_fails_in_time_and_says_why() {
+fn registering_without_a_server_fails_in_time_with_the_reason() {
     let p = Rank::start("prefill", &json!({}));
     let start = Instant::now();
     let err = p
@@ -991,7 +990,7 @@ fn a_storm_of_aborts_and_faults_leaves_nothing_and_never_a_wrong_page() {
 }
 
 #[test]
-fn the_limit_of_rooms_is_told_and_passes() {
+fn limit_of_rooms_is_reported_and_temporary() {
     let pair = Pair::with(&json!({"max_rooms": 4}), &json!({"max_rooms": 4}));
     for room in 1..=4 {
         pair.open(room);
@@ -1014,7 +1013,7 @@ fn the_limit_of_rooms_is_told_and_passes() {
 }
 
 #[test]
-fn five_thousand_rooms_to_one_peer_survive_a_link_that_comes_up_late_or_early() {
+fn five_thousand_rooms_to_one_peer_survive_a_late_or_early_connection() {
     const ROOMS: u64 = 5000;
     let limit = json!({"max_rooms": ROOMS, "lease_ms": 600_000});
     for is_late in [true, false] {

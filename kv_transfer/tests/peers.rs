@@ -6,12 +6,12 @@ mod common;
 use std::sync::LazyLock;
 
 use common::*;
-use kv_transfer::bootstrap::Client;
-use kv_transfer::protocol::handshake::{Identity, Opened, read_frame};
+use kv_transfer::bootstrap::BootstrapClient;
+use kv_transfer::protocol::handshake::{Identity, OpenedConnection, read_frame};
 use kv_transfer::protocol::{
     Channel, Handshake, Hello, MAX_DECODE_FRAME_BYTES, MAX_FRAME_BYTES, MIN_VERSION, Msg, VERSION,
 };
-use kv_transfer::{BootstrapServer, Code};
+use kv_transfer::{BootstrapServer, ReasonCode};
 use serde_json::json;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
@@ -67,13 +67,13 @@ fn closed(stream: &mut TcpStream) {
 /// An open connection to a rank.
 struct Visitor {
     stream: TcpStream,
-    opened: Opened,
+    opened: OpenedConnection,
 }
 
 impl Visitor {
     fn new(rank: &Rank, inc: &str, channel: Channel) -> Self {
         let mut stream = connect(rank);
-        let opened = block(identity(inc, None).ask(&mut stream, channel, None)).unwrap();
+        let opened = block(identity(inc, None).initiate(&mut stream, channel, None)).unwrap();
         Self { stream, opened }
     }
 
@@ -128,7 +128,7 @@ fn page_is_read_only_by_the_decode_rank_it_was_announced_to() {
     let refused = Msg::Stale {
         ticket: 1,
         page: 1,
-        code: Some(Code::LeaseExpired),
+        code: Some(ReasonCode::LeaseExpired),
     };
     assert_eq!(data.answer(), refused);
     assert_eq!(counter(&pair.p, "kv_reads_refused_total"), 1.0);
@@ -170,7 +170,7 @@ fn page_is_readable_in_a_room_of_the_reader_until_the_lease_ends() {
     let refused = |page| Msg::Stale {
         ticket: 1,
         page,
-        code: Some(Code::LeaseExpired),
+        code: Some(ReasonCode::LeaseExpired),
     };
     other.read(&[1], p.pool.generation(1));
     assert_eq!(other.answer(), refused(1), "the page is of another room");
@@ -192,7 +192,7 @@ fn page_is_readable_in_a_room_of_the_reader_until_the_lease_ends() {
         gens: vec![p.pool.generation(1)],
     });
     let answer = control.answer_until(|msg| matches!(msg, Msg::SlabStale { .. }));
-    let (comm, ticket, page, code) = (1, 7, 1, Some(Code::LeaseExpired));
+    let (comm, ticket, page, code) = (1, 7, 1, Some(ReasonCode::LeaseExpired));
     assert_eq!(
         answer,
         Msg::SlabStale {
@@ -257,7 +257,7 @@ fn recorded_hello_is_refused() {
     block(second.write_all(&recorded)).unwrap();
     let answer = frame(&mut second);
     match Handshake::open_plain(&answer) {
-        Ok(Msg::Reject { code, .. }) => assert_eq!(code, Code::Auth),
+        Ok(Msg::Reject { code, .. }) => assert_eq!(code, ReasonCode::Auth),
         other => panic!("{other:?}"),
     }
     until("the refusal is counted", || {
@@ -266,7 +266,7 @@ fn recorded_hello_is_refused() {
 }
 
 #[test]
-fn silent_connections_keep_no_pair_from_meeting() {
+fn silent_connections_do_not_block_a_pair() {
     let pair = Pair::new("tcp");
     let mut silent = Vec::new();
     for _ in 0..300 {
@@ -296,7 +296,7 @@ fn silent_connections_keep_no_pair_from_meeting() {
 fn rank_of_another_cluster_key_is_refused() {
     let server = BootstrapServer::start("127.0.0.1", 0, Some("ours".into())).unwrap();
     let p = Rank::start("prefill", &json!({"cluster_key": "theirs"}));
-    let client = Client {
+    let client = BootstrapClient {
         host: "127.0.0.1".into(),
         port: server.port(),
         cluster_keys: Some("ours".into()),
@@ -315,7 +315,7 @@ fn rank_of_another_cluster_key_is_refused() {
 }
 
 #[test]
-fn one_peer_cannot_fill_the_table_of_parked_opens() {
+fn one_peer_cannot_fill_the_table_of_pending_opens() {
     let p = json!({"heartbeat_ms": 60_000, "max_rooms": 8});
     let pair = Pair::with(&p, &json!({}));
     let mut greedy = Visitor::new(&pair.p, "greedy", Channel::Control);
@@ -334,12 +334,12 @@ fn one_peer_cannot_fill_the_table_of_parked_opens() {
             prio: 0,
         });
         match greedy.answer() {
-            Msg::Parked { .. } => {}
+            Msg::OpenPending { .. } => {}
             Msg::Reject { code, .. } => break code,
             other => panic!("{other:?}"),
         }
     };
-    assert_eq!(refusal, Code::NoCapacity);
+    assert_eq!(refusal, ReasonCode::NoCapacity);
     assert_eq!(
         counter(&pair.p, r#"kv_rejects_total{code="NO_CAPACITY"}"#),
         1.0

@@ -104,7 +104,7 @@ fn a_full_hit_commits_without_any_page() {
 }
 
 #[test]
-fn an_open_before_its_offer_is_parked_and_then_served() {
+fn open_before_its_offer_waits_and_is_then_served() {
     for transport in TRANSPORTS {
         let pair = Pair::new(transport);
         pair.open(1);
@@ -121,7 +121,7 @@ fn an_open_before_its_offer_is_parked_and_then_served() {
 }
 
 #[test]
-fn a_parked_open_whose_request_never_comes_is_refused() {
+fn pending_open_whose_request_never_comes_is_refused() {
     let pair = Pair::with(&json!({"park_ttl_ms": 50}), &json!({}));
     pair.open(1);
     assert_eq!(pair.d.end_code(1), "UNREACHABLE");
@@ -266,7 +266,7 @@ fn prefill_can_abort_at_every_stage() {
 }
 
 #[test]
-fn what_does_not_fit_together_is_refused_with_its_reason() {
+fn mismatching_nodes_are_refused_with_the_reason() {
     let pair = Pair::new("shm");
     pair.p.node.offer(1, 0, HASH, DEADLINE_MS).unwrap();
     pair.open_with(1, b"another prompt", DEADLINE_MS);
@@ -296,7 +296,7 @@ fn what_does_not_fit_together_is_refused_with_its_reason() {
 }
 
 #[test]
-fn a_room_number_belongs_to_one_request_and_the_last_reader_of_it() {
+fn room_number_belongs_to_one_request_and_its_last_reader() {
     let pair = Pair::new("shm");
     pair.p.node.offer(1, 0, HASH, DEADLINE_MS).unwrap();
     assert!(matches!(
@@ -350,7 +350,7 @@ fn a_room_number_belongs_to_one_request_and_the_last_reader_of_it() {
 }
 
 #[test]
-fn calls_that_make_no_sense_are_errors_at_once() {
+fn invalid_calls_are_errors_at_once() {
     let pair = Pair::new("shm");
     assert!(matches!(
         pair.d.node.abort(1, "NO_SUCH_CODE"),

@@ -129,7 +129,7 @@ fn a_doubled_message_is_ignored_or_costs_the_communicator() {
 }
 
 #[test]
-fn a_prefill_node_that_dies_in_a_send_ends_the_room_and_leaves_nothing() {
+fn prefill_node_that_dies_in_a_send_ends_the_room_without_leaks() {
     let dying = fault("SLAB_SEND", &json!("kill")); // its connection is cut while its send is posted
     let pair = Pair::with(&dying, &staged(&json!({})));
     pair.open(1);
@@ -171,7 +171,7 @@ fn a_page_given_away_between_its_two_looks_is_stale_and_spoils_no_other_room() {
 }
 
 #[test]
-fn an_abort_that_hangs_is_given_up_and_the_room_goes_on() {
+fn hanging_abort_is_given_up_and_the_room_completes() {
     let pair = Pair::with(&staged(&json!({})), &staged(&json!({})));
     pair.d.pipes.stick(true);
     assert_eq!(relay(&pair, 1), "tcp");

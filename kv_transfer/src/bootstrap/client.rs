@@ -11,7 +11,7 @@ use serde::Deserialize;
 use tokio::net::TcpStream;
 
 use super::auth::{AUTH_HEADER, is_answer_signed, sign, unix_ms};
-use super::{Registration, Sizes};
+use super::{RankRegistration, TopologySizes};
 use crate::protocol::ClusterKeys;
 
 /// Answers are small; more is not a bootstrap server.
@@ -47,7 +47,7 @@ impl HttpError {
 
 /// Answer to GET /route for one rank.
 #[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
-pub struct Route {
+pub struct RankRoute {
     pub rank_ip: String,
     pub rank_port: u16,
     #[serde(default)]
@@ -58,7 +58,7 @@ pub struct Route {
 }
 
 #[derive(Debug, Clone)]
-pub struct Client {
+pub struct BootstrapClient {
     pub host: String,
     pub port: u16,
     pub cluster_keys: Option<ClusterKeys>,
@@ -89,7 +89,7 @@ pub async fn resolve(
     Ok(usable)
 }
 
-impl Client {
+impl BootstrapClient {
     /// (answer body, our address on that connection)
     async fn request(
         &self,
@@ -177,7 +177,7 @@ impl Client {
         })
     }
 
-    pub async fn sizes(&self) -> Result<Sizes, HttpError> {
+    pub async fn sizes(&self) -> Result<TopologySizes, HttpError> {
         let (body, _) = self
             .request(
                 Method::GET,
@@ -188,14 +188,14 @@ impl Client {
         self.parse(&body)
     }
 
-    pub async fn route(&self, dp_rank: u32) -> Result<Route, HttpError> {
+    pub async fn route(&self, dp_rank: u32) -> Result<RankRoute, HttpError> {
         let path = format!("/route?engine_rank=0&target_dp_group={dp_rank}&target_pp_rank=0");
         let (body, _) = self.request(Method::GET, &path, vec![]).await?;
         self.parse(&body)
     }
 
     /// Register; an empty `rank_ip` is filled with our address on the way to the server.
-    pub async fn register(&self, registration: &Registration) -> Result<(), HttpError> {
+    pub async fn register(&self, registration: &RankRegistration) -> Result<(), HttpError> {
         let mut registration = registration.clone();
         if registration.rank_ip.is_empty() {
             let (_, local) = self.request(Method::GET, "/health", vec![]).await?;
@@ -205,7 +205,7 @@ impl Client {
         self.request(Method::PUT, "/route", body).await.map(|_| ())
     }
 
-    pub async fn unregister(&self, registration: &Registration) -> Result<(), HttpError> {
+    pub async fn unregister(&self, registration: &RankRegistration) -> Result<(), HttpError> {
         let body = serde_json::to_vec(registration).expect("a registration is plain data");
         self.request(Method::DELETE, "/route", body)
             .await

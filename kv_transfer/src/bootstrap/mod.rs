@@ -13,6 +13,6 @@ mod registry;
 mod server;
 
 pub use auth::AUTH_HEADER;
-pub use client::{Client, HttpError, Route, resolve};
-pub use registry::{Registration, RouteTable, Sizes, TableError};
+pub use client::{BootstrapClient, HttpError, RankRoute, resolve};
+pub use registry::{RankRegistration, RouteTable, TableError, TopologySizes};
 pub use server::BootstrapServer;

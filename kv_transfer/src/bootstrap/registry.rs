@@ -15,7 +15,7 @@ fn one() -> u32 {
 
 /// Body of PUT /route: SGLang's fields, then ours (an SGLang rank leaves them out).
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Registration {
+pub struct RankRegistration {
     pub role: String,
     #[serde(default = "one")]
     pub attn_tp_size: u32,
@@ -52,27 +52,27 @@ pub struct Registration {
     pub pool_pages: u64,
 }
 
-impl Registration {
-    fn sizes(&self) -> Sizes {
+impl RankRegistration {
+    fn sizes(&self) -> TopologySizes {
         let dp = if self.system_dp_size == 1 {
             self.attn_dp_size
         } else {
             self.system_dp_size
         };
-        Sizes {
+        TopologySizes {
             prefill_attn_tp_size: self.attn_tp_size,
             prefill_dp_size: dp,
             prefill_pp_size: self.pp_size,
         }
     }
 
-    pub(super) fn rank(&self) -> Rank {
+    pub(super) fn rank(&self) -> RankPosition {
         let dp_group = if self.system_dp_size == 1 {
             self.attn_dp_rank
         } else {
             self.system_dp_rank
         };
-        Rank {
+        RankPosition {
             dp_group,
             tp: self.attn_tp_rank,
             pp: self.pp_rank,
@@ -81,14 +81,14 @@ impl Registration {
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Sizes {
+pub struct TopologySizes {
     pub prefill_attn_tp_size: u32,
     pub prefill_dp_size: u32,
     pub prefill_pp_size: u32,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub struct Rank {
+pub struct RankPosition {
     pub dp_group: u32,
     pub tp: u32,
     pub pp: u32,
@@ -107,7 +107,10 @@ pub enum TableError {
     #[error(
         "this rank says {theirs:?}, the ranks registered before say {ours:?}; one prefill node has one topology (DELETE /route first to change it)"
     )]
-    Conflict { ours: Sizes, theirs: Sizes },
+    Conflict {
+        ours: TopologySizes,
+        theirs: TopologySizes,
+    },
     #[error("{MAX_RANKS} ranks are registered already")]
     Full,
 }
@@ -116,15 +119,19 @@ pub enum TableError {
 #[derive(Debug, Default)]
 pub struct RouteTable {
     /// With the time of the last registration.
-    ranks: BTreeMap<Rank, (Registration, u64)>,
-    sizes: Option<Sizes>,
+    ranks: BTreeMap<RankPosition, (RankRegistration, u64)>,
+    sizes: Option<TopologySizes>,
     /// Counts changes, so that a reader can tell an old answer from a new one.
     pub epoch: u64,
 }
 
 impl RouteTable {
     /// A rank that registers again (a restart) replaces its former self. What a page holds is for the rank to compare: it is not kept.
-    pub fn put(&mut self, mut registration: Registration, now_ms: u64) -> Result<(), TableError> {
+    pub fn put(
+        &mut self,
+        mut registration: RankRegistration,
+        now_ms: u64,
+    ) -> Result<(), TableError> {
         self.expire(now_ms);
         registration.layout = serde_json::Value::Null;
         if !registration.role.eq_ignore_ascii_case("prefill") {
@@ -172,11 +179,11 @@ impl RouteTable {
         Ok(())
     }
 
-    pub fn sizes(&self) -> Option<Sizes> {
+    pub fn sizes(&self) -> Option<TopologySizes> {
         self.sizes
     }
 
-    pub fn get(&self, rank: Rank) -> Option<&Registration> {
+    pub fn get(&self, rank: RankPosition) -> Option<&RankRegistration> {
         self.ranks.get(&rank).map(|(registration, _)| registration)
     }
 
@@ -197,7 +204,7 @@ impl RouteTable {
 
     /// A rank leaves. Only its own incarnation can remove it, so a late farewell does not unseat the successor; and only who
     /// knows its `owner`, which no answer tells.
-    pub fn remove(&mut self, farewell: &Registration) -> bool {
+    pub fn remove(&mut self, farewell: &RankRegistration) -> bool {
         let rank = farewell.rank();
         let known = self.get(rank).is_some_and(|known| {
             (&known.instance_id, &known.owner) == (&farewell.instance_id, &farewell.owner)
@@ -215,15 +222,15 @@ impl RouteTable {
 mod tests {
     use super::*;
 
-    fn rank(dp: u32, id: &str) -> Registration {
+    fn rank(dp: u32, id: &str) -> RankRegistration {
         let text = format!(
             r#"{{"role": "Prefill", "system_dp_size": 2, "system_dp_rank": {dp}, "rank_ip": "10.0.0.1", "rank_port": 5, "instance_id": "{id}"}}"#
         );
         serde_json::from_str(&text).expect("valid")
     }
 
-    fn at(dp_group: u32) -> Rank {
-        Rank {
+    fn at(dp_group: u32) -> RankPosition {
+        RankPosition {
             dp_group,
             tp: 0,
             pp: 0,
@@ -237,7 +244,7 @@ mod tests {
         table.put(rank(1, "a"), 0).expect("new");
         assert_eq!(
             table.sizes(),
-            Some(Sizes {
+            Some(TopologySizes {
                 prefill_attn_tp_size: 1,
                 prefill_dp_size: 2,
                 prefill_pp_size: 1
@@ -287,7 +294,7 @@ mod tests {
     #[test]
     fn only_its_owner_removes_a_rank() {
         let mut table = RouteTable::default();
-        let mine = Registration {
+        let mine = RankRegistration {
             owner: "secret".into(),
             ..rank(1, "a")
         };
@@ -327,7 +334,7 @@ mod tests {
             .expect("new");
         assert!(
             table
-                .get(Rank {
+                .get(RankPosition {
                     dp_group: 3,
                     tp: 1,
                     pp: 0

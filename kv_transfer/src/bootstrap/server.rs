@@ -22,7 +22,7 @@ use tokio::sync::oneshot;
 use tokio::task::JoinSet;
 
 use super::auth::{AUTH_HEADER, SeenSignatures, sign_answer, unix_ms, verify};
-use super::registry::{Rank, Registration, RouteTable, TableError};
+use super::registry::{RankPosition, RankRegistration, RouteTable, TableError};
 use crate::protocol::ClusterKeys;
 use crate::transport::tasks::PeerTasks;
 
@@ -290,7 +290,7 @@ impl State {
     }
 
     fn put(&self, body: &[u8]) -> Response<Full<Bytes>> {
-        let registration: Registration = match serde_json::from_slice(body) {
+        let registration: RankRegistration = match serde_json::from_slice(body) {
             Ok(registration) => registration,
             Err(err) => {
                 return refuse(
@@ -339,7 +339,7 @@ impl State {
             };
         }
         let rank = |value: i64| u32::try_from(value).unwrap_or(u32::MAX);
-        match table.get(Rank {
+        match table.get(RankPosition {
             dp_group: rank(dp_group),
             tp: rank(tp),
             pp: rank(pp),
@@ -357,7 +357,7 @@ impl State {
     }
 
     fn delete(&self, body: &[u8]) -> Response<Full<Bytes>> {
-        let registration: Registration = match serde_json::from_slice(body) {
+        let registration: RankRegistration = match serde_json::from_slice(body) {
             Ok(registration) => registration,
             Err(err) => {
                 return refuse(

@@ -1,17 +1,17 @@
 use std::time::Duration;
 
-use super::super::{Client, Registration};
+use super::super::{BootstrapClient, RankRegistration};
 use super::*;
 
-fn registration(port: u16, id: &str) -> Registration {
+fn registration(port: u16, id: &str) -> RankRegistration {
     serde_json::from_value(
         json!({"role": "Prefill", "rank_ip": "", "rank_port": port, "instance_id": id}),
     )
     .expect("valid")
 }
 
-fn client(server: &BootstrapServer, key: Option<&str>) -> Client {
-    Client {
+fn client(server: &BootstrapServer, key: Option<&str>) -> BootstrapClient {
+    BootstrapClient {
         host: "127.0.0.1".into(),
         port: server.port(),
         cluster_keys: key.map(Into::into),
@@ -74,7 +74,7 @@ async fn with_a_cluster_key_a_forged_route_is_refused() {
         BootstrapServer::start("127.0.0.1", 0, Some("secret".into())).expect("a free port");
     for key in [None, Some("guess")] {
         let err = client(&server, key)
-            .register(&Registration {
+            .register(&RankRegistration {
                 rank_ip: "evil".into(),
                 ..registration(1, "evil")
             })

@@ -2,8 +2,8 @@
 
 use std::time::Duration;
 
-use crate::reason_code::Code;
-use crate::state_machine::prefill::Finish;
+use crate::reason_code::ReasonCode;
+use crate::state_machine::prefill::PrefillOutput;
 
 /// D: fetch the prompt of a room from the prefill rank behind a bootstrap address.
 pub(super) struct OpenRequest {
@@ -17,7 +17,7 @@ pub(super) struct OpenRequest {
     pub deadline_ms: u64,
 }
 
-pub(super) enum Command {
+pub(super) enum EngineCommand {
     Offer {
         room: u64,
         attempt: u32,
@@ -31,7 +31,7 @@ pub(super) enum Command {
     },
     Finish {
         room: u64,
-        finish: Finish,
+        finish: PrefillOutput,
     },
     Open {
         room: u64,
@@ -47,7 +47,7 @@ pub(super) enum Command {
     },
     Abort {
         room: u64,
-        code: Code,
+        code: ReasonCode,
     },
     Register {
         host: String,

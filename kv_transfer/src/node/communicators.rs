@@ -1,7 +1,7 @@
 //! Both sides' communicators in the control loop: carries out what `state_machine::communicator` says.
 //!
 //! A connection has at most one usable communicator, made by D when it wants pages. The number of communicators of a node is
-//! bounded: an idle one is closed for another pair, which goes without one until then. After `MAX_ABANDONED` aborts that hang the
+//! bounded: an idle one is closed for another pair, which goes without one until then. After `MAX_LEAKED` aborts that hang the
 //! node makes no more.
 
 use std::collections::{BTreeMap, HashMap};
@@ -9,26 +9,26 @@ use std::sync::{Arc, mpsc};
 use std::time::Duration;
 
 use super::config::{NodeConfig, Transport};
-use super::context::{CommKey, Internal, NodeContext, Timer, mapped_by};
+use super::context::{CommKey, LoopMessage, NodeContext, NodeTimer, mapped_by};
 use crate::pool::SumKind;
 use crate::protocol::{Hello, MAX_SLAB_BYTES, Msg, clipped};
-use crate::reason_code::Code;
-use crate::state_machine::Peer;
+use crate::reason_code::ReasonCode;
+use crate::state_machine::ConnectionId;
 use crate::state_machine::communicator::{
-    End, Limits, Outcome, Phase, Sink, SinkAction, SinkEvent, Source, SourceAction, SourceEvent,
-    Ticket,
+    CommEnd, CommPhase, PullOutcome, ReceiverAction, ReceiverEvent, SenderAction, SenderEvent,
+    SlabLimits, SlabReceiver, SlabSender, Ticket,
 };
 use crate::transport::communicator::{
-    Claim, CommBackend, CommContext, CommGuard, CommJob, CommReport, CommThread, CommTimeouts,
+    CommBackend, CommContext, CommGuard, CommJob, CommReport, CommThread, CommTimeouts, WriteClaim,
 };
 use crate::transport::{Pull, PullEnd, PullError};
 
 /// Communicators whose abort hangs; each keeps two threads and its slabs. With more the transport is given up.
-const MAX_ABANDONED: usize = 4;
+const MAX_LEAKED: usize = 4;
 
 enum Half {
-    Sink(Sink),
-    Source(Source),
+    Receiver(SlabReceiver),
+    Sender(SlabSender),
 }
 
 struct Comm {
@@ -36,36 +36,36 @@ struct Comm {
     /// Until the abort.
     thread: Option<CommThread>,
     guard: Arc<CommGuard>,
-    claims: HashMap<Ticket, Arc<Claim>>,
+    claims: HashMap<Ticket, Arc<WriteClaim>>,
     last_used: u64,
 }
 
 impl Comm {
-    fn phase(&self) -> Phase {
+    fn phase(&self) -> CommPhase {
         match &self.half {
-            Half::Sink(sink) => sink.phase(),
-            Half::Source(source) => source.phase(),
+            Half::Receiver(receiver) => receiver.phase(),
+            Half::Sender(sender) => sender.phase(),
         }
     }
 
     fn is_idle(&self) -> bool {
         match &self.half {
-            Half::Sink(sink) => sink.is_idle(),
-            Half::Source(source) => source.is_idle(),
+            Half::Receiver(receiver) => receiver.is_idle(),
+            Half::Sender(sender) => sender.is_idle(),
         }
     }
 
     fn next_due(&self) -> Option<u64> {
         match &self.half {
-            Half::Sink(sink) => sink.next_due(),
-            Half::Source(source) => source.next_due(),
+            Half::Receiver(receiver) => receiver.next_due(),
+            Half::Sender(sender) => sender.next_due(),
         }
     }
 
-    fn end(&self) -> Option<&End> {
+    fn end(&self) -> Option<&CommEnd> {
         match &self.half {
-            Half::Sink(sink) => sink.end(),
-            Half::Source(source) => source.end(),
+            Half::Receiver(receiver) => receiver.end(),
+            Half::Sender(sender) => sender.end(),
         }
     }
 
@@ -82,7 +82,7 @@ struct Staged {
     backend: Arc<dyn CommBackend>,
     comms: BTreeMap<CommKey, Comm>,
     next: u64,
-    limits: Limits,
+    limits: SlabLimits,
     max: usize,
     /// Closed when the last abort has ended: each holds a sender.
     aborts: (mpsc::Sender<()>, mpsc::Receiver<()>),
@@ -114,10 +114,10 @@ impl Staged {
         states
     }
 
-    fn num_abandoned(&self) -> usize {
+    fn num_leaked(&self) -> usize {
         self.comms
             .values()
-            .filter(|comm| comm.phase() == Phase::Abandoned)
+            .filter(|comm| comm.phase() == CommPhase::Leaked)
             .count()
     }
 
@@ -183,8 +183,14 @@ impl Communicators {
     }
 
     /// A pair goes on with a slower transport than `from`.
-    pub fn changed_transport(&self, ctx: &NodeContext, peer: Peer, from: Transport, why: &str) {
-        let Some(conn) = ctx.conns.get(&peer) else {
+    pub fn record_fallback(
+        &self,
+        ctx: &NodeContext,
+        peer: ConnectionId,
+        from: Transport,
+        why: &str,
+    ) {
+        let Some(conn) = ctx.connections.get(&peer) else {
             return;
         };
         let mapped = conn.remote.as_ref().filter(|_| conn.mapped_works);
@@ -206,37 +212,42 @@ impl Communicators {
     // ---- D ----
 
     /// The staged transport, if the pair has a usable communicator or may make one now.
-    pub fn transport_for(&mut self, ctx: &mut NodeContext, peer: Peer) -> Option<Transport> {
+    pub fn transport_for(
+        &mut self,
+        ctx: &mut NodeContext,
+        peer: ConnectionId,
+    ) -> Option<Transport> {
         let now = ctx.now();
-        let conn = ctx.conns.get(&peer)?;
+        let conn = ctx.connections.get(&peer)?;
         let via = self.transport_with(ctx, &conn.peer)?;
         if conn.comm.is_some() {
             return Some(via); // forgotten as soon as it is not usable
         }
-        if !conn.breaker.allows(now) || !self.make_place(ctx) {
+        if !conn.breaker.allows(now) || !self.reserve_place(ctx) {
             return None;
         }
         let staged = self.staged.as_mut()?;
         staged.next += 1;
         let key = (peer, staged.next);
-        let (sink, actions) = Sink::new(staged.limits, now);
+        let (receiver, actions) = SlabReceiver::new(staged.limits, now);
         let limits = staged.limits;
-        self.start_comm(ctx, key, Half::Sink(sink), limits).ok()?;
-        if let Some(conn) = ctx.conns.get_mut(&peer) {
+        self.start_comm(ctx, key, Half::Receiver(receiver), limits)
+            .ok()?;
+        if let Some(conn) = ctx.connections.get_mut(&peer) {
             conn.comm = Some(key);
         }
         ctx.timers
-            .set(&Timer::Comm(key), Some(now + limits.open_ms));
-        self.act_sink(ctx, key, actions);
+            .set(&NodeTimer::Comm(key), Some(now + limits.open_ms));
+        self.act_receiver(ctx, key, actions);
         Some(via)
     }
 
     /// Whether one more communicator may exist. If not, an idle one is closed, for the next time.
-    fn make_place(&mut self, ctx: &mut NodeContext) -> bool {
+    fn reserve_place(&mut self, ctx: &mut NodeContext) -> bool {
         let Some(staged) = &self.staged else {
             return false;
         };
-        if staged.num_abandoned() >= MAX_ABANDONED {
+        if staged.num_leaked() >= MAX_LEAKED {
             return false;
         }
         if staged.comms.len() < staged.max {
@@ -253,10 +264,10 @@ impl Communicators {
         ctx: &mut NodeContext,
         key: CommKey,
         half: Half,
-        limits: Limits,
+        limits: SlabLimits,
     ) -> std::io::Result<()> {
         let sums = ctx
-            .conns
+            .connections
             .get(&key.0)
             .map_or(SumKind::Xxh3, |conn| conn.sums);
         let Some(staged) = &mut self.staged else {
@@ -276,7 +287,7 @@ impl Communicators {
             sums,
         };
         // Reports after the loop's end are dropped: nobody is left to tell.
-        let report = Arc::new(move |report| drop(internal.send(Internal::Comm(key, report))));
+        let report = Arc::new(move |report| drop(internal.send(LoopMessage::Comm(key, report))));
         let thread = CommThread::start(context, report)
             .inspect_err(|err| tracing::error!(%err, "no thread for a communicator"))?;
         let comm = Comm {
@@ -291,12 +302,12 @@ impl Communicators {
     }
 
     /// Answered by one `pulled`, perhaps before this returns.
-    pub fn pull(&mut self, ctx: &mut NodeContext, peer: Peer, pull: Pull) {
-        match ctx.conns.get(&peer).and_then(|conn| conn.comm) {
-            Some(key) => self.step_sink(
+    pub fn pull(&mut self, ctx: &mut NodeContext, peer: ConnectionId, pull: Pull) {
+        match ctx.connections.get(&peer).and_then(|conn| conn.comm) {
+            Some(key) => self.step_receiver(
                 ctx,
                 key,
-                SinkEvent::Pull {
+                ReceiverEvent::Pull {
                     pull: pull.id,
                     pages: pull.pages,
                 },
@@ -309,14 +320,14 @@ impl Communicators {
         }
     }
 
-    pub fn cancel(&mut self, ctx: &mut NodeContext, peer: Peer, pull: u64) {
+    pub fn cancel(&mut self, ctx: &mut NodeContext, peer: ConnectionId, pull: u64) {
         // Whichever communicator has it; the others do not know it.
         for key in self.comms_of(peer) {
-            self.step_sink(ctx, key, SinkEvent::Cancel { pull });
+            self.step_receiver(ctx, key, ReceiverEvent::Cancel { pull });
         }
     }
 
-    fn comms_of(&self, peer: Peer) -> Vec<CommKey> {
+    fn comms_of(&self, peer: ConnectionId) -> Vec<CommKey> {
         self.staged.as_ref().map_or_else(Vec::new, |staged| {
             staged
                 .comms
@@ -327,29 +338,29 @@ impl Communicators {
     }
 
     fn close_comm(&mut self, ctx: &mut NodeContext, key: CommKey) {
-        self.step_sink(ctx, key, SinkEvent::Close);
-        self.step_source(ctx, key, SourceEvent::Close);
+        self.step_receiver(ctx, key, ReceiverEvent::Close);
+        self.step_sender(ctx, key, SenderEvent::Close);
     }
 
-    pub fn on_peer_gone(&mut self, ctx: &mut NodeContext, peer: Peer, why: &str) {
+    pub fn on_peer_gone(&mut self, ctx: &mut NodeContext, peer: ConnectionId, why: &str) {
         for key in self.comms_of(peer) {
             self.end_by_peer(ctx, key, format!("the connection is lost: {why}"));
         }
     }
 
     fn end_by_peer(&mut self, ctx: &mut NodeContext, key: CommKey, why: String) {
-        self.step_sink(ctx, key, SinkEvent::PeerEnded(why.clone()));
-        self.step_source(ctx, key, SourceEvent::PeerEnded(why));
+        self.step_receiver(ctx, key, ReceiverEvent::PeerEnded(why.clone()));
+        self.step_sender(ctx, key, SenderEvent::PeerEnded(why));
     }
 
     pub fn tick(&mut self, ctx: &mut NodeContext, key: CommKey) {
-        self.step_sink(ctx, key, SinkEvent::Tick);
-        self.step_source(ctx, key, SourceEvent::Tick);
+        self.step_receiver(ctx, key, ReceiverEvent::Tick);
+        self.step_sender(ctx, key, SenderEvent::Tick);
     }
 
     // ---- messages and reports ----
 
-    pub fn on_message(&mut self, ctx: &mut NodeContext, peer: Peer, msg: Msg) {
+    pub fn on_message(&mut self, ctx: &mut NodeContext, peer: ConnectionId, msg: Msg) {
         match msg {
             Msg::CommOpen {
                 comm,
@@ -357,21 +368,23 @@ impl Communicators {
                 slabs,
                 pages_per_slab,
             } => self.on_comm_open(ctx, (peer, comm), &transport, slabs, pages_per_slab),
-            Msg::CommId { comm, id } => self.step_sink(ctx, (peer, comm), SinkEvent::Id(id)),
+            Msg::CommId { comm, id } => {
+                self.step_receiver(ctx, (peer, comm), ReceiverEvent::Id(id))
+            }
             Msg::CommEnd { comm, code, why } => {
                 let key = (peer, comm);
                 let now = ctx.now();
                 let current = ctx
-                    .conns
+                    .connections
                     .get_mut(&peer)
                     .filter(|conn| conn.comm == Some(key));
                 if let (Some(conn), Some(code)) = (current, code) {
                     match code {
-                        Code::NoCapacity => conn.breaker.full(now),
+                        ReasonCode::NoCapacity => conn.breaker.full(now),
                         _ => conn.breaker.failed(now),
                     }
                     if let Some(via) = self.staged.as_ref().map(|staged| staged.via) {
-                        self.changed_transport(ctx, peer, via, &why);
+                        self.record_fallback(ctx, peer, via, &why);
                     }
                 }
                 self.end_by_peer(ctx, key, format!("the other side: {why}"));
@@ -382,9 +395,9 @@ impl Communicators {
                 ids,
                 gens,
             } => {
-                let inc = ctx.conns.get(&peer).map_or("", |conn| &conn.peer.inc);
+                let inc = ctx.connections.get(&peer).map_or("", |conn| &conn.peer.inc);
                 if let Some(page) = ctx.shared.announced.first_refused(inc, &ids, &gens) {
-                    let code = Some(Code::LeaseExpired);
+                    let code = Some(ReasonCode::LeaseExpired);
                     let refusal = Msg::SlabStale {
                         comm,
                         ticket,
@@ -394,17 +407,21 @@ impl Communicators {
                     return ctx.send(peer, refusal);
                 }
                 let pages = ids.into_iter().zip(gens).collect();
-                self.step_source(ctx, (peer, comm), SourceEvent::Read { ticket, pages });
+                self.step_sender(ctx, (peer, comm), SenderEvent::Read { ticket, pages });
             }
             Msg::SlabSend { comm, ticket, seq } => {
-                self.step_sink(ctx, (peer, comm), SinkEvent::Announced { ticket, seq });
+                self.step_receiver(ctx, (peer, comm), ReceiverEvent::Announced { ticket, seq });
             }
             Msg::SlabStale {
                 comm,
                 ticket,
                 page,
                 code,
-            } => self.step_sink(ctx, (peer, comm), SinkEvent::Stale { ticket, page, code }),
+            } => self.step_receiver(
+                ctx,
+                (peer, comm),
+                ReceiverEvent::Stale { ticket, page, code },
+            ),
             _ => {}
         }
     }
@@ -433,16 +450,16 @@ impl Communicators {
             Some(staged) if staged.via.as_str() == transport => {
                 if bytes > MAX_SLAB_BYTES {
                     let why = format!("slabs of {bytes} bytes; at most {MAX_SLAB_BYTES} are made");
-                    Some((Code::TransportBroken, why))
-                } else if !self.make_place(ctx) {
+                    Some((ReasonCode::TransportBroken, why))
+                } else if !self.reserve_place(ctx) {
                     let why = "this node has no place for another communicator (max_communicators)";
-                    Some((Code::NoCapacity, why.to_owned()))
+                    Some((ReasonCode::NoCapacity, why.to_owned()))
                 } else {
                     None
                 }
             }
             _ => Some((
-                Code::TransportBroken,
+                ReasonCode::TransportBroken,
                 format!("this node does not use {transport}"),
             )),
         };
@@ -451,45 +468,48 @@ impl Communicators {
             return ctx.send(peer, Msg::CommEnd { comm, code, why });
         }
         let now = ctx.now();
-        let Some(limits) = self.staged.as_ref().map(|staged| Limits {
+        let Some(limits) = self.staged.as_ref().map(|staged| SlabLimits {
             slabs: slabs as usize,
             pages_per_slab: pages_per_slab as usize,
             ..staged.limits
         }) else {
             return;
         };
-        let (source, actions) = Source::new(limits, now);
-        if let Err(err) = self.start_comm(ctx, key, Half::Source(source), limits) {
-            let code = Some(Code::TransportBroken);
+        let (sender, actions) = SlabSender::new(limits, now);
+        if let Err(err) = self.start_comm(ctx, key, Half::Sender(sender), limits) {
+            let code = Some(ReasonCode::TransportBroken);
             let why = clipped(&format!("no thread for a communicator: {err}"));
             return ctx.send(peer, Msg::CommEnd { comm, code, why });
         }
         ctx.timers
-            .set(&Timer::Comm(key), Some(now + limits.open_ms));
-        self.act_source(ctx, key, actions);
+            .set(&NodeTimer::Comm(key), Some(now + limits.open_ms));
+        self.act_sender(ctx, key, actions);
     }
 
     pub fn on_report(&mut self, ctx: &mut NodeContext, key: CommKey, report: CommReport) {
-        let (sink, source) = match report {
-            CommReport::Id(id) => (None, Some(SourceEvent::Id(id))),
-            CommReport::Opened => (Some(SinkEvent::Opened), Some(SourceEvent::Opened)),
-            CommReport::Gathered { ticket } => (None, Some(SourceEvent::Gathered { ticket })),
-            CommReport::Stale { ticket, page } => (None, Some(SourceEvent::Stale { ticket, page })),
-            CommReport::Sent { ticket } => (None, Some(SourceEvent::Sent { ticket })),
+        let (receiver, sender) = match report {
+            CommReport::Id(id) => (None, Some(SenderEvent::Id(id))),
+            CommReport::Opened => (Some(ReceiverEvent::Opened), Some(SenderEvent::Opened)),
+            CommReport::Gathered { ticket } => (None, Some(SenderEvent::Gathered { ticket })),
+            CommReport::Stale { ticket, page } => (None, Some(SenderEvent::Stale { ticket, page })),
+            CommReport::Sent { ticket } => (None, Some(SenderEvent::Sent { ticket })),
             CommReport::Received { ticket, verdict } => {
-                (Some(SinkEvent::Received { ticket, verdict }), None)
+                (Some(ReceiverEvent::Received { ticket, verdict }), None)
             }
             CommReport::Broken(why) => (
-                Some(SinkEvent::Broken(why.clone())),
-                Some(SourceEvent::Broken(why)),
+                Some(ReceiverEvent::Broken(why.clone())),
+                Some(SenderEvent::Broken(why)),
             ),
-            CommReport::Ended => (Some(SinkEvent::ThreadEnded), Some(SourceEvent::ThreadEnded)),
+            CommReport::Ended => (
+                Some(ReceiverEvent::ThreadEnded),
+                Some(SenderEvent::ThreadEnded),
+            ),
         };
-        if let Some(event) = sink {
-            self.step_sink(ctx, key, event);
+        if let Some(event) = receiver {
+            self.step_receiver(ctx, key, event);
         }
-        if let Some(event) = source {
-            self.step_source(ctx, key, event);
+        if let Some(event) = sender {
+            self.step_sender(ctx, key, event);
         }
     }
 
@@ -499,91 +519,92 @@ impl Communicators {
         self.staged.as_mut()?.comms.get_mut(&key)
     }
 
-    fn step_sink(&mut self, ctx: &mut NodeContext, key: CommKey, event: SinkEvent) {
+    fn step_receiver(&mut self, ctx: &mut NodeContext, key: CommKey, event: ReceiverEvent) {
         let now = ctx.now();
         let Some(comm) = self.comm_mut(key) else {
             return;
         }; // over: late words are expected
-        let Half::Sink(sink) = &mut comm.half else {
+        let Half::Receiver(receiver) = &mut comm.half else {
             return;
         };
-        if let SinkEvent::Received { ticket, .. } = &event {
+        if let ReceiverEvent::Received { ticket, .. } = &event {
             comm.claims.remove(ticket);
         }
         let worked = matches!(
             event,
-            SinkEvent::Received {
+            ReceiverEvent::Received {
                 verdict: Ok(()),
                 ..
             }
         );
-        let was_usable = sink.phase().is_usable();
-        let actions = sink.step(event, now);
+        let was_usable = receiver.phase().is_usable();
+        let actions = receiver.step(event, now);
         comm.last_used = now;
         if worked
             && was_usable
-            && let Some(conn) = ctx.conns.get_mut(&key.0)
+            && let Some(conn) = ctx.connections.get_mut(&key.0)
         {
             conn.breaker.worked();
         }
-        self.stepped(ctx, key, was_usable);
-        self.act_sink(ctx, key, actions);
+        self.after_step(ctx, key, was_usable);
+        self.act_receiver(ctx, key, actions);
     }
 
-    fn step_source(&mut self, ctx: &mut NodeContext, key: CommKey, event: SourceEvent) {
+    fn step_sender(&mut self, ctx: &mut NodeContext, key: CommKey, event: SenderEvent) {
         let now = ctx.now();
         let Some(comm) = self.comm_mut(key) else {
             return;
         };
-        let Half::Source(source) = &mut comm.half else {
+        let Half::Sender(sender) = &mut comm.half else {
             return;
         };
-        let was_usable = source.phase().is_usable();
-        let actions = source.step(event, now);
+        let was_usable = sender.phase().is_usable();
+        let actions = sender.step(event, now);
         comm.last_used = now;
-        self.stepped(ctx, key, was_usable);
-        self.act_source(ctx, key, actions);
+        self.after_step(ctx, key, was_usable);
+        self.act_sender(ctx, key, actions);
     }
 
     /// After each step: its timer, and what follows from its end.
-    fn stepped(&mut self, ctx: &mut NodeContext, key: CommKey, was_usable: bool) {
+    fn after_step(&mut self, ctx: &mut NodeContext, key: CommKey, was_usable: bool) {
         let now = ctx.now();
         let Some(comm) = self.comm_mut(key) else {
             return;
         };
         let (due, ended) = (comm.next_due(), was_usable && !comm.phase().is_usable());
         let end = comm.end().cloned();
-        ctx.timers.set(&Timer::Comm(key), due);
+        ctx.timers.set(&NodeTimer::Comm(key), due);
         let (true, Some(end)) = (ended, end) else {
             return;
         };
-        let is_failure = !matches!(end, End::Closed);
+        let is_failure = !matches!(end, CommEnd::Closed);
         tracing::info!(peer = key.0, comm = key.1, ?end, "a communicator ends");
         self.count_end(ctx, if is_failure { "failed" } else { "closed" });
         let Some(conn) = ctx
-            .conns
+            .connections
             .get_mut(&key.0)
             .filter(|conn| conn.comm == Some(key))
         else {
             return;
         };
         conn.comm = None;
-        if let (End::Failed(why), Some(via)) = (end, self.staged.as_ref().map(|staged| staged.via))
+        if let (CommEnd::Failed(why), Some(via)) =
+            (end, self.staged.as_ref().map(|staged| staged.via))
         {
             conn.breaker.failed(now);
-            self.changed_transport(ctx, key.0, via, &why);
+            self.record_fallback(ctx, key.0, via, &why);
         }
     }
 
     /// Ends of pulls come last: they may bring the next pull to the same communicator, behind what this step says.
-    fn act_sink(&mut self, ctx: &mut NodeContext, key: CommKey, actions: Vec<SinkAction>) {
+    fn act_receiver(&mut self, ctx: &mut NodeContext, key: CommKey, actions: Vec<ReceiverAction>) {
         let (peer, comm) = key;
         let (mut revoked, mut ends) = (Vec::new(), Vec::new());
         for action in actions {
             match action {
-                SinkAction::Ask => self.ask_for_comm(ctx, peer, comm),
-                SinkAction::Join(id) => self.submit(key, CommJob::Join(id)),
-                SinkAction::Read { ticket, pages } => {
+                ReceiverAction::Ask => self.send_comm_open(ctx, peer, comm),
+                ReceiverAction::Join(id) => self.submit(key, CommJob::Join(id)),
+                ReceiverAction::Read { ticket, pages } => {
                     let ids = pages.iter().map(|p| p.src.page).collect();
                     let gens = pages.iter().map(|p| p.src.generation).collect();
                     ctx.send(
@@ -596,13 +617,13 @@ impl Communicators {
                         },
                     );
                 }
-                SinkAction::Receive {
+                ReceiverAction::Receive {
                     ticket,
                     slab,
                     count,
                     pages,
                 } => {
-                    let claim = Arc::<Claim>::default();
+                    let claim = Arc::<WriteClaim>::default();
                     if let Some(comm) = self.comm_mut(key) {
                         comm.claims.insert(ticket, claim.clone());
                     }
@@ -615,7 +636,7 @@ impl Communicators {
                     };
                     self.submit(key, job);
                 }
-                SinkAction::Revoke { ticket } => {
+                ReceiverAction::Revoke { ticket } => {
                     let claim = self
                         .comm_mut(key)
                         .and_then(|comm| comm.claims.remove(&ticket));
@@ -623,27 +644,27 @@ impl Communicators {
                         revoked.push(ticket);
                     }
                 }
-                SinkAction::End {
+                ReceiverAction::End {
                     pull,
                     pages,
                     outcome,
                 } => ends.push((pull, pages, outcome)),
-                SinkAction::TellEnd(end) => self.tell_end(ctx, key, &end),
-                SinkAction::Abort => self.abort_comm(key),
-                SinkAction::Abandon => self.abandoned(ctx, key),
-                SinkAction::Gone => self.forget_comm(ctx, key),
+                ReceiverAction::SendEnd(end) => self.send_end(ctx, key, &end),
+                ReceiverAction::Abort => self.abort_comm(key),
+                ReceiverAction::Leak => self.on_leak(ctx, key),
+                ReceiverAction::Forget => self.forget_comm(ctx, key),
             }
         }
         for ticket in revoked {
-            self.step_sink(ctx, key, SinkEvent::Revoked { ticket });
+            self.step_receiver(ctx, key, ReceiverEvent::Revoked { ticket });
         }
         let page_bytes = ctx.pool.page_bytes();
         for (id, pages, outcome) in ends {
             let result = match outcome {
-                Outcome::Done => Ok(()),
-                Outcome::Failed(code, why) => Err(PullError::Failed(code, why)),
-                Outcome::Cancelled => Err(PullError::Cancelled),
-                Outcome::Broken(why) => Err(PullError::Broken(why)),
+                PullOutcome::Done => Ok(()),
+                PullOutcome::Failed(code, why) => Err(PullError::Failed(code, why)),
+                PullOutcome::Cancelled => Err(PullError::Cancelled),
+                PullOutcome::Broken(why) => Err(PullError::Broken(why)),
             };
             ctx.end_pull(PullEnd {
                 id,
@@ -653,13 +674,13 @@ impl Communicators {
         }
     }
 
-    fn act_source(&mut self, ctx: &mut NodeContext, key: CommKey, actions: Vec<SourceAction>) {
+    fn act_sender(&mut self, ctx: &mut NodeContext, key: CommKey, actions: Vec<SenderAction>) {
         let (peer, comm) = key;
         for action in actions {
             match action {
-                SourceAction::Host => self.submit(key, CommJob::Host),
-                SourceAction::TellId(id) => ctx.send(peer, Msg::CommId { comm, id }),
-                SourceAction::Send {
+                SenderAction::Host => self.submit(key, CommJob::Host),
+                SenderAction::SendId(id) => ctx.send(peer, Msg::CommId { comm, id }),
+                SenderAction::Send {
                     ticket,
                     slab,
                     pages,
@@ -671,10 +692,10 @@ impl Communicators {
                         pages,
                     },
                 ),
-                SourceAction::Announce { ticket, seq } => {
+                SenderAction::Announce { ticket, seq } => {
                     ctx.send(peer, Msg::SlabSend { comm, ticket, seq });
                 }
-                SourceAction::TellStale { ticket, page } => {
+                SenderAction::SendStale { ticket, page } => {
                     let code = None;
                     let stale = Msg::SlabStale {
                         comm,
@@ -684,15 +705,15 @@ impl Communicators {
                     };
                     ctx.send(peer, stale);
                 }
-                SourceAction::TellEnd(end) => self.tell_end(ctx, key, &end),
-                SourceAction::Abort => self.abort_comm(key),
-                SourceAction::Abandon => self.abandoned(ctx, key),
-                SourceAction::Gone => self.forget_comm(ctx, key),
+                SenderAction::SendEnd(end) => self.send_end(ctx, key, &end),
+                SenderAction::Abort => self.abort_comm(key),
+                SenderAction::Leak => self.on_leak(ctx, key),
+                SenderAction::Forget => self.forget_comm(ctx, key),
             }
         }
     }
 
-    fn ask_for_comm(&mut self, ctx: &mut NodeContext, peer: Peer, comm: u64) {
+    fn send_comm_open(&mut self, ctx: &mut NodeContext, peer: ConnectionId, comm: u64) {
         let Some(staged) = &self.staged else { return };
         let msg = Msg::CommOpen {
             comm,
@@ -710,10 +731,12 @@ impl Communicators {
         }
     }
 
-    fn tell_end(&mut self, ctx: &mut NodeContext, key: CommKey, end: &End) {
+    fn send_end(&mut self, ctx: &mut NodeContext, key: CommKey, end: &CommEnd) {
         let (code, why) = match end {
-            End::Closed => (None, "its place was needed".to_owned()),
-            End::Failed(why) | End::ByPeer(why) => (Some(Code::TransportBroken), clipped(why)),
+            CommEnd::Closed => (None, "its place was needed".to_owned()),
+            CommEnd::Failed(why) | CommEnd::ByPeer(why) => {
+                (Some(ReasonCode::TransportBroken), clipped(why))
+            }
         };
         let comm = key.1;
         ctx.send(key.0, Msg::CommEnd { comm, code, why });
@@ -736,13 +759,13 @@ impl Communicators {
         *ctx.shared.stats.lock().comms_ended.entry(end).or_default() += 1;
     }
 
-    fn abandoned(&mut self, ctx: &mut NodeContext, key: CommKey) {
+    fn on_leak(&mut self, ctx: &mut NodeContext, key: CommKey) {
         self.count_end(ctx, "abandoned");
-        let lost = self.staged.as_ref().map_or(0, Staged::num_abandoned);
+        let lost = self.staged.as_ref().map_or(0, Staged::num_leaked);
         tracing::error!(
             peer = key.0,
             lost,
-            at_most = MAX_ABANDONED,
+            at_most = MAX_LEAKED,
             "the abort of a communicator hangs: it is given up with its slabs; restart this node when it is idle"
         );
     }
@@ -751,6 +774,6 @@ impl Communicators {
         if let Some(staged) = &mut self.staged {
             staged.comms.remove(&key);
         }
-        ctx.timers.set(&Timer::Comm(key), None);
+        ctx.timers.set(&NodeTimer::Comm(key), None);
     }
 }

@@ -7,7 +7,7 @@ use sha2::{Digest, Sha256};
 
 use crate::pool::KvPool;
 use crate::protocol::{ClusterKeys, MAX_READ_PAGES, MAX_SLAB_BYTES, MAX_SLABS};
-use crate::state_machine::communicator::Limits;
+use crate::state_machine::communicator::SlabLimits;
 use crate::transport::fault_injection::Faults;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
@@ -126,9 +126,9 @@ pub struct NodeConfig {
 #[derive(Debug, Clone, Copy)]
 pub struct NodeLimits {
     /// P: OPENs that wait for their request. Each becomes a room, or is answered when its time is over.
-    pub parked_opens: usize,
+    pub pending_opens: usize,
     /// Those of one decode rank: as many as it has requests, when its limits are those of this node.
-    pub parked_opens_per_peer: usize,
+    pub pending_opens_per_peer: usize,
     /// Ended rooms whose late messages are answered with the reason of their end.
     pub ended_rooms: usize,
     /// Calls not yet seen by the control thread: a few per room. A full channel means a dead thread.
@@ -278,8 +278,8 @@ impl NodeConfig {
     pub fn limits(&self) -> NodeLimits {
         let rooms = self.max_rooms.max(MIN_TABLE);
         NodeLimits {
-            parked_opens: rooms,
-            parked_opens_per_peer: rooms / 2,
+            pending_opens: rooms,
+            pending_opens_per_peer: rooms / 2,
             ended_rooms: rooms,
             commands: COMMANDS_PER_ROOM * rooms,
             outbox_bytes: OUTBOX_BYTES_PER_ROOM * rooms,
@@ -296,8 +296,8 @@ impl NodeConfig {
         self.transports.iter().copied().find(|t| t.is_mapped())
     }
 
-    pub fn slab_limits(&self, page_bytes: usize) -> Limits {
-        Limits {
+    pub fn slab_limits(&self, page_bytes: usize) -> SlabLimits {
+        SlabLimits {
             slabs: self.slabs,
             pages_per_slab: (self.slab_bytes / page_bytes).clamp(1, MAX_READ_PAGES),
             open_ms: self.comm_open_ms,

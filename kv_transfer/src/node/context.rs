@@ -16,37 +16,39 @@ use tokio::net::TcpStream;
 use tokio::sync::mpsc;
 
 use super::config::{NodeConfig, Transport};
-use super::connections::establish::{self, Established, Heard, HeardQueue, LinkFailure, Running};
-use super::connections::outbox::{Backlog, Outgoing};
+use super::connections::establish::{
+    self, ConnectFailure, ConnectionTasks, EstablishedConnection, PeerInbox, PeerMessage,
+};
+use super::connections::outbox::{Backlog, OutgoingMessage};
 use super::records::events::{EventQueue, NodeEvent};
-use super::records::metrics::Stats;
-use super::records::room_history::{Entry, Ledger, Side};
+use super::records::metrics::NodeStats;
+use super::records::room_history::{RoomHistory, RoomRecord, RoomSide};
 use super::timers::Timers;
-use crate::bootstrap::{Client, Registration};
+use crate::bootstrap::{BootstrapClient, RankRegistration};
 use crate::pool::{AnnouncedPages, KvPool, RemotePool, SumKind};
-use crate::protocol::handshake::{Identity, LinkError, Opened};
+use crate::protocol::handshake::{ConnectionError, Identity, OpenedConnection};
 use crate::protocol::{Hello, Msg};
-use crate::reason_code::Code;
-use crate::state_machine::communicator::Breaker;
-use crate::state_machine::{Illegal, Peer};
+use crate::reason_code::ReasonCode;
+use crate::state_machine::communicator::TransportBreaker;
+use crate::state_machine::{ConnectionId, InvalidTransition};
 use crate::transport::PullEnd;
 use crate::transport::communicator::CommReport;
-use crate::transport::copy_threads::{Copier, Done};
+use crate::transport::copy_threads::{CopyReport, CopyThreads};
 use crate::transport::fault_injection::{Fault, Faults};
-use crate::transport::tcp::{DataContext, DataLink, DataPlane};
+use crate::transport::tcp::{DataContext, DataPlane, DataStream};
 
 /// Messages read from sockets and not yet handled, and the bytes of their frames; more stay in the sockets.
-const HEARD: usize = 1024;
-const HEARD_BYTES: usize = 64 << 20;
+const INBOX_MESSAGES: usize = 1024;
+const INBOX_BYTES: usize = 64 << 20;
 /// Attempt to reach the bootstrap server.
 const HTTP_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// State shared by the engine's thread and the control thread.
-pub(super) struct Shared {
+pub(super) struct SharedState {
     pub events: EventQueue,
-    pub stats: Mutex<Stats>,
-    pub ledger: Mutex<Ledger>,
-    pub gauges: Mutex<Gauges>,
+    pub stats: Mutex<NodeStats>,
+    pub history: Mutex<RoomHistory>,
+    pub gauges: Mutex<NodeGauges>,
     pub unhealthy: Mutex<Option<String>>,
     /// Calls of `poll`: an engine that works makes one per turn, an idle one with live rooms at least one per second.
     pub progress: AtomicU64,
@@ -57,9 +59,9 @@ pub(super) struct Shared {
 }
 
 #[derive(Debug, Clone, Default, serde::Serialize)]
-pub(super) struct Gauges {
+pub(super) struct NodeGauges {
     pub peers: std::collections::BTreeMap<u64, PeerView>,
-    pub parked: usize,
+    pub pending_opens: usize,
     pub pulls_in_flight: usize,
     pub draining: bool,
     pub comms: std::collections::BTreeMap<&'static str, usize>,
@@ -76,12 +78,12 @@ pub(super) struct PeerView {
     pub backlog: Arc<Backlog>,
 }
 
-impl Shared {
+impl SharedState {
     pub fn now_ms(&self) -> u64 {
         self.started.elapsed().as_millis() as u64
     }
 
-    pub fn sicken(&self, why: String) {
+    pub fn mark_unhealthy(&self, why: String) {
         tracing::error!(%why, "the transfer node is unhealthy");
         self.unhealthy.lock().get_or_insert(why);
         self.events.wake(); // an idle engine reports its health, too
@@ -90,66 +92,69 @@ impl Shared {
 
 /// A prefill rank as requests name it.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub(super) struct LinkKey {
+pub(super) struct RankAddress {
     pub host: String,
     pub port: u16,
     pub dp_rank: u32,
 }
 
 /// The connection, and D's number of the communicator on it.
-pub(super) type CommKey = (Peer, u64);
+pub(super) type CommKey = (ConnectionId, u64);
 
 /// Messages to the control loop. The channel is unbounded; senders are bounded (one message per task or job).
-pub(super) enum Internal {
-    Accepted(TcpStream, Box<Opened>),
-    HelloRefused(Code),
+pub(super) enum LoopMessage {
+    Accepted(TcpStream, Box<OpenedConnection>),
+    HelloRefused(ReasonCode),
     /// A connection that had not said HELLO made space for another one.
     HelloEvicted,
-    Linked(LinkKey, Box<Result<Established, LinkFailure>>),
+    Connected(
+        RankAddress,
+        Box<Result<EstablishedConnection, ConnectFailure>>,
+    ),
     /// More rooms wait for this link, which is up as this peer.
-    OpenWaiting(LinkKey, Peer),
-    Sized {
+    OpenWaiting(RankAddress, ConnectionId),
+    Sizes {
         room: u64,
-        size: Result<u32, LinkFailure>,
+        size: Result<u32, ConnectFailure>,
     },
-    Copied(Done),
+    Copied(CopyReport),
     Pulled(PullEnd),
     Comm(CommKey, CommReport),
-    Registered(Box<(Client, Registration)>),
+    Registered(Box<(BootstrapClient, RankRegistration)>),
     DataThreadDead(String),
     ListenerDead(String),
     AcceptFailed,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub(super) enum Timer {
+pub(super) enum NodeTimer {
     Prefill(u64),
     Decode(u64),
-    Parked,
-    Heartbeat(Peer),
-    Link(LinkKey),
+    PendingOpens,
+    Heartbeat(ConnectionId),
+    Connect(RankAddress),
     /// Ask again for the dp size, for a room opened without a rank.
     Size(u64),
     Comm(CommKey),
 }
 
 /// An established control connection.
-pub(super) struct Conn {
-    pub running: Running,
+pub(super) struct PeerConnection {
+    pub tasks: ConnectionTasks,
     pub peer: Hello,
     pub addr: SocketAddr,
     /// Set when we opened it.
-    pub key: Option<LinkKey>,
-    pub rooms: BTreeSet<(Side, u64)>,
+    pub key: Option<RankAddress>,
+    pub rooms: BTreeSet<(RoomSide, u64)>,
     pub remote: Option<Arc<RemotePool>>,
     /// `remote` can be read: by shm, or by cuda_ipc.
     pub mapped_works: bool,
     /// How the peer takes its checksums.
     pub sums: SumKind,
-    pub data: Option<DataLink>,
+    pub data: Option<DataStream>,
     /// D: the communicator in use with this peer, and when the next may be tried after a failure.
     pub comm: Option<CommKey>,
-    pub breaker: Breaker,
+    pub breaker: TransportBreaker,
     pub last_seen: u64,
     pub last_beat: u64,
     pub seq: u64,
@@ -159,27 +164,27 @@ pub(super) struct Conn {
 }
 
 /// Where the tasks and threads of a node report to its loop.
-pub(super) struct Inboxes {
-    pub internal: mpsc::UnboundedReceiver<Internal>,
-    pub heard: mpsc::Receiver<(Peer, Heard)>,
+pub(super) struct LoopInboxes {
+    pub internal: mpsc::UnboundedReceiver<LoopMessage>,
+    pub peer_inbox: mpsc::Receiver<(ConnectionId, PeerMessage)>,
 }
 
 /// Everything of the control loop that is neither P's nor D's.
 pub(super) struct NodeContext {
     pub config: NodeConfig,
-    pub shared: Arc<Shared>,
+    pub shared: Arc<SharedState>,
     pub pool: Arc<KvPool>,
     pub identity: Arc<Identity>,
     pub faults: Arc<Faults>,
-    pub copier: Copier,
+    pub copy_threads: CopyThreads,
     pub data: DataPlane,
-    pub internal: mpsc::UnboundedSender<Internal>,
-    heard: HeardQueue,
-    pub timers: Timers<Timer>,
-    pub conns: HashMap<Peer, Conn>,
-    next_conn: Peer,
+    pub internal: mpsc::UnboundedSender<LoopMessage>,
+    peer_inbox: PeerInbox,
+    pub timers: Timers<NodeTimer>,
+    pub connections: HashMap<ConnectionId, PeerConnection>,
+    next_conn: ConnectionId,
     /// Connections found to be lost since the loop last looked.
-    lost: Vec<(Peer, LinkError)>,
+    lost: Vec<(ConnectionId, ConnectionError)>,
     /// Pulls that ended without a report of a thread.
     pulled: Vec<PullEnd>,
     /// For the engine, once everything it could look at is up to date.
@@ -190,20 +195,20 @@ impl NodeContext {
     /// Start the threads that move pages. They report to the inboxes.
     pub fn start(
         mut config: NodeConfig,
-        shared: Arc<Shared>,
+        shared: Arc<SharedState>,
         pool: Arc<KvPool>,
         identity: Arc<Identity>,
-    ) -> io::Result<(Self, Inboxes)> {
+    ) -> io::Result<(Self, LoopInboxes)> {
         let faults = Arc::new(config.fault.take().unwrap_or_default());
         let (internal, internal_inbox) = mpsc::unbounded_channel();
-        let (heard, heard_inbox) = HeardQueue::new(HEARD, HEARD_BYTES);
+        let (peer_inbox, peer_messages) = PeerInbox::new(INBOX_MESSAGES, INBOX_BYTES);
         // Reports after the loop's end are dropped.
         let (copied, pulled, dead) = (internal.clone(), internal.clone(), internal.clone());
-        let copier = Copier::start(
+        let copy_threads = CopyThreads::start(
             &pool,
             config.copy_threads,
             &faults,
-            Arc::new(move |done| drop(copied.send(Internal::Copied(done)))),
+            Arc::new(move |done| drop(copied.send(LoopMessage::Copied(done)))),
         )?;
         let data = DataContext {
             pool: pool.clone(),
@@ -212,10 +217,10 @@ impl NodeContext {
             announced: shared.announced.clone(),
             bad_frames: shared.bad_stream_frames.clone(),
             idle: Duration::from_millis(config.data_idle_ms),
-            report: Arc::new(move |end| drop(pulled.send(Internal::Pulled(end)))),
+            report: Arc::new(move |end| drop(pulled.send(LoopMessage::Pulled(end)))),
         };
         let data = DataPlane::start(data, move |why| {
-            drop(dead.send(Internal::DataThreadDead(why)));
+            drop(dead.send(LoopMessage::DataThreadDead(why)));
         })?;
         let context = Self {
             config,
@@ -223,20 +228,20 @@ impl NodeContext {
             pool,
             identity,
             faults,
-            copier,
+            copy_threads,
             data,
             internal,
-            heard,
+            peer_inbox,
             timers: Timers::new(),
-            conns: HashMap::new(),
+            connections: HashMap::new(),
             next_conn: 1,
             lost: Vec::new(),
             pulled: Vec::new(),
             events: Vec::new(),
         };
-        let inboxes = Inboxes {
+        let inboxes = LoopInboxes {
             internal: internal_inbox,
-            heard: heard_inbox,
+            peer_inbox: peer_messages,
         };
         Ok((context, inboxes))
     }
@@ -245,16 +250,16 @@ impl NodeContext {
         self.shared.now_ms()
     }
 
-    pub fn add_conn(
+    pub fn add_connection(
         &mut self,
         stream: TcpStream,
         addr: SocketAddr,
-        opened: Opened,
-        key: Option<LinkKey>,
+        opened: OpenedConnection,
+        key: Option<RankAddress>,
         remote: Option<Arc<RemotePool>>,
         transport: &'static str,
-    ) -> Peer {
-        let Opened {
+    ) -> ConnectionId {
+        let OpenedConnection {
             peer: hello,
             sealer,
             opener,
@@ -264,11 +269,11 @@ impl NodeContext {
         let now = self.now();
         // `establish` refused any other kind; of a decode node nothing is ever verified.
         let sums = SumKind::parse(&hello.sums).unwrap_or(SumKind::Xxh3);
-        let running = establish::run(
+        let tasks = establish::run(
             peer,
             stream,
             (sealer, opener),
-            self.heard.clone(),
+            self.peer_inbox.clone(),
             self.config.limits().outbox_bytes,
             key.is_none(),
         );
@@ -278,13 +283,13 @@ impl NodeContext {
             transport,
             inbound: key.is_none(),
             rooms: 0,
-            backlog: running.outbox.backlog.clone(),
+            backlog: tasks.outbox.backlog.clone(),
         };
         tracing::info!(peer = %view.addr, incarnation = %view.incarnation, transport, inbound = view.inbound, "link up");
         self.shared.gauges.lock().peers.insert(peer, view);
         self.shared.stats.lock().links_up += 1;
-        let conn = Conn {
-            running,
+        let conn = PeerConnection {
+            tasks,
             peer: hello,
             addr,
             key,
@@ -294,59 +299,62 @@ impl NodeContext {
             sums,
             data: None,
             comm: None,
-            breaker: Breaker::default(),
+            breaker: TransportBreaker::default(),
             last_seen: now,
             last_beat: now,
             seq: 0,
             progress: 0,
             progressed_at: now,
         };
-        self.conns.insert(peer, conn);
+        self.connections.insert(peer, conn);
         self.timers.set(
-            &Timer::Heartbeat(peer),
+            &NodeTimer::Heartbeat(peer),
             Some(now + self.config.heartbeat_ms),
         );
         peer
     }
 
     /// A room is tied to a connection, so that its loss ends the room.
-    pub fn tie(&mut self, peer: Peer, side: Side, room: u64) {
-        if let Some(conn) = self.conns.get_mut(&peer) {
+    pub fn attach_room(&mut self, peer: ConnectionId, side: RoomSide, room: u64) {
+        if let Some(conn) = self.connections.get_mut(&peer) {
             conn.rooms.insert((side, room));
         }
         self.count_rooms(peer);
     }
 
-    pub fn untie(&mut self, peer: Option<Peer>, side: Side, room: u64) {
+    pub fn detach_room(&mut self, peer: Option<ConnectionId>, side: RoomSide, room: u64) {
         let Some(peer) = peer else { return };
-        if let Some(conn) = self.conns.get_mut(&peer) {
+        if let Some(conn) = self.connections.get_mut(&peer) {
             conn.rooms.remove(&(side, room));
         }
         self.count_rooms(peer);
     }
 
-    fn count_rooms(&self, peer: Peer) {
+    fn count_rooms(&self, peer: ConnectionId) {
         if let (Some(conn), Some(view)) = (
-            self.conns.get(&peer),
+            self.connections.get(&peer),
             self.shared.gauges.lock().peers.get_mut(&peer),
         ) {
             view.rooms = conn.rooms.len();
         }
     }
 
-    pub fn send(&mut self, peer: Peer, msg: Msg) {
-        let Some(conn) = self.conns.get(&peer) else {
+    pub fn send(&mut self, peer: ConnectionId, msg: Msg) {
+        let Some(conn) = self.connections.get(&peer) else {
             return;
         }; // lost meanwhile: its rooms have been told
-        let outbox = conn.running.outbox.clone();
-        let plain = |msg| Outgoing { msg, flip: false };
+        let outbox = conn.tasks.outbox.clone();
+        let plain = |msg| OutgoingMessage { msg, flip: false };
         let sent = match self.faults.on_send(msg.name()) {
             None | Some(Fault::Break | Fault::Hold(_)) => outbox.put(plain(msg)),
             Some(Fault::Drop) => true,
             Some(Fault::Dup) => outbox.put(plain(msg.clone())) && outbox.put(plain(msg)),
-            Some(Fault::Flip) => outbox.put(Outgoing { msg, flip: true }),
+            Some(Fault::Flip) => outbox.put(OutgoingMessage { msg, flip: true }),
             Some(Fault::Kill) => {
-                return self.lose(peer, LinkError::new(Code::PeerDead, "fault injection"));
+                return self.mark_lost(
+                    peer,
+                    ConnectionError::new(ReasonCode::PeerDead, "fault injection"),
+                );
             }
             Some(Fault::DelayMs(ms)) => {
                 tokio::spawn(async move {
@@ -358,16 +366,16 @@ impl NodeContext {
         };
         if !sent {
             let why = "it is closing, or reads much less than it asks for";
-            self.lose(peer, LinkError::new(Code::PeerDead, why));
+            self.mark_lost(peer, ConnectionError::new(ReasonCode::PeerDead, why));
         }
     }
 
     /// The loop ends the connection after this step.
-    pub fn lose(&mut self, peer: Peer, err: LinkError) {
+    pub fn mark_lost(&mut self, peer: ConnectionId, err: ConnectionError) {
         self.lost.push((peer, err));
     }
 
-    pub fn take_lost(&mut self) -> Vec<(Peer, LinkError)> {
+    pub fn take_lost(&mut self) -> Vec<(ConnectionId, ConnectionError)> {
         mem::take(&mut self.lost)
     }
 
@@ -380,8 +388,8 @@ impl NodeContext {
         mem::take(&mut self.pulled)
     }
 
-    pub fn bootstrap_client(&self, host: String, port: u16) -> Client {
-        Client {
+    pub fn bootstrap_client(&self, host: String, port: u16) -> BootstrapClient {
+        BootstrapClient {
             host,
             port,
             cluster_keys: self.config.cluster_keys(),
@@ -392,16 +400,16 @@ impl NodeContext {
 
     // ---- records ----
 
-    pub fn entry(
+    pub fn record_of(
         &self,
-        side: Side,
+        side: RoomSide,
         room: u64,
         attempt: u32,
         state: &'static str,
         note: String,
-    ) -> Entry {
+    ) -> RoomRecord {
         let at_ms = self.now();
-        Entry {
+        RoomRecord {
             at_ms,
             room,
             side,
@@ -412,20 +420,20 @@ impl NodeContext {
     }
 
     /// A room changed its state.
-    pub fn enter(&self, entry: Entry, over: bool) {
-        self.shared.ledger.lock().enter(entry, over);
+    pub fn record(&self, record: RoomRecord, over: bool) {
+        self.shared.history.lock().record(record, over);
     }
 
-    pub fn note(&self, entry: Entry) {
-        self.shared.ledger.lock().note(entry);
+    pub fn note(&self, record: RoomRecord) {
+        self.shared.history.lock().note(record);
     }
 
-    pub fn count_refused_hello(&self, code: Code) {
+    pub fn count_refused_hello(&self, code: ReasonCode) {
         let mut stats = self.shared.stats.lock();
         *stats.hellos_refused.entry(code.as_str()).or_default() += 1;
     }
 
-    pub fn count_failure(&self, code: Code) {
+    pub fn count_failure(&self, code: ReasonCode) {
         *self
             .shared
             .stats
@@ -435,10 +443,15 @@ impl NodeContext {
             .or_default() += 1;
     }
 
-    pub fn report_illegal(&self, side: Side, room: u64, illegal: &Illegal) {
-        tracing::error!(room, ?side, %illegal, "a call the room's state does not allow");
+    pub fn report_invalid_transition(
+        &self,
+        side: RoomSide,
+        room: u64,
+        invalid: &InvalidTransition,
+    ) {
+        tracing::error!(room, ?side, %invalid, "a call the room's state does not allow");
         self.shared.stats.lock().illegal += 1;
-        self.note(self.entry(side, room, 0, illegal.phase, illegal.to_string()));
+        self.note(self.record_of(side, room, 0, invalid.phase, invalid.to_string()));
     }
 
     pub fn push(&mut self, event: NodeEvent) {

@@ -13,34 +13,34 @@ use std::time::Duration;
 use tokio::net::TcpStream;
 use tokio::sync::mpsc;
 
-use super::command::Command;
+use super::command::EngineCommand;
 use super::communicators::Communicators;
 use super::config::NodeConfig;
 use super::connections::accept::accept_loop;
-use super::connections::establish::Heard;
-use super::connections::outbox::Outgoing;
-use super::context::{Inboxes, Internal, NodeContext, Shared, Timer, uuid};
+use super::connections::establish::PeerMessage;
+use super::connections::outbox::OutgoingMessage;
+use super::context::{LoopInboxes, LoopMessage, NodeContext, NodeTimer, SharedState, uuid};
 use super::decode_side::DecodeSide;
-use super::prefill_side::{PrefillSide, Question};
-use super::records::room_history::Side;
-use crate::bootstrap::{Client, HttpError, Registration};
+use super::prefill_side::{OpenMessage, PrefillSide};
+use super::records::room_history::RoomSide;
+use crate::bootstrap::{BootstrapClient, HttpError, RankRegistration};
 use crate::pool::KvPool;
-use crate::protocol::handshake::{Identity, LinkError, Opened};
+use crate::protocol::handshake::{ConnectionError, Identity, OpenedConnection};
 use crate::protocol::{Channel, MAX_HEARTBEAT_ROOMS, Msg, clipped};
-use crate::reason_code::Code;
-use crate::state_machine::Peer;
+use crate::reason_code::ReasonCode;
+use crate::state_machine::ConnectionId;
 use crate::transport::communicator::CommBackend;
-use crate::transport::copy_threads::{Done, Job};
+use crate::transport::copy_threads::{CopyJob, CopyReport};
 use crate::transport::shm;
 
 /// Control connections; a fleet has fewer ranks.
 const MAX_CONNS: usize = 4096;
 const MISSED_HEARTBEATS: u64 = 3;
 const REGISTER_AGAIN: Duration = Duration::from_secs(5);
-const FAREWELL: Duration = Duration::from_millis(500);
+const UNREGISTER_TIMEOUT: Duration = Duration::from_millis(500);
 
 /// Where processes of this host get at the pool.
-pub struct Local {
+pub struct PoolShare {
     pub listener: UnixListener,
     pub token: [u8; shm::TOKEN_BYTES],
     /// Handle by which a peer opens pages on a device; empty for host memory.
@@ -49,7 +49,7 @@ pub struct Local {
 
 pub struct Listeners {
     pub control: TcpListener,
-    pub local: Option<Local>,
+    pub local: Option<PoolShare>,
 }
 
 /// Transfer node: the only owner of both sides' rooms, and of what they share.
@@ -58,15 +58,15 @@ pub(super) struct ControlLoop {
     prefill: PrefillSide,
     decode: DecodeSide,
     comms: Communicators,
-    inboxes: Inboxes,
+    inboxes: LoopInboxes,
     port: u16,
-    registered: Option<(Client, Registration)>,
+    registered: Option<(BootstrapClient, RankRegistration)>,
 }
 
 impl ControlLoop {
     pub fn new(
         config: NodeConfig,
-        shared: Arc<Shared>,
+        shared: Arc<SharedState>,
         pool: Arc<KvPool>,
         identity: Arc<Identity>,
         port: u16,
@@ -86,33 +86,33 @@ impl ControlLoop {
         })
     }
 
-    pub async fn run(mut self, listeners: Listeners, mut commands: mpsc::Receiver<Command>) {
+    pub async fn run(mut self, listeners: Listeners, mut commands: mpsc::Receiver<EngineCommand>) {
         self.listen(listeners);
         loop {
             let now = self.ctx.now();
             while let Some(timer) = self.ctx.timers.pop_due(now) {
                 self.on_timer(timer, now);
-                self.settle();
+                self.apply_deferred();
             }
             let next = self.ctx.timers.next();
             let wait = next.map_or(0, |due| due.saturating_sub(self.ctx.now()));
             let wait = Duration::from_millis(wait);
             tokio::select! {
                 command = commands.recv() => match command {
-                    None | Some(Command::Close) => break,
+                    None | Some(EngineCommand::Close) => break,
                     Some(command) => self.on_command(command),
                 },
-                Some((peer, heard)) = self.inboxes.heard.recv() => self.on_heard(peer, heard),
+                Some((peer, message)) = self.inboxes.peer_inbox.recv() => self.on_peer_message(peer, message),
                 Some(message) = self.inboxes.internal.recv() => self.on_internal(message),
                 () = tokio::time::sleep(wait), if next.is_some() => {}
             }
-            self.settle();
+            self.apply_deferred();
         }
-        self.farewell().await;
+        self.unregister().await;
     }
 
     /// Carry out what the last step left in the context, then report to the engine.
-    fn settle(&mut self) {
+    fn apply_deferred(&mut self) {
         loop {
             let (pulled, lost) = (self.ctx.take_pulled(), self.ctx.take_lost());
             if pulled.is_empty() && lost.is_empty() {
@@ -122,7 +122,7 @@ impl ControlLoop {
                 self.decode.on_pulled(&mut self.ctx, &mut self.comms, end);
             }
             for (peer, err) in lost {
-                self.conn_lost(peer, &err);
+                self.on_connection_lost(peer, &err);
             }
         }
         self.publish_gauges();
@@ -133,30 +133,30 @@ impl ControlLoop {
         let (identity, internal) = (self.ctx.identity.clone(), self.ctx.internal.clone());
         tokio::spawn(async move {
             let err = accept_loop(listeners.control, identity, internal.clone()).await;
-            let _ = internal.send(Internal::ListenerDead(err.to_string()));
+            let _ = internal.send(LoopMessage::ListenerDead(err.to_string()));
         });
         if let Some(local) = listeners.local {
             let (pool, internal) = (self.ctx.pool.clone(), self.ctx.internal.clone());
             let failed = internal.clone();
-            let failed = move || drop(failed.send(Internal::AcceptFailed));
+            let failed = move || drop(failed.send(LoopMessage::AcceptFailed));
             tokio::spawn(async move {
                 let err = shm::serve(local.listener, pool, local.token, local.handle, failed).await;
-                let _ = internal.send(Internal::ListenerDead(format!("shm: {err}")));
+                let _ = internal.send(LoopMessage::ListenerDead(format!("shm: {err}")));
             });
         }
     }
 
     fn publish_gauges(&self) {
         let mut gauges = self.ctx.shared.gauges.lock();
-        gauges.parked = self.prefill.num_parked();
+        gauges.pending_opens = self.prefill.num_pending_opens();
         gauges.pulls_in_flight = self.decode.num_pulls();
         gauges.draining = self.prefill.is_draining;
         gauges.comms = self.comms.by_state();
     }
 
-    fn on_command(&mut self, command: Command) {
+    fn on_command(&mut self, command: EngineCommand) {
         match command {
-            Command::Offer {
+            EngineCommand::Offer {
                 room,
                 attempt,
                 prompt_hash,
@@ -164,37 +164,41 @@ impl ControlLoop {
             } => self
                 .prefill
                 .offer(&mut self.ctx, room, attempt, prompt_hash, deadline_ms),
-            Command::Publish { room, first, pages } => {
+            EngineCommand::Publish { room, first, pages } => {
                 self.prefill.publish(&mut self.ctx, room, first, pages)
             }
-            Command::Finish { room, finish } => self.prefill.finish(&mut self.ctx, room, finish),
-            Command::Open { room, request } => {
+            EngineCommand::Finish { room, finish } => {
+                self.prefill.finish(&mut self.ctx, room, finish)
+            }
+            EngineCommand::Open { room, request } => {
                 self.decode
                     .open(&mut self.ctx, &mut self.comms, room, request);
             }
-            Command::Grant {
+            EngineCommand::Grant {
                 room,
                 start_page,
                 pages,
             } => self
                 .decode
                 .grant(&mut self.ctx, &mut self.comms, room, start_page, pages),
-            Command::Revoke { room } => self.decode.revoke(&mut self.ctx, &mut self.comms, room),
-            Command::Abort { room, code } => self.abort(room, code),
-            Command::Register {
+            EngineCommand::Revoke { room } => {
+                self.decode.revoke(&mut self.ctx, &mut self.comms, room)
+            }
+            EngineCommand::Abort { room, code } => self.abort(room, code),
+            EngineCommand::Register {
                 host,
                 port,
                 timeout,
                 reply,
             } => self.register(host, port, timeout, reply),
-            Command::Drain => self.prefill.is_draining = true,
-            Command::Close => {}
+            EngineCommand::Drain => self.prefill.is_draining = true,
+            EngineCommand::Close => {}
             #[cfg(test)]
-            Command::Panic => panic!("asked to, by a test"),
+            EngineCommand::Panic => panic!("asked to, by a test"),
         }
     }
 
-    fn abort(&mut self, room: u64, code: Code) {
+    fn abort(&mut self, room: u64, code: ReasonCode) {
         let is_decoding = self.decode.has(room);
         if is_decoding {
             self.decode
@@ -205,69 +209,78 @@ impl ControlLoop {
         }
     }
 
-    fn on_internal(&mut self, message: Internal) {
+    fn on_internal(&mut self, message: LoopMessage) {
         match message {
-            Internal::Accepted(stream, opened) => self.accepted(stream, *opened),
-            Internal::HelloRefused(code) => self.ctx.count_refused_hello(code),
-            Internal::HelloEvicted => self.ctx.shared.stats.lock().hellos_evicted += 1,
-            Internal::Linked(key, result) => {
+            LoopMessage::Accepted(stream, opened) => self.accepted(stream, *opened),
+            LoopMessage::HelloRefused(code) => self.ctx.count_refused_hello(code),
+            LoopMessage::HelloEvicted => self.ctx.shared.stats.lock().hellos_evicted += 1,
+            LoopMessage::Connected(key, result) => {
                 self.decode
-                    .on_linked(&mut self.ctx, &mut self.comms, key, *result)
+                    .on_connect_result(&mut self.ctx, &mut self.comms, key, *result)
             }
-            Internal::OpenWaiting(key, peer) => {
+            LoopMessage::OpenWaiting(key, peer) => {
                 self.decode
                     .open_waiting(&mut self.ctx, &mut self.comms, &key, peer)
             }
-            Internal::Sized { room, size } => {
+            LoopMessage::Sizes { room, size } => {
                 self.decode
-                    .on_sized(&mut self.ctx, &mut self.comms, room, size)
+                    .on_sizes(&mut self.ctx, &mut self.comms, room, size)
             }
-            Internal::Copied(Done::Hashed { room, sums }) => {
+            LoopMessage::Copied(CopyReport::Hashed { room, sums }) => {
                 self.prefill.on_hashed(&mut self.ctx, room, sums)
             }
-            Internal::Copied(Done::Pulled(end)) | Internal::Pulled(end) => {
+            LoopMessage::Copied(CopyReport::Pulled(end)) | LoopMessage::Pulled(end) => {
                 self.decode.on_pulled(&mut self.ctx, &mut self.comms, end)
             }
-            Internal::Copied(Done::Closed) => {}
-            Internal::Copied(Done::Broken { what, room }) => {
-                self.ctx.shared.sicken(what);
+            LoopMessage::Copied(CopyReport::Closed) => {}
+            LoopMessage::Copied(CopyReport::Broken { what, room }) => {
+                self.ctx.shared.mark_unhealthy(what);
                 if let Some(room) = room {
                     self.prefill
-                        .abort(&mut self.ctx, room, Code::TransportBroken);
+                        .abort(&mut self.ctx, room, ReasonCode::TransportBroken);
                 }
             }
-            Internal::Comm(key, report) => self.comms.on_report(&mut self.ctx, key, report),
-            Internal::Registered(known) => self.registered = Some(*known),
-            Internal::DataThreadDead(why) => {
-                self.ctx.shared.sicken(format!("data thread: {why}"));
+            LoopMessage::Comm(key, report) => self.comms.on_report(&mut self.ctx, key, report),
+            LoopMessage::Registered(known) => self.registered = Some(*known),
+            LoopMessage::DataThreadDead(why) => {
+                self.ctx
+                    .shared
+                    .mark_unhealthy(format!("data thread: {why}"));
                 self.decode
                     .on_data_thread_died(&mut self.ctx, &mut self.comms);
             }
-            Internal::AcceptFailed => self.ctx.shared.stats.lock().accept_errors += 1,
-            Internal::ListenerDead(why) => self.ctx.shared.sicken(format!("listener: {why}")),
+            LoopMessage::AcceptFailed => self.ctx.shared.stats.lock().accept_errors += 1,
+            LoopMessage::ListenerDead(why) => {
+                self.ctx.shared.mark_unhealthy(format!("listener: {why}"))
+            }
         }
     }
 
-    fn on_timer(&mut self, timer: Timer, now: u64) {
+    fn on_timer(&mut self, timer: NodeTimer, now: u64) {
         match timer {
-            Timer::Prefill(room) => self.prefill.tick(&mut self.ctx, room),
-            Timer::Decode(room) => self.decode.tick(&mut self.ctx, &mut self.comms, room),
-            Timer::Parked => self.prefill.expire_parked(&mut self.ctx, now),
-            Timer::Heartbeat(peer) => self.heartbeat(peer, now),
-            Timer::Link(key) => self.decode.retry_link(&mut self.ctx, &key),
-            Timer::Size(room) => self.decode.ask_size(&mut self.ctx, room),
-            Timer::Comm(key) => self.comms.tick(&mut self.ctx, key),
+            NodeTimer::Prefill(room) => self.prefill.tick(&mut self.ctx, room),
+            NodeTimer::Decode(room) => self.decode.tick(&mut self.ctx, &mut self.comms, room),
+            NodeTimer::PendingOpens => self.prefill.expire_pending_opens(&mut self.ctx, now),
+            NodeTimer::Heartbeat(peer) => self.heartbeat(peer, now),
+            NodeTimer::Connect(key) => self.decode.retry_connection(&mut self.ctx, &key),
+            NodeTimer::Size(room) => self.decode.request_sizes(&mut self.ctx, room),
+            NodeTimer::Comm(key) => self.comms.tick(&mut self.ctx, key),
         }
     }
 
     // ---- connections ----
 
-    fn accepted(&mut self, stream: TcpStream, opened: Opened) {
+    fn accepted(&mut self, stream: TcpStream, opened: OpenedConnection) {
         if opened.peer.channel == Channel::Data {
             let inc = &opened.peer.inc;
-            if !self.ctx.conns.values().any(|conn| conn.peer.inc == *inc) {
+            if !self
+                .ctx
+                .connections
+                .values()
+                .any(|conn| conn.peer.inc == *inc)
+            {
                 tracing::warn!(peer = %opened.peer.addr, "a data stream of a peer without a control connection is refused");
-                return self.ctx.count_refused_hello(Code::TransportBroken);
+                return self.ctx.count_refused_hello(ReasonCode::TransportBroken);
             }
             match stream.into_std() {
                 Ok(stream) => self.ctx.data.serve(stream, opened),
@@ -277,21 +290,22 @@ impl ControlLoop {
             }
             return;
         }
-        if self.ctx.conns.len() >= MAX_CONNS {
+        if self.ctx.connections.len() >= MAX_CONNS {
             tracing::warn!("{MAX_CONNS} peers are connected: another one is turned away");
             return;
         }
         let Ok(addr) = stream.peer_addr() else { return }; // gone already
         // The decode rank chooses the transport.
-        self.ctx.add_conn(stream, addr, opened, None, None, "");
+        self.ctx
+            .add_connection(stream, addr, opened, None, None, "");
     }
 
-    fn on_heard(&mut self, peer: Peer, heard: Heard) {
-        match heard {
-            Heard::Down(err) => self.conn_lost(peer, &err),
-            Heard::Msg(msg, _space) => {
+    fn on_peer_message(&mut self, peer: ConnectionId, message: PeerMessage) {
+        match message {
+            PeerMessage::Down(err) => self.on_connection_lost(peer, &err),
+            PeerMessage::Msg(msg, _space) => {
                 let now = self.ctx.now();
-                let Some(conn) = self.ctx.conns.get_mut(&peer) else {
+                let Some(conn) = self.ctx.connections.get_mut(&peer) else {
                     return;
                 }; // read before the cut
                 conn.last_seen = now;
@@ -300,7 +314,7 @@ impl ControlLoop {
         }
     }
 
-    fn on_msg(&mut self, peer: Peer, msg: Msg) {
+    fn on_msg(&mut self, peer: ConnectionId, msg: Msg) {
         match msg {
             Msg::Open {
                 room,
@@ -312,7 +326,7 @@ impl ControlLoop {
                 deadline_ms,
                 ..
             } => {
-                let question = Question {
+                let open = OpenMessage {
                     room,
                     attempt,
                     prompt_hash,
@@ -320,7 +334,7 @@ impl ControlLoop {
                     deadline_ms,
                 };
                 self.prefill
-                    .on_open(&mut self.ctx, peer, question, &p_inc_expected, &layout_hash);
+                    .on_open(&mut self.ctx, peer, open, &p_inc_expected, &layout_hash);
             }
             Msg::Done { room, attempt, .. } => {
                 self.prefill.on_done(&mut self.ctx, peer, room, attempt)
@@ -356,9 +370,9 @@ impl ControlLoop {
                 message,
                 connection: true,
                 ..
-            } => self.conn_lost(peer, &LinkError::new(code, message)),
+            } => self.on_connection_lost(peer, &ConnectionError::new(code, message)),
             Msg::OpenOk { .. }
-            | Msg::Parked { .. }
+            | Msg::OpenPending { .. }
             | Msg::Reject { .. }
             | Msg::Progress { .. }
             | Msg::Final { .. } => self
@@ -376,22 +390,22 @@ impl ControlLoop {
             | Msg::Data { .. }
             | Msg::DataEnd { .. }
             | Msg::Stale { .. } => {
-                let err = LinkError::new(
-                    Code::TransportBroken,
+                let err = ConnectionError::new(
+                    ReasonCode::TransportBroken,
                     format!("{} on a control connection", msg.name()),
                 );
-                self.conn_lost(peer, &err);
+                self.on_connection_lost(peer, &err);
             }
         }
     }
 
     /// Every room of the connection learns it; the next room with this peer starts from GET /route.
-    pub fn conn_lost(&mut self, peer: Peer, err: &LinkError) {
-        let Some(conn) = self.ctx.conns.remove(&peer) else {
+    pub fn on_connection_lost(&mut self, peer: ConnectionId, err: &ConnectionError) {
+        let Some(conn) = self.ctx.connections.remove(&peer) else {
             return;
         };
         tracing::warn!(peer = %conn.peer.addr, incarnation = %conn.peer.inc, code = %err.code, why = %err.why, rooms = conn.rooms.len(), "link lost");
-        if matches!(err.code, Code::Auth | Code::TransportBroken) {
+        if matches!(err.code, ReasonCode::Auth | ReasonCode::TransportBroken) {
             // Tell the other side why, after what is queued. It may be gone.
             let refusal = Msg::Reject {
                 room: 0,
@@ -401,31 +415,34 @@ impl ControlLoop {
                 retry_after_ms: 0,
                 connection: true,
             };
-            let _ = conn.running.outbox.put(Outgoing {
+            let _ = conn.tasks.outbox.put(OutgoingMessage {
                 msg: refusal,
                 flip: false,
             });
-            conn.running.stop_reading();
+            conn.tasks.stop_reading();
         } else {
-            conn.running.cut();
+            conn.tasks.cut();
         }
         {
             let mut stats = self.ctx.shared.stats.lock();
             stats.links_lost += 1;
-            stats.bad_frames += u64::from(matches!(err.code, Code::Auth | Code::TransportBroken));
+            stats.bad_frames += u64::from(matches!(
+                err.code,
+                ReasonCode::Auth | ReasonCode::TransportBroken
+            ));
         }
         self.ctx.shared.gauges.lock().peers.remove(&peer);
-        self.ctx.timers.set(&Timer::Heartbeat(peer), None);
+        self.ctx.timers.set(&NodeTimer::Heartbeat(peer), None);
         self.prefill.forget_opens_of(peer);
         if let Some(key) = &conn.key {
-            self.decode.link_down(&mut self.ctx, key);
+            self.decode.connection_down(&mut self.ctx, key);
         }
         for (side, room) in conn.rooms {
             match side {
-                Side::Prefill => self
+                RoomSide::Prefill => self
                     .prefill
                     .on_peer_gone(&mut self.ctx, peer, room, err.code),
-                Side::Decode => {
+                RoomSide::Decode => {
                     self.decode
                         .on_peer_gone(&mut self.ctx, &mut self.comms, peer, room, err.code)
                 }
@@ -434,20 +451,20 @@ impl ControlLoop {
         // After the rooms: they end because the peer is gone, not because of its communicator.
         self.comms.on_peer_gone(&mut self.ctx, peer, &err.why);
         if let Some(remote) = conn.remote.filter(|remote| remote.device().is_some()) {
-            self.ctx.copier.submit(Job::Close(remote));
+            self.ctx.copy_threads.submit(CopyJob::Close(remote));
         }
     }
 
-    fn heartbeat(&mut self, peer: Peer, now: u64) {
+    fn heartbeat(&mut self, peer: ConnectionId, now: u64) {
         let every = self.ctx.config.heartbeat_ms;
-        let Some(conn) = self.ctx.conns.get_mut(&peer) else {
+        let Some(conn) = self.ctx.connections.get_mut(&peer) else {
             return;
         };
         if now.saturating_sub(conn.last_beat) > 2 * every {
             conn.last_seen = now; // we slept (a stopped process, a stalled host): the peer's beats may still be in the socket
         }
         conn.last_beat = now;
-        if conn.key.is_none() && conn.running.outbox.backlog.is_full() {
+        if conn.key.is_none() && conn.tasks.outbox.backlog.is_full() {
             conn.last_seen = now; // its beats are not read now; the writing task cuts a peer that takes no byte
         }
         if now.saturating_sub(conn.last_seen) >= MISSED_HEARTBEATS * every {
@@ -455,7 +472,7 @@ impl ControlLoop {
                 "no word for {} ms ({MISSED_HEARTBEATS} heartbeats)",
                 now.saturating_sub(conn.last_seen)
             );
-            return self.conn_lost(peer, &LinkError::new(Code::PeerDead, why));
+            return self.on_connection_lost(peer, &ConnectionError::new(ReasonCode::PeerDead, why));
         }
         conn.seq += 1;
         let rooms: Vec<u64> = conn.rooms.iter().map(|&(_, room)| room).collect();
@@ -465,7 +482,7 @@ impl ControlLoop {
         let busy = self.prefill.is_computing();
         self.ctx
             .timers
-            .set(&Timer::Heartbeat(peer), Some(now + every));
+            .set(&NodeTimer::Heartbeat(peer), Some(now + every));
         let mut lists = rooms.chunks(MAX_HEARTBEAT_ROOMS);
         let mut rooms = lists.next().unwrap_or_default().to_vec();
         loop {
@@ -484,9 +501,9 @@ impl ControlLoop {
     }
 
     /// D: fail the rooms of a prefill rank whose engine claims work and does none, although its transfer runtime lives.
-    fn watch_progress(&mut self, peer: Peer, progress: u64, busy: bool) {
+    fn watch_progress(&mut self, peer: ConnectionId, progress: u64, busy: bool) {
         let (now, limit) = (self.ctx.now(), self.ctx.config.stall_ms);
-        let Some(conn) = self.ctx.conns.get_mut(&peer) else {
+        let Some(conn) = self.ctx.connections.get_mut(&peer) else {
             return;
         };
         if !busy || progress != conn.progress {
@@ -499,7 +516,7 @@ impl ControlLoop {
         let rooms: Vec<u64> = conn
             .rooms
             .iter()
-            .filter(|(side, _)| *side == Side::Decode)
+            .filter(|(side, _)| *side == RoomSide::Decode)
             .map(|&(_, room)| room)
             .collect();
         tracing::warn!(peer = %conn.peer.addr, still_ms, rooms = rooms.len(), "the peer's engine stands still");
@@ -511,7 +528,7 @@ impl ControlLoop {
 
     // ---- bootstrap ----
 
-    fn registration(&self) -> Registration {
+    fn registration(&self) -> RankRegistration {
         let host = self
             .ctx
             .config
@@ -521,7 +538,7 @@ impl ControlLoop {
         let unspecified = host
             .parse::<std::net::IpAddr>()
             .is_ok_and(|ip| ip.is_unspecified());
-        Registration {
+        RankRegistration {
             role: "Prefill".into(),
             attn_tp_size: 1,
             attn_tp_rank: 0,
@@ -563,7 +580,7 @@ impl ControlLoop {
             let _ = reply.send(answer); // the caller gave up
             if !registered
                 || internal
-                    .send(Internal::Registered(Box::new((
+                    .send(LoopMessage::Registered(Box::new((
                         client.clone(),
                         registration.clone(),
                     ))))
@@ -583,16 +600,17 @@ impl ControlLoop {
         });
     }
 
-    async fn farewell(&mut self) {
+    async fn unregister(&mut self) {
         if let Some((client, registration)) = self.registered.take() {
-            let _ = tokio::time::timeout(FAREWELL, client.unregister(&registration)).await; // best effort
+            let _ =
+                tokio::time::timeout(UNREGISTER_TIMEOUT, client.unregister(&registration)).await; // best effort
         }
     }
 }
 
 async fn register_until(
-    client: &Client,
-    registration: &Registration,
+    client: &BootstrapClient,
+    registration: &RankRegistration,
     timeout: Duration,
 ) -> Result<(), String> {
     let deadline = tokio::time::Instant::now() + timeout;

@@ -8,18 +8,22 @@ use std::time::Instant;
 use super::command::OpenRequest;
 use super::communicators::Communicators;
 use super::config::Transport;
-use super::connections::establish::{Established, LinkFailure, establish, unreachable};
-use super::context::{Internal, LinkKey, NodeContext, Timer, mapped_by};
+use super::connections::establish::{
+    ConnectFailure, EstablishedConnection, establish, unreachable,
+};
+use super::context::{LoopMessage, NodeContext, NodeTimer, RankAddress, mapped_by};
 use super::records::events::{NodeEvent, PullStats};
-use super::records::room_history::Side;
+use super::records::room_history::RoomSide;
 use crate::pool::RemotePool;
-use crate::protocol::handshake::LinkError;
-use crate::protocol::{Msg, Sealed};
-use crate::reason_code::Code;
-use crate::state_machine::Peer;
-use crate::state_machine::communicator::Breaker;
-use crate::state_machine::decode::{Action, Event, Final, Phase, PullLimits, PullPage, Room};
-use crate::transport::copy_threads::Job;
+use crate::protocol::handshake::ConnectionError;
+use crate::protocol::{Msg, PageDigest};
+use crate::reason_code::ReasonCode;
+use crate::state_machine::ConnectionId;
+use crate::state_machine::communicator::TransportBreaker;
+use crate::state_machine::decode::{
+    DecodeAction, DecodeEvent, DecodePhase, DecodeRoom, FinalMessage, PullLimits, PullPage,
+};
+use crate::transport::copy_threads::CopyJob;
 use crate::transport::{Pull, PullEnd, PullError};
 
 /// Bytes of one pull: large enough that its bookkeeping is lost in the copy, small enough that rooms share the copy thread.
@@ -41,10 +45,10 @@ const LAST_BREAK_MS: u64 = 4000;
 /// Rooms of a pair that fail with CHECKSUM, none between them committed, until the pair is quarantined.
 const DAMAGED_ROOMS: u32 = 3;
 
-enum LinkState {
+enum RankState {
     Connecting,
     Pausing,
-    Up(Peer),
+    Up(ConnectionId),
     /// Unreachable: rooms fail at once until then; the next one after it probes the rank.
     Broken {
         until: u64,
@@ -60,7 +64,7 @@ struct Outage {
 
 impl Outage {
     /// An attempt begun at `started` has failed. True: give up.
-    fn is_over_with(&mut self, is_silent: bool, started: u64, now: u64) -> bool {
+    fn record_failure(&mut self, is_silent: bool, started: u64, now: u64) -> bool {
         if !is_silent {
             *self = Self::default();
             return false;
@@ -74,8 +78,8 @@ impl Outage {
 }
 
 /// The way to a prefill rank, and the rooms that wait for it. Exists as long as it is up or broken, or rooms wait.
-struct Link {
-    state: LinkState,
+struct RankConnection {
+    state: RankState,
     waiting: BTreeSet<u64>,
     failures: u32,
     outage: Outage,
@@ -94,13 +98,13 @@ struct Damage {
     rooms: u32,
     /// When the last of them failed.
     last_at: Option<Instant>,
-    quarantine: Breaker,
+    quarantine: TransportBreaker,
 }
 
 impl Damage {
     /// A room failed with CHECKSUM. True: the pair's quarantine begins. Rooms that were open when the last one failed do not count: they
     /// may share its pages, which the prefill node has now taken out of its cache.
-    fn found(&mut self, opened: Instant, at: Instant, now: u64) -> bool {
+    fn record_room(&mut self, opened: Instant, at: Instant, now: u64) -> bool {
         if self.last_at.is_some_and(|last| opened <= last) {
             return false;
         }
@@ -114,10 +118,10 @@ impl Damage {
     }
 }
 
-impl Link {
+impl RankConnection {
     fn new(room: u64) -> Self {
         Self {
-            state: LinkState::Connecting,
+            state: RankState::Connecting,
             waiting: BTreeSet::from([room]),
             failures: 0,
             outage: Outage::default(),
@@ -139,10 +143,10 @@ struct Unranked {
 }
 
 struct DecodeEntry {
-    room: Room,
+    room: DecodeRoom,
     prompt_hash: Vec<u8>,
     unranked: Option<Unranked>,
-    key: Option<LinkKey>,
+    key: Option<RankAddress>,
     last_error: String,
     /// The peer's pool; kept here because it outlives the peer's connection.
     remote: Option<Arc<RemotePool>>,
@@ -156,7 +160,7 @@ struct DecodeEntry {
 struct PullJob {
     room: u64,
     ticket: u64,
-    peer: Peer,
+    peer: ConnectionId,
     pages: Vec<PullPage>,
     via: Transport,
     cancel: Arc<AtomicBool>,
@@ -173,7 +177,7 @@ impl DecodeEntry {
         };
         let now = ctx.now();
         Self {
-            room: Room::new(attempt, 0, now, now.saturating_add(deadline_ms), limits),
+            room: DecodeRoom::new(attempt, 0, now, now.saturating_add(deadline_ms), limits),
             prompt_hash,
             unranked: None,
             key: None,
@@ -191,7 +195,7 @@ impl DecodeEntry {
 #[derive(Default)]
 pub(super) struct DecodeSide {
     rooms: HashMap<u64, DecodeEntry>,
-    links: HashMap<LinkKey, Link>,
+    ranks: HashMap<RankAddress, RankConnection>,
     jobs: HashMap<u64, PullJob>,
     next_job: u64,
 }
@@ -206,7 +210,7 @@ impl DecodeSide {
     }
 
     /// Pages of the pulls from this peer that have not ended.
-    pub fn queued_pages(&self, peer: Peer) -> u64 {
+    pub fn queued_pages(&self, peer: ConnectionId) -> u64 {
         let of_peer = self.jobs.values().filter(|job| job.peer == peer);
         of_peer.map(|job| job.pages.len() as u64).sum()
     }
@@ -227,9 +231,9 @@ impl DecodeSide {
             request.deadline_ms,
         );
         let (host, port, dp_rank) = (request.host, request.port, request.dp_rank);
-        ctx.enter(
-            ctx.entry(
-                Side::Decode,
+        ctx.record(
+            ctx.record_of(
+                RoomSide::Decode,
                 room,
                 entry.room.attempt,
                 entry.room.phase.name(),
@@ -237,7 +241,8 @@ impl DecodeSide {
             ),
             false,
         );
-        ctx.timers.set(&Timer::Decode(room), entry.room.next_due());
+        ctx.timers
+            .set(&NodeTimer::Decode(room), entry.room.next_due());
         let rank = u32::try_from(dp_rank).ok();
         if rank.is_none() {
             entry.unranked = Some(Unranked {
@@ -250,17 +255,17 @@ impl DecodeSide {
         }
         self.rooms.insert(room, entry);
         match rank {
-            Some(dp_rank) => self.request_link(
+            Some(dp_rank) => self.request_connection(
                 ctx,
                 comms,
                 room,
-                LinkKey {
+                RankAddress {
                     host,
                     port,
                     dp_rank,
                 },
             ),
-            None => self.ask_size(ctx, room),
+            None => self.request_sizes(ctx, room),
         }
     }
 
@@ -272,11 +277,11 @@ impl DecodeSide {
         start_page: u32,
         pages: Vec<u32>,
     ) {
-        self.step(ctx, comms, room, Event::Grant { start_page, pages });
+        self.step(ctx, comms, room, DecodeEvent::Grant { start_page, pages });
     }
 
     pub fn revoke(&mut self, ctx: &mut NodeContext, comms: &mut Communicators, room: u64) {
-        self.step(ctx, comms, room, Event::Revoke);
+        self.step(ctx, comms, room, DecodeEvent::Revoke);
     }
 
     pub fn abort(
@@ -284,9 +289,9 @@ impl DecodeSide {
         ctx: &mut NodeContext,
         comms: &mut Communicators,
         room: u64,
-        code: Code,
+        code: ReasonCode,
     ) {
-        self.step(ctx, comms, room, Event::Abort(code));
+        self.step(ctx, comms, room, DecodeEvent::Abort(code));
     }
 
     pub fn tick(&mut self, ctx: &mut NodeContext, comms: &mut Communicators, room: u64) {
@@ -294,18 +299,18 @@ impl DecodeSide {
             return;
         };
         // The reason why the prefill rank was not reached says more than the time that passed.
-        let event = if entry.room.phase == Phase::Resolving {
-            let link = entry.key.as_ref().and_then(|key| self.links.get(key));
-            let why = link.map_or(&entry.last_error, |link| &link.last_error);
-            Event::Unreachable {
-                code: Code::Unreachable,
+        let event = if entry.room.phase == DecodePhase::Resolving {
+            let rank_conn = entry.key.as_ref().and_then(|key| self.ranks.get(key));
+            let why = rank_conn.map_or(&entry.last_error, |rank_conn| &rank_conn.last_error);
+            DecodeEvent::Unreachable {
+                code: ReasonCode::Unreachable,
                 why: format!(
                     "the prefill rank was not reached within {} ms; last: {why}",
                     ctx.config.wait_ms
                 ),
             }
         } else {
-            Event::Tick
+            DecodeEvent::Tick
         };
         self.step(ctx, comms, room, event);
     }
@@ -313,7 +318,7 @@ impl DecodeSide {
     // ---- links ----
 
     /// A room without a rank: the prefill node's dp size decides it.
-    pub fn ask_size(&mut self, ctx: &mut NodeContext, room: u64) {
+    pub fn request_sizes(&mut self, ctx: &mut NodeContext, room: u64) {
         let now = ctx.now();
         let Some(entry) = self.rooms.get_mut(&room) else {
             return;
@@ -331,16 +336,16 @@ impl DecodeSide {
                 .await
                 .map(|sizes| sizes.prefill_dp_size)
                 .map_err(|err| unreachable(&err));
-            let _ = internal.send(Internal::Sized { room, size }); // the node is closing
+            let _ = internal.send(LoopMessage::Sizes { room, size }); // the node is closing
         });
     }
 
-    pub fn on_sized(
+    pub fn on_sizes(
         &mut self,
         ctx: &mut NodeContext,
         comms: &mut Communicators,
         room: u64,
-        size: Result<u32, LinkFailure>,
+        size: Result<u32, ConnectFailure>,
     ) {
         let now = ctx.now();
         let Some(entry) = self.rooms.get_mut(&room) else {
@@ -349,68 +354,68 @@ impl DecodeSide {
         match (size, &mut entry.unranked) {
             (Ok(size), Some(unranked)) => {
                 let dp_rank = (room % u64::from(size.max(1))) as u32;
-                let key = LinkKey {
+                let key = RankAddress {
                     host: unranked.host.clone(),
                     port: unranked.port,
                     dp_rank,
                 };
                 entry.unranked = None;
-                self.request_link(ctx, comms, room, key);
+                self.request_connection(ctx, comms, room, key);
             }
             (Err(failure), Some(unranked)) => {
-                let LinkFailure { err, is_silent } = failure;
+                let ConnectFailure { err, is_silent } = failure;
                 let started = unranked.tried_at;
-                let give_up = unranked.outage.is_over_with(is_silent, started, now);
+                let give_up = unranked.outage.record_failure(is_silent, started, now);
                 if give_up || is_final(err.code) {
                     let (code, why) = (err.code, err.why);
-                    return self.step(ctx, comms, room, Event::Unreachable { code, why });
+                    return self.step(ctx, comms, room, DecodeEvent::Unreachable { code, why });
                 }
                 entry.last_error = err.why;
                 ctx.timers
-                    .set(&Timer::Size(room), Some(now + unranked.pause_ms));
+                    .set(&NodeTimer::Size(room), Some(now + unranked.pause_ms));
                 unranked.pause_ms = (unranked.pause_ms * 2).min(LAST_PAUSE_MS);
             }
             (_, None) => {}
         }
     }
 
-    fn request_link(
+    fn request_connection(
         &mut self,
         ctx: &mut NodeContext,
         comms: &mut Communicators,
         room: u64,
-        key: LinkKey,
+        key: RankAddress,
     ) {
         if let Some(entry) = self.rooms.get_mut(&room) {
             entry.key = Some(key.clone());
         }
         let now = ctx.now();
-        let Some(link) = self.links.get_mut(&key) else {
-            self.links.insert(key.clone(), Link::new(room));
+        let Some(rank_conn) = self.ranks.get_mut(&key) else {
+            self.ranks.insert(key.clone(), RankConnection::new(room));
             return self.connect(ctx, key);
         };
-        match link.state {
-            LinkState::Up(_) if !link.damage.quarantine.allows(now) => {
-                let (code, why) = (Code::Quarantined, QUARANTINED.into());
-                self.step(ctx, comms, room, Event::Unreachable { code, why });
+        match rank_conn.state {
+            RankState::Up(_) if !rank_conn.damage.quarantine.allows(now) => {
+                let (code, why) = (ReasonCode::Quarantined, QUARANTINED.into());
+                self.step(ctx, comms, room, DecodeEvent::Unreachable { code, why });
             }
-            LinkState::Up(peer) => self.connected(ctx, comms, room, peer),
-            LinkState::Connecting | LinkState::Pausing => drop(link.waiting.insert(room)),
-            LinkState::Broken { until } if now < until => {
-                let (code, why) = (Code::Unreachable, link.last_error.clone());
-                self.step(ctx, comms, room, Event::Unreachable { code, why });
+            RankState::Up(peer) => self.attach_to_peer(ctx, comms, room, peer),
+            RankState::Connecting | RankState::Pausing => drop(rank_conn.waiting.insert(room)),
+            RankState::Broken { until } if now < until => {
+                let (code, why) = (ReasonCode::Unreachable, rank_conn.last_error.clone());
+                self.step(ctx, comms, room, DecodeEvent::Unreachable { code, why });
             }
-            LinkState::Broken { .. } => {
-                link.waiting.insert(room);
+            RankState::Broken { .. } => {
+                rank_conn.waiting.insert(room);
                 self.connect(ctx, key);
             }
         }
     }
 
-    fn connect(&mut self, ctx: &mut NodeContext, key: LinkKey) {
+    fn connect(&mut self, ctx: &mut NodeContext, key: RankAddress) {
         let now = ctx.now();
-        if let Some(link) = self.links.get_mut(&key) {
-            (link.state, link.tried_at) = (LinkState::Connecting, now);
+        if let Some(rank_conn) = self.ranks.get_mut(&key) {
+            (rank_conn.state, rank_conn.tried_at) = (RankState::Connecting, now);
         }
         let client = ctx.bootstrap_client(key.host.clone(), key.port);
         let (identity, internal) = (ctx.identity.clone(), ctx.internal.clone());
@@ -423,33 +428,33 @@ impl DecodeSide {
             });
             let result = task.await.unwrap_or_else(|err| {
                 let why = format!("internal: {err}");
-                Err(LinkError::new(Code::TransportBroken, why).into())
+                Err(ConnectionError::new(ReasonCode::TransportBroken, why).into())
             });
-            let _ = internal.send(Internal::Linked(key, Box::new(result))); // the node is closing
+            let _ = internal.send(LoopMessage::Connected(key, Box::new(result))); // the node is closing
         });
     }
 
-    pub fn on_linked(
+    pub fn on_connect_result(
         &mut self,
         ctx: &mut NodeContext,
         comms: &mut Communicators,
-        key: LinkKey,
-        result: Result<Established, LinkFailure>,
+        key: RankAddress,
+        result: Result<EstablishedConnection, ConnectFailure>,
     ) {
         match result {
-            Ok(established) => self.link_up(ctx, comms, key, established),
-            Err(failure) => self.link_failed(ctx, comms, key, failure),
+            Ok(established) => self.connection_up(ctx, comms, key, established),
+            Err(failure) => self.connect_failed(ctx, comms, key, failure),
         }
     }
 
-    fn link_up(
+    fn connection_up(
         &mut self,
         ctx: &mut NodeContext,
         comms: &mut Communicators,
-        key: LinkKey,
-        established: Established,
+        key: RankAddress,
+        established: EstablishedConnection,
     ) {
-        let Established {
+        let EstablishedConnection {
             stream,
             addr,
             opened,
@@ -466,7 +471,7 @@ impl DecodeSide {
                 .transport_with(ctx, &opened.peer)
                 .unwrap_or(Transport::Tcp),
         };
-        let peer = ctx.add_conn(
+        let peer = ctx.add_connection(
             stream,
             addr,
             opened,
@@ -474,12 +479,12 @@ impl DecodeSide {
             remote,
             transport.as_str(),
         );
-        let Some(link) = self.links.get_mut(&key) else {
+        let Some(rank_conn) = self.ranks.get_mut(&key) else {
             return;
         };
-        link.state = LinkState::Up(peer);
-        (link.failures, link.breaks, link.outage) = (0, 0, Outage::default());
-        link.damage = Damage::default();
+        rank_conn.state = RankState::Up(peer);
+        (rank_conn.failures, rank_conn.breaks, rank_conn.outage) = (0, 0, Outage::default());
+        rank_conn.damage = Damage::default();
         self.open_waiting(ctx, comms, &key, peer);
     }
 
@@ -488,61 +493,68 @@ impl DecodeSide {
         &mut self,
         ctx: &mut NodeContext,
         comms: &mut Communicators,
-        key: &LinkKey,
-        peer: Peer,
+        key: &RankAddress,
+        peer: ConnectionId,
     ) {
-        let Some(link) = self.links.get_mut(key) else {
+        let Some(rank_conn) = self.ranks.get_mut(key) else {
             return;
         };
-        if !matches!(link.state, LinkState::Up(up) if up == peer) {
+        if !matches!(rank_conn.state, RankState::Up(up) if up == peer) {
             return; // lost meanwhile: the rooms wait for the next one
         }
-        let rest = link.waiting.iter().nth(OPENS_AT_ONCE).copied();
-        let rest = rest.map(|first| link.waiting.split_off(&first));
-        let rooms = std::mem::replace(&mut link.waiting, rest.unwrap_or_default());
-        if !link.waiting.is_empty() {
-            let _ = ctx.internal.send(Internal::OpenWaiting(key.clone(), peer)); // the node is closing
+        let rest = rank_conn.waiting.iter().nth(OPENS_AT_ONCE).copied();
+        let rest = rest.map(|first| rank_conn.waiting.split_off(&first));
+        let rooms = std::mem::replace(&mut rank_conn.waiting, rest.unwrap_or_default());
+        if !rank_conn.waiting.is_empty() {
+            let _ = ctx
+                .internal
+                .send(LoopMessage::OpenWaiting(key.clone(), peer)); // the node is closing
         }
         for room in rooms {
-            self.connected(ctx, comms, room, peer);
+            self.attach_to_peer(ctx, comms, room, peer);
         }
     }
 
-    fn link_failed(
+    fn connect_failed(
         &mut self,
         ctx: &mut NodeContext,
         comms: &mut Communicators,
-        key: LinkKey,
-        failure: LinkFailure,
+        key: RankAddress,
+        failure: ConnectFailure,
     ) {
         let now = ctx.now();
-        let LinkFailure { err, is_silent } = failure;
-        let Some(link) = self.links.get_mut(&key) else {
+        let ConnectFailure { err, is_silent } = failure;
+        let Some(rank_conn) = self.ranks.get_mut(&key) else {
             return;
         };
         tracing::debug!(host = %key.host, port = key.port, rank = key.dp_rank, code = %err.code, why = %err.why, "no link to the prefill rank");
-        let give_up = link.outage.is_over_with(is_silent, link.tried_at, now);
+        let give_up = rank_conn
+            .outage
+            .record_failure(is_silent, rank_conn.tried_at, now);
         if is_final(err.code) {
-            let waiting = std::mem::take(&mut link.waiting);
-            self.links.remove(&key);
+            let waiting = std::mem::take(&mut rank_conn.waiting);
+            self.ranks.remove(&key);
             return self.fail_waiting(ctx, comms, waiting, err.code, &err.why);
         }
-        link.last_error = err.why;
-        if give_up || (is_silent && link.breaks > 0) {
-            let pause = (FIRST_BREAK_MS << link.breaks.min(10)).min(LAST_BREAK_MS);
-            link.state = LinkState::Broken { until: now + pause };
-            link.breaks += 1;
-            link.outage = Outage::default();
-            let (waiting, why) = (std::mem::take(&mut link.waiting), link.last_error.clone());
+        rank_conn.last_error = err.why;
+        if give_up || (is_silent && rank_conn.breaks > 0) {
+            let pause = (FIRST_BREAK_MS << rank_conn.breaks.min(10)).min(LAST_BREAK_MS);
+            rank_conn.state = RankState::Broken { until: now + pause };
+            rank_conn.breaks += 1;
+            rank_conn.outage = Outage::default();
+            let (waiting, why) = (
+                std::mem::take(&mut rank_conn.waiting),
+                rank_conn.last_error.clone(),
+            );
             // Forgotten when no room has probed it for some time.
             ctx.timers
-                .set(&Timer::Link(key), Some(now + pause + LAST_BREAK_MS));
-            return self.fail_waiting(ctx, comms, waiting, Code::Unreachable, &why);
+                .set(&NodeTimer::Connect(key), Some(now + pause + LAST_BREAK_MS));
+            return self.fail_waiting(ctx, comms, waiting, ReasonCode::Unreachable, &why);
         }
-        link.state = LinkState::Pausing;
-        let pause = (FIRST_PAUSE_MS << link.failures.min(10)).min(LAST_PAUSE_MS);
-        link.failures += 1;
-        ctx.timers.set(&Timer::Link(key), Some(now + pause));
+        rank_conn.state = RankState::Pausing;
+        let pause = (FIRST_PAUSE_MS << rank_conn.failures.min(10)).min(LAST_PAUSE_MS);
+        rank_conn.failures += 1;
+        ctx.timers.set(&NodeTimer::Connect(key), Some(now + pause));
     }
 
     fn fail_waiting(
@@ -550,53 +562,53 @@ impl DecodeSide {
         ctx: &mut NodeContext,
         comms: &mut Communicators,
         rooms: BTreeSet<u64>,
-        code: Code,
+        code: ReasonCode,
         why: &str,
     ) {
         for room in rooms {
             let why = why.to_owned();
-            self.step(ctx, comms, room, Event::Unreachable { code, why });
+            self.step(ctx, comms, room, DecodeEvent::Unreachable { code, why });
         }
     }
 
-    pub fn retry_link(&mut self, ctx: &mut NodeContext, key: &LinkKey) {
-        let Some(link) = self.links.get_mut(key) else {
+    pub fn retry_connection(&mut self, ctx: &mut NodeContext, key: &RankAddress) {
+        let Some(rank_conn) = self.ranks.get_mut(key) else {
             return;
         };
-        match link.state {
-            LinkState::Connecting | LinkState::Up(_) => {} // a probe came before
-            LinkState::Pausing if !link.waiting.is_empty() => self.connect(ctx, key.clone()),
-            LinkState::Pausing | LinkState::Broken { .. } => drop(self.links.remove(key)),
+        match rank_conn.state {
+            RankState::Connecting | RankState::Up(_) => {} // a probe came before
+            RankState::Pausing if !rank_conn.waiting.is_empty() => self.connect(ctx, key.clone()),
+            RankState::Pausing | RankState::Broken { .. } => drop(self.ranks.remove(key)),
         }
     }
 
     /// The connection is gone: the next room, or those that wait still, ask the bootstrap server again.
-    pub fn link_down(&mut self, ctx: &mut NodeContext, key: &LinkKey) {
-        let Some(link) = self.links.get_mut(key) else {
+    pub fn connection_down(&mut self, ctx: &mut NodeContext, key: &RankAddress) {
+        let Some(rank_conn) = self.ranks.get_mut(key) else {
             return;
         };
-        if link.waiting.is_empty() {
-            self.links.remove(key);
+        if rank_conn.waiting.is_empty() {
+            self.ranks.remove(key);
         } else {
             self.connect(ctx, key.clone());
         }
     }
 
-    fn connected(
+    fn attach_to_peer(
         &mut self,
         ctx: &mut NodeContext,
         comms: &mut Communicators,
         room: u64,
-        peer: Peer,
+        peer: ConnectionId,
     ) {
-        let Some(conn) = ctx.conns.get(&peer) else {
+        let Some(conn) = ctx.connections.get(&peer) else {
             return;
         };
         let remote = conn.remote.clone();
         if let Some(entry) = self.rooms.get_mut(&room) {
             entry.remote = remote;
-            ctx.tie(peer, Side::Decode, room);
-            self.step(ctx, comms, room, Event::Connected { peer });
+            ctx.attach_room(peer, RoomSide::Decode, room);
+            self.step(ctx, comms, room, DecodeEvent::Connected { peer });
         }
     }
 
@@ -606,15 +618,15 @@ impl DecodeSide {
         &mut self,
         ctx: &mut NodeContext,
         comms: &mut Communicators,
-        peer: Peer,
+        peer: ConnectionId,
         msg: Msg,
     ) {
         match msg {
             Msg::OpenOk { room, attempt, .. } => {
-                self.step(ctx, comms, room, Event::Accepted { peer, attempt })
+                self.step(ctx, comms, room, DecodeEvent::Accepted { peer, attempt })
             }
-            Msg::Parked { room, attempt, .. } => {
-                self.step(ctx, comms, room, Event::Parked { peer, attempt })
+            Msg::OpenPending { room, attempt, .. } => {
+                self.step(ctx, comms, room, DecodeEvent::OpenPending { peer, attempt })
             }
             Msg::Reject {
                 room,
@@ -626,7 +638,7 @@ impl DecodeSide {
                 ctx,
                 comms,
                 room,
-                Event::Rejected {
+                DecodeEvent::Rejected {
                     peer,
                     attempt,
                     code,
@@ -646,10 +658,10 @@ impl DecodeSide {
                     ctx,
                     comms,
                     room,
-                    Event::Final {
+                    DecodeEvent::Final {
                         peer,
                         attempt,
-                        fin: Final {
+                        fin: FinalMessage {
                             total_pages,
                             last_page_tokens,
                             root,
@@ -666,13 +678,16 @@ impl DecodeSide {
                 gens,
                 sums,
             } => {
-                let known = ctx.conns.get(&peer).map_or(0, |conn| conn.peer.num_pages);
+                let known = ctx
+                    .connections
+                    .get(&peer)
+                    .map_or(0, |conn| conn.peer.num_pages);
                 if let Some(id) = ids.iter().find(|&&id| u64::from(id) >= known) {
-                    let err = LinkError::new(
-                        Code::TransportBroken,
+                    let err = ConnectionError::new(
+                        ReasonCode::TransportBroken,
                         format!("PROGRESS names page {id} of a pool of {known}"),
                     );
-                    return ctx.lose(peer, err);
+                    return ctx.mark_lost(peer, err);
                 }
                 self.note_decode(
                     ctx,
@@ -687,7 +702,7 @@ impl DecodeSide {
                     .iter()
                     .zip(gens)
                     .zip(sums)
-                    .map(|((&page, generation), sum)| Sealed {
+                    .map(|((&page, generation), sum)| PageDigest {
                         page,
                         generation,
                         sum,
@@ -697,7 +712,7 @@ impl DecodeSide {
                     ctx,
                     comms,
                     room,
-                    Event::Progress {
+                    DecodeEvent::Progress {
                         peer,
                         attempt,
                         first_page,
@@ -711,7 +726,13 @@ impl DecodeSide {
 
     fn note_decode(&self, ctx: &NodeContext, room: u64, attempt: u32, what: String) {
         if let Some(entry) = self.rooms.get(&room) {
-            ctx.note(ctx.entry(Side::Decode, room, attempt, entry.room.phase.name(), what));
+            ctx.note(ctx.record_of(
+                RoomSide::Decode,
+                room,
+                attempt,
+                entry.room.phase.name(),
+                what,
+            ));
         }
     }
 
@@ -719,16 +740,16 @@ impl DecodeSide {
         &mut self,
         ctx: &mut NodeContext,
         comms: &mut Communicators,
-        peer: Peer,
+        peer: ConnectionId,
         room: u64,
         attempt: u32,
-        code: Code,
+        code: ReasonCode,
     ) {
         self.step(
             ctx,
             comms,
             room,
-            Event::PeerAbort {
+            DecodeEvent::PeerAbort {
                 peer,
                 attempt,
                 code,
@@ -740,9 +761,9 @@ impl DecodeSide {
         &mut self,
         ctx: &mut NodeContext,
         comms: &mut Communicators,
-        peer: Peer,
+        peer: ConnectionId,
         room: u64,
-        code: Code,
+        code: ReasonCode,
     ) {
         let readable = self
             .rooms
@@ -753,7 +774,7 @@ impl DecodeSide {
             ctx,
             comms,
             room,
-            Event::PeerGone {
+            DecodeEvent::PeerGone {
                 peer,
                 code,
                 readable,
@@ -765,12 +786,12 @@ impl DecodeSide {
         &mut self,
         ctx: &mut NodeContext,
         comms: &mut Communicators,
-        peer: Peer,
+        peer: ConnectionId,
         room: u64,
         still_ms: u64,
     ) {
         let why = format!("the prefill rank's engine has made no progress for {still_ms} ms");
-        self.step(ctx, comms, room, Event::PeerStalled { peer, why });
+        self.step(ctx, comms, room, DecodeEvent::PeerStalled { peer, why });
     }
 
     // ---- pulls ----
@@ -805,8 +826,11 @@ impl DecodeSide {
     }
 
     /// The transport that reads the peer's memory, if the room has it and it works.
-    fn mapped_for(&self, ctx: &NodeContext, room: u64, peer: Peer) -> Option<Transport> {
-        let works = ctx.conns.get(&peer).is_none_or(|conn| conn.mapped_works);
+    fn mapped_for(&self, ctx: &NodeContext, room: u64, peer: ConnectionId) -> Option<Transport> {
+        let works = ctx
+            .connections
+            .get(&peer)
+            .is_none_or(|conn| conn.mapped_works);
         let remote = self.rooms.get(&room)?.remote.as_ref()?;
         works.then(|| mapped_by(remote))
     }
@@ -827,7 +851,7 @@ impl DecodeSide {
                 .and_then(|entry| entry.remote.clone())
             {
                 Some(from) => {
-                    ctx.copier.submit(Job::Pull {
+                    ctx.copy_threads.submit(CopyJob::Pull {
                         pull: pull.clone(),
                         from,
                     });
@@ -854,9 +878,9 @@ impl DecodeSide {
                 ctx,
                 comms,
                 room,
-                Event::PullFailed {
+                DecodeEvent::PullFailed {
                     ticket,
-                    code: Code::TransportBroken,
+                    code: ReasonCode::TransportBroken,
                     why: why.into(),
                 },
             ),
@@ -864,20 +888,20 @@ impl DecodeSide {
     }
 
     /// The peer is connected, and both sides may use tcp.
-    fn has_tcp(&self, ctx: &NodeContext, peer: Peer) -> bool {
+    fn has_tcp(&self, ctx: &NodeContext, peer: ConnectionId) -> bool {
         let tcp = Transport::Tcp;
-        let theirs = ctx.conns.get(&peer).map(|conn| &conn.peer.transports);
+        let theirs = ctx.connections.get(&peer).map(|conn| &conn.peer.transports);
         ctx.may_use(tcp) && theirs.is_some_and(|theirs| theirs.iter().any(|t| t == tcp.as_str()))
     }
 
     fn pull_by_tcp(
         &mut self,
         ctx: &mut NodeContext,
-        peer: Peer,
+        peer: ConnectionId,
         pull: Pull,
     ) -> Result<(), &'static str> {
         let has_tcp = self.has_tcp(ctx, peer);
-        let Some(conn) = ctx.conns.get_mut(&peer) else {
+        let Some(conn) = ctx.connections.get_mut(&peer) else {
             return Err("the prefill rank is gone");
         };
         if !has_tcp {
@@ -907,7 +931,10 @@ impl DecodeSide {
                 staged.push((job.peer, id));
             }
             if job.via == Transport::Tcp
-                && let Some(data) = ctx.conns.get(&job.peer).and_then(|conn| conn.data.as_ref())
+                && let Some(data) = ctx
+                    .connections
+                    .get(&job.peer)
+                    .and_then(|conn| conn.data.as_ref())
             {
                 data.cancel(id);
             }
@@ -928,7 +955,7 @@ impl DecodeSide {
             pull.bytes += end.bytes;
             pull.pages += end.bytes / ctx.pool.page_bytes() as u64;
             pull.batch_seconds += job.started.elapsed().as_secs_f64();
-            let is_damaged = matches!(end.result, Err(PullError::Failed(Code::Checksum, _)));
+            let is_damaged = matches!(end.result, Err(PullError::Failed(ReasonCode::Checksum, _)));
             pull.damaged += u64::from(is_damaged);
         }
         if let Some(entry) = self.rooms.get_mut(&job.room) {
@@ -936,16 +963,21 @@ impl DecodeSide {
         }
         let (room, ticket) = (job.room, job.ticket);
         match end.result {
-            Ok(()) => self.step(ctx, comms, room, Event::Pulled { ticket }),
-            Err(PullError::Failed(Code::Checksum, why))
+            Ok(()) => self.step(ctx, comms, room, DecodeEvent::Pulled { ticket }),
+            Err(PullError::Failed(ReasonCode::Checksum, why))
                 if job.via != Transport::Tcp && self.has_tcp(ctx, job.peer) =>
             {
-                self.pull_again(ctx, comms, job, &why);
+                self.retry_by_tcp(ctx, comms, job, &why);
             }
-            Err(PullError::Failed(code, why)) => {
-                self.step(ctx, comms, room, Event::PullFailed { ticket, code, why })
+            Err(PullError::Failed(code, why)) => self.step(
+                ctx,
+                comms,
+                room,
+                DecodeEvent::PullFailed { ticket, code, why },
+            ),
+            Err(PullError::Cancelled) => {
+                self.step(ctx, comms, room, DecodeEvent::PullStopped { ticket })
             }
-            Err(PullError::Cancelled) => self.step(ctx, comms, room, Event::PullStopped { ticket }),
             Err(PullError::Broken(why)) if job.via != Transport::Tcp => {
                 self.fall_back(ctx, comms, job, &why)
             }
@@ -953,9 +985,9 @@ impl DecodeSide {
                 ctx,
                 comms,
                 room,
-                Event::PullFailed {
+                DecodeEvent::PullFailed {
                     ticket,
-                    code: Code::TransportBroken,
+                    code: ReasonCode::TransportBroken,
                     why,
                 },
             ),
@@ -972,18 +1004,18 @@ impl DecodeSide {
         why: &str,
     ) {
         if job.via.is_mapped()
-            && let Some(conn) = ctx.conns.get_mut(&job.peer)
+            && let Some(conn) = ctx.connections.get_mut(&job.peer)
             && conn.mapped_works
         {
             conn.mapped_works = false;
-            comms.changed_transport(ctx, job.peer, job.via, why);
+            comms.record_fallback(ctx, job.peer, job.via, why);
         }
         if job.cancel.load(Ordering::Relaxed) {
             return self.step(
                 ctx,
                 comms,
                 job.room,
-                Event::PullStopped { ticket: job.ticket },
+                DecodeEvent::PullStopped { ticket: job.ticket },
             );
         }
         let via = if job.via.is_mapped() {
@@ -996,7 +1028,7 @@ impl DecodeSide {
     }
 
     /// The pages arrived damaged, by the transport or at the prefill rank: tcp tells which, for it takes another way.
-    fn pull_again(
+    fn retry_by_tcp(
         &mut self,
         ctx: &mut NodeContext,
         comms: &mut Communicators,
@@ -1009,7 +1041,7 @@ impl DecodeSide {
                 ctx,
                 comms,
                 job.room,
-                Event::PullStopped { ticket: job.ticket },
+                DecodeEvent::PullStopped { ticket: job.ticket },
             );
         }
         let via = Transport::Tcp;
@@ -1017,18 +1049,21 @@ impl DecodeSide {
     }
 
     /// A room ended with damaged pages.
-    fn room_was_damaged(&mut self, ctx: &mut NodeContext, entry: &DecodeEntry) {
+    fn record_damaged_room(&mut self, ctx: &mut NodeContext, entry: &DecodeEntry) {
         let now = ctx.now();
-        let Some((key, link)) = entry
+        let Some((key, rank_conn)) = entry
             .key
             .as_ref()
-            .and_then(|key| Some((key, self.links.get_mut(key)?)))
+            .and_then(|key| Some((key, self.ranks.get_mut(key)?)))
         else {
             return;
         };
-        if link.damage.found(entry.opened, Instant::now(), now) {
+        if rank_conn
+            .damage
+            .record_room(entry.opened, Instant::now(), now)
+        {
             ctx.shared.stats.lock().quarantines += 1;
-            tracing::error!(host = %key.host, port = key.port, rank = key.dp_rank, rooms = link.damage.rooms, "{QUARANTINED}");
+            tracing::error!(host = %key.host, port = key.port, rank = key.dp_rank, rooms = rank_conn.damage.rooms, "{QUARANTINED}");
         }
     }
 
@@ -1043,9 +1078,9 @@ impl DecodeSide {
                 ctx,
                 comms,
                 job.room,
-                Event::PullFailed {
+                DecodeEvent::PullFailed {
                     ticket: job.ticket,
-                    code: Code::TransportBroken,
+                    code: ReasonCode::TransportBroken,
                     why: "internal: the data thread is gone".into(),
                 },
             );
@@ -1055,7 +1090,13 @@ impl DecodeSide {
     // ---- the state machine ----
 
     /// The only place where a decode room changes.
-    fn step(&mut self, ctx: &mut NodeContext, comms: &mut Communicators, room: u64, event: Event) {
+    fn step(
+        &mut self,
+        ctx: &mut NodeContext,
+        comms: &mut Communicators,
+        room: u64,
+        event: DecodeEvent,
+    ) {
         let now = ctx.now();
         let Some(entry) = self.rooms.get_mut(&room) else {
             return;
@@ -1069,22 +1110,22 @@ impl DecodeSide {
                     entry.room.next_due(),
                 );
                 if phase.name() != before {
-                    let note = if let Phase::Failed(code) = phase {
+                    let note = if let DecodePhase::Failed(code) = phase {
                         code.to_string()
                     } else {
                         String::new()
                     };
-                    ctx.enter(
-                        ctx.entry(Side::Decode, room, attempt, phase.name(), note),
+                    ctx.record(
+                        ctx.record_of(RoomSide::Decode, room, attempt, phase.name(), note),
                         phase.is_over(),
                     );
                 }
-                ctx.timers.set(&Timer::Decode(room), due);
+                ctx.timers.set(&NodeTimer::Decode(room), due);
                 for action in actions {
                     self.act(ctx, comms, room, attempt, action);
                 }
             }
-            Err(illegal) => ctx.report_illegal(Side::Decode, room, &illegal),
+            Err(invalid) => ctx.report_invalid_transition(RoomSide::Decode, room, &invalid),
         }
     }
 
@@ -1094,15 +1135,17 @@ impl DecodeSide {
         comms: &mut Communicators,
         room: u64,
         attempt: u32,
-        action: Action,
+        action: DecodeAction,
     ) {
         match action {
-            Action::Open { peer } => self.send_open(ctx, room, attempt, peer),
-            Action::Pull { ticket, pages } => self.start_pull(ctx, comms, room, ticket, pages),
-            Action::CancelPulls => self.cancel_pulls(ctx, comms, room),
-            Action::Announced => ctx.push(NodeEvent::Announced { room }),
-            Action::Revoked => ctx.push(NodeEvent::Revoked { room }),
-            Action::Done { peer, root } => {
+            DecodeAction::Open { peer } => self.send_open(ctx, room, attempt, peer),
+            DecodeAction::Pull { ticket, pages } => {
+                self.start_pull(ctx, comms, room, ticket, pages)
+            }
+            DecodeAction::CancelPulls => self.cancel_pulls(ctx, comms, room),
+            DecodeAction::Announced => ctx.push(NodeEvent::Announced { room }),
+            DecodeAction::Revoked => ctx.push(NodeEvent::Revoked { room }),
+            DecodeAction::Done { peer, root } => {
                 let bytes = self.rooms.get(&room).map_or(0, |entry| entry.bytes);
                 ctx.send(
                     peer,
@@ -1114,7 +1157,7 @@ impl DecodeSide {
                     },
                 );
             }
-            Action::SendAbort { peer, code } => ctx.send(
+            DecodeAction::SendAbort { peer, code } => ctx.send(
                 peer,
                 Msg::Abort {
                     room,
@@ -1122,13 +1165,13 @@ impl DecodeSide {
                     code,
                 },
             ),
-            Action::AckAbort { peer } => ctx.send(peer, Msg::AbortAck { room, attempt }),
-            Action::Commit(fin) => self.committed(ctx, room, fin),
-            Action::Fail { code, why } => {
+            DecodeAction::AckAbort { peer } => ctx.send(peer, Msg::AbortAck { room, attempt }),
+            DecodeAction::Commit(fin) => self.committed(ctx, room, fin),
+            DecodeAction::Fail { code, why } => {
                 if let Some(entry) = self.forget(ctx, room) {
                     ctx.count_failure(code);
-                    if code == Code::Checksum {
-                        self.room_was_damaged(ctx, &entry);
+                    if code == ReasonCode::Checksum {
+                        self.record_damaged_room(ctx, &entry);
                     }
                     ctx.push(NodeEvent::Failed {
                         room,
@@ -1137,7 +1180,7 @@ impl DecodeSide {
                     });
                 }
             }
-            Action::Aborted => {
+            DecodeAction::Aborted => {
                 if self.forget(ctx, room).is_some() {
                     ctx.shared.stats.lock().aborted += 1;
                     ctx.push(NodeEvent::Aborted { room });
@@ -1146,8 +1189,8 @@ impl DecodeSide {
         }
     }
 
-    fn send_open(&mut self, ctx: &mut NodeContext, room: u64, attempt: u32, peer: Peer) {
-        let (Some(entry), Some(conn)) = (self.rooms.get(&room), ctx.conns.get(&peer)) else {
+    fn send_open(&mut self, ctx: &mut NodeContext, room: u64, attempt: u32, peer: ConnectionId) {
+        let (Some(entry), Some(conn)) = (self.rooms.get(&room), ctx.connections.get(&peer)) else {
             return;
         };
         let msg = Msg::Open {
@@ -1164,14 +1207,14 @@ impl DecodeSide {
         ctx.send(peer, msg);
     }
 
-    fn committed(&mut self, ctx: &mut NodeContext, room: u64, fin: Final) {
+    fn committed(&mut self, ctx: &mut NodeContext, room: u64, fin: FinalMessage) {
         let Some(entry) = self.forget(ctx, room) else {
             return;
         };
         if entry.bytes > 0
-            && let Some(link) = entry.key.as_ref().and_then(|key| self.links.get_mut(key))
+            && let Some(rank_conn) = entry.key.as_ref().and_then(|key| self.ranks.get_mut(key))
         {
-            link.damage = Damage::default();
+            rank_conn.damage = Damage::default();
         }
         let stats = PullStats {
             transport: entry.transport,
@@ -1191,7 +1234,7 @@ impl DecodeSide {
             all.pull_seconds.observe(stats.pull_seconds);
             all.room_seconds.observe(stats.room_seconds);
         }
-        let Final {
+        let FinalMessage {
             total_pages,
             last_page_tokens,
             payload,
@@ -1209,18 +1252,18 @@ impl DecodeSide {
     /// The room is over: nothing refers to it any more.
     fn forget(&mut self, ctx: &mut NodeContext, room: u64) -> Option<DecodeEntry> {
         let entry = self.rooms.remove(&room)?;
-        ctx.timers.set(&Timer::Decode(room), None);
-        ctx.timers.set(&Timer::Size(room), None);
+        ctx.timers.set(&NodeTimer::Decode(room), None);
+        ctx.timers.set(&NodeTimer::Size(room), None);
         // The machine may have let go of its peer already; the tie is by link.
         if let Some(key) = &entry.key
-            && let Some(link) = self.links.get_mut(key)
+            && let Some(rank_conn) = self.ranks.get_mut(key)
         {
-            link.waiting.remove(&room);
-            if let LinkState::Up(peer) = link.state {
-                ctx.untie(Some(peer), Side::Decode, room);
+            rank_conn.waiting.remove(&room);
+            if let RankState::Up(peer) = rank_conn.state {
+                ctx.detach_room(Some(peer), RoomSide::Decode, room);
             }
         }
-        ctx.untie(entry.room.peer(), Side::Decode, room);
+        ctx.detach_room(entry.room.peer(), RoomSide::Decode, room);
         Some(entry)
     }
 }
@@ -1230,8 +1273,8 @@ const QUARANTINED: &str = "transfers from this prefill rank fail for a while, be
     memory and the network of both hosts, then restart the prefill node";
 
 /// Errors that no waiting cures.
-fn is_final(code: Code) -> bool {
-    matches!(code, Code::Auth | Code::LayoutMismatch)
+fn is_final(code: ReasonCode) -> bool {
+    matches!(code, ReasonCode::Auth | ReasonCode::LayoutMismatch)
 }
 
 #[cfg(test)]
@@ -1242,17 +1285,17 @@ mod tests {
     fn quarantine_is_longer_each_time_and_begins_once() {
         let mut damage = Damage::default();
         let start = Instant::now();
-        let mut found = |opened, now| {
+        let mut record_room = |opened, now| {
             let at = |ms| start + std::time::Duration::from_millis(ms);
-            let begins = damage.found(at(opened), at(now), now);
+            let begins = damage.record_room(at(opened), at(now), now);
             (begins, damage.quarantine.clone())
         };
-        assert!(!found(0, 1).0 && !found(2, 3).0);
-        assert!(!found(2, 4).0, "it was open when the last one failed");
-        let (begins, quarantine) = found(5, 6);
+        assert!(!record_room(0, 1).0 && !record_room(2, 3).0);
+        assert!(!record_room(2, 4).0, "it was open when the last one failed");
+        let (begins, quarantine) = record_room(5, 6);
         assert!(begins && !quarantine.allows(30_005) && quarantine.allows(30_006));
-        assert!(!found(7, 8).0, "the quarantine has begun");
-        let (begins, quarantine) = found(40_000, 40_000);
+        assert!(!record_room(7, 8).0, "the quarantine has begun");
+        let (begins, quarantine) = record_room(40_000, 40_000);
         assert!(begins, "the first room after it");
         assert!(!quarantine.allows(99_999) && quarantine.allows(100_000));
     }

@@ -44,24 +44,24 @@ use tokio::sync::mpsc;
 
 pub use config::{NodeConfig, Role, Transport};
 pub use records::events::{NodeEvent, PullStats};
-pub use records::metrics::{Histogram, Stats, TransportStats};
+pub use records::metrics::{Histogram, NodeStats, TransportStats};
 
 use crate::pool::{KvPool, PoolError};
 use crate::protocol::handshake::Identity;
 use crate::protocol::{
     Channel, Hello, MAX_PAYLOAD_BYTES, MAX_PROMPT_HASH_BYTES, MIN_VERSION, VERSION,
 };
-use crate::reason_code::Code;
-use crate::state_machine::prefill::Finish;
+use crate::reason_code::ReasonCode;
+use crate::state_machine::prefill::PrefillOutput;
 use crate::transport::communicator::CommBackend;
 use crate::transport::copy_threads::panic_text;
 use crate::transport::shm;
-use command::{Command, OpenRequest};
-use context::{Shared, uuid};
-use control_loop::{ControlLoop, Listeners, Local};
+use command::{EngineCommand, OpenRequest};
+use context::{SharedState, uuid};
+use control_loop::{ControlLoop, Listeners, PoolShare};
 use records::events::{ClaimError, EventQueue};
 use records::metrics;
-use records::room_history::Side;
+use records::room_history::RoomSide;
 
 #[derive(Debug, thiserror::Error)]
 pub enum NodeError {
@@ -79,7 +79,7 @@ pub enum NodeError {
         bytes: usize,
         limit: usize,
     },
-    #[error("{0:?} is no reason code; there are {all:?}", all = Code::ALL)]
+    #[error("{0:?} is no reason code; there are {all:?}", all = ReasonCode::ALL)]
     UnknownCode(String),
     #[error("the transfer runtime is closed or too many calls behind: {0}")]
     Unhealthy(String),
@@ -94,9 +94,9 @@ pub enum NodeError {
 
 /// One per rank. `close` (or drop) ends every thread; after it no page of the pool is written.
 pub struct TransferNode {
-    shared: Arc<Shared>,
+    shared: Arc<SharedState>,
     pool: Arc<KvPool>,
-    commands: mpsc::Sender<Command>,
+    commands: mpsc::Sender<EngineCommand>,
     thread: Mutex<Option<JoinHandle<()>>>,
     port: u16,
     incarnation: String,
@@ -175,10 +175,10 @@ impl TransferNode {
                 shm_token: shm_token.to_vec(),
             },
         });
-        let shared = Arc::new(Shared {
+        let shared = Arc::new(SharedState {
             events: EventQueue::new(config.max_rooms).map_err(|err| start("eventfd", err))?,
             stats: Mutex::default(),
-            ledger: Mutex::default(),
+            history: Mutex::default(),
             gauges: Mutex::default(),
             unhealthy: Mutex::default(),
             progress: AtomicU64::new(0),
@@ -233,13 +233,13 @@ impl TransferNode {
         self.shared.events.fd()
     }
 
-    fn command(&self, command: Command) -> Result<(), NodeError> {
+    fn command(&self, command: EngineCommand) -> Result<(), NodeError> {
         self.commands.try_send(command).map_err(|_| {
             NodeError::Unhealthy(self.shared.unhealthy.lock().clone().unwrap_or_default())
         })
     }
 
-    fn claim(&self, side: Side, room: u64, command: Command) -> Result<(), NodeError> {
+    fn claim(&self, side: RoomSide, room: u64, command: EngineCommand) -> Result<(), NodeError> {
         self.shared
             .events
             .claim(side, room)
@@ -254,7 +254,7 @@ impl TransferNode {
     /// P: PUT /route for this rank until it succeeds or `timeout` is over; afterwards it is repeated in the background. Blocks.
     pub fn register(&self, host: &str, port: u16, timeout: Duration) -> Result<(), NodeError> {
         let (reply, answer) = std::sync::mpsc::channel();
-        self.command(Command::Register {
+        self.command(EngineCommand::Register {
             host: host.to_owned(),
             port,
             timeout,
@@ -277,9 +277,9 @@ impl TransferNode {
     ) -> Result<(), NodeError> {
         check_size("prompt_hash", prompt_hash.len(), MAX_PROMPT_HASH_BYTES)?;
         self.claim(
-            Side::Prefill,
+            RoomSide::Prefill,
             room,
-            Command::Offer {
+            EngineCommand::Offer {
                 room,
                 attempt,
                 prompt_hash: prompt_hash.to_vec(),
@@ -292,7 +292,7 @@ impl TransferNode {
     pub fn publish(&self, room: u64, first_page: u32, pages: &[u8]) -> Result<(), NodeError> {
         let pages = self.pool.check_pages(pages)?;
         let generations = self.pool.seal(&pages);
-        self.command(Command::Publish {
+        self.command(EngineCommand::Publish {
             room,
             first: first_page,
             pages: pages.into_iter().zip(generations).collect(),
@@ -308,9 +308,9 @@ impl TransferNode {
         payload: Vec<u8>,
     ) -> Result<(), NodeError> {
         check_size("payload", payload.len(), MAX_PAYLOAD_BYTES)?;
-        self.command(Command::Finish {
+        self.command(EngineCommand::Finish {
             room,
-            finish: Finish {
+            finish: PrefillOutput {
                 total_pages,
                 last_page_tokens,
                 payload,
@@ -342,13 +342,17 @@ impl TransferNode {
             prompt_hash: prompt_hash.to_vec(),
             deadline_ms,
         };
-        self.claim(Side::Decode, room, Command::Open { room, request })
+        self.claim(
+            RoomSide::Decode,
+            room,
+            EngineCommand::Open { room, request },
+        )
     }
 
     /// D: it holds the prompt's pages before `start_page`; the others go to `dst_pages`, all of them.
     pub fn grant(&self, room: u64, start_page: u32, dst_pages: &[u8]) -> Result<(), NodeError> {
         let pages = self.pool.check_pages(dst_pages)?;
-        self.command(Command::Grant {
+        self.command(EngineCommand::Grant {
             room,
             start_page,
             pages,
@@ -357,13 +361,14 @@ impl TransferNode {
 
     /// D: give the granted pages back. `poll` answers with `Revoked`, or with `Announced`: then they stay granted, P is filling its own.
     pub fn revoke(&self, room: u64) -> Result<(), NodeError> {
-        self.command(Command::Revoke { room })
+        self.command(EngineCommand::Revoke { room })
     }
 
     /// Either side; idempotent. The end is reported by `poll`.
     pub fn abort(&self, room: u64, code: &str) -> Result<(), NodeError> {
-        let code = Code::parse(code).ok_or_else(|| NodeError::UnknownCode(code.to_owned()))?;
-        self.command(Command::Abort { room, code })
+        let code =
+            ReasonCode::parse(code).ok_or_else(|| NodeError::UnknownCode(code.to_owned()))?;
+        self.command(EngineCommand::Abort { room, code })
     }
 
     /// Up to `max` events. Each call is a sign of life of the engine, which peers are told in HEARTBEAT.
@@ -383,8 +388,8 @@ impl TransferNode {
         let mut stats = shared.stats.lock().clone();
         stats.bad_frames += shared.bad_stream_frames.load(Ordering::Relaxed);
         let (live, states) = {
-            let ledger = shared.ledger.lock();
-            (ledger.live(), ledger.live_by_state())
+            let history = shared.history.lock();
+            (history.live(), history.live_by_state())
         };
         let more = shared.gauges.lock().clone();
         let backlogs = more.peers.values().map(|peer| peer.backlog.bytes());
@@ -393,7 +398,7 @@ impl TransferNode {
         let mut detail = serde_json::to_value(&stats).unwrap_or_default();
         detail["rooms_live"] = json!(live);
         detail["rooms_by_state"] = json!(states);
-        detail["opens_waiting"] = json!(more.parked);
+        detail["opens_waiting"] = json!(more.pending_opens);
         detail["pulls_in_flight"] = json!(more.pulls_in_flight);
         detail["peers"] = json!(more.peers.values().collect::<Vec<_>>());
         detail["draining"] = json!(more.draining);
@@ -411,7 +416,7 @@ impl TransferNode {
 
     pub fn rooms_json(&self, room: Option<u64>) -> String {
         let now_ms = self.shared.now_ms();
-        self.shared.ledger.lock().json(room, now_ms).to_string()
+        self.shared.history.lock().json(room, now_ms).to_string()
     }
 
     pub fn is_healthy(&self) -> bool {
@@ -420,12 +425,12 @@ impl TransferNode {
 
     /// Refuse OPENs of rooms this node does not know; rooms under way go on.
     pub fn drain(&self) {
-        let _ = self.command(Command::Drain); // a closed node takes no OPENs either
+        let _ = self.command(EngineCommand::Drain); // a closed node takes no OPENs either
     }
 
     /// Close every connection and thread. Rooms still alive get no event any more. Idempotent; blocks until the threads are gone.
     pub fn close(&self) {
-        let _ = self.commands.blocking_send(Command::Close); // an error: the thread has ended
+        let _ = self.commands.blocking_send(EngineCommand::Close); // an error: the thread has ended
         if let Some(thread) = self.thread.lock().take() {
             let _ = thread.join(); // its panic was caught and reported
         }
@@ -433,7 +438,8 @@ impl TransferNode {
 
     #[cfg(test)]
     pub(crate) fn panic_for_test(&self) {
-        self.command(Command::Panic).expect("the thread is alive");
+        self.command(EngineCommand::Panic)
+            .expect("the thread is alive");
     }
 }
 
@@ -449,7 +455,7 @@ fn share(
     config: &NodeConfig,
     socket: &str,
     token: [u8; shm::TOKEN_BYTES],
-) -> Result<Option<Local>, String> {
+) -> Result<Option<PoolShare>, String> {
     if config.mapped().is_none() {
         return Ok(None);
     }
@@ -459,7 +465,7 @@ fn share(
     };
     let listener =
         shm::listen(socket).map_err(|err| format!("no abstract unix sockets here: {err}"))?;
-    Ok(Some(Local {
+    Ok(Some(PoolShare {
         listener,
         token,
         handle,
@@ -475,28 +481,28 @@ fn check_size(what: &'static str, bytes: usize, limit: usize) -> Result<(), Node
 }
 
 fn control_thread(
-    shared: &Shared,
+    shared: &SharedState,
     runtime: tokio::runtime::Runtime,
     control_loop: ControlLoop,
     listeners: Listeners,
-    inbox: mpsc::Receiver<Command>,
+    inbox: mpsc::Receiver<EngineCommand>,
 ) {
     // The control_loop is dropped inside, also by a panic: its copy and data threads are joined before the rooms' ends are told.
     if let Err(panic) = catch_unwind(AssertUnwindSafe(|| {
         runtime.block_on(control_loop.run(listeners, inbox))
     })) {
         let why = panic_text(panic.as_ref());
-        shared.sicken(why.clone());
+        shared.mark_unhealthy(why.clone());
         for (side, room) in shared.events.live_rooms() {
             let message = format!("internal: the transfer runtime is gone ({why})");
             shared.events.push(match side {
-                Side::Prefill => NodeEvent::Released {
+                RoomSide::Prefill => NodeEvent::Released {
                     room,
-                    code: Some(Code::TransportBroken),
+                    code: Some(ReasonCode::TransportBroken),
                 },
-                Side::Decode => NodeEvent::Failed {
+                RoomSide::Decode => NodeEvent::Failed {
                     room,
-                    code: Code::TransportBroken,
+                    code: ReasonCode::TransportBroken,
                     message,
                 },
             });

@@ -3,17 +3,19 @@
 use std::collections::{HashMap, VecDeque};
 
 use super::config::NodeLimits;
-use super::context::{NodeContext, Timer};
+use super::context::{NodeContext, NodeTimer};
 use super::records::events::NodeEvent;
-use super::records::room_history::Side;
-use crate::protocol::{Msg, Sealed, clipped};
-use crate::reason_code::Code;
-use crate::state_machine::Peer;
+use super::records::room_history::RoomSide;
+use crate::protocol::{Msg, PageDigest, clipped};
+use crate::reason_code::ReasonCode;
+use crate::state_machine::ConnectionId;
 use crate::state_machine::pending_opens::{
-    EVERY_ATTEMPT, ParkError, Parked, ParkedOpen, Tombstones,
+    EVERY_ATTEMPT, EndedRooms, PendingOpen, PendingOpenError, PendingOpens,
 };
-use crate::state_machine::prefill::{Action, Event, Finish, Phase, Room};
-use crate::transport::copy_threads::Job;
+use crate::state_machine::prefill::{
+    PrefillAction, PrefillEvent, PrefillOutput, PrefillPhase, PrefillRoom,
+};
+use crate::transport::copy_threads::CopyJob;
 
 /// Pages on_hashed in one job; a few milliseconds of a copy thread, so that pulls get their turn.
 const HASH_BATCH: usize = 256;
@@ -21,7 +23,7 @@ const HASH_BATCH: usize = 256;
 const RETRY_AFTER_MS: u64 = 1000;
 
 struct PrefillEntry {
-    room: Room,
+    room: PrefillRoom,
     hashing: bool,
     to_hash: VecDeque<(u32, u32, u64)>,
 }
@@ -29,12 +31,15 @@ struct PrefillEntry {
 impl PrefillEntry {
     /// The engine has not finished the prompt.
     fn is_computing(&self) -> bool {
-        matches!(self.room.phase, Phase::Waiting | Phase::Prefilling)
+        matches!(
+            self.room.phase,
+            PrefillPhase::Waiting | PrefillPhase::Prefilling
+        )
     }
 }
 
 /// What an OPEN asks.
-pub(super) struct Question {
+pub(super) struct OpenMessage {
     pub room: u64,
     pub attempt: u32,
     pub prompt_hash: Vec<u8>,
@@ -45,8 +50,8 @@ pub(super) struct Question {
 /// P's rooms, and the OPENs that came before their requests.
 pub(super) struct PrefillSide {
     rooms: HashMap<u64, PrefillEntry>,
-    parked: Parked,
-    tombstones: Tombstones,
+    pending_opens: PendingOpens,
+    ended_rooms: EndedRooms,
     /// No OPEN of an unknown room is accepted any more.
     pub is_draining: bool,
 }
@@ -55,8 +60,8 @@ impl PrefillSide {
     pub fn new(limits: &NodeLimits) -> Self {
         Self {
             rooms: HashMap::new(),
-            parked: Parked::new(limits.parked_opens, limits.parked_opens_per_peer),
-            tombstones: Tombstones::new(limits.ended_rooms),
+            pending_opens: PendingOpens::new(limits.pending_opens, limits.pending_opens_per_peer),
+            ended_rooms: EndedRooms::new(limits.ended_rooms),
             is_draining: false,
         }
     }
@@ -65,8 +70,8 @@ impl PrefillSide {
         self.rooms.contains_key(&room)
     }
 
-    pub fn num_parked(&self) -> usize {
-        self.parked.len()
+    pub fn num_pending_opens(&self) -> usize {
+        self.pending_opens.len()
     }
 
     /// The engine has not finished the prompt of some room.
@@ -75,8 +80,8 @@ impl PrefillSide {
     }
 
     /// The connection of these OPENs is lost.
-    pub fn forget_opens_of(&mut self, peer: Peer) {
-        self.parked.drop_peer(peer, None);
+    pub fn forget_opens_of(&mut self, peer: ConnectionId) {
+        self.pending_opens.drop_peer(peer, None);
     }
 
     pub fn offer(
@@ -88,11 +93,11 @@ impl PrefillSide {
         deadline_ms: u64,
     ) {
         let deadline = ctx.now().saturating_add(deadline_ms);
-        let machine = Room::new(attempt, prompt_hash, deadline, ctx.config.lease_ms);
-        self.tombstones.revive(room);
-        ctx.enter(
-            ctx.entry(
-                Side::Prefill,
+        let machine = PrefillRoom::new(attempt, prompt_hash, deadline, ctx.config.lease_ms);
+        self.ended_rooms.forget(room);
+        ctx.record(
+            ctx.record_of(
+                RoomSide::Prefill,
                 room,
                 attempt,
                 machine.phase.name(),
@@ -100,7 +105,8 @@ impl PrefillSide {
             ),
             false,
         );
-        ctx.timers.set(&Timer::Prefill(room), machine.next_due());
+        ctx.timers
+            .set(&NodeTimer::Prefill(room), machine.next_due());
         self.rooms.insert(
             room,
             PrefillEntry {
@@ -109,9 +115,9 @@ impl PrefillSide {
                 to_hash: VecDeque::new(),
             },
         );
-        if let Some(open) = self.parked.take(room) {
-            self.set_parked_timer(ctx);
-            let ParkedOpen {
+        if let Some(open) = self.pending_opens.take(room) {
+            self.set_pending_timer(ctx);
+            let PendingOpen {
                 peer,
                 attempt,
                 prompt_hash,
@@ -121,7 +127,7 @@ impl PrefillSide {
             self.step(
                 ctx,
                 room,
-                Event::Open {
+                PrefillEvent::Open {
                     peer,
                     attempt,
                     prompt_hash,
@@ -138,20 +144,20 @@ impl PrefillSide {
         first: u32,
         pages: Vec<(u32, u64)>,
     ) {
-        self.step(ctx, room, Event::Publish { first, pages });
+        self.step(ctx, room, PrefillEvent::Publish { first, pages });
     }
 
-    pub fn finish(&mut self, ctx: &mut NodeContext, room: u64, finish: Finish) {
-        self.step(ctx, room, Event::Finish(finish));
+    pub fn finish(&mut self, ctx: &mut NodeContext, room: u64, finish: PrefillOutput) {
+        self.step(ctx, room, PrefillEvent::Finish(finish));
     }
 
     /// The engine gives a room up, perhaps before it offered it: then a waiting decode rank is told at once.
-    pub fn abort(&mut self, ctx: &mut NodeContext, room: u64, code: Code) {
+    pub fn abort(&mut self, ctx: &mut NodeContext, room: u64, code: ReasonCode) {
         if self.rooms.contains_key(&room) {
-            return self.step(ctx, room, Event::Abort(code));
+            return self.step(ctx, room, PrefillEvent::Abort(code));
         }
-        if let Some(open) = self.parked.take(room) {
-            self.set_parked_timer(ctx);
+        if let Some(open) = self.pending_opens.take(room) {
+            self.set_pending_timer(ctx);
             self.reject(
                 ctx,
                 open.peer,
@@ -161,21 +167,21 @@ impl PrefillSide {
                 "the prefill node refused the request",
             );
         }
-        if self.tombstones.get(room, 0).is_none() {
-            self.tombstones.bury(room, EVERY_ATTEMPT, code);
+        if self.ended_rooms.get(room, 0).is_none() {
+            self.ended_rooms.add(room, EVERY_ATTEMPT, code);
         }
     }
 
     pub fn tick(&mut self, ctx: &mut NodeContext, room: u64) {
-        self.step(ctx, room, Event::Tick);
+        self.step(ctx, room, PrefillEvent::Tick);
     }
 
-    pub fn on_hashed(&mut self, ctx: &mut NodeContext, room: u64, sums: Vec<(u32, Sealed)>) {
+    pub fn on_hashed(&mut self, ctx: &mut NodeContext, room: u64, sums: Vec<(u32, PageDigest)>) {
         ctx.shared.stats.lock().pages_hashed += sums.len() as u64;
         if let Some(entry) = self.rooms.get_mut(&room) {
             entry.hashing = false;
         }
-        self.step(ctx, room, Event::Hashed(sums));
+        self.step(ctx, room, PrefillEvent::Hashed(sums));
         self.hash_more(ctx, room);
     }
 
@@ -189,41 +195,41 @@ impl PrefillSide {
         entry.hashing = true;
         let n = entry.to_hash.len().min(HASH_BATCH);
         let pages = entry.to_hash.drain(..n).collect();
-        ctx.copier.submit(Job::Hash { room, pages });
+        ctx.copy_threads.submit(CopyJob::Hash { room, pages });
     }
 
     pub fn on_open(
         &mut self,
         ctx: &mut NodeContext,
-        peer: Peer,
-        question: Question,
+        peer: ConnectionId,
+        open: OpenMessage,
         inc_expected: &str,
         layout_hash: &str,
     ) {
         ctx.shared.stats.lock().opens_received += 1;
-        let Question { room, attempt, .. } = question;
+        let OpenMessage { room, attempt, .. } = open;
         let own = &ctx.identity.hello;
         if inc_expected != own.inc {
             let why = format!("this is incarnation {}", own.inc);
-            return self.reject(ctx, peer, room, attempt, Code::PeerRestarted, &why);
+            return self.reject(ctx, peer, room, attempt, ReasonCode::PeerRestarted, &why);
         }
         if layout_hash != own.layout_hash {
             let why = format!(
                 "page layout {layout_hash} of the decode node, {} here: model, dtype, page size and heads must agree",
                 own.layout_hash
             );
-            return self.reject(ctx, peer, room, attempt, Code::LayoutMismatch, &why);
+            return self.reject(ctx, peer, room, attempt, ReasonCode::LayoutMismatch, &why);
         }
         if self.rooms.contains_key(&room) {
-            let Question {
+            let OpenMessage {
                 prompt_hash,
                 start_page,
                 ..
-            } = question;
+            } = open;
             return self.step(
                 ctx,
                 room,
-                Event::Open {
+                PrefillEvent::Open {
                     peer,
                     attempt,
                     prompt_hash,
@@ -231,7 +237,7 @@ impl PrefillSide {
                 },
             );
         }
-        if let Some(code) = self.tombstones.get(room, attempt) {
+        if let Some(code) = self.ended_rooms.get(room, attempt) {
             return self.reject(
                 ctx,
                 peer,
@@ -247,93 +253,94 @@ impl PrefillSide {
                 peer,
                 room,
                 attempt,
-                Code::Draining,
+                ReasonCode::Draining,
                 "the prefill node takes no new requests",
             );
         }
-        self.park(ctx, peer, question);
+        self.keep_pending(ctx, peer, open);
     }
 
-    fn park(&mut self, ctx: &mut NodeContext, peer: Peer, question: Question) {
-        let Question {
+    fn keep_pending(&mut self, ctx: &mut NodeContext, peer: ConnectionId, open: OpenMessage) {
+        let OpenMessage {
             room,
             attempt,
             prompt_hash,
             start_page,
             deadline_ms,
-        } = question;
+        } = open;
         let ttl_ms = ctx.config.park_ttl_ms.min(deadline_ms);
-        let open = ParkedOpen {
+        let open = PendingOpen {
             peer,
             attempt,
             prompt_hash,
             start_page,
             until: ctx.now() + ttl_ms,
         };
-        match self.parked.park(room, open) {
+        match self.pending_opens.add(room, open) {
             Ok(()) => {
                 ctx.shared.stats.lock().opens_parked += 1;
-                ctx.note(ctx.entry(
-                    Side::Prefill,
+                ctx.note(ctx.record_of(
+                    RoomSide::Prefill,
                     room,
                     attempt,
                     "PARKED",
                     format!("OPEN before the request, kept {ttl_ms} ms"),
                 ));
-                self.set_parked_timer(ctx);
+                self.set_pending_timer(ctx);
                 ctx.send(
                     peer,
-                    Msg::Parked {
+                    Msg::OpenPending {
                         room,
                         attempt,
                         ttl_ms,
                     },
                 );
             }
-            Err(ParkError::Full | ParkError::PeerFull) => self.reject(
+            Err(PendingOpenError::Full | PendingOpenError::PeerFull) => self.reject(
                 ctx,
                 peer,
                 room,
                 attempt,
-                Code::NoCapacity,
+                ReasonCode::NoCapacity,
                 "too many OPENs wait for their requests",
             ),
-            Err(ParkError::Duplicate) => self.reject(
+            Err(PendingOpenError::Duplicate) => self.reject(
                 ctx,
                 peer,
                 room,
                 attempt,
-                Code::DupRoom,
+                ReasonCode::DupRoom,
                 "another decode rank waits for this room",
             ),
         }
     }
 
-    pub fn expire_parked(&mut self, ctx: &mut NodeContext, now: u64) {
-        for (room, open) in self.parked.expire(now) {
+    pub fn expire_pending_opens(&mut self, ctx: &mut NodeContext, now: u64) {
+        for (room, open) in self.pending_opens.expire(now) {
             self.reject(
                 ctx,
                 open.peer,
                 room,
                 open.attempt,
-                Code::Unreachable,
+                ReasonCode::Unreachable,
                 "the request did not arrive at the prefill node in time",
             );
         }
-        self.set_parked_timer(ctx);
+        self.set_pending_timer(ctx);
     }
 
-    fn set_parked_timer(&mut self, ctx: &mut NodeContext) {
-        ctx.timers.set(&Timer::Parked, self.parked.next_due());
+    fn set_pending_timer(&mut self, ctx: &mut NodeContext) {
+        ctx.timers
+            .set(&NodeTimer::PendingOpens, self.pending_opens.next_due());
     }
 
     fn reject(
         &mut self,
         ctx: &mut NodeContext,
-        peer: Peer,
+        peer: ConnectionId,
         room: u64,
         attempt: u32,
-        code: Code,
+        code: ReasonCode,
         why: &str,
     ) {
         {
@@ -341,14 +348,14 @@ impl PrefillSide {
             stats.opens_rejected += 1;
             *stats.rejects.entry(code.as_str()).or_default() += 1;
         }
-        ctx.note(ctx.entry(
-            Side::Prefill,
+        ctx.note(ctx.record_of(
+            RoomSide::Prefill,
             room,
             attempt,
             "REJECT",
             format!("{code}: {why}"),
         ));
-        let retry_after_ms = if code == Code::NoCapacity {
+        let retry_after_ms = if code == ReasonCode::NoCapacity {
             RETRY_AFTER_MS
         } else {
             0
@@ -366,24 +373,24 @@ impl PrefillSide {
         );
     }
 
-    pub fn on_done(&mut self, ctx: &mut NodeContext, peer: Peer, room: u64, attempt: u32) {
-        self.step(ctx, room, Event::Done { peer, attempt });
+    pub fn on_done(&mut self, ctx: &mut NodeContext, peer: ConnectionId, room: u64, attempt: u32) {
+        self.step(ctx, room, PrefillEvent::Done { peer, attempt });
     }
 
     pub fn on_peer_abort(
         &mut self,
         ctx: &mut NodeContext,
-        peer: Peer,
+        peer: ConnectionId,
         room: u64,
         attempt: u32,
-        code: Code,
+        code: ReasonCode,
     ) {
-        self.parked.drop_peer(peer, Some(room));
-        self.set_parked_timer(ctx);
+        self.pending_opens.drop_peer(peer, Some(room));
+        self.set_pending_timer(ctx);
         self.step(
             ctx,
             room,
-            Event::PeerAbort {
+            PrefillEvent::PeerAbort {
                 peer,
                 attempt,
                 code,
@@ -391,24 +398,33 @@ impl PrefillSide {
         );
     }
 
-    pub fn on_peer_gone(&mut self, ctx: &mut NodeContext, peer: Peer, room: u64, code: Code) {
-        self.step(ctx, room, Event::PeerGone { peer, code });
+    pub fn on_peer_gone(
+        &mut self,
+        ctx: &mut NodeContext,
+        peer: ConnectionId,
+        room: u64,
+        code: ReasonCode,
+    ) {
+        self.step(ctx, room, PrefillEvent::PeerGone { peer, code });
     }
 
-    pub fn renew(&mut self, ctx: &mut NodeContext, peer: Peer, rooms: &[u64]) {
+    pub fn renew(&mut self, ctx: &mut NodeContext, peer: ConnectionId, rooms: &[u64]) {
         for &room in rooms {
-            self.step(ctx, room, Event::Renew { peer });
+            self.step(ctx, room, PrefillEvent::Renew { peer });
         }
     }
 
     /// The only place where a prefill room changes.
-    fn step(&mut self, ctx: &mut NodeContext, room: u64, event: Event) {
+    fn step(&mut self, ctx: &mut NodeContext, room: u64, event: PrefillEvent) {
         let now = ctx.now();
         let Some(entry) = self.rooms.get_mut(&room) else {
             return;
         }; // over: late words and calls are expected
         let before = entry.room.phase.name();
-        let by_engine = matches!(event, Event::Publish { .. } | Event::Finish(_));
+        let by_engine = matches!(
+            event,
+            PrefillEvent::Publish { .. } | PrefillEvent::Finish(_)
+        );
         match entry.room.step(event, now) {
             Ok(actions) => {
                 let (phase, attempt, (published, _)) = (
@@ -419,41 +435,41 @@ impl PrefillSide {
                 let due = entry.room.next_due();
                 if phase.name() != before {
                     let note = match &phase {
-                        Phase::Aborted(code) => code.to_string(),
-                        Phase::Leased { .. } => format!("{published} pages"),
+                        PrefillPhase::Aborted(code) => code.to_string(),
+                        PrefillPhase::Leased { .. } => format!("{published} pages"),
                         _ => String::new(),
                     };
-                    ctx.enter(
-                        ctx.entry(Side::Prefill, room, attempt, phase.name(), note),
+                    ctx.record(
+                        ctx.record_of(RoomSide::Prefill, room, attempt, phase.name(), note),
                         phase.is_over(),
                     );
                 }
-                ctx.timers.set(&Timer::Prefill(room), due);
+                ctx.timers.set(&NodeTimer::Prefill(room), due);
                 for action in actions {
                     self.act(ctx, room, attempt, action);
                 }
             }
-            Err(illegal) => {
-                ctx.report_illegal(Side::Prefill, room, &illegal);
+            Err(invalid) => {
+                ctx.report_invalid_transition(RoomSide::Prefill, room, &invalid);
                 if by_engine {
                     // The room cannot be completed any more; both sides learn it now instead of at a deadline.
-                    self.step(ctx, room, Event::Abort(Code::TransportBroken));
+                    self.step(ctx, room, PrefillEvent::Abort(ReasonCode::TransportBroken));
                 }
             }
         }
     }
 
-    fn act(&mut self, ctx: &mut NodeContext, room: u64, attempt: u32, action: Action) {
+    fn act(&mut self, ctx: &mut NodeContext, room: u64, attempt: u32, action: PrefillAction) {
         match action {
-            Action::Hash(pages) => {
+            PrefillAction::Hash(pages) => {
                 if let Some(entry) = self.rooms.get_mut(&room) {
                     entry.to_hash.extend(pages);
                 }
                 self.hash_more(ctx, room);
             }
-            Action::Accept { peer } => {
+            PrefillAction::Accept { peer } => {
                 ctx.shared.announced.withdraw(room); // all pages are announced again
-                ctx.tie(peer, Side::Prefill, room);
+                ctx.attach_room(peer, RoomSide::Prefill, room);
                 let p_inc = ctx.identity.hello.inc.clone();
                 ctx.send(
                     peer,
@@ -464,13 +480,15 @@ impl PrefillSide {
                     },
                 );
             }
-            Action::Reject { peer, code, why } => self.reject(ctx, peer, room, attempt, code, &why),
-            Action::Progress {
+            PrefillAction::Reject { peer, code, why } => {
+                self.reject(ctx, peer, room, attempt, code, &why)
+            }
+            PrefillAction::Progress {
                 peer,
                 first_page,
                 pages,
             } => {
-                if let Some(conn) = ctx.conns.get(&peer) {
+                if let Some(conn) = ctx.connections.get(&peer) {
                     let pages = pages.iter().map(|p| (p.page, p.generation));
                     ctx.shared.announced.announce(room, &conn.peer.inc, pages);
                 }
@@ -489,8 +507,8 @@ impl PrefillSide {
                     },
                 );
             }
-            Action::Final { peer, finish, root } => {
-                let Finish {
+            PrefillAction::Final { peer, finish, root } => {
+                let PrefillOutput {
                     total_pages,
                     last_page_tokens,
                     payload,
@@ -507,7 +525,7 @@ impl PrefillSide {
                     },
                 );
             }
-            Action::SendAbort { peer, code } => ctx.send(
+            PrefillAction::SendAbort { peer, code } => ctx.send(
                 peer,
                 Msg::Abort {
                     room,
@@ -515,27 +533,27 @@ impl PrefillSide {
                     code,
                 },
             ),
-            Action::AckAbort { peer } => ctx.send(peer, Msg::AbortAck { room, attempt }),
-            Action::ReaderLeft { peer } => {
+            PrefillAction::AckAbort { peer } => ctx.send(peer, Msg::AbortAck { room, attempt }),
+            PrefillAction::ReaderLeft { peer } => {
                 ctx.shared.announced.withdraw(room);
-                ctx.untie(Some(peer), Side::Prefill, room);
+                ctx.detach_room(Some(peer), RoomSide::Prefill, room);
                 let why = "waits for another decode rank".into();
-                ctx.note(ctx.entry(Side::Prefill, room, attempt, "READER_LEFT", why));
+                ctx.note(ctx.record_of(RoomSide::Prefill, room, attempt, "READER_LEFT", why));
             }
-            Action::Released(code) => self.released(ctx, room, code),
+            PrefillAction::Released(code) => self.released(ctx, room, code),
         }
     }
 
-    fn released(&mut self, ctx: &mut NodeContext, room: u64, code: Option<Code>) {
+    fn released(&mut self, ctx: &mut NodeContext, room: u64, code: Option<ReasonCode>) {
         let Some(entry) = self.rooms.remove(&room) else {
             return;
         };
         ctx.shared.announced.withdraw(room);
-        ctx.timers.set(&Timer::Prefill(room), None);
-        ctx.untie(entry.room.reader(), Side::Prefill, room);
+        ctx.timers.set(&NodeTimer::Prefill(room), None);
+        ctx.detach_room(entry.room.reader(), RoomSide::Prefill, room);
         let code_for_late = entry.room.code_after_the_end();
-        self.tombstones
-            .bury(room, entry.room.attempt, code_for_late);
+        self.ended_rooms
+            .add(room, entry.room.attempt, code_for_late);
         match code {
             None => ctx.shared.stats.lock().released_done += 1,
             Some(code) => ctx.count_failure(code),

@@ -22,14 +22,14 @@ fn a_panic_of_the_control_thread_ends_every_room_and_shows_in_the_health() {
     }
     ends.sort_by_key(NodeEvent::room);
     assert!(
-        matches!(&ends[0], NodeEvent::Failed { room: 1, code: Code::TransportBroken, message } if message.contains("by a test")),
+        matches!(&ends[0], NodeEvent::Failed { room: 1, code: ReasonCode::TransportBroken, message } if message.contains("by a test")),
         "{ends:?}"
     );
     assert_eq!(
         ends[1],
         NodeEvent::Released {
             room: 2,
-            code: Some(Code::TransportBroken)
+            code: Some(ReasonCode::TransportBroken)
         }
     );
     assert!(!node.is_healthy() && node.stats_json().contains("by a test"));

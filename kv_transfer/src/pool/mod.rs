@@ -34,7 +34,7 @@ pub use announced::AnnouncedPages;
 pub use checksum::{SumCache, SumKind, weighted};
 use device::DevicePages;
 pub use remote::{RemoteData, RemotePool};
-pub use shared_memory::Mapping;
+pub use shared_memory::SharedMapping;
 
 pub(crate) const MAGIC: u64 = u64::from_le_bytes(*b"BATONKV1");
 pub(crate) const HEADER_BYTES: usize = 4096;
@@ -127,7 +127,7 @@ impl PoolShape {
 /// Memory of one rank's KV pages. Page `p` is the bytes `[p * page_bytes, (p + 1) * page_bytes)` of the data part.
 pub struct KvPool {
     shape: PoolShape,
-    map: Mapping,
+    map: SharedMapping,
     fd: OwnedFd,
     sums: SumCache,
     device: Option<Arc<dyn DevicePages>>,
@@ -164,11 +164,12 @@ impl KvPool {
             bytes: shape.file_bytes,
             source: err.into(),
         })?;
-        let map = Mapping::writable(&fd, shape.file_bytes).map_err(|source| PoolError::Create {
-            what: "mmap",
-            bytes: shape.file_bytes,
-            source,
-        })?;
+        let map =
+            SharedMapping::writable(&fd, shape.file_bytes).map_err(|source| PoolError::Create {
+                what: "mmap",
+                bytes: shape.file_bytes,
+                source,
+            })?;
         map.advise_owner(shape.data_off);
         for (i, word) in shape.header().into_iter().enumerate() {
             map.word(i * 8).store(word, Ordering::Relaxed);
@@ -379,7 +380,7 @@ mod tests {
     fn nobody_gets_a_second_way_to_write() {
         let pool = KvPool::create(4, 4096).unwrap();
         assert!(
-            Mapping::writable(pool.fd(), pool.shape.file_bytes).is_err(),
+            SharedMapping::writable(pool.fd(), pool.shape.file_bytes).is_err(),
             "a later writable mapping is refused by the kernel"
         );
         assert!(

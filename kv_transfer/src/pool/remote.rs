@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicU64, Ordering, fence};
 use rustix::fs::{fcntl_get_seals, fstat};
 
 use super::device::PeerPages;
-use super::{HEADER_BYTES, Mapping, PoolError, PoolShape, REQUIRED_SEALS};
+use super::{HEADER_BYTES, PoolError, PoolShape, REQUIRED_SEALS, SharedMapping};
 
 /// Where the content of a peer's pages is.
 pub enum RemoteData {
@@ -20,7 +20,7 @@ pub enum RemoteData {
 /// Read-only view of another process's pool: its generations, and its pages.
 pub struct RemotePool {
     shape: PoolShape,
-    map: Mapping,
+    map: SharedMapping,
     data: RemoteData,
     populated: Vec<AtomicU64>, // one bit per page whose page-table entries we already asked for
 }
@@ -52,8 +52,8 @@ impl RemotePool {
                 shape.file_bytes
             )));
         }
-        let map =
-            Mapping::read_only(&fd, shape.file_bytes).map_err(|err| foreign(err.to_string()))?;
+        let map = SharedMapping::read_only(&fd, shape.file_bytes)
+            .map_err(|err| foreign(err.to_string()))?;
         let header: Vec<u64> = (0..5)
             .map(|i| map.word(i * 8).load(Ordering::Relaxed))
             .collect();

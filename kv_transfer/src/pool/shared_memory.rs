@@ -8,18 +8,18 @@ use std::sync::atomic::AtomicU64;
 use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap, munmap};
 
 /// Unmapped when dropped.
-pub struct Mapping {
+pub struct SharedMapping {
     base: *mut u8,
     len: usize,
 }
 
 // SAFETY: the mapping is plain shared memory that stays valid until drop; all typed access through `word` is atomic, and
 // raw page access is governed by page ownership (see the crate's invariants), not by this type.
-unsafe impl Send for Mapping {}
+unsafe impl Send for SharedMapping {}
 // SAFETY: as above.
-unsafe impl Sync for Mapping {}
+unsafe impl Sync for SharedMapping {}
 
-impl Mapping {
+impl SharedMapping {
     pub fn writable(fd: impl AsFd, len: usize) -> io::Result<Self> {
         Self::new(fd, len, ProtFlags::READ | ProtFlags::WRITE)
     }
@@ -81,7 +81,7 @@ impl Mapping {
     }
 }
 
-impl Drop for Mapping {
+impl Drop for SharedMapping {
     fn drop(&mut self) {
         // SAFETY: base and len are what mmap returned; nobody can hold a reference into it, since `word` borrows self.
         let _ = unsafe { munmap(self.base.cast(), self.len) };

@@ -186,27 +186,27 @@ impl<'a> Handshake<'a> {
     /// Sealer and opener of the established connection, for the asking side or the answering one.
     pub fn establish(
         &self,
-        asker: bool,
-        asker_nonce: &[u8],
-        answerer_nonce: &[u8],
-    ) -> (Sealer, Opener) {
+        initiator: bool,
+        initiator_nonce: &[u8],
+        responder_nonce: &[u8],
+    ) -> (FrameSealer, FrameOpener) {
         let session = self.key.map(|key| {
             let parts: [&[u8]; 4] = [
                 b"baton session 1",
-                &[asker_nonce.len() as u8],
-                asker_nonce,
-                answerer_nonce,
+                &[initiator_nonce.len() as u8],
+                initiator_nonce,
+                responder_nonce,
             ];
             mac(key, &parts).finalize().into_bytes().to_vec()
         });
-        let ours = u8::from(asker);
+        let ours = u8::from(initiator);
         (
-            Sealer {
+            FrameSealer {
                 key: session.clone(),
                 direction: ours,
                 seq: 0,
             },
-            Opener {
+            FrameOpener {
                 key: session,
                 direction: 1 - ours,
                 seq: 0,
@@ -216,13 +216,13 @@ impl<'a> Handshake<'a> {
 }
 
 /// Writes the frames of one direction of one connection, in order.
-pub struct Sealer {
+pub struct FrameSealer {
     key: Option<Vec<u8>>,
     direction: u8,
     seq: u64,
 }
 
-impl Sealer {
+impl FrameSealer {
     pub fn seal(&mut self, msg: &Msg) -> Vec<u8> {
         let frame = build(
             self.key.as_deref(),
@@ -234,13 +234,13 @@ impl Sealer {
 }
 
 /// Reads the frames of one direction of one connection, in order.
-pub struct Opener {
+pub struct FrameOpener {
     key: Option<Vec<u8>>,
     direction: u8,
     seq: u64,
 }
 
-impl Opener {
+impl FrameOpener {
     /// `frame` is what follows the length field. After an error the connection must be closed.
     pub fn open(&mut self, frame: &[u8]) -> Result<Msg, FrameError> {
         let (tag, body) = split(frame)?;

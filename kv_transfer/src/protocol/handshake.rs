@@ -6,10 +6,10 @@ use std::time::Duration;
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 
 use super::{
-    Channel, ClusterKeys, FrameError, HEADER_BYTES, Handshake, Hello, MAX_HELLO_BYTES, MIN_VERSION,
-    Msg, Opener, Sealer, VERSION, clipped, frame_len,
+    Channel, ClusterKeys, FrameError, FrameOpener, FrameSealer, HEADER_BYTES, Handshake, Hello,
+    MAX_HELLO_BYTES, MIN_VERSION, Msg, VERSION, clipped, frame_len,
 };
-use crate::reason_code::Code;
+use crate::reason_code::ReasonCode;
 
 /// Longest wait for a peer's half of the HELLO exchange.
 pub const HELLO_TIMEOUT: Duration = Duration::from_secs(1);
@@ -20,13 +20,13 @@ const FRAME_TIMEOUT: Duration = Duration::from_secs(5);
 /// Why a connection did not come about or ended.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{why}")]
-pub struct LinkError {
-    pub code: Code,
+pub struct ConnectionError {
+    pub code: ReasonCode,
     pub why: String,
 }
 
-impl LinkError {
-    pub fn new(code: Code, why: impl Into<String>) -> Self {
+impl ConnectionError {
+    pub fn new(code: ReasonCode, why: impl Into<String>) -> Self {
         Self {
             code,
             why: why.into(),
@@ -34,16 +34,16 @@ impl LinkError {
     }
 
     fn io(err: &io::Error) -> Self {
-        Self::new(Code::PeerDead, err.to_string())
+        Self::new(ReasonCode::PeerDead, err.to_string())
     }
 }
 
-impl From<FrameError> for LinkError {
+impl From<FrameError> for ConnectionError {
     fn from(err: FrameError) -> Self {
         let code = if matches!(err, FrameError::Auth(_)) {
-            Code::Auth
+            ReasonCode::Auth
         } else {
-            Code::TransportBroken
+            ReasonCode::TransportBroken
         };
         Self::new(code, err.to_string())
     }
@@ -53,7 +53,7 @@ impl From<FrameError> for LinkError {
 pub async fn read_frame(
     stream: &mut (impl AsyncRead + Unpin),
     limit: usize,
-) -> Result<Vec<u8>, LinkError> {
+) -> Result<Vec<u8>, ConnectionError> {
     let len = read_len(stream, limit).await?;
     read_body(stream, len).await
 }
@@ -63,8 +63,10 @@ pub async fn read_small_frame(
     stream: &mut (impl AsyncRead + Unpin),
     limit: usize,
     idle: Duration,
-) -> Result<Vec<u8>, LinkError> {
-    let silent = |what: &str, time| LinkError::new(Code::PeerDead, format!("{what} for {time:?}"));
+) -> Result<Vec<u8>, ConnectionError> {
+    let silent = |what: &str, time| {
+        ConnectionError::new(ReasonCode::PeerDead, format!("{what} for {time:?}"))
+    };
     let len = tokio::time::timeout(idle, read_len(stream, limit))
         .await
         .unwrap_or_else(|_| Err(silent("no frame", idle)))?;
@@ -73,15 +75,18 @@ pub async fn read_small_frame(
         .unwrap_or_else(|_| Err(silent("half a frame", FRAME_TIMEOUT)))
 }
 
-async fn read_len(stream: &mut (impl AsyncRead + Unpin), limit: usize) -> Result<usize, LinkError> {
+async fn read_len(
+    stream: &mut (impl AsyncRead + Unpin),
+    limit: usize,
+) -> Result<usize, ConnectionError> {
     let mut header = [0; HEADER_BYTES];
     stream
         .read_exact(&mut header)
         .await
-        .map_err(|err| LinkError::io(&err))?;
+        .map_err(|err| ConnectionError::io(&err))?;
     match frame_len(header)? {
-        len if len > limit => Err(LinkError::new(
-            Code::TransportBroken,
+        len if len > limit => Err(ConnectionError::new(
+            ReasonCode::TransportBroken,
             format!("a frame of {len} bytes, the limit is {limit} here"),
         )),
         len => Ok(len),
@@ -91,24 +96,26 @@ async fn read_len(stream: &mut (impl AsyncRead + Unpin), limit: usize) -> Result
 async fn read_body(
     stream: &mut (impl AsyncRead + Unpin),
     len: usize,
-) -> Result<Vec<u8>, LinkError> {
+) -> Result<Vec<u8>, ConnectionError> {
     let mut frame = vec![0; len];
     stream
         .read_exact(&mut frame)
         .await
-        .map_err(|err| LinkError::io(&err))?;
+        .map_err(|err| ConnectionError::io(&err))?;
     Ok(frame)
 }
 
-async fn read_hello_frame(stream: &mut (impl AsyncRead + Unpin)) -> Result<Vec<u8>, LinkError> {
+async fn read_hello_frame(
+    stream: &mut (impl AsyncRead + Unpin),
+) -> Result<Vec<u8>, ConnectionError> {
     read_small_frame(stream, MAX_HELLO_BYTES, HELLO_TIMEOUT).await
 }
 
 /// An open connection's peer and keys.
-pub struct Opened {
+pub struct OpenedConnection {
     pub peer: Hello,
-    pub sealer: Sealer,
-    pub opener: Opener,
+    pub sealer: FrameSealer,
+    pub opener: FrameOpener,
 }
 
 /// What a node says of itself in every HELLO.
@@ -155,19 +162,21 @@ impl Identity {
     }
 
     /// The asking side (D). `expected_inc`: refuse any other incarnation.
-    pub async fn ask(
+    pub async fn initiate(
         &self,
         stream: &mut (impl AsyncRead + AsyncWrite + Unpin),
         channel: Channel,
         expected_inc: Option<&str>,
-    ) -> Result<Opened, LinkError> {
+    ) -> Result<OpenedConnection, ConnectionError> {
         let exchange = async {
             let challenge = match Handshake::open_plain(&read_hello_frame(stream).await?)? {
                 Msg::Challenge { nonce } => nonce,
-                Msg::Reject { code, message, .. } => return Err(LinkError::new(code, message)),
+                Msg::Reject { code, message, .. } => {
+                    return Err(ConnectionError::new(code, message));
+                }
                 other => {
-                    return Err(LinkError::new(
-                        Code::TransportBroken,
+                    return Err(ConnectionError::new(
+                        ReasonCode::TransportBroken,
                         format!("the peer opened with {}", other.name()),
                     ));
                 }
@@ -178,14 +187,16 @@ impl Identity {
             stream
                 .write_all(&frame)
                 .await
-                .map_err(|err| LinkError::io(&err))?;
-            let answer = read_hello_frame(stream).await?;
-            let peer = match self.handshake().open_hello(&answer, &nonce)? {
+                .map_err(|err| ConnectionError::io(&err))?;
+            let respond = read_hello_frame(stream).await?;
+            let peer = match self.handshake().open_hello(&respond, &nonce)? {
                 Msg::Hello(peer) => peer,
-                Msg::Reject { code, message, .. } => return Err(LinkError::new(code, message)),
+                Msg::Reject { code, message, .. } => {
+                    return Err(ConnectionError::new(code, message));
+                }
                 other => {
-                    return Err(LinkError::new(
-                        Code::TransportBroken,
+                    return Err(ConnectionError::new(
+                        ReasonCode::TransportBroken,
                         format!("the peer opened with {}", other.name()),
                     ));
                 }
@@ -194,32 +205,32 @@ impl Identity {
             if let Some(expected) = expected_inc
                 && expected != peer.inc
             {
-                return Err(LinkError::new(
-                    Code::PeerRestarted,
+                return Err(ConnectionError::new(
+                    ReasonCode::PeerRestarted,
                     format!("incarnation {} answered, {expected} was expected", peer.inc),
                 ));
             }
             let (sealer, opener) = self.handshake().establish(true, &nonce, &peer.nonce);
-            Ok(Opened {
+            Ok(OpenedConnection {
                 peer,
                 sealer,
                 opener,
             })
         };
-        bounded(exchange).await
+        within_hello_timeout(exchange).await
     }
 
     /// The answering side (P). Refusals are told to the peer.
-    pub async fn answer(
+    pub async fn respond(
         &self,
         stream: &mut (impl AsyncRead + AsyncWrite + Unpin),
-    ) -> Result<Opened, LinkError> {
-        bounded(async {
-            match self.answer_inner(stream).await {
+    ) -> Result<OpenedConnection, ConnectionError> {
+        within_hello_timeout(async {
+            match self.respond_unbounded(stream).await {
                 Err(err)
                     if matches!(
                         err.code,
-                        Code::Auth | Code::LayoutMismatch | Code::PeerRestarted
+                        ReasonCode::Auth | ReasonCode::LayoutMismatch | ReasonCode::PeerRestarted
                     ) =>
                 {
                     let refusal = Msg::Reject {
@@ -241,10 +252,10 @@ impl Identity {
         .await
     }
 
-    async fn answer_inner(
+    async fn respond_unbounded(
         &self,
         stream: &mut (impl AsyncRead + AsyncWrite + Unpin),
-    ) -> Result<Opened, LinkError> {
+    ) -> Result<OpenedConnection, ConnectionError> {
         let nonce: [u8; NONCE_BYTES] = rand::random();
         let challenge = Msg::Challenge {
             nonce: nonce.to_vec(),
@@ -252,7 +263,7 @@ impl Identity {
         stream
             .write_all(&Handshake::seal_plain(&challenge))
             .await
-            .map_err(|err| LinkError::io(&err))?;
+            .map_err(|err| ConnectionError::io(&err))?;
         let frame = read_hello_frame(stream).await?;
         let (handshake, peer) = match self.open_hello(&frame, &nonce) {
             Ok((handshake, Msg::Hello(peer))) => (handshake, peer),
@@ -264,8 +275,8 @@ impl Identity {
                 return Err(err.into());
             }
             Ok((_, other)) => {
-                return Err(LinkError::new(
-                    Code::TransportBroken,
+                return Err(ConnectionError::new(
+                    ReasonCode::TransportBroken,
                     format!("the peer opened with {}", other.name()),
                 ));
             }
@@ -276,8 +287,8 @@ impl Identity {
             .as_ref()
             .is_some_and(|expected| *expected != self.hello.inc)
         {
-            return Err(LinkError::new(
-                Code::PeerRestarted,
+            return Err(ConnectionError::new(
+                ReasonCode::PeerRestarted,
                 format!("this is incarnation {}", self.hello.inc),
             ));
         }
@@ -285,9 +296,9 @@ impl Identity {
         stream
             .write_all(&handshake.seal_hello(&hello, &peer.nonce))
             .await
-            .map_err(|err| LinkError::io(&err))?;
+            .map_err(|err| ConnectionError::io(&err))?;
         let (sealer, opener) = handshake.establish(false, &peer.nonce, &nonce);
-        Ok(Opened {
+        Ok(OpenedConnection {
             peer,
             sealer,
             opener,
@@ -295,7 +306,7 @@ impl Identity {
     }
 }
 
-fn check_version(peer: &Hello) -> Result<(), LinkError> {
+fn check_version(peer: &Hello) -> Result<(), ConnectionError> {
     let oldest = if peer.min_ver == 0 {
         peer.ver
     } else {
@@ -304,8 +315,8 @@ fn check_version(peer: &Hello) -> Result<(), LinkError> {
     if peer.ver >= MIN_VERSION && oldest <= VERSION {
         return Ok(());
     }
-    Err(LinkError::new(
-        Code::LayoutMismatch,
+    Err(ConnectionError::new(
+        ReasonCode::LayoutMismatch,
         format!(
             "the peer speaks protocol versions {oldest} to {}, this node {MIN_VERSION} to {VERSION}",
             peer.ver
@@ -313,9 +324,11 @@ fn check_version(peer: &Hello) -> Result<(), LinkError> {
     ))
 }
 
-async fn bounded<T>(exchange: impl Future<Output = Result<T, LinkError>>) -> Result<T, LinkError> {
-    let silent = LinkError::new(
-        Code::PeerDead,
+async fn within_hello_timeout<T>(
+    exchange: impl Future<Output = Result<T, ConnectionError>>,
+) -> Result<T, ConnectionError> {
+    let silent = ConnectionError::new(
+        ReasonCode::PeerDead,
         format!("the peer did not finish its HELLO within {HELLO_TIMEOUT:?}"),
     );
     tokio::time::timeout(HELLO_TIMEOUT, exchange)
@@ -340,39 +353,42 @@ mod tests {
         }
     }
 
-    async fn meet(
-        asker: Identity,
-        answerer: Identity,
+    async fn handshake_of(
+        initiator: Identity,
+        responder: Identity,
         expected: Option<&str>,
-    ) -> (Result<Opened, LinkError>, Result<Opened, LinkError>) {
+    ) -> (
+        Result<OpenedConnection, ConnectionError>,
+        Result<OpenedConnection, ConnectionError>,
+    ) {
         let (mut a, mut b) = tokio::io::duplex(4096);
         tokio::join!(
-            asker.ask(&mut a, Channel::Control, expected),
-            answerer.answer(&mut b)
+            initiator.initiate(&mut a, Channel::Control, expected),
+            responder.respond(&mut b)
         )
     }
 
     #[tokio::test]
     async fn two_nodes_meet_and_their_frames_open() {
         for key in [None, Some("k")] {
-            let (asked, answered) =
-                meet(identity(key, "d", 1), identity(key, "p", 1), Some("p")).await;
-            let (mut asked, mut answered) = (asked.expect("met"), answered.expect("met"));
+            let (initiated, responded) =
+                handshake_of(identity(key, "d", 1), identity(key, "p", 1), Some("p")).await;
+            let (mut initiated, mut responded) = (initiated.expect("met"), responded.expect("met"));
             assert_eq!(
-                (asked.peer.inc.as_str(), answered.peer.inc.as_str()),
+                (initiated.peer.inc.as_str(), responded.peer.inc.as_str()),
                 ("p", "d")
             );
             let msg = Msg::AbortAck {
                 room: 1,
                 attempt: 2,
             };
-            let frame = asked.sealer.seal(&msg);
+            let frame = initiated.sealer.seal(&msg);
             assert_eq!(
-                answered.opener.open(&frame[HEADER_BYTES..]),
+                responded.opener.open(&frame[HEADER_BYTES..]),
                 Ok(msg.clone())
             );
-            let frame = answered.sealer.seal(&msg);
-            assert_eq!(asked.opener.open(&frame[HEADER_BYTES..]), Ok(msg));
+            let frame = responded.sealer.seal(&msg);
+            assert_eq!(initiated.opener.open(&frame[HEADER_BYTES..]), Ok(msg));
         }
     }
 
@@ -383,37 +399,40 @@ mod tests {
                 identity(Some("a"), "d", 1),
                 identity(Some("b"), "p", 1),
                 None,
-                Code::Auth,
+                ReasonCode::Auth,
             ),
             (
                 identity(None, "d", 1),
                 identity(Some("b"), "p", 1),
                 None,
-                Code::Auth,
+                ReasonCode::Auth,
             ),
             (
                 identity(Some("a"), "d", 1),
                 identity(None, "p", 1),
                 None,
-                Code::Auth,
+                ReasonCode::Auth,
             ),
             (
                 identity(Some("a"), "d", 2),
                 identity(Some("a"), "p", 1),
                 None,
-                Code::LayoutMismatch,
+                ReasonCode::LayoutMismatch,
             ),
             (
                 identity(Some("a"), "d", 1),
                 identity(Some("a"), "p", 1),
                 Some("former p"),
-                Code::PeerRestarted,
+                ReasonCode::PeerRestarted,
             ),
         ];
-        for (asker, answerer, expected, code) in cases {
-            let (asked, answered) = meet(asker, answerer, expected).await;
+        for (initiator, responder, expected, code) in cases {
+            let (initiated, responded) = handshake_of(initiator, responder, expected).await;
             assert_eq!(
-                (asked.err().map(|e| e.code), answered.err().map(|e| e.code)),
+                (
+                    initiated.err().map(|e| e.code),
+                    responded.err().map(|e| e.code)
+                ),
                 (Some(code), Some(code))
             );
         }
@@ -429,8 +448,8 @@ mod tests {
         ] {
             let mut peer = identity(None, "d", 1);
             (peer.hello.min_ver, peer.hello.ver) = (oldest, newest);
-            let (_, answered) = meet(peer, identity(None, "p", 1), None).await;
-            assert_eq!(answered.is_ok(), fits, "{oldest} to {newest}");
+            let (_, responded) = handshake_of(peer, identity(None, "p", 1), None).await;
+            assert_eq!(responded.is_ok(), fits, "{oldest} to {newest}");
         }
     }
 
@@ -438,10 +457,10 @@ mod tests {
     async fn silent_peer_is_reported_dead() {
         let (mut a, _b) = tokio::io::duplex(4096);
         let err = identity(None, "d", 1)
-            .ask(&mut a, Channel::Control, None)
+            .initiate(&mut a, Channel::Control, None)
             .await
             .err()
             .expect("nobody answers");
-        assert_eq!(err.code, Code::PeerDead);
+        assert_eq!(err.code, ReasonCode::PeerDead);
     }
 }

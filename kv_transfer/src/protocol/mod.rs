@@ -25,9 +25,11 @@ pub mod handshake;
 use serde::{Deserialize, Serialize};
 
 pub use cluster_keys::ClusterKeys;
-pub use frame::{FrameError, HEADER_BYTES, Handshake, MAX_FRAME_BYTES, Opener, Sealer, frame_len};
+pub use frame::{
+    FrameError, FrameOpener, FrameSealer, HEADER_BYTES, Handshake, MAX_FRAME_BYTES, frame_len,
+};
 
-use crate::reason_code::Code;
+use crate::reason_code::ReasonCode;
 
 /// Newest version spoken by this build.
 pub const VERSION: u32 = 2;
@@ -98,7 +100,7 @@ pub struct Hello {
 
 /// One announced page: where it is at P, its generation and its checksum.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub struct Sealed {
+pub struct PageDigest {
     pub page: u32,
     pub generation: u64,
     pub sum: u64,
@@ -135,7 +137,7 @@ pub enum Msg {
         p_inc: String,
     },
     #[serde(rename = "PARKED")]
-    Parked {
+    OpenPending {
         room: u64,
         attempt: u32,
         ttl_ms: u64,
@@ -145,7 +147,7 @@ pub enum Msg {
     Reject {
         room: u64,
         attempt: u32,
-        code: Code,
+        code: ReasonCode,
         message: String,
         retry_after_ms: u64,
         connection: bool,
@@ -179,7 +181,11 @@ pub enum Msg {
         root: u64,
     },
     #[serde(rename = "ABORT")]
-    Abort { room: u64, attempt: u32, code: Code },
+    Abort {
+        room: u64,
+        attempt: u32,
+        code: ReasonCode,
+    },
     #[serde(rename = "ABORT_ACK")]
     AbortAck { room: u64, attempt: u32 },
     /// `rooms` are those the sender still works on with this peer; D's list renews P's leases.
@@ -218,7 +224,7 @@ pub enum Msg {
         ticket: u64,
         page: u32,
         #[serde(default)]
-        code: Option<Code>,
+        code: Option<ReasonCode>,
     },
     /// D wants a communicator with P; `comm` is its number on this connection, in all messages about it.
     #[serde(rename = "COMM_OPEN")]
@@ -239,7 +245,7 @@ pub enum Msg {
     #[serde(rename = "COMM_END")]
     CommEnd {
         comm: u64,
-        code: Option<Code>,
+        code: Option<ReasonCode>,
         why: String,
     },
     /// D has a slab free for these pages and will receive them.
@@ -260,7 +266,7 @@ pub enum Msg {
         ticket: u64,
         page: u32,
         #[serde(default)]
-        code: Option<Code>,
+        code: Option<ReasonCode>,
     },
 }
 
@@ -279,7 +285,7 @@ impl Msg {
             Msg::Hello(_) => "HELLO",
             Msg::Open { .. } => "OPEN",
             Msg::OpenOk { .. } => "OPEN_OK",
-            Msg::Parked { .. } => "PARKED",
+            Msg::OpenPending { .. } => "PARKED",
             Msg::Reject { .. } => "REJECT",
             Msg::Progress { .. } => "PROGRESS",
             Msg::Final { .. } => "FINAL",

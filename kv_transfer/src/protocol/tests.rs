@@ -30,7 +30,10 @@ fn body(frame: &[u8]) -> &[u8] {
 }
 
 /// Both sides of an established connection: (asker's sealer, opener), (answerer's …).
-fn pair(key_a: Option<&[u8]>, key_b: Option<&[u8]>) -> ((Sealer, Opener), (Sealer, Opener)) {
+fn pair(
+    key_a: Option<&[u8]>,
+    key_b: Option<&[u8]>,
+) -> ((FrameSealer, FrameOpener), (FrameSealer, FrameOpener)) {
     (
         Handshake::new(key_a).establish(true, b"a", b"b"),
         Handshake::new(key_b).establish(false, b"a", b"b"),
@@ -40,7 +43,7 @@ fn pair(key_a: Option<&[u8]>, key_b: Option<&[u8]>) -> ((Sealer, Opener), (Seale
 fn any_msg() -> impl Strategy<Value = Msg> {
     let room = any::<u64>;
     let attempt = any::<u32>;
-    let code = || proptest::sample::select(Code::ALL);
+    let code = || proptest::sample::select(ReasonCode::ALL);
     prop_oneof![
         (
             room(),
@@ -141,10 +144,10 @@ proptest! {
 fn a_replayed_reflected_or_reordered_frame_is_refused() {
     let key: Option<&[u8]> = Some(b"secret"); // without a key, only the move to another connection would pass
     let msg = |room| Msg::AbortAck { room, attempt: 0 };
-    let ((mut seal, mut asker_open), (_, mut open)) = pair(key, key);
+    let ((mut seal, mut initiator_open), (_, mut open)) = pair(key, key);
     let (first, second) = (seal.seal(&msg(1)), seal.seal(&msg(2)));
     assert!(
-        asker_open.open(body(&first)).is_err(),
+        initiator_open.open(body(&first)).is_err(),
         "reflected to its sender"
     );
     open.open(body(&first)).unwrap();
@@ -256,7 +259,7 @@ fn names_and_explanations_are_bounded() {
     let reject = |message| Msg::Reject {
         room: 0,
         attempt: 0,
-        code: Code::Auth,
+        code: ReasonCode::Auth,
         message,
         retry_after_ms: 0,
         connection: true,

@@ -17,41 +17,44 @@
 
 use std::collections::BTreeMap;
 
-use super::{Illegal, Peer};
-use crate::protocol::{Sealed, root_of};
-use crate::reason_code::Code;
+use super::{ConnectionId, InvalidTransition};
+use crate::protocol::{PageDigest, root_of};
+use crate::reason_code::ReasonCode;
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
-pub enum Phase {
+pub enum DecodePhase {
     Resolving,
     Opening,
     Admitted,
     Pulling,
     Verifying,
     Committed,
-    Failed(Code),
+    Failed(ReasonCode),
     Aborted,
 }
 
-impl Phase {
+impl DecodePhase {
     pub const LIVE_NAMES: &'static [&'static str] =
         &["RESOLVING", "OPENING", "ADMITTED", "PULLING", "VERIFYING"];
 
     pub fn name(&self) -> &'static str {
         match self {
-            Phase::Resolving => "RESOLVING",
-            Phase::Opening => "OPENING",
-            Phase::Admitted => "ADMITTED",
-            Phase::Pulling => "PULLING",
-            Phase::Verifying => "VERIFYING",
-            Phase::Committed => "COMMITTED",
-            Phase::Failed(_) => "FAILED",
-            Phase::Aborted => "ABORTED",
+            DecodePhase::Resolving => "RESOLVING",
+            DecodePhase::Opening => "OPENING",
+            DecodePhase::Admitted => "ADMITTED",
+            DecodePhase::Pulling => "PULLING",
+            DecodePhase::Verifying => "VERIFYING",
+            DecodePhase::Committed => "COMMITTED",
+            DecodePhase::Failed(_) => "FAILED",
+            DecodePhase::Aborted => "ABORTED",
         }
     }
 
     pub fn is_over(&self) -> bool {
-        matches!(self, Phase::Committed | Phase::Failed(_) | Phase::Aborted)
+        matches!(
+            self,
+            DecodePhase::Committed | DecodePhase::Failed(_) | DecodePhase::Aborted
+        )
     }
 }
 
@@ -68,7 +71,7 @@ pub struct PullLimits {
 
 /// P's end of prefill, as FINAL tells it.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
-pub struct Final {
+pub struct FinalMessage {
     pub total_pages: u32,
     pub last_page_tokens: u32,
     pub root: u64,
@@ -76,22 +79,22 @@ pub struct Final {
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-enum Slot {
+enum PageState {
     Unknown,
-    Announced(Sealed),
-    Pulling(Sealed),
-    Verified(Sealed),
+    Announced(PageDigest),
+    Pulling(PageDigest),
+    Verified(PageDigest),
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
-enum Ending {
-    Fail(Code, String),
+enum RoomEnd {
+    Fail(ReasonCode, String),
     Abort,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
-pub struct Room {
-    pub phase: Phase,
+pub struct DecodeRoom {
+    pub phase: DecodePhase,
     pub attempt: u32,
     pub start_page: u32,
     /// Every phase ends by then: the deadline of the request.
@@ -99,73 +102,73 @@ pub struct Room {
     /// When the transfer itself last went on; see `next_due`.
     moved_at: u64,
     limits: PullLimits,
-    peer: Option<Peer>,
+    peer: Option<ConnectionId>,
     accepted: bool,
     held: usize, // prompt pages from start_page on that the grant says are here already
     grant: Option<Vec<u32>>,
-    pages: Vec<Slot>, // by index in the prompt, minus start_page
-    fin: Option<Final>,
+    pages: Vec<PageState>, // by index in the prompt, minus start_page
+    fin: Option<FinalMessage>,
     in_flight: BTreeMap<u64, Vec<usize>>, // ticket -> indices into `pages`
     next_ticket: u64,
-    ending: Option<Ending>,
+    ending: Option<RoomEnd>,
 }
 
 /// One page of a pull: from the peer's page to ours.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct PullPage {
-    pub src: Sealed,
+    pub src: PageDigest,
     pub dst: u32,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
-pub enum Event {
+pub enum DecodeEvent {
     Connected {
-        peer: Peer,
+        peer: ConnectionId,
     },
     /// The prefill rank cannot be found or refuses us before OPEN.
     Unreachable {
-        code: Code,
+        code: ReasonCode,
         why: String,
     },
     Accepted {
-        peer: Peer,
+        peer: ConnectionId,
         attempt: u32,
     },
-    Parked {
-        peer: Peer,
+    OpenPending {
+        peer: ConnectionId,
         attempt: u32,
     },
     Rejected {
-        peer: Peer,
+        peer: ConnectionId,
         attempt: u32,
-        code: Code,
+        code: ReasonCode,
         why: String,
     },
     Progress {
-        peer: Peer,
+        peer: ConnectionId,
         attempt: u32,
         first_page: u32,
-        pages: Vec<Sealed>,
+        pages: Vec<PageDigest>,
     },
     Final {
-        peer: Peer,
+        peer: ConnectionId,
         attempt: u32,
-        fin: Final,
+        fin: FinalMessage,
     },
     PeerAbort {
-        peer: Peer,
+        peer: ConnectionId,
         attempt: u32,
-        code: Code,
+        code: ReasonCode,
     },
     /// `readable`: the peer's pool can still be read without it (shm).
     PeerGone {
-        peer: Peer,
-        code: Code,
+        peer: ConnectionId,
+        code: ReasonCode,
         readable: bool,
     },
     /// The peer lives, but its engine stands still: what it has not announced will not come.
     PeerStalled {
-        peer: Peer,
+        peer: ConnectionId,
         why: String,
     },
     /// Own engine: it holds the prompt's pages before start_page; where the later ones go.
@@ -176,13 +179,13 @@ pub enum Event {
     /// Own engine: it wants the granted pages back, unless some of them are being filled.
     Revoke,
     /// Own engine; the code is what the peer is told.
-    Abort(Code),
+    Abort(ReasonCode),
     Pulled {
         ticket: u64,
     },
     PullFailed {
         ticket: u64,
-        code: Code,
+        code: ReasonCode,
         why: String,
     },
     /// The pull was cancelled and writes no more.
@@ -192,48 +195,50 @@ pub enum Event {
     Tick,
 }
 
-impl Event {
+impl DecodeEvent {
     fn name(&self) -> &'static str {
         match self {
-            Event::Connected { .. } => "connected",
-            Event::Unreachable { .. } => "unreachable",
-            Event::Accepted { .. } => "OPEN_OK",
-            Event::Parked { .. } => "PARKED",
-            Event::Rejected { .. } => "REJECT",
-            Event::Progress { .. } => "PROGRESS",
-            Event::Final { .. } => "FINAL",
-            Event::PeerAbort { .. } => "ABORT",
-            Event::PeerGone { .. } => "peer gone",
-            Event::PeerStalled { .. } => "peer stalled",
-            Event::Grant { .. } => "grant",
-            Event::Revoke => "revoke",
-            Event::Abort(_) => "abort",
-            Event::Pulled { .. } => "pulled",
-            Event::PullFailed { .. } => "pull failed",
-            Event::PullStopped { .. } => "pull stopped",
-            Event::Tick => "tick",
+            DecodeEvent::Connected { .. } => "connected",
+            DecodeEvent::Unreachable { .. } => "unreachable",
+            DecodeEvent::Accepted { .. } => "OPEN_OK",
+            DecodeEvent::OpenPending { .. } => "PARKED",
+            DecodeEvent::Rejected { .. } => "REJECT",
+            DecodeEvent::Progress { .. } => "PROGRESS",
+            DecodeEvent::Final { .. } => "FINAL",
+            DecodeEvent::PeerAbort { .. } => "ABORT",
+            DecodeEvent::PeerGone { .. } => "peer gone",
+            DecodeEvent::PeerStalled { .. } => "peer stalled",
+            DecodeEvent::Grant { .. } => "grant",
+            DecodeEvent::Revoke => "revoke",
+            DecodeEvent::Abort(_) => "abort",
+            DecodeEvent::Pulled { .. } => "pulled",
+            DecodeEvent::PullFailed { .. } => "pull failed",
+            DecodeEvent::PullStopped { .. } => "pull stopped",
+            DecodeEvent::Tick => "tick",
         }
     }
 
     /// The sender and attempt of a peer's words.
-    fn sender(&self) -> Option<(Peer, Option<u32>)> {
+    fn sender(&self) -> Option<(ConnectionId, Option<u32>)> {
         match self {
-            Event::Accepted { peer, attempt }
-            | Event::Parked { peer, attempt }
-            | Event::Rejected { peer, attempt, .. }
-            | Event::Progress { peer, attempt, .. }
-            | Event::Final { peer, attempt, .. }
-            | Event::PeerAbort { peer, attempt, .. } => Some((*peer, Some(*attempt))),
-            Event::PeerGone { peer, .. } | Event::PeerStalled { peer, .. } => Some((*peer, None)),
+            DecodeEvent::Accepted { peer, attempt }
+            | DecodeEvent::OpenPending { peer, attempt }
+            | DecodeEvent::Rejected { peer, attempt, .. }
+            | DecodeEvent::Progress { peer, attempt, .. }
+            | DecodeEvent::Final { peer, attempt, .. }
+            | DecodeEvent::PeerAbort { peer, attempt, .. } => Some((*peer, Some(*attempt))),
+            DecodeEvent::PeerGone { peer, .. } | DecodeEvent::PeerStalled { peer, .. } => {
+                Some((*peer, None))
+            }
             _ => None,
         }
     }
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
-pub enum Action {
+pub enum DecodeAction {
     Open {
-        peer: Peer,
+        peer: ConnectionId,
     },
     Pull {
         ticket: u64,
@@ -245,28 +250,28 @@ pub enum Action {
     /// The granted pages are the engine's again.
     Revoked,
     Done {
-        peer: Peer,
+        peer: ConnectionId,
         root: u64,
     },
     SendAbort {
-        peer: Peer,
-        code: Code,
+        peer: ConnectionId,
+        code: ReasonCode,
     },
     AckAbort {
-        peer: Peer,
+        peer: ConnectionId,
     },
-    Commit(Final),
+    Commit(FinalMessage),
     Fail {
-        code: Code,
+        code: ReasonCode,
         why: String,
     },
     Aborted,
 }
 
-impl Room {
+impl DecodeRoom {
     pub fn new(attempt: u32, start_page: u32, now: u64, deadline: u64, limits: PullLimits) -> Self {
         Self {
-            phase: Phase::Resolving,
+            phase: DecodePhase::Resolving,
             attempt,
             start_page,
             deadline,
@@ -297,10 +302,11 @@ impl Room {
     /// P or a copy owes the next event. Otherwise the room waits for an engine (P's queue and its prefill, or pages here),
     /// which takes as long as the queues are; a P that has died or stands still is noticed on its connection.
     fn is_transferring(&self) -> bool {
-        matches!(self.phase, Phase::Resolving | Phase::Opening) || !self.in_flight.is_empty()
+        matches!(self.phase, DecodePhase::Resolving | DecodePhase::Opening)
+            || !self.in_flight.is_empty()
     }
 
-    pub fn peer(&self) -> Option<Peer> {
+    pub fn peer(&self) -> Option<ConnectionId> {
         self.peer
     }
 
@@ -317,13 +323,13 @@ impl Room {
         let known = self
             .pages
             .iter()
-            .filter(|slot| **slot != Slot::Unknown)
+            .filter(|state| **state != PageState::Unknown)
             .count();
         (
             known,
             self.pages
                 .iter()
-                .filter(|slot| matches!(slot, Slot::Verified(_)))
+                .filter(|state| matches!(state, PageState::Verified(_)))
                 .count(),
         )
     }
@@ -333,12 +339,16 @@ impl Room {
     }
 
     /// The transition function: on `Err` the room is as it was.
-    pub fn step(&mut self, event: Event, now: u64) -> Result<Vec<Action>, Illegal> {
+    pub fn step(
+        &mut self,
+        event: DecodeEvent,
+        now: u64,
+    ) -> Result<Vec<DecodeAction>, InvalidTransition> {
         if self.phase.is_over() {
             return match event {
-                Event::Grant { .. } | Event::Abort(_) | Event::Connected { .. } => {
-                    Err(self.illegal(&event, "the room is over"))
-                }
+                DecodeEvent::Grant { .. }
+                | DecodeEvent::Abort(_)
+                | DecodeEvent::Connected { .. } => Err(self.invalid(&event, "the room is over")),
                 _ => Ok(vec![]),
             };
         }
@@ -351,105 +361,107 @@ impl Room {
             return self.while_ending(event);
         }
         match event {
-            Event::Connected { peer } => {
-                if self.phase != Phase::Resolving {
-                    return Err(self.illegal(&event, "the room has a peer"));
+            DecodeEvent::Connected { peer } => {
+                if self.phase != DecodePhase::Resolving {
+                    return Err(self.invalid(&event, "the room has a peer"));
                 }
                 self.peer = Some(peer);
-                self.phase = Phase::Opening;
+                self.phase = DecodePhase::Opening;
                 self.moved_at = now;
-                return Ok(vec![Action::Open { peer }]);
+                return Ok(vec![DecodeAction::Open { peer }]);
             }
-            Event::Grant {
+            DecodeEvent::Grant {
                 start_page,
                 ref pages,
             } => {
                 if self.grant.is_some() {
-                    return Err(self.illegal(&event, "pages were granted before"));
+                    return Err(self.invalid(&event, "pages were granted before"));
                 }
                 self.held = start_page.saturating_sub(self.start_page) as usize;
                 self.grant = Some(pages.clone());
             }
-            Event::Revoke if self.grant.is_none() => {
-                return Err(self.illegal(&event, "no pages are granted"));
+            DecodeEvent::Revoke if self.grant.is_none() => {
+                return Err(self.invalid(&event, "no pages are granted"));
             }
-            Event::Revoke if self.is_announced() => return Ok(vec![Action::Announced]),
-            Event::Revoke => {
+            DecodeEvent::Revoke if self.is_announced() => return Ok(vec![DecodeAction::Announced]),
+            DecodeEvent::Revoke => {
                 (self.grant, self.held) = (None, 0);
-                return Ok(vec![Action::Revoked]);
+                return Ok(vec![DecodeAction::Revoked]);
             }
-            Event::Pulled { ticket } => {
+            DecodeEvent::Pulled { ticket } => {
                 self.moved_at = now;
                 for index in self.in_flight.remove(&ticket).unwrap_or_default() {
-                    if let Slot::Pulling(sealed) = self.pages[index] {
-                        self.pages[index] = Slot::Verified(sealed);
+                    if let PageState::Pulling(digest) = self.pages[index] {
+                        self.pages[index] = PageState::Verified(digest);
                     }
                 }
             }
-            Event::PullFailed { ticket, code, why } => {
+            DecodeEvent::PullFailed { ticket, code, why } => {
                 self.in_flight.remove(&ticket);
-                return Ok(self.end(Ending::Fail(code, why), Some(code)));
+                return Ok(self.end(RoomEnd::Fail(code, why), Some(code)));
             }
-            Event::PullStopped { ticket } => {
+            DecodeEvent::PullStopped { ticket } => {
                 self.in_flight.remove(&ticket);
                 return Ok(self.end(
-                    Ending::Fail(
-                        Code::TransportBroken,
+                    RoomEnd::Fail(
+                        ReasonCode::TransportBroken,
                         "a pull was stopped from outside".into(),
                     ),
-                    Some(Code::TransportBroken),
+                    Some(ReasonCode::TransportBroken),
                 ));
             }
-            Event::Accepted { .. } => self.admit(),
-            Event::Parked { .. } => {}
-            Event::Progress {
+            DecodeEvent::Accepted { .. } => self.admit(),
+            DecodeEvent::OpenPending { .. } => {}
+            DecodeEvent::Progress {
                 first_page, pages, ..
             } => {
                 self.admit();
-                let is_news = self.grant.is_none() && !self.is_announced();
+                let is_first_news = self.grant.is_none() && !self.is_announced();
                 if let Err(why) = self.announce(first_page, &pages) {
                     return Ok(self.end(
-                        Ending::Fail(Code::TransportBroken, why),
-                        Some(Code::TransportBroken),
+                        RoomEnd::Fail(ReasonCode::TransportBroken, why),
+                        Some(ReasonCode::TransportBroken),
                     ));
                 }
-                return Ok(self.advance_with(is_news, now));
+                return Ok(self.advance_with(is_first_news, now));
             }
-            Event::Final { fin, .. } => {
+            DecodeEvent::Final { fin, .. } => {
                 self.admit();
-                let is_news = self.grant.is_none() && !self.is_announced();
+                let is_first_news = self.grant.is_none() && !self.is_announced();
                 self.fin.get_or_insert(fin);
-                return Ok(self.advance_with(is_news, now));
+                return Ok(self.advance_with(is_first_news, now));
             }
-            Event::Unreachable { code, why } => return Ok(self.end(Ending::Fail(code, why), None)),
-            Event::Rejected { code, why, .. } => {
+            DecodeEvent::Unreachable { code, why } => {
+                return Ok(self.end(RoomEnd::Fail(code, why), None));
+            }
+            DecodeEvent::Rejected { code, why, .. } => {
                 self.peer = None;
-                return Ok(self.end(Ending::Fail(code, why), None));
+                return Ok(self.end(RoomEnd::Fail(code, why), None));
             }
-            Event::PeerAbort { peer, code, .. } => {
-                let mut actions = vec![Action::AckAbort { peer }];
+            DecodeEvent::PeerAbort { peer, code, .. } => {
+                let mut actions = vec![DecodeAction::AckAbort { peer }];
                 self.peer = None;
                 actions.extend(self.end(
-                    Ending::Fail(code, "the prefill side gave the request up".into()),
+                    RoomEnd::Fail(code, "the prefill side gave the request up".into()),
                     None,
                 ));
                 return Ok(actions);
             }
-            Event::PeerGone { code, readable, .. } => {
+            DecodeEvent::PeerGone { code, readable, .. } => {
                 self.peer = None;
                 if !(readable && self.all_announced()) {
                     return Ok(
-                        self.end(Ending::Fail(code, "the prefill rank is gone".into()), None)
+                        self.end(RoomEnd::Fail(code, "the prefill rank is gone".into()), None)
                     );
                 }
             }
-            Event::PeerStalled { .. } if self.all_announced() => return Ok(vec![]),
-            Event::PeerStalled { why, .. } => {
-                let code = Code::PeerStalled;
-                return Ok(self.end(Ending::Fail(code, why), Some(code)));
+            DecodeEvent::PeerStalled { .. } if self.all_announced() => return Ok(vec![]),
+            DecodeEvent::PeerStalled { why, .. } => {
+                let code = ReasonCode::PeerStalled;
+                return Ok(self.end(RoomEnd::Fail(code, why), Some(code)));
             }
-            Event::Abort(code) => return Ok(self.end(Ending::Abort, Some(code))),
-            Event::Tick if self.next_due().is_some_and(|due| now >= due) => {
+            DecodeEvent::Abort(code) => return Ok(self.end(RoomEnd::Abort, Some(code))),
+            DecodeEvent::Tick if self.next_due().is_some_and(|due| now >= due) => {
                 let (known, verified) = self.progress();
                 let what = if now >= self.deadline {
                     "the request's deadline passed".into()
@@ -460,15 +472,18 @@ impl Room {
                     "{what} in {} ({known} pages announced, {verified} verified)",
                     self.phase.name()
                 );
-                return Ok(self.end(Ending::Fail(Code::Deadline, why), Some(Code::Deadline)));
+                return Ok(self.end(
+                    RoomEnd::Fail(ReasonCode::Deadline, why),
+                    Some(ReasonCode::Deadline),
+                ));
             }
-            Event::Tick => return Ok(vec![]),
+            DecodeEvent::Tick => return Ok(vec![]),
         }
         Ok(self.advance(now))
     }
 
-    fn illegal(&self, event: &Event, why: &str) -> Illegal {
-        Illegal {
+    fn invalid(&self, event: &DecodeEvent, why: &str) -> InvalidTransition {
+        InvalidTransition {
             phase: self.phase.name(),
             event: event.name(),
             why: why.into(),
@@ -478,8 +493,8 @@ impl Room {
     /// The peer knows the room. Its answer may be overtaken by its PROGRESS, which says as much.
     fn admit(&mut self) {
         self.accepted = true;
-        if self.phase == Phase::Opening {
-            self.phase = Phase::Admitted;
+        if self.phase == DecodePhase::Opening {
+            self.phase = DecodePhase::Admitted;
         }
     }
 
@@ -488,7 +503,7 @@ impl Room {
         !self.pages.is_empty() || self.fin.is_some()
     }
 
-    fn announce(&mut self, first_page: u32, pages: &[Sealed]) -> Result<(), String> {
+    fn announce(&mut self, first_page: u32, pages: &[PageDigest]) -> Result<(), String> {
         let end = (first_page as usize + pages.len()).saturating_sub(self.start_page as usize);
         if end > self.limits.max_pages {
             return Err(format!(
@@ -498,15 +513,15 @@ impl Room {
             ));
         }
         if self.pages.len() < end {
-            self.pages.resize(end, Slot::Unknown);
+            self.pages.resize(end, PageState::Unknown);
         }
-        for (index, &sealed) in (first_page..).zip(pages) {
+        for (index, &digest) in (first_page..).zip(pages) {
             let Some(index) = index.checked_sub(self.start_page) else {
                 continue;
             };
-            let slot = &mut self.pages[index as usize];
-            if *slot == Slot::Unknown {
-                *slot = Slot::Announced(sealed);
+            let state = &mut self.pages[index as usize];
+            if *state == PageState::Unknown {
+                *state = PageState::Announced(digest);
             }
         }
         Ok(())
@@ -521,12 +536,15 @@ impl Room {
     /// Everything that is needed from the peer's control connection is here.
     fn all_announced(&self) -> bool {
         self.needed().is_some_and(|n| {
-            self.pages.len() >= n && self.pages[..n].iter().all(|slot| *slot != Slot::Unknown)
+            self.pages.len() >= n
+                && self.pages[..n]
+                    .iter()
+                    .all(|state| *state != PageState::Unknown)
         })
     }
 
     /// Do whatever the present knowledge allows: pull more, or commit.
-    fn advance(&mut self, now: u64) -> Vec<Action> {
+    fn advance(&mut self, now: u64) -> Vec<DecodeAction> {
         if let (Some(needed), Some(granted)) = (self.needed(), self.grant.as_ref().map(Vec::len))
             && granted + self.held != needed
         {
@@ -536,8 +554,8 @@ impl Room {
                 self.start_page
             );
             return self.end(
-                Ending::Fail(Code::PromptMismatch, why),
-                Some(Code::PromptMismatch),
+                RoomEnd::Fail(ReasonCode::PromptMismatch, why),
+                Some(ReasonCode::PromptMismatch),
             );
         }
         if let Some(needed) = self.needed()
@@ -549,8 +567,8 @@ impl Room {
                 self.start_page
             );
             return self.end(
-                Ending::Fail(Code::TransportBroken, why),
-                Some(Code::TransportBroken),
+                RoomEnd::Fail(ReasonCode::TransportBroken, why),
+                Some(ReasonCode::TransportBroken),
             );
         }
         let mut actions = self.start_pulls(now);
@@ -560,15 +578,15 @@ impl Room {
                 .needed()
                 .is_some_and(|n| self.verified_pages() + self.held == n)
         {
-            self.phase = Phase::Verifying;
+            self.phase = DecodePhase::Verifying;
             actions.extend(self.commit());
         }
         actions
     }
 
-    fn advance_with(&mut self, is_news: bool, now: u64) -> Vec<Action> {
-        let mut actions = if is_news {
-            vec![Action::Announced]
+    fn advance_with(&mut self, is_first_news: bool, now: u64) -> Vec<DecodeAction> {
+        let mut actions = if is_first_news {
+            vec![DecodeAction::Announced]
         } else {
             vec![]
         };
@@ -576,14 +594,14 @@ impl Room {
         actions
     }
 
-    fn start_pulls(&mut self, now: u64) -> Vec<Action> {
+    fn start_pulls(&mut self, now: u64) -> Vec<DecodeAction> {
         let (Some(grant), true) = (&self.grant, self.accepted) else {
             return vec![];
         };
         let mut actions = Vec::new();
         let end = self.pages.len().min(self.held + grant.len());
         let mut ready = (self.held..end)
-            .filter(|&i| matches!(self.pages[i], Slot::Announced(_)))
+            .filter(|&i| matches!(self.pages[i], PageState::Announced(_)))
             .collect::<Vec<_>>()
             .into_iter();
         while self.in_flight.len() < self.limits.pulls_in_flight {
@@ -593,12 +611,12 @@ impl Room {
             }
             let mut pages = Vec::with_capacity(indices.len());
             for &i in &indices {
-                if let Slot::Announced(src) = self.pages[i] {
+                if let PageState::Announced(src) = self.pages[i] {
                     pages.push(PullPage {
                         src,
                         dst: grant[i - self.held],
                     });
-                    self.pages[i] = Slot::Pulling(src);
+                    self.pages[i] = PageState::Pulling(src);
                 }
             }
             let ticket = self.next_ticket;
@@ -607,68 +625,70 @@ impl Room {
                 self.moved_at = now;
             }
             self.in_flight.insert(ticket, indices);
-            self.phase = Phase::Pulling;
-            actions.push(Action::Pull { ticket, pages });
+            self.phase = DecodePhase::Pulling;
+            actions.push(DecodeAction::Pull { ticket, pages });
         }
         actions
     }
 
-    fn commit(&mut self) -> Vec<Action> {
+    fn commit(&mut self) -> Vec<DecodeAction> {
         let Some(fin) = self.fin.clone() else {
             return vec![];
         };
-        let sums = self.pages.iter().filter_map(|slot| match slot {
-            Slot::Verified(sealed) | Slot::Announced(sealed) => Some(sealed.sum), // announced only: held here already
+        let sums = self.pages.iter().filter_map(|state| match state {
+            PageState::Verified(digest) | PageState::Announced(digest) => Some(digest.sum), // announced only: held here already
             _ => None,
         });
         let root = root_of(sums);
         if root != fin.root {
             return self.end(
-                Ending::Fail(
-                    Code::Checksum,
+                RoomEnd::Fail(
+                    ReasonCode::Checksum,
                     "the root over the page checksums differs from the prefill side's".into(),
                 ),
-                Some(Code::Checksum),
+                Some(ReasonCode::Checksum),
             );
         }
-        self.phase = Phase::Committed;
-        let done = self.peer.map(|peer| Action::Done { peer, root });
-        done.into_iter().chain([Action::Commit(fin)]).collect()
+        self.phase = DecodePhase::Committed;
+        let done = self.peer.map(|peer| DecodeAction::Done { peer, root });
+        done.into_iter()
+            .chain([DecodeAction::Commit(fin)])
+            .collect()
     }
 
     /// Decide the end now; announce it when the last pull has stopped.
-    fn end(&mut self, ending: Ending, tell: Option<Code>) -> Vec<Action> {
+    fn end(&mut self, ending: RoomEnd, notify: Option<ReasonCode>) -> Vec<DecodeAction> {
         let mut actions = Vec::with_capacity(3);
-        if let (Some(peer), Some(code)) = (self.peer, tell) {
-            actions.push(Action::SendAbort { peer, code });
+        if let (Some(peer), Some(code)) = (self.peer, notify) {
+            actions.push(DecodeAction::SendAbort { peer, code });
         }
         self.ending = Some(ending);
         if self.in_flight.is_empty() {
             actions.extend(self.ended());
         } else {
-            actions.push(Action::CancelPulls);
+            actions.push(DecodeAction::CancelPulls);
         }
         actions
     }
 
-    fn ended(&mut self) -> Option<Action> {
+    fn ended(&mut self) -> Option<DecodeAction> {
         match self.ending.take()? {
-            Ending::Fail(code, why) => {
-                self.phase = Phase::Failed(code);
-                Some(Action::Fail { code, why })
+            RoomEnd::Fail(code, why) => {
+                self.phase = DecodePhase::Failed(code);
+                Some(DecodeAction::Fail { code, why })
             }
-            Ending::Abort => {
-                self.phase = Phase::Aborted;
-                Some(Action::Aborted)
+            RoomEnd::Abort => {
+                self.phase = DecodePhase::Aborted;
+                Some(DecodeAction::Aborted)
             }
         }
     }
 
-    fn while_ending(&mut self, event: Event) -> Result<Vec<Action>, Illegal> {
+    fn while_ending(&mut self, event: DecodeEvent) -> Result<Vec<DecodeAction>, InvalidTransition> {
         match event {
-            Event::Pulled { ticket }
-            | Event::PullFailed { ticket, .. }
-            | Event::PullStopped { ticket } => {
+            DecodeEvent::Pulled { ticket }
+            | DecodeEvent::PullFailed { ticket, .. }
+            | DecodeEvent::PullStopped { ticket } => {
                 self.in_flight.remove(&ticket);
                 Ok(if self.in_flight.is_empty() {
                     self.ended().into_iter().collect()
@@ -677,11 +697,11 @@ impl Room {
                 })
             }
             // The engine wants to hear "aborted", and its wish outranks a failure it has not heard of.
-            Event::Abort(_) => {
-                self.ending = Some(Ending::Abort);
+            DecodeEvent::Abort(_) => {
+                self.ending = Some(RoomEnd::Abort);
                 Ok(vec![])
             }
-            Event::Connected { .. } => Err(self.illegal(&event, "the room is ending")),
+            DecodeEvent::Connected { .. } => Err(self.invalid(&event, "the room is ending")),
             _ => Ok(vec![]),
         }
     }
@@ -691,7 +711,7 @@ impl Room {
 mod tests {
     use super::*;
 
-    const P: Peer = 3;
+    const P: ConnectionId = 3;
     const LIMITS: PullLimits = PullLimits {
         pages_per_pull: 2,
         pulls_in_flight: 2,
@@ -699,38 +719,38 @@ mod tests {
         wait_ms: 300,
     };
 
-    fn sealed(page: u32) -> Sealed {
-        Sealed {
+    fn digest(page: u32) -> PageDigest {
+        PageDigest {
             page,
             generation: 2,
             sum: u64::from(page) * 11,
         }
     }
 
-    fn connected(start_page: u32) -> Room {
-        let mut room = Room::new(1, start_page, 0, 1000, LIMITS);
+    fn connected(start_page: u32) -> DecodeRoom {
+        let mut room = DecodeRoom::new(1, start_page, 0, 1000, LIMITS);
         assert_eq!(
-            room.step(Event::Connected { peer: P }, 0),
-            Ok(vec![Action::Open { peer: P }])
+            room.step(DecodeEvent::Connected { peer: P }, 0),
+            Ok(vec![DecodeAction::Open { peer: P }])
         );
         room
     }
 
-    fn progress(first_page: u32, n: u32) -> Event {
-        Event::Progress {
+    fn progress(first_page: u32, n: u32) -> DecodeEvent {
+        DecodeEvent::Progress {
             peer: P,
             attempt: 1,
             first_page,
-            pages: (first_page..first_page + n).map(sealed).collect(),
+            pages: (first_page..first_page + n).map(digest).collect(),
         }
     }
 
-    fn fin(start: u32, total_pages: u32) -> Event {
-        let root = root_of((start..total_pages).map(|p| sealed(p).sum));
-        Event::Final {
+    fn fin(start: u32, total_pages: u32) -> DecodeEvent {
+        let root = root_of((start..total_pages).map(|p| digest(p).sum));
+        DecodeEvent::Final {
             peer: P,
             attempt: 1,
-            fin: Final {
+            fin: FinalMessage {
                 total_pages,
                 last_page_tokens: 5,
                 root,
@@ -739,11 +759,11 @@ mod tests {
         }
     }
 
-    fn pulls(actions: &[Action]) -> Vec<(u64, usize)> {
+    fn pulls(actions: &[DecodeAction]) -> Vec<(u64, usize)> {
         actions
             .iter()
             .filter_map(|a| {
-                if let Action::Pull { ticket, pages } = a {
+                if let DecodeAction::Pull { ticket, pages } = a {
                     Some((*ticket, pages.len()))
                 } else {
                     None
@@ -752,8 +772,8 @@ mod tests {
             .collect()
     }
 
-    fn grant_first(pages: u32) -> Event {
-        Event::Grant {
+    fn grant_first(pages: u32) -> DecodeEvent {
+        DecodeEvent::Grant {
             start_page: 0,
             pages: (0..pages).collect(),
         }
@@ -765,10 +785,10 @@ mod tests {
         assert_eq!(room.next_due(), Some(300), "P owes an answer to OPEN");
         room.step(progress(0, 2), 200).expect("a legal event");
         assert_eq!(room.next_due(), Some(1000), "this side owes pages");
-        assert_eq!(room.step(Event::Tick, 999), Ok(vec![]));
+        assert_eq!(room.step(DecodeEvent::Tick, 999), Ok(vec![]));
         room.step(grant_first(2), 600).expect("a legal event");
         assert_eq!(room.next_due(), Some(900), "a pull is in flight");
-        room.step(Event::Pulled { ticket: 0 }, 700)
+        room.step(DecodeEvent::Pulled { ticket: 0 }, 700)
             .expect("a legal event");
         assert_eq!(
             room.next_due(),
@@ -776,11 +796,11 @@ mod tests {
             "P's engine owes the rest of the prompt"
         );
         assert!(matches!(
-            room.step(Event::Tick, 1000).as_deref(),
+            room.step(DecodeEvent::Tick, 1000).as_deref(),
             Ok([
-                Action::SendAbort { .. },
-                Action::Fail {
-                    code: Code::Deadline,
+                DecodeAction::SendAbort { .. },
+                DecodeAction::Fail {
+                    code: ReasonCode::Deadline,
                     ..
                 }
             ])
@@ -792,10 +812,13 @@ mod tests {
         let mut room = connected(0);
         room.step(progress(0, 2), 200).expect("a legal event");
         room.step(grant_first(2), 210).expect("a legal event");
-        assert_eq!(room.step(Event::Tick, 509), Ok(vec![]));
-        let actions = room.step(Event::Tick, 510).expect("a legal event");
+        assert_eq!(room.step(DecodeEvent::Tick, 509), Ok(vec![]));
+        let actions = room.step(DecodeEvent::Tick, 510).expect("a legal event");
         assert!(
-            matches!(actions[..], [Action::SendAbort { .. }, Action::CancelPulls]),
+            matches!(
+                actions[..],
+                [DecodeAction::SendAbort { .. }, DecodeAction::CancelPulls]
+            ),
             "{actions:?}"
         );
     }
@@ -805,7 +828,7 @@ mod tests {
         let mut room = connected(0);
         assert_eq!(
             room.step(
-                Event::Grant {
+                DecodeEvent::Grant {
                     start_page: 0,
                     pages: vec![50, 51, 52]
                 },
@@ -817,17 +840,17 @@ mod tests {
         let actions = room.step(progress(0, 1), 0).expect("legal");
         assert_eq!(
             actions,
-            vec![Action::Pull {
+            vec![DecodeAction::Pull {
                 ticket: 0,
                 pages: vec![PullPage {
-                    src: sealed(0),
+                    src: digest(0),
                     dst: 50
                 }]
             }],
             "PROGRESS overtook OPEN_OK"
         );
         room.step(
-            Event::Accepted {
+            DecodeEvent::Accepted {
                 peer: P,
                 attempt: 1,
             },
@@ -839,28 +862,39 @@ mod tests {
             vec![(1, 2)]
         );
         assert_eq!(room.step(fin(0, 3), 0), Ok(vec![]));
-        assert_eq!(room.step(Event::Pulled { ticket: 1 }, 0), Ok(vec![]));
-        let end = room.step(Event::Pulled { ticket: 0 }, 0).expect("legal");
+        assert_eq!(room.step(DecodeEvent::Pulled { ticket: 1 }, 0), Ok(vec![]));
+        let end = room
+            .step(DecodeEvent::Pulled { ticket: 0 }, 0)
+            .expect("legal");
         assert!(
-            matches!(end[..], [Action::Done { peer: P, .. }, Action::Commit(_)]),
+            matches!(
+                end[..],
+                [DecodeAction::Done { peer: P, .. }, DecodeAction::Commit(_)]
+            ),
             "{end:?}"
         );
-        assert_eq!(room.phase, Phase::Committed);
+        assert_eq!(room.phase, DecodePhase::Committed);
     }
 
     #[test]
     fn a_grant_can_be_revoked_until_the_peer_holds_pages_for_the_room() {
-        let grant = |pages: &[u32]| Event::Grant {
+        let grant = |pages: &[u32]| DecodeEvent::Grant {
             start_page: 0,
             pages: pages.to_vec(),
         };
         let mut room = connected(0);
         room.step(grant(&[50, 51]), 0).expect("legal");
-        assert_eq!(room.step(Event::Revoke, 0), Ok(vec![Action::Revoked]));
-        assert!(room.step(Event::Revoke, 0).is_err(), "nothing is granted");
+        assert_eq!(
+            room.step(DecodeEvent::Revoke, 0),
+            Ok(vec![DecodeAction::Revoked])
+        );
+        assert!(
+            room.step(DecodeEvent::Revoke, 0).is_err(),
+            "nothing is granted"
+        );
         assert_eq!(
             room.step(progress(0, 1), 0),
-            Ok(vec![Action::Announced]),
+            Ok(vec![DecodeAction::Announced]),
             "the engine hears once that this one is worth pages"
         );
         assert_eq!(room.step(progress(1, 1), 0), Ok(vec![]));
@@ -869,8 +903,8 @@ mod tests {
             vec![(0, 2)]
         );
         assert_eq!(
-            room.step(Event::Revoke, 0),
-            Ok(vec![Action::Announced]),
+            room.step(DecodeEvent::Revoke, 0),
+            Ok(vec![DecodeAction::Announced]),
             "too late: the pages are being filled"
         );
         assert_eq!(room.pulls_in_flight(), 1);
@@ -880,7 +914,7 @@ mod tests {
     fn a_full_hit_commits_on_final_alone() {
         let mut room = connected(0);
         room.step(
-            Event::Grant {
+            DecodeEvent::Grant {
                 start_page: 4,
                 pages: vec![],
             },
@@ -890,7 +924,10 @@ mod tests {
         assert_eq!(room.step(progress(0, 4), 0), Ok(vec![]), "nothing to pull");
         let end = room.step(fin(0, 4), 0).expect("legal");
         assert!(
-            matches!(end[..], [Action::Done { .. }, Action::Commit(_)]),
+            matches!(
+                end[..],
+                [DecodeAction::Done { .. }, DecodeAction::Commit(_)]
+            ),
             "{end:?}"
         );
     }
@@ -899,7 +936,7 @@ mod tests {
     fn pages_before_start_page_are_not_pulled_and_pulls_are_windowed() {
         let mut room = connected(2);
         room.step(
-            Event::Grant {
+            DecodeEvent::Grant {
                 start_page: 0,
                 pages: (50..57).collect(),
             },
@@ -913,19 +950,23 @@ mod tests {
             "two pulls of two pages, the rest waits"
         );
         assert!(
-            matches!(&actions[0], Action::Pull { pages, .. } if pages[0] == PullPage { src: sealed(2), dst: 50 })
+            matches!(&actions[0], DecodeAction::Pull { pages, .. } if pages[0] == PullPage { src: digest(2), dst: 50 })
         );
         assert_eq!(
-            pulls(&room.step(Event::Pulled { ticket: 0 }, 0).expect("legal")),
+            pulls(
+                &room
+                    .step(DecodeEvent::Pulled { ticket: 0 }, 0)
+                    .expect("legal")
+            ),
             vec![(2, 2)]
         );
     }
 
     #[test]
-    fn the_end_is_told_only_after_the_last_pull_stopped() {
+    fn end_is_reported_only_after_the_last_pull_stopped() {
         let mut room = connected(0);
         room.step(
-            Event::Grant {
+            DecodeEvent::Grant {
                 start_page: 0,
                 pages: vec![50, 51, 52, 53],
             },
@@ -935,9 +976,9 @@ mod tests {
         room.step(progress(0, 4), 0).expect("legal");
         let actions = room
             .step(
-                Event::PullFailed {
+                DecodeEvent::PullFailed {
                     ticket: 0,
-                    code: Code::Checksum,
+                    code: ReasonCode::Checksum,
                     why: "x".into(),
                 },
                 0,
@@ -946,34 +987,40 @@ mod tests {
         assert_eq!(
             actions,
             vec![
-                Action::SendAbort {
+                DecodeAction::SendAbort {
                     peer: P,
-                    code: Code::Checksum
+                    code: ReasonCode::Checksum
                 },
-                Action::CancelPulls
+                DecodeAction::CancelPulls
             ]
         );
-        assert_eq!(room.step(Event::Tick, 5000), Ok(vec![]), "no second end");
+        assert_eq!(
+            room.step(DecodeEvent::Tick, 5000),
+            Ok(vec![]),
+            "no second end"
+        );
         assert_eq!(
             room.step(progress(4, 1), 0),
             Ok(vec![]),
             "nothing new is started"
         );
-        let end = room.step(Event::Pulled { ticket: 1 }, 0).expect("legal");
+        let end = room
+            .step(DecodeEvent::Pulled { ticket: 1 }, 0)
+            .expect("legal");
         assert_eq!(
             end,
-            vec![Action::Fail {
-                code: Code::Checksum,
+            vec![DecodeAction::Fail {
+                code: ReasonCode::Checksum,
                 why: "x".into()
             }]
         );
     }
 
     #[test]
-    fn an_abort_while_a_failure_waits_is_told_as_an_abort() {
+    fn abort_replaces_a_failure_that_was_not_reported_yet() {
         let mut room = connected(0);
         room.step(
-            Event::Grant {
+            DecodeEvent::Grant {
                 start_page: 0,
                 pages: vec![50],
             },
@@ -982,26 +1029,29 @@ mod tests {
         .expect("legal");
         room.step(progress(0, 1), 0).expect("legal");
         room.step(
-            Event::PeerAbort {
+            DecodeEvent::PeerAbort {
                 peer: P,
                 attempt: 1,
-                code: Code::ClientGone,
+                code: ReasonCode::ClientGone,
             },
             0,
         )
         .expect("legal");
-        assert_eq!(room.step(Event::Abort(Code::ClientGone), 0), Ok(vec![]));
         assert_eq!(
-            room.step(Event::PullStopped { ticket: 0 }, 0),
-            Ok(vec![Action::Aborted])
+            room.step(DecodeEvent::Abort(ReasonCode::ClientGone), 0),
+            Ok(vec![])
+        );
+        assert_eq!(
+            room.step(DecodeEvent::PullStopped { ticket: 0 }, 0),
+            Ok(vec![DecodeAction::Aborted])
         );
     }
 
     #[test]
     fn a_dead_peer_is_survived_only_if_nothing_more_is_needed_from_it() {
-        let gone = |readable| Event::PeerGone {
+        let gone = |readable| DecodeEvent::PeerGone {
             peer: P,
-            code: Code::PeerDead,
+            code: ReasonCode::PeerDead,
             readable,
         };
         let ready = || {
@@ -1013,8 +1063,8 @@ mod tests {
         assert!(
             matches!(
                 early.step(gone(true), 0).expect("legal")[..],
-                [Action::Fail {
-                    code: Code::PeerDead,
+                [DecodeAction::Fail {
+                    code: ReasonCode::PeerDead,
                     ..
                 }]
             ),
@@ -1024,7 +1074,7 @@ mod tests {
         tcp.step(fin(0, 2), 0).expect("legal");
         assert!(matches!(
             tcp.step(gone(false), 0).expect("legal")[..],
-            [Action::Fail { .. }]
+            [DecodeAction::Fail { .. }]
         ));
         let mut shm = ready();
         shm.step(fin(0, 2), 0).expect("legal");
@@ -1032,7 +1082,7 @@ mod tests {
         assert_eq!(
             pulls(
                 &shm.step(
-                    Event::Grant {
+                    DecodeEvent::Grant {
                         start_page: 0,
                         pages: vec![50, 51]
                     },
@@ -1044,8 +1094,9 @@ mod tests {
         );
         assert!(
             matches!(
-                shm.step(Event::Pulled { ticket: 0 }, 0).expect("legal")[..],
-                [Action::Commit(_)]
+                shm.step(DecodeEvent::Pulled { ticket: 0 }, 0)
+                    .expect("legal")[..],
+                [DecodeAction::Commit(_)]
             ),
             "and nobody is told DONE"
         );
@@ -1056,7 +1107,7 @@ mod tests {
         for granted in [0usize, 1, 3] {
             let mut room = connected(0);
             room.step(
-                Event::Grant {
+                DecodeEvent::Grant {
                     start_page: 0,
                     pages: (0..granted as u32).collect(),
                 },
@@ -1067,8 +1118,8 @@ mod tests {
             assert!(
                 actions.iter().any(|a| matches!(
                     a,
-                    Action::Fail {
-                        code: Code::PromptMismatch,
+                    DecodeAction::Fail {
+                        code: ReasonCode::PromptMismatch,
                         ..
                     }
                 )),
@@ -1081,7 +1132,7 @@ mod tests {
     fn a_wrong_root_is_a_checksum_failure() {
         let mut room = connected(0);
         room.step(
-            Event::Grant {
+            DecodeEvent::Grant {
                 start_page: 0,
                 pages: vec![50],
             },
@@ -1089,10 +1140,10 @@ mod tests {
         )
         .expect("legal");
         room.step(progress(0, 1), 0).expect("legal");
-        let lie = Event::Final {
+        let lie = DecodeEvent::Final {
             peer: P,
             attempt: 1,
-            fin: Final {
+            fin: FinalMessage {
                 total_pages: 1,
                 last_page_tokens: 1,
                 root: 1,
@@ -1100,12 +1151,14 @@ mod tests {
             },
         };
         room.step(lie, 0).expect("legal");
-        let end = room.step(Event::Pulled { ticket: 0 }, 0).expect("legal");
+        let end = room
+            .step(DecodeEvent::Pulled { ticket: 0 }, 0)
+            .expect("legal");
         assert!(
             end.iter().any(|a| matches!(
                 a,
-                Action::Fail {
-                    code: Code::Checksum,
+                DecodeAction::Fail {
+                    code: ReasonCode::Checksum,
                     ..
                 }
             )),
@@ -1114,29 +1167,29 @@ mod tests {
     }
 
     #[test]
-    fn words_of_other_peers_and_attempts_are_ignored() {
+    fn messages_of_other_peers_and_attempts_are_ignored() {
         let mut room = connected(0);
         let before = room.clone();
         for event in [
-            Event::Accepted {
+            DecodeEvent::Accepted {
                 peer: 99,
                 attempt: 1,
             },
-            Event::Rejected {
+            DecodeEvent::Rejected {
                 peer: P,
                 attempt: 0,
-                code: Code::DupRoom,
+                code: ReasonCode::DupRoom,
                 why: String::new(),
             },
-            Event::PeerGone {
+            DecodeEvent::PeerGone {
                 peer: 99,
-                code: Code::PeerDead,
+                code: ReasonCode::PeerDead,
                 readable: false,
             },
-            Event::PeerAbort {
+            DecodeEvent::PeerAbort {
                 peer: P,
                 attempt: 2,
-                code: Code::ClientGone,
+                code: ReasonCode::ClientGone,
             },
         ] {
             assert_eq!(room.step(event, 0), Ok(vec![]));
@@ -1147,11 +1200,12 @@ mod tests {
     #[test]
     fn illegal_pairs_are_typed_errors_and_change_nothing() {
         let mut over = connected(0);
-        over.step(Event::Abort(Code::ClientGone), 0).expect("legal");
+        over.step(DecodeEvent::Abort(ReasonCode::ClientGone), 0)
+            .expect("legal");
         let mut granted = connected(0);
         granted
             .step(
-                Event::Grant {
+                DecodeEvent::Grant {
                     start_page: 0,
                     pages: vec![1],
                 },
@@ -1161,23 +1215,31 @@ mod tests {
         let cases = [
             (
                 over.clone(),
-                Event::Grant {
+                DecodeEvent::Grant {
                     start_page: 0,
                     pages: vec![1],
                 },
                 "over",
             ),
-            (over.clone(), Event::Abort(Code::ClientGone), "over"),
-            (over, Event::Connected { peer: P }, "over"),
+            (
+                over.clone(),
+                DecodeEvent::Abort(ReasonCode::ClientGone),
+                "over",
+            ),
+            (over, DecodeEvent::Connected { peer: P }, "over"),
             (
                 granted,
-                Event::Grant {
+                DecodeEvent::Grant {
                     start_page: 0,
                     pages: vec![2],
                 },
                 "granted before",
             ),
-            (connected(0), Event::Connected { peer: 4 }, "has a peer"),
+            (
+                connected(0),
+                DecodeEvent::Connected { peer: 4 },
+                "has a peer",
+            ),
         ];
         for (mut room, event, why) in cases {
             let before = room.clone();
@@ -1194,8 +1256,8 @@ mod tests {
         assert!(
             actions.iter().any(|a| matches!(
                 a,
-                Action::Fail {
-                    code: Code::TransportBroken,
+                DecodeAction::Fail {
+                    code: ReasonCode::TransportBroken,
                     ..
                 }
             )),

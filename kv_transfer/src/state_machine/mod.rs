@@ -3,7 +3,7 @@
 //! Time comes in as `now` (milliseconds of any monotonic clock), everything to be done comes out as actions. The shell
 //! (`crate::node`) feeds them; the tests feed them against a model and exhaustively over a lossy channel.
 //!
-//! Invariants: a transition that returns `Illegal` changed nothing; each machine gives exactly one terminal action (`Released`;
+//! Invariants: a transition that returns `InvalidTransition` changed nothing; each machine gives exactly one terminal action (`Released`;
 //! `Commit`, `Fail` or `Aborted`) in its life; the decode machine gives its terminal action only when no pull is in flight; it
 //! commits only when every page of the prompt from `start_page` on is verified and the checksum root agrees.
 
@@ -20,12 +20,12 @@ mod model_check;
 mod properties;
 
 /// A control connection, as the machines know it. A reconnect gets another number.
-pub type Peer = u64;
+pub type ConnectionId = u64;
 
 /// The caller broke the contract of a room's life: a bug in the shell or the engine, never the peer's doing.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("room is {phase}: {event} is not legal ({why})")]
-pub struct Illegal {
+pub struct InvalidTransition {
     pub phase: &'static str,
     pub event: &'static str,
     pub why: String,

@@ -6,12 +6,12 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use super::{Peer, decode, prefill};
-use crate::protocol::Sealed;
-use crate::reason_code::Code;
+use super::{ConnectionId, decode, prefill};
+use crate::protocol::PageDigest;
+use crate::reason_code::ReasonCode;
 
-const P: Peer = 1; // P, as D knows it
-const D: Peer = 2; // D, as P knows it
+const P: ConnectionId = 1; // P, as D knows it
+const D: ConnectionId = 2; // D, as P knows it
 pub const P_DEADLINE: u64 = 1000;
 pub const D_DEADLINE: u64 = 900;
 const LEASE: u64 = 50;
@@ -21,13 +21,13 @@ const HASH: [u8; 1] = [7];
 pub enum ToP {
     Open,
     Done,
-    Abort(Code),
+    Abort(ReasonCode),
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum ToD {
     Accepted,
-    Rejected(Code),
+    Rejected(ReasonCode),
     Progress {
         first: u32,
         pages: Vec<(u32, u64, u64)>,
@@ -36,7 +36,7 @@ pub enum ToD {
         total: u32,
         root: u64,
     },
-    Abort(Code),
+    Abort(ReasonCode),
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
@@ -52,9 +52,9 @@ pub struct Budget {
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
-pub struct World {
-    pub p: prefill::Room,
-    pub d: decode::Room,
+pub struct Model {
+    pub p: prefill::PrefillRoom,
+    pub d: decode::DecodeRoom,
     to_p: Vec<ToP>,
     to_d: Vec<ToD>,
     hashing: Vec<(u32, u32, u64)>,
@@ -65,20 +65,20 @@ pub struct World {
     start: u32,
     connected: bool,
     granted: bool,
-    p_told_gone: bool,
-    d_told_gone: bool,
+    p_knows_cut: bool,
+    d_knows_cut: bool,
     cut: bool,
-    given_away: BTreeSet<u32>, // P's pages whose generation moved on
+    reassigned: BTreeSet<u32>, // P's pages whose generation moved on
     /// D's pages that truly hold what P announced.
     good: BTreeSet<u32>,
     written: BTreeSet<u32>,
     pub budget: Budget,
-    pub p_end: Option<Option<Code>>,
+    pub p_end: Option<Option<ReasonCode>>,
     pub d_end: Option<&'static str>,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Move {
+pub enum Transition {
     PEngine,
     PAbort,
     DConnect,
@@ -95,20 +95,20 @@ pub enum Move {
     /// A pull ends as the page's state has it (cancelled ones may also stop).
     Pull(u64),
     StopPull(u64),
-    GiveAway(u32),
+    Reassign(u32),
     Cut,
-    PLearnsCut,
-    DLearnsCut,
+    PNoticesCut,
+    DNoticesCut,
     TickP,
     TickD,
 }
 
-impl World {
+impl Model {
     /// A prompt of `total` pages of which D holds `start`.
     pub fn new(total: u32, start: u32, limits: decode::PullLimits, budget: Budget) -> Self {
         Self {
-            p: prefill::Room::new(0, HASH.to_vec(), P_DEADLINE, LEASE),
-            d: decode::Room::new(0, 0, 0, D_DEADLINE, limits),
+            p: prefill::PrefillRoom::new(0, HASH.to_vec(), P_DEADLINE, LEASE),
+            d: decode::DecodeRoom::new(0, 0, 0, D_DEADLINE, limits),
             to_p: vec![],
             to_d: vec![],
             hashing: vec![],
@@ -119,10 +119,10 @@ impl World {
             start,
             connected: false,
             granted: false,
-            p_told_gone: false,
-            d_told_gone: false,
+            p_knows_cut: false,
+            d_knows_cut: false,
             cut: false,
-            given_away: BTreeSet::new(),
+            reassigned: BTreeSet::new(),
             good: BTreeSet::new(),
             written: BTreeSet::new(),
             budget,
@@ -136,69 +136,69 @@ impl World {
     }
 
     /// Everything that can happen now.
-    pub fn moves(&self) -> Vec<Move> {
-        let mut moves = vec![];
-        let mut may = |condition: bool, m: Move| {
+    pub fn transitions(&self) -> Vec<Transition> {
+        let mut transitions = vec![];
+        let mut may = |condition: bool, m: Transition| {
             if condition {
-                moves.push(m);
+                transitions.push(m);
             }
         };
         let p_live = self.p_end.is_none();
         let d_live = self.d_end.is_none();
-        may(p_live && self.p_step <= self.total, Move::PEngine);
-        may(p_live && self.budget.p_aborts > 0, Move::PAbort);
-        may(d_live && !self.connected && !self.cut, Move::DConnect);
-        may(d_live && !self.granted, Move::DGrant);
+        may(p_live && self.p_step <= self.total, Transition::PEngine);
+        may(p_live && self.budget.p_aborts > 0, Transition::PAbort);
+        may(d_live && !self.connected && !self.cut, Transition::DConnect);
+        may(d_live && !self.granted, Transition::DGrant);
         may(
             d_live && self.granted && self.budget.revokes > 0,
-            Move::DRevoke,
+            Transition::DRevoke,
         );
-        may(d_live && self.budget.d_aborts > 0, Move::DAbort);
-        may(!self.hashing.is_empty(), Move::Hash);
+        may(d_live && self.budget.d_aborts > 0, Transition::DAbort);
+        may(!self.hashing.is_empty(), Transition::Hash);
         for i in 0..self.to_p.len() {
-            may(true, Move::ToP(i));
-            may(self.budget.losses > 0, Move::LoseToP(i));
-            may(self.budget.doubles > 0, Move::DoubleToP(i));
+            may(true, Transition::ToP(i));
+            may(self.budget.losses > 0, Transition::LoseToP(i));
+            may(self.budget.doubles > 0, Transition::DoubleToP(i));
         }
         for i in 0..self.to_d.len() {
-            may(true, Move::ToD(i));
-            may(self.budget.losses > 0, Move::LoseToD(i));
-            may(self.budget.doubles > 0, Move::DoubleToD(i));
+            may(true, Transition::ToD(i));
+            may(self.budget.losses > 0, Transition::LoseToD(i));
+            may(self.budget.doubles > 0, Transition::DoubleToD(i));
         }
         for &ticket in self.pulls.keys() {
-            may(true, Move::Pull(ticket));
-            may(self.cancelled, Move::StopPull(ticket));
+            may(true, Transition::Pull(ticket));
+            may(self.cancelled, Transition::StopPull(ticket));
         }
         for page in 0..self.p_step.min(self.total) {
             may(
-                self.budget.stale > 0 && !self.given_away.contains(&page),
-                Move::GiveAway(page),
+                self.budget.stale > 0 && !self.reassigned.contains(&page),
+                Transition::Reassign(page),
             );
         }
         may(
             self.connected && !self.cut && self.budget.cuts > 0,
-            Move::Cut,
+            Transition::Cut,
         );
-        may(self.cut && !self.p_told_gone, Move::PLearnsCut);
-        may(self.cut && !self.d_told_gone, Move::DLearnsCut);
-        may(p_live && self.budget.ticks > 0, Move::TickP);
+        may(self.cut && !self.p_knows_cut, Transition::PNoticesCut);
+        may(self.cut && !self.d_knows_cut, Transition::DNoticesCut);
+        may(p_live && self.budget.ticks > 0, Transition::TickP);
         may(
             d_live && self.budget.ticks > 0 && self.d.next_due().is_some(),
-            Move::TickD,
+            Transition::TickD,
         );
-        moves
+        transitions
     }
 
-    pub fn make(&mut self, m: &Move) {
+    pub fn apply(&mut self, m: &Transition) {
         match *m {
-            Move::PEngine => {
+            Transition::PEngine => {
                 let event = if self.p_step < self.total {
-                    prefill::Event::Publish {
+                    prefill::PrefillEvent::Publish {
                         first: self.p_step,
                         pages: vec![(self.p_step, 2)],
                     }
                 } else {
-                    prefill::Event::Finish(prefill::Finish {
+                    prefill::PrefillEvent::Finish(prefill::PrefillOutput {
                         total_pages: self.total,
                         last_page_tokens: 1,
                         payload: vec![],
@@ -207,41 +207,41 @@ impl World {
                 self.p_step += 1;
                 self.step_p(event, 0);
             }
-            Move::PAbort => {
+            Transition::PAbort => {
                 self.budget.p_aborts -= 1;
-                self.step_p(prefill::Event::Abort(Code::ClientGone), 0);
+                self.step_p(prefill::PrefillEvent::Abort(ReasonCode::ClientGone), 0);
             }
-            Move::DConnect => {
+            Transition::DConnect => {
                 self.connected = true;
-                self.step_d(decode::Event::Connected { peer: P }, 0);
+                self.step_d(decode::DecodeEvent::Connected { peer: P }, 0);
             }
-            Move::DGrant => {
+            Transition::DGrant => {
                 self.granted = true;
                 let pages = (self.start..self.total).map(|i| 100 + i).collect();
                 self.step_d(
-                    decode::Event::Grant {
+                    decode::DecodeEvent::Grant {
                         start_page: self.start,
                         pages,
                     },
                     0,
                 );
             }
-            Move::DRevoke => {
+            Transition::DRevoke => {
                 self.budget.revokes -= 1;
-                self.step_d(decode::Event::Revoke, 0);
+                self.step_d(decode::DecodeEvent::Revoke, 0);
             }
-            Move::DAbort => {
+            Transition::DAbort => {
                 self.budget.d_aborts -= 1;
-                self.step_d(decode::Event::Abort(Code::ClientGone), 0);
+                self.step_d(decode::DecodeEvent::Abort(ReasonCode::ClientGone), 0);
             }
-            Move::Hash => {
+            Transition::Hash => {
                 let sums = std::mem::take(&mut self.hashing);
                 let sums = sums
                     .into_iter()
                     .map(|(index, page, generation)| {
                         (
                             index,
-                            Sealed {
+                            PageDigest {
                                 page,
                                 generation,
                                 sum: u64::from(page) + 50,
@@ -249,85 +249,85 @@ impl World {
                         )
                     })
                     .collect();
-                self.step_p(prefill::Event::Hashed(sums), 0);
+                self.step_p(prefill::PrefillEvent::Hashed(sums), 0);
             }
-            Move::ToP(i) => {
+            Transition::ToP(i) => {
                 let msg = self.to_p.remove(i);
-                self.hear_p(msg);
+                self.deliver_to_p(msg);
             }
-            Move::ToD(i) => {
+            Transition::ToD(i) => {
                 let msg = self.to_d.remove(i);
-                self.hear_d(msg);
+                self.deliver_to_d(msg);
             }
-            Move::LoseToP(i) => {
+            Transition::LoseToP(i) => {
                 self.budget.losses -= 1;
                 self.to_p.remove(i);
             }
-            Move::LoseToD(i) => {
+            Transition::LoseToD(i) => {
                 self.budget.losses -= 1;
                 self.to_d.remove(i);
             }
-            Move::DoubleToP(i) => {
+            Transition::DoubleToP(i) => {
                 self.budget.doubles -= 1;
                 let msg = self.to_p[i].clone();
                 self.send_p(msg);
             }
-            Move::DoubleToD(i) => {
+            Transition::DoubleToD(i) => {
                 self.budget.doubles -= 1;
                 let msg = self.to_d[i].clone();
                 self.send_d(msg);
             }
-            Move::Pull(ticket) => self.end_pull(ticket),
-            Move::StopPull(ticket) => {
+            Transition::Pull(ticket) => self.end_pull(ticket),
+            Transition::StopPull(ticket) => {
                 self.pulls.remove(&ticket);
-                self.step_d(decode::Event::PullStopped { ticket }, 0);
+                self.step_d(decode::DecodeEvent::PullStopped { ticket }, 0);
             }
-            Move::GiveAway(page) => {
+            Transition::Reassign(page) => {
                 self.budget.stale -= 1;
-                self.given_away.insert(page);
+                self.reassigned.insert(page);
             }
-            Move::Cut => {
+            Transition::Cut => {
                 self.budget.cuts -= 1;
                 self.cut = true;
                 self.to_p.clear();
                 self.to_d.clear();
             }
-            Move::PLearnsCut => {
-                self.p_told_gone = true;
+            Transition::PNoticesCut => {
+                self.p_knows_cut = true;
                 self.step_p(
-                    prefill::Event::PeerGone {
+                    prefill::PrefillEvent::PeerGone {
                         peer: D,
-                        code: Code::PeerDead,
+                        code: ReasonCode::PeerDead,
                     },
                     0,
                 );
             }
-            Move::DLearnsCut => {
-                self.d_told_gone = true;
+            Transition::DNoticesCut => {
+                self.d_knows_cut = true;
                 self.step_d(
-                    decode::Event::PeerGone {
+                    decode::DecodeEvent::PeerGone {
                         peer: P,
-                        code: Code::PeerDead,
+                        code: ReasonCode::PeerDead,
                         readable: true,
                     },
                     0,
                 );
             }
-            Move::TickP => {
+            Transition::TickP => {
                 self.budget.ticks -= 1;
                 let due = self
                     .p
                     .next_due()
                     .expect("a live prefill room always waits for something");
-                self.step_p(prefill::Event::Tick, due);
+                self.step_p(prefill::PrefillEvent::Tick, due);
             }
-            Move::TickD => {
+            Transition::TickD => {
                 self.budget.ticks -= 1;
                 let due = self
                     .d
                     .next_due()
                     .expect("offered only when something is due");
-                self.step_d(decode::Event::Tick, due);
+                self.step_d(decode::DecodeEvent::Tick, due);
             }
         }
     }
@@ -336,17 +336,17 @@ impl World {
     pub fn run_out(&mut self) {
         for _ in 0..20 {
             for ticket in self.pulls.keys().copied().collect::<Vec<_>>() {
-                self.make(&Move::Pull(ticket));
+                self.apply(&Transition::Pull(ticket));
             }
             if let (None, Some(due)) = (self.d_end, self.d.next_due()) {
-                self.step_d(decode::Event::Tick, due);
+                self.step_d(decode::DecodeEvent::Tick, due);
             }
             if self.p_end.is_none() {
                 let due = self
                     .p
                     .next_due()
                     .expect("a live prefill room always waits for something");
-                self.step_p(prefill::Event::Tick, due);
+                self.step_p(prefill::PrefillEvent::Tick, due);
             }
             if self.is_over() {
                 return;
@@ -361,11 +361,11 @@ impl World {
             let index = page.dst - 100;
             self.written.insert(index);
             // The copier's verdict, from the naive truth: a page that P gave away does not verify.
-            if self.given_away.contains(&page.src.page) {
+            if self.reassigned.contains(&page.src.page) {
                 return self.step_d(
-                    decode::Event::PullFailed {
+                    decode::DecodeEvent::PullFailed {
                         ticket,
-                        code: Code::StalePage,
+                        code: ReasonCode::StalePage,
                         why: String::new(),
                     },
                     0,
@@ -373,7 +373,7 @@ impl World {
             }
             self.good.insert(index);
         }
-        self.step_d(decode::Event::Pulled { ticket }, 0);
+        self.step_d(decode::DecodeEvent::Pulled { ticket }, 0);
     }
 
     fn send_p(&mut self, msg: ToP) {
@@ -390,19 +390,19 @@ impl World {
         }
     }
 
-    fn hear_p(&mut self, msg: ToP) {
+    fn deliver_to_p(&mut self, msg: ToP) {
         let event = match msg {
-            ToP::Open => prefill::Event::Open {
+            ToP::Open => prefill::PrefillEvent::Open {
                 peer: D,
                 attempt: 0,
                 prompt_hash: HASH.to_vec(),
                 start_page: 0,
             },
-            ToP::Done => prefill::Event::Done {
+            ToP::Done => prefill::PrefillEvent::Done {
                 peer: D,
                 attempt: 0,
             },
-            ToP::Abort(code) => prefill::Event::PeerAbort {
+            ToP::Abort(code) => prefill::PrefillEvent::PeerAbort {
                 peer: D,
                 attempt: 0,
                 code,
@@ -411,13 +411,13 @@ impl World {
         self.step_p(event, 0);
     }
 
-    fn hear_d(&mut self, msg: ToD) {
+    fn deliver_to_d(&mut self, msg: ToD) {
         let event = match msg {
-            ToD::Accepted => decode::Event::Accepted {
+            ToD::Accepted => decode::DecodeEvent::Accepted {
                 peer: P,
                 attempt: 0,
             },
-            ToD::Rejected(code) => decode::Event::Rejected {
+            ToD::Rejected(code) => decode::DecodeEvent::Rejected {
                 peer: P,
                 attempt: 0,
                 code,
@@ -426,30 +426,30 @@ impl World {
             ToD::Progress { first, pages } => {
                 let pages = pages
                     .into_iter()
-                    .map(|(page, generation, sum)| Sealed {
+                    .map(|(page, generation, sum)| PageDigest {
                         page,
                         generation,
                         sum,
                     })
                     .collect();
-                decode::Event::Progress {
+                decode::DecodeEvent::Progress {
                     peer: P,
                     attempt: 0,
                     first_page: first,
                     pages,
                 }
             }
-            ToD::Final { total, root } => decode::Event::Final {
+            ToD::Final { total, root } => decode::DecodeEvent::Final {
                 peer: P,
                 attempt: 0,
-                fin: decode::Final {
+                fin: decode::FinalMessage {
                     total_pages: total,
                     last_page_tokens: 1,
                     root,
                     payload: vec![],
                 },
             },
-            ToD::Abort(code) => decode::Event::PeerAbort {
+            ToD::Abort(code) => decode::DecodeEvent::PeerAbort {
                 peer: P,
                 attempt: 0,
                 code,
@@ -458,17 +458,17 @@ impl World {
         self.step_d(event, 0);
     }
 
-    fn step_p(&mut self, event: prefill::Event, now: u64) {
+    fn step_p(&mut self, event: prefill::PrefillEvent, now: u64) {
         let actions = self
             .p
             .step(event, now)
             .expect("the world keeps the engine's contract");
         for action in actions {
             match action {
-                prefill::Action::Hash(pages) => self.hashing.extend(pages),
-                prefill::Action::Accept { .. } => self.send_d(ToD::Accepted),
-                prefill::Action::Reject { code, .. } => self.send_d(ToD::Rejected(code)),
-                prefill::Action::Progress {
+                prefill::PrefillAction::Hash(pages) => self.hashing.extend(pages),
+                prefill::PrefillAction::Accept { .. } => self.send_d(ToD::Accepted),
+                prefill::PrefillAction::Reject { code, .. } => self.send_d(ToD::Rejected(code)),
+                prefill::PrefillAction::Progress {
                     first_page, pages, ..
                 } => {
                     let pages = pages
@@ -480,13 +480,14 @@ impl World {
                         pages,
                     });
                 }
-                prefill::Action::Final { finish, root, .. } => self.send_d(ToD::Final {
+                prefill::PrefillAction::Final { finish, root, .. } => self.send_d(ToD::Final {
                     total: finish.total_pages,
                     root,
                 }),
-                prefill::Action::SendAbort { code, .. } => self.send_d(ToD::Abort(code)),
-                prefill::Action::AckAbort { .. } | prefill::Action::ReaderLeft { .. } => {}
-                prefill::Action::Released(code) => {
+                prefill::PrefillAction::SendAbort { code, .. } => self.send_d(ToD::Abort(code)),
+                prefill::PrefillAction::AckAbort { .. }
+                | prefill::PrefillAction::ReaderLeft { .. } => {}
+                prefill::PrefillAction::Released(code) => {
                     assert_eq!(self.p_end, None, "released twice");
                     self.p_end = Some(code);
                 }
@@ -499,7 +500,7 @@ impl World {
         );
     }
 
-    fn step_d(&mut self, event: decode::Event, now: u64) {
+    fn step_d(&mut self, event: decode::DecodeEvent, now: u64) {
         let actions = self
             .d
             .step(event, now)
@@ -507,8 +508,8 @@ impl World {
         for action in actions {
             assert_eq!(self.d_end, None, "{action:?} after the end");
             match action {
-                decode::Action::Open { .. } => self.send_p(ToP::Open),
-                decode::Action::Pull { ticket, pages } => {
+                decode::DecodeAction::Open { .. } => self.send_p(ToP::Open),
+                decode::DecodeAction::Pull { ticket, pages } => {
                     for page in &pages {
                         let index = page.dst - 100;
                         assert!(
@@ -523,11 +524,11 @@ impl World {
                     assert!(!self.cancelled, "a pull is started after the cancel");
                     self.pulls.insert(ticket, pages);
                 }
-                decode::Action::CancelPulls => self.cancelled = true,
-                decode::Action::Done { .. } => self.send_p(ToP::Done),
-                decode::Action::SendAbort { code, .. } => self.send_p(ToP::Abort(code)),
-                decode::Action::AckAbort { .. } => {}
-                decode::Action::Commit(_) => {
+                decode::DecodeAction::CancelPulls => self.cancelled = true,
+                decode::DecodeAction::Done { .. } => self.send_p(ToP::Done),
+                decode::DecodeAction::SendAbort { code, .. } => self.send_p(ToP::Abort(code)),
+                decode::DecodeAction::AckAbort { .. } => {}
+                decode::DecodeAction::Commit(_) => {
                     assert!(
                         self.good.iter().copied().eq(self.start..self.total),
                         "committed with {:?} of {}..{}",
@@ -537,16 +538,16 @@ impl World {
                     );
                     self.end_d("committed");
                 }
-                decode::Action::Announced => {}
-                decode::Action::Revoked => {
+                decode::DecodeAction::Announced => {}
+                decode::DecodeAction::Revoked => {
                     assert!(
                         self.pulls.is_empty() && self.written.is_empty(),
                         "pages that are being filled were given back"
                     );
                     self.granted = false;
                 }
-                decode::Action::Fail { .. } => self.end_d("failed"),
-                decode::Action::Aborted => self.end_d("aborted"),
+                decode::DecodeAction::Fail { .. } => self.end_d("failed"),
+                decode::DecodeAction::Aborted => self.end_d("aborted"),
             }
         }
         assert_eq!(self.d.phase.is_over(), self.d_end.is_some());

@@ -6,12 +6,12 @@ use std::hash::Hash;
 use xxhash_rust::xxh3::Xxh3;
 
 use super::decode::PullLimits;
-use super::model::{Budget, World};
+use super::model::{Budget, Model};
 
 /// 128 bits stand for a visited state.
-fn fingerprint(world: &World) -> u128 {
+fn fingerprint(model: &Model) -> u128 {
     let mut hasher = Xxh3::new();
-    world.hash(&mut hasher);
+    model.hash(&mut hasher);
     hasher.digest128()
 }
 
@@ -21,25 +21,25 @@ struct Explored {
 }
 
 /// Visit all reachable states; the world itself asserts what must always hold, and from every state time alone ends both rooms.
-fn explore(start: World) -> Explored {
+fn explore(start: Model) -> Explored {
     let mut seen = HashSet::from([fingerprint(&start)]);
     let mut queue = VecDeque::from([start]);
     let mut ends = HashSet::new();
-    while let Some(world) = queue.pop_front() {
-        let mut later = world.clone();
+    while let Some(model) = queue.pop_front() {
+        let mut later = model.clone();
         later.run_out();
-        if world.is_over() {
+        if model.is_over() {
             ends.insert((
-                world.d_end,
-                world
+                model.d_end,
+                model
                     .p_end
                     .map(|code| code.map_or("DONE".into(), |code| code.to_string()))
                     .unwrap_or_default(),
             ));
         }
-        for m in world.moves() {
-            let mut next = world.clone();
-            next.make(&m);
+        for m in model.transitions() {
+            let mut next = model.clone();
+            next.apply(&m);
             if seen.insert(fingerprint(&next)) {
                 queue.push_back(next);
             }
@@ -75,7 +75,7 @@ fn reaches(explored: &Explored, d: &'static str, p: &str) -> bool {
 #[test]
 fn without_faults_every_order_of_events_ends_in_commit_and_done() {
     for (total, start) in [(2, 0), (3, 1), (2, 2)] {
-        let explored = explore(World::new(total, start, ONE_PAGE, NOTHING));
+        let explored = explore(Model::new(total, start, ONE_PAGE, NOTHING));
         assert_eq!(
             explored.ends,
             HashSet::from([(Some("committed"), "DONE".to_owned())]),
@@ -92,7 +92,7 @@ fn revoked_grants_and_repeated_ones_change_no_outcome() {
         ..NOTHING
     };
     for (total, start) in [(2, 0), (2, 1), (2, 2)] {
-        let explored = explore(World::new(total, start, ONE_PAGE, budget.clone()));
+        let explored = explore(Model::new(total, start, ONE_PAGE, budget.clone()));
         assert_eq!(
             explored.ends,
             HashSet::from([(Some("committed"), "DONE".to_owned())]),
@@ -106,7 +106,7 @@ fn revoked_grants_and_repeated_ones_change_no_outcome() {
         ticks: 1,
         ..NOTHING
     };
-    let explored = explore(World::new(2, 0, ONE_PAGE, faulty));
+    let explored = explore(Model::new(2, 0, ONE_PAGE, faulty));
     assert!(
         reaches(&explored, "aborted", "CLIENT_GONE") && reaches(&explored, "committed", "DONE"),
         "{:?}",
@@ -122,7 +122,7 @@ fn lost_doubled_and_reordered_messages_never_break_a_promise() {
         ticks: 1,
         ..NOTHING
     };
-    let explored = explore(World::new(2, 0, ONE_PAGE, budget));
+    let explored = explore(Model::new(2, 0, ONE_PAGE, budget));
     assert!(
         reaches(&explored, "committed", "DONE")
             && reaches(&explored, "committed", "LEASE_EXPIRED")
@@ -142,7 +142,7 @@ fn aborts_on_either_side_at_any_moment_end_both_rooms() {
         ticks: 1,
         ..NOTHING
     };
-    let explored = explore(World::new(2, 0, ONE_PAGE, budget));
+    let explored = explore(Model::new(2, 0, ONE_PAGE, budget));
     assert!(
         reaches(&explored, "aborted", "CLIENT_GONE") && reaches(&explored, "failed", "CLIENT_GONE"),
         "{:?}",
@@ -158,7 +158,7 @@ fn pages_given_away_under_the_lease_are_never_committed_unverified() {
         ticks: 1,
         ..NOTHING
     };
-    let explored = explore(World::new(2, 0, ONE_PAGE, budget));
+    let explored = explore(Model::new(2, 0, ONE_PAGE, budget));
     assert!(
         reaches(&explored, "failed", "STALE_PAGE") && reaches(&explored, "committed", "DONE"),
         "{:?}",
@@ -167,7 +167,7 @@ fn pages_given_away_under_the_lease_are_never_committed_unverified() {
 }
 
 #[test]
-fn a_cut_link_is_survived_only_by_rooms_that_need_nothing_more() {
+fn cut_connection_is_survived_only_by_rooms_that_need_nothing_more() {
     let budget = Budget {
         cuts: 1,
         losses: 1,
@@ -175,7 +175,7 @@ fn a_cut_link_is_survived_only_by_rooms_that_need_nothing_more() {
         ticks: 1,
         ..NOTHING
     };
-    let explored = explore(World::new(2, 0, ONE_PAGE, budget));
+    let explored = explore(Model::new(2, 0, ONE_PAGE, budget));
     assert!(
         reaches(&explored, "committed", "LEASE_EXPIRED")
             && reaches(&explored, "failed", "LEASE_EXPIRED"),

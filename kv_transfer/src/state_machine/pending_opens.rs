@@ -5,13 +5,13 @@
 
 use std::collections::{HashMap, VecDeque};
 
-use super::Peer;
-use crate::reason_code::Code;
+use super::ConnectionId;
+use crate::reason_code::ReasonCode;
 
 /// An OPEN that waits for its offer.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct ParkedOpen {
-    pub peer: Peer,
+pub struct PendingOpen {
+    pub peer: ConnectionId,
     pub attempt: u32,
     pub prompt_hash: Vec<u8>,
     pub start_page: u32,
@@ -19,7 +19,7 @@ pub struct ParkedOpen {
 }
 
 #[derive(Debug, PartialEq, Eq)]
-pub enum ParkError {
+pub enum PendingOpenError {
     Full,
     /// This peer has as many as one may have.
     PeerFull,
@@ -28,15 +28,15 @@ pub enum ParkError {
 }
 
 #[derive(Debug)]
-pub struct Parked {
+pub struct PendingOpens {
     limit: usize,
     per_peer: usize,
-    by_peer: HashMap<Peer, usize>,
-    rooms: HashMap<u64, ParkedOpen>,
+    by_peer: HashMap<ConnectionId, usize>,
+    rooms: HashMap<u64, PendingOpen>,
     order: VecDeque<(u64, u64)>, // (until, room), oldest first; TTLs differ little, so expiry scans from the front
 }
 
-impl Parked {
+impl PendingOpens {
     /// At most `limit` OPENs, `per_peer` of them of one peer.
     pub fn new(limit: usize, per_peer: usize) -> Self {
         Self {
@@ -57,18 +57,18 @@ impl Parked {
     }
 
     /// Keep an OPEN until its room is offered. The same peer asking again is not an error.
-    pub fn park(&mut self, room: u64, open: ParkedOpen) -> Result<(), ParkError> {
+    pub fn add(&mut self, room: u64, open: PendingOpen) -> Result<(), PendingOpenError> {
         match self.rooms.get(&room) {
             Some(known) if known.peer == open.peer && known.attempt == open.attempt => {
                 return Ok(());
             }
-            Some(_) => return Err(ParkError::Duplicate),
-            None if self.rooms.len() >= self.limit => return Err(ParkError::Full),
+            Some(_) => return Err(PendingOpenError::Duplicate),
+            None if self.rooms.len() >= self.limit => return Err(PendingOpenError::Full),
             None => {}
         }
         let of_peer = self.by_peer.entry(open.peer).or_default();
         if *of_peer >= self.per_peer {
-            return Err(ParkError::PeerFull);
+            return Err(PendingOpenError::PeerFull);
         }
         *of_peer += 1;
         self.order.push_back((open.until, room));
@@ -76,7 +76,7 @@ impl Parked {
         Ok(())
     }
 
-    pub fn take(&mut self, room: u64) -> Option<ParkedOpen> {
+    pub fn take(&mut self, room: u64) -> Option<PendingOpen> {
         let open = self.rooms.remove(&room)?;
         if let Some(of_peer) = self.by_peer.get_mut(&open.peer) {
             *of_peer -= 1;
@@ -89,7 +89,7 @@ impl Parked {
     }
 
     /// Forget what a lost peer, or one that gave up, had parked.
-    pub fn drop_peer(&mut self, peer: Peer, room: Option<u64>) {
+    pub fn drop_peer(&mut self, peer: ConnectionId, room: Option<u64>) {
         let gone: Vec<u64> = self
             .rooms
             .iter()
@@ -106,7 +106,7 @@ impl Parked {
     }
 
     /// Remove and return the OPENs whose TTL is over.
-    pub fn expire(&mut self, now: u64) -> Vec<(u64, ParkedOpen)> {
+    pub fn expire(&mut self, now: u64) -> Vec<(u64, PendingOpen)> {
         let due: Vec<u64> = self
             .order
             .iter()
@@ -121,16 +121,16 @@ impl Parked {
 
 /// Rooms that are over, newest last; at most `limit`.
 #[derive(Debug)]
-pub struct Tombstones {
+pub struct EndedRooms {
     limit: usize,
-    rooms: HashMap<u64, Tombstone>,
+    rooms: HashMap<u64, EndedRoom>,
     order: VecDeque<(u64, u64)>, // (serial, room)
     serial: u64,
 }
 
 #[derive(Debug)]
-struct Tombstone {
-    code: Code,
+struct EndedRoom {
+    code: ReasonCode,
     attempt: u32,
     serial: u64,
 }
@@ -138,7 +138,7 @@ struct Tombstone {
 /// Attempt of a room that is given up before any attempt of it was known: all of them are over.
 pub const EVERY_ATTEMPT: u32 = u32::MAX;
 
-impl Tombstones {
+impl EndedRooms {
     pub fn new(limit: usize) -> Self {
         Self {
             limit,
@@ -148,12 +148,12 @@ impl Tombstones {
         }
     }
 
-    pub fn bury(&mut self, room: u64, attempt: u32, code: Code) {
+    pub fn add(&mut self, room: u64, attempt: u32, code: ReasonCode) {
         self.serial += 1;
         let serial = self.serial;
         self.rooms.insert(
             room,
-            Tombstone {
+            EndedRoom {
                 code,
                 attempt,
                 serial,
@@ -167,7 +167,7 @@ impl Tombstones {
             if self
                 .rooms
                 .get(&room)
-                .is_some_and(|stone| stone.serial == serial)
+                .is_some_and(|ended| ended.serial == serial)
             {
                 self.rooms.remove(&room);
             }
@@ -175,13 +175,13 @@ impl Tombstones {
     }
 
     /// How this attempt of the room ended; a later one may still come.
-    pub fn get(&self, room: u64, attempt: u32) -> Option<Code> {
-        let stone = self.rooms.get(&room)?;
-        (attempt <= stone.attempt).then_some(stone.code)
+    pub fn get(&self, room: u64, attempt: u32) -> Option<ReasonCode> {
+        let ended = self.rooms.get(&room)?;
+        (attempt <= ended.attempt).then_some(ended.code)
     }
 
     /// The number is used again on purpose.
-    pub fn revive(&mut self, room: u64) {
+    pub fn forget(&mut self, room: u64) {
         self.rooms.remove(&room);
     }
 }
@@ -190,8 +190,8 @@ impl Tombstones {
 mod tests {
     use super::*;
 
-    fn open(peer: Peer, until: u64) -> ParkedOpen {
-        ParkedOpen {
+    fn open(peer: ConnectionId, until: u64) -> PendingOpen {
+        PendingOpen {
             peer,
             attempt: 0,
             prompt_hash: vec![],
@@ -201,51 +201,64 @@ mod tests {
     }
 
     #[test]
-    fn parked_opens_are_bounded_and_expire() {
-        let mut parked = Parked::new(2, 2);
-        assert_eq!(parked.park(1, open(9, 50)), Ok(()));
-        assert_eq!(parked.park(1, open(9, 60)), Ok(()), "the same OPEN twice");
-        assert_eq!(parked.park(1, open(8, 60)), Err(ParkError::Duplicate));
-        assert_eq!(parked.park(2, open(9, 40)), Ok(()));
-        assert_eq!(parked.park(3, open(9, 40)), Err(ParkError::Full));
-        assert_eq!(parked.next_due(), Some(40));
-        assert_eq!(parked.expire(39), vec![]);
-        assert_eq!(parked.expire(40), vec![(2, open(9, 40))]);
-        parked.drop_peer(7, None);
-        assert_eq!(parked.len(), 1);
-        parked.drop_peer(9, Some(2));
-        assert_eq!(parked.len(), 1);
-        parked.drop_peer(9, None);
-        assert!(parked.is_empty());
-        assert_eq!(parked.next_due(), None);
+    fn pending_opens_are_bounded_and_expire() {
+        let mut pending_opens = PendingOpens::new(2, 2);
+        assert_eq!(pending_opens.add(1, open(9, 50)), Ok(()));
+        assert_eq!(
+            pending_opens.add(1, open(9, 60)),
+            Ok(()),
+            "the same OPEN twice"
+        );
+        assert_eq!(
+            pending_opens.add(1, open(8, 60)),
+            Err(PendingOpenError::Duplicate)
+        );
+        assert_eq!(pending_opens.add(2, open(9, 40)), Ok(()));
+        assert_eq!(
+            pending_opens.add(3, open(9, 40)),
+            Err(PendingOpenError::Full)
+        );
+        assert_eq!(pending_opens.next_due(), Some(40));
+        assert_eq!(pending_opens.expire(39), vec![]);
+        assert_eq!(pending_opens.expire(40), vec![(2, open(9, 40))]);
+        pending_opens.drop_peer(7, None);
+        assert_eq!(pending_opens.len(), 1);
+        pending_opens.drop_peer(9, Some(2));
+        assert_eq!(pending_opens.len(), 1);
+        pending_opens.drop_peer(9, None);
+        assert!(pending_opens.is_empty());
+        assert_eq!(pending_opens.next_due(), None);
     }
 
     #[test]
     fn one_peer_leaves_space_for_others() {
-        let mut parked = Parked::new(3, 2);
-        assert_eq!(parked.park(1, open(9, 50)), Ok(()));
-        assert_eq!(parked.park(2, open(9, 50)), Ok(()));
-        assert_eq!(parked.park(3, open(9, 50)), Err(ParkError::PeerFull));
-        assert_eq!(parked.park(3, open(8, 50)), Ok(()));
-        parked.take(1);
-        assert_eq!(parked.park(4, open(9, 50)), Ok(()));
-        parked.drop_peer(9, None);
-        parked.drop_peer(8, None);
-        assert!(parked.by_peer.is_empty());
+        let mut pending_opens = PendingOpens::new(3, 2);
+        assert_eq!(pending_opens.add(1, open(9, 50)), Ok(()));
+        assert_eq!(pending_opens.add(2, open(9, 50)), Ok(()));
+        assert_eq!(
+            pending_opens.add(3, open(9, 50)),
+            Err(PendingOpenError::PeerFull)
+        );
+        assert_eq!(pending_opens.add(3, open(8, 50)), Ok(()));
+        pending_opens.take(1);
+        assert_eq!(pending_opens.add(4, open(9, 50)), Ok(()));
+        pending_opens.drop_peer(9, None);
+        pending_opens.drop_peer(8, None);
+        assert!(pending_opens.by_peer.is_empty());
     }
 
     #[test]
-    fn tombstones_are_bounded_and_a_revived_room_keeps_its_newer_stone() {
-        let mut stones = Tombstones::new(2);
-        stones.bury(1, 0, Code::ClientGone);
-        stones.revive(1);
-        assert_eq!(stones.get(1, 0), None);
-        stones.bury(1, 3, Code::LeaseExpired);
-        stones.bury(2, 0, Code::ClientGone); // pushes out the first entry of room 1, not its second
-        assert_eq!(stones.get(1, 3), Some(Code::LeaseExpired));
-        assert_eq!(stones.get(1, 4), None, "a later attempt");
-        stones.bury(3, EVERY_ATTEMPT, Code::ClientGone);
-        assert_eq!(stones.get(1, 0), None);
-        assert_eq!(stones.get(3, 9), Some(Code::ClientGone));
+    fn ended_rooms_are_bounded_and_a_reused_number_keeps_its_newer_end() {
+        let mut ended = EndedRooms::new(2);
+        ended.add(1, 0, ReasonCode::ClientGone);
+        ended.forget(1);
+        assert_eq!(ended.get(1, 0), None);
+        ended.add(1, 3, ReasonCode::LeaseExpired);
+        ended.add(2, 0, ReasonCode::ClientGone); // pushes out the first entry of room 1, not its second
+        assert_eq!(ended.get(1, 3), Some(ReasonCode::LeaseExpired));
+        assert_eq!(ended.get(1, 4), None, "a later attempt");
+        ended.add(3, EVERY_ATTEMPT, ReasonCode::ClientGone);
+        assert_eq!(ended.get(1, 0), None);
+        assert_eq!(ended.get(3, 9), Some(ReasonCode::ClientGone));
     }
 }

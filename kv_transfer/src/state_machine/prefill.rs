@@ -13,45 +13,48 @@
 //! A reader that dies or gives its place up takes only itself away: the request may come again with another one, which
 //! reads the same pages without a second prefill. A lease without a reader is short (`REOPEN_MS`).
 
-use super::{Illegal, Peer};
-use crate::protocol::{Sealed, root_of};
-use crate::reason_code::Code;
+use super::{ConnectionId, InvalidTransition};
+use crate::protocol::{PageDigest, root_of};
+use crate::reason_code::ReasonCode;
 
 /// How long pages wait for another reader when theirs has gone [ms]: a router notices a dead node within milliseconds.
 pub const REOPEN_MS: u64 = 3_000;
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
-pub enum Phase {
+pub enum PrefillPhase {
     Waiting,
     Prefilling,
     Leased { until: u64 },
     Released,
-    Aborted(Code),
+    Aborted(ReasonCode),
     Expired,
 }
 
-impl Phase {
+impl PrefillPhase {
     pub const LIVE_NAMES: &'static [&'static str] = &["WAITING", "PREFILLING", "LEASED"];
 
     pub fn name(&self) -> &'static str {
         match self {
-            Phase::Waiting => "WAITING",
-            Phase::Prefilling => "PREFILLING",
-            Phase::Leased { .. } => "LEASED",
-            Phase::Released => "RELEASED",
-            Phase::Aborted(_) => "ABORTED",
-            Phase::Expired => "EXPIRED",
+            PrefillPhase::Waiting => "WAITING",
+            PrefillPhase::Prefilling => "PREFILLING",
+            PrefillPhase::Leased { .. } => "LEASED",
+            PrefillPhase::Released => "RELEASED",
+            PrefillPhase::Aborted(_) => "ABORTED",
+            PrefillPhase::Expired => "EXPIRED",
         }
     }
 
     pub fn is_over(&self) -> bool {
-        matches!(self, Phase::Released | Phase::Aborted(_) | Phase::Expired)
+        matches!(
+            self,
+            PrefillPhase::Released | PrefillPhase::Aborted(_) | PrefillPhase::Expired
+        )
     }
 }
 
 /// What the engine hands over at the end of prefill.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
-pub struct Finish {
+pub struct PrefillOutput {
     pub total_pages: u32,
     pub last_page_tokens: u32,
     pub payload: Vec<u8>,
@@ -59,136 +62,139 @@ pub struct Finish {
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 struct Reader {
-    peer: Peer,
+    peer: ConnectionId,
     start_page: u32,
     final_sent: bool,
 }
 
 /// One prompt page, by its index in the prompt.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-enum Slot {
+enum PageState {
     Missing,
     Hashing { page: u32, generation: u64 },
-    Ready(Sealed),
+    Ready(PageDigest),
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
-pub struct Room {
-    pub phase: Phase,
+pub struct PrefillRoom {
+    pub phase: PrefillPhase,
     pub attempt: u32,
     prompt_hash: Vec<u8>,
     deadline: u64,
     lease_ms: u64,
-    pages: Vec<Slot>,
-    finish: Option<Finish>,
+    pages: Vec<PageState>,
+    finish: Option<PrefillOutput>,
     reader: Option<Reader>,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
-pub enum Event {
+pub enum PrefillEvent {
     /// Own engine: prompt pages [first, first + n) are final, as (page, generation).
     Publish {
         first: u32,
         pages: Vec<(u32, u64)>,
     },
     /// Own copy thread: checksums of pages published before, as (index in the prompt, page).
-    Hashed(Vec<(u32, Sealed)>),
+    Hashed(Vec<(u32, PageDigest)>),
     /// Own engine: the forward passes are over.
-    Finish(Finish),
+    Finish(PrefillOutput),
     /// Own engine.
-    Abort(Code),
+    Abort(ReasonCode),
     Open {
-        peer: Peer,
+        peer: ConnectionId,
         attempt: u32,
         prompt_hash: Vec<u8>,
         start_page: u32,
     },
     Done {
-        peer: Peer,
+        peer: ConnectionId,
         attempt: u32,
     },
     PeerAbort {
-        peer: Peer,
+        peer: ConnectionId,
         attempt: u32,
-        code: Code,
+        code: ReasonCode,
     },
     PeerGone {
-        peer: Peer,
-        code: Code,
+        peer: ConnectionId,
+        code: ReasonCode,
     },
     /// A heartbeat of the peer that names this room.
     Renew {
-        peer: Peer,
+        peer: ConnectionId,
     },
     Tick,
 }
 
-impl Event {
+impl PrefillEvent {
     fn name(&self) -> &'static str {
         match self {
-            Event::Publish { .. } => "publish",
-            Event::Hashed(_) => "hashed",
-            Event::Finish(_) => "finish",
-            Event::Abort(_) => "abort",
-            Event::Open { .. } => "OPEN",
-            Event::Done { .. } => "DONE",
-            Event::PeerAbort { .. } => "ABORT",
-            Event::PeerGone { .. } => "peer gone",
-            Event::Renew { .. } => "renew",
-            Event::Tick => "tick",
+            PrefillEvent::Publish { .. } => "publish",
+            PrefillEvent::Hashed(_) => "hashed",
+            PrefillEvent::Finish(_) => "finish",
+            PrefillEvent::Abort(_) => "abort",
+            PrefillEvent::Open { .. } => "OPEN",
+            PrefillEvent::Done { .. } => "DONE",
+            PrefillEvent::PeerAbort { .. } => "ABORT",
+            PrefillEvent::PeerGone { .. } => "peer gone",
+            PrefillEvent::Renew { .. } => "renew",
+            PrefillEvent::Tick => "tick",
         }
     }
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
-pub enum Action {
+pub enum PrefillAction {
     /// Compute checksums of (index in the prompt, page, generation).
     Hash(Vec<(u32, u32, u64)>),
     Accept {
-        peer: Peer,
+        peer: ConnectionId,
     },
     Reject {
-        peer: Peer,
-        code: Code,
+        peer: ConnectionId,
+        code: ReasonCode,
         why: String,
     },
     Progress {
-        peer: Peer,
+        peer: ConnectionId,
         first_page: u32,
-        pages: Vec<Sealed>,
+        pages: Vec<PageDigest>,
     },
     Final {
-        peer: Peer,
-        finish: Finish,
+        peer: ConnectionId,
+        finish: PrefillOutput,
         root: u64,
     },
     SendAbort {
-        peer: Peer,
-        code: Code,
+        peer: ConnectionId,
+        code: ReasonCode,
     },
     AckAbort {
-        peer: Peer,
+        peer: ConnectionId,
     },
     /// The reader is gone, the room waits for another.
     ReaderLeft {
-        peer: Peer,
+        peer: ConnectionId,
     },
     /// The room is over: the engine may unlock its pages. `None` means DONE.
-    Released(Option<Code>),
+    Released(Option<ReasonCode>),
 }
 
 /// Whether a reader that ends for this reason leaves good pages behind: nothing is wrong with them or with the request.
-fn leaves_pages(code: Code) -> bool {
+fn leaves_pages(code: ReasonCode) -> bool {
     matches!(
         code,
-        Code::PeerDead | Code::PeerRestarted | Code::NoCapacity | Code::Draining
+        ReasonCode::PeerDead
+            | ReasonCode::PeerRestarted
+            | ReasonCode::NoCapacity
+            | ReasonCode::Draining
     )
 }
 
-impl Room {
+impl PrefillRoom {
     pub fn new(attempt: u32, prompt_hash: Vec<u8>, deadline: u64, lease_ms: u64) -> Self {
         Self {
-            phase: Phase::Waiting,
+            phase: PrefillPhase::Waiting,
             attempt,
             prompt_hash,
             deadline,
@@ -202,13 +208,13 @@ impl Room {
     /// The moment at which `Tick` changes something.
     pub fn next_due(&self) -> Option<u64> {
         match self.phase {
-            Phase::Waiting | Phase::Prefilling => Some(self.deadline),
-            Phase::Leased { until } => Some(until),
+            PrefillPhase::Waiting | PrefillPhase::Prefilling => Some(self.deadline),
+            PrefillPhase::Leased { until } => Some(until),
             _ => None,
         }
     }
 
-    pub fn reader(&self) -> Option<Peer> {
+    pub fn reader(&self) -> Option<ConnectionId> {
         self.reader.as_ref().map(|reader| reader.peer)
     }
 
@@ -217,75 +223,86 @@ impl Room {
         let ready = self
             .pages
             .iter()
-            .filter(|slot| matches!(slot, Slot::Ready(_)))
+            .filter(|state| matches!(state, PageState::Ready(_)))
             .count();
         (
             self.pages
                 .iter()
-                .filter(|slot| **slot != Slot::Missing)
+                .filter(|state| **state != PageState::Missing)
                 .count(),
             ready,
         )
     }
 
     /// The transition function: on `Err` the room is as it was.
-    pub fn step(&mut self, event: Event, now: u64) -> Result<Vec<Action>, Illegal> {
+    pub fn step(
+        &mut self,
+        event: PrefillEvent,
+        now: u64,
+    ) -> Result<Vec<PrefillAction>, InvalidTransition> {
         if self.phase.is_over() {
             return self.after_the_end(&event);
         }
         match event {
-            Event::Publish { first, pages } => self.publish(first, &pages),
-            Event::Hashed(sums) => Ok(self.hashed(&sums)),
-            Event::Finish(finish) => self.finish(finish, now),
-            Event::Abort(code) => Ok(self.end(Phase::Aborted(code), Some(code), true)),
-            Event::Open {
+            PrefillEvent::Publish { first, pages } => self.publish(first, &pages),
+            PrefillEvent::Hashed(sums) => Ok(self.hashed(&sums)),
+            PrefillEvent::Finish(finish) => self.finish(finish, now),
+            PrefillEvent::Abort(code) => {
+                Ok(self.end(PrefillPhase::Aborted(code), Some(code), true))
+            }
+            PrefillEvent::Open {
                 peer,
                 attempt,
                 prompt_hash,
                 start_page,
             } => Ok(self.open(peer, attempt, &prompt_hash, start_page, now)),
-            Event::Done { peer, attempt }
+            PrefillEvent::Done { peer, attempt }
                 if self.is_reader(peer) && attempt == self.attempt && self.final_sent() =>
             {
-                Ok(self.end(Phase::Released, None, false))
+                Ok(self.end(PrefillPhase::Released, None, false))
             }
-            Event::PeerAbort {
+            PrefillEvent::PeerAbort {
                 peer,
                 attempt,
                 code,
             } if self.is_reader(peer) && attempt == self.attempt => {
-                let mut actions = vec![Action::AckAbort { peer }];
+                let mut actions = vec![PrefillAction::AckAbort { peer }];
                 actions.extend(self.lose_reader(peer, code, now));
                 Ok(actions)
             }
-            Event::PeerGone { peer, code } if self.is_reader(peer) => {
+            PrefillEvent::PeerGone { peer, code } if self.is_reader(peer) => {
                 Ok(self.lose_reader(peer, code, now))
             }
-            Event::Renew { peer } if self.is_reader(peer) => {
+            PrefillEvent::Renew { peer } if self.is_reader(peer) => {
                 self.renew(now);
                 Ok(vec![])
             }
-            Event::Tick => Ok(self.tick(now)),
+            PrefillEvent::Tick => Ok(self.tick(now)),
             // Late or foreign words of a peer: not ours to act on.
-            Event::Done { .. }
-            | Event::PeerAbort { .. }
-            | Event::PeerGone { .. }
-            | Event::Renew { .. } => Ok(vec![]),
+            PrefillEvent::Done { .. }
+            | PrefillEvent::PeerAbort { .. }
+            | PrefillEvent::PeerGone { .. }
+            | PrefillEvent::Renew { .. } => Ok(vec![]),
         }
     }
 
-    fn lose_reader(&mut self, peer: Peer, code: Code, now: u64) -> Vec<Action> {
+    fn lose_reader(
+        &mut self,
+        peer: ConnectionId,
+        code: ReasonCode,
+        now: u64,
+    ) -> Vec<PrefillAction> {
         if !leaves_pages(code) {
-            return self.end(Phase::Aborted(code), Some(code), false);
+            return self.end(PrefillPhase::Aborted(code), Some(code), false);
         }
         self.reader = None;
-        if let Phase::Leased { until } = &mut self.phase {
+        if let PrefillPhase::Leased { until } = &mut self.phase {
             *until = (*until).min(now + REOPEN_MS);
         }
-        vec![Action::ReaderLeft { peer }]
+        vec![PrefillAction::ReaderLeft { peer }]
     }
 
-    fn is_reader(&self, peer: Peer) -> bool {
+    fn is_reader(&self, peer: ConnectionId) -> bool {
         self.reader() == Some(peer)
     }
 
@@ -293,20 +310,20 @@ impl Room {
         self.reader.as_ref().is_some_and(|reader| reader.final_sent)
     }
 
-    fn illegal(&self, event: &'static str, why: impl Into<String>) -> Illegal {
-        Illegal {
+    fn invalid(&self, event: &'static str, why: impl Into<String>) -> InvalidTransition {
+        InvalidTransition {
             phase: self.phase.name(),
             event,
             why: why.into(),
         }
     }
 
-    fn after_the_end(&self, event: &Event) -> Result<Vec<Action>, Illegal> {
+    fn after_the_end(&self, event: &PrefillEvent) -> Result<Vec<PrefillAction>, InvalidTransition> {
         match event {
-            Event::Publish { .. } | Event::Finish(_) | Event::Abort(_) => {
-                Err(self.illegal(event.name(), "the room is over"))
+            PrefillEvent::Publish { .. } | PrefillEvent::Finish(_) | PrefillEvent::Abort(_) => {
+                Err(self.invalid(event.name(), "the room is over"))
             }
-            Event::Open { peer, .. } => Ok(vec![Action::Reject {
+            PrefillEvent::Open { peer, .. } => Ok(vec![PrefillAction::Reject {
                 peer: *peer,
                 code: self.code_after_the_end(),
                 why: "the room is over".into(),
@@ -316,67 +333,71 @@ impl Room {
     }
 
     /// What a late OPEN of this room is told.
-    pub fn code_after_the_end(&self) -> Code {
+    pub fn code_after_the_end(&self) -> ReasonCode {
         match self.phase {
-            Phase::Aborted(code) => code,
-            Phase::Released => Code::DupRoom,
-            _ => Code::LeaseExpired,
+            PrefillPhase::Aborted(code) => code,
+            PrefillPhase::Released => ReasonCode::DupRoom,
+            _ => ReasonCode::LeaseExpired,
         }
     }
 
-    fn publish(&mut self, first: u32, pages: &[(u32, u64)]) -> Result<Vec<Action>, Illegal> {
+    fn publish(
+        &mut self,
+        first: u32,
+        pages: &[(u32, u64)],
+    ) -> Result<Vec<PrefillAction>, InvalidTransition> {
         if self.finish.is_some() {
-            return Err(self.illegal("publish", "finish() came before"));
+            return Err(self.invalid("publish", "finish() came before"));
         }
         let mut fresh = Vec::new();
         for (index, &(page, generation)) in (first..).zip(pages) {
             match self.pages.get(index as usize) {
-                None | Some(Slot::Missing) => fresh.push((index, page, generation)),
+                None | Some(PageState::Missing) => fresh.push((index, page, generation)),
                 Some(
-                    Slot::Hashing {
+                    PageState::Hashing {
                         page: p,
                         generation: g,
                     }
-                    | Slot::Ready(Sealed {
+                    | PageState::Ready(PageDigest {
                         page: p,
                         generation: g,
                         ..
                     }),
                 ) => {
                     if (*p, *g) != (page, generation) {
-                        return Err(self.illegal("publish", format!("prompt page {index} was published as page {p} generation {g}, now as page {page} generation {generation}")));
+                        return Err(self.invalid("publish", format!("prompt page {index} was published as page {p} generation {g}, now as page {page} generation {generation}")));
                     }
                 }
             }
         }
         let end = first as usize + pages.len();
         if self.pages.len() < end {
-            self.pages.resize(end, Slot::Missing);
+            self.pages.resize(end, PageState::Missing);
         }
         for &(index, page, generation) in &fresh {
-            self.pages[index as usize] = Slot::Hashing { page, generation };
+            self.pages[index as usize] = PageState::Hashing { page, generation };
         }
-        self.phase = Phase::Prefilling;
+        self.phase = PrefillPhase::Prefilling;
         Ok(if fresh.is_empty() {
             vec![]
         } else {
-            vec![Action::Hash(fresh)]
+            vec![PrefillAction::Hash(fresh)]
         })
     }
 
-    fn hashed(&mut self, sums: &[(u32, Sealed)]) -> Vec<Action> {
-        let mut ready: Vec<(u32, Sealed)> = Vec::with_capacity(sums.len());
-        for &(index, sealed) in sums {
+    fn hashed(&mut self, sums: &[(u32, PageDigest)]) -> Vec<PrefillAction> {
+        let mut ready: Vec<(u32, PageDigest)> = Vec::with_capacity(sums.len());
+        for &(index, digest) in sums {
             // Compared with what was asked: the answer may belong to an earlier room of this number.
-            let asked = Slot::Hashing {
-                page: sealed.page,
-                generation: sealed.generation,
+            let asked = PageState::Hashing {
+                page: digest.page,
+                generation: digest.generation,
             };
-            if let Some(slot) = self.pages.get_mut(index as usize)
-                && *slot == asked
+            if let Some(state) = self.pages.get_mut(index as usize)
+                && *state == asked
             {
-                *slot = Slot::Ready(sealed);
-                ready.push((index, sealed));
+                *state = PageState::Ready(digest);
+                ready.push((index, digest));
             }
         }
         let Some(reader) = &self.reader else {
@@ -388,17 +409,21 @@ impl Room {
         actions
     }
 
-    fn finish(&mut self, finish: Finish, now: u64) -> Result<Vec<Action>, Illegal> {
+    fn finish(
+        &mut self,
+        finish: PrefillOutput,
+        now: u64,
+    ) -> Result<Vec<PrefillAction>, InvalidTransition> {
         if self.finish.is_some() {
-            return Err(self.illegal("finish", "it was called before"));
+            return Err(self.invalid("finish", "it was called before"));
         }
         let published = self
             .pages
             .iter()
-            .take_while(|slot| **slot != Slot::Missing)
+            .take_while(|state| **state != PageState::Missing)
             .count();
         if published != finish.total_pages as usize || self.pages.len() != published {
-            return Err(self.illegal(
+            return Err(self.invalid(
                 "finish",
                 format!(
                     "{} pages in all, but pages [0, {published}) of {} are published",
@@ -408,7 +433,7 @@ impl Room {
             ));
         }
         self.finish = Some(finish);
-        self.phase = Phase::Leased {
+        self.phase = PrefillPhase::Leased {
             until: now + self.lease_ms,
         };
         Ok(self.try_final())
@@ -416,16 +441,16 @@ impl Room {
 
     fn open(
         &mut self,
-        peer: Peer,
+        peer: ConnectionId,
         attempt: u32,
         prompt_hash: &[u8],
         start_page: u32,
         now: u64,
-    ) -> Vec<Action> {
-        let reject = |code, why: String| vec![Action::Reject { peer, code, why }];
+    ) -> Vec<PrefillAction> {
+        let reject = |code, why: String| vec![PrefillAction::Reject { peer, code, why }];
         if attempt != self.attempt {
             return reject(
-                Code::DupRoom,
+                ReasonCode::DupRoom,
                 format!(
                     "the room is in use by attempt {}, not {attempt}",
                     self.attempt
@@ -436,7 +461,7 @@ impl Room {
         match &self.reader {
             Some(reader) if reader.peer == peer && reader.start_page != start_page => {
                 return reject(
-                    Code::DupRoom,
+                    ReasonCode::DupRoom,
                     "this decode rank reads the room already".into(),
                 );
             }
@@ -444,7 +469,7 @@ impl Room {
             Some(reader) if reader.peer == peer => {}
             _ if prompt_hash != self.prompt_hash => {
                 return reject(
-                    Code::PromptMismatch,
+                    ReasonCode::PromptMismatch,
                     "prefill and decode hashed different prompts; compare tokenizers and templates"
                         .into(),
                 );
@@ -454,11 +479,11 @@ impl Room {
         let mut actions = Vec::new();
         if let Some(before) = before.filter(|before| *before != peer) {
             // The router sent the request to another decode node: the one before is dead or given up, and we learn it late.
-            actions.push(Action::SendAbort {
+            actions.push(PrefillAction::SendAbort {
                 peer: before,
-                code: Code::DupRoom,
+                code: ReasonCode::DupRoom,
             });
-            actions.push(Action::ReaderLeft { peer: before });
+            actions.push(PrefillAction::ReaderLeft { peer: before });
         }
         self.reader = Some(Reader {
             peer,
@@ -466,25 +491,25 @@ impl Room {
             final_sent: false,
         });
         self.renew(now);
-        let ready: Vec<(u32, Sealed)> = (0u32..)
+        let ready: Vec<(u32, PageDigest)> = (0u32..)
             .zip(&self.pages)
             .skip(start_page as usize)
-            .filter_map(|(index, slot)| {
-                if let Slot::Ready(sealed) = slot {
-                    Some((index, *sealed))
+            .filter_map(|(index, state)| {
+                if let PageState::Ready(digest) = state {
+                    Some((index, *digest))
                 } else {
                     None
                 }
             })
             .collect();
-        actions.push(Action::Accept { peer });
+        actions.push(PrefillAction::Accept { peer });
         actions.extend(progress_runs(peer, &ready));
         actions.extend(self.try_final());
         actions
     }
 
     /// FINAL goes out once: when there is a reader, the engine has finished and all checksums are known.
-    fn try_final(&mut self) -> Vec<Action> {
+    fn try_final(&mut self) -> Vec<PrefillAction> {
         let (Some(finish), Some(reader)) = (&self.finish, &mut self.reader) else {
             return vec![];
         };
@@ -492,7 +517,7 @@ impl Room {
             || self
                 .pages
                 .iter()
-                .any(|slot| !matches!(slot, Slot::Ready(_)))
+                .any(|state| !matches!(state, PageState::Ready(_)))
         {
             return vec![];
         }
@@ -501,14 +526,14 @@ impl Room {
             .pages
             .iter()
             .skip(reader.start_page as usize)
-            .filter_map(|slot| {
-                if let Slot::Ready(sealed) = slot {
-                    Some(sealed.sum)
+            .filter_map(|state| {
+                if let PageState::Ready(digest) = state {
+                    Some(digest.sum)
                 } else {
                     None
                 }
             });
-        vec![Action::Final {
+        vec![PrefillAction::Final {
             peer: reader.peer,
             finish: finish.clone(),
             root: root_of(sums),
@@ -516,47 +541,54 @@ impl Room {
     }
 
     fn renew(&mut self, now: u64) {
-        if let Phase::Leased { until } = &mut self.phase {
+        if let PrefillPhase::Leased { until } = &mut self.phase {
             // A living reader may hold the pages until the request's own deadline, and one lease beyond it, not for ever.
             *until = (*until).max((now + self.lease_ms).min(self.deadline + self.lease_ms));
         }
     }
 
-    fn tick(&mut self, now: u64) -> Vec<Action> {
+    fn tick(&mut self, now: u64) -> Vec<PrefillAction> {
         match self.phase {
-            Phase::Leased { until } if now >= until => {
-                self.end(Phase::Expired, Some(Code::LeaseExpired), true)
+            PrefillPhase::Leased { until } if now >= until => {
+                self.end(PrefillPhase::Expired, Some(ReasonCode::LeaseExpired), true)
             }
-            Phase::Waiting | Phase::Prefilling if now >= self.deadline => {
-                self.end(Phase::Aborted(Code::Deadline), Some(Code::Deadline), true)
-            }
+            PrefillPhase::Waiting | PrefillPhase::Prefilling if now >= self.deadline => self.end(
+                PrefillPhase::Aborted(ReasonCode::Deadline),
+                Some(ReasonCode::Deadline),
+                true,
+            ),
             _ => vec![],
         }
     }
 
-    fn end(&mut self, phase: Phase, code: Option<Code>, tell: bool) -> Vec<Action> {
+    fn end(
+        &mut self,
+        phase: PrefillPhase,
+        code: Option<ReasonCode>,
+        notify: bool,
+    ) -> Vec<PrefillAction> {
         let mut actions = Vec::with_capacity(2);
-        if let (true, Some(reader), Some(code)) = (tell, &self.reader, code) {
-            actions.push(Action::SendAbort {
+        if let (true, Some(reader), Some(code)) = (notify, &self.reader, code) {
+            actions.push(PrefillAction::SendAbort {
                 peer: reader.peer,
                 code,
             });
         }
         self.phase = phase;
-        actions.push(Action::Released(code));
+        actions.push(PrefillAction::Released(code));
         actions
     }
 }
 
 /// PROGRESS speaks of consecutive pages: one action per run.
-fn progress_runs(peer: Peer, ready: &[(u32, Sealed)]) -> Vec<Action> {
+fn progress_runs(peer: ConnectionId, ready: &[(u32, PageDigest)]) -> Vec<PrefillAction> {
     ready
         .chunk_by(|a, b| a.0 + 1 == b.0)
         .flat_map(|run| run.chunks(crate::protocol::MAX_PROGRESS_PAGES))
-        .map(|run| Action::Progress {
+        .map(|run| PrefillAction::Progress {
             peer,
             first_page: run[0].0,
-            pages: run.iter().map(|&(_, sealed)| sealed).collect(),
+            pages: run.iter().map(|&(_, digest)| digest).collect(),
         })
         .collect()
 }
@@ -565,22 +597,22 @@ fn progress_runs(peer: Peer, ready: &[(u32, Sealed)]) -> Vec<Action> {
 mod tests {
     use super::*;
 
-    const D: Peer = 7;
+    const D: ConnectionId = 7;
 
-    fn room() -> Room {
-        Room::new(1, vec![1, 2], 1000, 100)
+    fn room() -> PrefillRoom {
+        PrefillRoom::new(1, vec![1, 2], 1000, 100)
     }
 
-    fn sealed(page: u32) -> Sealed {
-        Sealed {
+    fn digest(page: u32) -> PageDigest {
+        PageDigest {
             page,
             generation: 2,
             sum: u64::from(page) * 11,
         }
     }
 
-    fn open(start_page: u32) -> Event {
-        Event::Open {
+    fn open(start_page: u32) -> PrefillEvent {
+        PrefillEvent::Open {
             peer: D,
             attempt: 1,
             prompt_hash: vec![1, 2],
@@ -588,8 +620,8 @@ mod tests {
         }
     }
 
-    fn finish(total_pages: u32) -> Event {
-        Event::Finish(Finish {
+    fn finish(total_pages: u32) -> PrefillEvent {
+        PrefillEvent::Finish(PrefillOutput {
             total_pages,
             last_page_tokens: 3,
             payload: vec![9],
@@ -597,9 +629,9 @@ mod tests {
     }
 
     /// `room` with pages 10.. published and hashed.
-    fn with_pages(mut room: Room, n: u32) -> Room {
+    fn with_pages(mut room: PrefillRoom, n: u32) -> PrefillRoom {
         room.step(
-            Event::Publish {
+            PrefillEvent::Publish {
                 first: 0,
                 pages: (0..n).map(|i| (10 + i, 2)).collect(),
             },
@@ -607,7 +639,7 @@ mod tests {
         )
         .expect("publish is legal");
         room.step(
-            Event::Hashed((0..n).map(|i| (i, sealed(10 + i))).collect()),
+            PrefillEvent::Hashed((0..n).map(|i| (i, digest(10 + i))).collect()),
             0,
         )
         .expect("always legal");
@@ -615,34 +647,34 @@ mod tests {
     }
 
     #[test]
-    fn a_room_without_a_reader_tells_nobody_and_tells_everything_on_open() {
+    fn room_without_a_reader_sends_nothing_until_open() {
         let mut room = with_pages(room(), 2);
         assert_eq!(room.step(finish(2), 10), Ok(vec![]));
-        assert_eq!(room.phase, Phase::Leased { until: 110 });
+        assert_eq!(room.phase, PrefillPhase::Leased { until: 110 });
         let actions = room.step(open(1), 20).expect("legal");
-        assert_eq!(actions[0], Action::Accept { peer: D });
+        assert_eq!(actions[0], PrefillAction::Accept { peer: D });
         assert_eq!(
             actions[1],
-            Action::Progress {
+            PrefillAction::Progress {
                 peer: D,
                 first_page: 1,
-                pages: vec![sealed(11)]
+                pages: vec![digest(11)]
             }
         );
         assert!(
-            matches!(&actions[2], Action::Final { root, .. } if *root == root_of([sealed(11).sum].into_iter()))
+            matches!(&actions[2], PrefillAction::Final { root, .. } if *root == root_of([digest(11).sum].into_iter()))
         );
         assert_eq!(
             room.step(
-                Event::Done {
+                PrefillEvent::Done {
                     peer: D,
                     attempt: 1
                 },
                 30
             ),
-            Ok(vec![Action::Released(None)])
+            Ok(vec![PrefillAction::Released(None)])
         );
-        assert_eq!(room.phase, Phase::Released);
+        assert_eq!(room.phase, PrefillPhase::Released);
     }
 
     #[test]
@@ -650,7 +682,7 @@ mod tests {
         let mut room = room();
         room.step(open(0), 0).expect("legal");
         room.step(
-            Event::Publish {
+            PrefillEvent::Publish {
                 first: 0,
                 pages: vec![(10, 2)],
             },
@@ -660,7 +692,7 @@ mod tests {
         assert_eq!(room.step(finish(1), 0), Ok(vec![]));
         assert_eq!(
             room.step(
-                Event::Done {
+                PrefillEvent::Done {
                     peer: D,
                     attempt: 1
                 },
@@ -670,11 +702,11 @@ mod tests {
             "DONE before FINAL means nothing"
         );
         let actions = room
-            .step(Event::Hashed(vec![(0, sealed(10))]), 0)
+            .step(PrefillEvent::Hashed(vec![(0, digest(10))]), 0)
             .expect("legal");
         assert!(matches!(
             actions[..],
-            [Action::Progress { .. }, Action::Final { .. }]
+            [PrefillAction::Progress { .. }, PrefillAction::Final { .. }]
         ));
     }
 
@@ -683,7 +715,7 @@ mod tests {
         let mut room = room();
         room.step(open(0), 0).expect("legal");
         room.step(
-            Event::Publish {
+            PrefillEvent::Publish {
                 first: 0,
                 pages: vec![(10, 2)],
             },
@@ -691,16 +723,19 @@ mod tests {
         )
         .expect("legal");
         for foreign in [
-            sealed(11),
-            Sealed {
+            digest(11),
+            PageDigest {
                 generation: 4,
-                ..sealed(10)
+                ..digest(10)
             },
         ] {
-            assert_eq!(room.step(Event::Hashed(vec![(0, foreign)]), 0), Ok(vec![]));
+            assert_eq!(
+                room.step(PrefillEvent::Hashed(vec![(0, foreign)]), 0),
+                Ok(vec![])
+            );
         }
         assert_eq!(
-            room.step(Event::Hashed(vec![(0, sealed(10))]), 0)
+            room.step(PrefillEvent::Hashed(vec![(0, digest(10))]), 0)
                 .map(|a| a.len()),
             Ok(1)
         );
@@ -709,11 +744,11 @@ mod tests {
     #[test]
     fn a_wrong_prompt_and_a_wrong_attempt_are_rejected_and_another_reader_takes_over() {
         let mut room = with_pages(room(), 1);
-        let code = |actions: Vec<Action>| match &actions[..] {
-            [Action::Reject { code, .. }] => *code,
+        let code = |actions: Vec<PrefillAction>| match &actions[..] {
+            [PrefillAction::Reject { code, .. }] => *code,
             other => panic!("expected one rejection, got {other:?}"),
         };
-        let wrong_prompt = Event::Open {
+        let wrong_prompt = PrefillEvent::Open {
             peer: D,
             attempt: 1,
             prompt_hash: vec![3],
@@ -721,9 +756,9 @@ mod tests {
         };
         assert_eq!(
             code(room.step(wrong_prompt, 0).expect("legal")),
-            Code::PromptMismatch
+            ReasonCode::PromptMismatch
         );
-        let wrong_attempt = Event::Open {
+        let wrong_attempt = PrefillEvent::Open {
             peer: D,
             attempt: 2,
             prompt_hash: vec![1, 2],
@@ -731,15 +766,15 @@ mod tests {
         };
         assert_eq!(
             code(room.step(wrong_attempt, 0).expect("legal")),
-            Code::DupRoom
+            ReasonCode::DupRoom
         );
         room.step(open(0), 0).expect("legal");
         assert_eq!(
             room.step(open(0), 0).expect("legal")[0],
-            Action::Accept { peer: D },
+            PrefillAction::Accept { peer: D },
             "the same OPEN twice is answered twice"
         );
-        let second = |prompt_hash| Event::Open {
+        let second = |prompt_hash| PrefillEvent::Open {
             peer: 8,
             attempt: 1,
             prompt_hash,
@@ -747,47 +782,50 @@ mod tests {
         };
         assert_eq!(
             code(room.step(second(vec![9]), 0).expect("legal")),
-            Code::PromptMismatch
+            ReasonCode::PromptMismatch
         );
         assert_eq!(room.reader(), Some(D));
         assert_eq!(
             room.step(second(vec![1, 2]), 0).expect("legal")[..3],
             [
-                Action::SendAbort {
+                PrefillAction::SendAbort {
                     peer: D,
-                    code: Code::DupRoom
+                    code: ReasonCode::DupRoom
                 },
-                Action::ReaderLeft { peer: D },
-                Action::Accept { peer: 8 }
+                PrefillAction::ReaderLeft { peer: D },
+                PrefillAction::Accept { peer: 8 }
             ]
         );
         assert_eq!(room.reader(), Some(8));
     }
 
     #[test]
-    fn a_lease_expires_is_renewed_by_its_reader_only_and_not_for_ever() {
+    fn lease_is_renewed_by_its_reader_only_and_for_a_limited_time() {
         let mut room = with_pages(room(), 1);
         room.step(finish(1), 0).expect("legal");
         room.step(open(0), 0).expect("legal");
-        room.step(Event::Renew { peer: 99 }, 50).expect("legal");
+        room.step(PrefillEvent::Renew { peer: 99 }, 50)
+            .expect("legal");
         assert_eq!(room.next_due(), Some(100));
-        room.step(Event::Renew { peer: D }, 50).expect("legal");
+        room.step(PrefillEvent::Renew { peer: D }, 50)
+            .expect("legal");
         assert_eq!(room.next_due(), Some(150));
-        room.step(Event::Renew { peer: D }, 100_000).expect("legal");
+        room.step(PrefillEvent::Renew { peer: D }, 100_000)
+            .expect("legal");
         assert_eq!(room.next_due(), Some(1100), "deadline plus one lease");
-        assert_eq!(room.step(Event::Tick, 1099), Ok(vec![]));
-        let end = room.step(Event::Tick, 1100).expect("legal");
+        assert_eq!(room.step(PrefillEvent::Tick, 1099), Ok(vec![]));
+        let end = room.step(PrefillEvent::Tick, 1100).expect("legal");
         assert_eq!(
             end,
             vec![
-                Action::SendAbort {
+                PrefillAction::SendAbort {
                     peer: D,
-                    code: Code::LeaseExpired
+                    code: ReasonCode::LeaseExpired
                 },
-                Action::Released(Some(Code::LeaseExpired))
+                PrefillAction::Released(Some(ReasonCode::LeaseExpired))
             ]
         );
-        assert_eq!(room.phase, Phase::Expired);
+        assert_eq!(room.phase, PrefillPhase::Expired);
     }
 
     #[test]
@@ -797,27 +835,27 @@ mod tests {
         room.step(finish(1), 0).expect("legal");
         let before = room.clone();
         for event in [
-            Event::Done {
+            PrefillEvent::Done {
                 peer: 99,
                 attempt: 1,
             },
-            Event::Done {
+            PrefillEvent::Done {
                 peer: D,
                 attempt: 0,
             },
-            Event::PeerAbort {
+            PrefillEvent::PeerAbort {
                 peer: 99,
                 attempt: 1,
-                code: Code::ClientGone,
+                code: ReasonCode::ClientGone,
             },
-            Event::PeerAbort {
+            PrefillEvent::PeerAbort {
                 peer: D,
                 attempt: 2,
-                code: Code::ClientGone,
+                code: ReasonCode::ClientGone,
             },
-            Event::PeerGone {
+            PrefillEvent::PeerGone {
                 peer: 99,
-                code: Code::PeerDead,
+                code: ReasonCode::PeerDead,
             },
         ] {
             assert_eq!(room.step(event, 0), Ok(vec![]));
@@ -825,69 +863,80 @@ mod tests {
         assert_eq!(room, before);
         assert_eq!(
             room.step(
-                Event::Done {
+                PrefillEvent::Done {
                     peer: D,
                     attempt: 1
                 },
                 0
             ),
-            Ok(vec![Action::Released(None)])
+            Ok(vec![PrefillAction::Released(None)])
         );
     }
 
     #[test]
-    fn another_reader_gets_the_pages_of_one_that_died_while_prefill_goes_on() {
-        const D2: Peer = 8;
+    fn another_reader_gets_the_pages_of_one_that_died_during_prefill() {
+        const D2: ConnectionId = 8;
         let mut room = with_pages(room(), 1);
         room.step(open(0), 0).expect("legal");
-        let gone = Event::PeerGone {
+        let gone = PrefillEvent::PeerGone {
             peer: D,
-            code: Code::PeerDead,
+            code: ReasonCode::PeerDead,
         };
-        assert_eq!(room.step(gone, 1), Ok(vec![Action::ReaderLeft { peer: D }]));
-        let again = |peer| Event::Open {
+        assert_eq!(
+            room.step(gone, 1),
+            Ok(vec![PrefillAction::ReaderLeft { peer: D }])
+        );
+        let again = |peer| PrefillEvent::Open {
             peer,
             attempt: 1,
             prompt_hash: vec![1, 2],
             start_page: 0,
         };
         let actions = room.step(again(D2), 2).expect("legal");
-        assert_eq!(actions[0], Action::Accept { peer: D2 });
-        assert!(matches!(actions[1], Action::Progress { peer: D2, .. }));
+        assert_eq!(actions[0], PrefillAction::Accept { peer: D2 });
+        assert!(matches!(
+            actions[1],
+            PrefillAction::Progress { peer: D2, .. }
+        ));
         // The first one's late words are not heard.
-        let late = Event::Done {
+        let late = PrefillEvent::Done {
             peer: D,
             attempt: 1,
         };
         assert_eq!(room.step(late, 3), Ok(vec![]));
         let actions = room.step(finish(1), 4).expect("legal");
-        assert!(matches!(actions[..], [Action::Final { peer: D2, .. }]));
+        assert!(matches!(
+            actions[..],
+            [PrefillAction::Final { peer: D2, .. }]
+        ));
     }
 
     #[test]
     fn a_lease_whose_reader_left_is_short_until_another_opens() {
-        let mut room = Room::new(1, vec![1, 2], 1_000_000, 60_000);
+        let mut room = PrefillRoom::new(1, vec![1, 2], 1_000_000, 60_000);
         room = with_pages(room, 1);
         room.step(open(0), 0).expect("legal");
         room.step(finish(1), 0).expect("legal");
-        let refused = Event::PeerAbort {
+        let refused = PrefillEvent::PeerAbort {
             peer: D,
             attempt: 1,
-            code: Code::NoCapacity,
+            code: ReasonCode::NoCapacity,
         };
         assert_eq!(
             room.step(refused, 100),
             Ok(vec![
-                Action::AckAbort { peer: D },
-                Action::ReaderLeft { peer: D }
+                PrefillAction::AckAbort { peer: D },
+                PrefillAction::ReaderLeft { peer: D }
             ])
         );
         let mut expires = room.clone();
         let until = 100 + REOPEN_MS;
         assert_eq!(room.next_due(), Some(until));
         assert_eq!(
-            expires.step(Event::Tick, until),
-            Ok(vec![Action::Released(Some(Code::LeaseExpired))])
+            expires.step(PrefillEvent::Tick, until),
+            Ok(vec![PrefillAction::Released(Some(
+                ReasonCode::LeaseExpired
+            ))])
         );
         room.step(open(0), 200).expect("legal");
         assert_eq!(room.next_due(), Some(60_200));
@@ -896,21 +945,24 @@ mod tests {
     #[test]
     fn every_way_to_end_releases_once() {
         let ends = [
-            (Event::Abort(Code::ClientGone), Code::ClientGone),
             (
-                Event::PeerAbort {
-                    peer: D,
-                    attempt: 1,
-                    code: Code::Checksum,
-                },
-                Code::Checksum,
+                PrefillEvent::Abort(ReasonCode::ClientGone),
+                ReasonCode::ClientGone,
             ),
             (
-                Event::PeerGone {
+                PrefillEvent::PeerAbort {
                     peer: D,
-                    code: Code::TransportBroken,
+                    attempt: 1,
+                    code: ReasonCode::Checksum,
                 },
-                Code::TransportBroken,
+                ReasonCode::Checksum,
+            ),
+            (
+                PrefillEvent::PeerGone {
+                    peer: D,
+                    code: ReasonCode::TransportBroken,
+                },
+                ReasonCode::TransportBroken,
             ),
         ];
         for (event, code) in ends {
@@ -920,18 +972,18 @@ mod tests {
             assert_eq!(
                 actions
                     .iter()
-                    .filter(|a| **a == Action::Released(Some(code)))
+                    .filter(|a| **a == PrefillAction::Released(Some(code)))
                     .count(),
                 1
             );
-            assert_eq!(room.phase, Phase::Aborted(code));
+            assert_eq!(room.phase, PrefillPhase::Aborted(code));
             for late in [
-                Event::Tick,
-                Event::PeerGone {
+                PrefillEvent::Tick,
+                PrefillEvent::PeerGone {
                     peer: D,
-                    code: Code::PeerDead,
+                    code: ReasonCode::PeerDead,
                 },
-                Event::Done {
+                PrefillEvent::Done {
                     peer: D,
                     attempt: 1,
                 },
@@ -943,18 +995,23 @@ mod tests {
 
     #[test]
     fn illegal_pairs_are_typed_errors_and_change_nothing() {
-        let publish = |page| Event::Publish {
+        let publish = |page| PrefillEvent::Publish {
             first: 0,
             pages: vec![(page, 2)],
         };
         let mut over = room();
-        over.step(Event::Abort(Code::ClientGone), 0).expect("legal");
+        over.step(PrefillEvent::Abort(ReasonCode::ClientGone), 0)
+            .expect("legal");
         let mut leased = with_pages(room(), 1);
         leased.step(finish(1), 0).expect("legal");
         let cases = [
             (over.clone(), publish(10), "the room is over"),
             (over.clone(), finish(0), "the room is over"),
-            (over, Event::Abort(Code::ClientGone), "the room is over"),
+            (
+                over,
+                PrefillEvent::Abort(ReasonCode::ClientGone),
+                "the room is over",
+            ),
             (leased.clone(), publish(10), "finish() came before"),
             (leased, finish(1), "called before"),
             (
@@ -977,7 +1034,7 @@ mod tests {
         let mut room = with_pages(room(), 2);
         assert_eq!(
             room.step(
-                Event::Publish {
+                PrefillEvent::Publish {
                     first: 1,
                     pages: vec![(11, 2)]
                 },

@@ -3,7 +3,7 @@
 use proptest::prelude::*;
 
 use super::decode::PullLimits;
-use super::model::{Budget, World};
+use super::model::{Budget, Model};
 
 fn limits() -> impl Strategy<Value = PullLimits> {
     (1usize..4, 1usize..4).prop_map(|(pages_per_pull, pulls_in_flight)| PullLimits {
@@ -40,13 +40,13 @@ fn budget() -> impl Strategy<Value = Budget> {
 }
 
 /// Make moves until none is left (or the walk is long enough).
-fn walk(world: &mut World, choices: &[prop::sample::Index]) {
+fn walk(model: &mut Model, choices: &[prop::sample::Index]) {
     for choice in choices {
-        let moves = world.moves();
-        if moves.is_empty() {
+        let transitions = model.transitions();
+        if transitions.is_empty() {
             return;
         }
-        world.make(&moves[choice.index(moves.len())]);
+        model.apply(&transitions[choice.index(transitions.len())]);
     }
 }
 
@@ -59,16 +59,16 @@ proptest! {
 
     #[test]
     fn whatever_happens_both_rooms_end_once_and_truthfully(total in 1u32..8, start in 0u32..8, limits in limits(), budget in budget(), choices in choices()) {
-        let mut world = World::new(total, start.min(total), limits, budget);
-        walk(&mut world, &choices);
-        world.run_out(); // asserts that both rooms end
+        let mut model = Model::new(total, start.min(total), limits, budget);
+        walk(&mut model, &choices);
+        model.run_out(); // asserts that both rooms end
     }
 
     #[test]
     fn without_faults_the_prompt_always_arrives(total in 1u32..8, start in 0u32..8, limits in limits(), choices in proptest::collection::vec(any::<prop::sample::Index>(), 200)) {
         let none = Budget { losses: 0, doubles: 0, stale: 0, p_aborts: 0, d_aborts: 0, revokes: 3, cuts: 0, ticks: 0 };
-        let mut world = World::new(total, start.min(total), limits, none);
-        walk(&mut world, &choices);
-        prop_assert_eq!((world.d_end, world.p_end), (Some("committed"), Some(None)));
+        let mut model = Model::new(total, start.min(total), limits, none);
+        walk(&mut model, &choices);
+        prop_assert_eq!((model.d_end, model.p_end), (Some("committed"), Some(None)));
     }
 }

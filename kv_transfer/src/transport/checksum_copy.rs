@@ -49,26 +49,26 @@ const SECRET_LAST: usize = 121;
 const SECRET_MERGE: usize = 11;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Kernel {
+pub enum HashKernel {
     Avx512,
     Avx2,
     Portable,
 }
 
 /// What this CPU runs.
-pub fn kernel() -> Kernel {
-    static KERNEL: OnceLock<Kernel> = OnceLock::new();
+pub fn kernel() -> HashKernel {
+    static KERNEL: OnceLock<HashKernel> = OnceLock::new();
     *KERNEL.get_or_init(|| {
         #[cfg(target_arch = "x86_64")]
         {
             if is_x86_feature_detected!("avx512f") {
-                return Kernel::Avx512;
+                return HashKernel::Avx512;
             }
             if is_x86_feature_detected!("avx2") {
-                return Kernel::Avx2;
+                return HashKernel::Avx2;
             }
         }
-        Kernel::Portable
+        HashKernel::Portable
     })
 }
 
@@ -123,7 +123,7 @@ pub unsafe fn copy_hash_by(kind: SumKind, dst: *mut u8, src: *const u8, len: usi
     }
 }
 
-unsafe fn hash_with(kernel: Kernel, src: *const u8, len: usize) -> u64 {
+unsafe fn hash_with(kernel: HashKernel, src: *const u8, len: usize) -> u64 {
     // SAFETY: the caller's promise; without COPY dst is not used.
     match unsafe { by_vectors::<false>(kernel, std::ptr::null_mut(), src, len) } {
         Some(sum) => sum,
@@ -132,7 +132,7 @@ unsafe fn hash_with(kernel: Kernel, src: *const u8, len: usize) -> u64 {
     }
 }
 
-unsafe fn copy_hash_with(kernel: Kernel, dst: *mut u8, src: *const u8, len: usize) -> u64 {
+unsafe fn copy_hash_with(kernel: HashKernel, dst: *mut u8, src: *const u8, len: usize) -> u64 {
     // SAFETY: the caller's promise.
     if let Some(sum) = unsafe { by_vectors::<true>(kernel, dst, src, len) } {
         return sum;
@@ -149,7 +149,7 @@ unsafe fn copy_hash_with(kernel: Kernel, dst: *mut u8, src: *const u8, len: usiz
 /// # Safety
 /// As `hash`; with COPY as `copy_hash`. `kernel` was detected on this CPU.
 unsafe fn by_vectors<const COPY: bool>(
-    kernel: Kernel,
+    kernel: HashKernel,
     dst: *mut u8,
     src: *const u8,
     len: usize,
@@ -161,9 +161,9 @@ unsafe fn by_vectors<const COPY: bool>(
     let acc = unsafe {
         match kernel {
             #[cfg(target_arch = "x86_64")]
-            Kernel::Avx512 => x86::avx512::<COPY>(dst, src, len),
+            HashKernel::Avx512 => x86::avx512::<COPY>(dst, src, len),
             #[cfg(target_arch = "x86_64")]
-            Kernel::Avx2 => x86::avx2::<COPY>(dst, src, len),
+            HashKernel::Avx2 => x86::avx2::<COPY>(dst, src, len),
             _ => return None,
         }
     };
@@ -176,7 +176,9 @@ unsafe fn by_vectors<const COPY: bool>(
 /// As `copy_hash`.
 pub unsafe fn copy_plain(dst: *mut u8, src: *const u8, len: usize) {
     #[cfg(target_arch = "x86_64")]
-    if kernel() == Kernel::Avx512 && len.is_multiple_of(STRIPE) && dst.addr().is_multiple_of(STRIPE)
+    if kernel() == HashKernel::Avx512
+        && len.is_multiple_of(STRIPE)
+        && dst.addr().is_multiple_of(STRIPE)
     {
         // SAFETY: AVX-512 was detected, dst is aligned, both ranges are the caller's promise.
         return unsafe { x86::stream512(dst, src, len) };
@@ -344,12 +346,12 @@ mod tests {
     #[repr(align(64))]
     struct Aligned([u8; 9000]);
 
-    fn kernels() -> Vec<Kernel> {
-        let mut all = vec![Kernel::Portable];
+    fn kernels() -> Vec<HashKernel> {
+        let mut all = vec![HashKernel::Portable];
         #[cfg(target_arch = "x86_64")]
         {
-            all.extend(is_x86_feature_detected!("avx2").then_some(Kernel::Avx2));
-            all.extend(is_x86_feature_detected!("avx512f").then_some(Kernel::Avx512));
+            all.extend(is_x86_feature_detected!("avx2").then_some(HashKernel::Avx2));
+            all.extend(is_x86_feature_detected!("avx512f").then_some(HashKernel::Avx512));
         }
         all
     }

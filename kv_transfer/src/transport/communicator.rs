@@ -15,12 +15,14 @@ use std::time::Duration;
 
 use parking_lot::Mutex;
 
-use super::copy_threads::{check_sum, check_sums_on, flip_and_rehash, land_on, panic_text};
+use super::copy_threads::{
+    check_sum, check_sums_on, corrupt_for_test, panic_text, scatter_to_device,
+};
 use super::fault_injection::Faults;
 use super::{PullError, checksum_copy};
 use crate::pool::device::{DeviceError, DevicePages, DeviceSlabs};
 use crate::pool::{KvPool, SumKind};
-use crate::reason_code::Code;
+use crate::reason_code::ReasonCode;
 use crate::state_machine::communicator::Ticket;
 use crate::state_machine::decode::PullPage;
 
@@ -182,9 +184,9 @@ impl Drop for SlabRing {
 /// Who has the say over the pages of one receive: the thread, from the moment it begins to write, or the control loop, if it
 /// revokes them before.
 #[derive(Debug, Default)]
-pub struct Claim(AtomicU8);
+pub struct WriteClaim(AtomicU8);
 
-impl Claim {
+impl WriteClaim {
     const WRITING: u8 = 1;
     const REVOKED: u8 = 2;
 
@@ -220,7 +222,7 @@ pub enum CommJob {
         slab: usize,
         count: usize,
         pages: Vec<PullPage>,
-        claim: Arc<Claim>,
+        claim: Arc<WriteClaim>,
     },
 }
 
@@ -240,7 +242,7 @@ pub enum CommReport {
     },
     Received {
         ticket: Ticket,
-        verdict: Result<(), (Code, String)>,
+        verdict: Result<(), (ReasonCode, String)>,
     },
     /// The thread does nothing more.
     Broken(String),
@@ -496,7 +498,7 @@ impl Worker {
         slab: usize,
         count: usize,
         pages: &[PullPage],
-        claim: &Claim,
+        claim: &WriteClaim,
     ) -> Result<(), CommError> {
         let (open, slabs) = self.opened()?;
         open.recv(slab, count * self.context.pool.page_bytes())?;
@@ -506,7 +508,10 @@ impl Worker {
         let verdict = {
             let shut = self.guard.shut.lock();
             if *shut {
-                Err((Code::TransportBroken, "the node is closing".to_owned()))
+                Err((
+                    ReasonCode::TransportBroken,
+                    "the node is closing".to_owned(),
+                ))
             } else if !claim.begin() {
                 Ok(())
             } else {
@@ -538,7 +543,7 @@ impl Worker {
                 let from = unsafe {
                     std::slice::from_raw_parts_mut(ring.ptr(slab), pages.len() * page_bytes)
                 };
-                return land_on(device.as_ref(), from, pages, kind, faults);
+                return scatter_to_device(device.as_ref(), from, pages, kind, faults);
             }
             (Slabs::Host(ring), None) => ring,
             (Slabs::Device(_), None) => {
@@ -559,7 +564,7 @@ impl Worker {
             };
             if faults.flip_page() {
                 // SAFETY: the same page, still ours alone.
-                sum = unsafe { flip_and_rehash(kind, dst, page_bytes) };
+                sum = unsafe { corrupt_for_test(kind, dst, page_bytes) };
             }
             check_sum(page.src, sum)?;
         }

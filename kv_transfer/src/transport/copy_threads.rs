@@ -15,11 +15,11 @@ use super::fault_injection::Faults;
 use super::{Pull, PullEnd, PullError, checksum_copy};
 use crate::pool::device::{DeviceError, DevicePages, PeerPages};
 use crate::pool::{KvPool, RemotePool, SumKind};
-use crate::protocol::Sealed;
-use crate::reason_code::Code;
+use crate::protocol::PageDigest;
+use crate::reason_code::ReasonCode;
 use crate::state_machine::decode::PullPage;
 
-pub enum Job {
+pub enum CopyJob {
     /// Pages of a room, as (index in the prompt, page, generation).
     Hash {
         room: u64,
@@ -33,10 +33,10 @@ pub enum Job {
     Close(Arc<RemotePool>),
 }
 
-pub enum Done {
+pub enum CopyReport {
     Hashed {
         room: u64,
-        sums: Vec<(u32, Sealed)>,
+        sums: Vec<(u32, PageDigest)>,
     },
     Pulled(PullEnd),
     Closed,
@@ -51,20 +51,20 @@ pub enum Done {
 /// than the copy itself below some 100 MiB.
 const DEVICE_COPY_BYTES: usize = 128 << 20;
 
-type Report = Arc<dyn Fn(Done) + Send + Sync>;
+type Report = Arc<dyn Fn(CopyReport) + Send + Sync>;
 
 struct Queue {
-    jobs: Mutex<(VecDeque<Job>, bool)>, // (jobs, closed)
+    jobs: Mutex<(VecDeque<CopyJob>, bool)>, // (jobs, closed)
     ready: Condvar,
 }
 
 /// Joined when closed or dropped.
-pub struct Copier {
+pub struct CopyThreads {
     queue: Arc<Queue>,
     threads: Vec<JoinHandle<()>>,
 }
 
-impl Copier {
+impl CopyThreads {
     pub fn start(
         pool: &Arc<KvPool>,
         threads: usize,
@@ -91,7 +91,7 @@ impl Copier {
         Ok(Self { queue, threads })
     }
 
-    pub fn submit(&self, job: Job) {
+    pub fn submit(&self, job: CopyJob) {
         self.queue.jobs.lock().0.push_back(job);
         self.queue.ready.notify_one();
     }
@@ -110,14 +110,14 @@ impl Copier {
     }
 }
 
-impl Drop for Copier {
+impl Drop for CopyThreads {
     fn drop(&mut self) {
         self.close();
     }
 }
 
 impl Queue {
-    fn next(&self) -> Option<Job> {
+    fn next(&self) -> Option<CopyJob> {
         let mut jobs = self.jobs.lock();
         loop {
             if jobs.1 {
@@ -141,9 +141,9 @@ impl Worker {
     fn run(&self, queue: &Queue) {
         while let Some(job) = queue.next() {
             let (room, pull) = match &job {
-                Job::Hash { room, .. } => (Some(*room), None),
-                Job::Pull { pull, .. } => (None, Some(pull.id)),
-                Job::Close(_) => (None, None),
+                CopyJob::Hash { room, .. } => (Some(*room), None),
+                CopyJob::Pull { pull, .. } => (None, Some(pull.id)),
+                CopyJob::Close(_) => (None, None),
             };
             match catch_unwind(AssertUnwindSafe(|| self.work(job))) {
                 Ok(done) => (self.report)(done),
@@ -151,31 +151,31 @@ impl Worker {
                     let what = panic_text(panic.as_ref());
                     if let Some(id) = pull {
                         let result = Err(PullError::Failed(
-                            Code::TransportBroken,
+                            ReasonCode::TransportBroken,
                             format!("internal: {what}"),
                         ));
-                        (self.report)(Done::Pulled(PullEnd {
+                        (self.report)(CopyReport::Pulled(PullEnd {
                             id,
                             bytes: 0,
                             result,
                         }));
                     }
-                    (self.report)(Done::Broken { what, room });
+                    (self.report)(CopyReport::Broken { what, room });
                 }
             }
         }
     }
 
-    fn work(&self, job: Job) -> Done {
+    fn work(&self, job: CopyJob) -> CopyReport {
         match job {
-            Job::Hash { room, pages } => match self.seal(&pages) {
-                Ok(sums) => Done::Hashed { room, sums },
-                Err(err) => Done::Broken {
+            CopyJob::Hash { room, pages } => match self.digests_of(&pages) {
+                Ok(sums) => CopyReport::Hashed { room, sums },
+                Err(err) => CopyReport::Broken {
                     what: format!("no checksums of {} pages: {err}", pages.len()),
                     room: Some(room),
                 },
             },
-            Job::Pull { pull, from } => {
+            CopyJob::Pull { pull, from } => {
                 let mut bytes = 0;
                 let result = match (self.pool.device(), from.device()) {
                     (Some(own), Some(theirs)) => {
@@ -183,26 +183,26 @@ impl Worker {
                     }
                     _ => self.pull(&pull, &from, &mut bytes),
                 };
-                Done::Pulled(PullEnd {
+                CopyReport::Pulled(PullEnd {
                     id: pull.id,
                     bytes,
                     result,
                 })
             }
-            Job::Close(pool) => {
+            CopyJob::Close(pool) => {
                 if let Some(pages) = pool.device()
                     && let Err(err) = pages.close()
                 {
                     tracing::error!(%err, "the pages of a peer that is gone cannot be closed");
                 }
-                Done::Closed
+                CopyReport::Closed
             }
         }
     }
 
     /// The pages' checksums under these generations. If a page was re-owned meanwhile, its checksum is of no use, and neither is the
     /// generation: whoever pulls it finds it stale.
-    fn seal(&self, pages: &[(u32, u32, u64)]) -> Result<Vec<(u32, Sealed)>, DeviceError> {
+    fn digests_of(&self, pages: &[(u32, u32, u64)]) -> Result<Vec<(u32, PageDigest)>, DeviceError> {
         let known: Vec<Option<u64>> = pages
             .iter()
             .map(|&(_, page, generation)| self.pool.sums().get(page, generation))
@@ -219,7 +219,7 @@ impl Worker {
             None => missing.iter().map(|&page| self.hash(page)).collect(),
         }
         .into_iter();
-        let sealed = pages
+        let digest = pages
             .iter()
             .zip(known)
             .map(|(&(index, page, generation), known)| {
@@ -227,14 +227,14 @@ impl Worker {
                 if known.is_none() && self.pool.generation(page) == generation {
                     self.pool.sums().put(page, generation, sum);
                 }
-                let sealed = Sealed {
+                let digest = PageDigest {
                     page,
                     generation,
                     sum,
                 };
-                (index, sealed)
+                (index, digest)
             });
-        Ok(sealed.collect())
+        Ok(digest.collect())
     }
 
     fn hash(&self, page: u32) -> u64 {
@@ -269,7 +269,7 @@ impl Worker {
             if self.faults.flip_page() {
                 // SAFETY: the same page, still ours alone.
                 sum = unsafe {
-                    flip_and_rehash(SumKind::Xxh3, self.pool.page_ptr(page.dst), page_bytes)
+                    corrupt_for_test(SumKind::Xxh3, self.pool.page_ptr(page.dst), page_bytes)
                 };
             }
             if let Some(hold) = self.faults.hold_copied() {
@@ -317,7 +317,7 @@ impl Worker {
                 .and_then(|sums| one_each(sums, part.len()))
                 .map_err(broken)?;
             if self.faults.flip_page() {
-                flip_on(own, dst[0], page_bytes).map_err(broken)?;
+                corrupt_on_device(own, dst[0], page_bytes).map_err(broken)?;
                 sums = sums_of(own, &dst).map_err(broken)?;
             }
             if let Some(hold) = self.faults.hold_copied() {
@@ -362,7 +362,7 @@ fn check_sums(pages: &[PullPage], sums: &[u64]) -> Result<(), PullError> {
 
 /// Pages that arrived in host memory go to our device. They are verified there, if the device can take the announcer's checksum, else
 /// before they leave host memory.
-pub(super) fn land_on(
+pub(super) fn scatter_to_device(
     device: &dyn DevicePages,
     from: &mut [u8],
     pages: &[PullPage],
@@ -389,8 +389,12 @@ pub(super) fn land_on(
     Ok(())
 }
 
-/// Test only: as `flip_and_rehash`, on a device.
-fn flip_on(device: &dyn DevicePages, page: u32, page_bytes: usize) -> Result<(), DeviceError> {
+/// Test only: as `corrupt_for_test`, on a device.
+fn corrupt_on_device(
+    device: &dyn DevicePages,
+    page: u32,
+    page_bytes: usize,
+) -> Result<(), DeviceError> {
     let mut content = vec![0; page_bytes];
     device.gather(&[page], &mut content)?;
     content[page_bytes / 2] ^= 4;
@@ -401,7 +405,7 @@ fn flip_on(device: &dyn DevicePages, page: u32, page_bytes: usize) -> Result<(),
 ///
 /// # Safety
 /// `page` is writable for `len` bytes and nobody else uses it.
-pub(super) unsafe fn flip_and_rehash(kind: SumKind, page: *mut u8, len: usize) -> u64 {
+pub(super) unsafe fn corrupt_for_test(kind: SumKind, page: *mut u8, len: usize) -> u64 {
     // SAFETY: the caller's promise.
     unsafe {
         let at = page.add(len / 2);
@@ -410,7 +414,7 @@ pub(super) unsafe fn flip_and_rehash(kind: SumKind, page: *mut u8, len: usize) -
     }
 }
 
-pub(super) fn check_generation(src: Sealed, now: u64) -> Result<(), PullError> {
+pub(super) fn check_generation(src: PageDigest, now: u64) -> Result<(), PullError> {
     if now == src.generation {
         return Ok(());
     }
@@ -418,10 +422,10 @@ pub(super) fn check_generation(src: Sealed, now: u64) -> Result<(), PullError> {
         "page {} of the prefill node was generation {}, is {now}: it was given to another request",
         src.page, src.generation
     );
-    Err(PullError::Failed(Code::StalePage, why))
+    Err(PullError::Failed(ReasonCode::StalePage, why))
 }
 
-pub(super) fn check_sum(src: Sealed, sum: u64) -> Result<(), PullError> {
+pub(super) fn check_sum(src: PageDigest, sum: u64) -> Result<(), PullError> {
     if sum == src.sum {
         return Ok(());
     }
@@ -429,7 +433,7 @@ pub(super) fn check_sum(src: Sealed, sum: u64) -> Result<(), PullError> {
         "page {} of the prefill node arrived with checksum {sum:016x}, announced was {:016x}",
         src.page, src.sum
     );
-    Err(PullError::Failed(Code::Checksum, why))
+    Err(PullError::Failed(ReasonCode::Checksum, why))
 }
 
 pub(crate) fn panic_text(panic: &(dyn std::any::Any + Send)) -> String {

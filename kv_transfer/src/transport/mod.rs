@@ -15,7 +15,7 @@ pub mod tcp;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
-use crate::reason_code::Code;
+use crate::reason_code::ReasonCode;
 use crate::state_machine::decode::PullPage;
 
 /// One batch of pages to fetch.
@@ -31,7 +31,7 @@ pub struct Pull {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum PullError {
     /// The room's pull ends here; the code is the room's end.
-    Failed(Code, String),
+    Failed(ReasonCode, String),
     /// The transport does not work; another may.
     Broken(String),
     /// Stopped on request.

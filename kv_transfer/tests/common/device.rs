@@ -128,7 +128,7 @@ impl DevicePages for Memory {
         );
         self.open.fetch_add(1, Ordering::Relaxed);
         self.opened.fetch_add(1, Ordering::Relaxed);
-        Ok(Arc::new(Opened {
+        Ok(Arc::new(OpenedConnection {
             ours: self.this.upgrade().expect("it is being used"),
             theirs: Mutex::new(Some(theirs)),
         }))
@@ -162,12 +162,12 @@ impl DeviceSlabs for Slabs {
     }
 }
 
-struct Opened {
+struct OpenedConnection {
     ours: Arc<Memory>,
     theirs: Mutex<Option<Arc<Memory>>>,
 }
 
-impl PeerPages for Opened {
+impl PeerPages for OpenedConnection {
     fn copy(&self, src: &[u32], dst: &[u32]) -> Result<Vec<u64>, DeviceError> {
         let theirs = self.theirs.lock();
         let theirs = theirs

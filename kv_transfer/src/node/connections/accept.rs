@@ -10,7 +10,7 @@ use tokio::net::TcpStream;
 use tokio::sync::mpsc;
 use tokio::task::JoinSet;
 
-use crate::node::context::Internal;
+use crate::node::context::LoopMessage;
 use crate::protocol::handshake::Identity;
 use crate::transport::tasks::PeerTasks;
 use crate::transport::tcp;
@@ -24,7 +24,7 @@ const RETRY_PAUSE: Duration = Duration::from_millis(50);
 pub async fn accept_loop(
     listener: TcpListener,
     identity: Arc<Identity>,
-    internal: mpsc::UnboundedSender<Internal>,
+    internal: mpsc::UnboundedSender<LoopMessage>,
 ) -> io::Error {
     let listener = match tokio::net::TcpListener::from_std(listener) {
         Ok(listener) => listener,
@@ -38,7 +38,7 @@ pub async fn accept_loop(
                 Ok((stream, from)) => {
                     let task = handshakes.spawn(handshake(stream, identity.clone(), internal.clone()));
                     if by_source.add(from.ip().to_canonical(), task) {
-                        let _ = internal.send(Internal::HelloEvicted); // the node is closing
+                        let _ = internal.send(LoopMessage::HelloEvicted); // the node is closing
                     }
                 }
                 Err(err) => {
@@ -56,15 +56,15 @@ pub async fn accept_loop(
 async fn handshake(
     mut stream: TcpStream,
     identity: Arc<Identity>,
-    internal: mpsc::UnboundedSender<Internal>,
+    internal: mpsc::UnboundedSender<LoopMessage>,
 ) {
     tcp::tune(&stream);
-    let told = match identity.answer(&mut stream).await {
-        Ok(opened) => Internal::Accepted(stream, Box::new(opened)),
+    let message = match identity.respond(&mut stream).await {
+        Ok(opened) => LoopMessage::Accepted(stream, Box::new(opened)),
         Err(err) => {
             tracing::warn!(code = %err.code, why = %err.why, "a peer's HELLO was refused");
-            Internal::HelloRefused(err.code)
+            LoopMessage::HelloRefused(err.code)
         }
     };
-    let _ = internal.send(told); // the node is closing
+    let _ = internal.send(message); // the node is closing
 }

@@ -9,18 +9,18 @@ use tokio::net::TcpStream;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc};
 use tokio::task::AbortHandle;
 
-use super::outbox::{Backlog, Outbox, Outgoing};
-use crate::bootstrap::{Client, HttpError, resolve};
+use super::outbox::{Backlog, Outbox, OutgoingMessage};
+use crate::bootstrap::{BootstrapClient, HttpError, resolve};
 use crate::node::config::Transport;
 use crate::pool::device::DevicePages;
 use crate::pool::{RemotePool, SumKind};
-use crate::protocol::handshake::{Identity, LinkError, Opened, read_frame};
+use crate::protocol::handshake::{ConnectionError, Identity, OpenedConnection, read_frame};
 use crate::protocol::{
-    Channel, Hello, MAX_DECODE_FRAME_BYTES, MAX_FRAME_BYTES, MIN_VERSION, Msg, Opener, Sealer,
-    VERSION,
+    Channel, FrameOpener, FrameSealer, Hello, MAX_DECODE_FRAME_BYTES, MAX_FRAME_BYTES, MIN_VERSION,
+    Msg, VERSION,
 };
-use crate::reason_code::Code;
-use crate::state_machine::Peer;
+use crate::reason_code::ReasonCode;
+use crate::state_machine::ConnectionId;
 use crate::transport::shm;
 use crate::transport::tcp::tune;
 
@@ -29,10 +29,10 @@ const CONNECT_TIMEOUT: Duration = Duration::from_secs(1);
 const WRITE_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// A control connection to a prefill rank, ready for OPENs.
-pub struct Established {
+pub struct EstablishedConnection {
     pub stream: TcpStream,
     pub addr: SocketAddr,
-    pub opened: Opened,
+    pub opened: OpenedConnection,
     /// The rank's pool, if it is on this host.
     pub remote: Option<Arc<RemotePool>>,
     /// Why there is none although both sides are on this host and know the transport.
@@ -40,48 +40,48 @@ pub struct Established {
 }
 
 /// Why there is no connection to a prefill rank.
-pub struct LinkFailure {
-    pub err: LinkError,
+pub struct ConnectFailure {
+    pub err: ConnectionError,
     /// The address refuses connections or does not answer. Otherwise something is there that may know the rank soon.
     pub is_silent: bool,
 }
 
-impl From<LinkError> for LinkFailure {
-    fn from(err: LinkError) -> Self {
-        let is_silent = matches!(err.code, Code::PeerDead);
+impl From<ConnectionError> for ConnectFailure {
+    fn from(err: ConnectionError) -> Self {
+        let is_silent = matches!(err.code, ReasonCode::PeerDead);
         Self { err, is_silent }
     }
 }
 
-fn silent(why: String) -> LinkFailure {
-    LinkFailure {
-        err: LinkError::new(Code::Unreachable, why),
+fn silent(why: String) -> ConnectFailure {
+    ConnectFailure {
+        err: ConnectionError::new(ReasonCode::Unreachable, why),
         is_silent: true,
     }
 }
 
 /// Resolve, connect, say HELLO, and map the peer's pool if it is on this host. Every step is bounded to about a second.
 pub async fn establish(
-    bootstrap: &Client,
+    bootstrap: &BootstrapClient,
     dp_rank: u32,
     identity: &Identity,
     mapped: Option<Transport>,
     device: Option<Arc<dyn DevicePages>>,
-) -> Result<Established, LinkFailure> {
+) -> Result<EstablishedConnection, ConnectFailure> {
     let route = bootstrap
         .route(dp_rank)
         .await
         .map_err(|err| unreachable(&err))?;
     if route.instance_id.is_empty() {
-        return Err(LinkError::new(
-            Code::LayoutMismatch,
+        return Err(ConnectionError::new(
+            ReasonCode::LayoutMismatch,
             "the prefill rank is registered without instance_id: it does not speak this protocol",
         )
         .into());
     }
     if route.proto_ver != 0 && route.proto_ver < MIN_VERSION {
-        return Err(LinkError::new(
-            Code::LayoutMismatch,
+        return Err(ConnectionError::new(
+            ReasonCode::LayoutMismatch,
             format!(
                 "the prefill rank speaks protocol version {}, this node {MIN_VERSION} to {VERSION}",
                 route.proto_ver
@@ -111,9 +111,9 @@ pub async fn establish(
     tune(&stream);
     let addr = stream
         .peer_addr()
-        .map_err(|err| LinkError::new(Code::Unreachable, err.to_string()))?;
+        .map_err(|err| ConnectionError::new(ReasonCode::Unreachable, err.to_string()))?;
     let opened = identity
-        .ask(&mut stream, Channel::Control, Some(&route.instance_id))
+        .initiate(&mut stream, Channel::Control, Some(&route.instance_id))
         .await?;
     let peer = &opened.peer;
     if SumKind::parse(&peer.sums).is_none() {
@@ -121,7 +121,7 @@ pub async fn establish(
             "the prefill rank takes {:?} checksums, which this node does not know: update it",
             peer.sums
         );
-        return Err(LinkError::new(Code::LayoutMismatch, why).into());
+        return Err(ConnectionError::new(ReasonCode::LayoutMismatch, why).into());
     }
     let (remote, map_problem) = if let Some(via) = mapped
         && reaches_sockets_of(&identity.hello, peer)
@@ -135,7 +135,7 @@ pub async fn establish(
     } else {
         (None, None)
     };
-    Ok(Established {
+    Ok(EstablishedConnection {
         stream,
         addr,
         opened,
@@ -156,14 +156,14 @@ fn reaches_sockets_of(own: &Hello, peer: &Hello) -> bool {
     is_same_host && is_same_namespace
 }
 
-pub fn unreachable(err: &HttpError) -> LinkFailure {
+pub fn unreachable(err: &HttpError) -> ConnectFailure {
     let code = match err {
-        HttpError::Untrusted(_) => Code::Auth,
-        _ if err.status() == Some(http::StatusCode::UNAUTHORIZED) => Code::Auth,
-        _ => Code::Unreachable,
+        HttpError::Untrusted(_) => ReasonCode::Auth,
+        _ if err.status() == Some(http::StatusCode::UNAUTHORIZED) => ReasonCode::Auth,
+        _ => ReasonCode::Unreachable,
     };
-    LinkFailure {
-        err: LinkError::new(code, err.to_string()),
+    ConnectFailure {
+        err: ConnectionError::new(code, err.to_string()),
         is_silent: err.status().is_none(),
     }
 }
@@ -184,28 +184,31 @@ async fn map_peer(
 }
 
 /// Message of a connection's tasks to the control loop. It occupies its frame's bytes of the queue until it is handled.
-pub enum Heard {
+pub enum PeerMessage {
     Msg(Box<Msg>, OwnedSemaphorePermit),
-    Down(LinkError),
+    Down(ConnectionError),
 }
 
 /// Messages of all connections on their way to the control loop, bounded in number and in bytes; more stay in the sockets.
 #[derive(Clone)]
-pub struct HeardQueue {
-    messages: mpsc::Sender<(Peer, Heard)>,
+pub struct PeerInbox {
+    messages: mpsc::Sender<(ConnectionId, PeerMessage)>,
     bytes: Arc<Semaphore>,
 }
 
-impl HeardQueue {
+impl PeerInbox {
     /// `bytes`: at least one frame of the largest size.
-    pub fn new(messages: usize, bytes: usize) -> (Self, mpsc::Receiver<(Peer, Heard)>) {
+    pub fn new(
+        messages: usize,
+        bytes: usize,
+    ) -> (Self, mpsc::Receiver<(ConnectionId, PeerMessage)>) {
         let (messages, inbox) = mpsc::channel(messages);
         let bytes = Arc::new(Semaphore::new(bytes));
         (Self { messages, bytes }, inbox)
     }
 
     /// Waits for space. False: the node is closing.
-    async fn put(&self, peer: Peer, msg: Msg, frame_bytes: usize) -> bool {
+    async fn put(&self, peer: ConnectionId, msg: Msg, frame_bytes: usize) -> bool {
         let Ok(space) = self
             .bytes
             .clone()
@@ -214,19 +217,19 @@ impl HeardQueue {
         else {
             return false;
         };
-        let heard = Heard::Msg(Box::new(msg), space);
-        self.messages.send((peer, heard)).await.is_ok()
+        let message = PeerMessage::Msg(Box::new(msg), space);
+        self.messages.send((peer, message)).await.is_ok()
     }
 }
 
 /// The two tasks of one connection. Dropping the outbox lets what is queued go out, then closes the sending half.
-pub struct Running {
+pub struct ConnectionTasks {
     pub outbox: Outbox,
     reader: AbortHandle,
     writer: AbortHandle,
 }
 
-impl Running {
+impl ConnectionTasks {
     /// Cut: nothing more is sent or heard.
     pub fn cut(&self) {
         self.reader.abort();
@@ -239,29 +242,33 @@ impl Running {
     }
 }
 
-/// Start serving an open connection; both tasks report to `heard`, at most one `Down` counts.
+/// Start serving an open connection; both tasks report to `peer_inbox`, at most one `Down` counts.
 ///
 /// `is_inbound`: the peer is a decode rank. Its frames are small, and nothing is read while more than `outbox_bytes` wait for it: only
 /// one side of a connection may hold the other back, or both could wait for each other.
 pub fn run(
-    peer: Peer,
+    peer: ConnectionId,
     stream: TcpStream,
-    (sealer, opener): (Sealer, Opener),
-    heard: HeardQueue,
+    (sealer, opener): (FrameSealer, FrameOpener),
+    peer_inbox: PeerInbox,
     outbox_bytes: usize,
     is_inbound: bool,
-) -> Running {
+) -> ConnectionTasks {
     let (outbox, inbox) = Outbox::new(outbox_bytes);
     let (read_half, write_half) = stream.into_split();
     let held_back_by = is_inbound.then(|| outbox.backlog.clone());
     let reader = supervised(
         peer,
-        heard.clone(),
-        read_loop(peer, read_half, opener, heard.clone(), held_back_by),
+        peer_inbox.clone(),
+        read_loop(peer, read_half, opener, peer_inbox.clone(), held_back_by),
     );
     let written = outbox.backlog.clone();
-    let writer = supervised(peer, heard, write_loop(write_half, sealer, inbox, written));
-    Running {
+    let writer = supervised(
+        peer,
+        peer_inbox,
+        write_loop(write_half, sealer, inbox, written),
+    );
+    ConnectionTasks {
         outbox,
         reader,
         writer,
@@ -270,33 +277,36 @@ pub fn run(
 
 /// Run a task and report its end, also if it panics.
 fn supervised(
-    peer: Peer,
-    heard: HeardQueue,
-    task: impl Future<Output = LinkError> + Send + 'static,
+    peer: ConnectionId,
+    peer_inbox: PeerInbox,
+    task: impl Future<Output = ConnectionError> + Send + 'static,
 ) -> AbortHandle {
     let task = tokio::spawn(task);
     let handle = task.abort_handle();
     tokio::spawn(async move {
         let err = match task.await {
             Ok(err) => err,
-            Err(err) if err.is_panic() => LinkError::new(
-                Code::TransportBroken,
+            Err(err) if err.is_panic() => ConnectionError::new(
+                ReasonCode::TransportBroken,
                 "internal: a connection's task panicked",
             ),
             Err(_) => return, // cut on purpose
         };
-        let _ = heard.messages.send((peer, Heard::Down(err))).await; // the node is closing
+        let _ = peer_inbox
+            .messages
+            .send((peer, PeerMessage::Down(err)))
+            .await; // the node is closing
     });
     handle
 }
 
 async fn read_loop(
-    peer: Peer,
+    peer: ConnectionId,
     mut stream: impl tokio::io::AsyncRead + Unpin,
-    mut opener: Opener,
-    heard: HeardQueue,
+    mut opener: FrameOpener,
+    peer_inbox: PeerInbox,
     held_back_by: Option<Arc<Backlog>>,
-) -> LinkError {
+) -> ConnectionError {
     let max_frame = match held_back_by {
         Some(_) => MAX_DECODE_FRAME_BYTES,
         None => MAX_FRAME_BYTES,
@@ -311,8 +321,8 @@ async fn read_loop(
         };
         match opener.open(&frame) {
             Ok(msg) => {
-                if !heard.put(peer, msg, frame.len()).await {
-                    return LinkError::new(Code::PeerDead, "this node is closing");
+                if !peer_inbox.put(peer, msg, frame.len()).await {
+                    return ConnectionError::new(ReasonCode::PeerDead, "this node is closing");
                 }
             }
             Err(err) => return err.into(),
@@ -322,30 +332,30 @@ async fn read_loop(
 
 async fn write_loop(
     mut stream: tokio::net::tcp::OwnedWriteHalf,
-    mut sealer: Sealer,
-    mut inbox: mpsc::UnboundedReceiver<Outgoing>,
+    mut sealer: FrameSealer,
+    mut inbox: mpsc::UnboundedReceiver<OutgoingMessage>,
     backlog: Arc<Backlog>,
-) -> LinkError {
+) -> ConnectionError {
     while let Some(out) = inbox.recv().await {
         let bytes = out.bytes();
-        let Outgoing { msg, flip } = out;
+        let OutgoingMessage { msg, flip } = out;
         let mut frame = sealer.seal(&msg);
         if flip && let Some(last) = frame.last_mut() {
             *last ^= 1;
         }
         match tokio::time::timeout(WRITE_TIMEOUT, stream.write_all(&frame)).await {
             Ok(Ok(())) => backlog.written(bytes),
-            Ok(Err(err)) => return LinkError::new(Code::PeerDead, err.to_string()),
+            Ok(Err(err)) => return ConnectionError::new(ReasonCode::PeerDead, err.to_string()),
             Err(_) => {
-                return LinkError::new(
-                    Code::PeerDead,
+                return ConnectionError::new(
+                    ReasonCode::PeerDead,
                     format!("the peer took no byte for {WRITE_TIMEOUT:?}"),
                 );
             }
         }
     }
     let _ = stream.shutdown().await; // the peer may have closed first
-    LinkError::new(Code::PeerDead, "closed by this node")
+    ConnectionError::new(ReasonCode::PeerDead, "closed by this node")
 }
 
 #[cfg(test)]
@@ -383,14 +393,14 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn queue_of_heard_messages_is_bounded_in_bytes() {
+    async fn inbox_is_bounded_in_bytes() {
         const PAYLOAD: usize = 1000;
         let keys = || Handshake::new(None).establish(true, b"d", b"p");
         let (mut sealer, _) = Handshake::new(None).establish(false, b"d", b"p");
         let (mut theirs, ours) = tokio::io::duplex(64 << 10);
-        let (heard, mut inbox) = HeardQueue::new(100, 3 * (PAYLOAD + 200));
+        let (peer_inbox, mut inbox) = PeerInbox::new(100, 3 * (PAYLOAD + 200));
         let (_, opener) = keys();
-        let reader = tokio::spawn(read_loop(1, ours, opener, heard, None));
+        let reader = tokio::spawn(read_loop(1, ours, opener, peer_inbox, None));
         for room in 0..10 {
             let msg = Msg::Final {
                 room,
@@ -408,7 +418,7 @@ mod tests {
         assert_eq!(inbox.len(), 3);
         for expected in 0..10 {
             match inbox.recv().await {
-                Some((1, Heard::Msg(msg, _space))) => {
+                Some((1, PeerMessage::Msg(msg, _space))) => {
                     assert!(matches!(*msg, Msg::Final { room, .. } if room == expected));
                 }
                 _ => panic!("message {expected} is missing"),

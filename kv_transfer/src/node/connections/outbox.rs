@@ -15,7 +15,7 @@ const CUT: usize = 16;
 const FRAME_BYTES: usize = 256;
 
 /// A message on its way out; `flip` is a test's damage.
-pub struct Outgoing {
+pub struct OutgoingMessage {
     pub msg: Msg,
     pub flip: bool,
 }
@@ -55,12 +55,12 @@ impl Backlog {
 
 #[derive(Clone)]
 pub struct Outbox {
-    frames: mpsc::UnboundedSender<Outgoing>,
+    frames: mpsc::UnboundedSender<OutgoingMessage>,
     pub backlog: Arc<Backlog>,
 }
 
 impl Outbox {
-    pub fn new(limit: usize) -> (Self, mpsc::UnboundedReceiver<Outgoing>) {
+    pub fn new(limit: usize) -> (Self, mpsc::UnboundedReceiver<OutgoingMessage>) {
         let (frames, inbox) = mpsc::unbounded_channel();
         let backlog = Arc::new(Backlog {
             bytes: AtomicUsize::new(0),
@@ -71,13 +71,13 @@ impl Outbox {
     }
 
     /// False: the connection is closing, or the peer is to be cut.
-    pub fn put(&self, out: Outgoing) -> bool {
+    pub fn put(&self, out: OutgoingMessage) -> bool {
         let before = self.backlog.bytes.fetch_add(out.bytes(), Ordering::Relaxed);
         before < CUT * self.backlog.limit && self.frames.send(out).is_ok()
     }
 }
 
-impl Outgoing {
+impl OutgoingMessage {
     /// About what the frame takes on the wire.
     pub fn bytes(&self) -> usize {
         FRAME_BYTES
@@ -94,7 +94,7 @@ impl Outgoing {
 mod tests {
     use super::*;
 
-    fn frame(payload: usize) -> Outgoing {
+    fn frame(payload: usize) -> OutgoingMessage {
         let msg = Msg::Final {
             room: 1,
             attempt: 0,
@@ -103,7 +103,7 @@ mod tests {
             root: 0,
             payload: vec![0; payload],
         };
-        Outgoing { msg, flip: false }
+        OutgoingMessage { msg, flip: false }
     }
 
     #[tokio::test]

@@ -7,8 +7,8 @@ use std::time::Duration;
 use parking_lot::Mutex;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 
-use super::room_history::Side;
-use crate::reason_code::Code;
+use super::room_history::RoomSide;
+use crate::reason_code::ReasonCode;
 
 /// How a committed room's pages came.
 #[derive(Debug, Clone, PartialEq, serde::Serialize)]
@@ -33,7 +33,7 @@ pub enum NodeEvent {
     },
     Failed {
         room: u64,
-        code: Code,
+        code: ReasonCode,
         message: String,
     },
     Aborted {
@@ -50,7 +50,7 @@ pub enum NodeEvent {
     /// `None` = DONE.
     Released {
         room: u64,
-        code: Option<Code>,
+        code: Option<ReasonCode>,
     },
 }
 
@@ -74,11 +74,11 @@ impl NodeEvent {
         )
     }
 
-    fn side(&self) -> Side {
+    fn side(&self) -> RoomSide {
         if matches!(self, NodeEvent::Released { .. }) {
-            Side::Prefill
+            RoomSide::Prefill
         } else {
-            Side::Decode
+            RoomSide::Decode
         }
     }
 }
@@ -92,7 +92,7 @@ pub enum ClaimError {
 #[derive(Default)]
 struct Inner {
     queue: VecDeque<NodeEvent>,
-    live: HashSet<(Side, u64)>,
+    live: HashSet<(RoomSide, u64)>,
 }
 
 /// Bounded: each live room puts in one end, one `Announced` and an answer to each revocation, and `claim` limits live rooms plus
@@ -117,7 +117,7 @@ impl EventQueue {
     }
 
     /// A room begins.
-    pub fn claim(&self, side: Side, room: u64) -> Result<(), ClaimError> {
+    pub fn claim(&self, side: RoomSide, room: u64) -> Result<(), ClaimError> {
         let mut inner = self.inner.lock();
         let used = inner.live.len() + inner.queue.len();
         if inner.live.contains(&(side, room)) {
@@ -131,11 +131,11 @@ impl EventQueue {
     }
 
     /// A room that was claimed never began.
-    pub fn unclaim(&self, side: Side, room: u64) {
+    pub fn unclaim(&self, side: RoomSide, room: u64) {
         self.inner.lock().live.remove(&(side, room));
     }
 
-    pub fn live_rooms(&self) -> Vec<(Side, u64)> {
+    pub fn live_rooms(&self) -> Vec<(RoomSide, u64)> {
         self.inner.lock().live.iter().copied().collect()
     }
 
@@ -198,7 +198,7 @@ mod tests {
     fn news_of_a_room_does_not_end_it() {
         let events = EventQueue::new(1).expect("eventfd");
         assert!(!events.push(NodeEvent::Announced { room: 1 }), "unknown");
-        events.claim(Side::Decode, 1).expect("room for one");
+        events.claim(RoomSide::Decode, 1).expect("room for one");
         assert!(events.push(NodeEvent::Announced { room: 1 }));
         assert!(events.push(NodeEvent::Revoked { room: 1 }));
         assert!(events.push(NodeEvent::Aborted { room: 1 }));
@@ -211,10 +211,12 @@ mod tests {
         let events = EventQueue::new(3).expect("eventfd");
         let ready = || events.wait(Duration::ZERO);
         for room in 1..=3 {
-            events.claim(Side::Decode, room).expect("room for three");
+            events
+                .claim(RoomSide::Decode, room)
+                .expect("room for three");
         }
-        assert_eq!(events.claim(Side::Decode, 1), Err(ClaimError::Live));
-        assert_eq!(events.claim(Side::Decode, 4), Err(ClaimError::Full(3)));
+        assert_eq!(events.claim(RoomSide::Decode, 1), Err(ClaimError::Live));
+        assert_eq!(events.claim(RoomSide::Decode, 4), Err(ClaimError::Full(3)));
         assert!(!ready());
         assert!(events.push(NodeEvent::Aborted { room: 1 }));
         assert!(
@@ -223,7 +225,7 @@ mod tests {
         );
         assert!(events.push(NodeEvent::Aborted { room: 2 }));
         assert_eq!(
-            events.claim(Side::Decode, 4),
+            events.claim(RoomSide::Decode, 4),
             Err(ClaimError::Full(3)),
             "undelivered ends count"
         );
@@ -232,7 +234,7 @@ mod tests {
         assert_eq!(events.poll(9), vec![NodeEvent::Aborted { room: 2 }]);
         assert!(!ready());
         events
-            .claim(Side::Decode, 1)
+            .claim(RoomSide::Decode, 1)
             .expect("the number may be used again");
     }
 }

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use serde::Serialize;
 
-use crate::reason_code::Code;
+use crate::reason_code::ReasonCode;
 use crate::state_machine::{communicator, decode, prefill};
 
 /// Upper bounds [s]; an exponential family, 100 µs to 26 s.
@@ -57,7 +57,7 @@ pub struct TransportStats {
 }
 
 #[derive(Debug, Clone, Serialize)]
-pub struct Stats {
+pub struct NodeStats {
     /// By transport, and none for prompts that needed no page.
     pub pull: BTreeMap<&'static str, TransportStats>,
     /// Rooms that ended otherwise than by commit or DONE, by reason code.
@@ -96,7 +96,7 @@ pub struct Stats {
 pub const TRANSPORTS: [&str; 6] = ["shm", "cuda_ipc", "tcp", "gloo", "nccl", "none"];
 pub const COMM_ENDS: [&str; 3] = ["closed", "failed", "abandoned"];
 
-impl Default for Stats {
+impl Default for NodeStats {
     /// Every label exists from the start, so that a rate over a counter's first increment is right.
     fn default() -> Self {
         Self {
@@ -104,7 +104,10 @@ impl Default for Stats {
                 .iter()
                 .map(|&t| (t, TransportStats::default()))
                 .collect(),
-            failures: Code::ALL.iter().map(|code| (code.as_str(), 0)).collect(),
+            failures: ReasonCode::ALL
+                .iter()
+                .map(|code| (code.as_str(), 0))
+                .collect(),
             committed: 0,
             released_done: 0,
             aborted: 0,
@@ -121,15 +124,21 @@ impl Default for Stats {
             links_up: 0,
             links_lost: 0,
             bad_frames: 0,
-            hellos_refused: Code::ALL.iter().map(|code| (code.as_str(), 0)).collect(),
+            hellos_refused: ReasonCode::ALL
+                .iter()
+                .map(|code| (code.as_str(), 0))
+                .collect(),
             hellos_evicted: 0,
-            rejects: Code::ALL.iter().map(|code| (code.as_str(), 0)).collect(),
+            rejects: ReasonCode::ALL
+                .iter()
+                .map(|code| (code.as_str(), 0))
+                .collect(),
             illegal: 0,
         }
     }
 }
 
-impl Stats {
+impl NodeStats {
     /// Under the engine's metric names, labels included. `reads_refused` is counted by the data thread.
     pub fn counters(&self, reads_refused: u64) -> BTreeMap<String, f64> {
         let mut counters = BTreeMap::new();
@@ -173,7 +182,7 @@ impl Stats {
     }
 }
 
-/// As `Stats::counters`; `states` are the ledger's counts of live rooms.
+/// As `NodeStats::counters`; `states` are the ledger's counts of live rooms.
 pub fn gauges(
     states: &BTreeMap<&'static str, usize>,
     peers: usize,
@@ -182,9 +191,9 @@ pub fn gauges(
     is_healthy: bool,
 ) -> BTreeMap<String, f64> {
     let count = |state: &str| states.get(state).copied().unwrap_or(0) as f64;
-    let mut gauges: BTreeMap<String, f64> = prefill::Phase::LIVE_NAMES
+    let mut gauges: BTreeMap<String, f64> = prefill::PrefillPhase::LIVE_NAMES
         .iter()
-        .chain(decode::Phase::LIVE_NAMES)
+        .chain(decode::DecodePhase::LIVE_NAMES)
         .map(|state| {
             (
                 format!("kv_rooms{{state=\"{}\"}}", state.to_lowercase()),
@@ -199,7 +208,7 @@ pub fn gauges(
         "kv_transfer_healthy".into(),
         f64::from(u8::from(is_healthy)),
     );
-    for state in communicator::Phase::NAMES {
+    for state in communicator::CommPhase::NAMES {
         let count = comms.get(state).copied().unwrap_or(0);
         gauges.insert(
             format!("kv_communicators{{state=\"{state}\"}}"),

@@ -10,17 +10,17 @@ const RING: usize = 8192;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
 #[serde(rename_all = "snake_case")]
-pub enum Side {
+pub enum RoomSide {
     Prefill,
     Decode,
 }
 
 /// A room's transition, or something else worth remembering of it.
 #[derive(Debug, Clone, Serialize)]
-pub struct Entry {
+pub struct RoomRecord {
     pub at_ms: u64,
     pub room: u64,
-    pub side: Side,
+    pub side: RoomSide,
     pub attempt: u32,
     pub state: &'static str,
     pub note: String,
@@ -36,38 +36,38 @@ struct Live {
 
 /// Times are milliseconds since the node's start.
 #[derive(Debug, Default)]
-pub struct Ledger {
-    ring: VecDeque<Entry>,
-    live: BTreeMap<(Side, u64), Live>,
+pub struct RoomHistory {
+    ring: VecDeque<RoomRecord>,
+    live: BTreeMap<(RoomSide, u64), Live>,
     recorded: u64,
 }
 
-impl Ledger {
-    /// A room entered `entry.state`; `over` ends its life.
-    pub fn enter(&mut self, entry: Entry, over: bool) {
-        let key = (entry.side, entry.room);
+impl RoomHistory {
+    /// A room entered `record.state`; `over` ends its life.
+    pub fn record(&mut self, record: RoomRecord, over: bool) {
+        let key = (record.side, record.room);
         if over {
             self.live.remove(&key);
         } else {
             let live = self.live.entry(key).or_insert(Live {
-                state: entry.state,
-                attempt: entry.attempt,
-                since_ms: entry.at_ms,
-                created_ms: entry.at_ms,
+                state: record.state,
+                attempt: record.attempt,
+                since_ms: record.at_ms,
+                created_ms: record.at_ms,
             });
-            live.state = entry.state;
-            live.since_ms = entry.at_ms;
+            live.state = record.state;
+            live.since_ms = record.at_ms;
         }
-        self.note(entry);
+        self.note(record);
     }
 
     /// Something worth remembering that is no change of state.
-    pub fn note(&mut self, entry: Entry) {
+    pub fn note(&mut self, record: RoomRecord) {
         if self.ring.len() == RING {
             self.ring.pop_front();
         }
         self.recorded += 1;
-        self.ring.push_back(entry);
+        self.ring.push_back(record);
     }
 
     pub fn live(&self) -> usize {
@@ -94,7 +94,7 @@ impl Ledger {
         let timeline: Vec<_> = self
             .ring
             .iter()
-            .filter(|entry| wanted(entry.room))
+            .filter(|record| wanted(record.room))
             .collect();
         json!({"now_ms": now_ms, "live": live, "timeline": timeline, "forgotten": self.recorded - self.ring.len() as u64})
     }
@@ -106,24 +106,24 @@ mod tests {
 
     #[test]
     fn the_ring_forgets_the_oldest_and_live_rooms_are_counted_by_state() {
-        let mut ledger = Ledger::default();
-        let entry = |room: u64, state| Entry {
+        let mut history = RoomHistory::default();
+        let at = |room: u64, state| RoomRecord {
             at_ms: room,
             room,
-            side: Side::Prefill,
+            side: RoomSide::Prefill,
             attempt: 0,
             state,
             note: String::new(),
         };
         for room in 0..RING as u64 + 5 {
-            ledger.enter(entry(room, "WAITING"), false);
-            ledger.enter(entry(room, "ABORTED"), room != 7);
+            history.record(at(room, "WAITING"), false);
+            history.record(at(room, "ABORTED"), room != 7);
         }
-        assert_eq!((ledger.live(), ledger.live_by_state()["ABORTED"]), (1, 1));
-        let all = ledger.json(None, 9);
+        assert_eq!((history.live(), history.live_by_state()["ABORTED"]), (1, 1));
+        let all = history.json(None, 9);
         assert_eq!(all["timeline"].as_array().map(Vec::len), Some(RING));
         assert_eq!(all["forgotten"], RING as u64 + 10);
-        let one = ledger.json(Some(RING as u64), 9);
+        let one = history.json(Some(RING as u64), 9);
         assert_eq!(one["timeline"].as_array().map(Vec::len), Some(2));
     }
 }

@@ -1,4 +1,4 @@
-//! A staged relay between one decode rank (`Sink`) and one prefill rank (`Source`), over a two-rank communicator: what NCCL, and
+//! A staged relay between one decode rank (`SlabReceiver`) and one prefill rank (`SlabSender`), over a two-rank communicator: what NCCL, and
 //! gloo in its place, can do. Pages never meet the communicator; they are gathered into a slab at P and scattered from one at D.
 //!
 //! ```text
@@ -27,14 +27,14 @@ mod sender;
 #[cfg(test)]
 mod model_check;
 
-pub use receiver::{Outcome, Sink, SinkAction, SinkEvent};
-pub use sender::{Source, SourceAction, SourceEvent};
+pub use receiver::{PullOutcome, ReceiverAction, ReceiverEvent, SlabReceiver};
+pub use sender::{SenderAction, SenderEvent, SlabSender};
 
 /// Number of a SLAB_READ within its communicator; grows.
 pub type Ticket = u64;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub struct Limits {
+pub struct SlabLimits {
     /// Slabs in the ring of each side.
     pub slabs: usize,
     pub pages_per_slab: usize,
@@ -47,38 +47,41 @@ pub struct Limits {
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum Phase {
+pub enum CommPhase {
     /// D: COMM_OPEN is sent, no id yet.
     Asking,
     Opening,
     Open,
     Aborting,
     /// The abort did not end in time: its thread and its slabs are given up.
-    Abandoned,
+    Leaked,
     Over,
 }
 
-impl Phase {
+impl CommPhase {
     pub const NAMES: [&'static str; 4] = ["opening", "open", "aborting", "abandoned"];
 
     pub fn name(self) -> &'static str {
         match self {
-            Phase::Asking | Phase::Opening => "opening",
-            Phase::Open => "open",
-            Phase::Aborting => "aborting",
-            Phase::Abandoned | Phase::Over => "abandoned",
+            CommPhase::Asking | CommPhase::Opening => "opening",
+            CommPhase::Open => "open",
+            CommPhase::Aborting => "aborting",
+            CommPhase::Leaked | CommPhase::Over => "abandoned",
         }
     }
 
     /// Pages may be asked for and sent, now or when it is open.
     pub fn is_usable(self) -> bool {
-        matches!(self, Phase::Asking | Phase::Opening | Phase::Open)
+        matches!(
+            self,
+            CommPhase::Asking | CommPhase::Opening | CommPhase::Open
+        )
     }
 }
 
 /// Why a communicator ended.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
-pub enum End {
+pub enum CommEnd {
     /// Nobody used it and its place was needed, or the node closes.
     Closed,
     Failed(String),
@@ -88,12 +91,12 @@ pub enum End {
 
 /// When a pair whose communicator failed may try the next one: 30 s later, doubled with each failure in a row.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Breaker {
+pub struct TransportBreaker {
     failures: u32,
     open_until: u64,
 }
 
-impl Breaker {
+impl TransportBreaker {
     const FIRST_MS: u64 = 30_000;
     const MOST_DOUBLINGS: u32 = 5;
     /// The other side had no place for a communicator; one may be free soon.

@@ -5,18 +5,18 @@ use std::collections::{BTreeMap, HashSet, VecDeque};
 use std::hash::{DefaultHasher, Hash, Hasher};
 
 use super::*;
-use crate::protocol::Sealed;
-use crate::reason_code::Code;
+use crate::protocol::PageDigest;
+use crate::reason_code::ReasonCode;
 use crate::state_machine::decode::PullPage;
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
-enum Word {
+enum WireMessage {
     Open,
     Id,
     Read(Ticket, Vec<(u32, u64)>),
     Send(Ticket, u64),
     Stale(Ticket, u32),
-    End,
+    CommEnd,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
@@ -79,7 +79,7 @@ struct Budget {
 }
 
 #[derive(Debug, Clone, Copy)]
-enum Move {
+enum Transition {
     HearP,
     HearD,
     LoseP,
@@ -121,11 +121,11 @@ enum Thread {
 struct Relay {
     now: u64,
     budget: Budget,
-    sink: Sink,
-    source: Option<Source>,
+    receiver: SlabReceiver,
+    sender: Option<SlabSender>,
     p_alive: bool,
-    to_p: VecDeque<Word>,
-    to_d: VecDeque<Word>,
+    to_p: VecDeque<WireMessage>,
+    to_d: VecDeque<WireMessage>,
     p_jobs: VecDeque<AtP>,
     d_jobs: VecDeque<AtD>,
     p_thread: Thread,
@@ -135,7 +135,7 @@ struct Relay {
     ended: BTreeMap<u64, &'static str>,
 }
 
-const LIMITS: Limits = Limits {
+const LIMITS: SlabLimits = SlabLimits {
     slabs: 2,
     pages_per_slab: 1,
     open_ms: 10,
@@ -146,12 +146,12 @@ const LIMITS: Limits = Limits {
 impl Relay {
     /// Pulls of so many pages each.
     fn new(pulls: &[u32], budget: Budget) -> Self {
-        let (sink, actions) = Sink::new(LIMITS, 0);
+        let (receiver, actions) = SlabReceiver::new(LIMITS, 0);
         let mut relay = Self {
             now: 0,
             budget,
-            sink,
-            source: None,
+            receiver,
+            sender: None,
             p_alive: true,
             to_p: VecDeque::new(),
             to_d: VecDeque::new(),
@@ -168,7 +168,7 @@ impl Relay {
         for (pull, &n) in pulls.iter().enumerate() {
             let pages: Vec<PullPage> = (next..next + n)
                 .map(|page| PullPage {
-                    src: Sealed {
+                    src: PageDigest {
                         page,
                         generation: 2,
                         sum: 0,
@@ -180,7 +180,7 @@ impl Relay {
             relay
                 .wanted
                 .insert(pull as u64, pages.iter().map(|p| p.dst).collect());
-            relay.sink(SinkEvent::Pull {
+            relay.receiver(ReceiverEvent::Pull {
                 pull: pull as u64,
                 pages,
             });
@@ -188,54 +188,54 @@ impl Relay {
         relay
     }
 
-    fn sink(&mut self, event: SinkEvent) {
-        let actions = self.sink.step(event, self.now);
+    fn receiver(&mut self, event: ReceiverEvent) {
+        let actions = self.receiver.step(event, self.now);
         self.act_d(actions);
     }
 
-    fn source(&mut self, event: SourceEvent) {
-        if let Some(source) = &mut self.source {
-            let actions = source.step(event, self.now);
+    fn sender(&mut self, event: SenderEvent) {
+        if let Some(sender) = &mut self.sender {
+            let actions = sender.step(event, self.now);
             self.act_p(actions);
         }
     }
 
-    fn act_d(&mut self, actions: Vec<SinkAction>) {
+    fn act_d(&mut self, actions: Vec<ReceiverAction>) {
         let mut revoked = vec![]; // told after the other actions, as the shell does
         for action in actions {
             match action {
-                SinkAction::Ask => self.to_p.push_back(Word::Open),
-                SinkAction::Join(_) => self.d_jobs.push_back(AtD::Join),
-                SinkAction::Read { ticket, pages } => self.to_p.push_back(Word::Read(
+                ReceiverAction::Ask => self.to_p.push_back(WireMessage::Open),
+                ReceiverAction::Join(_) => self.d_jobs.push_back(AtD::Join),
+                ReceiverAction::Read { ticket, pages } => self.to_p.push_back(WireMessage::Read(
                     ticket,
                     pages
                         .iter()
                         .map(|p| (p.src.page, p.src.generation))
                         .collect(),
                 )),
-                SinkAction::Receive { ticket, pages, .. } => {
+                ReceiverAction::Receive { ticket, pages, .. } => {
                     self.d_jobs.push_back(AtD::Receive { ticket, pages });
                 }
-                SinkAction::Revoke { ticket } if self.revoke(ticket) => revoked.push(ticket),
-                SinkAction::Revoke { .. } => {}
-                SinkAction::End {
+                ReceiverAction::Revoke { ticket } if self.revoke(ticket) => revoked.push(ticket),
+                ReceiverAction::Revoke { .. } => {}
+                ReceiverAction::End {
                     pull,
                     pages,
                     outcome,
                 } => self.pull_ended(pull, pages, &outcome),
-                SinkAction::TellEnd(_) => self.to_p.push_back(Word::End),
-                SinkAction::Abort => {
+                ReceiverAction::SendEnd(_) => self.to_p.push_back(WireMessage::CommEnd),
+                ReceiverAction::Abort => {
                     assert_eq!(self.d_thread, Thread::Running, "aborted twice");
                     self.d_thread = Thread::Aborted;
                     // What has not started never starts; a page being written is written to its end.
                     self.d_jobs.retain(|job| matches!(job, AtD::Writing { .. }));
                 }
-                SinkAction::Abandon => assert_ne!(self.d_thread, Thread::Ended),
-                SinkAction::Gone => assert_eq!(self.d_thread, Thread::Ended),
+                ReceiverAction::Leak => assert_ne!(self.d_thread, Thread::Ended),
+                ReceiverAction::Forget => assert_eq!(self.d_thread, Thread::Ended),
             }
         }
         for ticket in revoked {
-            self.sink(SinkEvent::Revoked { ticket });
+            self.receiver(ReceiverEvent::Revoked { ticket });
         }
     }
 
@@ -256,20 +256,20 @@ impl Relay {
         panic!("ticket {ticket} is not on the thread");
     }
 
-    fn pull_ended(&mut self, pull: u64, pages: usize, outcome: &Outcome) {
+    fn pull_ended(&mut self, pull: u64, pages: usize, outcome: &PullOutcome) {
         let name = match outcome {
-            Outcome::Done => "done",
-            Outcome::Failed(Code::StalePage, _) => "stale",
-            Outcome::Failed(..) => "checksum",
-            Outcome::Cancelled => "cancelled",
-            Outcome::Broken(_) => "broken",
+            PullOutcome::Done => "done",
+            PullOutcome::Failed(ReasonCode::StalePage, _) => "stale",
+            PullOutcome::Failed(..) => "checksum",
+            PullOutcome::Cancelled => "cancelled",
+            PullOutcome::Broken(_) => "broken",
         };
         assert_eq!(
             self.ended.insert(pull, name),
             None,
             "pull {pull} ended twice"
         );
-        if *outcome == Outcome::Done {
+        if *outcome == PullOutcome::Done {
             let wanted = &self.wanted[&pull];
             assert_eq!(pages, wanted.len());
             assert!(
@@ -279,217 +279,223 @@ impl Relay {
         }
     }
 
-    fn act_p(&mut self, actions: Vec<SourceAction>) {
+    fn act_p(&mut self, actions: Vec<SenderAction>) {
         for action in actions {
             match action {
-                SourceAction::Host => self.p_jobs.push_back(AtP::Host { told: false }),
-                SourceAction::TellId(_) => self.to_d.push_back(Word::Id),
-                SourceAction::Send { ticket, .. } => self.p_jobs.push_back(AtP::Gather(ticket)),
-                SourceAction::Announce { ticket, seq } => {
-                    self.to_d.push_back(Word::Send(ticket, seq));
+                SenderAction::Host => self.p_jobs.push_back(AtP::Host { told: false }),
+                SenderAction::SendId(_) => self.to_d.push_back(WireMessage::Id),
+                SenderAction::Send { ticket, .. } => self.p_jobs.push_back(AtP::Gather(ticket)),
+                SenderAction::Announce { ticket, seq } => {
+                    self.to_d.push_back(WireMessage::Send(ticket, seq));
                 }
-                SourceAction::TellStale { ticket, page } => {
-                    self.to_d.push_back(Word::Stale(ticket, page));
+                SenderAction::SendStale { ticket, page } => {
+                    self.to_d.push_back(WireMessage::Stale(ticket, page));
                 }
-                SourceAction::TellEnd(_) => self.to_d.push_back(Word::End),
-                SourceAction::Abort => {
+                SenderAction::SendEnd(_) => self.to_d.push_back(WireMessage::CommEnd),
+                SenderAction::Abort => {
                     assert_eq!(self.p_thread, Thread::Running, "aborted twice");
                     self.p_thread = Thread::Aborted;
                     self.p_jobs.clear();
                 }
-                SourceAction::Abandon => assert_ne!(self.p_thread, Thread::Ended),
-                SourceAction::Gone => assert_eq!(self.p_thread, Thread::Ended),
+                SenderAction::Leak => assert_ne!(self.p_thread, Thread::Ended),
+                SenderAction::Forget => assert_eq!(self.p_thread, Thread::Ended),
             }
         }
     }
 
     fn due(&self) -> Option<u64> {
-        let p = self.source.as_ref().and_then(Source::next_due);
-        [self.sink.next_due(), p].into_iter().flatten().min()
+        let p = self.sender.as_ref().and_then(SlabSender::next_due);
+        [self.receiver.next_due(), p].into_iter().flatten().min()
     }
 
-    fn moves(&self) -> Vec<Move> {
-        let mut moves = vec![];
+    fn transitions(&self) -> Vec<Transition> {
+        let mut transitions = vec![];
         let b = &self.budget;
-        let mut offer = |possible: bool, m: Move| {
+        let mut offer = |possible: bool, m: Transition| {
             if possible {
-                moves.push(m);
+                transitions.push(m);
             }
         };
         let runs = |thread| thread == Thread::Running;
-        offer(!self.to_p.is_empty(), Move::HearP);
-        offer(!self.to_d.is_empty(), Move::HearD);
+        offer(!self.to_p.is_empty(), Transition::HearP);
+        offer(!self.to_d.is_empty(), Transition::HearD);
         let (p, d) = (self.p_jobs.front(), self.d_jobs.front());
-        offer(matches!(p, Some(AtP::Host { told: false })), Move::MakeId);
+        offer(
+            matches!(p, Some(AtP::Host { told: false })),
+            Transition::MakeId,
+        );
         offer(
             matches!((p, d), (Some(AtP::Host { told: true }), Some(AtD::Join))),
-            Move::Meet,
+            Transition::Meet,
         );
-        offer(matches!(p, Some(AtP::Gather(_))), Move::Gather);
+        offer(matches!(p, Some(AtP::Gather(_))), Transition::Gather);
         offer(
             matches!((p, d), (Some(AtP::Posted(_)), Some(AtD::Receive { .. }))),
-            Move::Transfer,
+            Transition::Transfer,
         );
         if let Some(AtD::Got { pages, .. }) = d {
-            offer(!pages.is_empty(), Move::BeginWrite);
-            offer(pages.is_empty(), Move::Skipped);
+            offer(!pages.is_empty(), Transition::BeginWrite);
+            offer(pages.is_empty(), Transition::Skipped);
         }
         offer(
             matches!(d, Some(AtD::Writing { .. })),
-            Move::Written { intact: true },
+            Transition::Written { intact: true },
         );
-        offer(self.p_thread == Thread::Aborted, Move::EndThreadP);
+        offer(self.p_thread == Thread::Aborted, Transition::EndThreadP);
         offer(
             self.d_thread == Thread::Aborted && self.d_jobs.is_empty(),
-            Move::EndThreadD,
+            Transition::EndThreadD,
         );
         offer(
-            !self.p_alive && self.to_d.is_empty() && self.sink.phase().is_usable(),
-            Move::ConnectionLost,
+            !self.p_alive && self.to_d.is_empty() && self.receiver.phase().is_usable(),
+            Transition::ConnectionLost,
         );
-        let quiet = moves.is_empty();
-        let mut offer = |possible: bool, m: Move| {
+        let quiet = transitions.is_empty();
+        let mut offer = |possible: bool, m: Transition| {
             if possible {
-                moves.push(m);
+                transitions.push(m);
             }
         };
-        offer(quiet && self.due().is_some(), Move::Tick);
-        offer(b.losses > 0 && !self.to_p.is_empty(), Move::LoseP);
-        offer(b.losses > 0 && !self.to_d.is_empty(), Move::LoseD);
-        offer(b.doubles > 0 && !self.to_p.is_empty(), Move::DoubleP);
-        offer(b.doubles > 0 && !self.to_d.is_empty(), Move::DoubleD);
-        offer(b.swaps > 0 && self.to_p.len() > 1, Move::SwapP);
-        offer(b.swaps > 0 && self.to_d.len() > 1, Move::SwapD);
+        offer(quiet && self.due().is_some(), Transition::Tick);
+        offer(b.losses > 0 && !self.to_p.is_empty(), Transition::LoseP);
+        offer(b.losses > 0 && !self.to_d.is_empty(), Transition::LoseD);
+        offer(b.doubles > 0 && !self.to_p.is_empty(), Transition::DoubleP);
+        offer(b.doubles > 0 && !self.to_d.is_empty(), Transition::DoubleD);
+        offer(b.swaps > 0 && self.to_p.len() > 1, Transition::SwapP);
+        offer(b.swaps > 0 && self.to_d.len() > 1, Transition::SwapD);
         offer(
             b.stale > 0 && matches!(p, Some(AtP::Gather(_))),
-            Move::GivenAway,
+            Transition::GivenAway,
         );
         offer(
             b.corrupt > 0 && matches!(d, Some(AtD::Writing { .. })),
-            Move::Written { intact: false },
+            Transition::Written { intact: false },
         );
         for &pull in self.wanted.keys() {
             offer(
                 b.cancels > 0 && !self.ended.contains_key(&pull),
-                Move::Cancel(pull),
+                Transition::Cancel(pull),
             );
         }
-        offer(b.closes > 0 && self.sink.is_idle(), Move::Close);
-        offer(b.kills > 0 && self.p_alive, Move::Kill);
+        offer(b.closes > 0 && self.receiver.is_idle(), Transition::Close);
+        offer(b.kills > 0 && self.p_alive, Transition::Kill);
         offer(
             b.breaks > 0 && runs(self.p_thread) && p.is_some(),
-            Move::BreakP,
+            Transition::BreakP,
         );
         offer(
             b.breaks > 0
                 && runs(self.d_thread)
                 && d.is_some_and(|job| !matches!(job, AtD::Writing { .. })),
-            Move::BreakD,
+            Transition::BreakD,
         );
-        offer(b.hangs > 0 && self.p_thread == Thread::Aborted, Move::HangP);
+        offer(
+            b.hangs > 0 && self.p_thread == Thread::Aborted,
+            Transition::HangP,
+        );
         offer(
             b.hangs > 0 && self.d_thread == Thread::Aborted && self.d_jobs.is_empty(),
-            Move::HangD,
+            Transition::HangD,
         );
-        moves
+        transitions
     }
 
-    fn make(&mut self, m: Move) {
+    fn apply(&mut self, m: Transition) {
         match m {
-            Move::HearP => self.hear_p(),
-            Move::HearD => self.hear_d(),
-            Move::LoseP => self.lose(true),
-            Move::LoseD => self.lose(false),
-            Move::DoubleP => self.double(true),
-            Move::DoubleD => self.double(false),
-            Move::SwapP => {
+            Transition::HearP => self.hear_p(),
+            Transition::HearD => self.hear_d(),
+            Transition::LoseP => self.lose(true),
+            Transition::LoseD => self.lose(false),
+            Transition::DoubleP => self.double(true),
+            Transition::DoubleD => self.double(false),
+            Transition::SwapP => {
                 self.budget.swaps -= 1;
                 self.to_p.swap(0, 1);
             }
-            Move::SwapD => {
+            Transition::SwapD => {
                 self.budget.swaps -= 1;
                 self.to_d.swap(0, 1);
             }
-            Move::MakeId => {
+            Transition::MakeId => {
                 self.p_jobs[0] = AtP::Host { told: true };
-                self.source(SourceEvent::Id(vec![1]));
+                self.sender(SenderEvent::Id(vec![1]));
             }
-            Move::Meet => {
+            Transition::Meet => {
                 self.p_jobs.pop_front();
                 self.d_jobs.pop_front();
-                self.source(SourceEvent::Opened);
-                self.sink(SinkEvent::Opened);
+                self.sender(SenderEvent::Opened);
+                self.receiver(ReceiverEvent::Opened);
             }
-            Move::Gather => {
+            Transition::Gather => {
                 if let Some(AtP::Gather(ticket)) = self.p_jobs.front().cloned() {
                     self.p_jobs[0] = AtP::Posted(ticket);
-                    self.source(SourceEvent::Gathered { ticket });
+                    self.sender(SenderEvent::Gathered { ticket });
                 }
             }
-            Move::GivenAway => {
+            Transition::GivenAway => {
                 self.budget.stale -= 1;
                 if let Some(AtP::Gather(ticket)) = self.p_jobs.pop_front() {
-                    self.source(SourceEvent::Stale { ticket, page: 0 });
+                    self.sender(SenderEvent::Stale { ticket, page: 0 });
                 }
             }
-            Move::Transfer => self.transfer(),
-            Move::BeginWrite => {
+            Transition::Transfer => self.transfer(),
+            Transition::BeginWrite => {
                 if let Some(AtD::Got { ticket, pages }) = self.d_jobs.pop_front() {
                     self.d_jobs.push_front(AtD::Writing { ticket, pages });
                 }
             }
-            Move::Written { intact } => self.written(intact),
-            Move::Skipped => {
+            Transition::Written { intact } => self.written(intact),
+            Transition::Skipped => {
                 if let Some(ticket) = self.d_jobs.pop_front().and_then(|job| job.ticket()) {
                     let verdict = Ok(());
-                    self.sink(SinkEvent::Received { ticket, verdict });
+                    self.receiver(ReceiverEvent::Received { ticket, verdict });
                 }
             }
-            Move::Cancel(pull) => {
+            Transition::Cancel(pull) => {
                 self.budget.cancels -= 1;
-                self.sink(SinkEvent::Cancel { pull });
+                self.receiver(ReceiverEvent::Cancel { pull });
             }
-            Move::Close => {
+            Transition::Close => {
                 self.budget.closes -= 1;
-                self.sink(SinkEvent::Close);
+                self.receiver(ReceiverEvent::Close);
             }
-            Move::Kill => {
+            Transition::Kill => {
                 self.budget.kills -= 1;
                 self.p_alive = false;
-                self.source = None;
+                self.sender = None;
                 self.to_p.clear();
                 self.p_jobs.clear();
                 self.p_thread = Thread::Ended;
             }
-            Move::ConnectionLost => self.sink(SinkEvent::PeerEnded("gone".into())),
-            Move::BreakP => {
+            Transition::ConnectionLost => self.receiver(ReceiverEvent::PeerEnded("gone".into())),
+            Transition::BreakP => {
                 self.budget.breaks -= 1;
-                self.source(SourceEvent::Broken("broken".into()));
+                self.sender(SenderEvent::Broken("broken".into()));
             }
-            Move::BreakD => {
+            Transition::BreakD => {
                 self.budget.breaks -= 1;
-                self.sink(SinkEvent::Broken("broken".into()));
+                self.receiver(ReceiverEvent::Broken("broken".into()));
             }
-            Move::EndThreadP => {
+            Transition::EndThreadP => {
                 self.p_thread = Thread::Ended;
-                self.source(SourceEvent::ThreadEnded);
+                self.sender(SenderEvent::ThreadEnded);
             }
-            Move::EndThreadD => {
+            Transition::EndThreadD => {
                 self.d_thread = Thread::Ended;
-                self.sink(SinkEvent::ThreadEnded);
+                self.receiver(ReceiverEvent::ThreadEnded);
             }
-            Move::HangP => {
+            Transition::HangP => {
                 self.budget.hangs -= 1;
                 self.p_thread = Thread::Hung;
             }
-            Move::HangD => {
+            Transition::HangD => {
                 self.budget.hangs -= 1;
                 self.d_thread = Thread::Hung;
             }
-            Move::Tick => {
+            Transition::Tick => {
                 self.now = self.now.max(self.due().unwrap_or_default());
-                self.sink(SinkEvent::Tick);
-                self.source(SourceEvent::Tick);
+                self.receiver(ReceiverEvent::Tick);
+                self.sender(SenderEvent::Tick);
             }
         }
         self.check();
@@ -509,26 +515,30 @@ impl Relay {
 
     fn hear_p(&mut self) {
         match self.to_p.pop_front() {
-            Some(Word::Open) if self.source.is_none() && self.p_alive => {
-                let (source, actions) = Source::new(LIMITS, self.now);
-                self.source = Some(source);
+            Some(WireMessage::Open) if self.sender.is_none() && self.p_alive => {
+                let (sender, actions) = SlabSender::new(LIMITS, self.now);
+                self.sender = Some(sender);
                 self.act_p(actions);
             }
-            Some(Word::Read(ticket, pages)) => self.source(SourceEvent::Read { ticket, pages }),
-            Some(Word::End) => self.source(SourceEvent::PeerEnded("told".into())),
+            Some(WireMessage::Read(ticket, pages)) => {
+                self.sender(SenderEvent::Read { ticket, pages })
+            }
+            Some(WireMessage::CommEnd) => self.sender(SenderEvent::PeerEnded("told".into())),
             _ => {}
         }
     }
 
     fn hear_d(&mut self) {
         match self.to_d.pop_front() {
-            Some(Word::Id) => self.sink(SinkEvent::Id(vec![1])),
-            Some(Word::Send(ticket, seq)) => self.sink(SinkEvent::Announced { ticket, seq }),
-            Some(Word::Stale(ticket, page)) => {
-                let code = None;
-                self.sink(SinkEvent::Stale { ticket, page, code })
+            Some(WireMessage::Id) => self.receiver(ReceiverEvent::Id(vec![1])),
+            Some(WireMessage::Send(ticket, seq)) => {
+                self.receiver(ReceiverEvent::Announced { ticket, seq })
             }
-            Some(Word::End) => self.sink(SinkEvent::PeerEnded("told".into())),
+            Some(WireMessage::Stale(ticket, page)) => {
+                let code = None;
+                self.receiver(ReceiverEvent::Stale { ticket, page, code })
+            }
+            Some(WireMessage::CommEnd) => self.receiver(ReceiverEvent::PeerEnded("told".into())),
             _ => {}
         }
     }
@@ -539,7 +549,7 @@ impl Relay {
         {
             assert_eq!(sent, ticket, "a send met another ticket's receive");
             self.d_jobs.push_front(AtD::Got { ticket, pages });
-            self.source(SourceEvent::Sent { ticket });
+            self.sender(SenderEvent::Sent { ticket });
         }
     }
 
@@ -552,16 +562,16 @@ impl Relay {
             Ok(())
         } else {
             self.budget.corrupt -= 1;
-            Err((Code::Checksum, "flipped".to_owned()))
+            Err((ReasonCode::Checksum, "flipped".to_owned()))
         };
-        self.sink(SinkEvent::Received { ticket, verdict });
+        self.receiver(ReceiverEvent::Received { ticket, verdict });
     }
 
     fn check(&self) {
-        let (free, held) = self.sink.slabs();
-        assert_eq!(free + held, LIMITS.slabs, "D's slabs");
-        if let Some(source) = &self.source {
-            let (free, busy) = source.slabs();
+        let (free, usage) = self.receiver.slabs();
+        assert_eq!(free + usage, LIMITS.slabs, "D's slabs");
+        if let Some(sender) = &self.sender {
+            let (free, busy) = sender.slabs();
             assert_eq!(free + busy, LIMITS.slabs, "P's slabs");
         }
         for job in &self.d_jobs {
@@ -585,10 +595,13 @@ impl Relay {
             self.wanted.len(),
             "a pull waits for ever: {self:?}"
         );
-        let rests = |phase, idle| idle || matches!(phase, Phase::Over | Phase::Abandoned);
-        assert!(rests(self.sink.phase(), self.sink.is_idle()), "{self:?}");
-        if let Some(source) = &self.source {
-            assert!(rests(source.phase(), source.is_idle()), "{self:?}");
+        let rests = |phase, idle| idle || matches!(phase, CommPhase::Over | CommPhase::Leaked);
+        assert!(
+            rests(self.receiver.phase(), self.receiver.is_idle()),
+            "{self:?}"
+        );
+        if let Some(sender) = &self.sender {
+            assert!(rests(sender.phase(), sender.is_idle()), "{self:?}");
         }
     }
 }
@@ -596,11 +609,11 @@ impl Relay {
 struct Explored {
     states: usize,
     /// Outcome of each pull, and the phase D's communicator rests in.
-    rests: HashSet<(Vec<&'static str>, Phase)>,
+    rests: HashSet<(Vec<&'static str>, CommPhase)>,
 }
 
 impl Explored {
-    fn has(&self, outcomes: &[&'static str], phase: Phase) -> bool {
+    fn has(&self, outcomes: &[&'static str], phase: CommPhase) -> bool {
         self.rests.contains(&(outcomes.to_vec(), phase))
     }
 }
@@ -615,14 +628,17 @@ fn explore(start: Relay) -> Explored {
     let mut queue = VecDeque::from([start]);
     let mut rests = HashSet::new();
     while let Some(relay) = queue.pop_front() {
-        let moves = relay.moves();
-        if moves.is_empty() {
+        let transitions = relay.transitions();
+        if transitions.is_empty() {
             relay.assert_at_rest();
-            rests.insert((relay.ended.values().copied().collect(), relay.sink.phase()));
+            rests.insert((
+                relay.ended.values().copied().collect(),
+                relay.receiver.phase(),
+            ));
         }
-        for m in moves {
+        for m in transitions {
             let mut next = relay.clone();
-            next.make(m);
+            next.apply(m);
             if seen.insert(fingerprint(&next)) {
                 queue.push_back(next);
             }
@@ -639,7 +655,7 @@ fn without_faults_every_order_delivers_every_page() {
     let explored = explore(Relay::new(&[3, 1, 2], Budget::default()));
     assert_eq!(
         explored.rests,
-        HashSet::from([(vec!["done", "done", "done"], Phase::Open)])
+        HashSet::from([(vec!["done", "done", "done"], CommPhase::Open)])
     );
     assert!(explored.states > 100, "{}", explored.states);
 }
@@ -668,7 +684,10 @@ fn lost_doubled_and_reordered_messages_end_every_pull() {
         },
     ] {
         let explored = explore(Relay::new(&[2, 1], budget.clone()));
-        assert!(explored.has(&["done", "done"], Phase::Open), "{budget:?}");
+        assert!(
+            explored.has(&["done", "done"], CommPhase::Open),
+            "{budget:?}"
+        );
         assert!(
             explored
                 .rests
@@ -692,15 +711,15 @@ fn cancels_stale_pages_and_flipped_bits_spoil_only_their_own_pull() {
         explored
             .rests
             .iter()
-            .all(|(ends, phase)| !ends.contains(&"broken") && *phase == Phase::Open)
+            .all(|(ends, phase)| !ends.contains(&"broken") && *phase == CommPhase::Open)
     );
     for end in ["cancelled", "stale", "checksum"] {
-        assert!(explored.has(&[end, "done"], Phase::Open), "{end}");
+        assert!(explored.has(&[end, "done"], CommPhase::Open), "{end}");
     }
 }
 
 #[test]
-fn a_dead_peer_and_a_hanging_abort_leave_nobody_waiting() {
+fn dead_peer_and_hanging_abort_leave_no_pull_waiting() {
     let budget = Budget {
         kills: 1,
         hangs: 1,
@@ -708,10 +727,10 @@ fn a_dead_peer_and_a_hanging_abort_leave_nobody_waiting() {
         ..Budget::default()
     };
     let explored = explore(Relay::new(&[2, 1], budget));
-    assert!(explored.has(&["broken", "broken"], Phase::Over));
-    assert!(explored.has(&["broken", "broken"], Phase::Abandoned));
+    assert!(explored.has(&["broken", "broken"], CommPhase::Over));
+    assert!(explored.has(&["broken", "broken"], CommPhase::Leaked));
     assert!(
-        explored.has(&["done", "done"], Phase::Abandoned),
+        explored.has(&["done", "done"], CommPhase::Leaked),
         "killed when all was done"
     );
 }
@@ -726,39 +745,39 @@ fn operations_that_fail_on_either_side_break_both() {
         ..Budget::default()
     };
     let explored = explore(Relay::new(&[2], budget));
-    assert!(explored.has(&["broken"], Phase::Over));
-    assert!(explored.has(&["broken"], Phase::Abandoned));
-    assert!(explored.has(&["done"], Phase::Over), "closed when idle");
+    assert!(explored.has(&["broken"], CommPhase::Over));
+    assert!(explored.has(&["broken"], CommPhase::Leaked));
+    assert!(explored.has(&["done"], CommPhase::Over), "closed when idle");
 }
 
 #[test]
 fn a_send_out_of_order_ends_the_communicator_before_a_receive_is_posted() {
     let page = |page| PullPage {
-        src: Sealed {
+        src: PageDigest {
             page,
             generation: 2,
             sum: 0,
         },
         dst: page,
     };
-    let (mut sink, _) = Sink::new(LIMITS, 0);
+    let (mut receiver, _) = SlabReceiver::new(LIMITS, 0);
     let pages = vec![page(0), page(1)];
-    sink.step(SinkEvent::Pull { pull: 0, pages }, 0);
-    sink.step(SinkEvent::Id(vec![1]), 0);
-    sink.step(SinkEvent::Opened, 0);
-    let actions = sink.step(SinkEvent::Announced { ticket: 1, seq: 1 }, 0);
-    assert_eq!(sink.phase(), Phase::Aborting);
+    receiver.step(ReceiverEvent::Pull { pull: 0, pages }, 0);
+    receiver.step(ReceiverEvent::Id(vec![1]), 0);
+    receiver.step(ReceiverEvent::Opened, 0);
+    let actions = receiver.step(ReceiverEvent::Announced { ticket: 1, seq: 1 }, 0);
+    assert_eq!(receiver.phase(), CommPhase::Aborting);
     assert!(
         !actions
             .iter()
-            .any(|a| matches!(a, SinkAction::Receive { .. }))
+            .any(|a| matches!(a, ReceiverAction::Receive { .. }))
     );
-    assert!(actions.contains(&SinkAction::Abort));
+    assert!(actions.contains(&ReceiverAction::Abort));
 }
 
 #[test]
 fn the_breaker_doubles_its_pause_and_forgets_after_success() {
-    let mut breaker = Breaker::default();
+    let mut breaker = TransportBreaker::default();
     assert!(breaker.allows(0));
     breaker.failed(1000);
     assert!(!breaker.allows(30_999) && breaker.allows(31_000));

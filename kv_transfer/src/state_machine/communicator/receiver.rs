@@ -2,23 +2,23 @@
 
 use std::collections::{BTreeMap, VecDeque};
 
-use super::{End, Limits, Phase, Ticket};
-use crate::reason_code::Code;
+use super::{CommEnd, CommPhase, SlabLimits, Ticket};
+use crate::reason_code::ReasonCode;
 use crate::state_machine::decode::PullPage;
 
 /// How a pull ended.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
-pub enum Outcome {
+pub enum PullOutcome {
     Done,
-    Failed(Code, String),
+    Failed(ReasonCode, String),
     Cancelled,
     /// The communicator does not work; another transport may.
     Broken(String),
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
-pub enum SinkEvent {
-    /// Fetch these pages. Answered by one `SinkAction::End`.
+pub enum ReceiverEvent {
+    /// Fetch these pages. Answered by one `ReceiverAction::End`.
     Pull {
         pull: u64,
         pages: Vec<PullPage>,
@@ -40,12 +40,12 @@ pub enum SinkEvent {
         ticket: Ticket,
         page: u32,
         /// None: the page was given away.
-        code: Option<Code>,
+        code: Option<ReasonCode>,
     },
     /// Own thread: the slab is received, and unless it was revoked before, scattered and compared with the announced checksums.
     Received {
         ticket: Ticket,
-        verdict: Result<(), (Code, String)>,
+        verdict: Result<(), (ReasonCode, String)>,
     },
     /// Answer to `Revoke`: the thread had not begun to write and will not.
     Revoked {
@@ -63,7 +63,7 @@ pub enum SinkEvent {
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
-pub enum SinkAction {
+pub enum ReceiverAction {
     /// Send COMM_OPEN.
     Ask,
     /// Own thread: join as rank 1.
@@ -86,27 +86,27 @@ pub enum SinkAction {
     End {
         pull: u64,
         pages: usize,
-        outcome: Outcome,
+        outcome: PullOutcome,
     },
     /// Send COMM_END.
-    TellEnd(End),
+    SendEnd(CommEnd),
     /// Abort the communicator on a thread of its own, which reports `ThreadEnded`.
     Abort,
     /// The abort hangs too: count the communicator as lost.
-    Abandon,
+    Leak,
     /// Forget it.
-    Gone,
+    Forget,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
-struct PullState {
+struct PullProgress {
     chunks_left: usize,
     pages: usize,
-    ending: Option<Outcome>,
+    ending: Option<PullOutcome>,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-enum Held {
+enum SlabUse {
     Asked,
     /// On the thread, which may write the pages.
     Receiving,
@@ -121,27 +121,27 @@ struct Chunk {
     pull: u64,
     slab: usize,
     pages: Vec<PullPage>,
-    held: Held,
+    usage: SlabUse,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
-pub struct Sink {
-    phase: Phase,
-    limits: Limits,
+pub struct SlabReceiver {
+    phase: CommPhase,
+    limits: SlabLimits,
     free: Vec<usize>,
-    pulls: BTreeMap<u64, PullState>,
+    pulls: BTreeMap<u64, PullProgress>,
     todo: VecDeque<(u64, Vec<PullPage>)>,
     chunks: BTreeMap<Ticket, Chunk>,
     next_ticket: Ticket,
     next_seq: u64,
     due: Option<u64>,
-    end: Option<End>,
+    end: Option<CommEnd>,
 }
 
-impl Sink {
-    pub fn new(limits: Limits, now: u64) -> (Self, Vec<SinkAction>) {
-        let sink = Self {
-            phase: Phase::Asking,
+impl SlabReceiver {
+    pub fn new(limits: SlabLimits, now: u64) -> (Self, Vec<ReceiverAction>) {
+        let receiver = Self {
+            phase: CommPhase::Asking,
             limits,
             free: (0..limits.slabs).rev().collect(),
             pulls: BTreeMap::new(),
@@ -152,10 +152,10 @@ impl Sink {
             due: Some(now + limits.open_ms),
             end: None,
         };
-        (sink, vec![SinkAction::Ask])
+        (receiver, vec![ReceiverAction::Ask])
     }
 
-    pub fn phase(&self) -> Phase {
+    pub fn phase(&self) -> CommPhase {
         self.phase
     }
 
@@ -165,7 +165,7 @@ impl Sink {
 
     /// Open, and nothing is under way.
     pub fn is_idle(&self) -> bool {
-        self.phase == Phase::Open && self.pulls.is_empty() && self.chunks.is_empty()
+        self.phase == CommPhase::Open && self.pulls.is_empty() && self.chunks.is_empty()
     }
 
     pub fn pulls(&self) -> usize {
@@ -173,7 +173,7 @@ impl Sink {
     }
 
     /// Why it ended, once it has.
-    pub fn end(&self) -> Option<&End> {
+    pub fn end(&self) -> Option<&CommEnd> {
         self.end.as_ref()
     }
 
@@ -182,47 +182,49 @@ impl Sink {
         (self.free.len(), self.chunks.len())
     }
 
-    pub fn step(&mut self, event: SinkEvent, now: u64) -> Vec<SinkAction> {
+    pub fn step(&mut self, event: ReceiverEvent, now: u64) -> Vec<ReceiverAction> {
         let mut out = Vec::new();
         match event {
-            SinkEvent::Pull { pull, pages } => self.take(pull, &pages, &mut out),
-            SinkEvent::Cancel { pull } => self.finish(pull, Outcome::Cancelled, &mut out),
-            SinkEvent::Id(id) if self.phase == Phase::Asking => {
-                self.phase = Phase::Opening;
-                out.push(SinkAction::Join(id));
+            ReceiverEvent::Pull { pull, pages } => self.accept_pull(pull, &pages, &mut out),
+            ReceiverEvent::Cancel { pull } => self.finish(pull, PullOutcome::Cancelled, &mut out),
+            ReceiverEvent::Id(id) if self.phase == CommPhase::Asking => {
+                self.phase = CommPhase::Opening;
+                out.push(ReceiverAction::Join(id));
             }
-            SinkEvent::Id(_) => {} // said twice, or too late
-            SinkEvent::Opened if self.phase == Phase::Opening => {
-                self.phase = Phase::Open;
+            ReceiverEvent::Id(_) => {} // said twice, or too late
+            ReceiverEvent::Opened if self.phase == CommPhase::Opening => {
+                self.phase = CommPhase::Open;
                 self.due = None;
             }
-            SinkEvent::Opened => {}
-            SinkEvent::Announced { ticket, seq } => self.announced(ticket, seq, now, &mut out),
-            SinkEvent::Stale { ticket, page, code } => {
-                self.stale(ticket, page, code, now, &mut out);
+            ReceiverEvent::Opened => {}
+            ReceiverEvent::Announced { ticket, seq } => {
+                self.on_slab_send(ticket, seq, now, &mut out)
             }
-            SinkEvent::Received { ticket, verdict } => {
+            ReceiverEvent::Stale { ticket, page, code } => {
+                self.on_stale(ticket, page, code, now, &mut out);
+            }
+            ReceiverEvent::Received { ticket, verdict } => {
                 self.received(ticket, verdict, now, &mut out);
             }
-            SinkEvent::Revoked { ticket } => {
+            ReceiverEvent::Revoked { ticket } => {
                 if let Some(chunk) = self.chunks.get_mut(&ticket) {
-                    chunk.held = Held::Dropped { receiving: true };
+                    chunk.usage = SlabUse::Dropped { receiving: true };
                     let pull = chunk.pull;
-                    self.settle(pull, &mut out);
+                    self.end_pull_if_quiet(pull, &mut out);
                 }
             }
-            SinkEvent::Broken(why) => self.fail(End::Failed(why), now, &mut out),
-            SinkEvent::PeerEnded(why) => self.fail(End::ByPeer(why), now, &mut out),
-            SinkEvent::Close => self.fail(End::Closed, now, &mut out),
-            SinkEvent::ThreadEnded => self.thread_ended(&mut out),
-            SinkEvent::Tick => self.tick(now, &mut out),
+            ReceiverEvent::Broken(why) => self.fail(CommEnd::Failed(why), now, &mut out),
+            ReceiverEvent::PeerEnded(why) => self.fail(CommEnd::ByPeer(why), now, &mut out),
+            ReceiverEvent::Close => self.fail(CommEnd::Closed, now, &mut out),
+            ReceiverEvent::ThreadEnded => self.thread_ended(&mut out),
+            ReceiverEvent::Tick => self.tick(now, &mut out),
         }
         self.read_more(now, &mut out);
         out
     }
 
-    fn take(&mut self, pull: u64, pages: &[PullPage], out: &mut Vec<SinkAction>) {
-        let state = PullState {
+    fn accept_pull(&mut self, pull: u64, pages: &[PullPage], out: &mut Vec<ReceiverAction>) {
+        let state = PullProgress {
             chunks_left: pages.len().div_ceil(self.limits.pages_per_slab),
             pages: 0,
             ending: None,
@@ -231,10 +233,10 @@ impl Sink {
         self.pulls.insert(pull, state);
         if !self.phase.is_usable() {
             let why = "the communicator is ending".to_owned();
-            return self.finish(pull, Outcome::Broken(why), out);
+            return self.finish(pull, PullOutcome::Broken(why), out);
         }
         if empty {
-            return self.finish(pull, Outcome::Done, out);
+            return self.finish(pull, PullOutcome::Done, out);
         }
         for part in pages.chunks(self.limits.pages_per_slab) {
             self.todo.push_back((pull, part.to_vec()));
@@ -242,8 +244,8 @@ impl Sink {
     }
 
     /// As many questions as there are slabs.
-    fn read_more(&mut self, now: u64, out: &mut Vec<SinkAction>) {
-        while self.phase == Phase::Open
+    fn read_more(&mut self, now: u64, out: &mut Vec<ReceiverAction>) {
+        while self.phase == CommPhase::Open
             && !self.free.is_empty()
             && let Some((pull, pages)) = self.todo.pop_front()
             && let Some(slab) = self.free.pop()
@@ -253,52 +255,54 @@ impl Sink {
             }
             let ticket = self.next_ticket;
             self.next_ticket += 1;
-            out.push(SinkAction::Read {
+            out.push(ReceiverAction::Read {
                 ticket,
                 pages: pages.clone(),
             });
-            let held = Held::Asked;
+            let usage = SlabUse::Asked;
             self.chunks.insert(
                 ticket,
                 Chunk {
                     pull,
                     slab,
                     pages,
-                    held,
+                    usage,
                 },
             );
         }
     }
 
     fn progress(&mut self, now: u64) {
-        if self.phase == Phase::Open {
+        if self.phase == CommPhase::Open {
             self.due = (!self.chunks.is_empty()).then_some(now + self.limits.op_ms);
         }
     }
 
-    fn announced(&mut self, ticket: Ticket, seq: u64, now: u64, out: &mut Vec<SinkAction>) {
-        if self.phase != Phase::Open {
+    fn on_slab_send(&mut self, ticket: Ticket, seq: u64, now: u64, out: &mut Vec<ReceiverAction>) {
+        if self.phase != CommPhase::Open {
             return; // its end was told already
         }
         let next_seq = self.next_seq;
         let (chunk, pages) = match self.chunks.get_mut(&ticket) {
-            Some(chunk) if seq == next_seq && chunk.held == Held::Asked => {
-                chunk.held = Held::Receiving;
+            Some(chunk) if seq == next_seq && chunk.usage == SlabUse::Asked => {
+                chunk.usage = SlabUse::Receiving;
                 let pages = chunk.pages.clone();
                 (chunk, pages)
             }
-            Some(chunk) if seq == next_seq && chunk.held == Held::Dropped { receiving: false } => {
-                chunk.held = Held::Dropped { receiving: true };
+            Some(chunk)
+                if seq == next_seq && chunk.usage == SlabUse::Dropped { receiving: false } =>
+            {
+                chunk.usage = SlabUse::Dropped { receiving: true };
                 (chunk, vec![])
             }
             _ => {
                 let why = format!(
                     "SLAB_SEND {seq} for ticket {ticket} came out of order: {next_seq} is next"
                 );
-                return self.fail(End::Failed(why), now, out);
+                return self.fail(CommEnd::Failed(why), now, out);
             }
         };
-        out.push(SinkAction::Receive {
+        out.push(ReceiverAction::Receive {
             ticket,
             slab: chunk.slab,
             count: chunk.pages.len(),
@@ -308,97 +312,100 @@ impl Sink {
         self.progress(now);
     }
 
-    fn stale(
+    fn on_stale(
         &mut self,
         ticket: Ticket,
         page: u32,
-        code: Option<Code>,
+        code: Option<ReasonCode>,
         now: u64,
-        out: &mut Vec<SinkAction>,
+        out: &mut Vec<ReceiverAction>,
     ) {
-        if self.phase != Phase::Open {
+        if self.phase != CommPhase::Open {
             return;
         }
         let is_asked = self.chunks.get(&ticket).is_some_and(|chunk| {
-            matches!(chunk.held, Held::Asked | Held::Dropped { receiving: false })
+            matches!(
+                chunk.usage,
+                SlabUse::Asked | SlabUse::Dropped { receiving: false }
+            )
         });
         if !is_asked {
             let why = format!("SLAB_STALE for ticket {ticket}, which is not asked for");
-            return self.fail(End::Failed(why), now, out);
+            return self.fail(CommEnd::Failed(why), now, out);
         }
         let why = match code {
             Some(_) => format!("the prefill node leases page {page} to this node no more"),
             None => format!("page {page} of the prefill node was given to another request"),
         };
-        let code = code.unwrap_or(Code::StalePage);
-        self.give_back(ticket, Err((code, why)), now, out);
+        let code = code.unwrap_or(ReasonCode::StalePage);
+        self.free_slab(ticket, Err((code, why)), now, out);
     }
 
     fn received(
         &mut self,
         ticket: Ticket,
-        verdict: Result<(), (Code, String)>,
+        verdict: Result<(), (ReasonCode, String)>,
         now: u64,
-        out: &mut Vec<SinkAction>,
+        out: &mut Vec<ReceiverAction>,
     ) {
         if self.chunks.contains_key(&ticket) {
-            self.give_back(ticket, verdict, now, out);
+            self.free_slab(ticket, verdict, now, out);
         }
     }
 
     /// A ticket is answered: its slab is free again.
-    fn give_back(
+    fn free_slab(
         &mut self,
         ticket: Ticket,
-        verdict: Result<(), (Code, String)>,
+        verdict: Result<(), (ReasonCode, String)>,
         now: u64,
-        out: &mut Vec<SinkAction>,
+        out: &mut Vec<ReceiverAction>,
     ) {
         let Some(chunk) = self.chunks.remove(&ticket) else {
             return;
         };
         self.free.push(chunk.slab);
         self.progress(now);
-        let counts = !matches!(chunk.held, Held::Dropped { .. });
+        let counts = !matches!(chunk.usage, SlabUse::Dropped { .. });
         match (self.pulls.get_mut(&chunk.pull), verdict) {
             (Some(pull), Ok(())) if counts => {
                 pull.chunks_left -= 1;
                 pull.pages += chunk.pages.len();
                 if pull.chunks_left == 0 {
-                    pull.ending.get_or_insert(Outcome::Done);
+                    pull.ending.get_or_insert(PullOutcome::Done);
                 }
             }
             (Some(_), Err((code, why))) => {
-                self.finish(chunk.pull, Outcome::Failed(code, why), out);
+                self.finish(chunk.pull, PullOutcome::Failed(code, why), out);
             }
             _ => {}
         }
-        self.settle(chunk.pull, out);
+        self.end_pull_if_quiet(chunk.pull, out);
     }
 
     /// A pull is to end: nothing more is asked for it, what is under way is dropped.
-    fn finish(&mut self, pull: u64, outcome: Outcome, out: &mut Vec<SinkAction>) {
+    fn finish(&mut self, pull: u64, outcome: PullOutcome, out: &mut Vec<ReceiverAction>) {
         let Some(state) = self.pulls.get_mut(&pull) else {
             return;
         };
         state.ending.get_or_insert(outcome);
         self.todo.retain(|(of, _)| *of != pull);
         for (&ticket, chunk) in self.chunks.iter_mut().filter(|(_, c)| c.pull == pull) {
-            match chunk.held {
-                Held::Asked => chunk.held = Held::Dropped { receiving: false },
-                Held::Receiving => out.push(SinkAction::Revoke { ticket }),
-                Held::Dropped { .. } => {}
+            match chunk.usage {
+                SlabUse::Asked => chunk.usage = SlabUse::Dropped { receiving: false },
+                SlabUse::Receiving => out.push(ReceiverAction::Revoke { ticket }),
+                SlabUse::Dropped { .. } => {}
             }
         }
-        self.settle(pull, out);
+        self.end_pull_if_quiet(pull, out);
     }
 
     /// Tell the end of a pull once nothing can write its pages any more.
-    fn settle(&mut self, pull: u64, out: &mut Vec<SinkAction>) {
+    fn end_pull_if_quiet(&mut self, pull: u64, out: &mut Vec<ReceiverAction>) {
         let may_write = self
             .chunks
             .values()
-            .any(|chunk| chunk.pull == pull && chunk.held == Held::Receiving);
+            .any(|chunk| chunk.pull == pull && chunk.usage == SlabUse::Receiving);
         if may_write {
             return;
         }
@@ -407,7 +414,7 @@ impl Sink {
         {
             let pages = state.pages;
             self.pulls.remove(&pull);
-            out.push(SinkAction::End {
+            out.push(ReceiverAction::End {
                 pull,
                 pages,
                 outcome,
@@ -415,41 +422,41 @@ impl Sink {
         }
     }
 
-    fn fail(&mut self, end: End, now: u64, out: &mut Vec<SinkAction>) {
+    fn fail(&mut self, end: CommEnd, now: u64, out: &mut Vec<ReceiverAction>) {
         if !self.phase.is_usable() {
             return;
         }
-        self.phase = Phase::Aborting;
+        self.phase = CommPhase::Aborting;
         self.due = Some(now + self.limits.abort_ms);
         let why = match &end {
-            End::Closed => "the communicator was closed".to_owned(),
-            End::Failed(why) | End::ByPeer(why) => why.clone(),
+            CommEnd::Closed => "the communicator was closed".to_owned(),
+            CommEnd::Failed(why) | CommEnd::ByPeer(why) => why.clone(),
         };
-        if !matches!(end, End::ByPeer(_)) {
-            out.push(SinkAction::TellEnd(end.clone()));
+        if !matches!(end, CommEnd::ByPeer(_)) {
+            out.push(ReceiverAction::SendEnd(end.clone()));
         }
         self.end = Some(end);
         let pulls: Vec<u64> = self.pulls.keys().copied().collect();
         for pull in pulls {
-            self.finish(pull, Outcome::Broken(why.clone()), out);
+            self.finish(pull, PullOutcome::Broken(why.clone()), out);
         }
         // P will not answer any more: what was only asked for needs no receive.
         let asked: Vec<Ticket> = self
             .chunks
             .iter()
-            .filter(|(_, c)| c.held == Held::Dropped { receiving: false })
+            .filter(|(_, c)| c.usage == SlabUse::Dropped { receiving: false })
             .map(|(&ticket, _)| ticket)
             .collect();
         for ticket in asked {
             self.free
                 .extend(self.chunks.remove(&ticket).map(|c| c.slab));
         }
-        out.push(SinkAction::Abort);
+        out.push(ReceiverAction::Abort);
     }
 
     /// Nothing runs on the thread any more, so nothing is written.
-    fn thread_ended(&mut self, out: &mut Vec<SinkAction>) {
-        if !matches!(self.phase, Phase::Aborting | Phase::Abandoned) {
+    fn thread_ended(&mut self, out: &mut Vec<ReceiverAction>) {
+        if !matches!(self.phase, CommPhase::Aborting | CommPhase::Leaked) {
             return;
         }
         self.free.extend(
@@ -459,43 +466,43 @@ impl Sink {
         );
         let pulls: Vec<u64> = self.pulls.keys().copied().collect();
         for pull in pulls {
-            self.settle(pull, out);
+            self.end_pull_if_quiet(pull, out);
         }
-        self.phase = Phase::Over;
+        self.phase = CommPhase::Over;
         self.due = None;
-        out.push(SinkAction::Gone);
+        out.push(ReceiverAction::Forget);
     }
 
-    fn tick(&mut self, now: u64, out: &mut Vec<SinkAction>) {
+    fn tick(&mut self, now: u64, out: &mut Vec<ReceiverAction>) {
         if self.due.is_none_or(|due| now < due) {
             return;
         }
         match self.phase {
-            Phase::Asking => {
+            CommPhase::Asking => {
                 let why = format!("no COMM_ID within {} ms", self.limits.open_ms);
-                self.fail(End::Failed(why), now, out);
+                self.fail(CommEnd::Failed(why), now, out);
             }
-            Phase::Opening => {
+            CommPhase::Opening => {
                 let why = format!(
                     "the communicator was not open within {} ms",
                     self.limits.open_ms
                 );
-                self.fail(End::Failed(why), now, out);
+                self.fail(CommEnd::Failed(why), now, out);
             }
-            Phase::Open => {
+            CommPhase::Open => {
                 let why = format!(
                     "no slab of {} asked for came within {} ms",
                     self.chunks.len(),
                     self.limits.op_ms
                 );
-                self.fail(End::Failed(why), now, out);
+                self.fail(CommEnd::Failed(why), now, out);
             }
-            Phase::Aborting => {
-                self.phase = Phase::Abandoned;
+            CommPhase::Aborting => {
+                self.phase = CommPhase::Leaked;
                 self.due = None;
-                out.push(SinkAction::Abandon);
+                out.push(ReceiverAction::Leak);
             }
-            Phase::Abandoned | Phase::Over => self.due = None,
+            CommPhase::Leaked | CommPhase::Over => self.due = None,
         }
     }
 }

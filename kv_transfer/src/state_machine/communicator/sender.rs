@@ -2,10 +2,10 @@
 
 use std::collections::{BTreeMap, VecDeque};
 
-use super::{End, Limits, Phase, Ticket};
+use super::{CommEnd, CommPhase, SlabLimits, Ticket};
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
-pub enum SourceEvent {
+pub enum SenderEvent {
     /// Own thread: the unique id is made.
     Id(Vec<u8>),
     /// Own thread: both ranks are there.
@@ -40,11 +40,11 @@ pub enum SourceEvent {
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
-pub enum SourceAction {
+pub enum SenderAction {
     /// Own thread: make the unique id, tell it, join as rank 0.
     Host,
     /// Send COMM_ID.
-    TellId(Vec<u8>),
+    SendId(Vec<u8>),
     /// Own thread: gather into `slab` and post the next send.
     Send {
         ticket: Ticket,
@@ -54,21 +54,21 @@ pub enum SourceAction {
     /// Send SLAB_SEND.
     Announce { ticket: Ticket, seq: u64 },
     /// Send SLAB_STALE.
-    TellStale { ticket: Ticket, page: u32 },
+    SendStale { ticket: Ticket, page: u32 },
     /// Send COMM_END.
-    TellEnd(End),
+    SendEnd(CommEnd),
     /// Abort the communicator on a thread of its own, which reports `ThreadEnded`.
     Abort,
     /// The abort hangs too: count the communicator as lost.
-    Abandon,
+    Leak,
     /// Forget it.
-    Gone,
+    Forget,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
-pub struct Source {
-    phase: Phase,
-    limits: Limits,
+pub struct SlabSender {
+    phase: CommPhase,
+    limits: SlabLimits,
     free: Vec<usize>,
     /// Asked for while every slab is in use: D's slab came back to it before our send told us so.
     waiting: VecDeque<(Ticket, Vec<(u32, u64)>)>,
@@ -76,13 +76,13 @@ pub struct Source {
     next_ticket: Ticket,
     next_seq: u64,
     due: Option<u64>,
-    end: Option<End>,
+    end: Option<CommEnd>,
 }
 
-impl Source {
-    pub fn new(limits: Limits, now: u64) -> (Self, Vec<SourceAction>) {
-        let source = Self {
-            phase: Phase::Opening,
+impl SlabSender {
+    pub fn new(limits: SlabLimits, now: u64) -> (Self, Vec<SenderAction>) {
+        let sender = Self {
+            phase: CommPhase::Opening,
             limits,
             free: (0..limits.slabs).rev().collect(),
             waiting: VecDeque::new(),
@@ -92,10 +92,10 @@ impl Source {
             due: Some(now + limits.open_ms),
             end: None,
         };
-        (source, vec![SourceAction::Host])
+        (sender, vec![SenderAction::Host])
     }
 
-    pub fn phase(&self) -> Phase {
+    pub fn phase(&self) -> CommPhase {
         self.phase
     }
 
@@ -105,11 +105,11 @@ impl Source {
 
     /// Open, and nothing is under way.
     pub fn is_idle(&self) -> bool {
-        self.phase == Phase::Open && self.busy.is_empty() && self.waiting.is_empty()
+        self.phase == CommPhase::Open && self.busy.is_empty() && self.waiting.is_empty()
     }
 
     /// Why it ended, once it has.
-    pub fn end(&self) -> Option<&End> {
+    pub fn end(&self) -> Option<&CommEnd> {
         self.end.as_ref()
     }
 
@@ -118,46 +118,46 @@ impl Source {
         (self.free.len(), self.busy.len())
     }
 
-    pub fn step(&mut self, event: SourceEvent, now: u64) -> Vec<SourceAction> {
+    pub fn step(&mut self, event: SenderEvent, now: u64) -> Vec<SenderAction> {
         let mut out = Vec::new();
         match event {
-            SourceEvent::Id(id) if self.phase == Phase::Opening => {
-                out.push(SourceAction::TellId(id));
+            SenderEvent::Id(id) if self.phase == CommPhase::Opening => {
+                out.push(SenderAction::SendId(id));
             }
-            SourceEvent::Id(_) => {}
-            SourceEvent::Opened if self.phase == Phase::Opening => {
-                self.phase = Phase::Open;
+            SenderEvent::Id(_) => {}
+            SenderEvent::Opened if self.phase == CommPhase::Opening => {
+                self.phase = CommPhase::Open;
                 self.due = None;
             }
-            SourceEvent::Opened => {}
-            SourceEvent::Read { ticket, pages } => self.read(ticket, pages, now, &mut out),
-            SourceEvent::Gathered { ticket } if self.phase == Phase::Open => {
+            SenderEvent::Opened => {}
+            SenderEvent::Read { ticket, pages } => self.read(ticket, pages, now, &mut out),
+            SenderEvent::Gathered { ticket } if self.phase == CommPhase::Open => {
                 let seq = self.next_seq;
                 self.next_seq += 1;
                 self.progress(now);
-                out.push(SourceAction::Announce { ticket, seq });
+                out.push(SenderAction::Announce { ticket, seq });
             }
-            SourceEvent::Gathered { .. } => {}
-            SourceEvent::Stale { ticket, page } => {
-                self.give_back(ticket, now);
-                if self.phase == Phase::Open {
-                    out.push(SourceAction::TellStale { ticket, page });
+            SenderEvent::Gathered { .. } => {}
+            SenderEvent::Stale { ticket, page } => {
+                self.free_slab(ticket, now);
+                if self.phase == CommPhase::Open {
+                    out.push(SenderAction::SendStale { ticket, page });
                 }
             }
-            SourceEvent::Sent { ticket } => self.give_back(ticket, now),
-            SourceEvent::Broken(why) => self.fail(End::Failed(why), now, &mut out),
-            SourceEvent::PeerEnded(why) => self.fail(End::ByPeer(why), now, &mut out),
-            SourceEvent::Close => self.fail(End::Closed, now, &mut out),
-            SourceEvent::ThreadEnded => {
-                if matches!(self.phase, Phase::Aborting | Phase::Abandoned) {
+            SenderEvent::Sent { ticket } => self.free_slab(ticket, now),
+            SenderEvent::Broken(why) => self.fail(CommEnd::Failed(why), now, &mut out),
+            SenderEvent::PeerEnded(why) => self.fail(CommEnd::ByPeer(why), now, &mut out),
+            SenderEvent::Close => self.fail(CommEnd::Closed, now, &mut out),
+            SenderEvent::ThreadEnded => {
+                if matches!(self.phase, CommPhase::Aborting | CommPhase::Leaked) {
                     self.free
                         .extend(std::mem::take(&mut self.busy).into_values());
-                    self.phase = Phase::Over;
+                    self.phase = CommPhase::Over;
                     self.due = None;
-                    out.push(SourceAction::Gone);
+                    out.push(SenderAction::Forget);
                 }
             }
-            SourceEvent::Tick => self.tick(now, &mut out),
+            SenderEvent::Tick => self.tick(now, &mut out),
         }
         self.send_more(now, &mut out);
         out
@@ -168,7 +168,7 @@ impl Source {
         ticket: Ticket,
         pages: Vec<(u32, u64)>,
         now: u64,
-        out: &mut Vec<SourceAction>,
+        out: &mut Vec<SenderAction>,
     ) {
         if !self.phase.is_usable() {
             return; // its end was told already
@@ -193,15 +193,15 @@ impl Source {
             None
         };
         if let Some(why) = wrong {
-            return self.fail(End::Failed(why), now, out);
+            return self.fail(CommEnd::Failed(why), now, out);
         }
         self.next_ticket += 1;
         self.waiting.push_back((ticket, pages));
     }
 
     /// Hand what is asked for to the thread, in order, as long as there are slabs.
-    fn send_more(&mut self, now: u64, out: &mut Vec<SourceAction>) {
-        while self.phase == Phase::Open
+    fn send_more(&mut self, now: u64, out: &mut Vec<SenderAction>) {
+        while self.phase == CommPhase::Open
             && !self.free.is_empty()
             && let Some((ticket, pages)) = self.waiting.pop_front()
             && let Some(slab) = self.free.pop()
@@ -210,7 +210,7 @@ impl Source {
                 self.due = Some(now + self.limits.op_ms);
             }
             self.busy.insert(ticket, slab);
-            out.push(SourceAction::Send {
+            out.push(SenderAction::Send {
                 ticket,
                 slab,
                 pages,
@@ -218,7 +218,7 @@ impl Source {
         }
     }
 
-    fn give_back(&mut self, ticket: Ticket, now: u64) {
+    fn free_slab(&mut self, ticket: Ticket, now: u64) {
         if let Some(slab) = self.busy.remove(&ticket) {
             self.free.push(slab);
             self.progress(now);
@@ -226,51 +226,51 @@ impl Source {
     }
 
     fn progress(&mut self, now: u64) {
-        if self.phase == Phase::Open {
+        if self.phase == CommPhase::Open {
             self.due = (!self.busy.is_empty()).then_some(now + self.limits.op_ms);
         }
     }
 
-    fn fail(&mut self, end: End, now: u64, out: &mut Vec<SourceAction>) {
+    fn fail(&mut self, end: CommEnd, now: u64, out: &mut Vec<SenderAction>) {
         if !self.phase.is_usable() {
             return;
         }
-        self.phase = Phase::Aborting;
+        self.phase = CommPhase::Aborting;
         self.due = Some(now + self.limits.abort_ms);
         self.waiting.clear();
-        if !matches!(end, End::ByPeer(_)) {
-            out.push(SourceAction::TellEnd(end.clone()));
+        if !matches!(end, CommEnd::ByPeer(_)) {
+            out.push(SenderAction::SendEnd(end.clone()));
         }
         self.end = Some(end);
-        out.push(SourceAction::Abort);
+        out.push(SenderAction::Abort);
     }
 
-    fn tick(&mut self, now: u64, out: &mut Vec<SourceAction>) {
+    fn tick(&mut self, now: u64, out: &mut Vec<SenderAction>) {
         if self.due.is_none_or(|due| now < due) {
             return;
         }
         match self.phase {
-            Phase::Asking | Phase::Opening => {
+            CommPhase::Asking | CommPhase::Opening => {
                 let why = format!(
                     "the communicator was not open within {} ms",
                     self.limits.open_ms
                 );
-                self.fail(End::Failed(why), now, out);
+                self.fail(CommEnd::Failed(why), now, out);
             }
-            Phase::Open => {
+            CommPhase::Open => {
                 let why = format!(
                     "none of {} sends was received within {} ms",
                     self.busy.len(),
                     self.limits.op_ms
                 );
-                self.fail(End::Failed(why), now, out);
+                self.fail(CommEnd::Failed(why), now, out);
             }
-            Phase::Aborting => {
-                self.phase = Phase::Abandoned;
+            CommPhase::Aborting => {
+                self.phase = CommPhase::Leaked;
                 self.due = None;
-                out.push(SourceAction::Abandon);
+                out.push(SenderAction::Leak);
             }
-            Phase::Abandoned | Phase::Over => self.due = None,
+            CommPhase::Leaked | CommPhase::Over => self.due = None,
         }
     }
 }

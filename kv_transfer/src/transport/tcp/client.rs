@@ -13,11 +13,13 @@ use tokio::time::Instant;
 
 use super::{ClientCommand, DataContext, READ_BYTES, STALL, check_len, tune};
 use crate::pool::SumKind;
-use crate::protocol::handshake::{LinkError, Opened};
-use crate::protocol::{Channel, HEADER_BYTES, MAX_READ_PAGES, Msg, Opener, Sealer, frame_len};
-use crate::reason_code::Code;
+use crate::protocol::handshake::{ConnectionError, OpenedConnection};
+use crate::protocol::{
+    Channel, FrameOpener, FrameSealer, HEADER_BYTES, MAX_READ_PAGES, Msg, frame_len,
+};
+use crate::reason_code::ReasonCode;
 use crate::state_machine::decode::PullPage;
-use crate::transport::copy_threads::{check_sum, flip_and_rehash, land_on};
+use crate::transport::copy_threads::{check_sum, corrupt_for_test, scatter_to_device};
 use crate::transport::{Pull, PullEnd, PullError, checksum_copy};
 
 /// Requested and not yet received, per stream: two answers of `READ_BYTES`, so that P never waits for the next question.
@@ -74,8 +76,8 @@ async fn connect(
     context: &DataContext,
     addr: SocketAddr,
     inc: &str,
-) -> Result<(TcpStream, Opened), LinkError> {
-    let unreachable = |why: String| LinkError::new(Code::Unreachable, why);
+) -> Result<(TcpStream, OpenedConnection), ConnectionError> {
+    let unreachable = |why: String| ConnectionError::new(ReasonCode::Unreachable, why);
     let mut stream = match tokio::time::timeout(CONNECT_TIMEOUT, TcpStream::connect(addr)).await {
         Ok(Ok(stream)) => stream,
         Ok(Err(err)) => return Err(unreachable(err.to_string())),
@@ -88,7 +90,7 @@ async fn connect(
     tune(&stream);
     let opened = context
         .identity
-        .ask(&mut stream, Channel::Data, Some(inc))
+        .initiate(&mut stream, Channel::Data, Some(inc))
         .await?;
     Ok((stream, opened))
 }
@@ -150,10 +152,10 @@ impl Client {
     async fn talk(
         &mut self,
         stream: TcpStream,
-        opened: Opened,
+        opened: OpenedConnection,
         inbox: &mut mpsc::UnboundedReceiver<ClientCommand>,
-    ) -> Option<LinkError> {
-        let Opened {
+    ) -> Option<ConnectionError> {
+        let OpenedConnection {
             mut sealer,
             mut opener,
             ..
@@ -187,7 +189,7 @@ impl Client {
                     Ok(false)
                 }
                 () = tokio::time::sleep_until(stalled_at), if !self.waiting.is_empty() => {
-                    Err(LinkError::new(Code::TransportBroken, format!("no byte for {STALL:?}")))
+                    Err(ConnectionError::new(ReasonCode::TransportBroken, format!("no byte for {STALL:?}")))
                 }
             };
             match step {
@@ -216,7 +218,7 @@ impl Client {
     }
 
     /// Fill the window with questions.
-    fn ask_more(&mut self, sealer: &mut Sealer) {
+    fn ask_more(&mut self, sealer: &mut FrameSealer) {
         while self.waiting_bytes < WINDOW_BYTES
             && let Some(mut chunk) = self.todo.pop_front()
         {
@@ -234,7 +236,7 @@ impl Client {
         }
     }
 
-    fn write(&mut self, stream: &TcpStream) -> Result<(), LinkError> {
+    fn write(&mut self, stream: &TcpStream) -> Result<(), ConnectionError> {
         match stream.try_write(&self.out) {
             Ok(n) => {
                 self.out.drain(..n);
@@ -249,10 +251,10 @@ impl Client {
     fn read(
         &mut self,
         stream: &TcpStream,
-        opener: &mut Opener,
+        opener: &mut FrameOpener,
         reading: &mut Reading,
         scratch: &mut [u8],
-    ) -> Result<bool, LinkError> {
+    ) -> Result<bool, ConnectionError> {
         let mut visited = 0;
         while visited < VISIT_BYTES {
             let got = match reading {
@@ -267,8 +269,8 @@ impl Client {
             };
             match got {
                 Ok(0) => {
-                    return Err(LinkError::new(
-                        Code::PeerDead,
+                    return Err(ConnectionError::new(
+                        ReasonCode::PeerDead,
                         "the peer closed the data stream",
                     ));
                 }
@@ -323,10 +325,10 @@ impl Client {
     /// `n` more bytes arrived.
     fn advance(
         &mut self,
-        opener: &mut Opener,
+        opener: &mut FrameOpener,
         reading: &mut Reading,
         n: usize,
-    ) -> Result<(), LinkError> {
+    ) -> Result<(), ConnectionError> {
         match reading {
             Reading::Head { buffer, expect } if buffer.len() < *expect => Ok(()),
             Reading::Head { buffer, expect } if *expect == HEADER_BYTES => {
@@ -335,7 +337,7 @@ impl Client {
             }
             Reading::Head { buffer, .. } => {
                 let msg = opener.open(&buffer[HEADER_BYTES..])?;
-                *reading = self.hear(msg)?;
+                *reading = self.on_frame(msg)?;
                 Ok(())
             }
             Reading::Pages { done } => {
@@ -368,7 +370,7 @@ impl Client {
             // SAFETY: the page is granted to this pull, which has not ended; this thread alone uses it.
             let sum = unsafe {
                 if self.context.faults.flip_page() {
-                    flip_and_rehash(self.sums, dst, page_bytes)
+                    corrupt_for_test(self.sums, dst, page_bytes)
                 } else {
                     checksum_copy::hash_by(self.sums, dst, page_bytes)
                 }
@@ -379,8 +381,8 @@ impl Client {
     }
 
     /// A frame that belongs to the oldest question.
-    fn hear(&mut self, msg: Msg) -> Result<Reading, LinkError> {
-        let protocol = |why: String| LinkError::new(Code::TransportBroken, why);
+    fn on_frame(&mut self, msg: Msg) -> Result<Reading, ConnectionError> {
+        let protocol = |why: String| ConnectionError::new(ReasonCode::TransportBroken, why);
         let page_bytes = self.context.pool.page_bytes();
         let Some(chunk) = self.waiting.front() else {
             return Err(protocol(format!("{} without a question", msg.name())));
@@ -414,7 +416,7 @@ impl Client {
                 stale: Some(page),
             } if ticket == chunk.ticket => {
                 let why = format!("page {page} of the prefill node was given to another request");
-                self.answered(Err(PullError::Failed(Code::StalePage, why)));
+                self.answered(Err(PullError::Failed(ReasonCode::StalePage, why)));
                 Ok(Reading::head())
             }
             Msg::DataEnd {
@@ -442,7 +444,7 @@ impl Client {
         }
         let context = &self.context;
         match context.pool.device() {
-            Some(device) => land_on(
+            Some(device) => scatter_to_device(
                 device.as_ref(),
                 &mut chunk.staged,
                 &chunk.pages,
@@ -501,6 +503,6 @@ fn stream_beat() -> Msg {
     }
 }
 
-fn broken(err: io::Error) -> LinkError {
-    LinkError::new(Code::TransportBroken, err.to_string())
+fn broken(err: io::Error) -> ConnectionError {
+    ConnectionError::new(ReasonCode::TransportBroken, err.to_string())
 }

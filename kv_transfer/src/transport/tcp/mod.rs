@@ -31,7 +31,7 @@ use super::tasks::PeerTasks;
 use super::{Pull, PullEnd};
 use crate::pool::AnnouncedPages;
 use crate::pool::{KvPool, SumKind};
-use crate::protocol::handshake::{Identity, Opened};
+use crate::protocol::handshake::{Identity, OpenedConnection};
 
 /// Bytes that one READ asks for, if its pages are smaller.
 const READ_BYTES: usize = 2 << 20;
@@ -47,7 +47,7 @@ const SOCKET_BUFFER: usize = 4 << 20;
 pub type Report = Arc<dyn Fn(PullEnd) + Send + Sync>;
 
 enum Command {
-    Serve(std::net::TcpStream, Box<Opened>),
+    Serve(std::net::TcpStream, Box<OpenedConnection>),
     Connect(
         SocketAddr,
         String,
@@ -68,9 +68,9 @@ pub struct DataPlane {
 }
 
 /// Our side of a pair's data stream. When it is dropped, its pulls are cancelled and the stream is closed.
-pub struct DataLink(mpsc::UnboundedSender<ClientCommand>);
+pub struct DataStream(mpsc::UnboundedSender<ClientCommand>);
 
-impl DataLink {
+impl DataStream {
     /// False when the stream is gone: the pull was not taken, and there will be no `PullEnd` for it.
     pub fn pull(&self, pull: Pull) -> bool {
         self.0.send(ClientCommand::Pull(pull)).is_ok()
@@ -119,15 +119,15 @@ impl DataPlane {
     }
 
     /// Answer the READs of a peer whose HELLO asked for a data stream.
-    pub fn serve(&self, stream: std::net::TcpStream, opened: Opened) {
+    pub fn serve(&self, stream: std::net::TcpStream, opened: OpenedConnection) {
         self.send(Command::Serve(stream, Box::new(opened)));
     }
 
     /// Open a data stream to a peer; pulls may be given to it at once.
-    pub fn connect(&self, addr: SocketAddr, inc: &str, sums: SumKind) -> DataLink {
+    pub fn connect(&self, addr: SocketAddr, inc: &str, sums: SumKind) -> DataStream {
         let (commands, inbox) = mpsc::unbounded_channel();
         self.send(Command::Connect(addr, inc.to_owned(), sums, inbox));
-        DataLink(commands)
+        DataStream(commands)
     }
 
     fn send(&self, command: Command) {

@@ -10,23 +10,27 @@ use tokio::net::TcpStream;
 
 use super::{DataContext, READ_BYTES, STALL, check_len, tune};
 use crate::pool::KvPool;
-use crate::protocol::handshake::{LinkError, Opened, read_small_frame};
-use crate::protocol::{MAX_READ_FRAME_BYTES, Msg, Sealer};
-use crate::reason_code::Code;
+use crate::protocol::handshake::{ConnectionError, OpenedConnection, read_small_frame};
+use crate::protocol::{FrameSealer, MAX_READ_FRAME_BYTES, Msg};
+use crate::reason_code::ReasonCode;
 
 /// Most bytes of one answer (a page at least): a peer of another build may ask for more than `READ_BYTES`.
 const MAX_READ_BYTES: usize = 4 * READ_BYTES;
 const MAX_IOVECS: usize = 64;
 
-pub(super) async fn serve(context: DataContext, stream: std::net::TcpStream, opened: Opened) {
-    let Opened {
+pub(super) async fn serve(
+    context: DataContext,
+    stream: std::net::TcpStream,
+    opened: OpenedConnection,
+) {
+    let OpenedConnection {
         peer,
         mut sealer,
         mut opener,
     } = opened;
     let served = async {
         let mut stream = TcpStream::from_std(stream)
-            .map_err(|err| LinkError::new(Code::TransportBroken, err.to_string()))?;
+            .map_err(|err| ConnectionError::new(ReasonCode::TransportBroken, err.to_string()))?;
         tune(&stream);
         loop {
             let frame = read_small_frame(&mut stream, MAX_READ_FRAME_BYTES, context.idle).await?;
@@ -40,8 +44,8 @@ pub(super) async fn serve(context: DataContext, stream: std::net::TcpStream, ope
                     answer(&context, &stream, &mut sealer, &peer.inc, &read).await?;
                 }
                 other => {
-                    return Err::<(), _>(LinkError::new(
-                        Code::TransportBroken,
+                    return Err::<(), _>(ConnectionError::new(
+                        ReasonCode::TransportBroken,
                         format!("{} on a data stream", other.name()),
                     ));
                 }
@@ -49,7 +53,7 @@ pub(super) async fn serve(context: DataContext, stream: std::net::TcpStream, ope
         }
     };
     if let Err(err) = served.await {
-        let is_bad = matches!(err.code, Code::Auth | Code::TransportBroken);
+        let is_bad = matches!(err.code, ReasonCode::Auth | ReasonCode::TransportBroken);
         context
             .bad_frames
             .fetch_add(u64::from(is_bad), Ordering::Relaxed);
@@ -76,21 +80,21 @@ struct Read {
 async fn answer(
     context: &DataContext,
     stream: &TcpStream,
-    sealer: &mut Sealer,
+    sealer: &mut FrameSealer,
     inc: &str,
     read: &Read,
-) -> Result<(), LinkError> {
+) -> Result<(), ConnectionError> {
     let pool = &context.pool;
     let (ticket, ids, gens) = (read.ticket, &read.ids[..], &read.gens[..]);
-    let io = |err: io::Error| LinkError::new(Code::PeerDead, err.to_string());
+    let io = |err: io::Error| ConnectionError::new(ReasonCode::PeerDead, err.to_string());
     let bytes = ids.len() * pool.page_bytes();
     if ids.len() > 1 && bytes > MAX_READ_BYTES {
         let why = format!("a READ of {bytes} bytes, the limit is {MAX_READ_BYTES}");
-        return Err(LinkError::new(Code::TransportBroken, why));
+        return Err(ConnectionError::new(ReasonCode::TransportBroken, why));
     }
     let refused = context.announced.first_refused(inc, ids, gens);
     if let Some(page) = refused.or_else(|| first_stale(pool, ids, gens)) {
-        let code = refused.map(|_| Code::LeaseExpired);
+        let code = refused.map(|_| ReasonCode::LeaseExpired);
         let stale = Msg::Stale { ticket, page, code };
         return write_all(stream, &sealer.seal(&stale)).await.map_err(io);
     }
@@ -103,9 +107,9 @@ async fn answer(
         None => None,
         Some(device) => {
             let mut bytes = vec![0; bytes];
-            device
-                .gather(ids, &mut bytes)
-                .map_err(|err| LinkError::new(Code::TransportBroken, err.to_string()))?;
+            device.gather(ids, &mut bytes).map_err(|err| {
+                ConnectionError::new(ReasonCode::TransportBroken, err.to_string())
+            })?;
             Some(bytes)
         }
     };
