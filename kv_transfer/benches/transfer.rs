@@ -52,7 +52,7 @@ impl Shape {
 
     fn pool(&self) -> Arc<KvPool> {
         let pool = Arc::new(KvPool::create(self.pages, self.page_bytes).unwrap());
-        // SAFETY: the whole of a pool that nobody else knows yet. Touching it takes the page faults out of every arm.
+        // SAFETY: the whole of a pool that is not shared yet. Touching it takes the page faults out of every arm.
         unsafe { std::ptr::write_bytes(pool.data_ptr(), 1, pool.nbytes()) };
         pool
     }
@@ -111,7 +111,7 @@ fn send_plainly(mut stream: &TcpStream, pool: &KvPool, src: &[u32]) {
     let mut go = [0];
     stream.read_exact(&mut go).unwrap();
     for &page in src {
-        // SAFETY: a page of our pool, which nobody writes any more.
+        // SAFETY: a page of our pool, which is not written any more.
         let bytes = unsafe { std::slice::from_raw_parts(page_ptr(pool, page), pool.page_bytes()) };
         stream.write_all(bytes).unwrap();
     }

@@ -1,4 +1,4 @@
-//! Reason codes: why a room ended otherwise than by DONE. The same words in metrics, on the wire and in client errors.
+//! Reason codes: why a room ended otherwise than by DONE. Metrics, wire and client errors use the same codes.
 
 use serde::{Deserialize, Serialize};
 
@@ -15,7 +15,7 @@ macro_rules! codes {
                 match self { $(ReasonCode::$name => $text,)* }
             }
 
-            /// Whether another attempt (a new room, perhaps another pair) can succeed.
+            /// True if another attempt (a new room, perhaps another pair) can succeed.
             pub fn retryable(self) -> bool {
                 match self { $(ReasonCode::$name => $retryable,)* }
             }
@@ -36,11 +36,11 @@ codes! {
     StalePage = "STALE_PAGE", retryable: true;
     /// The copied bytes are not the bytes that were announced.
     Checksum = "CHECKSUM", retryable: true;
-    /// The last transfers from this prefill rank all brought damaged pages: none is tried for a while.
+    /// The last transfers from this prefill rank all brought damaged pages: new ones are refused for a while.
     Quarantined = "QUARANTINED", retryable: true;
     /// Page layout, model or protocol version differ; the pair can never work.
     LayoutMismatch = "LAYOUT_MISMATCH", retryable: false;
-    /// The room number is in use; draw another one.
+    /// The room number is in use; choose another one.
     DupRoom = "DUP_ROOM", retryable: true;
     /// A bounded table is full.
     NoCapacity = "NO_CAPACITY", retryable: true;
@@ -48,11 +48,11 @@ codes! {
     Deadline = "DEADLINE", retryable: false;
     /// No transport of the pair works, or the peer broke the protocol.
     TransportBroken = "TRANSPORT_BROKEN", retryable: true;
-    /// The client went away.
+    /// The client disconnected.
     ClientGone = "CLIENT_GONE", retryable: false;
-    /// The peer takes no new rooms.
+    /// The peer is draining and accepts no new rooms.
     Draining = "DRAINING", retryable: true;
-    /// The two sides tokenised different prompts, or count different pages.
+    /// The two sides tokenized different prompts, or count different pages.
     PromptMismatch = "PROMPT_MISMATCH", retryable: false;
     /// The prompt does not fit the prefill node.
     PromptTooLong = "PROMPT_TOO_LONG", retryable: false;

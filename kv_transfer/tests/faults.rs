@@ -203,7 +203,7 @@ fn after_the_end_no_page_is_written() {
                 start.elapsed() < Duration::from_secs(8),
                 "the pull was not stopped: its pages take 12 s by shm"
             );
-            // From here on the pages belong to somebody else.
+            // From here on the pages belong to another request.
             pair.d.write(&dst, 4242 + room);
             assert_eq!(pair.p.end_code(room), "CLIENT_GONE");
             // What was on its way has arrived when another room's pages come over the same stream.
@@ -780,7 +780,7 @@ impl ChildNode {
             line.clear();
             assert!(
                 self.said.read_line(&mut line).unwrap() > 0,
-                "the child ended before it said {word}"
+                "the child ended before it printed {word}"
             );
         }
     }

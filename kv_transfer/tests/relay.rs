@@ -1,4 +1,4 @@
-//! Rooms that go well, and rooms that end early for an ordinary reason: what each side hears, and that nothing is left.
+//! Rooms that commit, and rooms that end early for an ordinary reason: the events of each side, and no leak.
 #![allow(clippy::unwrap_used, reason = "a test may stop at the first surprise")]
 
 mod common;
@@ -64,7 +64,7 @@ fn a_grant_is_revoked_until_prefill_has_announced_pages() {
         pair.grant(1, &dst);
         assert_eq!(pair.d.end_code(1), "COMMITTED");
         assert!(pair.d.holds(&dst, 1, 0));
-        assert!(!pair.d.holds(&first, 1, 0), "nobody wrote there");
+        assert!(!pair.d.holds(&first, 1, 0), "no pull wrote there");
         assert_eq!(pair.p.end_code(1), "DONE");
         pair.assert_idle();
     }
@@ -137,7 +137,7 @@ fn prefill_does_not_wait_for_decode_and_its_lease_ends() {
     assert_eq!(
         pair.d.end_code(1),
         "LEASE_EXPIRED",
-        "a late OPEN is told at once"
+        "a late OPEN is refused at once"
     );
     pair.assert_idle();
 }
@@ -177,7 +177,7 @@ fn decode_can_abort_at_every_stage() {
     pair.d
         .node
         .open(1, 0, "127.0.0.1", 1, 0, HASH, DEADLINE_MS)
-        .unwrap(); // nobody listens there
+        .unwrap(); // no server listens there
     abort(1);
     assert_eq!(pair.d.end_code(1), "ABORTED", "resolving");
 

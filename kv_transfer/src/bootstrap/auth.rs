@@ -1,6 +1,6 @@
 //! Signatures of bootstrap requests and of their answers.
 //!
-//! A request is signed over method, path, time, a nonce and its body; the answer over the request's signature, its status and its body, so
+//! A request is signed over method, path, time, a nonce and its body; the answer over the request's signature, status and body, so
 //! that it answers this request only. The server remembers the signatures of changes for as long as they could be sent again.
 
 use std::collections::BTreeSet;
@@ -70,7 +70,7 @@ pub fn is_answer_signed(
     })
 }
 
-/// Signatures that were accepted and are not too old yet, by time.
+/// Accepted signatures that are not too old yet, by time.
 #[derive(Debug, Default)]
 pub struct SeenSignatures(BTreeSet<(u64, String)>);
 
@@ -95,7 +95,7 @@ impl SeenSignatures {
     }
 }
 
-/// Why a request is refused, or the time of its signature.
+/// Time of a valid request's signature, or the reason of its refusal.
 pub fn verify(
     key: &str,
     method: &str,

@@ -1,4 +1,4 @@
-//! Asks a bootstrap server. One connection per request: a node asks once per peer, not once per room.
+//! Client of a bootstrap server. One connection per request: a node sends one per peer, not one per room.
 
 use std::net::{IpAddr, SocketAddr};
 use std::time::Duration;
@@ -62,7 +62,7 @@ pub struct BootstrapClient {
     pub host: String,
     pub port: u16,
     pub cluster_keys: Option<ClusterKeys>,
-    /// Ask no server of another host: without a cluster key a stranger's answers look like any other.
+    /// Use no server of another host: without a cluster key its answers cannot be trusted.
     pub loopback_only: bool,
     /// For each whole request.
     pub timeout: Duration,
@@ -145,7 +145,7 @@ impl BootstrapClient {
             .map_err(|err| io(&err))?
             .to_bytes();
         drop(connection);
-        // A refusal of our own signature may come unsigned: from a server without our key.
+        // A refusal of our signature may be unsigned: the server has another key.
         if let (Some(key), Some(request)) = (key, &signed)
             && status != StatusCode::UNAUTHORIZED
         {

@@ -1,4 +1,4 @@
-//! Which prefill ranks exist: a pure table.
+//! Table of registered prefill ranks: deterministic, no I/O.
 
 use std::collections::BTreeMap;
 
@@ -37,7 +37,7 @@ pub struct RankRegistration {
     pub rank_port: u16,
     #[serde(default)]
     pub instance_id: String,
-    /// Known to the rank and this server only: who removes the rank has to name it.
+    /// Secret of the rank and this server, required to remove the rank.
     #[serde(default)]
     pub owner: String,
     #[serde(default)]
@@ -105,7 +105,7 @@ pub enum TableError {
         size: u32,
     },
     #[error(
-        "this rank says {theirs:?}, the ranks registered before say {ours:?}; one prefill node has one topology (DELETE /route first to change it)"
+        "this rank has {theirs:?}, the ranks registered before have {ours:?}; one prefill node has one topology (DELETE /route first to change it)"
     )]
     Conflict {
         ours: TopologySizes,
@@ -126,7 +126,7 @@ pub struct RouteTable {
 }
 
 impl RouteTable {
-    /// A rank that registers again (a restart) replaces its former self. What a page holds is for the rank to compare: it is not kept.
+    /// Add a rank, or replace the registration of its former incarnation. The page layout is not kept: ranks compare it themselves.
     pub fn put(
         &mut self,
         mut registration: RankRegistration,
@@ -187,7 +187,7 @@ impl RouteTable {
         self.ranks.get(&rank).map(|(registration, _)| registration)
     }
 
-    /// Forget ranks that do not register any more.
+    /// Remove ranks that have not registered again in time.
     pub fn expire(&mut self, now_ms: u64) {
         let before = self.ranks.len();
         self.ranks
@@ -202,8 +202,8 @@ impl RouteTable {
         }
     }
 
-    /// A rank leaves. Only its own incarnation can remove it, so a late farewell does not unseat the successor; and only who
-    /// knows its `owner`, which no answer tells.
+    /// Remove a rank. Only its own incarnation can, so a late removal does not affect the successor; and only with
+    /// its `owner`, which no answer contains.
     pub fn remove(&mut self, farewell: &RankRegistration) -> bool {
         let rank = farewell.rank();
         let known = self.get(rank).is_some_and(|known| {
@@ -264,7 +264,7 @@ mod tests {
         assert_eq!(table.epoch, epoch + 1);
         assert!(
             !table.remove(&rank(1, "a")),
-            "a late farewell of the former incarnation"
+            "a late removal of the former incarnation"
         );
         assert!(table.remove(&rank(1, "b")));
         assert_eq!(table.sizes(), None, "the last one out frees the topology");

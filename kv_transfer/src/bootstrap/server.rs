@@ -79,13 +79,13 @@ impl BootstrapServer {
         self.addr.port()
     }
 
-    /// Requests about routes that were refused: unauthenticated, malformed, or in conflict with what is registered. And connections
+    /// Refused requests about routes (unauthenticated, malformed, or in conflict with the registered ranks), and connections
     /// closed to make space for others.
     pub fn refused(&self) -> u64 {
         self.state.refused.load(Ordering::Relaxed)
     }
 
-    /// Whether its thread still serves; part of the node's health.
+    /// True while its thread serves; part of the node's health.
     pub fn is_serving(&self) -> bool {
         self.thread
             .as_ref()
@@ -135,7 +135,7 @@ async fn serve(listener: TcpListener, state: Arc<State>) -> io::Error {
                     }
                 }
                 Err(err) => {
-                    // Out of descriptors, or a client that was gone at once: neither is a reason to stop serving the others.
+                    // Out of descriptors, or the client closed at once: continue to serve the others.
                     tracing::warn!(%err, "accept failed");
                     tokio::time::sleep(Duration::from_millis(50)).await;
                 }
@@ -221,7 +221,7 @@ impl State {
         }
     }
 
-    /// Returns the answer with the key that signs it: the one of the request, or this server's own.
+    /// Response, and the key that signs it: the one of the request, or this server's own.
     async fn respond(&self, request: Request<Incoming>) -> (Option<&str>, Response<Full<Bytes>>) {
         let (head, body) = request.into_parts();
         let own = self.cluster_keys.as_ref().map(ClusterKeys::own);

@@ -1,4 +1,4 @@
-//! Calls of the engine, on their way to the control loop.
+//! Calls of the engine, sent to the control loop.
 
 use std::time::Duration;
 
@@ -10,10 +10,10 @@ pub(super) struct OpenRequest {
     pub attempt: u32,
     pub host: String,
     pub port: u16,
-    /// Below 0: the room number modulo the prefill node's dp size.
+    /// Negative: the room number modulo the prefill node's dp size.
     pub dp_rank: i64,
     pub prompt_hash: Vec<u8>,
-    /// From now on [ms].
+    /// Milliseconds from now.
     pub deadline_ms: u64,
 }
 

@@ -1,7 +1,7 @@
-//! Both sides' communicators in the control loop: carries out what `state_machine::communicator` says.
+//! Both sides' communicators in the control loop: performs the actions of `state_machine::communicator`.
 //!
 //! A connection has at most one usable communicator, made by D when it wants pages. The number of communicators of a node is
-//! bounded: an idle one is closed for another pair, which goes without one until then. After `MAX_LEAKED` aborts that hang the
+//! bounded: an idle one is closed for another pair, which uses another transport until then. After `MAX_LEAKED` aborts that hang the
 //! node makes no more.
 
 use std::collections::{BTreeMap, HashMap};
@@ -23,7 +23,7 @@ use crate::transport::communicator::{
 };
 use crate::transport::{Pull, PullEnd, PullError};
 
-/// Communicators whose abort hangs; each keeps two threads and its slabs. With more the transport is given up.
+/// Communicators whose abort hangs; each keeps two threads and its slabs. At this number the transport is disabled.
 const MAX_LEAKED: usize = 4;
 
 enum Half {
@@ -131,7 +131,7 @@ impl Staged {
 }
 
 impl Drop for Staged {
-    /// The node is closing: no page is written after this. Aborts get their time, and are left alone after it.
+    /// Close all communicators: no page is written after this. Aborts that exceed their timeout are leaked.
     fn drop(&mut self) {
         let (running, ended) = std::mem::replace(&mut self.aborts, mpsc::channel());
         for comm in std::mem::take(&mut self.comms).into_values() {
@@ -143,7 +143,7 @@ impl Drop for Staged {
         drop(running);
         let limit = Duration::from_millis(self.limits.abort_ms);
         if ended.recv_timeout(limit) == Err(mpsc::RecvTimeoutError::Timeout) {
-            tracing::error!("a communicator's abort hangs: its threads are left alone");
+            tracing::error!("a communicator's abort hangs: its threads are leaked");
         }
     }
 }
@@ -173,7 +173,7 @@ impl Communicators {
             .unwrap_or_default()
     }
 
-    /// The staged transport, if this peer has it too. Slabs on a device cannot be verified by the checksums of host memory, so that
+    /// The staged transport, if this peer has it too. Slabs on a device cannot be verified by the checksums of host memory, so
     /// nccl is for two pools on a device, or for none.
     pub fn transport_with(&self, ctx: &NodeContext, peer: &Hello) -> Option<Transport> {
         let staged = self.staged.as_ref()?;
@@ -182,7 +182,7 @@ impl Communicators {
         (fits && peer.transports.iter().any(|t| t == staged.via.as_str())).then_some(staged.via)
     }
 
-    /// A pair goes on with a slower transport than `from`.
+    /// Record that a pair falls back to a slower transport than `from`.
     pub fn record_fallback(
         &self,
         ctx: &NodeContext,
@@ -221,7 +221,7 @@ impl Communicators {
         let conn = ctx.connections.get(&peer)?;
         let via = self.transport_with(ctx, &conn.peer)?;
         if conn.comm.is_some() {
-            return Some(via); // forgotten as soon as it is not usable
+            return Some(via); // cleared as soon as it is not usable
         }
         if !conn.breaker.allows(now) || !self.reserve_place(ctx) {
             return None;
@@ -242,7 +242,7 @@ impl Communicators {
         Some(via)
     }
 
-    /// Whether one more communicator may exist. If not, an idle one is closed, for the next time.
+    /// True if one more communicator may exist. Otherwise an idle one is closed, so that a later call succeeds.
     fn reserve_place(&mut self, ctx: &mut NodeContext) -> bool {
         let Some(staged) = &self.staged else {
             return false;
@@ -286,7 +286,7 @@ impl Communicators {
             },
             sums,
         };
-        // Reports after the loop's end are dropped: nobody is left to tell.
+        // Reports after the loop's end are dropped.
         let report = Arc::new(move |report| drop(internal.send(LoopMessage::Comm(key, report))));
         let thread = CommThread::start(context, report)
             .inspect_err(|err| tracing::error!(%err, "no thread for a communicator"))?;
@@ -301,7 +301,7 @@ impl Communicators {
         Ok(())
     }
 
-    /// Answered by one `pulled`, perhaps before this returns.
+    /// Start a pull; it ends with one `end_pull`, perhaps before this returns.
     pub fn pull(&mut self, ctx: &mut NodeContext, peer: ConnectionId, pull: Pull) {
         match ctx.connections.get(&peer).and_then(|conn| conn.comm) {
             Some(key) => self.step_receiver(
@@ -321,7 +321,7 @@ impl Communicators {
     }
 
     pub fn cancel(&mut self, ctx: &mut NodeContext, peer: ConnectionId, pull: u64) {
-        // Whichever communicator has it; the others do not know it.
+        // One of the communicators has it; the others ignore the event.
         for key in self.comms_of(peer) {
             self.step_receiver(ctx, key, ReceiverEvent::Cancel { pull });
         }
@@ -440,7 +440,7 @@ impl Communicators {
             .as_ref()
             .is_some_and(|staged| staged.comms.contains_key(&key))
         {
-            return; // said twice
+            return; // a repeated message
         }
         for former in self.comms_of(peer) {
             self.end_by_peer(ctx, former, "the decode node made another one".into());
@@ -523,7 +523,7 @@ impl Communicators {
         let now = ctx.now();
         let Some(comm) = self.comm_mut(key) else {
             return;
-        }; // over: late words are expected
+        }; // over: late messages are expected
         let Half::Receiver(receiver) = &mut comm.half else {
             return;
         };
@@ -565,7 +565,7 @@ impl Communicators {
         self.act_sender(ctx, key, actions);
     }
 
-    /// After each step: its timer, and what follows from its end.
+    /// Set the timer after a step, and count and report an end.
     fn after_step(&mut self, ctx: &mut NodeContext, key: CommKey, was_usable: bool) {
         let now = ctx.now();
         let Some(comm) = self.comm_mut(key) else {
@@ -596,7 +596,7 @@ impl Communicators {
         }
     }
 
-    /// Ends of pulls come last: they may bring the next pull to the same communicator, behind what this step says.
+    /// Pulls are ended last: their ends may start the next pull on the same communicator.
     fn act_receiver(&mut self, ctx: &mut NodeContext, key: CommKey, actions: Vec<ReceiverAction>) {
         let (peer, comm) = key;
         let (mut revoked, mut ends) = (Vec::new(), Vec::new());
@@ -766,7 +766,7 @@ impl Communicators {
             peer = key.0,
             lost,
             at_most = MAX_LEAKED,
-            "the abort of a communicator hangs: it is given up with its slabs; restart this node when it is idle"
+            "the abort of a communicator hangs: it is leaked with its slabs; restart this node when it is idle"
         );
     }
 

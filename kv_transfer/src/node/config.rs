@@ -1,4 +1,4 @@
-//! What a transfer node is told at its start. Parsed once, checked once, never changed.
+//! Configuration of a transfer node. Parsed and checked once, never changed.
 
 use std::collections::BTreeMap;
 
@@ -21,7 +21,7 @@ pub enum Role {
 #[serde(rename_all = "snake_case")]
 pub enum Transport {
     Shm,
-    /// As shm, for pages on one GPU.
+    /// Like shm, for pages on one GPU.
     CudaIpc,
     Tcp,
     /// The code path of nccl over CPU memory and sockets.
@@ -40,7 +40,7 @@ impl Transport {
         }
     }
 
-    /// Pages go through the slabs of a communicator.
+    /// Pages travel through the slabs of a communicator.
     pub fn is_staged(self) -> bool {
         matches!(self, Transport::Gloo | Transport::Nccl)
     }
@@ -57,12 +57,12 @@ pub struct NodeConfig {
     pub role: Role,
     /// Address to listen on; without `advertise_host`, an unspecified one (0.0.0.0) is announced as the address that reaches the bootstrap server.
     pub host: String,
-    /// What decode ranks are told instead of `host`.
+    /// Address announced to decode ranks instead of `host`.
     #[serde(default)]
     pub advertise_host: Option<String>,
     /// 0 = any free port.
     pub port: u16,
-    /// Allowed transports; a pair uses the best one both sides have.
+    /// Allowed transports; a pair uses the best one that both sides have.
     pub transports: Vec<Transport>,
     #[serde(default)]
     pub cluster_key: Option<String>,
@@ -72,13 +72,13 @@ pub struct NodeConfig {
     /// Without a cluster key: take KV from any host instead of from loopback addresses only.
     #[serde(default)]
     pub insecure: bool,
-    /// What a page holds. Two nodes pair only if all of it is equal; `page_bytes` must be the pool's.
+    /// Page layout. Two nodes pair only if all fields are equal; `page_bytes` must be the pool's.
     pub layout: BTreeMap<String, serde_json::Value>,
     #[serde(default)]
     pub dp_rank: u32,
     #[serde(default = "one")]
     pub dp_size: u32,
-    /// How long P keeps a finished prompt locked for a D that says nothing.
+    /// Time for which P keeps a finished prompt locked without heartbeats of D.
     #[serde(default = "lease_ms")]
     pub lease_ms: u64,
     #[serde(default = "heartbeat_ms")]
@@ -86,7 +86,7 @@ pub struct NodeConfig {
     /// D: the longest wait for P's answer to OPEN, and for a pull in flight. Waiting for an engine does not count.
     #[serde(default = "wait_ms")]
     pub wait_ms: u64,
-    /// D: how long a prefill rank's engine may claim work without a sign of life before its rooms here fail.
+    /// D: time without progress of a prefill rank's engine that claims work, after which its rooms here fail.
     #[serde(default = "stall_ms")]
     pub stall_ms: u64,
     /// Threads that take checksums and copy mapped pages; one for pages on a device, which are closed behind their last copy.
@@ -95,7 +95,7 @@ pub struct NodeConfig {
     /// Rooms alive at once, counting those whose end was not polled yet.
     #[serde(default = "max_rooms")]
     pub max_rooms: usize,
-    /// How long P keeps an OPEN whose request has not arrived.
+    /// Time for which P keeps an OPEN whose request has not arrived.
     #[serde(default = "park_ttl_ms")]
     pub park_ttl_ms: u64,
     /// P closes a decode rank's data stream that is silent for this long.
@@ -107,7 +107,7 @@ pub struct NodeConfig {
     /// Bytes of a slab, rounded down to whole pages; one page at least.
     #[serde(default = "slab_bytes")]
     pub slab_bytes: usize,
-    /// Communicators of this node at once; an idle one makes place for another pair's.
+    /// Communicators of this node at once; an idle one is closed for another pair's.
     #[serde(default = "max_communicators")]
     pub max_communicators: usize,
     #[serde(default = "comm_open_ms")]
@@ -115,7 +115,7 @@ pub struct NodeConfig {
     /// Longest time without progress while slabs are under way.
     #[serde(default = "comm_op_ms")]
     pub comm_op_ms: u64,
-    /// After this long a communicator's abort is given up, and the communicator with it.
+    /// Timeout of a communicator's abort, after which the communicator is leaked.
     #[serde(default = "comm_abort_ms")]
     pub comm_abort_ms: u64,
     #[serde(default)]
@@ -125,15 +125,15 @@ pub struct NodeConfig {
 /// Bounds of one node's tables, all derived from `max_rooms`: no table is full before the one of rooms is.
 #[derive(Debug, Clone, Copy)]
 pub struct NodeLimits {
-    /// P: OPENs that wait for their request. Each becomes a room, or is answered when its time is over.
+    /// P: OPENs whose request has not arrived. Each becomes a room, or is refused at its timeout.
     pub pending_opens: usize,
-    /// Those of one decode rank: as many as it has requests, when its limits are those of this node.
+    /// Pending OPENs of one decode rank: as many as it has requests, if its limits are those of this node.
     pub pending_opens_per_peer: usize,
-    /// Ended rooms whose late messages are answered with the reason of their end.
+    /// Ended rooms whose late OPENs are answered with the reason of their end.
     pub ended_rooms: usize,
-    /// Calls not yet seen by the control thread: a few per room. A full channel means a dead thread.
+    /// Calls not yet handled by the control thread: a few per room. A full channel means a dead thread.
     pub commands: usize,
-    /// Bytes that wait for a peer before its frames stay unread (`outbox`): the answers to one OPEN of each room.
+    /// Bytes queued for a peer before its frames stay unread (`outbox`): the answers to one OPEN of each room.
     pub outbox_bytes: usize,
 }
 

@@ -1,4 +1,4 @@
-//! Parts that both sides of the control loop share: the connections, timers, threads that copy, and records.
+//! Shared parts of both sides of the control loop: connections, timers, copy threads and records.
 //!
 //! Nothing here decides about a room. A step of a room may find out that a connection is lost or end a pull or a room; the loop
 //! carries that out after the step (`lost`, `pulled`, `events`), so that no step begins inside another one.
@@ -37,10 +37,10 @@ use crate::transport::copy_threads::{CopyReport, CopyThreads};
 use crate::transport::fault_injection::{Fault, Faults};
 use crate::transport::tcp::{DataContext, DataPlane, DataStream};
 
-/// Messages read from sockets and not yet handled, and the bytes of their frames; more stay in the sockets.
+/// Messages read from sockets and not yet handled; more stay in the sockets.
 const INBOX_MESSAGES: usize = 1024;
 const INBOX_BYTES: usize = 64 << 20;
-/// Attempt to reach the bootstrap server.
+/// Timeout of a request to the bootstrap server.
 const HTTP_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// State shared by the engine's thread and the control thread.
@@ -50,7 +50,7 @@ pub(super) struct SharedState {
     pub history: Mutex<RoomHistory>,
     pub gauges: Mutex<NodeGauges>,
     pub unhealthy: Mutex<Option<String>>,
-    /// Calls of `poll`: an engine that works makes one per turn, an idle one with live rooms at least one per second.
+    /// Number of `poll` calls: a working engine makes one per turn, an idle one with live rooms at least one per second.
     pub progress: AtomicU64,
     pub announced: Arc<AnnouncedPages>,
     /// Data streams of decode ranks closed because of a bad message; counted by the data thread.
@@ -86,11 +86,11 @@ impl SharedState {
     pub fn mark_unhealthy(&self, why: String) {
         tracing::error!(%why, "the transfer node is unhealthy");
         self.unhealthy.lock().get_or_insert(why);
-        self.events.wake(); // an idle engine reports its health, too
+        self.events.wake(); // an idle engine reports its health too
     }
 }
 
-/// A prefill rank as requests name it.
+/// Address of a prefill rank, as in requests.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub(super) struct RankAddress {
     pub host: String,
@@ -98,20 +98,20 @@ pub(super) struct RankAddress {
     pub dp_rank: u32,
 }
 
-/// The connection, and D's number of the communicator on it.
+/// Connection, and D's number of the communicator on it.
 pub(super) type CommKey = (ConnectionId, u64);
 
 /// Messages to the control loop. The channel is unbounded; senders are bounded (one message per task or job).
 pub(super) enum LoopMessage {
     Accepted(TcpStream, Box<OpenedConnection>),
     HelloRefused(ReasonCode),
-    /// A connection that had not said HELLO made space for another one.
+    /// A connection without a finished HELLO was closed to make space for another one.
     HelloEvicted,
     Connected(
         RankAddress,
         Box<Result<EstablishedConnection, ConnectFailure>>,
     ),
-    /// More rooms wait for this link, which is up as this peer.
+    /// More rooms wait for this rank, which is connected as this peer.
     OpenWaiting(RankAddress, ConnectionId),
     Sizes {
         room: u64,
@@ -133,7 +133,7 @@ pub(super) enum NodeTimer {
     PendingOpens,
     Heartbeat(ConnectionId),
     Connect(RankAddress),
-    /// Ask again for the dp size, for a room opened without a rank.
+    /// Request the dp size again, for a room opened without a rank.
     Size(u64),
     Comm(CommKey),
 }
@@ -147,9 +147,9 @@ pub(super) struct PeerConnection {
     pub key: Option<RankAddress>,
     pub rooms: BTreeSet<(RoomSide, u64)>,
     pub remote: Option<Arc<RemotePool>>,
-    /// `remote` can be read: by shm, or by cuda_ipc.
+    /// `remote` is readable by shm or cuda_ipc.
     pub mapped_works: bool,
-    /// How the peer takes its checksums.
+    /// Kind of the peer's checksums.
     pub sums: SumKind,
     pub data: Option<DataStream>,
     /// D: the communicator in use with this peer, and when the next may be tried after a failure.
@@ -158,18 +158,18 @@ pub(super) struct PeerConnection {
     pub last_seen: u64,
     pub last_beat: u64,
     pub seq: u64,
-    /// The last sign of life of the peer's engine (`Msg::Heartbeat`), and when it changed or the engine had nothing to do.
+    /// Last progress counter of the peer's engine (`Msg::Heartbeat`).
     pub progress: u64,
     pub progressed_at: u64,
 }
 
-/// Where the tasks and threads of a node report to its loop.
+/// Channels by which tasks and threads report to the control loop.
 pub(super) struct LoopInboxes {
     pub internal: mpsc::UnboundedReceiver<LoopMessage>,
     pub peer_inbox: mpsc::Receiver<(ConnectionId, PeerMessage)>,
 }
 
-/// Everything of the control loop that is neither P's nor D's.
+/// State of the control loop that belongs to neither P's nor D's side.
 pub(super) struct NodeContext {
     pub config: NodeConfig,
     pub shared: Arc<SharedState>,
@@ -187,7 +187,7 @@ pub(super) struct NodeContext {
     lost: Vec<(ConnectionId, ConnectionError)>,
     /// Pulls that ended without a report of a thread.
     pulled: Vec<PullEnd>,
-    /// For the engine, once everything it could look at is up to date.
+    /// Events for the engine, delivered at the end of the step.
     events: Vec<NodeEvent>,
 }
 
@@ -267,7 +267,7 @@ impl NodeContext {
         let peer = self.next_conn;
         self.next_conn += 1;
         let now = self.now();
-        // `establish` refused any other kind; of a decode node nothing is ever verified.
+        // `establish` refused any other kind; pages of a decode node are never verified.
         let sums = SumKind::parse(&hello.sums).unwrap_or(SumKind::Xxh3);
         let tasks = establish::run(
             peer,
@@ -314,7 +314,7 @@ impl NodeContext {
         peer
     }
 
-    /// A room is tied to a connection, so that its loss ends the room.
+    /// Attach a room to a connection, whose loss then ends the room.
     pub fn attach_room(&mut self, peer: ConnectionId, side: RoomSide, room: u64) {
         if let Some(conn) = self.connections.get_mut(&peer) {
             conn.rooms.insert((side, room));
@@ -342,7 +342,7 @@ impl NodeContext {
     pub fn send(&mut self, peer: ConnectionId, msg: Msg) {
         let Some(conn) = self.connections.get(&peer) else {
             return;
-        }; // lost meanwhile: its rooms have been told
+        }; // lost meanwhile: its rooms have ended
         let outbox = conn.tasks.outbox.clone();
         let plain = |msg| OutgoingMessage { msg, flip: false };
         let sent = match self.faults.on_send(msg.name()) {
@@ -359,7 +359,7 @@ impl NodeContext {
             Some(Fault::DelayMs(ms)) => {
                 tokio::spawn(async move {
                     tokio::time::sleep(Duration::from_millis(ms)).await;
-                    let _ = outbox.put(plain(msg)); // cut meanwhile
+                    let _ = outbox.put(plain(msg)); // the connection is closed
                 });
                 true
             }
@@ -370,7 +370,7 @@ impl NodeContext {
         }
     }
 
-    /// The loop ends the connection after this step.
+    /// End the connection after this step.
     pub fn mark_lost(&mut self, peer: ConnectionId, err: ConnectionError) {
         self.lost.push((peer, err));
     }
@@ -379,7 +379,7 @@ impl NodeContext {
         mem::take(&mut self.lost)
     }
 
-    /// The control loop passes it to the decode side after this step.
+    /// Report the end of a pull to the decode side after this step.
     pub fn end_pull(&mut self, end: PullEnd) {
         self.pulled.push(end);
     }
@@ -419,7 +419,7 @@ impl NodeContext {
         }
     }
 
-    /// A room changed its state.
+    /// Record a state change of a room.
     pub fn record(&self, record: RoomRecord, over: bool) {
         self.shared.history.lock().record(record, over);
     }
@@ -462,7 +462,7 @@ impl NodeContext {
         self.config.transports.contains(&transport)
     }
 
-    /// Hand the engine the events of the steps before.
+    /// Deliver the events of the previous steps to the engine.
     pub fn flush_events(&mut self) {
         for event in self.events.drain(..) {
             if !self.shared.events.push(event.clone()) {
@@ -472,7 +472,7 @@ impl NodeContext {
     }
 }
 
-/// The transport that reads this pool.
+/// Transport that reads this pool.
 pub(super) fn mapped_by(remote: &RemotePool) -> Transport {
     match remote.device() {
         Some(_) => Transport::CudaIpc,

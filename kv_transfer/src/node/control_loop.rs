@@ -1,7 +1,7 @@
-//! The control loop of a node: takes commands, messages, ends of copies and timers, one at a time, and gives each to the side it is for.
+//! Control loop of a node: dispatches commands, messages, finished copies and timers, one at a time, to the side concerned.
 //!
 //! The loop owns P's rooms (`prefill_side`), D's rooms (`decode_side`), the communicators and what all of them share (`context`); each of
-//! them gets the others as arguments and knows nothing of the loop.
+//! them gets the others as arguments and does not know the loop.
 
 use std::io;
 use std::net::TcpListener;
@@ -39,11 +39,11 @@ const MISSED_HEARTBEATS: u64 = 3;
 const REGISTER_AGAIN: Duration = Duration::from_secs(5);
 const UNREGISTER_TIMEOUT: Duration = Duration::from_millis(500);
 
-/// Where processes of this host get at the pool.
+/// Socket by which processes of this host get the pool.
 pub struct PoolShare {
     pub listener: UnixListener,
     pub token: [u8; shm::TOKEN_BYTES],
-    /// Handle by which a peer opens pages on a device; empty for host memory.
+    /// Handle that opens pages on a device; empty for host memory.
     pub handle: Vec<u8>,
 }
 
@@ -52,7 +52,7 @@ pub struct Listeners {
     pub local: Option<PoolShare>,
 }
 
-/// Transfer node: the only owner of both sides' rooms, and of what they share.
+/// Owner of both sides' rooms and of their shared context.
 pub(super) struct ControlLoop {
     ctx: NodeContext,
     prefill: PrefillSide,
@@ -111,7 +111,7 @@ impl ControlLoop {
         self.unregister().await;
     }
 
-    /// Carry out what the last step left in the context, then report to the engine.
+    /// Handle the ends and losses that the last step left in the context, then report to the engine.
     fn apply_deferred(&mut self) {
         loop {
             let (pulled, lost) = (self.ctx.take_pulled(), self.ctx.take_lost());
@@ -294,7 +294,7 @@ impl ControlLoop {
             tracing::warn!("{MAX_CONNS} peers are connected: another one is turned away");
             return;
         }
-        let Ok(addr) = stream.peer_addr() else { return }; // gone already
+        let Ok(addr) = stream.peer_addr() else { return }; // closed already
         // The decode rank chooses the transport.
         self.ctx
             .add_connection(stream, addr, opened, None, None, "");
@@ -307,7 +307,7 @@ impl ControlLoop {
                 let now = self.ctx.now();
                 let Some(conn) = self.ctx.connections.get_mut(&peer) else {
                     return;
-                }; // read before the cut
+                }; // read before the loss
                 conn.last_seen = now;
                 self.on_msg(peer, *msg);
             }
@@ -399,14 +399,14 @@ impl ControlLoop {
         }
     }
 
-    /// Every room of the connection learns it; the next room with this peer starts from GET /route.
+    /// Fail or detach every room of the connection; the next room with this peer starts from GET /route.
     pub fn on_connection_lost(&mut self, peer: ConnectionId, err: &ConnectionError) {
         let Some(conn) = self.ctx.connections.remove(&peer) else {
             return;
         };
         tracing::warn!(peer = %conn.peer.addr, incarnation = %conn.peer.inc, code = %err.code, why = %err.why, rooms = conn.rooms.len(), "link lost");
         if matches!(err.code, ReasonCode::Auth | ReasonCode::TransportBroken) {
-            // Tell the other side why, after what is queued. It may be gone.
+            // Send the reason after the queued frames. The peer may have closed already.
             let refusal = Msg::Reject {
                 room: 0,
                 attempt: 0,
@@ -448,7 +448,7 @@ impl ControlLoop {
                 }
             }
         }
-        // After the rooms: they end because the peer is gone, not because of its communicator.
+        // After the rooms: they end with the reason of the connection, not of its communicator.
         self.comms.on_peer_gone(&mut self.ctx, peer, &err.why);
         if let Some(remote) = conn.remote.filter(|remote| remote.device().is_some()) {
             self.ctx.copy_threads.submit(CopyJob::Close(remote));
@@ -461,15 +461,15 @@ impl ControlLoop {
             return;
         };
         if now.saturating_sub(conn.last_beat) > 2 * every {
-            conn.last_seen = now; // we slept (a stopped process, a stalled host): the peer's beats may still be in the socket
+            conn.last_seen = now; // this process was stopped or stalled: the peer's heartbeats may still be in the socket
         }
         conn.last_beat = now;
         if conn.key.is_none() && conn.tasks.outbox.backlog.is_full() {
-            conn.last_seen = now; // its beats are not read now; the writing task cuts a peer that takes no byte
+            conn.last_seen = now; // its heartbeats stay unread; the writing task ends a connection that takes no byte
         }
         if now.saturating_sub(conn.last_seen) >= MISSED_HEARTBEATS * every {
             let why = format!(
-                "no word for {} ms ({MISSED_HEARTBEATS} heartbeats)",
+                "no message for {} ms ({MISSED_HEARTBEATS} heartbeats)",
                 now.saturating_sub(conn.last_seen)
             );
             return self.on_connection_lost(peer, &ConnectionError::new(ReasonCode::PeerDead, why));
@@ -593,7 +593,7 @@ impl ControlLoop {
                 tokio::time::sleep(REGISTER_AGAIN).await;
                 let again = client.register(&registration).await;
                 if known && let Err(err) = &again {
-                    tracing::warn!(%err, "the bootstrap server forgot us or is down; trying on");
+                    tracing::warn!(%err, "the bootstrap server lost this registration or is down; retrying");
                 }
                 known = again.is_ok();
             }
@@ -620,7 +620,7 @@ async fn register_until(
             Ok(()) => return Ok(()),
             Err(err) => err,
         };
-        // A conflict may be with ranks that are gone, whose registration ends.
+        // A conflict may be with dead ranks, whose registration expires.
         let hopeless = matches!(err, HttpError::Untrusted(_))
             || err.status().is_some_and(|status| {
                 status.is_client_error() && status != http::StatusCode::CONFLICT

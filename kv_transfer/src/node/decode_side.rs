@@ -1,4 +1,4 @@
-//! D's half of the control loop: rooms opened by the engine, the links to prefill ranks, and the pulls.
+//! D's side of the control loop: rooms opened by the engine, connections to prefill ranks, and pulls.
 
 use std::collections::{BTreeSet, HashMap};
 use std::sync::Arc;
@@ -29,9 +29,9 @@ use crate::transport::{Pull, PullEnd, PullError};
 /// Bytes of one pull: large enough that its bookkeeping is lost in the copy, small enough that rooms share the copy thread.
 const PULL_BYTES: usize = 16 << 20;
 const PULLS_IN_FLIGHT: usize = 2;
-/// Rooms opened in one turn of the control loop when their link comes up.
+/// Rooms opened in one turn of the control loop when their rank is connected.
 const OPENS_AT_ONCE: usize = 256;
-/// Pause before the next attempt to reach a prefill rank: doubled from the first to the last.
+/// Pause before the next attempt to reach a prefill rank: doubled after each, up to `LAST_PAUSE_MS`.
 const FIRST_PAUSE_MS: u64 = 50;
 const LAST_PAUSE_MS: u64 = 1000;
 
@@ -55,7 +55,7 @@ enum RankState {
     },
 }
 
-/// Attempts in a row that nothing answered.
+/// Attempts in a row without an answer.
 #[derive(Default)]
 struct Outage {
     attempts: u32,
@@ -63,7 +63,7 @@ struct Outage {
 }
 
 impl Outage {
-    /// An attempt begun at `started` has failed. True: give up.
+    /// Record a failed attempt begun at `started`. True: give up.
     fn record_failure(&mut self, is_silent: bool, started: u64, now: u64) -> bool {
         if !is_silent {
             *self = Self::default();
@@ -77,7 +77,7 @@ impl Outage {
     }
 }
 
-/// The way to a prefill rank, and the rooms that wait for it. Exists as long as it is up or broken, or rooms wait.
+/// State of the connection to a prefill rank, and the rooms that wait for it. Exists while it is up or broken, or rooms wait.
 struct RankConnection {
     state: RankState,
     waiting: BTreeSet<u64>,
@@ -85,14 +85,14 @@ struct RankConnection {
     outage: Outage,
     /// Start of the last attempt.
     tried_at: u64,
-    /// Times in a row that this link broke; from the second on, one attempt decides.
+    /// Times in a row that this connection broke; from the second on, one attempt decides.
     breaks: u32,
     last_error: String,
     damage: Damage,
 }
 
 /// Rooms with damaged pages in a row, and how long further ones fail at once because of it: 30 s, and twice as long after each room
-/// that fails then, up to 16 minutes. A new connection starts anew: a host that was repaired, or its rank, has restarted.
+/// that fails then, up to 16 minutes. A new connection resets it: a repaired host or its rank has restarted.
 #[derive(Default)]
 struct Damage {
     rooms: u32,
@@ -102,7 +102,7 @@ struct Damage {
 }
 
 impl Damage {
-    /// A room failed with CHECKSUM. True: the pair's quarantine begins. Rooms that were open when the last one failed do not count: they
+    /// Record a room that failed with CHECKSUM. True: the pair's quarantine begins. Rooms that were open when the last one failed do not count: they
     /// may share its pages, which the prefill node has now taken out of its cache.
     fn record_room(&mut self, opened: Instant, at: Instant, now: u64) -> bool {
         if self.last_at.is_some_and(|last| opened <= last) {
@@ -133,7 +133,7 @@ impl RankConnection {
     }
 }
 
-/// Where an unranked room asks for the dp size.
+/// Bootstrap server that a room without a rank asks for the dp size.
 struct Unranked {
     host: String,
     port: u16,
@@ -148,7 +148,7 @@ struct DecodeEntry {
     unranked: Option<Unranked>,
     key: Option<RankAddress>,
     last_error: String,
-    /// The peer's pool; kept here because it outlives the peer's connection.
+    /// The peer's pool; held here because it outlives the peer's connection.
     remote: Option<Arc<RemotePool>>,
     transport: &'static str,
     bytes: u64,
@@ -156,7 +156,7 @@ struct DecodeEntry {
     first_pull: Option<Instant>,
 }
 
-/// A pull handed to a transport.
+/// Pull submitted to a transport.
 struct PullJob {
     room: u64,
     ticket: u64,
@@ -181,7 +181,7 @@ impl DecodeEntry {
             prompt_hash,
             unranked: None,
             key: None,
-            last_error: "nobody was asked yet".into(),
+            last_error: "no request was sent yet".into(),
             remote: None,
             transport: "none",
             bytes: 0,
@@ -209,7 +209,7 @@ impl DecodeSide {
         self.jobs.len()
     }
 
-    /// Pages of the pulls from this peer that have not ended.
+    /// Pages of unfinished pulls from this peer.
     pub fn queued_pages(&self, peer: ConnectionId) -> u64 {
         let of_peer = self.jobs.values().filter(|job| job.peer == peer);
         of_peer.map(|job| job.pages.len() as u64).sum()
@@ -298,7 +298,7 @@ impl DecodeSide {
         let Some(entry) = self.rooms.get(&room) else {
             return;
         };
-        // The reason why the prefill rank was not reached says more than the time that passed.
+        // Report why the prefill rank was not reached instead of the time that passed.
         let event = if entry.room.phase == DecodePhase::Resolving {
             let rank_conn = entry.key.as_ref().and_then(|key| self.ranks.get(key));
             let why = rank_conn.map_or(&entry.last_error, |rank_conn| &rank_conn.last_error);
@@ -315,9 +315,9 @@ impl DecodeSide {
         self.step(ctx, comms, room, event);
     }
 
-    // ---- links ----
+    // ---- connections to prefill ranks ----
 
-    /// A room without a rank: the prefill node's dp size decides it.
+    /// Request the prefill node's dp size, which decides the rank of a room without one.
     pub fn request_sizes(&mut self, ctx: &mut NodeContext, room: u64) {
         let now = ctx.now();
         let Some(entry) = self.rooms.get_mut(&room) else {
@@ -488,7 +488,7 @@ impl DecodeSide {
         self.open_waiting(ctx, comms, &key, peer);
     }
 
-    /// Open the rooms that waited for this link, some at a time: heartbeats and other peers get their turn between.
+    /// Open the rooms that waited for this rank, some at a time: heartbeats and other peers are served in between.
     pub fn open_waiting(
         &mut self,
         ctx: &mut NodeContext,
@@ -500,7 +500,7 @@ impl DecodeSide {
             return;
         };
         if !matches!(rank_conn.state, RankState::Up(up) if up == peer) {
-            return; // lost meanwhile: the rooms wait for the next one
+            return; // lost meanwhile: the rooms wait for the next connection
         }
         let rest = rank_conn.waiting.iter().nth(OPENS_AT_ONCE).copied();
         let rest = rest.map(|first| rank_conn.waiting.split_off(&first));
@@ -546,7 +546,7 @@ impl DecodeSide {
                 std::mem::take(&mut rank_conn.waiting),
                 rank_conn.last_error.clone(),
             );
-            // Forgotten when no room has probed it for some time.
+            // Removed when no room has probed it for some time.
             ctx.timers
                 .set(&NodeTimer::Connect(key), Some(now + pause + LAST_BREAK_MS));
             return self.fail_waiting(ctx, comms, waiting, ReasonCode::Unreachable, &why);
@@ -576,13 +576,13 @@ impl DecodeSide {
             return;
         };
         match rank_conn.state {
-            RankState::Connecting | RankState::Up(_) => {} // a probe came before
+            RankState::Connecting | RankState::Up(_) => {} // a room's probe came first
             RankState::Pausing if !rank_conn.waiting.is_empty() => self.connect(ctx, key.clone()),
             RankState::Pausing | RankState::Broken { .. } => drop(self.ranks.remove(key)),
         }
     }
 
-    /// The connection is gone: the next room, or those that wait still, ask the bootstrap server again.
+    /// Handle a lost connection: the next room, or those still waiting, ask the bootstrap server again.
     pub fn connection_down(&mut self, ctx: &mut NodeContext, key: &RankAddress) {
         let Some(rank_conn) = self.ranks.get_mut(key) else {
             return;
@@ -612,7 +612,7 @@ impl DecodeSide {
         }
     }
 
-    // ---- the peer's words ----
+    // ---- messages of the peer ----
 
     pub fn on_answer(
         &mut self,
@@ -835,7 +835,7 @@ impl DecodeSide {
         works.then(|| mapped_by(remote))
     }
 
-    /// Hand a pull to its transport, or end it at once if there is none.
+    /// Submit a pull to its transport, or end it at once if there is none.
     fn dispatch(&mut self, ctx: &mut NodeContext, comms: &mut Communicators, job: PullJob) {
         let id = self.next_job;
         self.next_job += 1;
@@ -994,8 +994,8 @@ impl DecodeSide {
         }
     }
 
-    /// The pull's transport stopped working: it goes on by the next one. A pair goes without the peer's memory until its connection is
-    /// made anew, without its communicator as long as the breaker says (`communicators`).
+    /// Continue a pull whose transport stopped working by the next one. The peer's memory is not used until the connection is
+    /// established again, its communicator not until the breaker allows it (`communicators`).
     fn fall_back(
         &mut self,
         ctx: &mut NodeContext,
@@ -1027,7 +1027,7 @@ impl DecodeSide {
         self.dispatch(ctx, comms, PullJob { via, ..job });
     }
 
-    /// The pages arrived damaged, by the transport or at the prefill rank: tcp tells which, for it takes another way.
+    /// Pull damaged pages again by tcp: another path shows whether the transport or the prefill rank damaged them.
     fn retry_by_tcp(
         &mut self,
         ctx: &mut NodeContext,
@@ -1035,7 +1035,7 @@ impl DecodeSide {
         job: PullJob,
         why: &str,
     ) {
-        tracing::warn!(room = job.room, via = job.via.as_str(), %why, "damaged pages: on_pulled again by tcp");
+        tracing::warn!(room = job.room, via = job.via.as_str(), %why, "damaged pages: pulled again by tcp");
         if job.cancel.load(Ordering::Relaxed) {
             return self.step(
                 ctx,
@@ -1048,7 +1048,7 @@ impl DecodeSide {
         self.dispatch(ctx, comms, PullJob { via, ..job });
     }
 
-    /// A room ended with damaged pages.
+    /// Count a room that ended with damaged pages; it may quarantine the pair.
     fn record_damaged_room(&mut self, ctx: &mut NodeContext, entry: &DecodeEntry) {
         let now = ctx.now();
         let Some((key, rank_conn)) = entry
@@ -1067,7 +1067,7 @@ impl DecodeSide {
         }
     }
 
-    /// The thread is gone, and with it every tcp pull: it wrote its last byte before it died.
+    /// Fail every tcp pull: the data thread has ended, and with it all writes to their pages.
     pub fn on_data_thread_died(&mut self, ctx: &mut NodeContext, comms: &mut Communicators) {
         let lost: HashMap<u64, PullJob> = self
             .jobs
@@ -1100,7 +1100,7 @@ impl DecodeSide {
         let now = ctx.now();
         let Some(entry) = self.rooms.get_mut(&room) else {
             return;
-        }; // over: late words and calls are expected
+        }; // over: late messages and calls are expected
         let before = entry.room.phase.name();
         match entry.room.step(event, now) {
             Ok(actions) => {
@@ -1249,12 +1249,12 @@ impl DecodeSide {
         });
     }
 
-    /// The room is over: nothing refers to it any more.
+    /// Remove a room that is over, with its timers and attachments.
     fn forget(&mut self, ctx: &mut NodeContext, room: u64) -> Option<DecodeEntry> {
         let entry = self.rooms.remove(&room)?;
         ctx.timers.set(&NodeTimer::Decode(room), None);
         ctx.timers.set(&NodeTimer::Size(room), None);
-        // The machine may have let go of its peer already; the tie is by link.
+        // The state machine may have cleared its peer already; the room is still attached to the rank's connection.
         if let Some(key) = &entry.key
             && let Some(rank_conn) = self.ranks.get_mut(key)
         {
@@ -1268,11 +1268,11 @@ impl DecodeSide {
     }
 }
 
-/// The client's and the log's message.
+/// Message for client and log.
 const QUARANTINED: &str = "transfers from this prefill rank fail for a while, because several in a row brought damaged pages; check the \
     memory and the network of both hosts, then restart the prefill node";
 
-/// Errors that no waiting cures.
+/// Errors that waiting does not cure.
 fn is_final(code: ReasonCode) -> bool {
     matches!(code, ReasonCode::Auth | ReasonCode::LayoutMismatch)
 }

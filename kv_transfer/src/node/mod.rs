@@ -1,4 +1,4 @@
-//! A rank's transfer node: threads, sockets and timers around the state machines.
+//! Transfer node of a rank: threads, sockets and timers around the state machines.
 //!
 //! | file | subject |
 //! |---|---|
@@ -6,17 +6,17 @@
 //! | `control_loop` | the loop, and the life of connections |
 //! | `prefill_side`, `decode_side` | rooms of P and of D, and what their state machines ask for |
 //! | `communicators` | staged transports (`gloo`, `nccl`) of both sides |
-//! | `context` | what all of these share |
+//! | `context` | state shared by both sides |
 //! | `connections` | accepting, establishing and serving control connections |
 //! | `records` | events for the engine, counters, history of rooms |
-//! | `config`, `timers` | settings and derived limits; one deadline per waiting thing |
+//! | `config`, `timers` | settings and derived limits; one deadline per timer key |
 //!
 //! Threads
 //! 1. `kv-control`: all control connections, HTTP, timers and both sides' state machines (`control_loop`). Never copies a page, never blocks.
 //! 2. `kv-copy-i`: checksums, and pulls by shm and cuda_ipc. 3. `kv-data`: tcp data streams. 4. `kv-comm`: one per communicator of a staged transport.
 //!
-//! The engine's thread talks to it through a bounded channel and hears of ends through a queue with an eventfd; it is never made
-//! to wait (except in `register` and `close`). A panic in any thread marks the node unhealthy; a panic of the control thread ends every
+//! The engine's thread sends commands through a bounded channel and receives events through a queue with an eventfd; it never
+//! blocks (except in `register` and `close`). A panic in any thread marks the node unhealthy; a panic of the control thread ends every
 //! room.
 
 mod command;
@@ -92,7 +92,7 @@ pub enum NodeError {
     },
 }
 
-/// One per rank. `close` (or drop) ends every thread; after it no page of the pool is written.
+/// Transfer node of one rank. `close` (or drop) ends every thread; after it no page of the pool is written.
 pub struct TransferNode {
     shared: Arc<SharedState>,
     pool: Arc<KvPool>,
@@ -267,7 +267,7 @@ impl TransferNode {
         answer.map_err(NodeError::Register)
     }
 
-    /// P: a request was accepted. `deadline_ms` counts from now.
+    /// P: offer the room of an accepted request. `deadline_ms` counts from now.
     pub fn offer(
         &self,
         room: u64,
@@ -299,7 +299,7 @@ impl TransferNode {
         })
     }
 
-    /// P: prefill is over; the lease starts.
+    /// P: finish prefill; the lease starts.
     pub fn finish(
         &self,
         room: u64,
@@ -349,7 +349,7 @@ impl TransferNode {
         )
     }
 
-    /// D: it holds the prompt's pages before `start_page`; the others go to `dst_pages`, all of them.
+    /// D: the prompt's pages before `start_page` are here; all others go to `dst_pages`.
     pub fn grant(&self, room: u64, start_page: u32, dst_pages: &[u8]) -> Result<(), NodeError> {
         let pages = self.pool.check_pages(dst_pages)?;
         self.command(EngineCommand::Grant {
@@ -359,25 +359,25 @@ impl TransferNode {
         })
     }
 
-    /// D: give the granted pages back. `poll` answers with `Revoked`, or with `Announced`: then they stay granted, P is filling its own.
+    /// D: revoke the grant. `poll` answers with `Revoked`, or with `Announced`: then it stays, because P holds pages for the room.
     pub fn revoke(&self, room: u64) -> Result<(), NodeError> {
         self.command(EngineCommand::Revoke { room })
     }
 
-    /// Either side; idempotent. The end is reported by `poll`.
+    /// Abort a room on either side; idempotent. The end is reported by `poll`.
     pub fn abort(&self, room: u64, code: &str) -> Result<(), NodeError> {
         let code =
             ReasonCode::parse(code).ok_or_else(|| NodeError::UnknownCode(code.to_owned()))?;
         self.command(EngineCommand::Abort { room, code })
     }
 
-    /// Up to `max` events. Each call is a sign of life of the engine, which peers are told in HEARTBEAT.
+    /// Up to `max` events. Each call counts as progress of the engine, which HEARTBEAT reports to peers.
     pub fn poll(&self, max: usize) -> Vec<NodeEvent> {
         self.shared.progress.fetch_add(1, Ordering::Relaxed);
         self.shared.events.poll(max)
     }
 
-    /// Wait until `poll` has something; false after `timeout`.
+    /// Wait until `poll` has events; false after `timeout`.
     pub fn wait(&self, timeout: Duration) -> bool {
         self.shared.events.wait(timeout)
     }
@@ -423,12 +423,12 @@ impl TransferNode {
         self.shared.unhealthy.lock().is_none()
     }
 
-    /// Refuse OPENs of rooms this node does not know; rooms under way go on.
+    /// Refuse OPENs of rooms this node does not know; live rooms continue.
     pub fn drain(&self) {
-        let _ = self.command(EngineCommand::Drain); // a closed node takes no OPENs either
+        let _ = self.command(EngineCommand::Drain); // a closed node accepts no OPENs either
     }
 
-    /// Close every connection and thread. Rooms still alive get no event any more. Idempotent; blocks until the threads are gone.
+    /// Close every connection and thread. Live rooms get no further event. Idempotent; blocks until the threads have ended.
     pub fn close(&self) {
         let _ = self.commands.blocking_send(EngineCommand::Close); // an error: the thread has ended
         if let Some(thread) = self.thread.lock().take() {
@@ -449,7 +449,7 @@ impl Drop for TransferNode {
     }
 }
 
-/// What this host's processes need to get at the pool. None: the configuration does not ask for it.
+/// Listen for processes of this host that map the pool. `None`: no transport needs it.
 fn share(
     pool: &KvPool,
     config: &NodeConfig,
@@ -487,14 +487,14 @@ fn control_thread(
     listeners: Listeners,
     inbox: mpsc::Receiver<EngineCommand>,
 ) {
-    // The control_loop is dropped inside, also by a panic: its copy and data threads are joined before the rooms' ends are told.
+    // The loop is dropped inside, also by a panic: its copy and data threads are joined before the rooms' ends are reported.
     if let Err(panic) = catch_unwind(AssertUnwindSafe(|| {
         runtime.block_on(control_loop.run(listeners, inbox))
     })) {
         let why = panic_text(panic.as_ref());
         shared.mark_unhealthy(why.clone());
         for (side, room) in shared.events.live_rooms() {
-            let message = format!("internal: the transfer runtime is gone ({why})");
+            let message = format!("internal: the transfer runtime has ended ({why})");
             shared.events.push(match side {
                 RoomSide::Prefill => NodeEvent::Released {
                     room,
@@ -508,7 +508,7 @@ fn control_thread(
             });
         }
     }
-    // A name lookup that hangs must not hold the close up.
+    // A name lookup that hangs must not delay the close.
     runtime.shutdown_timeout(Duration::from_millis(200));
 }
 

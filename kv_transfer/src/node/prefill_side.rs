@@ -1,4 +1,4 @@
-//! P's half of the control loop: rooms offered by the engine, and the OPENs of decode ranks.
+//! P's side of the control loop: rooms offered by the engine, and the OPENs of decode ranks.
 
 use std::collections::{HashMap, VecDeque};
 
@@ -17,7 +17,7 @@ use crate::state_machine::prefill::{
 };
 use crate::transport::copy_threads::CopyJob;
 
-/// Pages on_hashed in one job; a few milliseconds of a copy thread, so that pulls get their turn.
+/// Pages hashed in one job: a few milliseconds of a copy thread, so that pulls are not delayed.
 const HASH_BATCH: usize = 256;
 /// Hint to a decode rank whose OPEN found the table full.
 const RETRY_AFTER_MS: u64 = 1000;
@@ -38,7 +38,7 @@ impl PrefillEntry {
     }
 }
 
-/// What an OPEN asks.
+/// Fields of an OPEN.
 pub(super) struct OpenMessage {
     pub room: u64,
     pub attempt: u32,
@@ -47,7 +47,7 @@ pub(super) struct OpenMessage {
     pub deadline_ms: u64,
 }
 
-/// P's rooms, and the OPENs that came before their requests.
+/// P's rooms, and the OPENs that arrived before their requests.
 pub(super) struct PrefillSide {
     rooms: HashMap<u64, PrefillEntry>,
     pending_opens: PendingOpens,
@@ -151,7 +151,7 @@ impl PrefillSide {
         self.step(ctx, room, PrefillEvent::Finish(finish));
     }
 
-    /// The engine gives a room up, perhaps before it offered it: then a waiting decode rank is told at once.
+    /// Abort a room, perhaps before its offer: then a waiting decode rank is refused at once.
     pub fn abort(&mut self, ctx: &mut NodeContext, room: u64, code: ReasonCode) {
         if self.rooms.contains_key(&room) {
             return self.step(ctx, room, PrefillEvent::Abort(code));
@@ -419,7 +419,7 @@ impl PrefillSide {
         let now = ctx.now();
         let Some(entry) = self.rooms.get_mut(&room) else {
             return;
-        }; // over: late words and calls are expected
+        }; // over: late messages and calls are expected
         let before = entry.room.phase.name();
         let by_engine = matches!(
             event,
@@ -452,7 +452,7 @@ impl PrefillSide {
             Err(invalid) => {
                 ctx.report_invalid_transition(RoomSide::Prefill, room, &invalid);
                 if by_engine {
-                    // The room cannot be completed any more; both sides learn it now instead of at a deadline.
+                    // The room cannot be completed any more: end it on both sides now instead of at its deadline.
                     self.step(ctx, room, PrefillEvent::Abort(ReasonCode::TransportBroken));
                 }
             }

@@ -1,4 +1,4 @@
-//! What only a test inside the crate can do: break a thread. The rest is in tests/relay.rs and tests/faults.rs.
+//! Tests that panic the control thread. All others are in kv_transfer/tests.
 
 use super::*;
 
@@ -33,6 +33,6 @@ fn a_panic_of_the_control_thread_ends_every_room_and_shows_in_the_health() {
         }
     );
     assert!(!node.is_healthy() && node.stats_json().contains("by a test"));
-    let err = node.offer(3, 0, b"", 1).expect_err("nobody would end it");
+    let err = node.offer(3, 0, b"", 1).expect_err("the thread that would end it is dead");
     assert!(matches!(err, NodeError::Unhealthy(_)), "{err}");
 }

@@ -1,4 +1,4 @@
-//! One pending moment per thing that waits.
+//! Timers with one deadline per key.
 
 use std::collections::{BTreeSet, HashMap};
 use std::hash::Hash;
@@ -17,7 +17,7 @@ impl<K: Clone + Eq + Hash + Ord> Timers<K> {
         }
     }
 
-    /// Set, move or (with `None`) clear a key's moment.
+    /// Set, move or (with `None`) clear a key's deadline.
     pub fn set(&mut self, key: &K, due: Option<u64>) {
         if let Some(old) = self.by_key.remove(key) {
             self.by_time.remove(&(old, key.clone()));
@@ -32,7 +32,7 @@ impl<K: Clone + Eq + Hash + Ord> Timers<K> {
         self.by_time.first().map(|(due, _)| *due)
     }
 
-    /// Take one key whose moment has come.
+    /// Remove and return one key whose deadline has passed.
     pub fn pop_due(&mut self, now: u64) -> Option<K> {
         if self.next()? > now {
             return None;

@@ -1,7 +1,7 @@
-//! Which pages of ours each decode rank may read: those announced to it in a room that is live or leased.
+//! Own pages that each decode rank may read: those announced to it in a room that is live or leased.
 //!
 //! The control thread announces pages before it sends PROGRESS and withdraws a room when its reader leaves or the room ends; the data
-//! thread asks for each READ. A decode rank is known by its incarnation, which it states in HELLO on every connection.
+//! thread checks each READ. A decode rank is identified by its incarnation, which it sends in HELLO on every connection.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use parking_lot::Mutex;
 
-/// A page as it was announced: its id and its generation.
+/// Announced page: its id and its generation.
 type Page = (u32, u64);
 
 #[derive(Debug, Default)]

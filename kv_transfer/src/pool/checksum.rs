@@ -1,10 +1,10 @@
-//! Page checksums: how they are taken, and those known already.
+//! Page checksums: their kinds, and a cache.
 
 use std::sync::LazyLock;
 
 use parking_lot::Mutex;
 
-/// How a pool's checksums are taken; its node says so in HELLO, and both sides of a pair use the announcer's.
+/// Kind of a pool's checksums; HELLO carries it, and both sides of a pair use the announcer's.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum SumKind {
     /// XXH3-64: pools in host memory.
@@ -21,7 +21,7 @@ impl SumKind {
         }
     }
 
-    /// A peer that does not say it takes XXH3.
+    /// An empty name, of older peers, is XXH3.
     pub fn parse(name: &str) -> Option<Self> {
         match name {
             "" | "xxh3" => Some(SumKind::Xxh3),
@@ -55,7 +55,7 @@ pub fn weighted(page: &[u8]) -> u64 {
     sum
 }
 
-/// Of the first 256 KiB of a page; those behind are computed each time.
+/// Weights of the first 256 KiB of a page; later ones are computed each time.
 static WEIGHTS: LazyLock<Vec<u64>> = LazyLock::new(|| (0..65_536).map(weight).collect());
 
 fn times(word: [u8; 4], weight: u64) -> u64 {

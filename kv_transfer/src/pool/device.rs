@@ -1,9 +1,9 @@
-//! Pages that are not in host memory: what the engine must offer to move them.
+//! Interface to pages on a device, implemented by the engine.
 //!
 //! A pool "on a device" keeps its header and generations in the sealed memfd; the content of its pages is reached through a
-//! `DevicePages` only. Every call blocks until the device is through, and none returns while the device still works on what it
-//! was given: an end that was reported would otherwise free memory that is yet to be written. A device that does not get
-//! through is the implementation's to deal with (the engine's ends the process).
+//! `DevicePages` only. Every call blocks until the device has finished, and none returns while the device still uses the memory it
+//! was given: a reported end would otherwise free memory that is still to be written. A device that does not
+//! finish is handled by the implementation (the engine's ends the process).
 
 use std::any::Any;
 use std::sync::Arc;
@@ -16,18 +16,18 @@ type Done = Result<(), DeviceError>;
 
 /// The content of one pool's pages. Called from several threads at a time, each with pages of its own.
 pub trait DevicePages: Send + Sync {
-    /// Pages, one after the other, into host memory.
+    /// Copy pages, one after the other, into host memory.
     fn gather(&self, pages: &[u32], to: &mut [u8]) -> Done;
-    /// The way back.
+    /// Copy host memory into pages, one after the other.
     fn scatter(&self, from: &mut [u8], pages: &[u32]) -> Done;
     /// The `Weighted` checksum of each page.
     fn sums(&self, pages: &[u32]) -> Result<Vec<u64>, DeviceError>;
-    /// Host memory that many copies will go through, or no longer.
+    /// Pin host memory that many copies will use.
     fn pin(&self, memory: &mut [u8]) -> Done;
     fn unpin(&self, memory: &mut [u8]) -> Done;
     /// Staging memory on the device, for a communicator that works there.
     fn slabs(&self, slabs: usize, slab_bytes: usize) -> Result<Arc<dyn DeviceSlabs>, DeviceError>;
-    /// What another process of this host needs to open these pages.
+    /// Handle by which another process of this host opens these pages.
     fn handle(&self) -> Result<Vec<u8>, DeviceError>;
     /// Open a peer's pages, of the same size as ours, by its handle.
     fn open(&self, handle: &[u8], num_pages: usize) -> Result<Arc<dyn PeerPages>, DeviceError>;
@@ -43,6 +43,6 @@ pub trait DeviceSlabs: Any + Send + Sync {
 pub trait PeerPages: Send + Sync {
     /// Copy the peer's pages `src` into our pages `dst`; returns the `Weighted` checksum of each page as it arrived.
     fn copy(&self, src: &[u32], dst: &[u32]) -> Result<Vec<u64>, DeviceError>;
-    /// Let go of them; any later copy fails. Waits for a copy under way. Idempotent.
+    /// Release the peer's pages; any later copy fails. Waits for a running copy. Idempotent.
     fn close(&self) -> Done;
 }

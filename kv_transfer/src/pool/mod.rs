@@ -5,8 +5,8 @@
 //!    From then on the kernel refuses every further writable mapping or write(2), in this process and in others.
 //! 2. The owner's scheduler gives pages to requests: `begin_write` makes the page's generation odd.
 //! 3. When the content is final, `seal` makes it even. A generation never repeats, so (page, generation) names one
-//!    content for ever.
-//! 4. A peer on the same host receives the fd, maps it read-only (`RemotePool`) and copies pages between two looks at
+//!    content permanently.
+//! 4. A peer on the same host receives the fd, maps it read-only (`RemotePool`) and copies pages between two reads of
 //!    the generation (a seqlock across processes).
 //!
 //! File layout: header (4 KiB) | generation table (8 bytes per page) | data, aligned to 2 MiB. The pages of a pool on a device are
@@ -40,7 +40,7 @@ pub(crate) const MAGIC: u64 = u64::from_le_bytes(*b"BATONKV1");
 pub(crate) const HEADER_BYTES: usize = 4096;
 /// Data starts on a huge page boundary, so that MADV_HUGEPAGE can take effect where the kernel allows it for shmem.
 const DATA_ALIGN: usize = 2 << 20;
-/// Seals a reader insists on before it maps a foreign pool.
+/// Seals that a reader requires before it maps a foreign pool.
 pub(crate) const REQUIRED_SEALS: SealFlags = SealFlags::FUTURE_WRITE
     .union(SealFlags::SHRINK)
     .union(SealFlags::GROW);
@@ -139,7 +139,7 @@ impl KvPool {
         Self::new(num_pages, page_bytes, None)
     }
 
-    /// The same for pages that `device` has.
+    /// Create a pool whose pages are on `device`.
     pub fn create_on(
         num_pages: usize,
         page_bytes: usize,
@@ -197,12 +197,12 @@ impl KvPool {
         self.shape.num_pages * self.shape.page_bytes
     }
 
-    /// Who has the pages' content, if it is not this process's memory.
+    /// Device that holds the pages' content, if it is not in host memory.
     pub fn device(&self) -> Option<&Arc<dyn DevicePages>> {
         self.device.as_ref()
     }
 
-    /// How this pool's checksums are taken.
+    /// Kind of this pool's checksums.
     pub fn sum_kind(&self) -> SumKind {
         match self.device {
             Some(_) => SumKind::Weighted,
@@ -216,7 +216,7 @@ impl KvPool {
         self.map.ptr(self.shape.data_off)
     }
 
-    /// Start of one page of a pool in host memory. The id is checked; what may be done with the bytes is the caller's business.
+    /// Start of one page of a pool in host memory. The id is checked; access to the bytes is governed by page ownership.
     pub(crate) fn page_ptr(&self, page: u32) -> *mut u8 {
         assert!(!self.shape.on_device, "callers look for a device first");
         let page = page as usize;
@@ -261,7 +261,7 @@ impl KvPool {
             .collect()
     }
 
-    /// Little endian int32 ids, as they come from Python, checked against this pool.
+    /// Parse little-endian int32 ids from Python and check them against this pool.
     pub fn check_pages(&self, bytes: &[u8]) -> Result<Vec<u32>, PoolError> {
         let (words, rest) = bytes.as_chunks::<4>();
         if !rest.is_empty() {
@@ -377,7 +377,7 @@ mod tests {
     }
 
     #[test]
-    fn nobody_gets_a_second_way_to_write() {
+    fn pool_file_cannot_be_written_by_other_means() {
         let pool = KvPool::create(4, 4096).unwrap();
         assert!(
             SharedMapping::writable(pool.fd(), pool.shape.file_bytes).is_err(),
@@ -397,7 +397,7 @@ mod tests {
     fn a_reader_sees_the_owners_bytes_and_generations() {
         let pool = KvPool::create(4, 4096).unwrap();
         pool.begin_write(&[3]);
-        // SAFETY: page 3 is inside the pool and nobody else touches it in this test.
+        // SAFETY: page 3 is inside the pool and no other thread uses it in this test.
         unsafe { std::ptr::write_bytes(pool.page_ptr(3), 7, 4096) };
         pool.seal(&[3]);
         let remote = RemotePool::map(

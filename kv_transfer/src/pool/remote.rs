@@ -9,11 +9,11 @@ use rustix::fs::{fcntl_get_seals, fstat};
 use super::device::PeerPages;
 use super::{HEADER_BYTES, PoolError, PoolShape, REQUIRED_SEALS, SharedMapping};
 
-/// Where the content of a peer's pages is.
+/// Location of a peer's page content.
 pub enum RemoteData {
     /// In the mapping. It outlives the peer: after the owner's death the bytes stay as they are.
     Mapped,
-    /// On a device. What becomes of it after the owner's death is the driver's business: it is not read any more then.
+    /// On a device. It is not read any more after the owner's death: the driver may have freed it.
     Device(Arc<dyn PeerPages>),
 }
 
@@ -22,7 +22,7 @@ pub struct RemotePool {
     shape: PoolShape,
     map: SharedMapping,
     data: RemoteData,
-    populated: Vec<AtomicU64>, // one bit per page whose page-table entries we already asked for
+    populated: Vec<AtomicU64>, // one bit per page whose page-table entries were requested
 }
 
 impl RemotePool {
@@ -90,12 +90,12 @@ impl RemotePool {
         }
     }
 
-    /// First look, before the copy. Pairs with the owner's release in `seal`.
+    /// Generation before the copy. Pairs with the owner's release in `seal`.
     pub fn generation(&self, page: u32) -> u64 {
         self.word(page).load(Ordering::Acquire)
     }
 
-    /// Second look, after the copy: all our reads of the page happen before this load.
+    /// Generation after the copy: all our reads of the page happen before this load.
     pub fn generation_after(&self, page: u32) -> u64 {
         fence(Ordering::SeqCst);
         self.word(page).load(Ordering::Relaxed)

@@ -1,4 +1,4 @@
-//! One shared mapping of a pool file: the owner's (writable) or a reader's (read-only).
+//! Shared mapping of a pool file: the owner's (writable) or a reader's (read-only).
 
 use std::ffi::c_void;
 use std::io;
@@ -83,7 +83,7 @@ impl SharedMapping {
 
 impl Drop for SharedMapping {
     fn drop(&mut self) {
-        // SAFETY: base and len are what mmap returned; nobody can hold a reference into it, since `word` borrows self.
+        // SAFETY: base and len are mmap's; no reference into it can exist, since `word` borrows self.
         let _ = unsafe { munmap(self.base.cast(), self.len) };
     }
 }

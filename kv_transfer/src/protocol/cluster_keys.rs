@@ -1,7 +1,7 @@
 //! Shared secrets of one cluster's engines: one, or two while the operator changes it.
 //!
-//! A node signs with the first key and accepts both, and answers with the key of the question. So a cluster changes its key without
-//! a stop, one node after the other: accept the new key besides the old one; sign with the new one; forget the old one.
+//! A node signs with the first key, accepts both, and answers with the key of the request. So a cluster changes its key without
+//! downtime, one node after the other: accept the new key besides the old one; sign with the new one; drop the old one.
 
 use std::fmt;
 
@@ -18,7 +18,7 @@ impl ClusterKeys {
         Self { own, second }
     }
 
-    /// The key that signs what this node asks.
+    /// The key that signs this node's requests.
     pub fn own(&self) -> &str {
         &self.own
     }

@@ -15,7 +15,7 @@ type HmacSha256 = Hmac<Sha256>;
 
 const HELLO_LABEL: &[u8] = b"baton hello 1";
 
-/// Bytes that must be read before the frame's size is known.
+/// Bytes of the length field in front of every frame.
 pub const HEADER_BYTES: usize = 4;
 /// Largest frame after the length field. The biggest message, FINAL, is bounded to half of it.
 pub const MAX_FRAME_BYTES: usize = 4 << 20;
@@ -40,7 +40,7 @@ pub enum FrameError {
     Decode(#[from] DecodeError),
 }
 
-/// Size of what follows the length field, checked against the limit.
+/// Size of the frame after the length field, checked against the limit.
 pub fn frame_len(header: [u8; HEADER_BYTES]) -> Result<usize, FrameError> {
     match u32::from_le_bytes(header) as usize {
         0 => Err(FrameError::Short),
@@ -91,7 +91,7 @@ enum Tag<'a> {
     Mac(&'a [u8]),
 }
 
-/// Split what follows the length field into (tag, body).
+/// Split the frame after its length field into (tag, body).
 fn split(frame: &[u8]) -> Result<(Tag<'_>, &[u8]), FrameError> {
     let (&kind, rest) = frame.split_first().ok_or(FrameError::Short)?;
     let bytes = match kind {
@@ -136,7 +136,7 @@ impl<'a> Handshake<'a> {
         Self { key: cluster_key }
     }
 
-    /// A HELLO frame, fresh because it covers the nonce that the other side sent.
+    /// A HELLO frame. It covers the nonce that the other side sent, so that it cannot be replayed.
     pub fn seal_hello(&self, hello: &Msg, peer_nonce: &[u8]) -> Vec<u8> {
         build(
             self.key,
@@ -149,7 +149,7 @@ impl<'a> Handshake<'a> {
         )
     }
 
-    /// An unauthenticated frame: CHALLENGE, or a refusal, for a peer whose HELLO did not verify and that could not check a MAC of
+    /// An unauthenticated frame: CHALLENGE, or a refusal, for a peer whose HELLO did not verify and which could not check a MAC of
     /// ours either.
     pub fn seal_plain(msg: &Msg) -> Vec<u8> {
         build(None, &[HELLO_LABEL, &[0], &msg.encode()])
@@ -161,7 +161,7 @@ impl<'a> Handshake<'a> {
         Ok(Msg::decode(body)?)
     }
 
-    /// `own_nonce`: what we sent, which the frame must cover.
+    /// `own_nonce`: the nonce we sent, which the frame must cover.
     pub fn open_hello(&self, frame: &[u8], own_nonce: &[u8]) -> Result<Msg, FrameError> {
         let (tag, body) = split(frame)?;
         let err = match verify(
@@ -172,7 +172,7 @@ impl<'a> Handshake<'a> {
             Ok(()) => return Ok(Msg::decode(body)?),
             Err(err) => err,
         };
-        // A refusal may be read without a MAC: all it can do is to end this connection.
+        // A refusal is accepted without a MAC: it can only end this connection.
         match Self::open_plain(frame) {
             Ok(
                 refusal @ Msg::Reject {
@@ -183,7 +183,7 @@ impl<'a> Handshake<'a> {
         }
     }
 
-    /// Sealer and opener of the established connection, for the asking side or the answering one.
+    /// Sealer and opener of the established connection, for the initiator or the responder.
     pub fn establish(
         &self,
         initiator: bool,
@@ -241,7 +241,7 @@ pub struct FrameOpener {
 }
 
 impl FrameOpener {
-    /// `frame` is what follows the length field. After an error the connection must be closed.
+    /// `frame` is without its length field. After an error the connection must be closed.
     pub fn open(&mut self, frame: &[u8]) -> Result<Msg, FrameError> {
         let (tag, body) = split(frame)?;
         verify(

@@ -11,13 +11,13 @@ use super::{
 };
 use crate::reason_code::ReasonCode;
 
-/// Longest wait for a peer's half of the HELLO exchange.
+/// Timeout of a peer's half of the HELLO exchange.
 pub const HELLO_TIMEOUT: Duration = Duration::from_secs(1);
 pub const NONCE_BYTES: usize = 16;
-/// A frame that has begun ends within this time, where heartbeats do not watch over the connection.
+/// Timeout of the rest of a frame that has begun, on connections without heartbeats.
 const FRAME_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Why a connection did not come about or ended.
+/// Reason why a connection was not established or ended.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{why}")]
 pub struct ConnectionError {
@@ -49,7 +49,7 @@ impl From<FrameError> for ConnectionError {
     }
 }
 
-/// Bytes after one length field, at most `limit` bytes. An error leaves the stream unusable.
+/// Read one frame of at most `limit` bytes. An error leaves the stream unusable.
 pub async fn read_frame(
     stream: &mut (impl AsyncRead + Unpin),
     limit: usize,
@@ -58,7 +58,7 @@ pub async fn read_frame(
     read_body(stream, len).await
 }
 
-/// The same on a stream without heartbeats of the control thread: a frame begins within `idle`.
+/// Read one frame on a stream without heartbeats: it must begin within `idle`.
 pub async fn read_small_frame(
     stream: &mut (impl AsyncRead + Unpin),
     limit: usize,
@@ -118,21 +118,21 @@ pub struct OpenedConnection {
     pub opener: FrameOpener,
 }
 
-/// What a node says of itself in every HELLO.
+/// Identity that a node sends in every HELLO.
 #[derive(Debug, Clone)]
 pub struct Identity {
     pub cluster_keys: Option<ClusterKeys>,
-    /// `channel`, `nonce` and `expected_inc` are filled in per connection.
+    /// Template: `channel`, `nonce` and `expected_inc` are filled in per connection.
     pub hello: Hello,
 }
 
 impl Identity {
-    /// The handshake of the side that asks.
+    /// Handshake with the signing key.
     fn handshake(&self) -> Handshake<'_> {
         Handshake::new(self.cluster_keys.as_ref().map(|keys| keys.own().as_bytes()))
     }
 
-    /// Opens a HELLO with one of the accepted keys. Returns the handshake of that key, which the answer needs.
+    /// Opens a HELLO with one of the accepted keys. Returns the handshake of that key, which signs the answer.
     fn open_hello(&self, frame: &[u8], nonce: &[u8]) -> Result<(Handshake<'_>, Msg), FrameError> {
         let own = self.handshake();
         let first = match own.open_hello(frame, nonce) {
@@ -161,7 +161,7 @@ impl Identity {
         })
     }
 
-    /// The asking side (D). `expected_inc`: refuse any other incarnation.
+    /// Run the initiator's side (D). `expected_inc`: refuse any other incarnation.
     pub async fn initiate(
         &self,
         stream: &mut (impl AsyncRead + AsyncWrite + Unpin),
@@ -220,7 +220,7 @@ impl Identity {
         within_hello_timeout(exchange).await
     }
 
-    /// The answering side (P). Refusals are told to the peer.
+    /// Run the responder's side (P). Refusals are sent to the peer.
     pub async fn respond(
         &self,
         stream: &mut (impl AsyncRead + AsyncWrite + Unpin),
@@ -241,7 +241,7 @@ impl Identity {
                         retry_after_ms: 0,
                         connection: true,
                     };
-                    // The connection ends either way; a peer that is gone needs no explanation.
+                    // The connection ends either way, and the peer may have closed it.
                     let _ = stream.write_all(&Handshake::seal_plain(&refusal)).await;
                     let _ = stream.shutdown().await;
                     Err(err)
@@ -460,7 +460,7 @@ mod tests {
             .initiate(&mut a, Channel::Control, None)
             .await
             .err()
-            .expect("nobody answers");
+            .expect("the peer never answers");
         assert_eq!(err.code, ReasonCode::PeerDead);
     }
 }

@@ -1,4 +1,4 @@
-//! What two transfer nodes say to each other: msgpack messages in length-prefixed frames, authenticated when a cluster key is set.
+//! Wire protocol between two transfer nodes: msgpack messages in length-prefixed frames, authenticated when a cluster key is set.
 //!
 //! Each pair of a D rank and a P rank has one control connection, opened by D. P sends CHALLENGE, then both send HELLO;
 //! then, per room:
@@ -33,12 +33,12 @@ use crate::reason_code::ReasonCode;
 
 /// Newest version spoken by this build.
 pub const VERSION: u32 = 2;
-/// Oldest one; a peer whose versions do not overlap with ours is refused with LAYOUT_MISMATCH. Before 2, HELLO could be replayed.
+/// Oldest version accepted; a peer whose versions do not overlap with ours is refused with LAYOUT_MISMATCH. Before 2, HELLO could be replayed.
 pub const MIN_VERSION: u32 = 2;
-/// Longest name (host, incarnation, hash, transport) and longest explanation in a message.
+/// Longest name (host, incarnation, hash, transport) in a message.
 pub const MAX_NAME_BYTES: usize = 300;
 pub const MAX_TEXT_BYTES: usize = 1024;
-/// Largest frame of the HELLO exchange, and largest of a decode rank on a data stream (READ).
+/// Largest frame of the HELLO exchange.
 pub const MAX_HELLO_BYTES: usize = 16 << 10;
 pub const MAX_READ_FRAME_BYTES: usize = 64 << 10;
 /// Largest frame of a decode rank on a control connection: a HEARTBEAT that lists `MAX_HEARTBEAT_ROOMS`.
@@ -72,7 +72,7 @@ pub struct Hello {
     #[serde(default)]
     pub min_ver: u32,
     pub channel: Channel,
-    /// Fresh randomness of this side; both nonces together key the connection.
+    /// Random bytes of this side; both nonces together key the connection.
     #[serde(with = "serde_bytes")]
     pub nonce: Vec<u8>,
     /// uuid of this process's node: its incarnation.
@@ -89,16 +89,16 @@ pub struct Hello {
     pub layout_hash: String,
     pub num_pages: u64,
     pub page_bytes: u64,
-    /// How this node's checksums are taken (`pool::SumKind`); empty: xxh3.
+    /// Kind of this node's checksums (`pool::SumKind`); empty: xxh3.
     #[serde(default)]
     pub sums: String,
-    /// Abstract unix socket that hands out the pool's fd to whoever knows the token.
+    /// Abstract unix socket that hands out the pool's fd to processes that know the token.
     pub shm_socket: String,
     #[serde(with = "serde_bytes")]
     pub shm_token: Vec<u8>,
 }
 
-/// One announced page: where it is at P, its generation and its checksum.
+/// Announced page: its id at P, its generation and its checksum.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct PageDigest {
     pub page: u32,
@@ -108,8 +108,8 @@ pub struct PageDigest {
 
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Msg {
-    /// First frame of the answering side: fresh randomness that the asker's HELLO is authenticated with. It is also the nonce of the
-    /// answering side's own HELLO.
+    /// First frame of the responder: the nonce that the initiator's HELLO is authenticated with. It is also the nonce of the
+    /// responder's own HELLO.
     #[serde(rename = "CHALLENGE")]
     Challenge {
         #[serde(with = "serde_bytes")]
@@ -188,17 +188,17 @@ pub enum Msg {
     },
     #[serde(rename = "ABORT_ACK")]
     AbortAck { room: u64, attempt: u32 },
-    /// `rooms` are those the sender still works on with this peer; D's list renews P's leases.
+    /// `rooms`: live rooms shared with this peer; D's list renews P's leases.
     #[serde(rename = "HEARTBEAT")]
     Heartbeat {
         inc: String,
         seq: u64,
         rooms: Vec<u64>,
         pull_backlog_bytes: u64,
-        /// Changes while the sender's engine works; a transfer runtime beats on when its engine hangs.
+        /// Changes while the sender's engine works; heartbeats continue when the engine hangs.
         #[serde(default)]
         progress: u64,
-        /// The sender's engine has prompts to compute. Idle counts as progress.
+        /// The sender's engine has prompts to compute. An idle engine counts as making progress.
         #[serde(default)]
         busy: bool,
     },
@@ -215,10 +215,10 @@ pub enum Msg {
         pages: u32,
         page_bytes: u64,
     },
-    /// Follows the raw bytes; names a page whose generation changed while it was sent.
+    /// Follows the raw bytes; `stale` is a page whose generation changed while it was sent.
     #[serde(rename = "DATA_END")]
     DataEnd { ticket: u64, stale: Option<u32> },
-    /// Instead of DATA: this page is no longer what was announced, or with a code: it is not leased to the asking decode rank.
+    /// Sent instead of DATA: the page's generation has changed, or with a code: it is not leased to this decode rank.
     #[serde(rename = "STALE")]
     Stale {
         ticket: u64,
@@ -226,7 +226,7 @@ pub enum Msg {
         #[serde(default)]
         code: Option<ReasonCode>,
     },
-    /// D wants a communicator with P; `comm` is its number on this connection, in all messages about it.
+    /// D requests a communicator with P; `comm` is its number on this connection, in all messages about it.
     #[serde(rename = "COMM_OPEN")]
     CommOpen {
         comm: u64,
@@ -234,21 +234,21 @@ pub enum Msg {
         slabs: u32,
         pages_per_slab: u32,
     },
-    /// P made this unique id; both join now.
+    /// Unique id made by P; both sides join now.
     #[serde(rename = "COMM_ID")]
     CommId {
         comm: u64,
         #[serde(with = "serde_bytes")]
         id: Vec<u8>,
     },
-    /// Either side: the communicator is over. No code: its place was needed, and nothing is wrong with it.
+    /// Either side ends the communicator. No code: it was closed to free its place.
     #[serde(rename = "COMM_END")]
     CommEnd {
         comm: u64,
         code: Option<ReasonCode>,
         why: String,
     },
-    /// D has a slab free for these pages and will receive them.
+    /// D has a free slab for these pages and will receive them.
     #[serde(rename = "SLAB_READ")]
     SlabRead {
         comm: u64,
@@ -256,10 +256,10 @@ pub enum Msg {
         ids: Vec<u32>,
         gens: Vec<u64>,
     },
-    /// They are in P's slab, and are its `seq`-th send.
+    /// The pages are in P's slab; they are its `seq`-th send.
     #[serde(rename = "SLAB_SEND")]
     SlabSend { comm: u64, ticket: u64, seq: u64 },
-    /// Instead of SLAB_SEND; `code` as in STALE.
+    /// Sent instead of SLAB_SEND; `code` as in STALE.
     #[serde(rename = "SLAB_STALE")]
     SlabStale {
         comm: u64,
@@ -310,7 +310,7 @@ impl Msg {
         rmp_serde::to_vec_named(self).expect("our messages hold only integers, strings and bytes")
     }
 
-    /// Decode and check everything that later code relies on.
+    /// Decode a message and check the limits that later code relies on.
     pub fn decode(body: &[u8]) -> Result<Msg, DecodeError> {
         let msg: Msg =
             rmp_serde::from_slice(body).map_err(|err| DecodeError::Malformed(err.to_string()))?;
@@ -429,7 +429,7 @@ impl Msg {
     }
 }
 
-/// An explanation cut to what a message may carry.
+/// `text` truncated to `MAX_TEXT_BYTES`.
 pub fn clipped(text: &str) -> String {
     let fits = (0..=text.len().min(MAX_TEXT_BYTES)).rev();
     let end = fits.into_iter().find(|&end| text.is_char_boundary(end));

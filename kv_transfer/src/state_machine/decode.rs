@@ -9,11 +9,11 @@
 //! every pull is verified by generation and checksum when it completes. The room commits when FINAL is known, every page from
 //! `start_page` on is verified, and the root over their checksums equals P's.
 //!
-//! A room that is announced while it has no grant is reported to the engine: P holds pages for it, and will finish it by itself. A
-//! grant can be revoked until then, so that a full D can give the pages to a room whose pages P is holding already.
+//! A room that is announced while it has no grant is reported to the engine: P holds pages for it and will finish it. A
+//! grant can be revoked until then, so that a full D can give its pages to a room for which P already holds pages.
 //!
-//! A room that ends early first stops its pulls; the terminal action comes when none is in flight, so that the engine may give
-//! the pages to somebody else the moment it hears of the end.
+//! A room that ends early first stops its pulls; the terminal action comes when none is in flight, so that the engine may
+//! reuse the pages as soon as the end is reported.
 
 use std::collections::BTreeMap;
 
@@ -69,7 +69,7 @@ pub struct PullLimits {
     pub wait_ms: u64,
 }
 
-/// P's end of prefill, as FINAL tells it.
+/// P's end of prefill, from FINAL.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct FinalMessage {
     pub total_pages: u32,
@@ -99,12 +99,12 @@ pub struct DecodeRoom {
     pub start_page: u32,
     /// Every phase ends by then: the deadline of the request.
     deadline: u64,
-    /// When the transfer itself last went on; see `next_due`.
+    /// Time of the transfer's last progress; see `next_due`.
     moved_at: u64,
     limits: PullLimits,
     peer: Option<ConnectionId>,
     accepted: bool,
-    held: usize, // prompt pages from start_page on that the grant says are here already
+    held: usize, // prompt pages from start_page on that are here already, by the grant
     grant: Option<Vec<u32>>,
     pages: Vec<PageState>, // by index in the prompt, minus start_page
     fin: Option<FinalMessage>,
@@ -113,7 +113,7 @@ pub struct DecodeRoom {
     ending: Option<RoomEnd>,
 }
 
-/// One page of a pull: from the peer's page to ours.
+/// Page of a pull: from the peer's page to ours.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct PullPage {
     pub src: PageDigest,
@@ -166,19 +166,19 @@ pub enum DecodeEvent {
         code: ReasonCode,
         readable: bool,
     },
-    /// The peer lives, but its engine stands still: what it has not announced will not come.
+    /// The peer's process lives, but its engine makes no progress: unannounced pages will not come.
     PeerStalled {
         peer: ConnectionId,
         why: String,
     },
-    /// Own engine: it holds the prompt's pages before start_page; where the later ones go.
+    /// Own engine: the prompt's pages before start_page are here; `pages` are for the later ones.
     Grant {
         start_page: u32,
         pages: Vec<u32>,
     },
-    /// Own engine: it wants the granted pages back, unless some of them are being filled.
+    /// Own engine: take the granted pages back, unless they are being filled.
     Revoke,
-    /// Own engine; the code is what the peer is told.
+    /// Own engine; the code is sent to the peer.
     Abort(ReasonCode),
     Pulled {
         ticket: u64,
@@ -188,7 +188,7 @@ pub enum DecodeEvent {
         code: ReasonCode,
         why: String,
     },
-    /// The pull was cancelled and writes no more.
+    /// The pull was cancelled and writes no more pages.
     PullStopped {
         ticket: u64,
     },
@@ -218,7 +218,7 @@ impl DecodeEvent {
         }
     }
 
-    /// The sender and attempt of a peer's words.
+    /// Sender and attempt of a peer's message.
     fn sender(&self) -> Option<(ConnectionId, Option<u32>)> {
         match self {
             DecodeEvent::Accepted { peer, attempt }
@@ -245,7 +245,7 @@ pub enum DecodeAction {
         pages: Vec<PullPage>,
     },
     CancelPulls,
-    /// The engine may learn that P holds pages for this room.
+    /// Report to the engine that P holds pages for this room.
     Announced,
     /// The granted pages are the engine's again.
     Revoked,
@@ -289,7 +289,7 @@ impl DecodeRoom {
         }
     }
 
-    /// The moment at which `Tick` ends the room.
+    /// Time at which `Tick` ends the room.
     pub fn next_due(&self) -> Option<u64> {
         let due = if self.is_transferring() {
             self.deadline.min(self.moved_at + self.limits.wait_ms)
@@ -355,7 +355,7 @@ impl DecodeRoom {
         if let Some((peer, attempt)) = event.sender()
             && (self.peer != Some(peer) || attempt.is_some_and(|a| a != self.attempt))
         {
-            return Ok(vec![]); // a late word of an earlier attempt or of another connection
+            return Ok(vec![]); // stale message: earlier attempt, or a replaced connection
         }
         if self.ending.is_some() {
             return self.while_ending(event);
@@ -490,7 +490,7 @@ impl DecodeRoom {
         }
     }
 
-    /// The peer knows the room. Its answer may be overtaken by its PROGRESS, which says as much.
+    /// Note that the peer accepted the room, by OPEN_OK or by a PROGRESS that overtook it.
     fn admit(&mut self) {
         self.accepted = true;
         if self.phase == DecodePhase::Opening {
@@ -498,7 +498,7 @@ impl DecodeRoom {
         }
     }
 
-    /// P holds pages for this room and needs nobody to finish it.
+    /// P holds pages for this room and will finish it.
     fn is_announced(&self) -> bool {
         !self.pages.is_empty() || self.fin.is_some()
     }
@@ -543,7 +543,7 @@ impl DecodeRoom {
         })
     }
 
-    /// Do whatever the present knowledge allows: pull more, or commit.
+    /// Start pulls that are possible now, or commit.
     fn advance(&mut self, now: u64) -> Vec<DecodeAction> {
         if let (Some(needed), Some(granted)) = (self.needed(), self.grant.as_ref().map(Vec::len))
             && granted + self.held != needed
@@ -656,7 +656,7 @@ impl DecodeRoom {
             .collect()
     }
 
-    /// Decide the end now; announce it when the last pull has stopped.
+    /// Decide the end now; report it when the last pull has stopped.
     fn end(&mut self, ending: RoomEnd, notify: Option<ReasonCode>) -> Vec<DecodeAction> {
         let mut actions = Vec::with_capacity(3);
         if let (Some(peer), Some(code)) = (self.peer, notify) {
@@ -696,7 +696,7 @@ impl DecodeRoom {
                     vec![]
                 })
             }
-            // The engine wants to hear "aborted", and its wish outranks a failure it has not heard of.
+            // The engine's abort replaces a failure that was not reported yet.
             DecodeEvent::Abort(_) => {
                 self.ending = Some(RoomEnd::Abort);
                 Ok(vec![])
@@ -895,7 +895,7 @@ mod tests {
         assert_eq!(
             room.step(progress(0, 1), 0),
             Ok(vec![DecodeAction::Announced]),
-            "the engine hears once that this one is worth pages"
+            "the engine gets one event that P holds pages"
         );
         assert_eq!(room.step(progress(1, 1), 0), Ok(vec![]));
         assert_eq!(
@@ -1098,7 +1098,7 @@ mod tests {
                     .expect("legal")[..],
                 [DecodeAction::Commit(_)]
             ),
-            "and nobody is told DONE"
+            "and no DONE is sent"
         );
     }
 

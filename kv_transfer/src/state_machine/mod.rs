@@ -1,7 +1,7 @@
-//! The two lives of a room, as pure state machines: no socket, no thread, no clock.
+//! The state machines of a room on both sides: deterministic, no I/O, no clock.
 //!
-//! Time comes in as `now` (milliseconds of any monotonic clock), everything to be done comes out as actions. The shell
-//! (`crate::node`) feeds them; the tests feed them against a model and exhaustively over a lossy channel.
+//! Time is an argument, `now` (milliseconds of any monotonic clock); everything to be done is returned as actions. The I/O layer
+//! (`crate::node`) drives them; the tests drive them against a model, exhaustively over a lossy channel.
 //!
 //! Invariants: a transition that returns `InvalidTransition` changed nothing; each machine gives exactly one terminal action (`Released`;
 //! `Commit`, `Fail` or `Aborted`) in its life; the decode machine gives its terminal action only when no pull is in flight; it
@@ -19,12 +19,12 @@ mod model_check;
 #[cfg(test)]
 mod properties;
 
-/// A control connection, as the machines know it. A reconnect gets another number.
+/// Number of a control connection. A reconnect gets another number.
 pub type ConnectionId = u64;
 
-/// The caller broke the contract of a room's life: a bug in the shell or the engine, never the peer's doing.
+/// Event that the room's state does not allow: a bug of the I/O layer or the engine, never caused by the peer.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("room is {phase}: {event} is not legal ({why})")]
+#[error("room is {phase}: {event} is not allowed ({why})")]
 pub struct InvalidTransition {
     pub phase: &'static str,
     pub event: &'static str,

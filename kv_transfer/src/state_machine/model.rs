@@ -1,8 +1,8 @@
-//! Both machines, the channel between them and everything around them, as one value: what the exhaustive and the random tests explore.
+//! Model of both state machines, the channel between them and their environment as one value, explored by the exhaustive and random tests.
 //!
-//! The channel may lose, double and reorder messages within budgets; either engine may abort; P may give a page away under the
-//! lease; the link may be cut, and each side learns it at its own time; time may jump to any pending moment. What really happened to
-//! D's pages is recorded beside the machines, naively, and every terminal action is held against it.
+//! The channel may lose, double and reorder messages within budgets; either engine may abort; P may reassign a page under the
+//! lease; the connection may be cut, and each side notices it at its own time; time may jump to any timer. The true content of
+//! D's pages is recorded beside the machines, naively, and every terminal action is checked against it.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -332,7 +332,7 @@ impl Model {
         }
     }
 
-    /// Let time do its work: from any state both rooms must end without any further message.
+    /// Advance time only: from any state both rooms must end without any further message.
     pub fn run_out(&mut self) {
         for _ in 0..20 {
             for ticket in self.pulls.keys().copied().collect::<Vec<_>>() {
@@ -360,7 +360,7 @@ impl Model {
         for page in &pages {
             let index = page.dst - 100;
             self.written.insert(index);
-            // The copier's verdict, from the naive truth: a page that P gave away does not verify.
+            // A page that P reassigned does not verify.
             if self.reassigned.contains(&page.src.page) {
                 return self.step_d(
                     decode::DecodeEvent::PullFailed {
@@ -462,7 +462,7 @@ impl Model {
         let actions = self
             .p
             .step(event, now)
-            .expect("the world keeps the engine's contract");
+            .expect("the model keeps the engine's contract");
         for action in actions {
             match action {
                 prefill::PrefillAction::Hash(pages) => self.hashing.extend(pages),
@@ -504,7 +504,7 @@ impl Model {
         let actions = self
             .d
             .step(event, now)
-            .expect("the world keeps the engine's contract");
+            .expect("the model keeps the engine's contract");
         for action in actions {
             assert_eq!(self.d_end, None, "{action:?} after the end");
             match action {

@@ -1,4 +1,4 @@
-//! Every interleaving of a small world, breadth first.
+//! Exhaustive, breadth-first exploration of all interleavings of a small model.
 
 use std::collections::{HashSet, VecDeque};
 use std::hash::Hash;
@@ -20,7 +20,7 @@ struct Explored {
     ends: HashSet<(Option<&'static str>, String)>,
 }
 
-/// Visit all reachable states; the world itself asserts what must always hold, and from every state time alone ends both rooms.
+/// Visit all reachable states; the model asserts the invariants, and from every state time alone ends both rooms.
 fn explore(start: Model) -> Explored {
     let mut seen = HashSet::from([fingerprint(&start)]);
     let mut queue = VecDeque::from([start]);

@@ -1,7 +1,7 @@
-//! What P remembers about rooms it does not have: OPENs that came before the prefill request, and rooms that are over.
+//! P's records of rooms it does not have: OPENs that arrived before the prefill request, and ended rooms.
 //!
-//! Both tables are bounded and every entry has an end. A parked OPEN is answered by the offer, by an abort or by its TTL. A
-//! finished room's number is kept for a while, so that a late OPEN is refused at once instead of being parked until its TTL.
+//! Both tables are bounded and every entry has an end. A pending OPEN is answered by the offer, by an abort or by its TTL. A
+//! finished room's number is kept for a while, so that a late OPEN is refused at once instead of waiting until its TTL.
 
 use std::collections::{HashMap, VecDeque};
 
@@ -21,9 +21,9 @@ pub struct PendingOpen {
 #[derive(Debug, PartialEq, Eq)]
 pub enum PendingOpenError {
     Full,
-    /// This peer has as many as one may have.
+    /// This peer has reached its limit.
     PeerFull,
-    /// Another OPEN of this room is parked already.
+    /// Another OPEN of this room is pending already.
     Duplicate,
 }
 
@@ -88,7 +88,7 @@ impl PendingOpens {
         Some(open)
     }
 
-    /// Forget what a lost peer, or one that gave up, had parked.
+    /// Remove the pending OPENs of a lost peer, or the one of `room`.
     pub fn drop_peer(&mut self, peer: ConnectionId, room: Option<u64>) {
         let gone: Vec<u64> = self
             .rooms
@@ -135,7 +135,7 @@ struct EndedRoom {
     serial: u64,
 }
 
-/// Attempt of a room that is given up before any attempt of it was known: all of them are over.
+/// Attempt number of a room that was aborted before any attempt was known: all attempts are over.
 pub const EVERY_ATTEMPT: u32 = u32::MAX;
 
 impl EndedRooms {
@@ -174,13 +174,13 @@ impl EndedRooms {
         }
     }
 
-    /// How this attempt of the room ended; a later one may still come.
+    /// Reason for which this attempt of the room ended; a later one may still come.
     pub fn get(&self, room: u64, attempt: u32) -> Option<ReasonCode> {
         let ended = self.rooms.get(&room)?;
         (attempt <= ended.attempt).then_some(ended.code)
     }
 
-    /// The number is used again on purpose.
+    /// Remove an ended room whose number the engine uses again.
     pub fn forget(&mut self, room: u64) {
         self.rooms.remove(&room);
     }

@@ -6,18 +6,18 @@
 //!    └──────────────────────▶ ABORTED(code)                      └──▶ EXPIRED
 //! ```
 //!
-//! P computes whether or not D has asked yet. D's OPEN binds the room to one reader, which then gets everything published so
+//! P computes whether or not D has sent OPEN. D's OPEN binds the room to one reader, which then gets everything published so
 //! far and everything after it; FINAL follows when the engine has finished and every page has its checksum. While LEASED the
 //! pages stay locked in P's cache; D's heartbeats renew the lease as long as they name the room.
 //!
-//! A reader that dies or gives its place up takes only itself away: the request may come again with another one, which
+//! A reader that dies or gives up does not end the room: the request may come again with another reader, which
 //! reads the same pages without a second prefill. A lease without a reader is short (`REOPEN_MS`).
 
 use super::{ConnectionId, InvalidTransition};
 use crate::protocol::{PageDigest, root_of};
 use crate::reason_code::ReasonCode;
 
-/// How long pages wait for another reader when theirs has gone [ms]: a router notices a dead node within milliseconds.
+/// Lease of a room whose reader has left [ms]: a router notices a dead node within milliseconds.
 pub const REOPEN_MS: u64 = 3_000;
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
@@ -52,7 +52,7 @@ impl PrefillPhase {
     }
 }
 
-/// What the engine hands over at the end of prefill.
+/// Result of prefill, from the engine.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct PrefillOutput {
     pub total_pages: u32,
@@ -67,7 +67,7 @@ struct Reader {
     final_sent: bool,
 }
 
-/// One prompt page, by its index in the prompt.
+/// State of a prompt page.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 enum PageState {
     Missing,
@@ -119,7 +119,7 @@ pub enum PrefillEvent {
         peer: ConnectionId,
         code: ReasonCode,
     },
-    /// A heartbeat of the peer that names this room.
+    /// Heartbeat of the peer that lists this room.
     Renew {
         peer: ConnectionId,
     },
@@ -172,7 +172,7 @@ pub enum PrefillAction {
     AckAbort {
         peer: ConnectionId,
     },
-    /// The reader is gone, the room waits for another.
+    /// The reader has left; the room waits for another.
     ReaderLeft {
         peer: ConnectionId,
     },
@@ -180,7 +180,7 @@ pub enum PrefillAction {
     Released(Option<ReasonCode>),
 }
 
-/// Whether a reader that ends for this reason leaves good pages behind: nothing is wrong with them or with the request.
+/// True if a reader that ends for this reason leaves good pages and a valid request behind.
 fn leaves_pages(code: ReasonCode) -> bool {
     matches!(
         code,
@@ -278,7 +278,7 @@ impl PrefillRoom {
                 Ok(vec![])
             }
             PrefillEvent::Tick => Ok(self.tick(now)),
-            // Late or foreign words of a peer: not ours to act on.
+            // Late or foreign messages of a peer are ignored.
             PrefillEvent::Done { .. }
             | PrefillEvent::PeerAbort { .. }
             | PrefillEvent::PeerGone { .. }
@@ -332,7 +332,7 @@ impl PrefillRoom {
         }
     }
 
-    /// What a late OPEN of this room is told.
+    /// Reason code for a late OPEN of this room.
     pub fn code_after_the_end(&self) -> ReasonCode {
         match self.phase {
             PrefillPhase::Aborted(code) => code,
@@ -388,7 +388,7 @@ impl PrefillRoom {
     fn hashed(&mut self, sums: &[(u32, PageDigest)]) -> Vec<PrefillAction> {
         let mut ready: Vec<(u32, PageDigest)> = Vec::with_capacity(sums.len());
         for &(index, digest) in sums {
-            // Compared with what was asked: the answer may belong to an earlier room of this number.
+            // Compared with the request: the answer may belong to an earlier room of this number.
             let asked = PageState::Hashing {
                 page: digest.page,
                 generation: digest.generation,
@@ -465,7 +465,7 @@ impl PrefillRoom {
                     "this decode rank reads the room already".into(),
                 );
             }
-            // The same OPEN again: tell everything again, nothing else changes.
+            // The same OPEN again: everything is sent again, nothing else changes.
             Some(reader) if reader.peer == peer => {}
             _ if prompt_hash != self.prompt_hash => {
                 return reject(
@@ -478,7 +478,7 @@ impl PrefillRoom {
         }
         let mut actions = Vec::new();
         if let Some(before) = before.filter(|before| *before != peer) {
-            // The router sent the request to another decode node: the one before is dead or given up, and we learn it late.
+            // The router sent the request to another decode node: the previous one is dead or was given up.
             actions.push(PrefillAction::SendAbort {
                 peer: before,
                 code: ReasonCode::DupRoom,
@@ -508,7 +508,7 @@ impl PrefillRoom {
         actions
     }
 
-    /// FINAL goes out once: when there is a reader, the engine has finished and all checksums are known.
+    /// Send FINAL once: when there is a reader, the engine has finished and all checksums are known.
     fn try_final(&mut self) -> Vec<PrefillAction> {
         let (Some(finish), Some(reader)) = (&self.finish, &mut self.reader) else {
             return vec![];
@@ -542,7 +542,7 @@ impl PrefillRoom {
 
     fn renew(&mut self, now: u64) {
         if let PrefillPhase::Leased { until } = &mut self.phase {
-            // A living reader may hold the pages until the request's own deadline, and one lease beyond it, not for ever.
+            // A live reader may hold the pages until the request's own deadline plus one lease.
             *until = (*until).max((now + self.lease_ms).min(self.deadline + self.lease_ms));
         }
     }
@@ -898,7 +898,7 @@ mod tests {
             actions[1],
             PrefillAction::Progress { peer: D2, .. }
         ));
-        // The first one's late words are not heard.
+        // Late messages of the first one are ignored.
         let late = PrefillEvent::Done {
             peer: D,
             attempt: 1,

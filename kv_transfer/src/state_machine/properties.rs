@@ -1,4 +1,4 @@
-//! Random walks through larger worlds than the exhaustive check can afford.
+//! Random walks through models too large for the exhaustive check.
 
 use proptest::prelude::*;
 
@@ -39,7 +39,7 @@ fn budget() -> impl Strategy<Value = Budget> {
         )
 }
 
-/// Make moves until none is left (or the walk is long enough).
+/// Apply transitions until none is left (or the walk is long enough).
 fn walk(model: &mut Model, choices: &[prop::sample::Index]) {
     for choice in choices {
         let transitions = model.transitions();

@@ -1,8 +1,8 @@
 //! Page hash, and copy with the hash taken on the way.
 //!
 //! The hash is XXH3-64 (seed 0) over the page. Its inner loop is one multiply per 64 bytes, so hashing while copying costs next
-//! to nothing where memory is the limit. The copy uses non-temporal stores: the destination is not read first, and neither
-//! process's cache is flushed out by pages that nobody touches soon.
+//! no time where memory bandwidth is the limit. The copy uses non-temporal stores: the destination is not read first, and neither
+//! process's cache is filled with pages that are not used soon.
 //!
 //! Pages of more than 240 bytes and a multiple of 64 take the vector path (AVX-512 or AVX2, chosen once at run time); any other
 //! shape is copied plainly and hashed by the `xxhash-rust` crate, which is also what the tests compare with.
@@ -55,7 +55,7 @@ pub enum HashKernel {
     Portable,
 }
 
-/// What this CPU runs.
+/// Kernel for this CPU.
 pub fn kernel() -> HashKernel {
     static KERNEL: OnceLock<HashKernel> = OnceLock::new();
     *KERNEL.get_or_init(|| {
@@ -76,16 +76,16 @@ pub fn kernel() -> HashKernel {
 ///
 /// # Safety
 /// `src` is readable for `len` bytes. If another thread or process writes them meanwhile the result is the hash of no
-/// particular content; callers find out by the page's generation.
+/// particular content; callers detect that by the page's generation.
 pub unsafe fn hash(src: *const u8, len: usize) -> u64 {
     // SAFETY: the caller's promise; the kernels below are only chosen when the CPU has them.
     unsafe { hash_with(kernel(), src, len) }
 }
 
-/// Copy `len` bytes and return the hash of what was read.
+/// Copy `len` bytes and return the hash of the bytes read.
 ///
 /// # Safety
-/// `src` is readable and `dst` writable for `len` bytes, they do not overlap, and nobody else accesses `dst` until this returns. As to
+/// `src` is readable and `dst` writable for `len` bytes, they do not overlap, and no other thread accesses `dst` until this returns. As to
 /// `src`, see `hash`.
 pub unsafe fn copy_hash(dst: *mut u8, src: *const u8, len: usize) -> u64 {
     // SAFETY: the caller's promise.
@@ -111,7 +111,7 @@ pub unsafe fn hash_by(kind: SumKind, src: *const u8, len: usize) -> u64 {
 /// # Safety
 /// As `copy_hash`.
 pub unsafe fn copy_hash_by(kind: SumKind, dst: *mut u8, src: *const u8, len: usize) -> u64 {
-    // SAFETY: the caller's promise. The sum is taken of our copy, which nobody else writes.
+    // SAFETY: the caller's promise. The sum is taken of our copy, which no other thread writes.
     unsafe {
         match kind {
             SumKind::Xxh3 => copy_hash(dst, src, len),
@@ -137,7 +137,7 @@ unsafe fn copy_hash_with(kernel: HashKernel, dst: *mut u8, src: *const u8, len: 
     if let Some(sum) = unsafe { by_vectors::<true>(kernel, dst, src, len) } {
         return sum;
     }
-    // SAFETY: the caller's promise. The hash is taken of our copy, which nobody else writes.
+    // SAFETY: the caller's promise. The hash is taken of our copy, which no other thread writes.
     unsafe {
         std::ptr::copy_nonoverlapping(src, dst, len);
         xxh3_64(std::slice::from_raw_parts(dst, len))
@@ -170,7 +170,7 @@ unsafe fn by_vectors<const COPY: bool>(
     Some(merge(acc, len))
 }
 
-/// Plain non-temporal copy without a hash: the yardstick of the benchmark.
+/// Plain non-temporal copy without a hash: the benchmark's baseline.
 ///
 /// # Safety
 /// As `copy_hash`.

@@ -1,9 +1,9 @@
-//! The staged transports: what a two-rank communicator must offer, and the thread that drives one.
+//! Staged transports: the interface of a two-rank communicator, and the thread that drives one.
 //!
-//! A `Communicator` knows slabs and nothing of pages. Its thread gathers pages into a slab before a send, and scatters a received
+//! A `Communicator` knows slabs, not pages. Its thread gathers pages into a slab before a send, and scatters a received
 //! slab to the granted pages, taking their checksums. Slabs are host memory, or on the device of the pool for a communicator that works
 //! there. The order of operations comes from `state_machine::communicator`; every operation blocks,
-//! hence a thread per communicator, and an abort runs on another one, which may be given up together with the first.
+//! hence a thread per communicator. An abort runs on a second thread, which may be leaked together with the first.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::ptr::NonNull;
@@ -26,7 +26,7 @@ use crate::reason_code::ReasonCode;
 use crate::state_machine::communicator::Ticket;
 use crate::state_machine::decode::PullPage;
 
-/// Alignment of slabs: what the copy kernels and pinned memory like.
+/// Alignment of slabs, for the copy kernels and pinned memory.
 const SLAB_ALIGN: usize = 4096;
 
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -58,7 +58,7 @@ impl CommRank {
 #[derive(Debug, Clone, Copy)]
 pub struct CommTimeouts {
     pub open: Duration,
-    /// One send or receive.
+    /// Timeout of one send or receive.
     pub op: Duration,
 }
 
@@ -66,9 +66,9 @@ pub struct CommTimeouts {
 pub trait CommBackend: Send + Sync {
     /// As in the list of transports: "gloo", "nccl".
     fn name(&self) -> &'static str;
-    /// Its communicators send from a device; a pool that is on one stages there.
+    /// True if its communicators send from a device; a pool on a device then stages there.
     fn works_on_device(&self) -> bool;
-    /// P: what both ranks need to find each other; travels over the control connection.
+    /// P: unique id by which both ranks find each other; sent over the control connection.
     fn unique_id(&self) -> Result<Vec<u8>, CommError>;
     /// Both: wait for the other rank, at most `timeouts.open`.
     fn open(
@@ -80,17 +80,17 @@ pub trait CommBackend: Send + Sync {
     ) -> Result<Arc<dyn Communicator>, CommError>;
 }
 
-/// One side of an open two-rank communicator.
+/// Side of an open two-rank communicator.
 ///
 /// The k-th `send` meets the peer's k-th `recv`; both are of the same size. Each blocks until it is done, fails, or its timeout is over.
 pub trait Communicator: Send + Sync {
     fn send(&self, slab: usize, bytes: usize) -> Result<(), CommError>;
     fn recv(&self, slab: usize, bytes: usize) -> Result<(), CommError>;
-    /// From another thread, once: make the blocked call return soon. May hang.
+    /// Make the blocked call return soon. Called once, from another thread. May hang.
     fn abort(&self) -> Result<(), CommError>;
 }
 
-/// The staging memory of one communicator. It is given up with it, should its abort hang.
+/// Staging memory of one communicator. Leaked with it if its abort hangs.
 pub enum Slabs {
     Host(Arc<SlabRing>),
     Device(Arc<dyn DeviceSlabs>),
@@ -137,7 +137,7 @@ impl SlabRing {
         })
     }
 
-    /// Have the device take the ring for quick copies.
+    /// Pin the ring for fast copies from and to the device.
     fn pin(&mut self, device: &Arc<dyn DevicePages>) -> Result<(), DeviceError> {
         device.pin(self.bytes())?;
         self.pinned_for = Some(device.clone());
@@ -145,7 +145,7 @@ impl SlabRing {
     }
 
     fn bytes(&mut self) -> &mut [u8] {
-        // SAFETY: the allocation, which nobody else refers to: there is one owner yet, or none any more.
+        // SAFETY: the whole allocation, without other references: the ring is being created or dropped.
         unsafe { std::slice::from_raw_parts_mut(self.base.as_ptr(), self.layout.size()) }
     }
 
@@ -153,7 +153,7 @@ impl SlabRing {
         self.slabs
     }
 
-    /// Whole pages of memory, at least what was asked for.
+    /// Bytes of a slab: the requested size, rounded up to `SLAB_ALIGN`.
     pub fn slab_bytes(&self) -> usize {
         self.slab_bytes
     }
@@ -176,12 +176,12 @@ impl Drop for SlabRing {
             tracing::error!(%err, "slabs cannot be unpinned: they are kept");
             return;
         }
-        // SAFETY: allocated with this layout; nobody refers to the ring any more.
+        // SAFETY: allocated with this layout; no reference to the ring is left.
         unsafe { std::alloc::dealloc(self.base.as_ptr(), self.layout) };
     }
 }
 
-/// Who has the say over the pages of one receive: the thread, from the moment it begins to write, or the control loop, if it
+/// Ownership of the pages of one receive: the thread's, from the moment it begins to write, or the control loop's, if it
 /// revokes them before.
 #[derive(Debug, Default)]
 pub struct WriteClaim(AtomicU8);
@@ -257,13 +257,13 @@ pub struct CommContext {
     pub slabs: usize,
     pub slab_bytes: usize,
     pub timeouts: CommTimeouts,
-    /// How the peer takes its checksums.
+    /// Kind of the peer's checksums.
     pub sums: SumKind,
 }
 
 type Report = Arc<dyn Fn(CommReport) + Send + Sync>;
 
-/// What the thread shares with those who end it.
+/// State shared by the thread and those that end it.
 #[derive(Default)]
 pub struct CommGuard {
     stopped: AtomicBool,
@@ -279,7 +279,7 @@ impl CommGuard {
     }
 }
 
-/// The thread of one communicator. Dropped without `abort`, it ends after what it does.
+/// Thread of one communicator. Dropped without `abort`, it ends after its current job.
 pub struct CommThread {
     jobs: mpsc::Sender<CommJob>,
     guard: Arc<CommGuard>,
@@ -310,7 +310,7 @@ impl CommThread {
 
     /// Jobs run in order. The queue is bounded by the slabs.
     pub fn submit(&self, job: CommJob) {
-        let _ = self.jobs.send(job); // the thread broke and said so
+        let _ = self.jobs.send(job); // the thread ended and reported it
     }
 
     pub fn guard(&self) -> Arc<CommGuard> {
@@ -318,7 +318,7 @@ impl CommThread {
     }
 
     /// Start no further job, abort the one that runs, report `Ended` when the thread is gone, and drop `running`. All of it on a
-    /// thread that is given up if it hangs.
+    /// thread that is leaked if it hangs.
     pub fn abort(self, running: mpsc::Sender<()>) {
         let Self {
             jobs,
@@ -333,7 +333,7 @@ impl CommThread {
             if let Some(communicator) = open
                 && let Err(err) = communicator.abort()
             {
-                tracing::warn!(%err, "the abort of a communicator failed: its thread ends by a timeout, or is given up");
+                tracing::warn!(%err, "the abort of a communicator failed: its thread ends by a timeout, or is leaked");
             }
             let _ = thread.join(); // its panics are caught and reported
             drop(guard.open.lock().take()); // its slabs are free before its end is known
@@ -344,7 +344,7 @@ impl CommThread {
             .name("kv-comm-abort".into())
             .spawn(body)
         {
-            tracing::error!(%err, "no thread to abort a communicator on: it is left alone");
+            tracing::error!(%err, "no thread to abort a communicator on: it is leaked");
         }
     }
 }
@@ -455,7 +455,7 @@ impl Worker {
             if let Some(hold) = faults.hold_copied() {
                 hold.wait();
             }
-            fence(Ordering::SeqCst); // the bytes were read before this second look
+            fence(Ordering::SeqCst); // the bytes were read before the second check
             stale = self.stale(pages);
         }
         if let Some(page) = stale {
@@ -468,7 +468,7 @@ impl Worker {
         Ok(())
     }
 
-    /// `stale` checked the page ids. The scheduler may write the pages meanwhile: the second look at the generations finds out.
+    /// `stale` checked the page ids. The scheduler may write the pages meanwhile: the second generation check detects that.
     fn gather(&self, pages: &[u32], slabs: &Slabs, slab: usize) -> Result<(), CommError> {
         let pool = &self.context.pool;
         let page_bytes = pool.page_bytes();
@@ -477,7 +477,7 @@ impl Worker {
             Slabs::Host(ring) => ring,
         };
         if let Some(device) = pool.device() {
-            // SAFETY: the slab holds this many pages (`CommContext`) and is this thread's until it is sent.
+            // SAFETY: the slab holds this many pages (`CommContext`) and is used by this thread only until it is sent.
             let to =
                 unsafe { std::slice::from_raw_parts_mut(ring.ptr(slab), pages.len() * page_bytes) };
             return Ok(device.gather(pages, to)?);

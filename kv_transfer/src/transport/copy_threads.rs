@@ -29,7 +29,7 @@ pub enum CopyJob {
         pull: Pull,
         from: Arc<RemotePool>,
     },
-    /// The peer is gone: let go of its pages on the device, behind the copies that were under way.
+    /// The peer is disconnected: release its pages on the device, after the running copies.
     Close(Arc<RemotePool>),
 }
 
@@ -40,7 +40,7 @@ pub enum CopyReport {
     },
     Pulled(PullEnd),
     Closed,
-    /// A job panicked, or the device failed; the thread goes on, but the node is not healthy. A room whose checksums are lost must end.
+    /// A job panicked, or the device failed; the thread continues, but the node is unhealthy. A room whose checksums are lost must end.
     Broken {
         what: String,
         room: Option<u64>,
@@ -96,7 +96,7 @@ impl CopyThreads {
         self.queue.ready.notify_one();
     }
 
-    /// Drop what has not started, wait for what has. After this no thread writes the pool.
+    /// Drop jobs that have not started and wait for the others. After this no thread writes the pool.
     pub fn close(&mut self) {
         {
             let mut jobs = self.queue.jobs.lock();
@@ -193,15 +193,15 @@ impl Worker {
                 if let Some(pages) = pool.device()
                     && let Err(err) = pages.close()
                 {
-                    tracing::error!(%err, "the pages of a peer that is gone cannot be closed");
+                    tracing::error!(%err, "the pages of a disconnected peer cannot be closed");
                 }
                 CopyReport::Closed
             }
         }
     }
 
-    /// The pages' checksums under these generations. If a page was re-owned meanwhile, its checksum is of no use, and neither is the
-    /// generation: whoever pulls it finds it stale.
+    /// Checksums of the pages under these generations. If a page was reassigned meanwhile, its checksum is useless, and so is the
+    /// generation: a pull finds it stale.
     fn digests_of(&self, pages: &[(u32, u32, u64)]) -> Result<Vec<(u32, PageDigest)>, DeviceError> {
         let known: Vec<Option<u64>> = pages
             .iter()
@@ -257,8 +257,8 @@ impl Worker {
             check_generation(page.src, from.generation(page.src.page))?;
             from.prefault(page.src.page);
             // SAFETY: src is inside the peer's read-only mapping (ids are checked when announced), which `from` keeps alive; dst is a page
-            // of our pool that the engine granted to this room and that nobody else uses until this pull has ended. The peer may
-            // rewrite src meanwhile; the second look at the generation finds out.
+            // of our pool that the engine granted to this room and that no other thread uses until this pull has ended. The peer may
+            // rewrite src meanwhile; the second generation check detects that.
             let mut sum = unsafe {
                 checksum_copy::copy_hash(
                     self.pool.page_ptr(page.dst),
@@ -284,7 +284,7 @@ impl Worker {
 }
 
 impl Worker {
-    /// By cuda_ipc: a few kernels read the peer's pages and write ours.
+    /// Pull by cuda_ipc: a few kernels read the peer's pages and write ours.
     fn pull_on_device(
         &self,
         pull: &Pull,
@@ -310,8 +310,8 @@ impl Worker {
             }
             let src: Vec<u32> = part.iter().map(|page| page.src.page).collect();
             let dst: Vec<u32> = part.iter().map(|page| page.dst).collect();
-            // The peer may rewrite src meanwhile; the second look at the generations finds out. dst are pages that the engine granted to
-            // this room and that nobody else uses until this pull has ended.
+            // The peer may rewrite src meanwhile; the second generation check detects that. dst are pages that the engine granted to
+            // this room and that no other thread uses until this pull has ended.
             let copied = theirs.copy(&src, &dst);
             let mut sums = copied
                 .and_then(|sums| one_each(sums, part.len()))
@@ -333,7 +333,7 @@ impl Worker {
     }
 }
 
-/// One checksum per page, or an error.
+/// Checksums of these pages, one each.
 fn sums_of(device: &dyn DevicePages, pages: &[u32]) -> Result<Vec<u64>, DeviceError> {
     one_each(device.sums(pages)?, pages.len())
 }
@@ -346,7 +346,7 @@ fn one_each(sums: Vec<u64>, pages: usize) -> Result<Vec<u64>, DeviceError> {
     Err(DeviceError(why))
 }
 
-/// Compare the pages as they are on our device now with what was announced.
+/// Compare the pages on our device with their announced checksums.
 pub(super) fn check_sums_on(device: &dyn DevicePages, pages: &[PullPage]) -> Result<(), PullError> {
     let dst: Vec<u32> = pages.iter().map(|page| page.dst).collect();
     let sums = sums_of(device, &dst).map_err(|err| PullError::Broken(err.to_string()))?;
@@ -360,8 +360,8 @@ fn check_sums(pages: &[PullPage], sums: &[u64]) -> Result<(), PullError> {
         .try_for_each(|(page, &sum)| check_sum(page.src, sum))
 }
 
-/// Pages that arrived in host memory go to our device. They are verified there, if the device can take the announcer's checksum, else
-/// before they leave host memory.
+/// Scatter pages from host memory to our device. They are verified there if the device can compute the announcer's checksum, else
+/// in host memory before.
 pub(super) fn scatter_to_device(
     device: &dyn DevicePages,
     from: &mut [u8],
@@ -389,7 +389,7 @@ pub(super) fn scatter_to_device(
     Ok(())
 }
 
-/// Test only: as `corrupt_for_test`, on a device.
+/// Fault injection: damage a page on a device.
 fn corrupt_on_device(
     device: &dyn DevicePages,
     page: u32,
@@ -401,10 +401,10 @@ fn corrupt_on_device(
     device.scatter(&mut content, &[page])
 }
 
-/// Test only: damage a page that was just copied, as a broken link would have.
+/// Fault injection: damage a page that was just copied, and return its checksum.
 ///
 /// # Safety
-/// `page` is writable for `len` bytes and nobody else uses it.
+/// `page` is writable for `len` bytes and no other thread uses it.
 pub(super) unsafe fn corrupt_for_test(kind: SumKind, page: *mut u8, len: usize) -> u64 {
     // SAFETY: the caller's promise.
     unsafe {

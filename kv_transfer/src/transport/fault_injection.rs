@@ -1,8 +1,8 @@
-//! Faults on purpose, for tests: `{"rules": [{"on": "PROGRESS", "nth": 1, "do": "drop"}]}` in the node's configuration.
+//! Fault injection for tests: `{"rules": [{"on": "PROGRESS", "nth": 1, "do": "drop"}]}` in the node's configuration.
 //!
 //! `on` is a message name (of messages this node sends, control connection only), `*` for any of them, or `PAGE`: for pages this node pulls
-//! (a delay: of each page by shm and cuda_ipc, and of each answer to a READ on the sending node), or `COPIED`: the moment between the copy
-//! and the second look at the generation, where only a hold applies.
+//! (a delay: of each page by shm and cuda_ipc, and of each answer to a READ on the sending node), or `COPIED`: between the copy
+//! and the second generation check, where only a hold applies.
 //! `nth` counts from 1; the rule fires for the nth match and, with `"repeat": true`, for every later one.
 
 use std::path::{Path, PathBuf};
@@ -20,13 +20,13 @@ pub enum Fault {
     Dup,
     /// Sent this much later, behind messages that come after it.
     DelayMs(u64),
-    /// One bit of the frame, or of the page just copied, is flipped.
+    /// Flip a bit of the frame, or of the page just copied.
     Flip,
-    /// The connection is cut instead.
+    /// The connection is closed instead.
     Kill,
     /// (PAGE) The transport stops working (all but tcp).
     Break,
-    /// (COPIED) Makes the file `<path>.reached`, then waits until `<path>.go` exists: a test does something at that very moment.
+    /// (COPIED) Makes the file `<path>.reached`, then waits until `<path>.go` exists: a test acts in between.
     Hold(PathBuf),
 }
 
@@ -122,7 +122,7 @@ impl Faults {
             .is_some()
     }
 
-    /// A slow link.
+    /// Delay of a page: a slow link.
     pub fn page_delay_ms(&self) -> Option<u64> {
         match self.find(
             |on| on == "PAGE",
@@ -133,7 +133,7 @@ impl Faults {
         }
     }
 
-    /// Between the copy and the second look at the generation.
+    /// Hold between the copy and the second generation check.
     pub fn hold_copied(&self) -> Option<Hold> {
         match self.find(|on| on == "COPIED", |fault| matches!(fault, Fault::Hold(_)))? {
             Fault::Hold(path) => Some(Hold::at(&path)),

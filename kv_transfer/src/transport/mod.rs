@@ -1,7 +1,7 @@
 //! Moving page bytes into our own pool. Everything that touches raw page memory is here and in `crate::pool`.
 //!
 //! Life of a pull: the node gives a `Pull` (pages with generation and checksum, and where they go) to a transport; the transport
-//! answers with exactly one `PullEnd`, after which it writes none of the pages again. `shm` and `cuda_ipc` copy on the copier's threads
+//! answers with exactly one `PullEnd`, after which it writes none of the pages again. `shm` and `cuda_ipc` copy on the copy threads
 //! from the peer's pool; `tcp` reads from a data stream on the data thread.
 
 pub mod checksum_copy;
@@ -18,21 +18,21 @@ use std::sync::atomic::AtomicBool;
 use crate::reason_code::ReasonCode;
 use crate::state_machine::decode::PullPage;
 
-/// One batch of pages to fetch.
+/// Batch of pages to fetch.
 #[derive(Debug, Clone)]
 pub struct Pull {
     /// Unique in this node; names the pull in `PullEnd` and in cancellation.
     pub id: u64,
     pub pages: Vec<PullPage>,
-    /// Set by the node to stop a pull of the copier's at the next page. (tcp pulls are stopped by a command.)
+    /// Set by the node to stop a pull of a copy thread at the next page. (tcp pulls are stopped by a command.)
     pub cancel: Arc<AtomicBool>,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum PullError {
-    /// The room's pull ends here; the code is the room's end.
+    /// The pull fails, and its room with this code.
     Failed(ReasonCode, String),
-    /// The transport does not work; another may.
+    /// The transport does not work; another one may.
     Broken(String),
     /// Stopped on request.
     Cancelled,

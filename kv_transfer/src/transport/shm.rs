@@ -1,6 +1,6 @@
-//! Handing a pool to a peer on the same host: its fd, over an abstract unix socket, to whoever is the same user and knows the token
-//! that HELLO carried over the control connection. The kernel's seals keep the receiver from writing. Behind the fd comes the handle
-//! of the pages, if they are on a device (which nobody seals: we only ever read through it).
+//! Hand-over of a pool to a peer on the same host: its fd, over an abstract unix socket, to processes of the same user that know the token
+//! from HELLO. The kernel's seals keep the receiver from writing. After the fd comes the handle
+//! of the pages, if they are on a device (which is not sealed: peers only read through it).
 
 use std::io::{self, IoSlice, IoSliceMut, Read};
 use std::mem::MaybeUninit;
@@ -56,7 +56,7 @@ pub fn listen(name: &str) -> io::Result<StdUnixListener> {
     Ok(listener)
 }
 
-/// Serve fds as long as the node lives; returns only why it cannot begin. Every exchange is bounded in time; a stranger gets nothing.
+/// Hand out the pool's fd while the node lives; returns only if it cannot start. Every exchange is bounded in time.
 ///
 /// `handle`: of the pages on a device. `accept_failed` is called for each failed accept.
 pub async fn serve(
@@ -96,14 +96,14 @@ pub async fn serve(
                 Ok(Err(err)) => {
                     tracing::warn!(%err, "a peer asked for the KV pool and was refused")
                 }
-                Err(_) => tracing::warn!("a peer asked for the KV pool and then said nothing"),
+                Err(_) => tracing::warn!("a peer asked for the KV pool and sent no token"),
             }
             drop(slot);
         });
     }
 }
 
-/// A description that can only read: the seals already forbid writing, this says it twice.
+/// Read-only file description, in addition to the seals that forbid writing.
 fn read_only_fd(pool: &KvPool) -> io::Result<OwnedFd> {
     use std::os::fd::AsRawFd;
     let path = format!("/proc/self/fd/{}", pool.fd().as_raw_fd());
@@ -141,7 +141,7 @@ async fn hand_over(
     stream.write_all(handle).await
 }
 
-/// Takes the same time wherever the difference is.
+/// Compare in constant time.
 fn same_token(a: &[u8; TOKEN_BYTES], b: &[u8; TOKEN_BYTES]) -> bool {
     a.iter().zip(b).fold(0, |differ, (x, y)| differ | (x ^ y)) == 0
 }

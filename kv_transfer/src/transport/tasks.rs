@@ -1,5 +1,5 @@
 //! Tasks that serve peers, bounded per peer and in all. The oldest one is aborted to make space for the newest, so that silent peers
-//! do not keep others out.
+//! do not block others.
 
 use std::collections::VecDeque;
 

@@ -1,5 +1,5 @@
 //! Device memory of one process, for two nodes in one: ordinary memory that is reached as a GPU's is. A closed peer's pages refuse,
-//! memory that is pinned must be unpinned, and copies can be told to fail.
+//! memory that is pinned must be unpinned, and copies can be made to fail.
 
 use std::any::Any;
 use std::collections::HashMap;
@@ -61,7 +61,7 @@ impl Memory {
 
     fn may(&self, what: &'static str) -> Done {
         if self.fails.lock().contains(&what) {
-            return Err(DeviceError(format!("told to fail: {what}")));
+            return Err(DeviceError(format!("injected failure: {what}")));
         }
         Ok(())
     }
@@ -120,7 +120,7 @@ impl DevicePages for Memory {
         let number = u64::from_le_bytes(handle.try_into().expect("a handle of ours"));
         let theirs = HANDLES.lock().get_or_insert_default().get(&number).cloned();
         let theirs = theirs.and_then(|theirs| theirs.upgrade());
-        let theirs = theirs.ok_or_else(|| DeviceError("nobody has that memory".into()))?;
+        let theirs = theirs.ok_or_else(|| DeviceError("no device has that memory".into()))?;
         assert_eq!(
             theirs.bytes.lock().len(),
             num_pages * self.page_bytes,

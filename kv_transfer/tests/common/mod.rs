@@ -136,7 +136,7 @@ impl Rank {
         });
     }
 
-    /// Nothing is left of any room, and the node is well. (A peer's last word may still be on its way when this is called.)
+    /// Nothing is left of any room, and the node is well. (A peer's last message may still be in flight when this is called.)
     pub fn assert_idle(&self) {
         let idle = |stats: &Value| {
             ["rooms_live", "opens_waiting", "pulls_in_flight"]
@@ -164,7 +164,7 @@ impl Rank {
         );
         assert!(
             self.heard.borrow().is_empty() && self.node.poll(10).is_empty(),
-            "an end nobody waited for"
+            "an end that the test did not expect"
         );
     }
 

@@ -1,4 +1,4 @@
-//! Communicators within one process, with NCCL's manners: two sides, one order, no word of the other side's death or abort, and
+//! Communicators within one process, with NCCL's manners: two sides, one order, no notice of the other side's death or abort, and
 //! nothing but an abort or the timeout ends a call. `stuck` is worse than NCCL at its worst: not even those do.
 
 use std::collections::HashMap;
@@ -43,7 +43,7 @@ impl Pipe {
                 return done;
             }
             if self.changed.wait_until(&mut state, deadline).timed_out() {
-                return Err(CommError(format!("nobody came within {limit:?}")));
+                return Err(CommError(format!("no peer joined within {limit:?}")));
             }
         }
     }
@@ -72,7 +72,7 @@ impl Pipes {
         }
     }
 
-    /// From now on receives and aborts of this side do not return, until told otherwise.
+    /// From now on receives and aborts of this side do not return, until `resume`.
     pub fn stick(&self, stuck: bool) {
         *self.stuck.0.lock() = stuck;
         self.stuck.1.notify_all();

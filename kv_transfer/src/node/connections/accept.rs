@@ -15,7 +15,7 @@ use crate::protocol::handshake::Identity;
 use crate::transport::tasks::PeerTasks;
 use crate::transport::tcp;
 
-/// Connections in the middle of HELLO: a peer needs two round trips, a silent one is cut after `HELLO_TIMEOUT`.
+/// Connections in the middle of HELLO: a peer needs two round trips, a silent one is closed after `HELLO_TIMEOUT`.
 const HANDSHAKES: usize = 256;
 const HANDSHAKES_PER_SOURCE: usize = 64;
 const RETRY_PAUSE: Duration = Duration::from_millis(50);
@@ -42,7 +42,7 @@ pub async fn accept_loop(
                     }
                 }
                 Err(err) => {
-                    tracing::warn!(%err, "accept failed"); // out of descriptors, or a peer that was gone at once
+                    tracing::warn!(%err, "accept failed"); // out of descriptors, or the peer closed at once
                     tokio::time::sleep(RETRY_PAUSE).await;
                 }
             },

@@ -1,4 +1,4 @@
-//! Getting from a bootstrap address to an open control connection, and the two tasks that serve one.
+//! Establishing a control connection to a prefill rank, and the two tasks that serve each connection.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -25,7 +25,7 @@ use crate::transport::shm;
 use crate::transport::tcp::tune;
 
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(1);
-/// A peer that takes no byte for this long is as good as dead (its heartbeats will be missing too).
+/// A peer that reads no byte for this long counts as dead (its heartbeats will be missing too).
 const WRITE_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// A control connection to a prefill rank, ready for OPENs.
@@ -35,14 +35,14 @@ pub struct EstablishedConnection {
     pub opened: OpenedConnection,
     /// The rank's pool, if it is on this host.
     pub remote: Option<Arc<RemotePool>>,
-    /// Why there is none although both sides are on this host and know the transport.
+    /// Reason why there is none although both sides are on this host and support the transport.
     pub map_problem: Option<String>,
 }
 
-/// Why there is no connection to a prefill rank.
+/// Failed attempt to connect to a prefill rank.
 pub struct ConnectFailure {
     pub err: ConnectionError,
-    /// The address refuses connections or does not answer. Otherwise something is there that may know the rank soon.
+    /// The address refuses connections or does not answer. Otherwise a server is there that may know the rank soon.
     pub is_silent: bool,
 }
 
@@ -60,7 +60,7 @@ fn silent(why: String) -> ConnectFailure {
     }
 }
 
-/// Resolve, connect, say HELLO, and map the peer's pool if it is on this host. Every step is bounded to about a second.
+/// Resolve, connect, exchange HELLO, and map the peer's pool if it is on this host. Every step is bounded to about a second.
 pub async fn establish(
     bootstrap: &BootstrapClient,
     dp_rank: u32,
@@ -183,13 +183,13 @@ async fn map_peer(
         .map_err(|err| err.to_string())
 }
 
-/// Message of a connection's tasks to the control loop. It occupies its frame's bytes of the queue until it is handled.
+/// Message of a connection's tasks to the control loop. It holds its frame's bytes of the queue until it is handled.
 pub enum PeerMessage {
     Msg(Box<Msg>, OwnedSemaphorePermit),
     Down(ConnectionError),
 }
 
-/// Messages of all connections on their way to the control loop, bounded in number and in bytes; more stay in the sockets.
+/// Queue of messages to the control loop, bounded in number and in bytes; more stay in the sockets.
 #[derive(Clone)]
 pub struct PeerInbox {
     messages: mpsc::Sender<(ConnectionId, PeerMessage)>,
@@ -222,7 +222,7 @@ impl PeerInbox {
     }
 }
 
-/// The two tasks of one connection. Dropping the outbox lets what is queued go out, then closes the sending half.
+/// The two tasks of one connection. After the outbox is dropped the queued frames are sent, then the sending half is closed.
 pub struct ConnectionTasks {
     pub outbox: Outbox,
     reader: AbortHandle,
@@ -230,13 +230,13 @@ pub struct ConnectionTasks {
 }
 
 impl ConnectionTasks {
-    /// Cut: nothing more is sent or heard.
+    /// Stop both tasks: nothing more is sent or received.
     pub fn cut(&self) {
         self.reader.abort();
         self.writer.abort();
     }
 
-    /// Stop hearing; what is queued still goes out.
+    /// Stop receiving; queued frames are still sent.
     pub fn stop_reading(&self) {
         self.reader.abort();
     }
@@ -245,7 +245,7 @@ impl ConnectionTasks {
 /// Start serving an open connection; both tasks report to `peer_inbox`, at most one `Down` counts.
 ///
 /// `is_inbound`: the peer is a decode rank. Its frames are small, and nothing is read while more than `outbox_bytes` wait for it: only
-/// one side of a connection may hold the other back, or both could wait for each other.
+/// one side of a connection may apply back-pressure, or both could wait for each other.
 pub fn run(
     peer: ConnectionId,
     stream: TcpStream,
@@ -290,7 +290,7 @@ fn supervised(
                 ReasonCode::TransportBroken,
                 "internal: a connection's task panicked",
             ),
-            Err(_) => return, // cut on purpose
+            Err(_) => return, // aborted by `cut` or `stop_reading`
         };
         let _ = peer_inbox
             .messages

@@ -1,6 +1,6 @@
-//! Control frames waiting for one peer. Bounded in bytes by back-pressure: above the limit the peer's own frames stay unread, so that
+//! Control frames queued for one peer. Bounded in bytes by back-pressure: above the limit the peer's own frames stay unread, so that
 //! a peer that asks faster than it reads waits for itself. Only answers to frames read before, and what the rooms of this node
-//! produce by themselves, come on top; a peer for which `CUT` times the limit waits is cut.
+//! produce by themselves, come on top; a peer is disconnected when `CUT` times the limit is queued for it.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -9,18 +9,18 @@ use tokio::sync::{Notify, mpsc};
 
 use crate::protocol::Msg;
 
-/// A peer is cut when this many times the limit wait for it.
+/// A peer is disconnected when this many times the limit is queued for it.
 const CUT: usize = 16;
 /// Bytes of a frame without its lists.
 const FRAME_BYTES: usize = 256;
 
-/// A message on its way out; `flip` is a test's damage.
+/// Message to send; `flip` damages the frame (fault injection).
 pub struct OutgoingMessage {
     pub msg: Msg,
     pub flip: bool,
 }
 
-/// The bytes that wait, shared by the sender, the writing task and the reading task.
+/// Queued bytes, shared by the sender, the writing task and the reading task.
 #[derive(Debug)]
 pub struct Backlog {
     bytes: AtomicUsize,
@@ -37,14 +37,14 @@ impl Backlog {
         self.bytes() >= self.limit
     }
 
-    /// Wait until less than the limit waits. One task at a time.
+    /// Wait until less than the limit is queued. One task at a time.
     pub async fn below_limit(&self) {
         while self.is_full() {
             self.shrunk.notified().await;
         }
     }
 
-    /// A frame has been written.
+    /// Subtract a written frame.
     pub fn written(&self, bytes: usize) {
         self.bytes.fetch_sub(bytes, Ordering::Relaxed);
         if !self.is_full() {
@@ -70,7 +70,7 @@ impl Outbox {
         (Self { frames, backlog }, inbox)
     }
 
-    /// False: the connection is closing, or the peer is to be cut.
+    /// False: the connection is closing, or the peer must be disconnected.
     pub fn put(&self, out: OutgoingMessage) -> bool {
         let before = self.backlog.bytes.fetch_add(out.bytes(), Ordering::Relaxed);
         before < CUT * self.backlog.limit && self.frames.send(out).is_ok()
@@ -78,7 +78,7 @@ impl Outbox {
 }
 
 impl OutgoingMessage {
-    /// About what the frame takes on the wire.
+    /// Approximate size of the frame on the wire.
     pub fn bytes(&self) -> usize {
         FRAME_BYTES
             + match &self.msg {

@@ -1,4 +1,4 @@
-//! What the engine hears: a queue with an eventfd, and the set of rooms it may still hear of.
+//! Events for the engine: a queue with an eventfd, and the set of live rooms.
 
 use std::collections::{HashSet, VecDeque};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
@@ -10,7 +10,7 @@ use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use super::room_history::RoomSide;
 use crate::reason_code::ReasonCode;
 
-/// How a committed room's pages came.
+/// Statistics of a committed room's pulls.
 #[derive(Debug, Clone, PartialEq, serde::Serialize)]
 pub struct PullStats {
     pub transport: &'static str,
@@ -39,11 +39,11 @@ pub enum NodeEvent {
     Aborted {
         room: u64,
     },
-    /// D: P holds pages for a room without a grant, or for one whose grant was to be revoked; the room goes on.
+    /// D: P holds pages for a room without a grant, or a revocation came too late; the room continues.
     Announced {
         room: u64,
     },
-    /// D: the granted pages are free again; the room goes on.
+    /// D: the granted pages are free again; the room continues.
     Revoked {
         room: u64,
     },
@@ -66,7 +66,7 @@ impl NodeEvent {
         }
     }
 
-    /// Nothing more is heard of its room.
+    /// True for the last event of a room.
     pub fn is_end(&self) -> bool {
         !matches!(
             self,
@@ -116,7 +116,7 @@ impl EventQueue {
         self.fd.as_raw_fd()
     }
 
-    /// A room begins.
+    /// Reserve a room number and space for its events.
     pub fn claim(&self, side: RoomSide, room: u64) -> Result<(), ClaimError> {
         let mut inner = self.inner.lock();
         let used = inner.live.len() + inner.queue.len();
@@ -130,7 +130,7 @@ impl EventQueue {
         Ok(())
     }
 
-    /// A room that was claimed never began.
+    /// Release a claim whose room was not started.
     pub fn unclaim(&self, side: RoomSide, room: u64) {
         self.inner.lock().live.remove(&(side, room));
     }
@@ -139,7 +139,7 @@ impl EventQueue {
         self.inner.lock().live.iter().copied().collect()
     }
 
-    /// News of a room, or its end. False if it was not live: a second end of the same room is dropped.
+    /// Queue an event. False if its room was not live: a second end of the same room is dropped.
     pub fn push(&self, event: NodeEvent) -> bool {
         let mut inner = self.inner.lock();
         let room = (event.side(), event.room());

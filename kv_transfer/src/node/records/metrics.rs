@@ -1,4 +1,4 @@
-//! Counters of one node, as `stats_json` shows them. Written by the control thread only.
+//! Counters of one node, as in `stats_json`. Written by the control thread only.
 
 use std::collections::BTreeMap;
 
@@ -77,7 +77,7 @@ pub struct NodeStats {
     pub fallbacks: u64,
     /// D: times that rooms of a pair began to fail at once because of damaged pages.
     pub quarantines: u64,
-    /// Communicators that ended: closed to make place, failed, or given up because their abort hung.
+    /// Communicators that ended: closed to free their place, failed, or leaked because their abort hung.
     pub comms_ended: BTreeMap<&'static str, u64>,
     /// Connections on this host that could not be accepted, for lack of descriptors or memory.
     pub accept_errors: u64,
@@ -89,7 +89,7 @@ pub struct NodeStats {
     pub hellos_evicted: u64,
     /// OPENs that were refused, by reason code.
     pub rejects: BTreeMap<&'static str, u64>,
-    /// Calls that the state machines refused; each one is a bug on our side.
+    /// Invalid transitions; each one is a bug on this side.
     pub illegal: u64,
 }
 
@@ -182,7 +182,7 @@ impl NodeStats {
     }
 }
 
-/// As `NodeStats::counters`; `states` are the ledger's counts of live rooms.
+/// As `NodeStats::counters`; `states`: number of live rooms by state.
 pub fn gauges(
     states: &BTreeMap<&'static str, usize>,
     peers: usize,

@@ -1,11 +1,11 @@
-//! What happened to which room: a ring of transitions and the rooms that live now, for `/debug/rooms` and for leak checks.
+//! History of rooms: a ring of transitions and the live rooms, for `/debug/rooms` and for leak checks.
 
 use std::collections::{BTreeMap, VecDeque};
 
 use serde::Serialize;
 use serde_json::json;
 
-/// Transitions remembered over all rooms; about 100 bytes each.
+/// Transitions kept over all rooms; about 100 bytes each.
 const RING: usize = 8192;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
@@ -15,7 +15,7 @@ pub enum RoomSide {
     Decode,
 }
 
-/// A room's transition, or something else worth remembering of it.
+/// Transition of a room, or a note about it.
 #[derive(Debug, Clone, Serialize)]
 pub struct RoomRecord {
     pub at_ms: u64,
@@ -43,7 +43,7 @@ pub struct RoomHistory {
 }
 
 impl RoomHistory {
-    /// A room entered `record.state`; `over` ends its life.
+    /// Record that a room entered `record.state`; `over` removes it from the live rooms.
     pub fn record(&mut self, record: RoomRecord, over: bool) {
         let key = (record.side, record.room);
         if over {
@@ -61,7 +61,7 @@ impl RoomHistory {
         self.note(record);
     }
 
-    /// Something worth remembering that is no change of state.
+    /// Add a note without a change of state.
     pub fn note(&mut self, record: RoomRecord) {
         if self.ring.len() == RING {
             self.ring.pop_front();
@@ -82,7 +82,7 @@ impl RoomHistory {
         states
     }
 
-    /// One room's timeline, or all that is remembered.
+    /// Timeline of one room, or of all.
     pub fn json(&self, room: Option<u64>, now_ms: u64) -> serde_json::Value {
         let wanted = |r: u64| room.is_none_or(|only| only == r);
         let live: Vec<_> = self

@@ -1,20 +1,20 @@
-//! A staged relay between one decode rank (`SlabReceiver`) and one prefill rank (`SlabSender`), over a two-rank communicator: what NCCL, and
-//! gloo in its place, can do. Pages never meet the communicator; they are gathered into a slab at P and scattered from one at D.
+//! A staged relay between one decode rank (`SlabReceiver`) and one prefill rank (`SlabSender`), over a two-rank communicator: NCCL, or
+//! gloo in its place. Pages are gathered into a slab at P, sent, and scattered from a slab at D.
 //!
 //! ```text
 //! D: Sink                                         P: Source
 //!    ASKING ── COMM_OPEN ──────────────────────▶  OPENING: makes the unique id
 //!    OPENING ◀───────────────────────── COMM_ID ── both join; a deadline bounds it
 //!    OPEN                                         OPEN
-//!    takes a slab ── SLAB_READ(ticket, pages) ─▶  gathers into a slab; a page given away meanwhile: SLAB_STALE
+//!    takes a slab ── SLAB_READ(ticket, pages) ─▶  gathers into a slab; a page reassigned meanwhile: SLAB_STALE
 //!    posts receive k ◀── SLAB_SEND(ticket, k) ──  posts send k
 //!    scatters, verifies, gives the slab back      the send is done: gives the slab back
 //!        any failure, either side: COMM_END ─▶ ABORTING ─ the thread ended ─▶ over
-//!                                                   └ the abort hangs too ─▶ ABANDONED: never used again
+//!                                                   └ the abort hangs too ─▶ LEAKED: never used again
 //! ```
 //!
 //! A slab of D is the credit for one SLAB_READ, so P never posts a send for which D has no slab, and D posts no receive before P
-//! said that its send is on the way. One thread per side posts in this order, hence the k-th send meets the k-th receive; the
+//! announced its send. One thread per side posts in this order, hence the k-th send meets the k-th receive; the
 //! number in SLAB_SEND proves it.
 //!
 //! Invariants: each pull ends exactly once, and none of its pages is written after that; a page counts only with the verdict of
@@ -38,11 +38,11 @@ pub struct SlabLimits {
     /// Slabs in the ring of each side.
     pub slabs: usize,
     pub pages_per_slab: usize,
-    /// From the wish for a communicator until it can be used.
+    /// From the request for a communicator until it can be used.
     pub open_ms: u64,
     /// Longest time without progress while something is under way.
     pub op_ms: u64,
-    /// From the abort until the communicator's thread has ended; after that it is abandoned.
+    /// From the abort until the communicator's thread has ended; after that it is leaked.
     pub abort_ms: u64,
 }
 
@@ -53,7 +53,7 @@ pub enum CommPhase {
     Opening,
     Open,
     Aborting,
-    /// The abort did not end in time: its thread and its slabs are given up.
+    /// The abort did not end in time: its thread and its slabs are leaked.
     Leaked,
     Over,
 }
@@ -82,10 +82,10 @@ impl CommPhase {
 /// Why a communicator ended.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub enum CommEnd {
-    /// Nobody used it and its place was needed, or the node closes.
+    /// It was idle and its place was needed, or the node closes.
     Closed,
     Failed(String),
-    /// The other side said so, or is gone: it need not be told.
+    /// The other side ended it or is disconnected: no COMM_END is sent.
     ByPeer(String),
 }
 

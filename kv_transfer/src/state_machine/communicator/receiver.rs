@@ -28,7 +28,7 @@ pub enum ReceiverEvent {
     },
     /// COMM_ID came.
     Id(Vec<u8>),
-    /// Own thread: both ranks are there.
+    /// Own thread: both ranks have joined.
     Opened,
     /// SLAB_SEND came: P's `seq`-th send is this ticket's.
     Announced {
@@ -39,7 +39,7 @@ pub enum ReceiverEvent {
     Stale {
         ticket: Ticket,
         page: u32,
-        /// None: the page was given away.
+        /// None: the page was reassigned.
         code: Option<ReasonCode>,
     },
     /// Own thread: the slab is received, and unless it was revoked before, scattered and compared with the announced checksums.
@@ -55,9 +55,9 @@ pub enum ReceiverEvent {
     Broken(String),
     /// COMM_END came, or the control connection is lost.
     PeerEnded(String),
-    /// Nobody needs it any more.
+    /// Close the communicator: no pull needs it.
     Close,
-    /// The abort is through: the thread has ended.
+    /// The abort has finished: the thread has ended.
     ThreadEnded,
     Tick,
 }
@@ -92,9 +92,9 @@ pub enum ReceiverAction {
     SendEnd(CommEnd),
     /// Abort the communicator on a thread of its own, which reports `ThreadEnded`.
     Abort,
-    /// The abort hangs too: count the communicator as lost.
+    /// The abort hangs too: count the communicator as leaked.
     Leak,
-    /// Forget it.
+    /// Remove it.
     Forget,
 }
 
@@ -191,7 +191,7 @@ impl SlabReceiver {
                 self.phase = CommPhase::Opening;
                 out.push(ReceiverAction::Join(id));
             }
-            ReceiverEvent::Id(_) => {} // said twice, or too late
+            ReceiverEvent::Id(_) => {} // repeated, or too late
             ReceiverEvent::Opened if self.phase == CommPhase::Opening => {
                 self.phase = CommPhase::Open;
                 self.due = None;
@@ -243,7 +243,7 @@ impl SlabReceiver {
         }
     }
 
-    /// As many questions as there are slabs.
+    /// Send one SLAB_READ per free slab.
     fn read_more(&mut self, now: u64, out: &mut Vec<ReceiverAction>) {
         while self.phase == CommPhase::Open
             && !self.free.is_empty()
@@ -280,7 +280,7 @@ impl SlabReceiver {
 
     fn on_slab_send(&mut self, ticket: Ticket, seq: u64, now: u64, out: &mut Vec<ReceiverAction>) {
         if self.phase != CommPhase::Open {
-            return; // its end was told already
+            return; // its end was sent already
         }
         let next_seq = self.next_seq;
         let (chunk, pages) = match self.chunks.get_mut(&ticket) {
@@ -353,7 +353,7 @@ impl SlabReceiver {
         }
     }
 
-    /// A ticket is answered: its slab is free again.
+    /// Free the slab of an answered ticket.
     fn free_slab(
         &mut self,
         ticket: Ticket,
@@ -383,7 +383,7 @@ impl SlabReceiver {
         self.end_pull_if_quiet(chunk.pull, out);
     }
 
-    /// A pull is to end: nothing more is asked for it, what is under way is dropped.
+    /// End a pull: request no more of its pages and drop those in flight.
     fn finish(&mut self, pull: u64, outcome: PullOutcome, out: &mut Vec<ReceiverAction>) {
         let Some(state) = self.pulls.get_mut(&pull) else {
             return;
@@ -400,7 +400,7 @@ impl SlabReceiver {
         self.end_pull_if_quiet(pull, out);
     }
 
-    /// Tell the end of a pull once nothing can write its pages any more.
+    /// Report the end of a pull once no thread can write its pages any more.
     fn end_pull_if_quiet(&mut self, pull: u64, out: &mut Vec<ReceiverAction>) {
         let may_write = self
             .chunks
@@ -440,7 +440,7 @@ impl SlabReceiver {
         for pull in pulls {
             self.finish(pull, PullOutcome::Broken(why.clone()), out);
         }
-        // P will not answer any more: what was only asked for needs no receive.
+        // P will not answer any more: requested slabs need no receive.
         let asked: Vec<Ticket> = self
             .chunks
             .iter()
@@ -454,7 +454,7 @@ impl SlabReceiver {
         out.push(ReceiverAction::Abort);
     }
 
-    /// Nothing runs on the thread any more, so nothing is written.
+    /// End all pulls: the thread has ended, so no page is written any more.
     fn thread_ended(&mut self, out: &mut Vec<ReceiverAction>) {
         if !matches!(self.phase, CommPhase::Aborting | CommPhase::Leaked) {
             return;

@@ -8,7 +8,7 @@ use super::{CommEnd, CommPhase, SlabLimits, Ticket};
 pub enum SenderEvent {
     /// Own thread: the unique id is made.
     Id(Vec<u8>),
-    /// Own thread: both ranks are there.
+    /// Own thread: both ranks have joined.
     Opened,
     /// SLAB_READ came: (page, generation) each.
     Read {
@@ -32,9 +32,9 @@ pub enum SenderEvent {
     Broken(String),
     /// COMM_END came, or the control connection is lost.
     PeerEnded(String),
-    /// Nobody needs it any more.
+    /// Close the communicator: no pull needs it.
     Close,
-    /// The abort is through: the thread has ended.
+    /// The abort has finished: the thread has ended.
     ThreadEnded,
     Tick,
 }
@@ -59,9 +59,9 @@ pub enum SenderAction {
     SendEnd(CommEnd),
     /// Abort the communicator on a thread of its own, which reports `ThreadEnded`.
     Abort,
-    /// The abort hangs too: count the communicator as lost.
+    /// The abort hangs too: count the communicator as leaked.
     Leak,
-    /// Forget it.
+    /// Remove it.
     Forget,
 }
 
@@ -70,7 +70,7 @@ pub struct SlabSender {
     phase: CommPhase,
     limits: SlabLimits,
     free: Vec<usize>,
-    /// Asked for while every slab is in use: D's slab came back to it before our send told us so.
+    /// Requests received while every slab is in use: D freed its slab before our send completed.
     waiting: VecDeque<(Ticket, Vec<(u32, u64)>)>,
     busy: BTreeMap<Ticket, usize>,
     next_ticket: Ticket,
@@ -171,7 +171,7 @@ impl SlabSender {
         out: &mut Vec<SenderAction>,
     ) {
         if !self.phase.is_usable() {
-            return; // its end was told already
+            return; // its end was sent already
         }
         let wrong = if ticket != self.next_ticket {
             Some(format!(
@@ -199,7 +199,7 @@ impl SlabSender {
         self.waiting.push_back((ticket, pages));
     }
 
-    /// Hand what is asked for to the thread, in order, as long as there are slabs.
+    /// Submit requests to the thread, in order, while there are free slabs.
     fn send_more(&mut self, now: u64, out: &mut Vec<SenderAction>) {
         while self.phase == CommPhase::Open
             && !self.free.is_empty()

@@ -22,9 +22,9 @@ use crate::state_machine::decode::PullPage;
 use crate::transport::copy_threads::{check_sum, corrupt_for_test, scatter_to_device};
 use crate::transport::{Pull, PullEnd, PullError, checksum_copy};
 
-/// Requested and not yet received, per stream: two answers of `READ_BYTES`, so that P never waits for the next question.
+/// Bytes requested and not yet received, per stream: several answers of `READ_BYTES`, so that P never waits for the next READ.
 const WINDOW_BYTES: usize = 8 << 20;
-/// D shows this often that it still uses a stream; P waits several times as long (`data_idle_ms`).
+/// Interval of D's heartbeats on a stream; P waits several times as long (`data_idle_ms`).
 const BEAT: Duration = Duration::from_secs(15);
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(1);
 /// Bytes moved per visit of a stream, so that several streams share the thread.
@@ -52,7 +52,7 @@ pub(super) async fn run(
         Ok((stream, opened)) => client.talk(stream, opened, &mut inbox).await,
         Err(err) => Some(err),
     };
-    // From here on nobody can give us another pull; those already in the channel are ended like those we had.
+    // No further pull can be submitted; those already in the channel are ended like the others.
     inbox.close();
     while let Some(command) = inbox.recv().await {
         if let ClientCommand::Pull(pull) = command {
@@ -95,7 +95,7 @@ async fn connect(
     Ok((stream, opened))
 }
 
-/// A pull being worked on.
+/// Pull in progress.
 struct Job {
     pages_left: usize,
     bytes: u64,
@@ -110,17 +110,17 @@ impl Job {
     }
 }
 
-/// Part of a pull: what one READ asks for.
+/// Part of a pull that one READ requests.
 struct Chunk {
     job: u64,
     ticket: u64,
     pages: Vec<PullPage>,
     sums: Vec<u64>,
-    /// The answer's bytes, on their way to pages on a device.
+    /// Bytes of the answer, staged for pages on a device.
     staged: Vec<u8>,
 }
 
-/// Where we are in the answer to the oldest READ.
+/// Position in the answer to the oldest READ.
 enum Reading {
     Head { buffer: Vec<u8>, expect: usize },
     Pages { done: usize },
@@ -143,7 +143,7 @@ struct Client {
     waiting_bytes: usize,
     next_ticket: u64,
     out: Vec<u8>,
-    /// How the peer takes its checksums.
+    /// Kind of the peer's checksums.
     sums: SumKind,
 }
 
@@ -217,7 +217,7 @@ impl Client {
         }
     }
 
-    /// Fill the window with questions.
+    /// Fill the window with READs.
     fn ask_more(&mut self, sealer: &mut FrameSealer) {
         while self.waiting_bytes < WINDOW_BYTES
             && let Some(mut chunk) = self.todo.pop_front()
@@ -247,7 +247,7 @@ impl Client {
         }
     }
 
-    /// Read what is there, up to `VISIT_BYTES`. True if anything came.
+    /// Read available bytes, up to `VISIT_BYTES`. True if any came.
     fn read(
         &mut self,
         stream: &TcpStream,
@@ -293,7 +293,7 @@ impl Client {
         scratch: &mut [u8],
     ) -> io::Result<usize> {
         let Some(chunk) = self.waiting.front_mut() else {
-            return Err(io::Error::other("pages without a question"));
+            return Err(io::Error::other("pages without a READ"));
         };
         let page_bytes = self.context.pool.page_bytes();
         if !self.jobs.contains_key(&chunk.job) {
@@ -317,12 +317,12 @@ impl Client {
                     .cast(),
                 iov_len: page_bytes - offset,
             };
-            // SAFETY: dst is a page of our pool that the engine granted to this pull, which has not ended; nobody else uses it.
+            // SAFETY: dst is a page of our pool that the engine granted to this pull, which has not ended; no other thread uses it.
             check_len(unsafe { libc::readv(stream.as_raw_fd(), &iovec, 1) })
         })
     }
 
-    /// `n` more bytes arrived.
+    /// Process `n` more bytes.
     fn advance(
         &mut self,
         opener: &mut FrameOpener,
@@ -380,12 +380,12 @@ impl Client {
         is_done
     }
 
-    /// A frame that belongs to the oldest question.
+    /// Handle a frame of the answer to the oldest READ.
     fn on_frame(&mut self, msg: Msg) -> Result<Reading, ConnectionError> {
         let protocol = |why: String| ConnectionError::new(ReasonCode::TransportBroken, why);
         let page_bytes = self.context.pool.page_bytes();
         let Some(chunk) = self.waiting.front() else {
-            return Err(protocol(format!("{} without a question", msg.name())));
+            return Err(protocol(format!("{} without a READ", msg.name())));
         };
         match msg {
             Msg::Data {
@@ -428,13 +428,13 @@ impl Client {
                 Ok(Reading::head())
             }
             other => Err(protocol(format!(
-                "{} does not answer the oldest question",
+                "{} does not answer the oldest READ",
                 other.name()
             ))),
         }
     }
 
-    /// The oldest question's pages are here: are they what was announced? Those of a device go there now, unless their pull is over.
+    /// Verify the pages of the oldest READ. Pages on a device are scattered there now, unless their pull is over.
     fn check_oldest(&mut self) -> Result<(), PullError> {
         let Some(chunk) = self.waiting.front_mut() else {
             return Ok(());
@@ -459,7 +459,7 @@ impl Client {
         }
     }
 
-    /// The oldest question is answered; its pull ends with its last one or with an error.
+    /// Remove the oldest READ; its pull ends with its last READ or with an error.
     fn answered(&mut self, result: Result<(), PullError>) {
         let Some(chunk) = self.waiting.pop_front() else {
             return;
@@ -479,7 +479,7 @@ impl Client {
         }
     }
 
-    /// From here on no page of this pull is written.
+    /// End a pull: none of its pages is written from now on.
     fn end(&mut self, id: u64, result: Result<(), PullError>) {
         if let Some(job) = self.jobs.remove(&id) {
             (self.context.report)(PullEnd {
@@ -491,7 +491,7 @@ impl Client {
     }
 }
 
-/// Says nothing but that the stream is in use: rooms and load are for the control connection.
+/// Heartbeat that only keeps the stream open: rooms and load are reported on the control connection.
 fn stream_beat() -> Msg {
     Msg::Heartbeat {
         inc: String::new(),

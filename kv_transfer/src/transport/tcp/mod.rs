@@ -7,9 +7,9 @@
 //! A pull ends exactly once. After a cancel D reads the rest of the answer into a scratch buffer: the granted pages are not touched again.
 //!
 //! Pages on a device go through a buffer, an answer at a time, on each side that has them there. The data thread waits for the device
-//! meanwhile: tcp is the last resort of such a pool, and slow with it.
+//! meanwhile: tcp is the slow fallback of such a pool.
 //!
-//! `server` answers on P, `client` asks on D; the thread and what both share are here.
+//! `server` answers on P, `client` requests on D; this file has the thread and the shared parts.
 
 mod client;
 mod server;
@@ -67,17 +67,17 @@ pub struct DataPlane {
     thread: Option<JoinHandle<()>>,
 }
 
-/// Our side of a pair's data stream. When it is dropped, its pulls are cancelled and the stream is closed.
+/// D's side of a data stream. When it is dropped, its pulls are cancelled and the stream is closed.
 pub struct DataStream(mpsc::UnboundedSender<ClientCommand>);
 
 impl DataStream {
-    /// False when the stream is gone: the pull was not taken, and there will be no `PullEnd` for it.
+    /// False when the stream has ended: the pull was not accepted, and there will be no `PullEnd` for it.
     pub fn pull(&self, pull: Pull) -> bool {
         self.0.send(ClientCommand::Pull(pull)).is_ok()
     }
 
     pub fn cancel(&self, id: u64) {
-        let _ = self.0.send(ClientCommand::Cancel(id)); // a stream that is gone has ended its pulls
+        let _ = self.0.send(ClientCommand::Cancel(id)); // an ended stream has ended its pulls
     }
 }
 
@@ -173,8 +173,8 @@ async fn run(context: DataContext, mut inbox: mpsc::UnboundedReceiver<Command>) 
 
 /// TCP_NODELAY, and large buffers if the system grants them.
 pub fn tune(stream: &TcpStream) {
-    let _ = stream.set_nodelay(true); // slower, not wrong, without it
-    // A data stream has no heartbeats: this is how the answering side forgets a host that vanished.
+    let _ = stream.set_nodelay(true); // only slower without it
+    // A data stream has no heartbeats of its server: keepalive detects a host that vanished.
     let _ = sockopt::set_socket_keepalive(stream, true)
         .and_then(|()| sockopt::set_tcp_keepidle(stream, KEEPALIVE))
         .and_then(|()| sockopt::set_tcp_keepintvl(stream, KEEPALIVE / 3))

@@ -14,7 +14,7 @@ use crate::protocol::handshake::{ConnectionError, OpenedConnection, read_small_f
 use crate::protocol::{FrameSealer, MAX_READ_FRAME_BYTES, Msg};
 use crate::reason_code::ReasonCode;
 
-/// Most bytes of one answer (a page at least): a peer of another build may ask for more than `READ_BYTES`.
+/// Largest answer in bytes (at least a page): a peer of another build may request more than `READ_BYTES`.
 const MAX_READ_BYTES: usize = 4 * READ_BYTES;
 const MAX_IOVECS: usize = 64;
 
@@ -70,7 +70,7 @@ fn first_stale(pool: &KvPool, ids: &[u32], gens: &[u64]) -> Option<u32> {
         .map(|(&id, _)| id)
 }
 
-/// A READ of the peer.
+/// Fields of a READ.
 struct Read {
     ticket: u64,
     ids: Vec<u32>,
@@ -121,7 +121,7 @@ async fn answer(
     if let Some(hold) = context.faults.hold_copied() {
         hold.wait_async().await;
     }
-    std::sync::atomic::fence(std::sync::atomic::Ordering::SeqCst); // the bytes were read before this second look
+    std::sync::atomic::fence(std::sync::atomic::Ordering::SeqCst); // the bytes were read before the second check
     let stale = first_stale(pool, ids, gens);
     write_all(stream, &sealer.seal(&Msg::DataEnd { ticket, stale }))
         .await
@@ -140,7 +140,7 @@ async fn write_all(stream: &TcpStream, mut bytes: &[u8]) -> io::Result<()> {
     Ok(())
 }
 
-/// A peer that takes no byte for `STALL` is as good as gone.
+/// Fail with a timeout if a peer takes no byte for `STALL`.
 async fn within_stall<T>(io: impl Future<Output = io::Result<T>>) -> io::Result<T> {
     tokio::time::timeout(STALL, io)
         .await
@@ -159,7 +159,7 @@ async fn write_pages(stream: &TcpStream, pool: &KvPool, ids: &[u32]) -> io::Resu
             message.msg_iov = iovecs.as_mut_ptr();
             message.msg_iovlen = iovecs.len() as _;
             // SAFETY: the ids are below num_pages, so every range lies in our mapping, which `pool` keeps alive; the kernel only
-            // reads. The scheduler may write the pages meanwhile: the second look at the generations, or the checksum, finds out.
+            // reads. The scheduler may write the pages meanwhile: the second generation check, or the checksum, detects that.
             check_len(unsafe { libc::sendmsg(stream.as_raw_fd(), &message, libc::MSG_NOSIGNAL) })
         }))
         .await?;
