@@ -132,7 +132,7 @@ def private_words() -> Offenses:
     for area, paths in areas.items():
         every = "\n".join(text(path) for path in paths).lower()
         for word in WORDS:
-            if count := len(re.findall(rf"(?<![a-z]){word}(?![a-rt-z])" if " " not in word else word, every)):
+            if count := len(re.findall(rf"(?<![a-z]){word}(?![a-rt-z])" if " " not in word else rf"\b{word}\b", every)):
                 yield f"{area}:{word}", count
 
 

@@ -204,10 +204,10 @@ impl RouteTable {
 
     /// Remove a rank. Only its own incarnation can, so a late removal does not affect the successor; and only with
     /// its `owner`, which no answer contains.
-    pub fn remove(&mut self, farewell: &RankRegistration) -> bool {
-        let rank = farewell.rank();
+    pub fn remove(&mut self, registration: &RankRegistration) -> bool {
+        let rank = registration.rank();
         let known = self.get(rank).is_some_and(|known| {
-            (&known.instance_id, &known.owner) == (&farewell.instance_id, &farewell.owner)
+            (&known.instance_id, &known.owner) == (&registration.instance_id, &registration.owner)
         });
         if known {
             self.ranks.remove(&rank);

@@ -3,7 +3,16 @@
 use std::time::Duration;
 
 use crate::reason_code::ReasonCode;
-use crate::state_machine::prefill::PrefillOutput;
+use crate::state_machine::decode::DecodeEvent;
+use crate::state_machine::prefill::PrefillEvent;
+
+/// P: a request accepted by the engine.
+pub(super) struct OfferRequest {
+    pub attempt: u32,
+    pub prompt_hash: Vec<u8>,
+    /// Milliseconds from now.
+    pub deadline_ms: u64,
+}
 
 /// D: fetch the prompt of a room from the prefill rank behind a bootstrap address.
 pub(super) struct OpenRequest {
@@ -18,37 +27,14 @@ pub(super) struct OpenRequest {
 }
 
 pub(super) enum EngineCommand {
-    Offer {
-        room: u64,
-        attempt: u32,
-        prompt_hash: Vec<u8>,
-        deadline_ms: u64,
-    },
-    Publish {
-        room: u64,
-        first: u32,
-        pages: Vec<(u32, u64)>,
-    },
-    Finish {
-        room: u64,
-        finish: PrefillOutput,
-    },
-    Open {
-        room: u64,
-        request: OpenRequest,
-    },
-    Grant {
-        room: u64,
-        start_page: u32,
-        pages: Vec<u32>,
-    },
-    Revoke {
-        room: u64,
-    },
-    Abort {
-        room: u64,
-        code: ReasonCode,
-    },
+    Offer(u64, OfferRequest),
+    Open(u64, OpenRequest),
+    /// Event of the engine for a room offered before.
+    Prefill(u64, PrefillEvent),
+    /// Event of the engine for a room opened before.
+    Decode(u64, DecodeEvent),
+    /// Abort a room on the side that has it.
+    Abort(u64, ReasonCode),
     Register {
         host: String,
         port: u16,

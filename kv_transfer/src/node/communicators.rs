@@ -5,6 +5,7 @@
 //! node makes no more.
 
 use std::collections::{BTreeMap, HashMap};
+use std::ops::{Deref, DerefMut};
 use std::sync::{Arc, mpsc};
 use std::time::Duration;
 
@@ -15,8 +16,8 @@ use crate::protocol::{Hello, MAX_SLAB_BYTES, Msg, clipped};
 use crate::reason_code::ReasonCode;
 use crate::state_machine::ConnectionId;
 use crate::state_machine::communicator::{
-    CommEnd, CommPhase, PullOutcome, ReceiverAction, ReceiverEvent, SenderAction, SenderEvent,
-    SlabLimits, SlabReceiver, SlabSender, Ticket,
+    CommAction, CommEnd, CommEvent, CommLife, CommPhase, PullOutcome, ReceiverAction,
+    ReceiverEvent, SenderAction, SenderEvent, SlabLimits, SlabReceiver, SlabSender, Ticket,
 };
 use crate::transport::communicator::{
     CommBackend, CommContext, CommGuard, CommJob, CommReport, CommThread, CommTimeouts, WriteClaim,
@@ -41,10 +42,10 @@ struct Comm {
 }
 
 impl Comm {
-    fn phase(&self) -> CommPhase {
+    fn life(&self) -> &CommLife {
         match &self.half {
-            Half::Receiver(receiver) => receiver.phase(),
-            Half::Sender(sender) => sender.phase(),
+            Half::Receiver(receiver) => receiver.life(),
+            Half::Sender(sender) => sender.life(),
         }
     }
 
@@ -52,26 +53,6 @@ impl Comm {
         match &self.half {
             Half::Receiver(receiver) => receiver.is_idle(),
             Half::Sender(sender) => sender.is_idle(),
-        }
-    }
-
-    fn next_due(&self) -> Option<u64> {
-        match &self.half {
-            Half::Receiver(receiver) => receiver.next_due(),
-            Half::Sender(sender) => sender.next_due(),
-        }
-    }
-
-    fn end(&self) -> Option<&CommEnd> {
-        match &self.half {
-            Half::Receiver(receiver) => receiver.end(),
-            Half::Sender(sender) => sender.end(),
-        }
-    }
-
-    fn submit(&self, job: CommJob) {
-        if let Some(thread) = &self.thread {
-            thread.submit(job);
         }
     }
 }
@@ -89,44 +70,27 @@ struct Staged {
 }
 
 impl Staged {
-    pub fn new(
-        via: Transport,
-        backend: Arc<dyn CommBackend>,
-        config: &NodeConfig,
-        page_bytes: usize,
-    ) -> Self {
-        Self {
-            via,
-            backend,
-            comms: BTreeMap::new(),
-            next: 0,
-            limits: config.slab_limits(page_bytes),
-            max: config.max_communicators,
-            aborts: mpsc::channel(),
-        }
-    }
-
-    pub fn by_state(&self) -> BTreeMap<&'static str, usize> {
-        let mut states = BTreeMap::new();
-        for comm in self.comms.values() {
-            *states.entry(comm.phase().name()).or_default() += 1;
-        }
-        states
-    }
-
     fn num_leaked(&self) -> usize {
-        self.comms
-            .values()
-            .filter(|comm| comm.phase() == CommPhase::Leaked)
-            .count()
+        let phases = self.comms.values().map(|comm| comm.life().phase());
+        phases.filter(|&phase| phase == CommPhase::Leaked).count()
     }
 
     fn least_used_idle(&self) -> Option<CommKey> {
-        self.comms
-            .iter()
-            .filter(|(_, comm)| comm.is_idle())
-            .min_by_key(|(_, comm)| comm.last_used)
+        let idle = self.comms.iter().filter(|(_, comm)| comm.is_idle());
+        idle.min_by_key(|(_, comm)| comm.last_used)
             .map(|(&key, _)| key)
+    }
+
+    fn submit(&self, key: CommKey, job: CommJob) {
+        if let Some(thread) = self.comms.get(&key).and_then(|comm| comm.thread.as_ref()) {
+            thread.submit(job);
+        }
+    }
+
+    fn abort(&mut self, key: CommKey) {
+        if let Some(thread) = self.comms.get_mut(&key).and_then(|comm| comm.thread.take()) {
+            thread.abort(self.aborts.0.clone());
+        }
     }
 }
 
@@ -148,63 +112,78 @@ impl Drop for Staged {
     }
 }
 
-/// The communicators of a node, if it has a staged transport.
-pub(super) struct Communicators {
+/// Context of the control loop with the communicators of the node, if it has a staged transport.
+pub(super) struct LoopContext {
+    node: NodeContext,
     staged: Option<Staged>,
 }
 
-impl Communicators {
-    pub fn new(
-        backend: Option<Arc<dyn CommBackend>>,
-        config: &NodeConfig,
-        page_bytes: usize,
-    ) -> Self {
-        let staged = config
+impl Deref for LoopContext {
+    type Target = NodeContext;
+
+    fn deref(&self) -> &NodeContext {
+        &self.node
+    }
+}
+
+impl DerefMut for LoopContext {
+    fn deref_mut(&mut self) -> &mut NodeContext {
+        &mut self.node
+    }
+}
+
+impl LoopContext {
+    pub fn new(node: NodeContext, backend: Option<Arc<dyn CommBackend>>) -> Self {
+        let NodeConfig {
+            max_communicators, ..
+        } = node.config;
+        let limits = node.config.slab_limits(node.pool.page_bytes());
+        let staged = node
+            .config
             .staged()
             .zip(backend)
-            .map(|(via, backend)| Staged::new(via, backend, config, page_bytes));
-        Self { staged }
+            .map(|(via, backend)| Staged {
+                via,
+                backend,
+                comms: BTreeMap::new(),
+                next: 0,
+                limits,
+                max: max_communicators,
+                aborts: mpsc::channel(),
+            });
+        Self { node, staged }
     }
 
-    pub fn by_state(&self) -> BTreeMap<&'static str, usize> {
-        self.staged
-            .as_ref()
-            .map(Staged::by_state)
-            .unwrap_or_default()
+    pub fn comms_by_state(&self) -> BTreeMap<&'static str, usize> {
+        let mut states = BTreeMap::new();
+        for comm in self.staged.iter().flat_map(|staged| staged.comms.values()) {
+            *states.entry(comm.life().phase().name()).or_default() += 1;
+        }
+        states
     }
 
     /// The staged transport, if this peer has it too. Slabs on a device cannot be verified by the checksums of host memory, so
     /// nccl is for two pools on a device, or for none.
-    pub fn transport_with(&self, ctx: &NodeContext, peer: &Hello) -> Option<Transport> {
+    pub fn transport_with(&self, peer: &Hello) -> Option<Transport> {
         let staged = self.staged.as_ref()?;
         let fits = !staged.backend.works_on_device()
-            || SumKind::parse(&peer.sums) == Some(ctx.pool.sum_kind());
+            || SumKind::parse(&peer.sums) == Some(self.pool.sum_kind());
         (fits && peer.transports.iter().any(|t| t == staged.via.as_str())).then_some(staged.via)
     }
 
     /// Record that a pair falls back to a slower transport than `from`.
-    pub fn record_fallback(
-        &self,
-        ctx: &NodeContext,
-        peer: ConnectionId,
-        from: Transport,
-        why: &str,
-    ) {
-        let Some(conn) = ctx.connections.get(&peer) else {
+    pub fn record_fallback(&self, peer: ConnectionId, from: Transport, why: &str) {
+        let Some(conn) = self.connections.get(&peer) else {
             return;
         };
         let mapped = conn.remote.as_ref().filter(|_| conn.mapped_works);
-        let staged = self
-            .transport_with(ctx, &conn.peer)
-            .filter(|_| !from.is_staged() && conn.breaker.allows(ctx.now()));
-        let to = mapped
-            .map(|remote| mapped_by(remote))
-            .or(staged)
-            .unwrap_or(Transport::Tcp)
-            .as_str();
+        let may_stage = !from.is_staged() && conn.breaker.allows(self.now());
+        let staged = self.transport_with(&conn.peer).filter(|_| may_stage);
+        let to = mapped.map(|remote| mapped_by(remote)).or(staged);
+        let to = to.unwrap_or(Transport::Tcp).as_str();
         tracing::warn!(peer = %conn.peer.addr, from = from.as_str(), to, %why, "a transport broke");
-        ctx.shared.stats.lock().fallbacks += 1;
-        if let Some(view) = ctx.shared.gauges.lock().peers.get_mut(&peer) {
+        self.shared.stats.lock().fallbacks += 1;
+        if let Some(view) = self.shared.gauges.lock().peers.get_mut(&peer) {
             view.transport = to;
         }
     }
@@ -212,74 +191,57 @@ impl Communicators {
     // ---- D ----
 
     /// The staged transport, if the pair has a usable communicator or may make one now.
-    pub fn transport_for(
-        &mut self,
-        ctx: &mut NodeContext,
-        peer: ConnectionId,
-    ) -> Option<Transport> {
-        let now = ctx.now();
-        let conn = ctx.connections.get(&peer)?;
-        let via = self.transport_with(ctx, &conn.peer)?;
+    pub fn transport_for(&mut self, peer: ConnectionId) -> Option<Transport> {
+        let now = self.now();
+        let conn = self.connections.get(&peer)?;
+        let via = self.transport_with(&conn.peer)?;
         if conn.comm.is_some() {
             return Some(via); // cleared as soon as it is not usable
         }
-        if !conn.breaker.allows(now) || !self.reserve_place(ctx) {
+        if !conn.breaker.allows(now) || !self.reserve_place() {
             return None;
         }
         let staged = self.staged.as_mut()?;
         staged.next += 1;
-        let key = (peer, staged.next);
-        let (receiver, actions) = SlabReceiver::new(staged.limits, now);
-        let limits = staged.limits;
-        self.start_comm(ctx, key, Half::Receiver(receiver), limits)
+        let (key, limits) = ((peer, staged.next), staged.limits);
+        let (receiver, actions) = SlabReceiver::new(limits, now);
+        self.start_comm(key, Half::Receiver(receiver), limits)
             .ok()?;
-        if let Some(conn) = ctx.connections.get_mut(&peer) {
+        if let Some(conn) = self.connections.get_mut(&peer) {
             conn.comm = Some(key);
         }
-        ctx.timers
-            .set(&NodeTimer::Comm(key), Some(now + limits.open_ms));
-        self.act_receiver(ctx, key, actions);
+        self.act_receiver(key, actions);
         Some(via)
     }
 
     /// True if one more communicator may exist. Otherwise an idle one is closed, so that a later call succeeds.
-    fn reserve_place(&mut self, ctx: &mut NodeContext) -> bool {
+    fn reserve_place(&mut self) -> bool {
         let Some(staged) = &self.staged else {
             return false;
         };
-        if staged.num_leaked() >= MAX_LEAKED {
-            return false;
-        }
-        if staged.comms.len() < staged.max {
-            return true;
+        if staged.num_leaked() >= MAX_LEAKED || staged.comms.len() < staged.max {
+            return staged.num_leaked() < MAX_LEAKED;
         }
         if let Some(idle) = staged.least_used_idle() {
-            self.close_comm(ctx, idle);
+            self.step_either(idle, CommEvent::Close);
         }
         false
     }
 
-    fn start_comm(
-        &mut self,
-        ctx: &mut NodeContext,
-        key: CommKey,
-        half: Half,
-        limits: SlabLimits,
-    ) -> std::io::Result<()> {
-        let sums = ctx
-            .connections
-            .get(&key.0)
-            .map_or(SumKind::Xxh3, |conn| conn.sums);
+    fn start_comm(&mut self, key: CommKey, half: Half, limits: SlabLimits) -> std::io::Result<()> {
+        let conn = self.connections.get(&key.0);
+        let sums = conn.map_or(SumKind::Xxh3, |conn| conn.sums);
         let Some(staged) = &mut self.staged else {
             return Err(std::io::Error::other("no staged transport"));
         };
-        let internal = ctx.internal.clone();
+        let node = &mut self.node;
+        let internal = node.internal.clone();
         let context = CommContext {
-            pool: ctx.pool.clone(),
-            faults: ctx.faults.clone(),
+            pool: node.pool.clone(),
+            faults: node.faults.clone(),
             backend: staged.backend.clone(),
             slabs: limits.slabs,
-            slab_bytes: limits.pages_per_slab * ctx.pool.page_bytes(),
+            slab_bytes: limits.pages_per_slab * node.pool.page_bytes(),
             timeouts: CommTimeouts {
                 open: Duration::from_millis(limits.open_ms),
                 op: Duration::from_millis(limits.op_ms),
@@ -297,219 +259,181 @@ impl Communicators {
             claims: HashMap::new(),
             last_used: 0,
         };
+        node.timers
+            .set(&NodeTimer::Comm(key), comm.life().next_due());
         staged.comms.insert(key, comm);
         Ok(())
     }
 
     /// Start a pull; it ends with one `end_pull`, perhaps before this returns.
-    pub fn pull(&mut self, ctx: &mut NodeContext, peer: ConnectionId, pull: Pull) {
-        match ctx.connections.get(&peer).and_then(|conn| conn.comm) {
-            Some(key) => self.step_receiver(
-                ctx,
-                key,
-                ReceiverEvent::Pull {
-                    pull: pull.id,
-                    pages: pull.pages,
-                },
-            ),
-            None => ctx.end_pull(PullEnd {
-                id: pull.id,
-                bytes: 0,
-                result: Err(PullError::Broken("the communicator is gone".into())),
-            }),
+    pub fn start_staged_pull(&mut self, peer: ConnectionId, pull: Pull) {
+        let Pull { id, pages, .. } = pull;
+        if let Some(key) = self.connections.get(&peer).and_then(|conn| conn.comm) {
+            return self.step_receiver(key, ReceiverEvent::Pull { pull: id, pages });
         }
+        let result = Err(PullError::Broken("the communicator is gone".into()));
+        self.end_pull(PullEnd {
+            id,
+            bytes: 0,
+            result,
+        });
     }
 
-    pub fn cancel(&mut self, ctx: &mut NodeContext, peer: ConnectionId, pull: u64) {
+    pub fn cancel_staged_pull(&mut self, peer: ConnectionId, pull: u64) {
         // One of the communicators has it; the others ignore the event.
         for key in self.comms_of(peer) {
-            self.step_receiver(ctx, key, ReceiverEvent::Cancel { pull });
+            self.step_receiver(key, ReceiverEvent::Cancel { pull });
         }
     }
 
     fn comms_of(&self, peer: ConnectionId) -> Vec<CommKey> {
-        self.staged.as_ref().map_or_else(Vec::new, |staged| {
-            staged
-                .comms
-                .range((peer, 0)..=(peer, u64::MAX))
-                .map(|(&key, _)| key)
-                .collect()
-        })
+        let staged = self.staged.iter();
+        let comms = staged.flat_map(|staged| staged.comms.range((peer, 0)..=(peer, u64::MAX)));
+        comms.map(|(&key, _)| key).collect()
     }
 
-    fn close_comm(&mut self, ctx: &mut NodeContext, key: CommKey) {
-        self.step_receiver(ctx, key, ReceiverEvent::Close);
-        self.step_sender(ctx, key, SenderEvent::Close);
-    }
-
-    pub fn on_peer_gone(&mut self, ctx: &mut NodeContext, peer: ConnectionId, why: &str) {
+    /// End the communicators of a lost connection.
+    pub fn end_comms_of(&mut self, peer: ConnectionId, why: &str) {
         for key in self.comms_of(peer) {
-            self.end_by_peer(ctx, key, format!("the connection is lost: {why}"));
+            let why = format!("the connection is lost: {why}");
+            self.step_either(key, CommEvent::PeerEnded(why));
         }
-    }
-
-    fn end_by_peer(&mut self, ctx: &mut NodeContext, key: CommKey, why: String) {
-        self.step_receiver(ctx, key, ReceiverEvent::PeerEnded(why.clone()));
-        self.step_sender(ctx, key, SenderEvent::PeerEnded(why));
-    }
-
-    pub fn tick(&mut self, ctx: &mut NodeContext, key: CommKey) {
-        self.step_receiver(ctx, key, ReceiverEvent::Tick);
-        self.step_sender(ctx, key, SenderEvent::Tick);
     }
 
     // ---- messages and reports ----
 
-    pub fn on_message(&mut self, ctx: &mut NodeContext, peer: ConnectionId, msg: Msg) {
+    pub fn on_comm_message(&mut self, peer: ConnectionId, msg: Msg) {
         match msg {
             Msg::CommOpen {
                 comm,
                 transport,
                 slabs,
                 pages_per_slab,
-            } => self.on_comm_open(ctx, (peer, comm), &transport, slabs, pages_per_slab),
-            Msg::CommId { comm, id } => {
-                self.step_receiver(ctx, (peer, comm), ReceiverEvent::Id(id))
-            }
-            Msg::CommEnd { comm, code, why } => {
-                let key = (peer, comm);
-                let now = ctx.now();
-                let current = ctx
-                    .connections
-                    .get_mut(&peer)
-                    .filter(|conn| conn.comm == Some(key));
-                if let (Some(conn), Some(code)) = (current, code) {
-                    match code {
-                        ReasonCode::NoCapacity => conn.breaker.full(now),
-                        _ => conn.breaker.failed(now),
-                    }
-                    if let Some(via) = self.staged.as_ref().map(|staged| staged.via) {
-                        self.record_fallback(ctx, peer, via, &why);
-                    }
-                }
-                self.end_by_peer(ctx, key, format!("the other side: {why}"));
-            }
+            } => self.on_comm_open((peer, comm), &transport, slabs, pages_per_slab),
+            Msg::CommId { comm, id } => self.step_receiver((peer, comm), ReceiverEvent::Id(id)),
+            Msg::CommEnd { comm, code, why } => self.on_comm_end((peer, comm), code, &why),
             Msg::SlabRead {
                 comm,
                 ticket,
                 ids,
                 gens,
             } => {
-                let inc = ctx.connections.get(&peer).map_or("", |conn| &conn.peer.inc);
-                if let Some(page) = ctx.shared.announced.first_refused(inc, &ids, &gens) {
+                let conn = self.connections.get(&peer);
+                let inc = conn.map_or("", |conn| &conn.peer.inc);
+                if let Some(page) = self.shared.announced.first_refused(inc, &ids, &gens) {
                     let code = Some(ReasonCode::LeaseExpired);
-                    let refusal = Msg::SlabStale {
-                        comm,
-                        ticket,
-                        page,
-                        code,
-                    };
-                    return ctx.send(peer, refusal);
+                    return self.send(
+                        peer,
+                        Msg::SlabStale {
+                            comm,
+                            ticket,
+                            page,
+                            code,
+                        },
+                    );
                 }
                 let pages = ids.into_iter().zip(gens).collect();
-                self.step_sender(ctx, (peer, comm), SenderEvent::Read { ticket, pages });
+                self.step_sender((peer, comm), SenderEvent::Read { ticket, pages });
             }
             Msg::SlabSend { comm, ticket, seq } => {
-                self.step_receiver(ctx, (peer, comm), ReceiverEvent::Announced { ticket, seq });
+                self.step_receiver((peer, comm), ReceiverEvent::Announced { ticket, seq });
             }
             Msg::SlabStale {
                 comm,
                 ticket,
                 page,
                 code,
-            } => self.step_receiver(
-                ctx,
-                (peer, comm),
-                ReceiverEvent::Stale { ticket, page, code },
-            ),
+            } => {
+                self.step_receiver((peer, comm), ReceiverEvent::Stale { ticket, page, code });
+            }
             _ => {}
         }
     }
 
-    fn on_comm_open(
+    fn on_comm_end(&mut self, key: CommKey, code: Option<ReasonCode>, why: &str) {
+        let now = self.now();
+        let conn = self
+            .connections
+            .get_mut(&key.0)
+            .filter(|conn| conn.comm == Some(key));
+        if let (Some(conn), Some(code)) = (conn, code) {
+            match code {
+                ReasonCode::NoCapacity => conn.breaker.full(now),
+                _ => conn.breaker.failed(now),
+            }
+            if let Some(staged) = &self.staged {
+                self.record_fallback(key.0, staged.via, why);
+            }
+        }
+        self.step_either(key, CommEvent::PeerEnded(format!("the other side: {why}")));
+    }
+
+    fn on_comm_open(&mut self, key: CommKey, transport: &str, slabs: u32, pages_per_slab: u32) {
+        let known = self.comms_of(key.0);
+        if known.contains(&key) {
+            return; // a repeated message
+        }
+        for former in known {
+            let why = "the decode node made another one".to_owned();
+            self.step_either(former, CommEvent::PeerEnded(why));
+        }
+        if let Err((code, why)) = self.start_sender(key, transport, slabs, pages_per_slab) {
+            let (comm, code) = (key.1, Some(code));
+            self.send(key.0, Msg::CommEnd { comm, code, why });
+        }
+    }
+
+    fn start_sender(
         &mut self,
-        ctx: &mut NodeContext,
         key: CommKey,
         transport: &str,
         slabs: u32,
         pages_per_slab: u32,
-    ) {
-        let (peer, comm) = key;
-        if self
+    ) -> Result<(), (ReasonCode, String)> {
+        let broken = |why| (ReasonCode::TransportBroken, why);
+        let staged = self
             .staged
             .as_ref()
-            .is_some_and(|staged| staged.comms.contains_key(&key))
-        {
-            return; // a repeated message
-        }
-        for former in self.comms_of(peer) {
-            self.end_by_peer(ctx, former, "the decode node made another one".into());
-        }
-        let bytes = (pages_per_slab as usize).saturating_mul(ctx.pool.page_bytes());
-        let refusal = match &self.staged {
-            Some(staged) if staged.via.as_str() == transport => {
-                if bytes > MAX_SLAB_BYTES {
-                    let why = format!("slabs of {bytes} bytes; at most {MAX_SLAB_BYTES} are made");
-                    Some((ReasonCode::TransportBroken, why))
-                } else if !self.reserve_place(ctx) {
-                    let why = "this node has no place for another communicator (max_communicators)";
-                    Some((ReasonCode::NoCapacity, why.to_owned()))
-                } else {
-                    None
-                }
-            }
-            _ => Some((
-                ReasonCode::TransportBroken,
-                format!("this node does not use {transport}"),
-            )),
-        };
-        if let Some((code, why)) = refusal {
-            let code = Some(code);
-            return ctx.send(peer, Msg::CommEnd { comm, code, why });
-        }
-        let now = ctx.now();
-        let Some(limits) = self.staged.as_ref().map(|staged| SlabLimits {
+            .filter(|staged| staged.via.as_str() == transport);
+        let Some(limits) = staged.map(|staged| SlabLimits {
             slabs: slabs as usize,
             pages_per_slab: pages_per_slab as usize,
             ..staged.limits
         }) else {
-            return;
+            return Err(broken(format!("this node does not use {transport}")));
         };
-        let (sender, actions) = SlabSender::new(limits, now);
-        if let Err(err) = self.start_comm(ctx, key, Half::Sender(sender), limits) {
-            let code = Some(ReasonCode::TransportBroken);
-            let why = clipped(&format!("no thread for a communicator: {err}"));
-            return ctx.send(peer, Msg::CommEnd { comm, code, why });
+        let bytes = limits.pages_per_slab.saturating_mul(self.pool.page_bytes());
+        if bytes > MAX_SLAB_BYTES {
+            let why = format!("slabs of {bytes} bytes; at most {MAX_SLAB_BYTES} are made");
+            return Err(broken(why));
         }
-        ctx.timers
-            .set(&NodeTimer::Comm(key), Some(now + limits.open_ms));
-        self.act_sender(ctx, key, actions);
+        if !self.reserve_place() {
+            let why = "this node has no place for another communicator (max_communicators)";
+            return Err((ReasonCode::NoCapacity, why.to_owned()));
+        }
+        let (sender, actions) = SlabSender::new(limits, self.now());
+        self.start_comm(key, Half::Sender(sender), limits)
+            .map_err(|err| broken(clipped(&format!("no thread for a communicator: {err}"))))?;
+        self.act_sender(key, actions);
+        Ok(())
     }
 
-    pub fn on_report(&mut self, ctx: &mut NodeContext, key: CommKey, report: CommReport) {
-        let (receiver, sender) = match report {
-            CommReport::Id(id) => (None, Some(SenderEvent::Id(id))),
-            CommReport::Opened => (Some(ReceiverEvent::Opened), Some(SenderEvent::Opened)),
-            CommReport::Gathered { ticket } => (None, Some(SenderEvent::Gathered { ticket })),
-            CommReport::Stale { ticket, page } => (None, Some(SenderEvent::Stale { ticket, page })),
-            CommReport::Sent { ticket } => (None, Some(SenderEvent::Sent { ticket })),
-            CommReport::Received { ticket, verdict } => {
-                (Some(ReceiverEvent::Received { ticket, verdict }), None)
+    pub fn on_comm_report(&mut self, key: CommKey, report: CommReport) {
+        match report {
+            CommReport::Id(id) => self.step_sender(key, SenderEvent::Id(id)),
+            CommReport::Opened => self.step_either(key, CommEvent::Opened),
+            CommReport::Gathered { ticket } => {
+                self.step_sender(key, SenderEvent::Gathered { ticket });
             }
-            CommReport::Broken(why) => (
-                Some(ReceiverEvent::Broken(why.clone())),
-                Some(SenderEvent::Broken(why)),
-            ),
-            CommReport::Ended => (
-                Some(ReceiverEvent::ThreadEnded),
-                Some(SenderEvent::ThreadEnded),
-            ),
-        };
-        if let Some(event) = receiver {
-            self.step_receiver(ctx, key, event);
-        }
-        if let Some(event) = sender {
-            self.step_sender(ctx, key, event);
+            CommReport::Stale { ticket, page } => {
+                self.step_sender(key, SenderEvent::Stale { ticket, page });
+            }
+            CommReport::Sent { ticket } => self.step_sender(key, SenderEvent::Sent { ticket }),
+            CommReport::Received { ticket, verdict } => {
+                self.step_receiver(key, ReceiverEvent::Received { ticket, verdict });
+            }
+            CommReport::Broken(why) => self.step_either(key, CommEvent::Broken(why)),
+            CommReport::Ended => self.step_either(key, CommEvent::ThreadEnded),
         }
     }
 
@@ -519,95 +443,94 @@ impl Communicators {
         self.staged.as_mut()?.comms.get_mut(&key)
     }
 
-    fn step_receiver(&mut self, ctx: &mut NodeContext, key: CommKey, event: ReceiverEvent) {
-        let now = ctx.now();
+    /// Step a communicator of either side; one that is over ignores it.
+    pub fn step_either(&mut self, key: CommKey, event: CommEvent) {
+        match self.comm_mut(key).map(|comm| &comm.half) {
+            Some(Half::Receiver(_)) => self.step_receiver(key, ReceiverEvent::Comm(event)),
+            Some(Half::Sender(_)) => self.step_sender(key, SenderEvent::Comm(event)),
+            None => {}
+        }
+    }
+
+    fn step_receiver(&mut self, key: CommKey, event: ReceiverEvent) {
+        let now = self.now();
         let Some(comm) = self.comm_mut(key) else {
             return;
         }; // over: late messages are expected
         let Half::Receiver(receiver) = &mut comm.half else {
             return;
         };
-        if let ReceiverEvent::Received { ticket, .. } = &event {
+        let mut worked = false;
+        if let ReceiverEvent::Received { ticket, verdict } = &event {
             comm.claims.remove(ticket);
+            worked = verdict.is_ok();
         }
-        let worked = matches!(
-            event,
-            ReceiverEvent::Received {
-                verdict: Ok(()),
-                ..
-            }
-        );
-        let was_usable = receiver.phase().is_usable();
+        let was_usable = receiver.life().phase().is_usable();
         let actions = receiver.step(event, now);
         comm.last_used = now;
         if worked
             && was_usable
-            && let Some(conn) = ctx.connections.get_mut(&key.0)
+            && let Some(conn) = self.connections.get_mut(&key.0)
         {
             conn.breaker.worked();
         }
-        self.after_step(ctx, key, was_usable);
-        self.act_receiver(ctx, key, actions);
+        self.after_step(key, was_usable);
+        self.act_receiver(key, actions);
     }
 
-    fn step_sender(&mut self, ctx: &mut NodeContext, key: CommKey, event: SenderEvent) {
-        let now = ctx.now();
+    fn step_sender(&mut self, key: CommKey, event: SenderEvent) {
+        let now = self.now();
         let Some(comm) = self.comm_mut(key) else {
             return;
         };
         let Half::Sender(sender) = &mut comm.half else {
             return;
         };
-        let was_usable = sender.phase().is_usable();
+        let was_usable = sender.life().phase().is_usable();
         let actions = sender.step(event, now);
         comm.last_used = now;
-        self.after_step(ctx, key, was_usable);
-        self.act_sender(ctx, key, actions);
+        self.after_step(key, was_usable);
+        self.act_sender(key, actions);
     }
 
     /// Set the timer after a step, and count and report an end.
-    fn after_step(&mut self, ctx: &mut NodeContext, key: CommKey, was_usable: bool) {
-        let now = ctx.now();
-        let Some(comm) = self.comm_mut(key) else {
+    fn after_step(&mut self, key: CommKey, was_usable: bool) {
+        let now = self.now();
+        let Some(life) = self.comm_mut(key).map(|comm| comm.life().clone()) else {
             return;
         };
-        let (due, ended) = (comm.next_due(), was_usable && !comm.phase().is_usable());
-        let end = comm.end().cloned();
-        ctx.timers.set(&NodeTimer::Comm(key), due);
-        let (true, Some(end)) = (ended, end) else {
+        self.timers.set(&NodeTimer::Comm(key), life.next_due());
+        let Some(end) = life.end().filter(|_| was_usable) else {
             return;
         };
         let is_failure = !matches!(end, CommEnd::Closed);
         tracing::info!(peer = key.0, comm = key.1, ?end, "a communicator ends");
-        self.count_end(ctx, if is_failure { "failed" } else { "closed" });
-        let Some(conn) = ctx
-            .connections
-            .get_mut(&key.0)
-            .filter(|conn| conn.comm == Some(key))
-        else {
+        self.count_end(if is_failure { "failed" } else { "closed" });
+        let conn = self.connections.get_mut(&key.0);
+        let Some(conn) = conn.filter(|conn| conn.comm == Some(key)) else {
             return;
         };
         conn.comm = None;
-        if let (CommEnd::Failed(why), Some(via)) =
-            (end, self.staged.as_ref().map(|staged| staged.via))
-        {
+        if let CommEnd::Failed(why) = end {
             conn.breaker.failed(now);
-            self.record_fallback(ctx, key.0, via, &why);
+            if let Some(staged) = &self.staged {
+                self.record_fallback(key.0, staged.via, why);
+            }
         }
     }
 
     /// Pulls are ended last: their ends may start the next pull on the same communicator.
-    fn act_receiver(&mut self, ctx: &mut NodeContext, key: CommKey, actions: Vec<ReceiverAction>) {
+    fn act_receiver(&mut self, key: CommKey, actions: Vec<ReceiverAction>) {
         let (peer, comm) = key;
         let (mut revoked, mut ends) = (Vec::new(), Vec::new());
         for action in actions {
             match action {
-                ReceiverAction::Ask => self.send_comm_open(ctx, peer, comm),
+                ReceiverAction::Ask => self.send_comm_open(key),
                 ReceiverAction::Join(id) => self.submit(key, CommJob::Join(id)),
                 ReceiverAction::Read { ticket, pages } => {
                     let ids = pages.iter().map(|p| p.src.page).collect();
                     let gens = pages.iter().map(|p| p.src.generation).collect();
-                    ctx.send(
+                    self.send(
                         peer,
                         Msg::SlabRead {
                             comm,
@@ -640,25 +563,19 @@ impl Communicators {
                     let claim = self
                         .comm_mut(key)
                         .and_then(|comm| comm.claims.remove(&ticket));
-                    if claim.is_some_and(|claim| claim.revoke()) {
-                        revoked.push(ticket);
-                    }
+                    revoked.extend(claim.filter(|claim| claim.revoke()).map(|_| ticket));
                 }
                 ReceiverAction::End {
                     pull,
                     pages,
                     outcome,
                 } => ends.push((pull, pages, outcome)),
-                ReceiverAction::SendEnd(end) => self.send_end(ctx, key, &end),
-                ReceiverAction::Abort => self.abort_comm(key),
-                ReceiverAction::Leak => self.on_leak(ctx, key),
-                ReceiverAction::Forget => self.forget_comm(ctx, key),
+                ReceiverAction::Comm(action) => self.act_either(key, action),
             }
         }
         for ticket in revoked {
-            self.step_receiver(ctx, key, ReceiverEvent::Revoked { ticket });
+            self.step_receiver(key, ReceiverEvent::Revoked { ticket });
         }
-        let page_bytes = ctx.pool.page_bytes();
         for (id, pages, outcome) in ends {
             let result = match outcome {
                 PullOutcome::Done => Ok(()),
@@ -666,114 +583,103 @@ impl Communicators {
                 PullOutcome::Cancelled => Err(PullError::Cancelled),
                 PullOutcome::Broken(why) => Err(PullError::Broken(why)),
             };
-            ctx.end_pull(PullEnd {
-                id,
-                bytes: (pages * page_bytes) as u64,
-                result,
-            });
+            let bytes = (pages * self.pool.page_bytes()) as u64;
+            self.end_pull(PullEnd { id, bytes, result });
         }
     }
 
-    fn act_sender(&mut self, ctx: &mut NodeContext, key: CommKey, actions: Vec<SenderAction>) {
+    fn act_sender(&mut self, key: CommKey, actions: Vec<SenderAction>) {
         let (peer, comm) = key;
         for action in actions {
             match action {
                 SenderAction::Host => self.submit(key, CommJob::Host),
-                SenderAction::SendId(id) => ctx.send(peer, Msg::CommId { comm, id }),
+                SenderAction::SendId(id) => self.send(peer, Msg::CommId { comm, id }),
                 SenderAction::Send {
                     ticket,
                     slab,
                     pages,
-                } => self.submit(
-                    key,
-                    CommJob::Send {
+                } => {
+                    let job = CommJob::Send {
                         ticket,
                         slab,
                         pages,
-                    },
-                ),
+                    };
+                    self.submit(key, job);
+                }
                 SenderAction::Announce { ticket, seq } => {
-                    ctx.send(peer, Msg::SlabSend { comm, ticket, seq });
+                    self.send(peer, Msg::SlabSend { comm, ticket, seq });
                 }
                 SenderAction::SendStale { ticket, page } => {
                     let code = None;
-                    let stale = Msg::SlabStale {
-                        comm,
-                        ticket,
-                        page,
-                        code,
-                    };
-                    ctx.send(peer, stale);
+                    self.send(
+                        peer,
+                        Msg::SlabStale {
+                            comm,
+                            ticket,
+                            page,
+                            code,
+                        },
+                    );
                 }
-                SenderAction::SendEnd(end) => self.send_end(ctx, key, &end),
-                SenderAction::Abort => self.abort_comm(key),
-                SenderAction::Leak => self.on_leak(ctx, key),
-                SenderAction::Forget => self.forget_comm(ctx, key),
+                SenderAction::Comm(action) => self.act_either(key, action),
             }
         }
     }
 
-    fn send_comm_open(&mut self, ctx: &mut NodeContext, peer: ConnectionId, comm: u64) {
+    fn act_either(&mut self, key: CommKey, action: CommAction) {
+        match action {
+            CommAction::SendEnd(end) => {
+                let (code, why) = match end {
+                    CommEnd::Closed => (None, "its place was needed".to_owned()),
+                    CommEnd::Failed(why) | CommEnd::ByPeer(why) => {
+                        (Some(ReasonCode::TransportBroken), clipped(&why))
+                    }
+                };
+                let comm = key.1;
+                self.send(key.0, Msg::CommEnd { comm, code, why });
+            }
+            CommAction::Abort => {
+                if let Some(staged) = &mut self.staged {
+                    staged.abort(key);
+                }
+            }
+            CommAction::Leak => {
+                self.count_end("abandoned");
+                let lost = self.staged.as_ref().map_or(0, Staged::num_leaked);
+                tracing::error!(
+                    peer = key.0,
+                    lost,
+                    at_most = MAX_LEAKED,
+                    "the abort of a communicator hangs: it is leaked with its slabs; restart this node when it is idle"
+                );
+            }
+            CommAction::Forget => {
+                if let Some(staged) = &mut self.staged {
+                    staged.comms.remove(&key);
+                }
+                self.timers.set(&NodeTimer::Comm(key), None);
+            }
+        }
+    }
+
+    fn send_comm_open(&mut self, key: CommKey) {
         let Some(staged) = &self.staged else { return };
         let msg = Msg::CommOpen {
-            comm,
+            comm: key.1,
             transport: staged.via.as_str().to_owned(),
             slabs: staged.limits.slabs as u32,
             pages_per_slab: staged.limits.pages_per_slab as u32,
         };
-        ctx.send(peer, msg);
+        self.send(key.0, msg);
     }
 
     fn submit(&self, key: CommKey, job: CommJob) {
-        let staged = self.staged.as_ref();
-        if let Some(comm) = staged.and_then(|staged| staged.comms.get(&key)) {
-            comm.submit(job);
+        if let Some(staged) = &self.staged {
+            staged.submit(key, job);
         }
     }
 
-    fn send_end(&mut self, ctx: &mut NodeContext, key: CommKey, end: &CommEnd) {
-        let (code, why) = match end {
-            CommEnd::Closed => (None, "its place was needed".to_owned()),
-            CommEnd::Failed(why) | CommEnd::ByPeer(why) => {
-                (Some(ReasonCode::TransportBroken), clipped(why))
-            }
-        };
-        let comm = key.1;
-        ctx.send(key.0, Msg::CommEnd { comm, code, why });
-    }
-
-    fn abort_comm(&mut self, key: CommKey) {
-        let Some(staged) = &mut self.staged else {
-            return;
-        };
-        let thread = staged
-            .comms
-            .get_mut(&key)
-            .and_then(|comm| comm.thread.take());
-        if let Some(thread) = thread {
-            thread.abort(staged.aborts.0.clone());
-        }
-    }
-
-    fn count_end(&self, ctx: &NodeContext, end: &'static str) {
-        *ctx.shared.stats.lock().comms_ended.entry(end).or_default() += 1;
-    }
-
-    fn on_leak(&mut self, ctx: &mut NodeContext, key: CommKey) {
-        self.count_end(ctx, "abandoned");
-        let lost = self.staged.as_ref().map_or(0, Staged::num_leaked);
-        tracing::error!(
-            peer = key.0,
-            lost,
-            at_most = MAX_LEAKED,
-            "the abort of a communicator hangs: it is leaked with its slabs; restart this node when it is idle"
-        );
-    }
-
-    fn forget_comm(&mut self, ctx: &mut NodeContext, key: CommKey) {
-        if let Some(staged) = &mut self.staged {
-            staged.comms.remove(&key);
-        }
-        ctx.timers.set(&NodeTimer::Comm(key), None);
+    fn count_end(&self, end: &'static str) {
+        *self.shared.stats.lock().comms_ended.entry(end).or_default() += 1;
     }
 }

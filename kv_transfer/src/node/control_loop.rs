@@ -14,7 +14,7 @@ use tokio::net::TcpStream;
 use tokio::sync::mpsc;
 
 use super::command::EngineCommand;
-use super::communicators::Communicators;
+use super::communicators::LoopContext;
 use super::config::NodeConfig;
 use super::connections::accept::accept_loop;
 use super::connections::establish::PeerMessage;
@@ -26,9 +26,12 @@ use super::records::room_history::RoomSide;
 use crate::bootstrap::{BootstrapClient, HttpError, RankRegistration};
 use crate::pool::KvPool;
 use crate::protocol::handshake::{ConnectionError, Identity, OpenedConnection};
-use crate::protocol::{Channel, MAX_HEARTBEAT_ROOMS, Msg, clipped};
+use crate::protocol::{Channel, MAX_HEARTBEAT_ROOMS, Msg};
 use crate::reason_code::ReasonCode;
 use crate::state_machine::ConnectionId;
+use crate::state_machine::communicator::CommEvent;
+use crate::state_machine::decode::DecodeEvent;
+use crate::state_machine::prefill::PrefillEvent;
 use crate::transport::communicator::CommBackend;
 use crate::transport::copy_threads::{CopyJob, CopyReport};
 use crate::transport::shm;
@@ -54,10 +57,9 @@ pub struct Listeners {
 
 /// Owner of both sides' rooms and of their shared context.
 pub(super) struct ControlLoop {
-    ctx: NodeContext,
+    ctx: LoopContext,
     prefill: PrefillSide,
     decode: DecodeSide,
-    comms: Communicators,
     inboxes: LoopInboxes,
     port: u16,
     registered: Option<(BootstrapClient, RankRegistration)>,
@@ -73,13 +75,11 @@ impl ControlLoop {
         backend: Option<Arc<dyn CommBackend>>,
     ) -> io::Result<Self> {
         let limits = config.limits();
-        let comms = Communicators::new(backend, &config, pool.page_bytes());
-        let (ctx, inboxes) = NodeContext::start(config, shared, pool, identity)?;
+        let (node, inboxes) = NodeContext::start(config, shared, pool, identity)?;
         Ok(Self {
-            ctx,
+            ctx: LoopContext::new(node, backend),
             prefill: PrefillSide::new(&limits),
             decode: DecodeSide::default(),
-            comms,
             inboxes,
             port,
             registered: None,
@@ -119,7 +119,7 @@ impl ControlLoop {
                 break;
             }
             for end in pulled {
-                self.decode.on_pulled(&mut self.ctx, &mut self.comms, end);
+                self.decode.on_pulled(&mut self.ctx, end);
             }
             for (peer, err) in lost {
                 self.on_connection_lost(peer, &err);
@@ -151,46 +151,25 @@ impl ControlLoop {
         gauges.pending_opens = self.prefill.num_pending_opens();
         gauges.pulls_in_flight = self.decode.num_pulls();
         gauges.draining = self.prefill.is_draining;
-        gauges.comms = self.comms.by_state();
+        gauges.comms = self.ctx.comms_by_state();
     }
 
     fn on_command(&mut self, command: EngineCommand) {
+        let ctx = &mut self.ctx;
         match command {
-            EngineCommand::Offer {
-                room,
-                attempt,
-                prompt_hash,
-                deadline_ms,
-            } => self
-                .prefill
-                .offer(&mut self.ctx, room, attempt, prompt_hash, deadline_ms),
-            EngineCommand::Publish { room, first, pages } => {
-                self.prefill.publish(&mut self.ctx, room, first, pages)
-            }
-            EngineCommand::Finish { room, finish } => {
-                self.prefill.finish(&mut self.ctx, room, finish)
-            }
-            EngineCommand::Open { room, request } => {
-                self.decode
-                    .open(&mut self.ctx, &mut self.comms, room, request);
-            }
-            EngineCommand::Grant {
-                room,
-                start_page,
-                pages,
-            } => self
-                .decode
-                .grant(&mut self.ctx, &mut self.comms, room, start_page, pages),
-            EngineCommand::Revoke { room } => {
-                self.decode.revoke(&mut self.ctx, &mut self.comms, room)
-            }
-            EngineCommand::Abort { room, code } => self.abort(room, code),
+            EngineCommand::Offer(room, request) => self.prefill.offer(ctx, room, request),
+            EngineCommand::Open(room, request) => self.decode.open(ctx, room, request),
+            EngineCommand::Prefill(room, event) => self.prefill.step(ctx, room, event),
+            EngineCommand::Decode(room, event) => self.decode.step(ctx, room, event),
+            EngineCommand::Abort(room, code) => self.abort(room, code),
             EngineCommand::Register {
                 host,
                 port,
                 timeout,
                 reply,
-            } => self.register(host, port, timeout, reply),
+            } => {
+                self.register(host, port, timeout, reply);
+            }
             EngineCommand::Drain => self.prefill.is_draining = true,
             EngineCommand::Close => {}
             #[cfg(test)]
@@ -202,7 +181,7 @@ impl ControlLoop {
         let is_decoding = self.decode.has(room);
         if is_decoding {
             self.decode
-                .abort(&mut self.ctx, &mut self.comms, room, code);
+                .step(&mut self.ctx, room, DecodeEvent::Abort(code));
         }
         if !is_decoding || self.prefill.has(room) {
             self.prefill.abort(&mut self.ctx, room, code);
@@ -210,61 +189,52 @@ impl ControlLoop {
     }
 
     fn on_internal(&mut self, message: LoopMessage) {
+        let ctx = &mut self.ctx;
         match message {
             LoopMessage::Accepted(stream, opened) => self.accepted(stream, *opened),
-            LoopMessage::HelloRefused(code) => self.ctx.count_refused_hello(code),
-            LoopMessage::HelloEvicted => self.ctx.shared.stats.lock().hellos_evicted += 1,
-            LoopMessage::Connected(key, result) => {
-                self.decode
-                    .on_connect_result(&mut self.ctx, &mut self.comms, key, *result)
+            LoopMessage::HelloRefused(code) => ctx.count_refused_hello(code),
+            LoopMessage::HelloEvicted => ctx.shared.stats.lock().hellos_evicted += 1,
+            LoopMessage::Connected(address, result) => {
+                self.decode.on_connect_result(ctx, address, *result);
             }
-            LoopMessage::OpenWaiting(key, peer) => {
-                self.decode
-                    .open_waiting(&mut self.ctx, &mut self.comms, &key, peer)
+            LoopMessage::OpenWaiting(address, peer) => {
+                self.decode.open_waiting(ctx, &address, peer);
             }
-            LoopMessage::Sizes { room, size } => {
-                self.decode
-                    .on_sizes(&mut self.ctx, &mut self.comms, room, size)
-            }
+            LoopMessage::Sizes { room, size } => self.decode.on_sizes(ctx, room, size),
             LoopMessage::Copied(CopyReport::Hashed { room, sums }) => {
-                self.prefill.on_hashed(&mut self.ctx, room, sums)
+                self.prefill.on_hashed(ctx, room, sums);
             }
             LoopMessage::Copied(CopyReport::Pulled(end)) | LoopMessage::Pulled(end) => {
-                self.decode.on_pulled(&mut self.ctx, &mut self.comms, end)
+                self.decode.on_pulled(ctx, end);
             }
             LoopMessage::Copied(CopyReport::Closed) => {}
             LoopMessage::Copied(CopyReport::Broken { what, room }) => {
-                self.ctx.shared.mark_unhealthy(what);
+                ctx.shared.mark_unhealthy(what);
                 if let Some(room) = room {
-                    self.prefill
-                        .abort(&mut self.ctx, room, ReasonCode::TransportBroken);
+                    self.prefill.abort(ctx, room, ReasonCode::TransportBroken);
                 }
             }
-            LoopMessage::Comm(key, report) => self.comms.on_report(&mut self.ctx, key, report),
+            LoopMessage::Comm(key, report) => ctx.on_comm_report(key, report),
             LoopMessage::Registered(known) => self.registered = Some(*known),
             LoopMessage::DataThreadDead(why) => {
-                self.ctx
-                    .shared
-                    .mark_unhealthy(format!("data thread: {why}"));
-                self.decode
-                    .on_data_thread_died(&mut self.ctx, &mut self.comms);
+                ctx.shared.mark_unhealthy(format!("data thread: {why}"));
+                self.decode.on_data_thread_died(ctx);
             }
-            LoopMessage::AcceptFailed => self.ctx.shared.stats.lock().accept_errors += 1,
-            LoopMessage::ListenerDead(why) => {
-                self.ctx.shared.mark_unhealthy(format!("listener: {why}"))
-            }
+            LoopMessage::AcceptFailed => ctx.shared.stats.lock().accept_errors += 1,
+            LoopMessage::ListenerDead(why) => ctx.shared.mark_unhealthy(format!("listener: {why}")),
         }
     }
 
     fn on_timer(&mut self, timer: NodeTimer, now: u64) {
+        let ctx = &mut self.ctx;
         match timer {
-            NodeTimer::Prefill(room) => self.prefill.tick(&mut self.ctx, room),
-            NodeTimer::Decode(room) => self.decode.tick(&mut self.ctx, &mut self.comms, room),
-            NodeTimer::PendingOpens => self.prefill.expire_pending_opens(&mut self.ctx, now),
+            NodeTimer::Prefill(room) => self.prefill.step(ctx, room, PrefillEvent::Tick),
+            NodeTimer::Decode(room) => self.decode.tick(ctx, room),
+            NodeTimer::PendingOpens => self.prefill.expire_pending_opens(ctx, now),
             NodeTimer::Heartbeat(peer) => self.heartbeat(peer, now),
-            NodeTimer::Connect(key) => self.decode.retry_connection(&mut self.ctx, &key),
-            NodeTimer::Size(room) => self.decode.request_sizes(&mut self.ctx, room),
-            NodeTimer::Comm(key) => self.comms.tick(&mut self.ctx, key),
+            NodeTimer::Connect(address) => self.decode.retry_connection(ctx, &address),
+            NodeTimer::Size(room) => self.decode.request_sizes(ctx, room),
+            NodeTimer::Comm(key) => ctx.step_either(key, CommEvent::Tick),
         }
     }
 
@@ -273,12 +243,8 @@ impl ControlLoop {
     fn accepted(&mut self, stream: TcpStream, opened: OpenedConnection) {
         if opened.peer.channel == Channel::Data {
             let inc = &opened.peer.inc;
-            if !self
-                .ctx
-                .connections
-                .values()
-                .any(|conn| conn.peer.inc == *inc)
-            {
+            let mut peers = self.ctx.connections.values();
+            if !peers.any(|conn| conn.peer.inc == *inc) {
                 tracing::warn!(peer = %opened.peer.addr, "a data stream of a peer without a control connection is refused");
                 return self.ctx.count_refused_hello(ReasonCode::TransportBroken);
             }
@@ -315,6 +281,7 @@ impl ControlLoop {
     }
 
     fn on_msg(&mut self, peer: ConnectionId, msg: Msg) {
+        let ctx = &mut self.ctx;
         match msg {
             Msg::Open {
                 room,
@@ -329,31 +296,30 @@ impl ControlLoop {
                 let open = OpenMessage {
                     room,
                     attempt,
+                    p_inc_expected,
+                    layout_hash,
                     prompt_hash,
                     start_page,
                     deadline_ms,
                 };
-                self.prefill
-                    .on_open(&mut self.ctx, peer, open, &p_inc_expected, &layout_hash);
+                self.prefill.on_open(ctx, peer, open);
             }
             Msg::Done { room, attempt, .. } => {
-                self.prefill.on_done(&mut self.ctx, peer, room, attempt)
+                self.prefill
+                    .step(ctx, room, PrefillEvent::Done { peer, attempt });
             }
             Msg::Abort {
                 room,
                 attempt,
                 code,
             } => {
-                self.prefill
-                    .on_peer_abort(&mut self.ctx, peer, room, attempt, code);
-                self.decode.on_peer_abort(
-                    &mut self.ctx,
-                    &mut self.comms,
+                self.prefill.on_peer_abort(ctx, (peer, room, attempt), code);
+                let event = DecodeEvent::PeerAbort {
                     peer,
-                    room,
                     attempt,
                     code,
-                );
+                };
+                self.decode.step(ctx, room, event);
             }
             Msg::AbortAck { .. } => {} // aborts need no answer
             Msg::Heartbeat {
@@ -362,7 +328,7 @@ impl ControlLoop {
                 busy,
                 ..
             } => {
-                self.prefill.renew(&mut self.ctx, peer, &rooms);
+                self.prefill.renew(ctx, peer, &rooms);
                 self.watch_progress(peer, progress, busy);
             }
             Msg::Reject {
@@ -370,30 +336,28 @@ impl ControlLoop {
                 message,
                 connection: true,
                 ..
-            } => self.on_connection_lost(peer, &ConnectionError::new(code, message)),
+            } => {
+                self.on_connection_lost(peer, &ConnectionError::new(code, message));
+            }
             Msg::OpenOk { .. }
             | Msg::OpenPending { .. }
             | Msg::Reject { .. }
             | Msg::Progress { .. }
-            | Msg::Final { .. } => self
-                .decode
-                .on_answer(&mut self.ctx, &mut self.comms, peer, msg),
+            | Msg::Final { .. } => self.decode.on_answer(ctx, peer, msg),
             Msg::CommOpen { .. }
             | Msg::CommId { .. }
             | Msg::CommEnd { .. }
             | Msg::SlabRead { .. }
             | Msg::SlabSend { .. }
-            | Msg::SlabStale { .. } => self.comms.on_message(&mut self.ctx, peer, msg),
+            | Msg::SlabStale { .. } => ctx.on_comm_message(peer, msg),
             Msg::Challenge { .. }
             | Msg::Hello(_)
             | Msg::Read { .. }
             | Msg::Data { .. }
             | Msg::DataEnd { .. }
             | Msg::Stale { .. } => {
-                let err = ConnectionError::new(
-                    ReasonCode::TransportBroken,
-                    format!("{} on a control connection", msg.name()),
-                );
+                let err =
+                    ConnectionError::broken(format!("{} on a control connection", msg.name()));
                 self.on_connection_lost(peer, &err);
             }
         }
@@ -405,20 +369,11 @@ impl ControlLoop {
             return;
         };
         tracing::warn!(peer = %conn.peer.addr, incarnation = %conn.peer.inc, code = %err.code, why = %err.why, rooms = conn.rooms.len(), "link lost");
-        if matches!(err.code, ReasonCode::Auth | ReasonCode::TransportBroken) {
+        let is_bad = matches!(err.code, ReasonCode::Auth | ReasonCode::TransportBroken);
+        if is_bad {
             // Send the reason after the queued frames. The peer may have closed already.
-            let refusal = Msg::Reject {
-                room: 0,
-                attempt: 0,
-                code: err.code,
-                message: clipped(&err.why),
-                retry_after_ms: 0,
-                connection: true,
-            };
-            let _ = conn.tasks.outbox.put(OutgoingMessage {
-                msg: refusal,
-                flip: false,
-            });
+            let msg = Msg::connection_refusal(err.code, &err.why);
+            let _ = conn.tasks.outbox.put(OutgoingMessage { msg, flip: false });
             conn.tasks.stop_reading();
         } else {
             conn.tasks.cut();
@@ -426,30 +381,26 @@ impl ControlLoop {
         {
             let mut stats = self.ctx.shared.stats.lock();
             stats.links_lost += 1;
-            stats.bad_frames += u64::from(matches!(
-                err.code,
-                ReasonCode::Auth | ReasonCode::TransportBroken
-            ));
+            stats.bad_frames += u64::from(is_bad);
         }
         self.ctx.shared.gauges.lock().peers.remove(&peer);
         self.ctx.timers.set(&NodeTimer::Heartbeat(peer), None);
         self.prefill.forget_opens_of(peer);
         if let Some(key) = &conn.key {
-            self.decode.connection_down(&mut self.ctx, key);
+            self.decode.connection_down(&self.ctx, key);
         }
+        let (ctx, code) = (&mut self.ctx, err.code);
         for (side, room) in conn.rooms {
             match side {
-                RoomSide::Prefill => self
-                    .prefill
-                    .on_peer_gone(&mut self.ctx, peer, room, err.code),
-                RoomSide::Decode => {
-                    self.decode
-                        .on_peer_gone(&mut self.ctx, &mut self.comms, peer, room, err.code)
+                RoomSide::Prefill => {
+                    self.prefill
+                        .step(ctx, room, PrefillEvent::PeerGone { peer, code });
                 }
+                RoomSide::Decode => self.decode.on_peer_gone(ctx, peer, room, code),
             }
         }
         // After the rooms: they end with the reason of the connection, not of its communicator.
-        self.comms.on_peer_gone(&mut self.ctx, peer, &err.why);
+        self.ctx.end_comms_of(peer, &err.why);
         if let Some(remote) = conn.remote.filter(|remote| remote.device().is_some()) {
             self.ctx.copy_threads.submit(CopyJob::Close(remote));
         }
@@ -467,11 +418,9 @@ impl ControlLoop {
         if conn.key.is_none() && conn.tasks.outbox.backlog.is_full() {
             conn.last_seen = now; // its heartbeats stay unread; the writing task ends a connection that takes no byte
         }
-        if now.saturating_sub(conn.last_seen) >= MISSED_HEARTBEATS * every {
-            let why = format!(
-                "no message for {} ms ({MISSED_HEARTBEATS} heartbeats)",
-                now.saturating_sub(conn.last_seen)
-            );
+        let silent_ms = now.saturating_sub(conn.last_seen);
+        if silent_ms >= MISSED_HEARTBEATS * every {
+            let why = format!("no message for {silent_ms} ms ({MISSED_HEARTBEATS} heartbeats)");
             return self.on_connection_lost(peer, &ConnectionError::new(ReasonCode::PeerDead, why));
         }
         conn.seq += 1;
@@ -483,9 +432,14 @@ impl ControlLoop {
         self.ctx
             .timers
             .set(&NodeTimer::Heartbeat(peer), Some(now + every));
-        let mut lists = rooms.chunks(MAX_HEARTBEAT_ROOMS);
-        let mut rooms = lists.next().unwrap_or_default().to_vec();
-        loop {
+        let lists = rooms.chunks(MAX_HEARTBEAT_ROOMS).map(<[u64]>::to_vec);
+        let lists: Vec<_> = lists.collect();
+        let lists = if lists.is_empty() {
+            vec![vec![]]
+        } else {
+            lists
+        };
+        for rooms in lists {
             let beat = Msg::Heartbeat {
                 inc: self.ctx.identity.hello.inc.clone(),
                 seq,
@@ -495,8 +449,6 @@ impl ControlLoop {
                 busy,
             };
             self.ctx.send(peer, beat);
-            let Some(more) = lists.next() else { break };
-            rooms = more.to_vec();
         }
     }
 
@@ -513,31 +465,29 @@ impl ControlLoop {
         if still_ms < limit {
             return;
         }
-        let rooms: Vec<u64> = conn
+        let decoding = conn
             .rooms
             .iter()
-            .filter(|(side, _)| *side == RoomSide::Decode)
-            .map(|&(_, room)| room)
-            .collect();
+            .filter(|(side, _)| *side == RoomSide::Decode);
+        let rooms: Vec<u64> = decoding.map(|&(_, room)| room).collect();
         tracing::warn!(peer = %conn.peer.addr, still_ms, rooms = rooms.len(), "the peer's engine stands still");
         for room in rooms {
-            self.decode
-                .on_peer_stalled(&mut self.ctx, &mut self.comms, peer, room, still_ms);
+            let why = format!("the prefill rank's engine has made no progress for {still_ms} ms");
+            let event = DecodeEvent::PeerStalled { peer, why };
+            self.decode.step(&mut self.ctx, room, event);
         }
     }
 
     // ---- bootstrap ----
 
     fn registration(&self) -> RankRegistration {
-        let host = self
-            .ctx
-            .config
-            .advertise_host
-            .as_ref()
-            .unwrap_or(&self.ctx.config.host);
-        let unspecified = host
-            .parse::<std::net::IpAddr>()
-            .is_ok_and(|ip| ip.is_unspecified());
+        let (config, hello) = (&self.ctx.config, &self.ctx.identity.hello);
+        let host = config.advertise_host.as_ref().unwrap_or(&config.host);
+        let ip = host.parse::<std::net::IpAddr>();
+        let host = match ip {
+            Ok(ip) if ip.is_unspecified() => String::new(),
+            _ => host.clone(),
+        };
         RankRegistration {
             role: "Prefill".into(),
             attn_tp_size: 1,
@@ -546,20 +496,16 @@ impl ControlLoop {
             attn_dp_rank: 0,
             pp_size: 1,
             pp_rank: 0,
-            system_dp_size: self.ctx.config.dp_size,
-            system_dp_rank: self.ctx.config.dp_rank,
-            rank_ip: if unspecified {
-                String::new()
-            } else {
-                host.clone()
-            },
+            system_dp_size: config.dp_size,
+            system_dp_rank: config.dp_rank,
+            rank_ip: host,
             rank_port: self.port,
-            instance_id: self.ctx.identity.hello.inc.clone(),
+            instance_id: hello.inc.clone(),
             owner: uuid(),
             proto_ver: crate::protocol::VERSION,
-            transports: self.ctx.identity.hello.transports.clone(),
-            layout_hash: self.ctx.identity.hello.layout_hash.clone(),
-            layout: serde_json::to_value(&self.ctx.config.layout).unwrap_or_default(),
+            transports: hello.transports.clone(),
+            layout_hash: hello.layout_hash.clone(),
+            layout: serde_json::to_value(&config.layout).unwrap_or_default(),
             pool_pages: self.ctx.pool.num_pages() as u64,
         }
     }
@@ -578,14 +524,8 @@ impl ControlLoop {
             let answer = register_until(&client, &registration, timeout).await;
             let registered = answer.is_ok();
             let _ = reply.send(answer); // the caller gave up
-            if !registered
-                || internal
-                    .send(LoopMessage::Registered(Box::new((
-                        client.clone(),
-                        registration.clone(),
-                    ))))
-                    .is_err()
-            {
+            let known = Box::new((client.clone(), registration.clone()));
+            if !registered || internal.send(LoopMessage::Registered(known)).is_err() {
                 return;
             }
             let mut known = true;

@@ -52,11 +52,12 @@ use crate::protocol::{
     Channel, Hello, MAX_PAYLOAD_BYTES, MAX_PROMPT_HASH_BYTES, MIN_VERSION, VERSION,
 };
 use crate::reason_code::ReasonCode;
-use crate::state_machine::prefill::PrefillOutput;
+use crate::state_machine::decode::DecodeEvent;
+use crate::state_machine::prefill::{PrefillEvent, PrefillOutput};
 use crate::transport::communicator::CommBackend;
 use crate::transport::copy_threads::panic_text;
 use crate::transport::shm;
-use command::{EngineCommand, OpenRequest};
+use command::{EngineCommand, OfferRequest, OpenRequest};
 use context::{SharedState, uuid};
 use control_loop::{ControlLoop, Listeners, PoolShare};
 use records::events::{ClaimError, EventQueue};
@@ -123,19 +124,7 @@ impl TransferNode {
         if config.fault.is_some() {
             tracing::warn!("fault injection is on: this node breaks things on purpose");
         }
-        let start = |what: &str, source| NodeError::Start {
-            what: what.into(),
-            source,
-        };
-        let listener = TcpListener::bind((config.host.as_str(), config.port))
-            .map_err(|err| start(&format!("listen on {}:{}", config.host, config.port), err))?;
-        listener
-            .set_nonblocking(true)
-            .map_err(|err| start("listen", err))?;
-        let port = listener
-            .local_addr()
-            .map_err(|err| start("listen", err))?
-            .port();
+        let (listener, port) = listen(&config)?;
         let incarnation = uuid();
         let shm_socket = format!("baton-kv-{incarnation}");
         let shm_token: [u8; shm::TOKEN_BYTES] = rand::random();
@@ -145,38 +134,35 @@ impl TransferNode {
             None
         });
         if config.transports.is_empty() {
-            return Err(start(
-                "the only transport allowed",
-                std::io::Error::other("it does not work here, see the log"),
-            ));
+            let why = std::io::Error::other("it does not work here, see the log");
+            return Err(cannot_start("the only transport allowed", why));
         }
+        let transports = config.transports.iter().map(|t| t.as_str().to_owned());
+        let hello = Hello {
+            ver: VERSION,
+            min_ver: MIN_VERSION,
+            channel: Channel::Control,
+            nonce: vec![],
+            inc: incarnation.clone(),
+            expected_inc: None,
+            addr: format!("{}:{port}", config.host),
+            boot_id: shm::boot_id(),
+            network_namespace: shm::network_namespace(),
+            transports: transports.collect(),
+            layout_hash: config.layout_hash(),
+            num_pages: pool.num_pages() as u64,
+            page_bytes: pool.page_bytes() as u64,
+            sums: pool.sum_kind().as_str().to_owned(),
+            shm_socket,
+            shm_token: shm_token.to_vec(),
+        };
         let identity = Arc::new(Identity {
             cluster_keys: config.cluster_keys(),
-            hello: Hello {
-                ver: VERSION,
-                min_ver: MIN_VERSION,
-                channel: Channel::Control,
-                nonce: vec![],
-                inc: incarnation.clone(),
-                expected_inc: None,
-                addr: format!("{}:{port}", config.host),
-                boot_id: shm::boot_id(),
-                network_namespace: shm::network_namespace(),
-                transports: config
-                    .transports
-                    .iter()
-                    .map(|t| t.as_str().to_owned())
-                    .collect(),
-                layout_hash: config.layout_hash(),
-                num_pages: pool.num_pages() as u64,
-                page_bytes: pool.page_bytes() as u64,
-                sums: pool.sum_kind().as_str().to_owned(),
-                shm_socket,
-                shm_token: shm_token.to_vec(),
-            },
+            hello,
         });
+        let events = EventQueue::new(config.max_rooms);
         let shared = Arc::new(SharedState {
-            events: EventQueue::new(config.max_rooms).map_err(|err| start("eventfd", err))?,
+            events: events.map_err(|err| cannot_start("eventfd", err))?,
             stats: Mutex::default(),
             history: Mutex::default(),
             gauges: Mutex::default(),
@@ -186,31 +172,13 @@ impl TransferNode {
             bad_stream_frames: Arc::default(),
             started: Instant::now(),
         });
-        let runtime = tokio::runtime::Builder::new_current_thread()
-            .enable_all()
-            .build()
-            .map_err(|err| start("runtime", err))?;
         let (commands, inbox) = mpsc::channel(config.limits().commands);
-        let control_loop = ControlLoop::new(
-            config,
-            shared.clone(),
-            pool.clone(),
-            identity,
-            port,
-            backend,
-        )
-        .map_err(|err| start("threads", err))?;
         let listeners = Listeners {
             control: listener,
             local,
         };
-        let thread = std::thread::Builder::new()
-            .name("kv-control".into())
-            .spawn({
-                let shared = shared.clone();
-                move || control_thread(&shared, runtime, control_loop, listeners, inbox)
-            })
-            .map_err(|err| start("thread", err))?;
+        let parts = (shared.clone(), pool.clone());
+        let thread = start_thread(config, parts, identity, (port, listeners), backend, inbox)?;
         Ok(Self {
             shared,
             pool,
@@ -276,27 +244,24 @@ impl TransferNode {
         deadline_ms: u64,
     ) -> Result<(), NodeError> {
         check_size("prompt_hash", prompt_hash.len(), MAX_PROMPT_HASH_BYTES)?;
-        self.claim(
-            RoomSide::Prefill,
-            room,
-            EngineCommand::Offer {
-                room,
-                attempt,
-                prompt_hash: prompt_hash.to_vec(),
-                deadline_ms,
-            },
-        )
+        let request = OfferRequest {
+            attempt,
+            prompt_hash: prompt_hash.to_vec(),
+            deadline_ms,
+        };
+        self.claim(RoomSide::Prefill, room, EngineCommand::Offer(room, request))
     }
 
     /// P: prompt pages [first_page, first_page + n) are final. Seals them now; checksums and PROGRESS follow on other threads.
     pub fn publish(&self, room: u64, first_page: u32, pages: &[u8]) -> Result<(), NodeError> {
         let pages = self.pool.check_pages(pages)?;
         let generations = self.pool.seal(&pages);
-        self.command(EngineCommand::Publish {
+        let pages = pages.into_iter().zip(generations).collect();
+        let first = first_page;
+        self.command(EngineCommand::Prefill(
             room,
-            first: first_page,
-            pages: pages.into_iter().zip(generations).collect(),
-        })
+            PrefillEvent::Publish { first, pages },
+        ))
     }
 
     /// P: finish prefill; the lease starts.
@@ -308,14 +273,12 @@ impl TransferNode {
         payload: Vec<u8>,
     ) -> Result<(), NodeError> {
         check_size("payload", payload.len(), MAX_PAYLOAD_BYTES)?;
-        self.command(EngineCommand::Finish {
-            room,
-            finish: PrefillOutput {
-                total_pages,
-                last_page_tokens,
-                payload,
-            },
-        })
+        let output = PrefillOutput {
+            total_pages,
+            last_page_tokens,
+            payload,
+        };
+        self.command(EngineCommand::Prefill(room, PrefillEvent::Finish(output)))
     }
 
     /// D: fetch the prompt of `room` from the prefill rank behind this bootstrap address. `prefill_dp_rank` < 0: room mod its dp size.
@@ -342,33 +305,28 @@ impl TransferNode {
             prompt_hash: prompt_hash.to_vec(),
             deadline_ms,
         };
-        self.claim(
-            RoomSide::Decode,
-            room,
-            EngineCommand::Open { room, request },
-        )
+        self.claim(RoomSide::Decode, room, EngineCommand::Open(room, request))
     }
 
     /// D: the prompt's pages before `start_page` are here; all others go to `dst_pages`.
     pub fn grant(&self, room: u64, start_page: u32, dst_pages: &[u8]) -> Result<(), NodeError> {
         let pages = self.pool.check_pages(dst_pages)?;
-        self.command(EngineCommand::Grant {
+        self.command(EngineCommand::Decode(
             room,
-            start_page,
-            pages,
-        })
+            DecodeEvent::Grant { start_page, pages },
+        ))
     }
 
     /// D: revoke the grant. `poll` answers with `Revoked`, or with `Announced`: then it stays, because P holds pages for the room.
     pub fn revoke(&self, room: u64) -> Result<(), NodeError> {
-        self.command(EngineCommand::Revoke { room })
+        self.command(EngineCommand::Decode(room, DecodeEvent::Revoke))
     }
 
     /// Abort a room on either side; idempotent. The end is reported by `poll`.
     pub fn abort(&self, room: u64, code: &str) -> Result<(), NodeError> {
         let code =
             ReasonCode::parse(code).ok_or_else(|| NodeError::UnknownCode(code.to_owned()))?;
-        self.command(EngineCommand::Abort { room, code })
+        self.command(EngineCommand::Abort(room, code))
     }
 
     /// Up to `max` events. Each call counts as progress of the engine, which HEARTBEAT reports to peers.
@@ -447,6 +405,43 @@ impl Drop for TransferNode {
     fn drop(&mut self) {
         self.close();
     }
+}
+
+fn cannot_start(what: &str, source: std::io::Error) -> NodeError {
+    let what = what.into();
+    NodeError::Start { what, source }
+}
+
+fn listen(config: &NodeConfig) -> Result<(TcpListener, u16), NodeError> {
+    let (host, port) = (config.host.as_str(), config.port);
+    let listener = TcpListener::bind((host, port))
+        .map_err(|err| cannot_start(&format!("listen on {host}:{port}"), err))?;
+    let port = listener
+        .set_nonblocking(true)
+        .and_then(|()| listener.local_addr());
+    let port = port.map_err(|err| cannot_start("listen", err))?.port();
+    Ok((listener, port))
+}
+
+/// Start the control thread.
+fn start_thread(
+    config: NodeConfig,
+    (shared, pool): (Arc<SharedState>, Arc<KvPool>),
+    identity: Arc<Identity>,
+    (port, listeners): (u16, Listeners),
+    backend: Option<Arc<dyn CommBackend>>,
+    inbox: mpsc::Receiver<EngineCommand>,
+) -> Result<JoinHandle<()>, NodeError> {
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .build()
+        .map_err(|err| cannot_start("runtime", err))?;
+    let control_loop = ControlLoop::new(config, shared.clone(), pool, identity, port, backend)
+        .map_err(|err| cannot_start("threads", err))?;
+    std::thread::Builder::new()
+        .name("kv-control".into())
+        .spawn(move || control_thread(&shared, runtime, control_loop, listeners, inbox))
+        .map_err(|err| cannot_start("thread", err))
 }
 
 /// Listen for processes of this host that map the pool. `None`: no transport needs it.

@@ -2,6 +2,7 @@
 
 use std::collections::{HashMap, VecDeque};
 
+use super::command::OfferRequest;
 use super::config::NodeLimits;
 use super::context::{NodeContext, NodeTimer};
 use super::records::events::NodeEvent;
@@ -38,10 +39,20 @@ impl PrefillEntry {
     }
 }
 
+/// Room and attempt of a decode rank.
+#[derive(Clone, Copy)]
+struct RoomOf {
+    peer: ConnectionId,
+    room: u64,
+    attempt: u32,
+}
+
 /// Fields of an OPEN.
 pub(super) struct OpenMessage {
     pub room: u64,
     pub attempt: u32,
+    pub p_inc_expected: String,
+    pub layout_hash: String,
     pub prompt_hash: Vec<u8>,
     pub start_page: u32,
     pub deadline_ms: u64,
@@ -84,37 +95,26 @@ impl PrefillSide {
         self.pending_opens.drop_peer(peer, None);
     }
 
-    pub fn offer(
-        &mut self,
-        ctx: &mut NodeContext,
-        room: u64,
-        attempt: u32,
-        prompt_hash: Vec<u8>,
-        deadline_ms: u64,
-    ) {
+    pub fn offer(&mut self, ctx: &mut NodeContext, room: u64, request: OfferRequest) {
+        let OfferRequest {
+            attempt,
+            prompt_hash,
+            deadline_ms,
+        } = request;
         let deadline = ctx.now().saturating_add(deadline_ms);
         let machine = PrefillRoom::new(attempt, prompt_hash, deadline, ctx.config.lease_ms);
         self.ended_rooms.forget(room);
-        ctx.record(
-            ctx.record_of(
-                RoomSide::Prefill,
-                room,
-                attempt,
-                machine.phase.name(),
-                "offered".into(),
-            ),
-            false,
-        );
+        let state = machine.phase.name();
+        let record = ctx.record_of(RoomSide::Prefill, room, attempt, state, "offered".into());
+        ctx.record(record, false);
         ctx.timers
             .set(&NodeTimer::Prefill(room), machine.next_due());
-        self.rooms.insert(
-            room,
-            PrefillEntry {
-                room: machine,
-                hashing: false,
-                to_hash: VecDeque::new(),
-            },
-        );
+        let entry = PrefillEntry {
+            room: machine,
+            hashing: false,
+            to_hash: VecDeque::new(),
+        };
+        self.rooms.insert(room, entry);
         if let Some(open) = self.pending_opens.take(room) {
             self.set_pending_timer(ctx);
             let PendingOpen {
@@ -124,31 +124,14 @@ impl PrefillSide {
                 start_page,
                 ..
             } = open;
-            self.step(
-                ctx,
-                room,
-                PrefillEvent::Open {
-                    peer,
-                    attempt,
-                    prompt_hash,
-                    start_page,
-                },
-            );
+            let event = PrefillEvent::Open {
+                peer,
+                attempt,
+                prompt_hash,
+                start_page,
+            };
+            self.step(ctx, room, event);
         }
-    }
-
-    pub fn publish(
-        &mut self,
-        ctx: &mut NodeContext,
-        room: u64,
-        first: u32,
-        pages: Vec<(u32, u64)>,
-    ) {
-        self.step(ctx, room, PrefillEvent::Publish { first, pages });
-    }
-
-    pub fn finish(&mut self, ctx: &mut NodeContext, room: u64, finish: PrefillOutput) {
-        self.step(ctx, room, PrefillEvent::Finish(finish));
     }
 
     /// Abort a room, perhaps before its offer: then a waiting decode rank is refused at once.
@@ -156,24 +139,23 @@ impl PrefillSide {
         if self.rooms.contains_key(&room) {
             return self.step(ctx, room, PrefillEvent::Abort(code));
         }
-        if let Some(open) = self.pending_opens.take(room) {
+        if let Some(PendingOpen { peer, attempt, .. }) = self.pending_opens.take(room) {
             self.set_pending_timer(ctx);
-            self.reject(
+            let why = "the prefill node refused the request";
+            reject(
                 ctx,
-                open.peer,
-                room,
-                open.attempt,
+                RoomOf {
+                    peer,
+                    room,
+                    attempt,
+                },
                 code,
-                "the prefill node refused the request",
+                why,
             );
         }
         if self.ended_rooms.get(room, 0).is_none() {
             self.ended_rooms.add(room, EVERY_ATTEMPT, code);
         }
-    }
-
-    pub fn tick(&mut self, ctx: &mut NodeContext, room: u64) {
-        self.step(ctx, room, PrefillEvent::Tick);
     }
 
     pub fn on_hashed(&mut self, ctx: &mut NodeContext, room: u64, sums: Vec<(u32, PageDigest)>) {
@@ -198,96 +180,71 @@ impl PrefillSide {
         ctx.copy_threads.submit(CopyJob::Hash { room, pages });
     }
 
-    pub fn on_open(
-        &mut self,
-        ctx: &mut NodeContext,
-        peer: ConnectionId,
-        open: OpenMessage,
-        inc_expected: &str,
-        layout_hash: &str,
-    ) {
+    pub fn on_open(&mut self, ctx: &mut NodeContext, peer: ConnectionId, open: OpenMessage) {
         ctx.shared.stats.lock().opens_received += 1;
-        let OpenMessage { room, attempt, .. } = open;
+        let (room, attempt) = (open.room, open.attempt);
         let own = &ctx.identity.hello;
-        if inc_expected != own.inc {
+        let refusal = if open.p_inc_expected != own.inc {
             let why = format!("this is incarnation {}", own.inc);
-            return self.reject(ctx, peer, room, attempt, ReasonCode::PeerRestarted, &why);
-        }
-        if layout_hash != own.layout_hash {
+            Some((ReasonCode::PeerRestarted, why))
+        } else if open.layout_hash != own.layout_hash {
             let why = format!(
-                "page layout {layout_hash} of the decode node, {} here: model, dtype, page size and heads must agree",
-                own.layout_hash
+                "page layout {} of the decode node, {} here: model, dtype, page size and heads must agree",
+                open.layout_hash, own.layout_hash
             );
-            return self.reject(ctx, peer, room, attempt, ReasonCode::LayoutMismatch, &why);
-        }
-        if self.rooms.contains_key(&room) {
+            Some((ReasonCode::LayoutMismatch, why))
+        } else if self.rooms.contains_key(&room) {
             let OpenMessage {
                 prompt_hash,
                 start_page,
                 ..
             } = open;
-            return self.step(
+            let event = PrefillEvent::Open {
+                peer,
+                attempt,
+                prompt_hash,
+                start_page,
+            };
+            return self.step(ctx, room, event);
+        } else if let Some(code) = self.ended_rooms.get(room, attempt) {
+            Some((code, "the room is over on the prefill node".into()))
+        } else if self.is_draining {
+            let why = "the prefill node takes no new requests";
+            Some((ReasonCode::Draining, why.into()))
+        } else {
+            return self.keep_pending(ctx, peer, open);
+        };
+        if let Some((code, why)) = refusal {
+            reject(
                 ctx,
-                room,
-                PrefillEvent::Open {
+                RoomOf {
                     peer,
+                    room,
                     attempt,
-                    prompt_hash,
-                    start_page,
                 },
-            );
-        }
-        if let Some(code) = self.ended_rooms.get(room, attempt) {
-            return self.reject(
-                ctx,
-                peer,
-                room,
-                attempt,
                 code,
-                "the room is over on the prefill node",
+                &why,
             );
         }
-        if self.is_draining {
-            return self.reject(
-                ctx,
-                peer,
-                room,
-                attempt,
-                ReasonCode::Draining,
-                "the prefill node takes no new requests",
-            );
-        }
-        self.keep_pending(ctx, peer, open);
     }
 
     fn keep_pending(&mut self, ctx: &mut NodeContext, peer: ConnectionId, open: OpenMessage) {
-        let OpenMessage {
-            room,
-            attempt,
-            prompt_hash,
-            start_page,
-            deadline_ms,
-        } = open;
-        let ttl_ms = ctx.config.park_ttl_ms.min(deadline_ms);
+        let (room, attempt) = (open.room, open.attempt);
+        let ttl_ms = ctx.config.park_ttl_ms.min(open.deadline_ms);
         let open = PendingOpen {
             peer,
             attempt,
-            prompt_hash,
-            start_page,
+            prompt_hash: open.prompt_hash,
+            start_page: open.start_page,
             until: ctx.now() + ttl_ms,
         };
-        match self.pending_opens.add(room, open) {
+        let (code, why) = match self.pending_opens.add(room, open) {
             Ok(()) => {
                 ctx.shared.stats.lock().opens_parked += 1;
-                ctx.note(ctx.record_of(
-                    RoomSide::Prefill,
-                    room,
-                    attempt,
-                    "PARKED",
-                    format!("OPEN before the request, kept {ttl_ms} ms"),
-                ));
+                let note = format!("OPEN before the request, kept {ttl_ms} ms");
+                ctx.note(ctx.record_of(RoomSide::Prefill, room, attempt, "PARKED", note));
                 self.set_pending_timer(ctx);
-                ctx.send(
+                return ctx.send(
                     peer,
                     Msg::OpenPending {
                         room,
@@ -296,93 +253,54 @@ impl PrefillSide {
                     },
                 );
             }
-            Err(PendingOpenError::Full | PendingOpenError::PeerFull) => self.reject(
-                ctx,
-                peer,
-                room,
-                attempt,
+            Err(PendingOpenError::Full | PendingOpenError::PeerFull) => (
                 ReasonCode::NoCapacity,
                 "too many OPENs wait for their requests",
             ),
-            Err(PendingOpenError::Duplicate) => self.reject(
-                ctx,
-                peer,
-                room,
-                attempt,
+            Err(PendingOpenError::Duplicate) => (
                 ReasonCode::DupRoom,
                 "another decode rank waits for this room",
             ),
-        }
+        };
+        reject(
+            ctx,
+            RoomOf {
+                peer,
+                room,
+                attempt,
+            },
+            code,
+            why,
+        );
     }
 
     pub fn expire_pending_opens(&mut self, ctx: &mut NodeContext, now: u64) {
-        for (room, open) in self.pending_opens.expire(now) {
-            self.reject(
+        for (room, PendingOpen { peer, attempt, .. }) in self.pending_opens.expire(now) {
+            let why = "the request did not arrive at the prefill node in time";
+            let code = ReasonCode::Unreachable;
+            reject(
                 ctx,
-                open.peer,
-                room,
-                open.attempt,
-                ReasonCode::Unreachable,
-                "the request did not arrive at the prefill node in time",
+                RoomOf {
+                    peer,
+                    room,
+                    attempt,
+                },
+                code,
+                why,
             );
         }
         self.set_pending_timer(ctx);
     }
 
     fn set_pending_timer(&mut self, ctx: &mut NodeContext) {
-        ctx.timers
-            .set(&NodeTimer::PendingOpens, self.pending_opens.next_due());
-    }
-
-    fn reject(
-        &mut self,
-        ctx: &mut NodeContext,
-        peer: ConnectionId,
-        room: u64,
-        attempt: u32,
-        code: ReasonCode,
-        why: &str,
-    ) {
-        {
-            let mut stats = ctx.shared.stats.lock();
-            stats.opens_rejected += 1;
-            *stats.rejects.entry(code.as_str()).or_default() += 1;
-        }
-        ctx.note(ctx.record_of(
-            RoomSide::Prefill,
-            room,
-            attempt,
-            "REJECT",
-            format!("{code}: {why}"),
-        ));
-        let retry_after_ms = if code == ReasonCode::NoCapacity {
-            RETRY_AFTER_MS
-        } else {
-            0
-        };
-        ctx.send(
-            peer,
-            Msg::Reject {
-                room,
-                attempt,
-                code,
-                message: clipped(why),
-                retry_after_ms,
-                connection: false,
-            },
-        );
-    }
-
-    pub fn on_done(&mut self, ctx: &mut NodeContext, peer: ConnectionId, room: u64, attempt: u32) {
-        self.step(ctx, room, PrefillEvent::Done { peer, attempt });
+        let due = self.pending_opens.next_due();
+        ctx.timers.set(&NodeTimer::PendingOpens, due);
     }
 
     pub fn on_peer_abort(
         &mut self,
         ctx: &mut NodeContext,
-        peer: ConnectionId,
-        room: u64,
-        attempt: u32,
+        (peer, room, attempt): (ConnectionId, u64, u32),
         code: ReasonCode,
     ) {
         self.pending_opens.drop_peer(peer, Some(room));
@@ -398,64 +316,48 @@ impl PrefillSide {
         );
     }
 
-    pub fn on_peer_gone(
-        &mut self,
-        ctx: &mut NodeContext,
-        peer: ConnectionId,
-        room: u64,
-        code: ReasonCode,
-    ) {
-        self.step(ctx, room, PrefillEvent::PeerGone { peer, code });
-    }
-
     pub fn renew(&mut self, ctx: &mut NodeContext, peer: ConnectionId, rooms: &[u64]) {
         for &room in rooms {
             self.step(ctx, room, PrefillEvent::Renew { peer });
         }
     }
 
-    /// The only place where a prefill room changes.
-    fn step(&mut self, ctx: &mut NodeContext, room: u64, event: PrefillEvent) {
+    /// The only place where a prefill room changes. Calls and messages for a room that is over are ignored.
+    pub fn step(&mut self, ctx: &mut NodeContext, room: u64, event: PrefillEvent) {
         let now = ctx.now();
         let Some(entry) = self.rooms.get_mut(&room) else {
             return;
-        }; // over: late messages and calls are expected
+        };
         let before = entry.room.phase.name();
         let by_engine = matches!(
             event,
             PrefillEvent::Publish { .. } | PrefillEvent::Finish(_)
         );
-        match entry.room.step(event, now) {
-            Ok(actions) => {
-                let (phase, attempt, (published, _)) = (
-                    entry.room.phase.clone(),
-                    entry.room.attempt,
-                    entry.room.progress(),
-                );
-                let due = entry.room.next_due();
-                if phase.name() != before {
-                    let note = match &phase {
-                        PrefillPhase::Aborted(code) => code.to_string(),
-                        PrefillPhase::Leased { .. } => format!("{published} pages"),
-                        _ => String::new(),
-                    };
-                    ctx.record(
-                        ctx.record_of(RoomSide::Prefill, room, attempt, phase.name(), note),
-                        phase.is_over(),
-                    );
-                }
-                ctx.timers.set(&NodeTimer::Prefill(room), due);
-                for action in actions {
-                    self.act(ctx, room, attempt, action);
-                }
-            }
+        let actions = match entry.room.step(event, now) {
+            Ok(actions) => actions,
             Err(invalid) => {
                 ctx.report_invalid_transition(RoomSide::Prefill, room, &invalid);
                 if by_engine {
                     // The room cannot be completed any more: end it on both sides now instead of at its deadline.
                     self.step(ctx, room, PrefillEvent::Abort(ReasonCode::TransportBroken));
                 }
+                return;
             }
+        };
+        let (phase, attempt) = (&entry.room.phase, entry.room.attempt);
+        if phase.name() != before {
+            let note = match phase {
+                PrefillPhase::Aborted(code) => code.to_string(),
+                PrefillPhase::Leased { .. } => format!("{} pages", entry.room.progress().0),
+                _ => String::new(),
+            };
+            let record = ctx.record_of(RoomSide::Prefill, room, attempt, phase.name(), note);
+            ctx.record(record, phase.is_over());
+        }
+        ctx.timers
+            .set(&NodeTimer::Prefill(room), entry.room.next_due());
+        for action in actions {
+            self.act(ctx, room, attempt, action);
         }
     }
 
@@ -481,7 +383,16 @@ impl PrefillSide {
                 );
             }
             PrefillAction::Reject { peer, code, why } => {
-                self.reject(ctx, peer, room, attempt, code, &why)
+                reject(
+                    ctx,
+                    RoomOf {
+                        peer,
+                        room,
+                        attempt,
+                    },
+                    code,
+                    &why,
+                );
             }
             PrefillAction::Progress {
                 peer,
@@ -492,20 +403,15 @@ impl PrefillSide {
                     let pages = pages.iter().map(|p| (p.page, p.generation));
                     ctx.shared.announced.announce(room, &conn.peer.inc, pages);
                 }
-                let ids = pages.iter().map(|p| p.page).collect();
-                let gens = pages.iter().map(|p| p.generation).collect();
-                let sums = pages.iter().map(|p| p.sum).collect();
-                ctx.send(
-                    peer,
-                    Msg::Progress {
-                        room,
-                        attempt,
-                        first_page,
-                        ids,
-                        gens,
-                        sums,
-                    },
-                );
+                let progress = Msg::Progress {
+                    room,
+                    attempt,
+                    first_page,
+                    ids: pages.iter().map(|p| p.page).collect(),
+                    gens: pages.iter().map(|p| p.generation).collect(),
+                    sums: pages.iter().map(|p| p.sum).collect(),
+                };
+                ctx.send(peer, progress);
             }
             PrefillAction::Final { peer, finish, root } => {
                 let PrefillOutput {
@@ -513,26 +419,26 @@ impl PrefillSide {
                     last_page_tokens,
                     payload,
                 } = finish;
+                let fin = Msg::Final {
+                    room,
+                    attempt,
+                    total_pages,
+                    last_page_tokens,
+                    root,
+                    payload,
+                };
+                ctx.send(peer, fin);
+            }
+            PrefillAction::SendAbort { peer, code } => {
                 ctx.send(
                     peer,
-                    Msg::Final {
+                    Msg::Abort {
                         room,
                         attempt,
-                        total_pages,
-                        last_page_tokens,
-                        root,
-                        payload,
+                        code,
                     },
                 );
             }
-            PrefillAction::SendAbort { peer, code } => ctx.send(
-                peer,
-                Msg::Abort {
-                    room,
-                    attempt,
-                    code,
-                },
-            ),
             PrefillAction::AckAbort { peer } => ctx.send(peer, Msg::AbortAck { room, attempt }),
             PrefillAction::ReaderLeft { peer } => {
                 ctx.shared.announced.withdraw(room);
@@ -545,19 +451,43 @@ impl PrefillSide {
     }
 
     fn released(&mut self, ctx: &mut NodeContext, room: u64, code: Option<ReasonCode>) {
-        let Some(entry) = self.rooms.remove(&room) else {
+        let Some(PrefillEntry { room: machine, .. }) = self.rooms.remove(&room) else {
             return;
         };
         ctx.shared.announced.withdraw(room);
         ctx.timers.set(&NodeTimer::Prefill(room), None);
-        ctx.detach_room(entry.room.reader(), RoomSide::Prefill, room);
-        let code_for_late = entry.room.code_after_the_end();
+        ctx.detach_room(machine.reader(), RoomSide::Prefill, room);
         self.ended_rooms
-            .add(room, entry.room.attempt, code_for_late);
+            .add(room, machine.attempt, machine.code_after_the_end());
         match code {
             None => ctx.shared.stats.lock().released_done += 1,
             Some(code) => ctx.count_failure(code),
         }
         ctx.push(NodeEvent::Released { room, code });
     }
+}
+
+fn reject(ctx: &mut NodeContext, of: RoomOf, code: ReasonCode, why: &str) {
+    let RoomOf {
+        peer,
+        room,
+        attempt,
+    } = of;
+    {
+        let mut stats = ctx.shared.stats.lock();
+        stats.opens_rejected += 1;
+        *stats.rejects.entry(code.as_str()).or_default() += 1;
+    }
+    let note = format!("{code}: {why}");
+    ctx.note(ctx.record_of(RoomSide::Prefill, room, attempt, "REJECT", note));
+    let is_full = code == ReasonCode::NoCapacity;
+    let refusal = Msg::Reject {
+        room,
+        attempt,
+        code,
+        message: clipped(why),
+        retry_after_ms: if is_full { RETRY_AFTER_MS } else { 0 },
+        connection: false,
+    };
+    ctx.send(peer, refusal);
 }

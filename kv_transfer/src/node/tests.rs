@@ -33,6 +33,8 @@ fn a_panic_of_the_control_thread_ends_every_room_and_shows_in_the_health() {
         }
     );
     assert!(!node.is_healthy() && node.stats_json().contains("by a test"));
-    let err = node.offer(3, 0, b"", 1).expect_err("the thread that would end it is dead");
+    let err = node
+        .offer(3, 0, b"", 1)
+        .expect_err("the thread that would end it is dead");
     assert!(matches!(err, NodeError::Unhealthy(_)), "{err}");
 }

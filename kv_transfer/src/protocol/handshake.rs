@@ -7,7 +7,7 @@ use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 
 use super::{
     Channel, ClusterKeys, FrameError, FrameOpener, FrameSealer, HEADER_BYTES, Handshake, Hello,
-    MAX_HELLO_BYTES, MIN_VERSION, Msg, VERSION, clipped, frame_len,
+    MAX_HELLO_BYTES, MIN_VERSION, Msg, VERSION, frame_len,
 };
 use crate::reason_code::ReasonCode;
 
@@ -33,7 +33,14 @@ impl ConnectionError {
         }
     }
 
-    fn io(err: &io::Error) -> Self {
+    /// The peer broke the protocol, or the transport does not work.
+    pub fn broken(why: impl Into<String>) -> Self {
+        Self::new(ReasonCode::TransportBroken, why)
+    }
+}
+
+impl From<io::Error> for ConnectionError {
+    fn from(err: io::Error) -> Self {
         Self::new(ReasonCode::PeerDead, err.to_string())
     }
 }
@@ -80,10 +87,7 @@ async fn read_len(
     limit: usize,
 ) -> Result<usize, ConnectionError> {
     let mut header = [0; HEADER_BYTES];
-    stream
-        .read_exact(&mut header)
-        .await
-        .map_err(|err| ConnectionError::io(&err))?;
+    stream.read_exact(&mut header).await?;
     match frame_len(header)? {
         len if len > limit => Err(ConnectionError::new(
             ReasonCode::TransportBroken,
@@ -98,10 +102,7 @@ async fn read_body(
     len: usize,
 ) -> Result<Vec<u8>, ConnectionError> {
     let mut frame = vec![0; len];
-    stream
-        .read_exact(&mut frame)
-        .await
-        .map_err(|err| ConnectionError::io(&err))?;
+    stream.read_exact(&mut frame).await?;
     Ok(frame)
 }
 
@@ -175,19 +176,13 @@ impl Identity {
                     return Err(ConnectionError::new(code, message));
                 }
                 other => {
-                    return Err(ConnectionError::new(
-                        ReasonCode::TransportBroken,
-                        format!("the peer opened with {}", other.name()),
-                    ));
+                    return Err(unexpected(&other));
                 }
             };
             let nonce: [u8; NONCE_BYTES] = rand::random();
             let hello = self.hello(channel, &nonce, expected_inc);
             let frame = self.handshake().seal_hello(&hello, &challenge);
-            stream
-                .write_all(&frame)
-                .await
-                .map_err(|err| ConnectionError::io(&err))?;
+            stream.write_all(&frame).await?;
             let respond = read_hello_frame(stream).await?;
             let peer = match self.handshake().open_hello(&respond, &nonce)? {
                 Msg::Hello(peer) => peer,
@@ -195,10 +190,7 @@ impl Identity {
                     return Err(ConnectionError::new(code, message));
                 }
                 other => {
-                    return Err(ConnectionError::new(
-                        ReasonCode::TransportBroken,
-                        format!("the peer opened with {}", other.name()),
-                    ));
+                    return Err(unexpected(&other));
                 }
             };
             check_version(&peer)?;
@@ -233,14 +225,7 @@ impl Identity {
                         ReasonCode::Auth | ReasonCode::LayoutMismatch | ReasonCode::PeerRestarted
                     ) =>
                 {
-                    let refusal = Msg::Reject {
-                        room: 0,
-                        attempt: 0,
-                        code: err.code,
-                        message: clipped(&err.why),
-                        retry_after_ms: 0,
-                        connection: true,
-                    };
+                    let refusal = Msg::connection_refusal(err.code, &err.why);
                     // The connection ends either way, and the peer may have closed it.
                     let _ = stream.write_all(&Handshake::seal_plain(&refusal)).await;
                     let _ = stream.shutdown().await;
@@ -260,10 +245,7 @@ impl Identity {
         let challenge = Msg::Challenge {
             nonce: nonce.to_vec(),
         };
-        stream
-            .write_all(&Handshake::seal_plain(&challenge))
-            .await
-            .map_err(|err| ConnectionError::io(&err))?;
+        stream.write_all(&Handshake::seal_plain(&challenge)).await?;
         let frame = read_hello_frame(stream).await?;
         let (handshake, peer) = match self.open_hello(&frame, &nonce) {
             Ok((handshake, Msg::Hello(peer))) => (handshake, peer),
@@ -275,10 +257,7 @@ impl Identity {
                 return Err(err.into());
             }
             Ok((_, other)) => {
-                return Err(ConnectionError::new(
-                    ReasonCode::TransportBroken,
-                    format!("the peer opened with {}", other.name()),
-                ));
+                return Err(unexpected(&other));
             }
         };
         check_version(&peer)?;
@@ -295,8 +274,7 @@ impl Identity {
         let hello = self.hello(peer.channel, &nonce, None);
         stream
             .write_all(&handshake.seal_hello(&hello, &peer.nonce))
-            .await
-            .map_err(|err| ConnectionError::io(&err))?;
+            .await?;
         let (sealer, opener) = handshake.establish(false, &peer.nonce, &nonce);
         Ok(OpenedConnection {
             peer,
@@ -304,6 +282,10 @@ impl Identity {
             opener,
         })
     }
+}
+
+fn unexpected(msg: &Msg) -> ConnectionError {
+    ConnectionError::broken(format!("the peer opened with {}", msg.name()))
 }
 
 fn check_version(peer: &Hello) -> Result<(), ConnectionError> {

@@ -107,17 +107,15 @@ pub struct PageDigest {
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "SCREAMING_SNAKE_CASE")]
 pub enum Msg {
     /// First frame of the responder: the nonce that the initiator's HELLO is authenticated with. It is also the nonce of the
     /// responder's own HELLO.
-    #[serde(rename = "CHALLENGE")]
     Challenge {
         #[serde(with = "serde_bytes")]
         nonce: Vec<u8>,
     },
-    #[serde(rename = "HELLO")]
     Hello(Hello),
-    #[serde(rename = "OPEN")]
     Open {
         room: u64,
         attempt: u32,
@@ -130,7 +128,6 @@ pub enum Msg {
         deadline_ms: u64,
         prio: i32,
     },
-    #[serde(rename = "OPEN_OK")]
     OpenOk {
         room: u64,
         attempt: u32,
@@ -143,7 +140,6 @@ pub enum Msg {
         ttl_ms: u64,
     },
     /// Room 0 with `connection: true` refuses the whole connection.
-    #[serde(rename = "REJECT")]
     Reject {
         room: u64,
         attempt: u32,
@@ -152,7 +148,6 @@ pub enum Msg {
         retry_after_ms: u64,
         connection: bool,
     },
-    #[serde(rename = "PROGRESS")]
     Progress {
         room: u64,
         attempt: u32,
@@ -161,7 +156,6 @@ pub enum Msg {
         gens: Vec<u64>,
         sums: Vec<u64>,
     },
-    #[serde(rename = "FINAL")]
     Final {
         room: u64,
         attempt: u32,
@@ -173,23 +167,22 @@ pub enum Msg {
         payload: Vec<u8>,
     },
     /// All pages are copied and verified; P may end the lease.
-    #[serde(rename = "DONE")]
     Done {
         room: u64,
         attempt: u32,
         bytes: u64,
         root: u64,
     },
-    #[serde(rename = "ABORT")]
     Abort {
         room: u64,
         attempt: u32,
         code: ReasonCode,
     },
-    #[serde(rename = "ABORT_ACK")]
-    AbortAck { room: u64, attempt: u32 },
+    AbortAck {
+        room: u64,
+        attempt: u32,
+    },
     /// `rooms`: live rooms shared with this peer; D's list renews P's leases.
-    #[serde(rename = "HEARTBEAT")]
     Heartbeat {
         inc: String,
         seq: u64,
@@ -202,24 +195,23 @@ pub enum Msg {
         #[serde(default)]
         busy: bool,
     },
-    #[serde(rename = "READ")]
     Read {
         ticket: u64,
         ids: Vec<u32>,
         gens: Vec<u64>,
     },
     /// `pages` pages of raw bytes follow this frame.
-    #[serde(rename = "DATA")]
     Data {
         ticket: u64,
         pages: u32,
         page_bytes: u64,
     },
     /// Follows the raw bytes; `stale` is a page whose generation changed while it was sent.
-    #[serde(rename = "DATA_END")]
-    DataEnd { ticket: u64, stale: Option<u32> },
+    DataEnd {
+        ticket: u64,
+        stale: Option<u32>,
+    },
     /// Sent instead of DATA: the page's generation has changed, or with a code: it is not leased to this decode rank.
-    #[serde(rename = "STALE")]
     Stale {
         ticket: u64,
         page: u32,
@@ -227,7 +219,6 @@ pub enum Msg {
         code: Option<ReasonCode>,
     },
     /// D requests a communicator with P; `comm` is its number on this connection, in all messages about it.
-    #[serde(rename = "COMM_OPEN")]
     CommOpen {
         comm: u64,
         transport: String,
@@ -235,21 +226,18 @@ pub enum Msg {
         pages_per_slab: u32,
     },
     /// Unique id made by P; both sides join now.
-    #[serde(rename = "COMM_ID")]
     CommId {
         comm: u64,
         #[serde(with = "serde_bytes")]
         id: Vec<u8>,
     },
     /// Either side ends the communicator. No code: it was closed to free its place.
-    #[serde(rename = "COMM_END")]
     CommEnd {
         comm: u64,
         code: Option<ReasonCode>,
         why: String,
     },
     /// D has a free slab for these pages and will receive them.
-    #[serde(rename = "SLAB_READ")]
     SlabRead {
         comm: u64,
         ticket: u64,
@@ -257,10 +245,12 @@ pub enum Msg {
         gens: Vec<u64>,
     },
     /// The pages are in P's slab; they are its `seq`-th send.
-    #[serde(rename = "SLAB_SEND")]
-    SlabSend { comm: u64, ticket: u64, seq: u64 },
+    SlabSend {
+        comm: u64,
+        ticket: u64,
+        seq: u64,
+    },
     /// Sent instead of SLAB_SEND; `code` as in STALE.
-    #[serde(rename = "SLAB_STALE")]
     SlabStale {
         comm: u64,
         ticket: u64,
@@ -306,6 +296,18 @@ impl Msg {
         }
     }
 
+    /// A REJECT of the whole connection.
+    pub fn connection_refusal(code: ReasonCode, why: &str) -> Self {
+        Msg::Reject {
+            room: 0,
+            attempt: 0,
+            code,
+            message: clipped(why),
+            retry_after_ms: 0,
+            connection: true,
+        }
+    }
+
     pub fn encode(&self) -> Vec<u8> {
         rmp_serde::to_vec_named(self).expect("our messages hold only integers, strings and bytes")
     }
@@ -322,17 +324,6 @@ impl Msg {
     }
 
     fn check(&self) -> Result<(), String> {
-        let at_most = |what: &str, n: usize, limit: usize| {
-            if n <= limit {
-                Ok(())
-            } else {
-                Err(format!("{what} is {n}, at most {limit} are accepted"))
-            }
-        };
-        let names = |names: &[&String]| {
-            let longest = names.iter().map(|name| name.len()).max();
-            at_most("name bytes", longest.unwrap_or(0), MAX_NAME_BYTES)
-        };
         match self {
             Msg::Progress {
                 first_page,
@@ -341,18 +332,10 @@ impl Msg {
                 sums,
                 ..
             } => {
-                if ids.len() != gens.len() || ids.len() != sums.len() {
-                    return Err(format!(
-                        "{} ids, {} generations, {} sums",
-                        ids.len(),
-                        gens.len(),
-                        sums.len()
-                    ));
-                }
+                check_lists(ids, gens, Some(sums))?;
                 if gens.iter().any(|g| g % 2 == 1) {
-                    return Err(
-                        "an announced page has an odd generation (it is being written)".into(),
-                    );
+                    let why = "an announced page has an odd generation (it is being written)";
+                    return Err(why.into());
                 }
                 at_most(
                     "last page",
@@ -362,9 +345,7 @@ impl Msg {
                 at_most("pages", ids.len(), MAX_PROGRESS_PAGES)
             }
             Msg::Read { ids, gens, .. } | Msg::SlabRead { ids, gens, .. } => {
-                if ids.len() != gens.len() {
-                    return Err(format!("{} ids, {} generations", ids.len(), gens.len()));
-                }
+                check_lists(ids, gens, None)?;
                 at_most("pages", ids.len(), MAX_READ_PAGES)
             }
             Msg::Open {
@@ -375,7 +356,7 @@ impl Msg {
                 layout_hash,
                 ..
             } => {
-                names(&[d_inc, p_inc_expected, layout_hash])?;
+                check_names([d_inc, p_inc_expected, layout_hash])?;
                 at_most("start_page", *start_page as usize, i32::MAX as usize)?;
                 at_most(
                     "prompt_hash bytes",
@@ -397,7 +378,7 @@ impl Msg {
                 transport,
                 ..
             } => {
-                names(&[transport])?;
+                check_names([transport])?;
                 if *slabs == 0 || *pages_per_slab == 0 {
                     return Err(format!("{slabs} slabs of {pages_per_slab} pages"));
                 }
@@ -406,27 +387,55 @@ impl Msg {
             }
             Msg::CommId { id, .. } => at_most("id bytes", id.len(), MAX_COMM_ID_BYTES),
             Msg::Heartbeat { rooms, inc, .. } => {
-                names(&[inc])?;
+                check_names([inc])?;
                 at_most("rooms", rooms.len(), MAX_HEARTBEAT_ROOMS)
             }
-            Msg::OpenOk { p_inc, .. } => names(&[p_inc]),
+            Msg::OpenOk { p_inc, .. } => check_names([p_inc]),
             Msg::Reject { message, .. } => at_most("message bytes", message.len(), MAX_TEXT_BYTES),
             Msg::CommEnd { why, .. } => at_most("reason bytes", why.len(), MAX_TEXT_BYTES),
             Msg::Challenge { nonce } => at_most("nonce bytes", nonce.len(), 64),
-            Msg::Hello(hello) => {
-                names(&[&hello.inc, &hello.addr, &hello.boot_id])?;
-                names(&[&hello.network_namespace])?;
-                names(&[&hello.layout_hash, &hello.sums])?;
-                names(&hello.expected_inc.iter().collect::<Vec<_>>())?;
-                names(&hello.transports.iter().collect::<Vec<_>>())?;
-                at_most("nonce bytes", hello.nonce.len(), 64)?;
-                at_most("token bytes", hello.shm_token.len(), 64)?;
-                at_most("transports", hello.transports.len(), 16)?;
-                at_most("socket name bytes", hello.shm_socket.len(), 100)
-            }
+            Msg::Hello(hello) => hello.check(),
             _ => Ok(()),
         }
     }
+}
+
+impl Hello {
+    fn check(&self) -> Result<(), String> {
+        let names = [
+            &self.inc,
+            &self.addr,
+            &self.boot_id,
+            &self.network_namespace,
+        ];
+        let names = names.into_iter().chain([&self.layout_hash, &self.sums]);
+        check_names(names.chain(&self.expected_inc).chain(&self.transports))?;
+        at_most("nonce bytes", self.nonce.len(), 64)?;
+        at_most("token bytes", self.shm_token.len(), 64)?;
+        at_most("transports", self.transports.len(), 16)?;
+        at_most("socket name bytes", self.shm_socket.len(), 100)
+    }
+}
+
+fn at_most(what: &str, n: usize, limit: usize) -> Result<(), String> {
+    if n <= limit {
+        return Ok(());
+    }
+    Err(format!("{what} is {n}, at most {limit} are accepted"))
+}
+
+fn check_names<'a>(names: impl IntoIterator<Item = &'a String>) -> Result<(), String> {
+    let longest = names.into_iter().map(String::len).max();
+    at_most("name bytes", longest.unwrap_or(0), MAX_NAME_BYTES)
+}
+
+fn check_lists(ids: &[u32], gens: &[u64], sums: Option<&Vec<u64>>) -> Result<(), String> {
+    let (ids, gens, sums) = (ids.len(), gens.len(), sums.map(Vec::len));
+    if ids == gens && sums.is_none_or(|sums| sums == ids) {
+        return Ok(());
+    }
+    let sums = sums.map_or(String::new(), |sums| format!(", {sums} sums"));
+    Err(format!("{ids} ids, {gens} generations{sums}"))
 }
 
 /// `text` truncated to `MAX_TEXT_BYTES`.

@@ -105,6 +105,7 @@ proptest! {
         let key: Option<&[u8]> = keyed.then_some(b"secret");
         let ((mut seal, _), (_, mut open)) = pair(key, key);
         for msg in msgs {
+            prop_assert!(msg.encode()[2..].starts_with(msg.name().as_bytes()), "one map entry, named");
             let frame = seal.seal(&msg);
             prop_assert_eq!(frame_len(frame[..4].try_into().unwrap()).unwrap(), frame.len() - 4);
             prop_assert_eq!(open.open(body(&frame)).unwrap(), msg);

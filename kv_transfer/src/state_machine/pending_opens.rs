@@ -90,13 +90,13 @@ impl PendingOpens {
 
     /// Remove the pending OPENs of a lost peer, or the one of `room`.
     pub fn drop_peer(&mut self, peer: ConnectionId, room: Option<u64>) {
-        let gone: Vec<u64> = self
+        let departed: Vec<u64> = self
             .rooms
             .iter()
             .filter(|(r, open)| open.peer == peer && room.is_none_or(|only| only == **r))
             .map(|(r, _)| *r)
             .collect();
-        for room in gone {
+        for room in departed {
             self.take(room);
         }
     }

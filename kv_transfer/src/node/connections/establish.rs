@@ -68,46 +68,22 @@ pub async fn establish(
     mapped: Option<Transport>,
     device: Option<Arc<dyn DevicePages>>,
 ) -> Result<EstablishedConnection, ConnectFailure> {
-    let route = bootstrap
-        .route(dp_rank)
-        .await
-        .map_err(|err| unreachable(&err))?;
+    let route = bootstrap.route(dp_rank).await;
+    let route = route.map_err(|err| unreachable(&err))?;
+    let mismatch = |why: String| ConnectionError::new(ReasonCode::LayoutMismatch, why);
     if route.instance_id.is_empty() {
-        return Err(ConnectionError::new(
-            ReasonCode::LayoutMismatch,
-            "the prefill rank is registered without instance_id: it does not speak this protocol",
-        )
-        .into());
+        let why =
+            "the prefill rank is registered without instance_id: it does not speak this protocol";
+        return Err(mismatch(why.into()).into());
     }
     if route.proto_ver != 0 && route.proto_ver < MIN_VERSION {
-        return Err(ConnectionError::new(
-            ReasonCode::LayoutMismatch,
-            format!(
-                "the prefill rank speaks protocol version {}, this node {MIN_VERSION} to {VERSION}",
-                route.proto_ver
-            ),
-        )
-        .into());
+        let why = format!(
+            "the prefill rank speaks protocol version {}, this node {MIN_VERSION} to {VERSION}",
+            route.proto_ver
+        );
+        return Err(mismatch(why).into());
     }
-    let target = (route.rank_ip.as_str(), route.rank_port);
-    let connect = async {
-        let addrs = resolve(target.0, target.1, bootstrap.loopback_only)
-            .await
-            .map_err(|err| unreachable(&err))?;
-        TcpStream::connect(&addrs[..])
-            .await
-            .map_err(|err| silent(format!("{}:{}: {err}", target.0, target.1)))
-    };
-    let mut stream = match tokio::time::timeout(CONNECT_TIMEOUT, connect).await {
-        Ok(Ok(stream)) => stream,
-        Ok(Err(err)) => return Err(err),
-        Err(_) => {
-            return Err(silent(format!(
-                "{}:{} did not accept within {CONNECT_TIMEOUT:?}",
-                target.0, target.1
-            )));
-        }
-    };
+    let mut stream = connect(&route.rank_ip, route.rank_port, bootstrap.loopback_only).await?;
     tune(&stream);
     let addr = stream
         .peer_addr()
@@ -121,7 +97,7 @@ pub async fn establish(
             "the prefill rank takes {:?} checksums, which this node does not know: update it",
             peer.sums
         );
-        return Err(ConnectionError::new(ReasonCode::LayoutMismatch, why).into());
+        return Err(mismatch(why).into());
     }
     let (remote, map_problem) = if let Some(via) = mapped
         && reaches_sockets_of(&identity.hello, peer)
@@ -142,6 +118,22 @@ pub async fn establish(
         remote,
         map_problem,
     })
+}
+
+async fn connect(host: &str, port: u16, loopback_only: bool) -> Result<TcpStream, ConnectFailure> {
+    let attempt = async {
+        let addrs = resolve(host, port, loopback_only).await;
+        let addrs = addrs.map_err(|err| unreachable(&err))?;
+        let stream = TcpStream::connect(&addrs[..]).await;
+        stream.map_err(|err| silent(format!("{host}:{port}: {err}")))
+    };
+    let late = |_| {
+        Err(silent(format!(
+            "{host}:{port} did not accept within {CONNECT_TIMEOUT:?}"
+        )))
+    };
+    let timeout = tokio::time::timeout(CONNECT_TIMEOUT, attempt);
+    timeout.await.unwrap_or_else(late)
 }
 
 /// True if this node can connect to the peer's abstract sockets. A peer of an older version names no network namespace.

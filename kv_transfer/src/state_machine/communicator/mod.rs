@@ -119,3 +119,131 @@ impl TransportBreaker {
         *self = Self::default();
     }
 }
+
+/// Event that both sides of a communicator handle alike.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub enum CommEvent {
+    /// Own thread: both ranks have joined.
+    Opened,
+    /// Own thread: an operation failed.
+    Broken(String),
+    /// COMM_END came, or the control connection is lost.
+    PeerEnded(String),
+    /// Close the communicator: no pull needs it.
+    Close,
+    /// The abort has finished: the thread has ended.
+    ThreadEnded,
+    Tick,
+}
+
+/// Action that both sides of a communicator have in common.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub enum CommAction {
+    /// Send COMM_END.
+    SendEnd(CommEnd),
+    /// Abort the communicator on a thread of its own, which reports `ThreadEnded`.
+    Abort,
+    /// The abort hangs too: count the communicator as leaked.
+    Leak,
+    /// Remove it.
+    Forget,
+}
+
+/// Phase, deadline and end of one side of a communicator.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub struct CommLife {
+    phase: CommPhase,
+    limits: SlabLimits,
+    due: Option<u64>,
+    end: Option<CommEnd>,
+}
+
+impl CommLife {
+    fn new(phase: CommPhase, limits: SlabLimits, now: u64) -> Self {
+        let due = Some(now + limits.open_ms);
+        Self {
+            phase,
+            limits,
+            due,
+            end: None,
+        }
+    }
+
+    pub fn phase(&self) -> CommPhase {
+        self.phase
+    }
+
+    pub fn next_due(&self) -> Option<u64> {
+        self.due
+    }
+
+    /// Why it ended, once it has.
+    pub fn end(&self) -> Option<&CommEnd> {
+        self.end.as_ref()
+    }
+
+    fn is_open(&self) -> bool {
+        self.phase == CommPhase::Open
+    }
+
+    /// Both ranks have joined.
+    fn opened(&mut self) {
+        if self.phase == CommPhase::Opening {
+            self.phase = CommPhase::Open;
+            self.due = None;
+        }
+    }
+
+    /// Restart the deadline of slabs in use.
+    fn progress(&mut self, is_busy: bool, now: u64) {
+        if self.is_open() {
+            self.due = is_busy.then_some(now + self.limits.op_ms);
+        }
+    }
+
+    /// Begin the abort. False: it has begun before.
+    fn fail(&mut self, end: CommEnd, now: u64) -> bool {
+        if !self.phase.is_usable() {
+            return false;
+        }
+        self.phase = CommPhase::Aborting;
+        self.due = Some(now + self.limits.abort_ms);
+        self.end = Some(end);
+        true
+    }
+
+    /// COMM_END for the other side, unless it knows.
+    fn end_notice(&self) -> Option<CommAction> {
+        let end = self
+            .end
+            .clone()
+            .filter(|end| !matches!(end, CommEnd::ByPeer(_)));
+        end.map(CommAction::SendEnd)
+    }
+
+    /// The thread has ended. False: no abort was under way.
+    fn thread_ended(&mut self) -> bool {
+        let is_aborting = matches!(self.phase, CommPhase::Aborting | CommPhase::Leaked);
+        if is_aborting {
+            self.phase = CommPhase::Over;
+            self.due = None;
+        }
+        is_aborting
+    }
+
+    /// An abort whose deadline has passed is leaked; `Err` is the phase in which another deadline passed.
+    fn tick(&mut self, now: u64) -> Result<Option<CommAction>, CommPhase> {
+        if self.due.is_none_or(|due| now < due) {
+            return Ok(None);
+        }
+        if self.phase.is_usable() {
+            return Err(self.phase);
+        }
+        self.due = None;
+        let leaks = self.phase == CommPhase::Aborting;
+        if leaks {
+            self.phase = CommPhase::Leaked;
+        }
+        Ok(leaks.then_some(CommAction::Leak))
+    }
+}

@@ -21,7 +21,7 @@ enum WireMessage {
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 enum AtP {
-    Host { told: bool },
+    Host { is_announced: bool },
     Gather(Ticket),
     Posted(Ticket),
 }
@@ -201,7 +201,7 @@ impl Relay {
     }
 
     fn act_d(&mut self, actions: Vec<ReceiverAction>) {
-        let mut revoked = vec![]; // told after the other actions, as the shell does
+        let mut revoked = vec![]; // reported after the other actions, as the I/O layer does
         for action in actions {
             match action {
                 ReceiverAction::Ask => self.to_p.push_back(WireMessage::Open),
@@ -223,15 +223,19 @@ impl Relay {
                     pages,
                     outcome,
                 } => self.pull_ended(pull, pages, &outcome),
-                ReceiverAction::SendEnd(_) => self.to_p.push_back(WireMessage::CommEnd),
-                ReceiverAction::Abort => {
+                ReceiverAction::Comm(CommAction::SendEnd(_)) => {
+                    self.to_p.push_back(WireMessage::CommEnd)
+                }
+                ReceiverAction::Comm(CommAction::Abort) => {
                     assert_eq!(self.d_thread, Thread::Running, "aborted twice");
                     self.d_thread = Thread::Aborted;
                     // What has not started never starts; a page being written is written to its end.
                     self.d_jobs.retain(|job| matches!(job, AtD::Writing { .. }));
                 }
-                ReceiverAction::Leak => assert_ne!(self.d_thread, Thread::Ended),
-                ReceiverAction::Forget => assert_eq!(self.d_thread, Thread::Ended),
+                ReceiverAction::Comm(CommAction::Leak) => assert_ne!(self.d_thread, Thread::Ended),
+                ReceiverAction::Comm(CommAction::Forget) => {
+                    assert_eq!(self.d_thread, Thread::Ended)
+                }
             }
         }
         for ticket in revoked {
@@ -282,7 +286,9 @@ impl Relay {
     fn act_p(&mut self, actions: Vec<SenderAction>) {
         for action in actions {
             match action {
-                SenderAction::Host => self.p_jobs.push_back(AtP::Host { told: false }),
+                SenderAction::Host => self.p_jobs.push_back(AtP::Host {
+                    is_announced: false,
+                }),
                 SenderAction::SendId(_) => self.to_d.push_back(WireMessage::Id),
                 SenderAction::Send { ticket, .. } => self.p_jobs.push_back(AtP::Gather(ticket)),
                 SenderAction::Announce { ticket, seq } => {
@@ -291,21 +297,29 @@ impl Relay {
                 SenderAction::SendStale { ticket, page } => {
                     self.to_d.push_back(WireMessage::Stale(ticket, page));
                 }
-                SenderAction::SendEnd(_) => self.to_d.push_back(WireMessage::CommEnd),
-                SenderAction::Abort => {
+                SenderAction::Comm(CommAction::SendEnd(_)) => {
+                    self.to_d.push_back(WireMessage::CommEnd)
+                }
+                SenderAction::Comm(CommAction::Abort) => {
                     assert_eq!(self.p_thread, Thread::Running, "aborted twice");
                     self.p_thread = Thread::Aborted;
                     self.p_jobs.clear();
                 }
-                SenderAction::Leak => assert_ne!(self.p_thread, Thread::Ended),
-                SenderAction::Forget => assert_eq!(self.p_thread, Thread::Ended),
+                SenderAction::Comm(CommAction::Leak) => assert_ne!(self.p_thread, Thread::Ended),
+                SenderAction::Comm(CommAction::Forget) => assert_eq!(self.p_thread, Thread::Ended),
             }
         }
     }
 
     fn due(&self) -> Option<u64> {
-        let p = self.sender.as_ref().and_then(SlabSender::next_due);
-        [self.receiver.next_due(), p].into_iter().flatten().min()
+        let p = self
+            .sender
+            .as_ref()
+            .and_then(|sender| sender.life().next_due());
+        [self.receiver.life().next_due(), p]
+            .into_iter()
+            .flatten()
+            .min()
     }
 
     fn transitions(&self) -> Vec<Transition> {
@@ -321,11 +335,19 @@ impl Relay {
         offer(!self.to_d.is_empty(), Transition::HearD);
         let (p, d) = (self.p_jobs.front(), self.d_jobs.front());
         offer(
-            matches!(p, Some(AtP::Host { told: false })),
+            matches!(
+                p,
+                Some(AtP::Host {
+                    is_announced: false
+                })
+            ),
             Transition::MakeId,
         );
         offer(
-            matches!((p, d), (Some(AtP::Host { told: true }), Some(AtD::Join))),
+            matches!(
+                (p, d),
+                (Some(AtP::Host { is_announced: true }), Some(AtD::Join))
+            ),
             Transition::Meet,
         );
         offer(matches!(p, Some(AtP::Gather(_))), Transition::Gather);
@@ -347,7 +369,7 @@ impl Relay {
             Transition::EndThreadD,
         );
         offer(
-            !self.p_alive && self.to_d.is_empty() && self.receiver.phase().is_usable(),
+            !self.p_alive && self.to_d.is_empty() && self.receiver.life().phase().is_usable(),
             Transition::ConnectionLost,
         );
         let quiet = transitions.is_empty();
@@ -417,14 +439,14 @@ impl Relay {
                 self.to_d.swap(0, 1);
             }
             Transition::MakeId => {
-                self.p_jobs[0] = AtP::Host { told: true };
+                self.p_jobs[0] = AtP::Host { is_announced: true };
                 self.sender(SenderEvent::Id(vec![1]));
             }
             Transition::Meet => {
                 self.p_jobs.pop_front();
                 self.d_jobs.pop_front();
-                self.sender(SenderEvent::Opened);
-                self.receiver(ReceiverEvent::Opened);
+                self.sender(SenderEvent::Comm(CommEvent::Opened));
+                self.receiver(ReceiverEvent::Comm(CommEvent::Opened));
             }
             Transition::Gather => {
                 if let Some(AtP::Gather(ticket)) = self.p_jobs.front().cloned() {
@@ -457,7 +479,7 @@ impl Relay {
             }
             Transition::Close => {
                 self.budget.closes -= 1;
-                self.receiver(ReceiverEvent::Close);
+                self.receiver(ReceiverEvent::Comm(CommEvent::Close));
             }
             Transition::Kill => {
                 self.budget.kills -= 1;
@@ -467,22 +489,24 @@ impl Relay {
                 self.p_jobs.clear();
                 self.p_thread = Thread::Ended;
             }
-            Transition::ConnectionLost => self.receiver(ReceiverEvent::PeerEnded("gone".into())),
+            Transition::ConnectionLost => {
+                self.receiver(ReceiverEvent::Comm(CommEvent::PeerEnded("gone".into())))
+            }
             Transition::BreakP => {
                 self.budget.breaks -= 1;
-                self.sender(SenderEvent::Broken("broken".into()));
+                self.sender(SenderEvent::Comm(CommEvent::Broken("broken".into())));
             }
             Transition::BreakD => {
                 self.budget.breaks -= 1;
-                self.receiver(ReceiverEvent::Broken("broken".into()));
+                self.receiver(ReceiverEvent::Comm(CommEvent::Broken("broken".into())));
             }
             Transition::EndThreadP => {
                 self.p_thread = Thread::Ended;
-                self.sender(SenderEvent::ThreadEnded);
+                self.sender(SenderEvent::Comm(CommEvent::ThreadEnded));
             }
             Transition::EndThreadD => {
                 self.d_thread = Thread::Ended;
-                self.receiver(ReceiverEvent::ThreadEnded);
+                self.receiver(ReceiverEvent::Comm(CommEvent::ThreadEnded));
             }
             Transition::HangP => {
                 self.budget.hangs -= 1;
@@ -494,8 +518,8 @@ impl Relay {
             }
             Transition::Tick => {
                 self.now = self.now.max(self.due().unwrap_or_default());
-                self.receiver(ReceiverEvent::Tick);
-                self.sender(SenderEvent::Tick);
+                self.receiver(ReceiverEvent::Comm(CommEvent::Tick));
+                self.sender(SenderEvent::Comm(CommEvent::Tick));
             }
         }
         self.check();
@@ -523,7 +547,9 @@ impl Relay {
             Some(WireMessage::Read(ticket, pages)) => {
                 self.sender(SenderEvent::Read { ticket, pages })
             }
-            Some(WireMessage::CommEnd) => self.sender(SenderEvent::PeerEnded("told".into())),
+            Some(WireMessage::CommEnd) => self.sender(SenderEvent::Comm(CommEvent::PeerEnded(
+                "ended by the peer".into(),
+            ))),
             _ => {}
         }
     }
@@ -538,7 +564,9 @@ impl Relay {
                 let code = None;
                 self.receiver(ReceiverEvent::Stale { ticket, page, code })
             }
-            Some(WireMessage::CommEnd) => self.receiver(ReceiverEvent::PeerEnded("told".into())),
+            Some(WireMessage::CommEnd) => self.receiver(ReceiverEvent::Comm(CommEvent::PeerEnded(
+                "ended by the peer".into(),
+            ))),
             _ => {}
         }
     }
@@ -597,11 +625,11 @@ impl Relay {
         );
         let rests = |phase, idle| idle || matches!(phase, CommPhase::Over | CommPhase::Leaked);
         assert!(
-            rests(self.receiver.phase(), self.receiver.is_idle()),
+            rests(self.receiver.life().phase(), self.receiver.is_idle()),
             "{self:?}"
         );
         if let Some(sender) = &self.sender {
-            assert!(rests(sender.phase(), sender.is_idle()), "{self:?}");
+            assert!(rests(sender.life().phase(), sender.is_idle()), "{self:?}");
         }
     }
 }
@@ -633,7 +661,7 @@ fn explore(start: Relay) -> Explored {
             relay.assert_at_rest();
             rests.insert((
                 relay.ended.values().copied().collect(),
-                relay.receiver.phase(),
+                relay.receiver.life().phase(),
             ));
         }
         for m in transitions {
@@ -764,15 +792,15 @@ fn a_send_out_of_order_ends_the_communicator_before_a_receive_is_posted() {
     let pages = vec![page(0), page(1)];
     receiver.step(ReceiverEvent::Pull { pull: 0, pages }, 0);
     receiver.step(ReceiverEvent::Id(vec![1]), 0);
-    receiver.step(ReceiverEvent::Opened, 0);
+    receiver.step(ReceiverEvent::Comm(CommEvent::Opened), 0);
     let actions = receiver.step(ReceiverEvent::Announced { ticket: 1, seq: 1 }, 0);
-    assert_eq!(receiver.phase(), CommPhase::Aborting);
+    assert_eq!(receiver.life().phase(), CommPhase::Aborting);
     assert!(
         !actions
             .iter()
             .any(|a| matches!(a, ReceiverAction::Receive { .. }))
     );
-    assert!(actions.contains(&ReceiverAction::Abort));
+    assert!(actions.contains(&ReceiverAction::Comm(CommAction::Abort)));
 }
 
 #[test]

@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, VecDeque};
 
-use super::{CommEnd, CommPhase, SlabLimits, Ticket};
+use super::{CommAction, CommEnd, CommEvent, CommLife, CommPhase, SlabLimits, Ticket};
 use crate::reason_code::ReasonCode;
 use crate::state_machine::decode::PullPage;
 
@@ -28,8 +28,6 @@ pub enum ReceiverEvent {
     },
     /// COMM_ID came.
     Id(Vec<u8>),
-    /// Own thread: both ranks have joined.
-    Opened,
     /// SLAB_SEND came: P's `seq`-th send is this ticket's.
     Announced {
         ticket: Ticket,
@@ -51,15 +49,7 @@ pub enum ReceiverEvent {
     Revoked {
         ticket: Ticket,
     },
-    /// Own thread: an operation failed.
-    Broken(String),
-    /// COMM_END came, or the control connection is lost.
-    PeerEnded(String),
-    /// Close the communicator: no pull needs it.
-    Close,
-    /// The abort has finished: the thread has ended.
-    ThreadEnded,
-    Tick,
+    Comm(CommEvent),
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
@@ -81,21 +71,16 @@ pub enum ReceiverAction {
         pages: Vec<PullPage>,
     },
     /// Forbid the thread to write this ticket's pages. `Revoked` follows if it had not begun, else its `Received` will.
-    Revoke { ticket: Ticket },
+    Revoke {
+        ticket: Ticket,
+    },
     /// The pull is over; none of its pages is written from now on.
     End {
         pull: u64,
         pages: usize,
         outcome: PullOutcome,
     },
-    /// Send COMM_END.
-    SendEnd(CommEnd),
-    /// Abort the communicator on a thread of its own, which reports `ThreadEnded`.
-    Abort,
-    /// The abort hangs too: count the communicator as leaked.
-    Leak,
-    /// Remove it.
-    Forget,
+    Comm(CommAction),
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
@@ -126,55 +111,40 @@ struct Chunk {
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct SlabReceiver {
-    phase: CommPhase,
-    limits: SlabLimits,
+    life: CommLife,
     free: Vec<usize>,
     pulls: BTreeMap<u64, PullProgress>,
     todo: VecDeque<(u64, Vec<PullPage>)>,
     chunks: BTreeMap<Ticket, Chunk>,
     next_ticket: Ticket,
     next_seq: u64,
-    due: Option<u64>,
-    end: Option<CommEnd>,
 }
 
 impl SlabReceiver {
     pub fn new(limits: SlabLimits, now: u64) -> (Self, Vec<ReceiverAction>) {
         let receiver = Self {
-            phase: CommPhase::Asking,
-            limits,
+            life: CommLife::new(CommPhase::Asking, limits, now),
             free: (0..limits.slabs).rev().collect(),
             pulls: BTreeMap::new(),
             todo: VecDeque::new(),
             chunks: BTreeMap::new(),
             next_ticket: 0,
             next_seq: 0,
-            due: Some(now + limits.open_ms),
-            end: None,
         };
         (receiver, vec![ReceiverAction::Ask])
     }
 
-    pub fn phase(&self) -> CommPhase {
-        self.phase
-    }
-
-    pub fn next_due(&self) -> Option<u64> {
-        self.due
+    pub fn life(&self) -> &CommLife {
+        &self.life
     }
 
     /// Open, and nothing is under way.
     pub fn is_idle(&self) -> bool {
-        self.phase == CommPhase::Open && self.pulls.is_empty() && self.chunks.is_empty()
+        self.life.is_open() && self.pulls.is_empty() && self.chunks.is_empty()
     }
 
     pub fn pulls(&self) -> usize {
         self.pulls.len()
-    }
-
-    /// Why it ended, once it has.
-    pub fn end(&self) -> Option<&CommEnd> {
-        self.end.as_ref()
     }
 
     #[cfg(test)]
@@ -187,16 +157,11 @@ impl SlabReceiver {
         match event {
             ReceiverEvent::Pull { pull, pages } => self.accept_pull(pull, &pages, &mut out),
             ReceiverEvent::Cancel { pull } => self.finish(pull, PullOutcome::Cancelled, &mut out),
-            ReceiverEvent::Id(id) if self.phase == CommPhase::Asking => {
-                self.phase = CommPhase::Opening;
+            ReceiverEvent::Id(id) if self.life.phase == CommPhase::Asking => {
+                self.life.phase = CommPhase::Opening;
                 out.push(ReceiverAction::Join(id));
             }
             ReceiverEvent::Id(_) => {} // repeated, or too late
-            ReceiverEvent::Opened if self.phase == CommPhase::Opening => {
-                self.phase = CommPhase::Open;
-                self.due = None;
-            }
-            ReceiverEvent::Opened => {}
             ReceiverEvent::Announced { ticket, seq } => {
                 self.on_slab_send(ticket, seq, now, &mut out)
             }
@@ -213,11 +178,16 @@ impl SlabReceiver {
                     self.end_pull_if_quiet(pull, &mut out);
                 }
             }
-            ReceiverEvent::Broken(why) => self.fail(CommEnd::Failed(why), now, &mut out),
-            ReceiverEvent::PeerEnded(why) => self.fail(CommEnd::ByPeer(why), now, &mut out),
-            ReceiverEvent::Close => self.fail(CommEnd::Closed, now, &mut out),
-            ReceiverEvent::ThreadEnded => self.thread_ended(&mut out),
-            ReceiverEvent::Tick => self.tick(now, &mut out),
+            ReceiverEvent::Comm(CommEvent::Opened) => self.life.opened(),
+            ReceiverEvent::Comm(CommEvent::Broken(why)) => {
+                self.fail(CommEnd::Failed(why), now, &mut out)
+            }
+            ReceiverEvent::Comm(CommEvent::PeerEnded(why)) => {
+                self.fail(CommEnd::ByPeer(why), now, &mut out)
+            }
+            ReceiverEvent::Comm(CommEvent::Close) => self.fail(CommEnd::Closed, now, &mut out),
+            ReceiverEvent::Comm(CommEvent::ThreadEnded) => self.thread_ended(&mut out),
+            ReceiverEvent::Comm(CommEvent::Tick) => self.tick(now, &mut out),
         }
         self.read_more(now, &mut out);
         out
@@ -225,33 +195,33 @@ impl SlabReceiver {
 
     fn accept_pull(&mut self, pull: u64, pages: &[PullPage], out: &mut Vec<ReceiverAction>) {
         let state = PullProgress {
-            chunks_left: pages.len().div_ceil(self.limits.pages_per_slab),
+            chunks_left: pages.len().div_ceil(self.life.limits.pages_per_slab),
             pages: 0,
             ending: None,
         };
         let empty = state.chunks_left == 0;
         self.pulls.insert(pull, state);
-        if !self.phase.is_usable() {
+        if !self.life.phase.is_usable() {
             let why = "the communicator is ending".to_owned();
             return self.finish(pull, PullOutcome::Broken(why), out);
         }
         if empty {
             return self.finish(pull, PullOutcome::Done, out);
         }
-        for part in pages.chunks(self.limits.pages_per_slab) {
+        for part in pages.chunks(self.life.limits.pages_per_slab) {
             self.todo.push_back((pull, part.to_vec()));
         }
     }
 
     /// Send one SLAB_READ per free slab.
     fn read_more(&mut self, now: u64, out: &mut Vec<ReceiverAction>) {
-        while self.phase == CommPhase::Open
+        while self.life.is_open()
             && !self.free.is_empty()
             && let Some((pull, pages)) = self.todo.pop_front()
             && let Some(slab) = self.free.pop()
         {
             if self.chunks.is_empty() {
-                self.due = Some(now + self.limits.op_ms);
+                self.life.progress(true, now);
             }
             let ticket = self.next_ticket;
             self.next_ticket += 1;
@@ -273,13 +243,11 @@ impl SlabReceiver {
     }
 
     fn progress(&mut self, now: u64) {
-        if self.phase == CommPhase::Open {
-            self.due = (!self.chunks.is_empty()).then_some(now + self.limits.op_ms);
-        }
+        self.life.progress(!self.chunks.is_empty(), now);
     }
 
     fn on_slab_send(&mut self, ticket: Ticket, seq: u64, now: u64, out: &mut Vec<ReceiverAction>) {
-        if self.phase != CommPhase::Open {
+        if !self.life.is_open() {
             return; // its end was sent already
         }
         let next_seq = self.next_seq;
@@ -320,7 +288,7 @@ impl SlabReceiver {
         now: u64,
         out: &mut Vec<ReceiverAction>,
     ) {
-        if self.phase != CommPhase::Open {
+        if !self.life.is_open() {
             return;
         }
         let is_asked = self.chunks.get(&ticket).is_some_and(|chunk| {
@@ -423,19 +391,14 @@ impl SlabReceiver {
     }
 
     fn fail(&mut self, end: CommEnd, now: u64, out: &mut Vec<ReceiverAction>) {
-        if !self.phase.is_usable() {
+        if !self.life.fail(end.clone(), now) {
             return;
         }
-        self.phase = CommPhase::Aborting;
-        self.due = Some(now + self.limits.abort_ms);
-        let why = match &end {
+        out.extend(self.life.end_notice().map(ReceiverAction::Comm));
+        let why = match end {
             CommEnd::Closed => "the communicator was closed".to_owned(),
-            CommEnd::Failed(why) | CommEnd::ByPeer(why) => why.clone(),
+            CommEnd::Failed(why) | CommEnd::ByPeer(why) => why,
         };
-        if !matches!(end, CommEnd::ByPeer(_)) {
-            out.push(ReceiverAction::SendEnd(end.clone()));
-        }
-        self.end = Some(end);
         let pulls: Vec<u64> = self.pulls.keys().copied().collect();
         for pull in pulls {
             self.finish(pull, PullOutcome::Broken(why.clone()), out);
@@ -451,12 +414,12 @@ impl SlabReceiver {
             self.free
                 .extend(self.chunks.remove(&ticket).map(|c| c.slab));
         }
-        out.push(ReceiverAction::Abort);
+        out.push(ReceiverAction::Comm(CommAction::Abort));
     }
 
     /// End all pulls: the thread has ended, so no page is written any more.
     fn thread_ended(&mut self, out: &mut Vec<ReceiverAction>) {
-        if !matches!(self.phase, CommPhase::Aborting | CommPhase::Leaked) {
+        if !self.life.thread_ended() {
             return;
         }
         self.free.extend(
@@ -468,41 +431,20 @@ impl SlabReceiver {
         for pull in pulls {
             self.end_pull_if_quiet(pull, out);
         }
-        self.phase = CommPhase::Over;
-        self.due = None;
-        out.push(ReceiverAction::Forget);
+        out.push(ReceiverAction::Comm(CommAction::Forget));
     }
 
     fn tick(&mut self, now: u64, out: &mut Vec<ReceiverAction>) {
-        if self.due.is_none_or(|due| now < due) {
-            return;
-        }
-        match self.phase {
-            CommPhase::Asking => {
-                let why = format!("no COMM_ID within {} ms", self.limits.open_ms);
-                self.fail(CommEnd::Failed(why), now, out);
-            }
-            CommPhase::Opening => {
-                let why = format!(
-                    "the communicator was not open within {} ms",
-                    self.limits.open_ms
-                );
-                self.fail(CommEnd::Failed(why), now, out);
-            }
-            CommPhase::Open => {
-                let why = format!(
-                    "no slab of {} asked for came within {} ms",
-                    self.chunks.len(),
-                    self.limits.op_ms
-                );
-                self.fail(CommEnd::Failed(why), now, out);
-            }
-            CommPhase::Aborting => {
-                self.phase = CommPhase::Leaked;
-                self.due = None;
-                out.push(ReceiverAction::Leak);
-            }
-            CommPhase::Leaked | CommPhase::Over => self.due = None,
-        }
+        let SlabLimits { open_ms, op_ms, .. } = self.life.limits;
+        let why = match self.life.tick(now) {
+            Ok(leak) => return out.extend(leak.map(ReceiverAction::Comm)),
+            Err(CommPhase::Asking) => format!("no COMM_ID within {open_ms} ms"),
+            Err(CommPhase::Opening) => format!("the communicator was not open within {open_ms} ms"),
+            Err(_) => format!(
+                "none of {} slabs requested came within {op_ms} ms",
+                self.chunks.len()
+            ),
+        };
+        self.fail(CommEnd::Failed(why), now, out);
     }
 }

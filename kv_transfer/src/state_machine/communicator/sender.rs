@@ -2,14 +2,12 @@
 
 use std::collections::{BTreeMap, VecDeque};
 
-use super::{CommEnd, CommPhase, SlabLimits, Ticket};
+use super::{CommAction, CommEnd, CommEvent, CommLife, CommPhase, SlabLimits, Ticket};
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub enum SenderEvent {
     /// Own thread: the unique id is made.
     Id(Vec<u8>),
-    /// Own thread: both ranks have joined.
-    Opened,
     /// SLAB_READ came: (page, generation) each.
     Read {
         ticket: Ticket,
@@ -28,15 +26,7 @@ pub enum SenderEvent {
     Sent {
         ticket: Ticket,
     },
-    /// Own thread: an operation failed.
-    Broken(String),
-    /// COMM_END came, or the control connection is lost.
-    PeerEnded(String),
-    /// Close the communicator: no pull needs it.
-    Close,
-    /// The abort has finished: the thread has ended.
-    ThreadEnded,
-    Tick,
+    Comm(CommEvent),
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
@@ -52,65 +42,49 @@ pub enum SenderAction {
         pages: Vec<(u32, u64)>,
     },
     /// Send SLAB_SEND.
-    Announce { ticket: Ticket, seq: u64 },
+    Announce {
+        ticket: Ticket,
+        seq: u64,
+    },
     /// Send SLAB_STALE.
-    SendStale { ticket: Ticket, page: u32 },
-    /// Send COMM_END.
-    SendEnd(CommEnd),
-    /// Abort the communicator on a thread of its own, which reports `ThreadEnded`.
-    Abort,
-    /// The abort hangs too: count the communicator as leaked.
-    Leak,
-    /// Remove it.
-    Forget,
+    SendStale {
+        ticket: Ticket,
+        page: u32,
+    },
+    Comm(CommAction),
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct SlabSender {
-    phase: CommPhase,
-    limits: SlabLimits,
+    life: CommLife,
     free: Vec<usize>,
     /// Requests received while every slab is in use: D freed its slab before our send completed.
     waiting: VecDeque<(Ticket, Vec<(u32, u64)>)>,
     busy: BTreeMap<Ticket, usize>,
     next_ticket: Ticket,
     next_seq: u64,
-    due: Option<u64>,
-    end: Option<CommEnd>,
 }
 
 impl SlabSender {
     pub fn new(limits: SlabLimits, now: u64) -> (Self, Vec<SenderAction>) {
         let sender = Self {
-            phase: CommPhase::Opening,
-            limits,
+            life: CommLife::new(CommPhase::Opening, limits, now),
             free: (0..limits.slabs).rev().collect(),
             waiting: VecDeque::new(),
             busy: BTreeMap::new(),
             next_ticket: 0,
             next_seq: 0,
-            due: Some(now + limits.open_ms),
-            end: None,
         };
         (sender, vec![SenderAction::Host])
     }
 
-    pub fn phase(&self) -> CommPhase {
-        self.phase
-    }
-
-    pub fn next_due(&self) -> Option<u64> {
-        self.due
+    pub fn life(&self) -> &CommLife {
+        &self.life
     }
 
     /// Open, and nothing is under way.
     pub fn is_idle(&self) -> bool {
-        self.phase == CommPhase::Open && self.busy.is_empty() && self.waiting.is_empty()
-    }
-
-    /// Why it ended, once it has.
-    pub fn end(&self) -> Option<&CommEnd> {
-        self.end.as_ref()
+        self.life.is_open() && self.busy.is_empty() && self.waiting.is_empty()
     }
 
     #[cfg(test)]
@@ -121,17 +95,12 @@ impl SlabSender {
     pub fn step(&mut self, event: SenderEvent, now: u64) -> Vec<SenderAction> {
         let mut out = Vec::new();
         match event {
-            SenderEvent::Id(id) if self.phase == CommPhase::Opening => {
+            SenderEvent::Id(id) if self.life.phase == CommPhase::Opening => {
                 out.push(SenderAction::SendId(id));
             }
             SenderEvent::Id(_) => {}
-            SenderEvent::Opened if self.phase == CommPhase::Opening => {
-                self.phase = CommPhase::Open;
-                self.due = None;
-            }
-            SenderEvent::Opened => {}
             SenderEvent::Read { ticket, pages } => self.read(ticket, pages, now, &mut out),
-            SenderEvent::Gathered { ticket } if self.phase == CommPhase::Open => {
+            SenderEvent::Gathered { ticket } if self.life.is_open() => {
                 let seq = self.next_seq;
                 self.next_seq += 1;
                 self.progress(now);
@@ -140,24 +109,27 @@ impl SlabSender {
             SenderEvent::Gathered { .. } => {}
             SenderEvent::Stale { ticket, page } => {
                 self.free_slab(ticket, now);
-                if self.phase == CommPhase::Open {
+                if self.life.is_open() {
                     out.push(SenderAction::SendStale { ticket, page });
                 }
             }
             SenderEvent::Sent { ticket } => self.free_slab(ticket, now),
-            SenderEvent::Broken(why) => self.fail(CommEnd::Failed(why), now, &mut out),
-            SenderEvent::PeerEnded(why) => self.fail(CommEnd::ByPeer(why), now, &mut out),
-            SenderEvent::Close => self.fail(CommEnd::Closed, now, &mut out),
-            SenderEvent::ThreadEnded => {
-                if matches!(self.phase, CommPhase::Aborting | CommPhase::Leaked) {
+            SenderEvent::Comm(CommEvent::Opened) => self.life.opened(),
+            SenderEvent::Comm(CommEvent::Broken(why)) => {
+                self.fail(CommEnd::Failed(why), now, &mut out)
+            }
+            SenderEvent::Comm(CommEvent::PeerEnded(why)) => {
+                self.fail(CommEnd::ByPeer(why), now, &mut out)
+            }
+            SenderEvent::Comm(CommEvent::Close) => self.fail(CommEnd::Closed, now, &mut out),
+            SenderEvent::Comm(CommEvent::ThreadEnded) => {
+                if self.life.thread_ended() {
                     self.free
                         .extend(std::mem::take(&mut self.busy).into_values());
-                    self.phase = CommPhase::Over;
-                    self.due = None;
-                    out.push(SenderAction::Forget);
+                    out.push(SenderAction::Comm(CommAction::Forget));
                 }
             }
-            SenderEvent::Tick => self.tick(now, &mut out),
+            SenderEvent::Comm(CommEvent::Tick) => self.tick(now, &mut out),
         }
         self.send_more(now, &mut out);
         out
@@ -170,7 +142,7 @@ impl SlabSender {
         now: u64,
         out: &mut Vec<SenderAction>,
     ) {
-        if !self.phase.is_usable() {
+        if !self.life.phase.is_usable() {
             return; // its end was sent already
         }
         let wrong = if ticket != self.next_ticket {
@@ -178,16 +150,16 @@ impl SlabSender {
                 "SLAB_READ {ticket} came out of order: {} is next",
                 self.next_ticket
             ))
-        } else if pages.is_empty() || pages.len() > self.limits.pages_per_slab {
+        } else if pages.is_empty() || pages.len() > self.life.limits.pages_per_slab {
             Some(format!(
                 "SLAB_READ for {} pages: a slab holds 1 to {}",
                 pages.len(),
-                self.limits.pages_per_slab
+                self.life.limits.pages_per_slab
             ))
-        } else if self.waiting.len() >= self.limits.slabs {
+        } else if self.waiting.len() >= self.life.limits.slabs {
             Some(format!(
                 "more SLAB_READs than the decode node's {} slabs",
-                self.limits.slabs
+                self.life.limits.slabs
             ))
         } else {
             None
@@ -201,13 +173,13 @@ impl SlabSender {
 
     /// Submit requests to the thread, in order, while there are free slabs.
     fn send_more(&mut self, now: u64, out: &mut Vec<SenderAction>) {
-        while self.phase == CommPhase::Open
+        while self.life.is_open()
             && !self.free.is_empty()
             && let Some((ticket, pages)) = self.waiting.pop_front()
             && let Some(slab) = self.free.pop()
         {
             if self.busy.is_empty() {
-                self.due = Some(now + self.limits.op_ms);
+                self.life.progress(true, now);
             }
             self.busy.insert(ticket, slab);
             out.push(SenderAction::Send {
@@ -226,51 +198,27 @@ impl SlabSender {
     }
 
     fn progress(&mut self, now: u64) {
-        if self.phase == CommPhase::Open {
-            self.due = (!self.busy.is_empty()).then_some(now + self.limits.op_ms);
-        }
+        self.life.progress(!self.busy.is_empty(), now);
     }
 
     fn fail(&mut self, end: CommEnd, now: u64, out: &mut Vec<SenderAction>) {
-        if !self.phase.is_usable() {
-            return;
+        if self.life.fail(end, now) {
+            self.waiting.clear();
+            let notice = self.life.end_notice().into_iter();
+            out.extend(notice.chain([CommAction::Abort]).map(SenderAction::Comm));
         }
-        self.phase = CommPhase::Aborting;
-        self.due = Some(now + self.limits.abort_ms);
-        self.waiting.clear();
-        if !matches!(end, CommEnd::ByPeer(_)) {
-            out.push(SenderAction::SendEnd(end.clone()));
-        }
-        self.end = Some(end);
-        out.push(SenderAction::Abort);
     }
 
     fn tick(&mut self, now: u64, out: &mut Vec<SenderAction>) {
-        if self.due.is_none_or(|due| now < due) {
-            return;
-        }
-        match self.phase {
-            CommPhase::Asking | CommPhase::Opening => {
-                let why = format!(
-                    "the communicator was not open within {} ms",
-                    self.limits.open_ms
-                );
-                self.fail(CommEnd::Failed(why), now, out);
-            }
-            CommPhase::Open => {
-                let why = format!(
-                    "none of {} sends was received within {} ms",
-                    self.busy.len(),
-                    self.limits.op_ms
-                );
-                self.fail(CommEnd::Failed(why), now, out);
-            }
-            CommPhase::Aborting => {
-                self.phase = CommPhase::Leaked;
-                self.due = None;
-                out.push(SenderAction::Leak);
-            }
-            CommPhase::Leaked | CommPhase::Over => self.due = None,
-        }
+        let SlabLimits { open_ms, op_ms, .. } = self.life.limits;
+        let why = match self.life.tick(now) {
+            Ok(leak) => return out.extend(leak.map(SenderAction::Comm)),
+            Err(CommPhase::Open) => format!(
+                "none of {} sends was received within {op_ms} ms",
+                self.busy.len()
+            ),
+            Err(_) => format!("the communicator was not open within {open_ms} ms"),
+        };
+        self.fail(CommEnd::Failed(why), now, out);
     }
 }

@@ -1,0 +1,240 @@
+//! D's pulls under way: submission to a transport, cancellation, and the choice of the next transport after a failure.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Instant;
+
+use crate::node::communicators::LoopContext;
+use crate::node::config::Transport;
+use crate::node::context::mapped_by;
+use crate::pool::RemotePool;
+use crate::reason_code::ReasonCode;
+use crate::state_machine::ConnectionId;
+use crate::state_machine::decode::{DecodeEvent, PullPage};
+use crate::transport::copy_threads::CopyJob;
+use crate::transport::{Pull, PullEnd, PullError};
+
+/// Pull submitted to a transport.
+pub struct PullJob {
+    pub room: u64,
+    pub ticket: u64,
+    pub peer: ConnectionId,
+    pub pages: Vec<PullPage>,
+    pub via: Transport,
+    /// The peer's pool, if it is mapped.
+    pub remote: Option<Arc<RemotePool>>,
+    pub cancel: Arc<AtomicBool>,
+    pub started: Instant,
+}
+
+impl PullJob {
+    /// A new pull, by the best transport that works.
+    pub fn new(
+        ctx: &mut LoopContext,
+        (room, ticket): (u64, u64),
+        peer: ConnectionId,
+        pages: Vec<PullPage>,
+        remote: Option<Arc<RemotePool>>,
+    ) -> Self {
+        let mut job = Self {
+            room,
+            ticket,
+            peer,
+            pages,
+            via: Transport::Tcp,
+            remote,
+            cancel: Arc::default(),
+            started: Instant::now(),
+        };
+        let mapped = job.mapped(ctx);
+        job.via = mapped
+            .or_else(|| ctx.transport_for(peer))
+            .unwrap_or(Transport::Tcp);
+        job
+    }
+
+    /// The transport that reads the peer's memory, if the room has it and it works.
+    fn mapped(&self, ctx: &LoopContext) -> Option<Transport> {
+        let conn = ctx.connections.get(&self.peer);
+        let remote = self.remote.as_deref().map(mapped_by);
+        remote.filter(|_| conn.is_none_or(|conn| conn.mapped_works))
+    }
+
+    pub fn failed(&self, why: impl Into<String>) -> DecodeEvent {
+        DecodeEvent::PullFailed {
+            ticket: self.ticket,
+            code: ReasonCode::TransportBroken,
+            why: why.into(),
+        }
+    }
+}
+
+/// What follows from the end of a pull.
+pub enum AfterPull {
+    Step(DecodeEvent),
+    /// Submit the same pull again, by another transport.
+    Resubmit(PullJob),
+}
+
+#[derive(Default)]
+pub struct PullJobs {
+    jobs: HashMap<u64, PullJob>,
+    next_job: u64,
+}
+
+impl PullJobs {
+    pub fn len(&self) -> usize {
+        self.jobs.len()
+    }
+
+    /// Pages of unfinished pulls from this peer.
+    pub fn queued_pages(&self, peer: ConnectionId) -> u64 {
+        let of_peer = self.jobs.values().filter(|job| job.peer == peer);
+        of_peer.map(|job| job.pages.len() as u64).sum()
+    }
+
+    /// Submit a pull to its transport. `Err`: there is none, and the room gets this event.
+    pub fn submit(&mut self, ctx: &mut LoopContext, job: PullJob) -> Result<(), DecodeEvent> {
+        let id = self.next_job;
+        self.next_job += 1;
+        let pull = Pull {
+            id,
+            pages: job.pages.clone(),
+            cancel: job.cancel.clone(),
+        };
+        let (peer, via) = (job.peer, job.via);
+        if via.is_mapped() {
+            let Some(from) = job.remote.clone() else {
+                return Err(job.failed("the peer's pool is not mapped"));
+            };
+            ctx.copy_threads.submit(CopyJob::Pull { pull, from });
+            self.jobs.insert(id, job);
+        } else if via.is_staged() {
+            self.jobs.insert(id, job); // its end may come at once
+            ctx.start_staged_pull(peer, pull);
+        } else {
+            submit_to_tcp(ctx, peer, pull).map_err(|why| job.failed(why))?;
+            self.jobs.insert(id, job);
+        }
+        Ok(())
+    }
+
+    pub fn cancel(&mut self, ctx: &mut LoopContext, room: u64) {
+        let mut staged = Vec::new();
+        for (&id, job) in self.jobs.iter().filter(|(_, job)| job.room == room) {
+            job.cancel.store(true, Ordering::Relaxed);
+            if job.via.is_staged() {
+                staged.push((job.peer, id));
+            }
+            if job.via == Transport::Tcp
+                && let Some(conn) = ctx.connections.get(&job.peer)
+                && let Some(data) = &conn.data
+            {
+                data.cancel(id);
+            }
+        }
+        for (peer, id) in staged {
+            ctx.cancel_staged_pull(peer, id);
+        }
+    }
+
+    /// Remove a pull that has ended. Returns its room, and what follows.
+    pub fn on_end(&mut self, ctx: &mut LoopContext, end: PullEnd) -> Option<(u64, AfterPull)> {
+        let job = self.jobs.remove(&end.id)?;
+        {
+            let mut stats = ctx.shared.stats.lock();
+            let pull = stats.pull.entry(job.via.as_str()).or_default();
+            pull.batches += 1;
+            pull.bytes += end.bytes;
+            pull.pages += end.bytes / ctx.pool.page_bytes() as u64;
+            pull.batch_seconds += job.started.elapsed().as_secs_f64();
+            let is_damaged = matches!(end.result, Err(PullError::Failed(ReasonCode::Checksum, _)));
+            pull.damaged += u64::from(is_damaged);
+        }
+        let (room, ticket, is_tcp) = (job.room, job.ticket, job.via == Transport::Tcp);
+        let after = match end.result {
+            Ok(()) => AfterPull::Step(DecodeEvent::Pulled { ticket }),
+            Err(PullError::Failed(ReasonCode::Checksum, why))
+                if !is_tcp && has_tcp(ctx, job.peer) =>
+            {
+                // Another path shows whether the transport or the prefill rank damaged the pages.
+                tracing::warn!(room, via = job.via.as_str(), %why, "damaged pages: pulled again by tcp");
+                resubmitted(job, Transport::Tcp)
+            }
+            Err(PullError::Failed(code, why)) => {
+                AfterPull::Step(DecodeEvent::PullFailed { ticket, code, why })
+            }
+            Err(PullError::Cancelled) => AfterPull::Step(DecodeEvent::PullStopped { ticket }),
+            Err(PullError::Broken(why)) if is_tcp => AfterPull::Step(job.failed(why)),
+            Err(PullError::Broken(why)) => fall_back(ctx, job, &why),
+        };
+        Some((room, after))
+    }
+
+    /// Fail every tcp pull: the data thread has ended, and with it all writes to their pages.
+    pub fn fail_tcp_pulls(&mut self) -> Vec<(u64, DecodeEvent)> {
+        let lost = self.jobs.extract_if(|_, job| job.via == Transport::Tcp);
+        let failed =
+            lost.map(|(_, job)| (job.room, job.failed("internal: the data thread is gone")));
+        failed.collect()
+    }
+}
+
+fn resubmitted(job: PullJob, via: Transport) -> AfterPull {
+    if job.cancel.load(Ordering::Relaxed) {
+        return AfterPull::Step(DecodeEvent::PullStopped { ticket: job.ticket });
+    }
+    AfterPull::Resubmit(PullJob { via, ..job })
+}
+
+/// Continue a pull whose transport stopped working by the next one. The peer's memory is not used until the connection is
+/// established again, its communicator not until the breaker allows it (`communicators`).
+fn fall_back(ctx: &mut LoopContext, job: PullJob, why: &str) -> AfterPull {
+    if job.via.is_mapped()
+        && let Some(conn) = ctx.connections.get_mut(&job.peer)
+        && conn.mapped_works
+    {
+        conn.mapped_works = false;
+        ctx.record_fallback(job.peer, job.via, why);
+    }
+    let is_cancelled = job.cancel.load(Ordering::Relaxed);
+    let via = match job.via {
+        _ if is_cancelled => None,
+        Transport::Shm | Transport::CudaIpc => ctx.transport_for(job.peer),
+        _ => job.mapped(ctx),
+    };
+    resubmitted(job, via.unwrap_or(Transport::Tcp))
+}
+
+/// The peer is connected, and both sides may use tcp.
+fn has_tcp(ctx: &LoopContext, peer: ConnectionId) -> bool {
+    let tcp = Transport::Tcp;
+    let theirs = ctx.connections.get(&peer).map(|conn| &conn.peer.transports);
+    ctx.may_use(tcp) && theirs.is_some_and(|theirs| theirs.iter().any(|t| t == tcp.as_str()))
+}
+
+fn submit_to_tcp(
+    ctx: &mut LoopContext,
+    peer: ConnectionId,
+    pull: Pull,
+) -> Result<(), &'static str> {
+    let has_tcp = has_tcp(ctx, peer);
+    let ctx = &mut **ctx;
+    let Some(conn) = ctx.connections.get_mut(&peer) else {
+        return Err("the prefill rank is gone");
+    };
+    if !has_tcp {
+        return Err("no other transport of the pair works, and one side has no tcp");
+    }
+    if let Some(data) = &conn.data
+        && data.pull(pull.clone())
+    {
+        return Ok(());
+    }
+    // No stream yet, or the last one broke.
+    let data = ctx.data.connect(conn.addr, &conn.peer.inc, conn.sums);
+    let is_accepted = data.pull(pull);
+    conn.data = Some(data);
+    is_accepted.then_some(()).ok_or("the data thread is gone")
+}
