@@ -256,6 +256,14 @@ fn limits_that_need_another_flag_say_which() {
         ),
         (&["--max-header-bytes", "100"], "--max-header-bytes 100"),
         (&["--max-connections", "0"], "--max-connections 0"),
+        (
+            &["--default-capacity-tokens", "0"],
+            "--default-capacity-tokens 0",
+        ),
+        (
+            &["--kv-pull-ms-per-kilotoken=-1"],
+            "--kv-pull-ms-per-kilotoken -1",
+        ),
         (&["--upstream-http2"], "HTTP/1.1"),
     ] {
         let text = complaint(flags);
@@ -285,4 +293,19 @@ fn defaults_are_the_fields() {
     assert_eq!(config.breaker(), Some(BreakerConfig::default()));
     assert_eq!(config.health(), HealthConfig::default());
     assert_eq!(config.policy_params(), PolicyParams::default());
+}
+
+#[test]
+fn capacity_and_pull_time_of_flags_reach_cost() {
+    let config = parse(&[
+        "--default-capacity-tokens",
+        "5000",
+        "--kv-pull-ms-per-kilotoken",
+        "100",
+    ])
+    .expect("known flags");
+    let cost = config.policy_params().cost;
+    assert_eq!(cost.default_capacity_tokens, 5000);
+    assert!((cost.pull_far_ms - 0.1).abs() < 1e-12);
+    assert!((cost.pull_near_ms - 0.1 * 13.0 / 43.0).abs() < 1e-12);
 }
