@@ -156,6 +156,20 @@ fn reader(p: &Rank, inc: &str, room: u64) -> (Visitor, Visitor) {
 }
 
 #[test]
+fn read_of_more_than_8_mib_ends_its_stream() {
+    let p = Rank::start("prefill", &json!({"transports": ["tcp"]}));
+    let _control = Visitor::new(&p, "stranger", Channel::Control);
+    let mut data = Visitor::new(&p, "stranger", Channel::Data);
+    let most = span(0, 8 * 1024 * 1024 / PAGE as u32);
+    data.read(&most, 2);
+    assert!(matches!(data.answer(), Msg::Stale { .. }));
+    assert_eq!(counter(&p, "kv_bad_frames_total"), 0.0);
+    data.read(&[most, vec![0]].concat(), 2);
+    data.closed();
+    assert_eq!(counter(&p, "kv_bad_frames_total"), 1.0);
+}
+
+#[test]
 fn page_is_readable_in_a_room_of_the_reader_until_the_lease_ends() {
     let p = Rank::start(
         "prefill",

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from tests.perf import bench_gpu
+from tests.support import cluster
 
 
 def test_the_workload_is_that_of_nano_vllms_readme() -> None:
@@ -46,3 +50,30 @@ def test_a_section_that_fails_is_named_and_the_others_go_on(
     said = capsys.readouterr().out
     assert "copy on the device" in said
     assert "FAILED tiny: RuntimeError: no kernel image is available" in said
+
+
+@pytest.mark.parametrize("fallbacks", [0.0, 1.0])
+def test_a_transfer_is_of_the_transport_it_names(
+    fallbacks: float, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    @contextmanager
+    def pair(*_: object) -> Iterator[SimpleNamespace]:
+        yield SimpleNamespace(generate_ids=lambda *_: None, node=lambda role: {"url": role})
+
+    def metric(url: str, name: str, transport: str = "") -> float:
+        if name == "baton_kv_transport_fallbacks_total":
+            return fallbacks
+        return {"nccl": 1e6, "": 5e6}[transport]
+
+    monkeypatch.setattr(bench_gpu, "pair", pair)
+    monkeypatch.setattr(cluster, "metric", metric)
+    report = bench_gpu.Report(None, {})
+    effort = SimpleNamespace(transports=["nccl"], rounds=1, pair_prompts=[4])
+    bench_gpu.transfer(report, None, effort, "tiny", Path())  # type: ignore[arg-type]
+    said = capsys.readouterr().out
+    if fallbacks:
+        assert report.failed == ["transfer nccl"]
+        assert "1 pairs changed to a slower transport" in said
+    else:
+        assert report.failed == []
+        assert said.split()[-4:-2] == ["nccl", "1"], "MB of this transport alone"

@@ -6,9 +6,11 @@ import asyncio
 import json
 import os
 import re
+import shutil
 import socket
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -251,6 +253,31 @@ def test_engines_of_one_gpu_share_its_memory() -> None:
     assert share("--device", "cuda") == "0.425"
     assert share("--device", "cuda", "--decode", "3") == "0.212"
     assert share("--device", "cuda", "--mem-fraction-static", "0.3") == "0.3"
+
+
+def test_engines_on_a_gpu_have_time_to_compile_their_kernels() -> None:
+    def wait(*argv: str) -> float:
+        return up.parse(list(argv)).start_timeout_secs
+
+    assert wait() == 300
+    assert wait("--device", "cuda") == 1800
+    assert wait("--device", "cuda", "--start-timeout-secs", "60") == 60
+
+
+def test_log_directory_is_removed_after_a_clean_stop_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Path] = []
+
+    async def ends(_: object, log_dir: Path, code: int) -> int:
+        (log_dir / "router.log").write_text("")
+        made.append(log_dir)
+        return code
+
+    monkeypatch.setattr(up, "check_router_flags", lambda plan: None)
+    for code in (0, 1):
+        monkeypatch.setattr(up, "_run", partial(ends, code=code))
+        assert up.main([]) == code
+    assert [path.exists() for path in made] == [False, True]
+    shutil.rmtree(made[1])
 
 
 def test_installed_router_command_is_the_router(

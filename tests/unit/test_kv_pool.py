@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from baton.errors import ConfigError
 from baton.models.spec import KVSpec
-from baton.runtime.kv_pool import asked_pages, make_pool
+from baton.runtime.gpu import cuda_ipc
+from baton.runtime.kv_pool import asked_pages, make_host_pool, make_pool
 
 SPEC = KVSpec(num_layers=3, num_kv_heads=2, head_dim=8, dtype="bfloat16")
 PAGE = 4 * 3 * 2 * 2 * 8 * 2
@@ -52,3 +55,18 @@ def test_native_memory_is_viewed_not_copied():
     raw = torch.frombuffer(kv.native.buffer(), dtype=torch.uint8).view(torch.bfloat16)
     assert raw.count_nonzero() == 1
     assert raw[(((2 * 3 + 1) * 2 + 0) * 4 + 3) * 16 + 15] == 1.0
+
+
+def test_host_memory_for_a_gpu_is_registered_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch would round pinned memory up to a power of two: 3 pages of 2304 bytes would take 8192."""
+    spec = KVSpec(num_layers=3, num_kv_heads=3, head_dim=16, dtype="bfloat16")
+    registered: list[int] = []
+    monkeypatch.setattr(cuda_ipc, "register", lambda memory: registered.append(memory.nbytes))
+    on_cpu = make_pool(spec, 4, 5, native=False)
+    data = SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16, shape=on_cpu.data.shape)
+    on_cuda = SimpleNamespace(page_bytes=on_cpu.page_bytes, data=data)
+    host = make_host_pool(on_cuda, 3)  # type: ignore[arg-type]
+    assert (host.shape, host.is_pinned()) == ((3, 3, 2, 4, 3, 16), False)
+    assert registered == [3 * on_cpu.page_bytes]
+    assert make_host_pool(on_cpu, 3).shape == host.shape
+    assert len(registered) == 1, "a pool in host memory needs no registration"

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import gc
+import io
+import json
+import os
+import sys
 from array import array
+from types import SimpleNamespace
+
+import pytest
 
 from baton.request import FinishReason
 from baton.sched.events import Emitted
 from baton.sched.plan import TokenLogprobs
 from baton.sched.story import FirstTokenStages, Pulled
+from baton.server import rank
 from baton.server.messages import encoder, to_front_decoder
 from baton.server.rank import StreamBuffer, flatten_transfer_stats, next_idle_report, token_batch
 
@@ -60,3 +69,28 @@ def test_health_of_the_transfer_runtime_is_reported_with_its_numbers() -> None:
     assert (gauges, counters) == ({"kv_peers": 1.0}, {"kv_x_total": 2.0})
     failed = flatten_transfer_stats(stats | {"healthy": False, "unhealthy_reason": "data thread: gone"}, gauges, {})
     assert failed == "its KV transfer runtime has failed: data thread: gone"
+
+
+def test_objects_of_the_start_are_kept_from_the_garbage_collector(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless they are frozen, a full collection within the loop walks the model and all modules."""
+    frozen: list[int] = []
+    job = {
+        "front_pid": os.getppid(),
+        "config": {},
+        "dp_rank": 0,
+        "to_rank": "inproc://rank",
+        "to_front": "inproc://front",
+    }
+    made = SimpleNamespace(run=lambda: frozen.append(gc.get_freeze_count()))
+    monkeypatch.setattr(rank, "RankProcess", lambda *_: made)
+    monkeypatch.setattr(rank.ctypes, "CDLL", lambda *_, **__: SimpleNamespace(prctl=lambda *_: 0))
+    monkeypatch.setattr(rank.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(rank.tp.Team, "of", lambda *_: None)
+    monkeypatch.setattr(sys, "setswitchinterval", lambda _: None)
+    monkeypatch.setattr(sys, "stdin", io.StringIO(json.dumps(job) + "\n"))
+    before = gc.get_freeze_count()
+    try:
+        assert rank.main() == 0
+    finally:
+        gc.unfreeze()
+    assert frozen[0] > before + 1000
