@@ -279,32 +279,33 @@ impl State {
 
     fn serve(&self, head: &Parts, body: &[u8]) -> Response<Full<Bytes>> {
         match head.method {
-            Method::PUT => self.put(body),
-            Method::GET => self.get(head.uri.query().unwrap_or_default()),
-            Method::DELETE => self.delete(body),
-            _ => refuse(
-                StatusCode::METHOD_NOT_ALLOWED,
-                "/route takes GET, PUT and DELETE",
+            Method::GET => return self.get(head.uri.query().unwrap_or_default()),
+            Method::PUT | Method::DELETE => {}
+            _ => {
+                let why = "/route takes GET, PUT and DELETE";
+                return refuse(StatusCode::METHOD_NOT_ALLOWED, why);
+            }
+        }
+        match serde_json::from_slice(body) {
+            Ok(registration) if head.method == Method::PUT => self.put(registration),
+            Ok(registration) => self.delete(&registration),
+            Err(err) => refuse(
+                StatusCode::BAD_REQUEST,
+                format!("not a registration: {err}"),
             ),
         }
     }
 
-    fn put(&self, body: &[u8]) -> Response<Full<Bytes>> {
-        let registration: RankRegistration = match serde_json::from_slice(body) {
-            Ok(registration) => registration,
-            Err(err) => {
-                return refuse(
-                    StatusCode::BAD_REQUEST,
-                    format!("not a registration: {err}"),
-                );
-            }
+    fn put(&self, registration: RankRegistration) -> Response<Full<Bytes>> {
+        let Err(err) = self.table.lock().put(registration, self.now_ms()) else {
+            return reply(StatusCode::OK, &json!({"status": "ok"}));
         };
-        match self.table.lock().put(registration, self.now_ms()) {
-            Ok(()) => reply(StatusCode::OK, &json!({"status": "ok"})),
-            Err(err @ TableError::Conflict { .. }) => refuse(StatusCode::CONFLICT, err.to_string()),
-            Err(err @ TableError::Full) => refuse(StatusCode::SERVICE_UNAVAILABLE, err.to_string()),
-            Err(err) => refuse(StatusCode::BAD_REQUEST, err.to_string()),
-        }
+        let status = match err {
+            TableError::Conflict { .. } => StatusCode::CONFLICT,
+            TableError::Full => StatusCode::SERVICE_UNAVAILABLE,
+            _ => StatusCode::BAD_REQUEST,
+        };
+        refuse(status, err.to_string())
     }
 
     fn get(&self, query: &str) -> Response<Full<Bytes>> {
@@ -356,24 +357,13 @@ impl State {
         }
     }
 
-    fn delete(&self, body: &[u8]) -> Response<Full<Bytes>> {
-        let registration: RankRegistration = match serde_json::from_slice(body) {
-            Ok(registration) => registration,
-            Err(err) => {
-                return refuse(
-                    StatusCode::BAD_REQUEST,
-                    format!("not a registration: {err}"),
-                );
-            }
-        };
-        if self.table.lock().remove(&registration) {
-            reply(StatusCode::OK, &json!({"status": "ok"}))
-        } else {
-            refuse(
-                StatusCode::NOT_FOUND,
-                "this incarnation of the rank is not registered, or not by the owner of this request",
-            )
+    fn delete(&self, registration: &RankRegistration) -> Response<Full<Bytes>> {
+        if self.table.lock().remove(registration) {
+            return reply(StatusCode::OK, &json!({"status": "ok"}));
         }
+        let why =
+            "this incarnation of the rank is not registered, or not by the owner of this request";
+        refuse(StatusCode::NOT_FOUND, why)
     }
 }
 

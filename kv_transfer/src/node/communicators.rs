@@ -420,20 +420,9 @@ impl LoopContext {
 
     pub fn on_comm_report(&mut self, key: CommKey, report: CommReport) {
         match report {
-            CommReport::Id(id) => self.step_sender(key, SenderEvent::Id(id)),
-            CommReport::Opened => self.step_either(key, CommEvent::Opened),
-            CommReport::Gathered { ticket } => {
-                self.step_sender(key, SenderEvent::Gathered { ticket });
-            }
-            CommReport::Stale { ticket, page } => {
-                self.step_sender(key, SenderEvent::Stale { ticket, page });
-            }
-            CommReport::Sent { ticket } => self.step_sender(key, SenderEvent::Sent { ticket }),
-            CommReport::Received { ticket, verdict } => {
-                self.step_receiver(key, ReceiverEvent::Received { ticket, verdict });
-            }
-            CommReport::Broken(why) => self.step_either(key, CommEvent::Broken(why)),
-            CommReport::Ended => self.step_either(key, CommEvent::ThreadEnded),
+            CommReport::Sender(event) => self.step_sender(key, event),
+            CommReport::Receiver(event) => self.step_receiver(key, event),
+            CommReport::Either(event) => self.step_either(key, event),
         }
     }
 
@@ -540,24 +529,12 @@ impl LoopContext {
                         },
                     );
                 }
-                ReceiverAction::Receive {
-                    ticket,
-                    slab,
-                    count,
-                    pages,
-                } => {
+                ReceiverAction::Receive(receive) => {
                     let claim = Arc::<WriteClaim>::default();
                     if let Some(comm) = self.comm_mut(key) {
-                        comm.claims.insert(ticket, claim.clone());
+                        comm.claims.insert(receive.ticket, claim.clone());
                     }
-                    let job = CommJob::Receive {
-                        ticket,
-                        slab,
-                        count,
-                        pages,
-                        claim,
-                    };
-                    self.submit(key, job);
+                    self.submit(key, CommJob::Receive(receive, claim));
                 }
                 ReceiverAction::Revoke { ticket } => {
                     let claim = self
@@ -594,18 +571,7 @@ impl LoopContext {
             match action {
                 SenderAction::Host => self.submit(key, CommJob::Host),
                 SenderAction::SendId(id) => self.send(peer, Msg::CommId { comm, id }),
-                SenderAction::Send {
-                    ticket,
-                    slab,
-                    pages,
-                } => {
-                    let job = CommJob::Send {
-                        ticket,
-                        slab,
-                        pages,
-                    };
-                    self.submit(key, job);
-                }
+                SenderAction::Send(send) => self.submit(key, CommJob::Send(send)),
                 SenderAction::Announce { ticket, seq } => {
                     self.send(peer, Msg::SlabSend { comm, ticket, seq });
                 }
@@ -680,6 +646,6 @@ impl LoopContext {
     }
 
     fn count_end(&self, end: &'static str) {
-        *self.shared.stats.lock().comms_ended.entry(end).or_default() += 1;
+        *self.shared.stats.lock().comms_ended.get_mut(end) += 1;
     }
 }

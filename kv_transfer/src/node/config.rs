@@ -142,54 +142,32 @@ const MIN_TABLE: usize = 1024;
 const COMMANDS_PER_ROOM: usize = 8;
 const OUTBOX_BYTES_PER_ROOM: usize = 1024;
 
-fn one() -> u32 {
-    1
+macro_rules! defaults {
+    ($($(#[doc = $doc:literal])* $name:ident: $type:ty = $value:expr;)*) => {
+        $($(#[doc = $doc])* fn $name() -> $type { $value })*
+    };
 }
-fn lease_ms() -> u64 {
-    30_000
-}
-fn heartbeat_ms() -> u64 {
-    1000
-}
-fn wait_ms() -> u64 {
-    60_000
-}
-/// Longer than any step of an engine.
-fn stall_ms() -> u64 {
-    30_000
-}
-fn copy_threads() -> usize {
-    1
-}
-fn max_rooms() -> usize {
-    8192
-}
-fn park_ttl_ms() -> u64 {
-    30_000
-}
-/// Four of D's beats.
-fn data_idle_ms() -> u64 {
-    60_000
-}
-fn slabs() -> usize {
-    4
-}
-/// Large enough to hide the handshake of a slab, small enough to be no burden per pair (research: 4 to 8 MiB).
-fn slab_bytes() -> usize {
-    4 << 20
-}
-fn max_communicators() -> usize {
-    32
-}
-fn comm_open_ms() -> u64 {
-    10_000
-}
-fn comm_op_ms() -> u64 {
-    5000
-}
-/// Not less than `comm_op_ms`: gloo cannot interrupt an operation, which ends by its own timeout.
-fn comm_abort_ms() -> u64 {
-    6000
+
+defaults! {
+    one: u32 = 1;
+    lease_ms: u64 = 30_000;
+    heartbeat_ms: u64 = 1000;
+    wait_ms: u64 = 60_000;
+    /// Longer than any step of an engine.
+    stall_ms: u64 = 30_000;
+    copy_threads: usize = 1;
+    max_rooms: usize = 8192;
+    park_ttl_ms: u64 = 30_000;
+    /// Four of D's heartbeats.
+    data_idle_ms: u64 = 60_000;
+    slabs: usize = 4;
+    /// Large enough to hide the handshake of a slab, small enough to be no burden per pair (research: 4 to 8 MiB).
+    slab_bytes: usize = 4 << 20;
+    max_communicators: usize = 32;
+    comm_open_ms: u64 = 10_000;
+    comm_op_ms: u64 = 5000;
+    /// Not less than `comm_op_ms`: gloo cannot interrupt an operation, which ends by its own timeout.
+    comm_abort_ms: u64 = 6000;
 }
 
 impl NodeConfig {
@@ -201,78 +179,73 @@ impl NodeConfig {
 
     /// Parse and check against the pool the node is to serve.
     pub fn parse(json: &str, pool: &KvPool) -> Result<Self, String> {
-        let config: NodeConfig =
-            serde_json::from_str(json).map_err(|err| format!("transfer config: {err}"))?;
-        let page_bytes = config
-            .layout
-            .get("page_bytes")
-            .and_then(serde_json::Value::as_u64);
+        let parsed = serde_json::from_str(json).map_err(|err| err.to_string());
+        let checked = parsed.and_then(|config: Self| config.check(pool).map(|()| config));
+        checked.map_err(|why| format!("transfer config: {why}"))
+    }
+
+    fn check(&self, pool: &KvPool) -> Result<(), String> {
+        let page_bytes = self.layout.get("page_bytes");
+        let page_bytes = page_bytes.and_then(serde_json::Value::as_u64);
         if page_bytes != Some(pool.page_bytes() as u64) {
             return Err(format!(
-                "transfer config: layout.page_bytes is {page_bytes:?}, the pool's pages have {} bytes",
+                "layout.page_bytes is {page_bytes:?}, the pool's pages have {} bytes",
                 pool.page_bytes()
             ));
         }
         let positive = [
-            ("lease_ms", config.lease_ms),
-            ("heartbeat_ms", config.heartbeat_ms),
-            ("wait_ms", config.wait_ms),
-            ("stall_ms", config.stall_ms),
-            ("max_rooms", config.max_rooms as u64),
-            ("copy_threads", config.copy_threads as u64),
-            ("data_idle_ms", config.data_idle_ms),
-            ("dp_size", config.dp_size.into()),
-            ("slabs", config.slabs as u64),
-            ("max_communicators", config.max_communicators as u64),
-            ("comm_open_ms", config.comm_open_ms),
-            ("comm_op_ms", config.comm_op_ms),
+            ("lease_ms", self.lease_ms),
+            ("heartbeat_ms", self.heartbeat_ms),
+            ("wait_ms", self.wait_ms),
+            ("stall_ms", self.stall_ms),
+            ("max_rooms", self.max_rooms as u64),
+            ("copy_threads", self.copy_threads as u64),
+            ("data_idle_ms", self.data_idle_ms),
+            ("dp_size", self.dp_size.into()),
+            ("slabs", self.slabs as u64),
+            ("max_communicators", self.max_communicators as u64),
+            ("comm_open_ms", self.comm_open_ms),
+            ("comm_op_ms", self.comm_op_ms),
         ];
         if let Some((name, _)) = positive.iter().find(|(_, value)| *value == 0) {
-            return Err(format!("transfer config: {name} is 0"));
+            return Err(format!("{name} is 0"));
         }
-        if config.second_cluster_key.is_some() && config.cluster_key.is_none() {
-            return Err("transfer config: second_cluster_key without cluster_key".into());
+        if self.second_cluster_key.is_some() && self.cluster_key.is_none() {
+            return Err("second_cluster_key without cluster_key".into());
         }
-        if config.transports.is_empty() {
-            return Err(
-                "transfer config: transports is empty; there are \"shm\", \"cuda_ipc\", \"tcp\", \"gloo\" and \"nccl\"".into(),
-            );
+        if self.transports.is_empty() {
+            let why =
+                r#"transports is empty; there are "shm", "cuda_ipc", "tcp", "gloo" and "nccl""#;
+            return Err(why.into());
         }
-        if pool.device().is_some() && config.copy_threads > 1 {
+        if pool.device().is_some() && self.copy_threads > 1 {
+            let threads = self.copy_threads;
             return Err(format!(
-                "transfer config: {} copy threads; pages on a device have one",
-                config.copy_threads
+                "{threads} copy threads; pages on a device have one"
             ));
         }
-        let elsewhere = match pool.device() {
-            Some(_) => Transport::Shm,
-            None => Transport::CudaIpc,
+        let (elsewhere, place) = match pool.device() {
+            Some(_) => (Transport::Shm, "on a device"),
+            None => (Transport::CudaIpc, "in host memory"),
         };
-        if config.transports.contains(&elsewhere) {
+        if self.transports.contains(&elsewhere) {
+            let elsewhere = elsewhere.as_str();
+            return Err(format!("{elsewhere} is no transport of pages {place}"));
+        }
+        let slab_bytes = self.slab_bytes.max(pool.page_bytes());
+        if self.slabs > MAX_SLABS || slab_bytes > MAX_SLAB_BYTES {
             return Err(format!(
-                "transfer config: {} is no transport of pages {}",
-                elsewhere.as_str(),
-                if pool.device().is_some() {
-                    "on a device"
-                } else {
-                    "in host memory"
-                }
+                "{} slabs of {slab_bytes} bytes; at most {MAX_SLABS} of {MAX_SLAB_BYTES} bytes are possible",
+                self.slabs
             ));
         }
-        if config.slabs > MAX_SLABS || config.slab_bytes.max(pool.page_bytes()) > MAX_SLAB_BYTES {
+        if self.dp_rank >= self.dp_size {
             return Err(format!(
-                "transfer config: {} slabs of {} bytes; at most {MAX_SLABS} of {MAX_SLAB_BYTES} bytes are possible",
-                config.slabs,
-                config.slab_bytes.max(pool.page_bytes())
+                "dp_rank is {}, dp_size {}",
+                self.dp_rank, self.dp_size
             ));
         }
-        if config.dp_rank >= config.dp_size {
-            return Err(format!(
-                "transfer config: dp_rank is {}, dp_size {}",
-                config.dp_rank, config.dp_size
-            ));
-        }
-        Ok(config)
+        Ok(())
     }
 
     pub fn limits(&self) -> NodeLimits {

@@ -430,17 +430,11 @@ impl NodeContext {
 
     pub fn count_refused_hello(&self, code: ReasonCode) {
         let mut stats = self.shared.stats.lock();
-        *stats.hellos_refused.entry(code.as_str()).or_default() += 1;
+        *stats.hellos_refused.get_mut(code.as_str()) += 1;
     }
 
     pub fn count_failure(&self, code: ReasonCode) {
-        *self
-            .shared
-            .stats
-            .lock()
-            .failures
-            .entry(code.as_str())
-            .or_default() += 1;
+        *self.shared.stats.lock().failures.get_mut(code.as_str()) += 1;
     }
 
     pub fn report_invalid_transition(

@@ -476,7 +476,7 @@ fn reject(ctx: &mut NodeContext, of: RoomOf, code: ReasonCode, why: &str) {
     {
         let mut stats = ctx.shared.stats.lock();
         stats.opens_rejected += 1;
-        *stats.rejects.entry(code.as_str()).or_default() += 1;
+        *stats.rejects.get_mut(code.as_str()) += 1;
     }
     let note = format!("{code}: {why}");
     ctx.note(ctx.record_of(RoomSide::Prefill, room, attempt, "REJECT", note));

@@ -190,7 +190,7 @@ impl<'a> Handshake<'a> {
         initiator_nonce: &[u8],
         responder_nonce: &[u8],
     ) -> (FrameSealer, FrameOpener) {
-        let session = self.key.map(|key| {
+        let key = self.key.map(|key| {
             let parts: [&[u8]; 4] = [
                 b"baton session 1",
                 &[initiator_nonce.len() as u8],
@@ -199,57 +199,49 @@ impl<'a> Handshake<'a> {
             ];
             mac(key, &parts).finalize().into_bytes().to_vec()
         });
+        let half = |direction| FrameStream {
+            key: key.clone(),
+            direction,
+            seq: 0,
+        };
         let ours = u8::from(initiator);
-        (
-            FrameSealer {
-                key: session.clone(),
-                direction: ours,
-                seq: 0,
-            },
-            FrameOpener {
-                key: session,
-                direction: 1 - ours,
-                seq: 0,
-            },
-        )
+        (FrameSealer(half(ours)), FrameOpener(half(1 - ours)))
+    }
+}
+
+/// Key and position of one direction of one connection.
+struct FrameStream {
+    key: Option<Vec<u8>>,
+    direction: u8,
+    seq: u64,
+}
+
+impl FrameStream {
+    /// Call `act` with the key and to the parts that the next frame's tag covers.
+    fn next<T>(&mut self, body: &[u8], act: impl FnOnce(Option<&[u8]>, &[&[u8]]) -> T) -> T {
+        let parts: [&[u8]; 3] = [&[self.direction], &self.seq.to_le_bytes(), body];
+        self.seq += 1;
+        act(self.key.as_deref(), &parts)
     }
 }
 
 /// Writes the frames of one direction of one connection, in order.
-pub struct FrameSealer {
-    key: Option<Vec<u8>>,
-    direction: u8,
-    seq: u64,
-}
+pub struct FrameSealer(FrameStream);
 
 impl FrameSealer {
     pub fn seal(&mut self, msg: &Msg) -> Vec<u8> {
-        let frame = build(
-            self.key.as_deref(),
-            &[&[self.direction], &self.seq.to_le_bytes(), &msg.encode()],
-        );
-        self.seq += 1;
-        frame
+        self.0.next(&msg.encode(), build)
     }
 }
 
 /// Reads the frames of one direction of one connection, in order.
-pub struct FrameOpener {
-    key: Option<Vec<u8>>,
-    direction: u8,
-    seq: u64,
-}
+pub struct FrameOpener(FrameStream);
 
 impl FrameOpener {
     /// `frame` is without its length field. After an error the connection must be closed.
     pub fn open(&mut self, frame: &[u8]) -> Result<Msg, FrameError> {
         let (tag, body) = split(frame)?;
-        verify(
-            self.key.as_deref(),
-            &[&[self.direction], &self.seq.to_le_bytes(), body],
-            tag,
-        )?;
-        self.seq += 1;
+        self.0.next(body, |key, parts| verify(key, parts, tag))?;
         Ok(Msg::decode(body)?)
     }
 }

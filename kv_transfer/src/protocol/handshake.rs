@@ -89,10 +89,9 @@ async fn read_len(
     let mut header = [0; HEADER_BYTES];
     stream.read_exact(&mut header).await?;
     match frame_len(header)? {
-        len if len > limit => Err(ConnectionError::new(
-            ReasonCode::TransportBroken,
-            format!("a frame of {len} bytes, the limit is {limit} here"),
-        )),
+        len if len > limit => Err(ConnectionError::broken(format!(
+            "a frame of {len} bytes, the limit is {limit} here"
+        ))),
         len => Ok(len),
     }
 }

@@ -398,16 +398,13 @@ impl DecodeRoom {
             }
             DecodeEvent::PullFailed { ticket, code, why } => {
                 self.in_flight.remove(&ticket);
-                return Ok(self.end(RoomEnd::Fail(code, why), Some(code)));
+                return Ok(self.fail(code, why));
             }
             DecodeEvent::PullStopped { ticket } => {
                 self.in_flight.remove(&ticket);
-                return Ok(self.end(
-                    RoomEnd::Fail(
-                        ReasonCode::TransportBroken,
-                        "a pull was stopped from outside".into(),
-                    ),
-                    Some(ReasonCode::TransportBroken),
+                return Ok(self.fail(
+                    ReasonCode::TransportBroken,
+                    "a pull was stopped from outside",
                 ));
             }
             DecodeEvent::Accepted { .. } => self.admit(),
@@ -418,10 +415,7 @@ impl DecodeRoom {
                 self.admit();
                 let is_first_news = self.grant.is_none() && !self.is_announced();
                 if let Err(why) = self.announce(first_page, &pages) {
-                    return Ok(self.end(
-                        RoomEnd::Fail(ReasonCode::TransportBroken, why),
-                        Some(ReasonCode::TransportBroken),
-                    ));
+                    return Ok(self.fail(ReasonCode::TransportBroken, why));
                 }
                 return Ok(self.advance_with(is_first_news, now));
             }
@@ -458,7 +452,7 @@ impl DecodeRoom {
             DecodeEvent::PeerStalled { .. } if self.all_announced() => return Ok(vec![]),
             DecodeEvent::PeerStalled { why, .. } => {
                 let code = ReasonCode::PeerStalled;
-                return Ok(self.end(RoomEnd::Fail(code, why), Some(code)));
+                return Ok(self.fail(code, why));
             }
             DecodeEvent::Abort(code) => return Ok(self.end(RoomEnd::Abort, Some(code))),
             DecodeEvent::Tick if self.next_due().is_some_and(|due| now >= due) => {
@@ -472,10 +466,7 @@ impl DecodeRoom {
                     "{what} in {} ({known} pages announced, {verified} verified)",
                     self.phase.name()
                 );
-                return Ok(self.end(
-                    RoomEnd::Fail(ReasonCode::Deadline, why),
-                    Some(ReasonCode::Deadline),
-                ));
+                return Ok(self.fail(ReasonCode::Deadline, why));
             }
             DecodeEvent::Tick => return Ok(vec![]),
         }
@@ -553,10 +544,7 @@ impl DecodeRoom {
                 "{granted} pages were granted beyond the {held} held, but prefill has {needed} from page {} on",
                 self.start_page
             );
-            return self.end(
-                RoomEnd::Fail(ReasonCode::PromptMismatch, why),
-                Some(ReasonCode::PromptMismatch),
-            );
+            return self.fail(ReasonCode::PromptMismatch, why);
         }
         if let Some(needed) = self.needed()
             && self.pages.len() > needed
@@ -566,10 +554,7 @@ impl DecodeRoom {
                 self.pages.len(),
                 self.start_page
             );
-            return self.end(
-                RoomEnd::Fail(ReasonCode::TransportBroken, why),
-                Some(ReasonCode::TransportBroken),
-            );
+            return self.fail(ReasonCode::TransportBroken, why);
         }
         let mut actions = self.start_pulls(now);
         if self.grant.is_some()
@@ -641,12 +626,9 @@ impl DecodeRoom {
         });
         let root = root_of(sums);
         if root != fin.root {
-            return self.end(
-                RoomEnd::Fail(
-                    ReasonCode::Checksum,
-                    "the root over the page checksums differs from the prefill side's".into(),
-                ),
-                Some(ReasonCode::Checksum),
+            return self.fail(
+                ReasonCode::Checksum,
+                "the root over the page checksums differs from the prefill side's",
             );
         }
         self.phase = DecodePhase::Committed;
@@ -654,6 +636,11 @@ impl DecodeRoom {
         done.into_iter()
             .chain([DecodeAction::Commit(fin)])
             .collect()
+    }
+
+    /// Fail with `code`, which is sent to the peer.
+    fn fail(&mut self, code: ReasonCode, why: impl Into<String>) -> Vec<DecodeAction> {
+        self.end(RoomEnd::Fail(code, why.into()), Some(code))
     }
 
     /// Decide the end now; report it when the last pull has stopped.

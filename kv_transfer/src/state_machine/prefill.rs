@@ -75,6 +75,15 @@ enum PageState {
     Ready(PageDigest),
 }
 
+impl PageState {
+    fn digest(&self) -> Option<PageDigest> {
+        match self {
+            PageState::Ready(digest) => Some(*digest),
+            _ => None,
+        }
+    }
+}
+
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct PrefillRoom {
     pub phase: PrefillPhase,
@@ -494,13 +503,7 @@ impl PrefillRoom {
         let ready: Vec<(u32, PageDigest)> = (0u32..)
             .zip(&self.pages)
             .skip(start_page as usize)
-            .filter_map(|(index, state)| {
-                if let PageState::Ready(digest) = state {
-                    Some((index, *digest))
-                } else {
-                    None
-                }
-            })
+            .filter_map(|(index, state)| Some((index, state.digest()?)))
             .collect();
         actions.push(PrefillAction::Accept { peer });
         actions.extend(progress_runs(peer, &ready));
@@ -526,13 +529,7 @@ impl PrefillRoom {
             .pages
             .iter()
             .skip(reader.start_page as usize)
-            .filter_map(|state| {
-                if let PageState::Ready(digest) = state {
-                    Some(digest.sum)
-                } else {
-                    None
-                }
-            });
+            .filter_map(|state| Some(state.digest()?.sum));
         vec![PrefillAction::Final {
             peer: reader.peer,
             finish: finish.clone(),

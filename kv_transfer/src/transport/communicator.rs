@@ -23,7 +23,9 @@ use super::{PullError, checksum_copy};
 use crate::pool::device::{DeviceError, DevicePages, DeviceSlabs};
 use crate::pool::{KvPool, SumKind};
 use crate::reason_code::ReasonCode;
-use crate::state_machine::communicator::Ticket;
+use crate::state_machine::communicator::{
+    CommEvent, ReceiverEvent, SenderEvent, SlabReceive, SlabSend,
+};
 use crate::state_machine::decode::PullPage;
 
 /// Alignment of slabs, for the copy kernels and pinned memory.
@@ -211,43 +213,16 @@ pub enum CommJob {
     Host,
     /// Join as the receiver.
     Join(Vec<u8>),
-    /// (page, generation) each.
-    Send {
-        ticket: Ticket,
-        slab: usize,
-        pages: Vec<(u32, u64)>,
-    },
-    Receive {
-        ticket: Ticket,
-        slab: usize,
-        count: usize,
-        pages: Vec<PullPage>,
-        claim: Arc<WriteClaim>,
-    },
+    Send(SlabSend),
+    Receive(SlabReceive, Arc<WriteClaim>),
 }
 
+/// Event of a communicator's thread for its state machine. After `Broken` the thread does nothing more.
 #[derive(Debug)]
 pub enum CommReport {
-    Id(Vec<u8>),
-    Opened,
-    Gathered {
-        ticket: Ticket,
-    },
-    Stale {
-        ticket: Ticket,
-        page: u32,
-    },
-    Sent {
-        ticket: Ticket,
-    },
-    Received {
-        ticket: Ticket,
-        verdict: Result<(), (ReasonCode, String)>,
-    },
-    /// The thread does nothing more.
-    Broken(String),
-    /// After an abort: the thread is gone.
-    Ended,
+    Sender(SenderEvent),
+    Receiver(ReceiverEvent),
+    Either(CommEvent),
 }
 
 pub struct CommContext {
@@ -337,7 +312,7 @@ impl CommThread {
             }
             let _ = thread.join(); // its panics are caught and reported
             drop(guard.open.lock().take()); // its slabs are free before its end is known
-            report(CommReport::Ended);
+            report(CommReport::Either(CommEvent::ThreadEnded));
             drop(running);
         };
         if let Err(err) = std::thread::Builder::new()
@@ -368,7 +343,7 @@ impl Worker {
                 Ok(Err(CommError(why))) => why,
                 Err(panic) => format!("internal: {}", panic_text(panic.as_ref())),
             };
-            (self.report)(CommReport::Broken(broken));
+            (self.report)(CommReport::Either(CommEvent::Broken(broken)));
             break;
         }
         *self.guard.open.lock() = None;
@@ -378,22 +353,12 @@ impl Worker {
         match job {
             CommJob::Host => {
                 let id = self.context.backend.unique_id()?;
-                (self.report)(CommReport::Id(id.clone()));
+                (self.report)(CommReport::Sender(SenderEvent::Id(id.clone())));
                 self.open(&id, CommRank::Sender)
             }
             CommJob::Join(id) => self.open(&id, CommRank::Receiver),
-            CommJob::Send {
-                ticket,
-                slab,
-                pages,
-            } => self.send(ticket, slab, &pages),
-            CommJob::Receive {
-                ticket,
-                slab,
-                count,
-                pages,
-                claim,
-            } => self.receive(ticket, slab, count, &pages, &claim),
+            CommJob::Send(send) => self.send(&send),
+            CommJob::Receive(receive, claim) => self.receive(&receive, &claim),
         }
     }
 
@@ -405,7 +370,7 @@ impl Worker {
             .open(id, rank, &slabs, self.context.timeouts)?;
         self.slabs = Some(slabs);
         *self.guard.open.lock() = Some(open);
-        (self.report)(CommReport::Opened);
+        (self.report)(CommReport::Either(CommEvent::Opened));
         Ok(())
     }
 
@@ -442,29 +407,26 @@ impl Worker {
             .map(|&(page, _)| page)
     }
 
-    fn send(&self, ticket: Ticket, slab: usize, pages: &[(u32, u64)]) -> Result<(), CommError> {
+    fn send(&self, send: &SlabSend) -> Result<(), CommError> {
+        let (ticket, slab, pages) = (send.ticket, send.slab, &send.pages[..]);
         let (open, slabs) = self.opened()?;
         let faults = &self.context.faults;
-        if let Some(ms) = faults.page_delay_ms() {
-            std::thread::sleep(Duration::from_millis(ms)); // a test's slow link
-        }
+        faults.delay_page();
         let mut stale = self.stale(pages);
         if stale.is_none() {
             let ids: Vec<u32> = pages.iter().map(|&(page, _)| page).collect();
             self.gather(&ids, slabs, slab)?;
-            if let Some(hold) = faults.hold_copied() {
-                hold.wait();
-            }
+            faults.wait_copied();
             fence(Ordering::SeqCst); // the bytes were read before the second check
             stale = self.stale(pages);
         }
         if let Some(page) = stale {
-            (self.report)(CommReport::Stale { ticket, page });
+            (self.report)(CommReport::Sender(SenderEvent::Stale { ticket, page }));
             return Ok(());
         }
-        (self.report)(CommReport::Gathered { ticket });
+        (self.report)(CommReport::Sender(SenderEvent::Gathered { ticket }));
         open.send(slab, pages.len() * self.context.pool.page_bytes())?;
-        (self.report)(CommReport::Sent { ticket });
+        (self.report)(CommReport::Sender(SenderEvent::Sent { ticket }));
         Ok(())
     }
 
@@ -492,14 +454,9 @@ impl Worker {
         Ok(())
     }
 
-    fn receive(
-        &self,
-        ticket: Ticket,
-        slab: usize,
-        count: usize,
-        pages: &[PullPage],
-        claim: &WriteClaim,
-    ) -> Result<(), CommError> {
+    fn receive(&self, receive: &SlabReceive, claim: &WriteClaim) -> Result<(), CommError> {
+        let (ticket, slab, count) = (receive.ticket, receive.slab, receive.count);
+        let pages = &receive.pages[..];
         let (open, slabs) = self.opened()?;
         open.recv(slab, count * self.context.pool.page_bytes())?;
         if self.context.faults.transport_broken() {
@@ -523,7 +480,10 @@ impl Worker {
                 }
             }
         };
-        (self.report)(CommReport::Received { ticket, verdict });
+        (self.report)(CommReport::Receiver(ReceiverEvent::Received {
+            ticket,
+            verdict,
+        }));
         Ok(())
     }
 

@@ -251,9 +251,7 @@ impl Worker {
             if self.faults.transport_broken() {
                 return Err(PullError::Broken("fault injection".into()));
             }
-            if let Some(ms) = self.faults.page_delay_ms() {
-                std::thread::sleep(std::time::Duration::from_millis(ms)); // a test's slow link
-            }
+            self.faults.delay_page();
             check_generation(page.src, from.generation(page.src.page))?;
             from.prefault(page.src.page);
             // SAFETY: src is inside the peer's read-only mapping (ids are checked when announced), which `from` keeps alive; dst is a page
@@ -272,9 +270,7 @@ impl Worker {
                     corrupt_for_test(SumKind::Xxh3, self.pool.page_ptr(page.dst), page_bytes)
                 };
             }
-            if let Some(hold) = self.faults.hold_copied() {
-                hold.wait();
-            }
+            self.faults.wait_copied();
             check_generation(page.src, from.generation_after(page.src.page))?;
             check_sum(page.src, sum)?;
             *bytes += page_bytes as u64;
@@ -303,9 +299,7 @@ impl Worker {
                 return Err(PullError::Broken("fault injection".into()));
             }
             for page in part {
-                if let Some(ms) = self.faults.page_delay_ms() {
-                    std::thread::sleep(std::time::Duration::from_millis(ms)); // a test's slow link
-                }
+                self.faults.delay_page();
                 check_generation(page.src, from.generation(page.src.page))?;
             }
             let src: Vec<u32> = part.iter().map(|page| page.src.page).collect();
@@ -320,9 +314,7 @@ impl Worker {
                 corrupt_on_device(own, dst[0], page_bytes).map_err(broken)?;
                 sums = sums_of(own, &dst).map_err(broken)?;
             }
-            if let Some(hold) = self.faults.hold_copied() {
-                hold.wait();
-            }
+            self.faults.wait_copied();
             for page in part {
                 check_generation(page.src, from.generation_after(page.src.page))?;
             }

@@ -123,13 +123,25 @@ impl Faults {
     }
 
     /// Delay of a page: a slow link.
-    pub fn page_delay_ms(&self) -> Option<u64> {
-        match self.find(
-            |on| on == "PAGE",
-            |fault| matches!(fault, Fault::DelayMs(_)),
-        )? {
-            Fault::DelayMs(ms) => Some(ms),
+    pub fn page_delay(&self) -> Option<Duration> {
+        let is_delay = |fault: &Fault| matches!(fault, Fault::DelayMs(_));
+        match self.find(|on| on == "PAGE", is_delay)? {
+            Fault::DelayMs(ms) => Some(Duration::from_millis(ms)),
             _ => None,
+        }
+    }
+
+    /// Block the calling thread for the delay of a page.
+    pub fn delay_page(&self) {
+        if let Some(delay) = self.page_delay() {
+            std::thread::sleep(delay);
+        }
+    }
+
+    /// Block the calling thread at the hold between the copy and the second generation check.
+    pub fn wait_copied(&self) {
+        if let Some(hold) = self.hold_copied() {
+            hold.wait();
         }
     }
 

@@ -278,10 +278,9 @@ fn supervised(
     tokio::spawn(async move {
         let err = match task.await {
             Ok(err) => err,
-            Err(err) if err.is_panic() => ConnectionError::new(
-                ReasonCode::TransportBroken,
-                "internal: a connection's task panicked",
-            ),
+            Err(err) if err.is_panic() => {
+                ConnectionError::broken("internal: a connection's task panicked")
+            }
             Err(_) => return, // aborted by `cut` or `stop_reading`
         };
         let _ = peer_inbox

@@ -360,7 +360,7 @@ impl DecodeSide {
                 let known = conn.map_or(0, |conn| conn.peer.num_pages);
                 if let Some(id) = ids.iter().find(|&&id| u64::from(id) >= known) {
                     let why = format!("PROGRESS names page {id} of a pool of {known}");
-                    let err = ConnectionError::new(ReasonCode::TransportBroken, why);
+                    let err = ConnectionError::broken(why);
                     return ctx.mark_lost(peer, err);
                 }
                 let end = first_page as usize + ids.len();
@@ -584,7 +584,7 @@ impl DecodeSide {
         {
             let mut all = ctx.shared.stats.lock();
             all.committed += 1;
-            let pull = all.pull.entry(stats.transport).or_default();
+            let pull = all.pull.get_mut(stats.transport);
             pull.rooms += 1;
             pull.room_seconds += stats.pull_seconds;
             all.pull_seconds.observe(stats.pull_seconds);

@@ -144,7 +144,7 @@ impl PullJobs {
         let job = self.jobs.remove(&end.id)?;
         {
             let mut stats = ctx.shared.stats.lock();
-            let pull = stats.pull.entry(job.via.as_str()).or_default();
+            let pull = stats.pull.get_mut(job.via.as_str());
             pull.batches += 1;
             pull.bytes += end.bytes;
             pull.pages += end.bytes / ctx.pool.page_bytes() as u64;

@@ -308,7 +308,7 @@ fn connect(rank: &mut RankConnection, ctx: &NodeContext, address: &RankAddress) 
             );
         let result = task.await.unwrap_or_else(|err| {
             let why = format!("internal: {err}");
-            Err(ConnectionError::new(ReasonCode::TransportBroken, why).into())
+            Err(ConnectionError::broken(why).into())
         });
         let _ = internal.send(LoopMessage::Connected(address, Box::new(result))); // the node is closing
     });

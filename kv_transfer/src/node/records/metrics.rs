@@ -56,12 +56,12 @@ pub struct TransportStats {
     pub damaged: u64,
 }
 
-#[derive(Debug, Clone, Serialize)]
+#[derive(Debug, Clone, Default, Serialize)]
 pub struct NodeStats {
     /// By transport, and none for prompts that needed no page.
-    pub pull: BTreeMap<&'static str, TransportStats>,
+    pub pull: ByTransport,
     /// Rooms that ended otherwise than by commit or DONE, by reason code.
-    pub failures: BTreeMap<&'static str, u64>,
+    pub failures: ByCode,
     pub committed: u64,
     pub released_done: u64,
     pub aborted: u64,
@@ -78,17 +78,17 @@ pub struct NodeStats {
     /// D: times that rooms of a pair began to fail at once because of damaged pages.
     pub quarantines: u64,
     /// Communicators that ended: closed to free their place, failed, or leaked because their abort hung.
-    pub comms_ended: BTreeMap<&'static str, u64>,
+    pub comms_ended: ByEnd,
     /// Connections on this host that could not be accepted, for lack of descriptors or memory.
     pub accept_errors: u64,
     pub links_up: u64,
     pub links_lost: u64,
     pub bad_frames: u64,
     /// Connections that were refused before a link existed, by reason code.
-    pub hellos_refused: BTreeMap<&'static str, u64>,
+    pub hellos_refused: ByCode,
     pub hellos_evicted: u64,
     /// OPENs that were refused, by reason code.
-    pub rejects: BTreeMap<&'static str, u64>,
+    pub rejects: ByCode,
     /// Invalid transitions; each one is a bug on this side.
     pub illegal: u64,
 }
@@ -96,88 +96,70 @@ pub struct NodeStats {
 pub const TRANSPORTS: [&str; 6] = ["shm", "cuda_ipc", "tcp", "gloo", "nccl", "none"];
 pub const COMM_ENDS: [&str; 3] = ["closed", "failed", "abandoned"];
 
-impl Default for NodeStats {
-    /// Every label exists from the start, so that a rate over a counter's first increment is right.
-    fn default() -> Self {
-        Self {
-            pull: TRANSPORTS
-                .iter()
-                .map(|&t| (t, TransportStats::default()))
-                .collect(),
-            failures: ReasonCode::ALL
-                .iter()
-                .map(|code| (code.as_str(), 0))
-                .collect(),
-            committed: 0,
-            released_done: 0,
-            aborted: 0,
-            pull_seconds: Histogram::default(),
-            room_seconds: Histogram::default(),
-            opens_received: 0,
-            opens_parked: 0,
-            opens_rejected: 0,
-            pages_hashed: 0,
-            fallbacks: 0,
-            quarantines: 0,
-            comms_ended: COMM_ENDS.iter().map(|&end| (end, 0)).collect(),
-            accept_errors: 0,
-            links_up: 0,
-            links_lost: 0,
-            bad_frames: 0,
-            hellos_refused: ReasonCode::ALL
-                .iter()
-                .map(|code| (code.as_str(), 0))
-                .collect(),
-            hellos_evicted: 0,
-            rejects: ReasonCode::ALL
-                .iter()
-                .map(|code| (code.as_str(), 0))
-                .collect(),
-            illegal: 0,
+/// A map whose labels all exist from the start, so that a rate over a counter's first increment is right.
+macro_rules! labeled {
+    ($name:ident, $value:ty, $labels:expr) => {
+        #[derive(Debug, Clone, Serialize)]
+        #[serde(transparent)]
+        pub struct $name(BTreeMap<&'static str, $value>);
+
+        impl Default for $name {
+            fn default() -> Self {
+                Self($labels.map(|label| (label, <$value>::default())).collect())
+            }
         }
-    }
+
+        impl $name {
+            pub fn get_mut(&mut self, label: &'static str) -> &mut $value {
+                self.0.entry(label).or_default()
+            }
+        }
+    };
 }
+
+labeled!(ByTransport, TransportStats, TRANSPORTS.into_iter());
+labeled!(
+    ByCode,
+    u64,
+    ReasonCode::ALL.iter().map(|code| code.as_str())
+);
+labeled!(ByEnd, u64, COMM_ENDS.into_iter());
 
 impl NodeStats {
     /// Under the engine's metric names, labels included. `reads_refused` is counted by the data thread.
     pub fn counters(&self, reads_refused: u64) -> BTreeMap<String, f64> {
         let mut counters = BTreeMap::new();
-        for (transport, pull) in &self.pull {
-            for (name, value) in [
-                ("kv_pulls", pull.rooms as f64),
-                ("kv_pull_bytes", pull.bytes as f64),
-                ("kv_pull_seconds", pull.room_seconds),
-                ("kv_damaged_pulls", pull.damaged as f64),
-            ] {
-                counters.insert(format!("{name}_total{{transport=\"{transport}\"}}"), value);
-            }
+        let mut add = |name: &str, label: &str, value: f64| {
+            counters.insert(format!("{name}_total{label}"), value);
+        };
+        for (transport, pull) in &self.pull.0 {
+            let label = format!("{{transport=\"{transport}\"}}");
+            add("kv_pulls", &label, pull.rooms as f64);
+            add("kv_pull_bytes", &label, pull.bytes as f64);
+            add("kv_pull_seconds", &label, pull.room_seconds);
+            add("kv_damaged_pulls", &label, pull.damaged as f64);
         }
-        for (name, by_code) in [
-            ("kv_transfer_failures", &self.failures),
-            ("kv_hellos_refused", &self.hellos_refused),
-            ("kv_rejects", &self.rejects),
+        for (name, label, counts) in [
+            ("kv_transfer_failures", "code", &self.failures.0),
+            ("kv_hellos_refused", "code", &self.hellos_refused.0),
+            ("kv_rejects", "code", &self.rejects.0),
+            ("kv_communicators_ended", "end", &self.comms_ended.0),
         ] {
-            for (code, &count) in by_code {
-                counters.insert(format!("{name}_total{{code=\"{code}\"}}"), count as f64);
+            for (value, &count) in counts {
+                add(name, &format!("{{{label}=\"{value}\"}}"), count as f64);
             }
         }
         for (name, count) in [
-            ("kv_hellos_evicted_total", self.hellos_evicted),
-            ("kv_links_lost_total", self.links_lost),
-            ("kv_quarantines_total", self.quarantines),
-            ("kv_bad_frames_total", self.bad_frames),
-            ("kv_reads_refused_total", reads_refused),
+            ("kv_hellos_evicted", self.hellos_evicted),
+            ("kv_links_lost", self.links_lost),
+            ("kv_quarantines", self.quarantines),
+            ("kv_bad_frames", self.bad_frames),
+            ("kv_reads_refused", reads_refused),
+            ("kv_transport_fallbacks", self.fallbacks),
+            ("kv_accept_errors", self.accept_errors),
         ] {
-            counters.insert(name.into(), count as f64);
+            add(name, "", count as f64);
         }
-        for (end, &count) in &self.comms_ended {
-            counters.insert(
-                format!("kv_communicators_ended_total{{end=\"{end}\"}}"),
-                count as f64,
-            );
-        }
-        counters.insert("kv_transport_fallbacks_total".into(), self.fallbacks as f64);
-        counters.insert("kv_accept_errors_total".into(), self.accept_errors as f64);
         counters
     }
 }
@@ -191,29 +173,20 @@ pub fn gauges(
     is_healthy: bool,
 ) -> BTreeMap<String, f64> {
     let count = |state: &str| states.get(state).copied().unwrap_or(0) as f64;
-    let mut gauges: BTreeMap<String, f64> = prefill::PrefillPhase::LIVE_NAMES
-        .iter()
-        .chain(decode::DecodePhase::LIVE_NAMES)
-        .map(|state| {
-            (
-                format!("kv_rooms{{state=\"{}\"}}", state.to_lowercase()),
-                count(state),
-            )
-        })
-        .collect();
+    let mut gauges = BTreeMap::new();
+    let rooms = prefill::PrefillPhase::LIVE_NAMES.iter();
+    for state in rooms.chain(decode::DecodePhase::LIVE_NAMES) {
+        let name = format!("kv_rooms{{state=\"{}\"}}", state.to_lowercase());
+        gauges.insert(name, count(state));
+    }
     gauges.insert("kv_leases".into(), count("LEASED"));
     gauges.insert("kv_peers".into(), peers as f64);
     gauges.insert("kv_outbox_bytes".into(), largest_backlog as f64);
-    gauges.insert(
-        "kv_transfer_healthy".into(),
-        f64::from(u8::from(is_healthy)),
-    );
+    let healthy = if is_healthy { 1.0 } else { 0.0 };
+    gauges.insert("kv_transfer_healthy".into(), healthy);
     for state in communicator::CommPhase::NAMES {
-        let count = comms.get(state).copied().unwrap_or(0);
-        gauges.insert(
-            format!("kv_communicators{{state=\"{state}\"}}"),
-            count as f64,
-        );
+        let count = comms.get(state).copied().unwrap_or(0) as f64;
+        gauges.insert(format!("kv_communicators{{state=\"{state}\"}}"), count);
     }
     gauges
 }

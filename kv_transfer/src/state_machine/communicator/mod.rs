@@ -30,6 +30,25 @@ mod model_check;
 pub use receiver::{PullOutcome, ReceiverAction, ReceiverEvent, SlabReceiver};
 pub use sender::{SenderAction, SenderEvent, SlabSender};
 
+use super::decode::PullPage;
+
+/// Pages to gather into a slab and send: (page, generation) each.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub struct SlabSend {
+    pub ticket: Ticket,
+    pub slab: usize,
+    pub pages: Vec<(u32, u64)>,
+}
+
+/// Receive of `count` pages into `slab`; then scatter to `pages`, unless there are none or it is revoked.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub struct SlabReceive {
+    pub ticket: Ticket,
+    pub slab: usize,
+    pub count: usize,
+    pub pages: Vec<PullPage>,
+}
+
 /// Number of a SLAB_READ within its communicator; grows.
 pub type Ticket = u64;
 

@@ -213,7 +213,7 @@ impl Relay {
                         .map(|p| (p.src.page, p.src.generation))
                         .collect(),
                 )),
-                ReceiverAction::Receive { ticket, pages, .. } => {
+                ReceiverAction::Receive(SlabReceive { ticket, pages, .. }) => {
                     self.d_jobs.push_back(AtD::Receive { ticket, pages });
                 }
                 ReceiverAction::Revoke { ticket } if self.revoke(ticket) => revoked.push(ticket),
@@ -290,7 +290,9 @@ impl Relay {
                     is_announced: false,
                 }),
                 SenderAction::SendId(_) => self.to_d.push_back(WireMessage::Id),
-                SenderAction::Send { ticket, .. } => self.p_jobs.push_back(AtP::Gather(ticket)),
+                SenderAction::Send(SlabSend { ticket, .. }) => {
+                    self.p_jobs.push_back(AtP::Gather(ticket))
+                }
                 SenderAction::Announce { ticket, seq } => {
                     self.to_d.push_back(WireMessage::Send(ticket, seq));
                 }
@@ -798,7 +800,7 @@ fn a_send_out_of_order_ends_the_communicator_before_a_receive_is_posted() {
     assert!(
         !actions
             .iter()
-            .any(|a| matches!(a, ReceiverAction::Receive { .. }))
+            .any(|a| matches!(a, ReceiverAction::Receive(SlabReceive { .. })))
     );
     assert!(actions.contains(&ReceiverAction::Comm(CommAction::Abort)));
 }

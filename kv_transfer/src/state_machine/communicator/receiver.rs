@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, VecDeque};
 
-use super::{CommAction, CommEnd, CommEvent, CommLife, CommPhase, SlabLimits, Ticket};
+use super::{CommAction, CommEnd, CommEvent, CommLife, CommPhase, SlabLimits, SlabReceive, Ticket};
 use crate::reason_code::ReasonCode;
 use crate::state_machine::decode::PullPage;
 
@@ -63,13 +63,8 @@ pub enum ReceiverAction {
         ticket: Ticket,
         pages: Vec<PullPage>,
     },
-    /// Own thread: post the next receive, `count` pages into `slab`; then scatter to `pages`, unless there are none or it is revoked.
-    Receive {
-        ticket: Ticket,
-        slab: usize,
-        count: usize,
-        pages: Vec<PullPage>,
-    },
+    /// Own thread: post the next receive.
+    Receive(SlabReceive),
     /// Forbid the thread to write this ticket's pages. `Revoked` follows if it had not begun, else its `Received` will.
     Revoke {
         ticket: Ticket,
@@ -270,12 +265,12 @@ impl SlabReceiver {
                 return self.fail(CommEnd::Failed(why), now, out);
             }
         };
-        out.push(ReceiverAction::Receive {
+        out.push(ReceiverAction::Receive(SlabReceive {
             ticket,
             slab: chunk.slab,
             count: chunk.pages.len(),
             pages,
-        });
+        }));
         self.next_seq += 1;
         self.progress(now);
     }

@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, VecDeque};
 
-use super::{CommAction, CommEnd, CommEvent, CommLife, CommPhase, SlabLimits, Ticket};
+use super::{CommAction, CommEnd, CommEvent, CommLife, CommPhase, SlabLimits, SlabSend, Ticket};
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub enum SenderEvent {
@@ -35,12 +35,8 @@ pub enum SenderAction {
     Host,
     /// Send COMM_ID.
     SendId(Vec<u8>),
-    /// Own thread: gather into `slab` and post the next send.
-    Send {
-        ticket: Ticket,
-        slab: usize,
-        pages: Vec<(u32, u64)>,
-    },
+    /// Own thread: gather into the slab and post the next send.
+    Send(SlabSend),
     /// Send SLAB_SEND.
     Announce {
         ticket: Ticket,
@@ -182,11 +178,11 @@ impl SlabSender {
                 self.life.progress(true, now);
             }
             self.busy.insert(ticket, slab);
-            out.push(SenderAction::Send {
+            out.push(SenderAction::Send(SlabSend {
                 ticket,
                 slab,
                 pages,
-            });
+            }));
         }
     }
 

@@ -189,7 +189,7 @@ impl Client {
                     Ok(false)
                 }
                 () = tokio::time::sleep_until(stalled_at), if !self.waiting.is_empty() => {
-                    Err(ConnectionError::new(ReasonCode::TransportBroken, format!("no byte for {STALL:?}")))
+                    Err(ConnectionError::broken(format!("no byte for {STALL:?}")))
                 }
             };
             match step {
@@ -382,10 +382,12 @@ impl Client {
 
     /// Handle a frame of the answer to the oldest READ.
     fn on_frame(&mut self, msg: Msg) -> Result<Reading, ConnectionError> {
-        let protocol = |why: String| ConnectionError::new(ReasonCode::TransportBroken, why);
         let page_bytes = self.context.pool.page_bytes();
         let Some(chunk) = self.waiting.front() else {
-            return Err(protocol(format!("{} without a READ", msg.name())));
+            return Err(ConnectionError::broken(format!(
+                "{} without a READ",
+                msg.name()
+            )));
         };
         match msg {
             Msg::Data {
@@ -394,7 +396,7 @@ impl Client {
                 page_bytes: theirs,
             } if ticket == chunk.ticket => {
                 if pages as usize != chunk.pages.len() || theirs != page_bytes as u64 {
-                    return Err(protocol(format!(
+                    return Err(ConnectionError::broken(format!(
                         "{pages} pages of {theirs} bytes came, {} of {page_bytes} were asked for",
                         chunk.pages.len()
                     )));
@@ -427,7 +429,7 @@ impl Client {
                 self.answered(checked);
                 Ok(Reading::head())
             }
-            other => Err(protocol(format!(
+            other => Err(ConnectionError::broken(format!(
                 "{} does not answer the oldest READ",
                 other.name()
             ))),
@@ -504,5 +506,5 @@ fn stream_beat() -> Msg {
 }
 
 fn broken(err: io::Error) -> ConnectionError {
-    ConnectionError::new(ReasonCode::TransportBroken, err.to_string())
+    ConnectionError::broken(err.to_string())
 }

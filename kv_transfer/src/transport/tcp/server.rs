@@ -3,7 +3,6 @@
 use std::io;
 use std::os::fd::AsRawFd;
 use std::sync::atomic::Ordering;
-use std::time::Duration;
 
 use tokio::io::Interest;
 use tokio::net::TcpStream;
@@ -29,16 +28,16 @@ pub(super) async fn serve(
         mut opener,
     } = opened;
     let served = async {
-        let mut stream = TcpStream::from_std(stream)
-            .map_err(|err| ConnectionError::new(ReasonCode::TransportBroken, err.to_string()))?;
+        let mut stream =
+            TcpStream::from_std(stream).map_err(|err| ConnectionError::broken(err.to_string()))?;
         tune(&stream);
         loop {
             let frame = read_small_frame(&mut stream, MAX_READ_FRAME_BYTES, context.idle).await?;
             match opener.open(&frame)? {
                 Msg::Heartbeat { .. } => {}
                 Msg::Read { ticket, ids, gens } => {
-                    if let Some(ms) = context.faults.page_delay_ms() {
-                        tokio::time::sleep(Duration::from_millis(ms)).await; // a test's slow link
+                    if let Some(delay) = context.faults.page_delay() {
+                        tokio::time::sleep(delay).await; // a test's slow link
                     }
                     let read = Read { ticket, ids, gens };
                     answer(&context, &stream, &mut sealer, &peer.inc, &read).await?;
@@ -86,17 +85,18 @@ async fn answer(
 ) -> Result<(), ConnectionError> {
     let pool = &context.pool;
     let (ticket, ids, gens) = (read.ticket, &read.ids[..], &read.gens[..]);
-    let io = |err: io::Error| ConnectionError::new(ReasonCode::PeerDead, err.to_string());
     let bytes = ids.len() * pool.page_bytes();
     if ids.len() > 1 && bytes > MAX_READ_BYTES {
         let why = format!("a READ of {bytes} bytes, the limit is {MAX_READ_BYTES}");
-        return Err(ConnectionError::new(ReasonCode::TransportBroken, why));
+        return Err(ConnectionError::broken(why));
     }
     let refused = context.announced.first_refused(inc, ids, gens);
     if let Some(page) = refused.or_else(|| first_stale(pool, ids, gens)) {
         let code = refused.map(|_| ReasonCode::LeaseExpired);
         let stale = Msg::Stale { ticket, page, code };
-        return write_all(stream, &sealer.seal(&stale)).await.map_err(io);
+        return write_all(stream, &sealer.seal(&stale))
+            .await
+            .map_err(ConnectionError::from);
     }
     let head = sealer.seal(&Msg::Data {
         ticket,
@@ -107,16 +107,16 @@ async fn answer(
         None => None,
         Some(device) => {
             let mut bytes = vec![0; bytes];
-            device.gather(ids, &mut bytes).map_err(|err| {
-                ConnectionError::new(ReasonCode::TransportBroken, err.to_string())
-            })?;
+            device
+                .gather(ids, &mut bytes)
+                .map_err(|err| ConnectionError::broken(err.to_string()))?;
             Some(bytes)
         }
     };
-    write_all(stream, &head).await.map_err(io)?;
+    write_all(stream, &head).await?;
     match staged {
-        None => write_pages(stream, pool, ids).await.map_err(io)?,
-        Some(bytes) => write_all(stream, &bytes).await.map_err(io)?,
+        None => write_pages(stream, pool, ids).await?,
+        Some(bytes) => write_all(stream, &bytes).await?,
     }
     if let Some(hold) = context.faults.hold_copied() {
         hold.wait_async().await;
@@ -125,7 +125,7 @@ async fn answer(
     let stale = first_stale(pool, ids, gens);
     write_all(stream, &sealer.seal(&Msg::DataEnd { ticket, stale }))
         .await
-        .map_err(io)
+        .map_err(ConnectionError::from)
 }
 
 async fn write_all(stream: &TcpStream, mut bytes: &[u8]) -> io::Result<()> {
