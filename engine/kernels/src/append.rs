@@ -2,7 +2,7 @@
 
 use crate::elem::Dtype;
 
-/// One layer's view of the KV pool `[page, layer, 2, slot, head, dim]`. Strides count elements.
+/// View of one layer of the KV pool `[page, layer, 2, slot, head, dim]`. Strides count elements.
 #[derive(Clone, Copy, Debug)]
 pub struct LayerPages {
     pub dtype: Dtype,
@@ -44,7 +44,7 @@ pub struct NewTokens {
 /// Cost: reads and writes 2 * tokens * slot_len elements once; one thread.
 ///
 /// # Safety
-/// `k`, `v` cover `slots.len()` tokens; every slot lies in the pages; nobody reads or writes those slots meanwhile.
+/// `k`, `v` cover `slots.len()` tokens; every slot lies in the pages; no other thread reads or writes those slots meanwhile.
 pub unsafe fn kv_append(pages: &LayerPages, k: NewTokens, v: NewTokens, slots: &[i64]) {
     let size = pages.dtype.bytes();
     let bytes = pages.slot_len() * size;

@@ -17,7 +17,7 @@
 //! Columns a tile does not need are left out, those it computes in vain for one of its rows add 0 to a sum and 0 * v to an
 //! accumulator; a -0 that could become +0 that way is always +0 in the output.
 //!
-//! Trust: K and V that a token of the call sees must be finite; slots nobody sees may hold anything.
+//! Trust: K and V that a token of the call sees must be finite; all other slots may hold anything.
 #![allow(
     unsafe_op_in_unsafe_fn,
     reason = "one contract for the module: the CPU has level S, Attention's pointers cover its shapes"
@@ -26,14 +26,14 @@
 use std::marker::PhantomData;
 
 use crate::append::LayerPages;
-use crate::elem::{Bf16, Bf16Dot, Dtype, Elem, F32, store_part};
+use crate::elem::{Bf16, Bf16Dot, Dtype, ElementType, F32, store_part};
 use crate::isa::{self, Isa};
 use crate::math::{LOG2_E, exp2};
 use crate::pool;
-use crate::rows::Rows;
+use crate::rows::SequenceRows;
 use crate::scratch::{padded, with_scratch};
-use crate::simd::{Kernel, SUM_LANES, Simd, dispatch, tree_sum};
-use crate::tile::{Operands, product};
+use crate::simd::{SUM_LANES, Simd, SimdKernel, dispatch, tree_sum};
+use crate::tile::{TileOperands, product};
 
 /// KV positions per block, a multiple of every tile's width.
 pub const BLOCK: usize = 64;
@@ -47,9 +47,9 @@ const P_STRIDE: usize = BLOCK + 16;
 /// Rows of a tile at any level.
 const MAX_TILE_ROWS: usize = 6;
 
-/// What one layer's attention reads and writes; T tokens.
+/// Arguments of one layer's attention; T tokens.
 #[derive(Clone, Copy, Debug)]
-pub struct Attention<'a> {
+pub struct PagedAttention<'a> {
     pub pages: LayerPages,
     /// `[T, heads, head_dim]` in the pages' type, tokens `q_stride` elements apart.
     pub q: *const u8,
@@ -59,14 +59,14 @@ pub struct Attention<'a> {
     /// A multiple of the pages' kv_heads.
     pub heads: usize,
     /// Checked against the pool.
-    pub rows: Rows<'a>,
+    pub rows: SequenceRows<'a>,
     pub scale: f32,
     /// A token sees the last `window` positions, itself included; 0: all.
     pub window: usize,
 }
 
 // SAFETY: items write disjoint parts of `out` and only read the rest; the caller of `paged_attention` vouches for it.
-unsafe impl Sync for Attention<'_> {}
+unsafe impl Sync for PagedAttention<'_> {}
 
 /// Attend at the process's instruction level.
 ///
@@ -74,9 +74,9 @@ unsafe impl Sync for Attention<'_> {}
 /// each thread's scratch has grown.
 ///
 /// # Safety
-/// Pointers cover the shapes; head_dim is even for bf16; `rows.check` holds for the pool; nobody writes q, K or V or touches
+/// Pointers cover the shapes; head_dim is even for bf16; `rows.check` holds for the pool; no other thread writes q, K or V or accesses
 /// `out` meanwhile.
-pub unsafe fn paged_attention(a: &Attention) {
+pub unsafe fn paged_attention(a: &PagedAttention) {
     // SAFETY: passed on.
     unsafe { paged_attention_on(isa::current(), a) }
 }
@@ -85,7 +85,7 @@ pub unsafe fn paged_attention(a: &Attention) {
 ///
 /// # Safety
 /// As [`paged_attention`], and `isa.runs_here()`.
-pub unsafe fn paged_attention_on(isa: Isa, a: &Attention) {
+pub unsafe fn paged_attention_on(isa: Isa, a: &PagedAttention) {
     assert!(
         a.pages.head_dim <= MAX_HEAD_DIM,
         "head_dim {} exceeds {MAX_HEAD_DIM}",
@@ -169,7 +169,7 @@ struct Item {
     tokens: usize,
 }
 
-unsafe fn run_item(isa: Isa, a: &Attention, item: Item) {
+unsafe fn run_item(isa: Isa, a: &PagedAttention, item: Item) {
     match (a.pages.dtype, isa) {
         (Dtype::F32, _) => walk::<F32>(isa, a, item),
         (Dtype::Bf16, Isa::Avx512Bf16) => walk::<Bf16Dot>(isa, a, item),
@@ -177,7 +177,7 @@ unsafe fn run_item(isa: Isa, a: &Attention, item: Item) {
     }
 }
 
-unsafe fn walk<E: Elem>(isa: Isa, a: &Attention, item: Item) {
+unsafe fn walk<E: ElementType>(isa: Isa, a: &PagedAttention, item: Item) {
     let plan = Plan::new(a, item);
     let (rows, units) = (plan.rows * item.heads, plan.units::<E>());
     let sizes = [
@@ -220,15 +220,15 @@ unsafe fn walk<E: Elem>(isa: Isa, a: &Attention, item: Item) {
     });
 }
 
-struct Walk<'a, E: Elem> {
-    a: &'a Attention<'a>,
+struct Walk<'a, E: ElementType> {
+    a: &'a PagedAttention<'a>,
     item: Item,
     plan: Plan,
     state: State,
     elem: PhantomData<E>,
 }
 
-impl<E: Elem> Kernel for Walk<'_, E> {
+impl<E: ElementType> SimdKernel for Walk<'_, E> {
     const DOT: bool = E::DOT;
 
     #[inline(always)]
@@ -279,7 +279,7 @@ struct Plan {
 }
 
 impl Plan {
-    fn new(a: &Attention, item: Item) -> Plan {
+    fn new(a: &PagedAttention, item: Item) -> Plan {
         let group = a.heads / a.pages.kv_heads;
         let n = (a.rows.qo_indptr[item.row + 1] - a.rows.qo_indptr[item.row]) as usize;
         let position = a.rows.kv_lens[item.row] as usize - n + item.first;
@@ -299,7 +299,7 @@ impl Plan {
     }
 
     /// Units of one head's K.
-    fn units<E: Elem>(&self) -> usize {
+    fn units<E: ElementType>(&self) -> usize {
         self.dim.div_ceil(E::PER_UNIT)
     }
 
@@ -362,7 +362,7 @@ impl BlockRows {
 
     /// Look up the `n` positions from `at`, a multiple of BLOCK.
     #[inline(always)]
-    unsafe fn find<E: Elem>(&mut self, a: &Attention, item: Item, at: usize, n: usize) {
+    unsafe fn find<E: ElementType>(&mut self, a: &PagedAttention, item: Item, at: usize, n: usize) {
         let value_offset = a.pages.value_offset();
         let base = a.pages.base.cast::<E::T>();
         let mut j = 0;
@@ -380,7 +380,7 @@ impl BlockRows {
 
     /// On to the next KV head of the same `n` positions.
     #[inline(always)]
-    fn next_head<E: Elem>(&mut self, plan: &Plan, n: usize) {
+    fn next_head<E: ElementType>(&mut self, plan: &Plan, n: usize) {
         for row in self.keys[..n].iter_mut().chain(&mut self.values[..n]) {
             *row = row.cast::<E::T>().wrapping_add(plan.dim).cast();
         }
@@ -389,7 +389,7 @@ impl BlockRows {
 
 /// Call `f(element offset of the first K of the item's head, slots)` for each stretch of one page within [at, at + n).
 #[inline(always)]
-fn each_run(a: &Attention, item: Item, at: usize, n: usize, mut f: impl FnMut(usize, usize)) {
+fn each_run(a: &PagedAttention, item: Item, at: usize, n: usize, mut f: impl FnMut(usize, usize)) {
     let size = a.pages.page_size;
     let first_page = a.rows.page_indptr[item.row] as usize;
     let (mut page, mut place, mut left) = (at / size, at % size, n);
@@ -407,8 +407,8 @@ fn each_run(a: &Attention, item: Item, at: usize, n: usize, mut f: impl FnMut(us
 }
 
 #[inline(always)]
-unsafe fn start<S: Simd, E: Elem>(
-    a: &Attention,
+unsafe fn start<S: Simd, E: ElementType>(
+    a: &PagedAttention,
     item: Item,
     plan: &Plan,
     head: usize,
@@ -431,7 +431,12 @@ unsafe fn start<S: Simd, E: Elem>(
 }
 
 #[inline(always)]
-unsafe fn pack_block<S: Simd, E: Elem>(plan: &Plan, rows: &BlockRows, n: usize, state: &State) {
+unsafe fn pack_block<S: Simd, E: ElementType>(
+    plan: &Plan,
+    rows: &BlockRows,
+    n: usize,
+    state: &State,
+) {
     let units = plan.units::<E>();
     // Only vectors with a position in them; the tiles leave out the same ones.
     let mut column = 0;
@@ -480,8 +485,8 @@ unsafe fn pack_block<S: Simd, E: Elem>(plan: &Plan, rows: &BlockRows, n: usize, 
 
 /// Positions [at, at + n) for all query rows, tile by tile.
 #[inline(always)]
-unsafe fn attend_block<S: Simd, E: Elem>(
-    a: &Attention,
+unsafe fn attend_block<S: Simd, E: ElementType>(
+    a: &PagedAttention,
     plan: &Plan,
     at: usize,
     n: usize,
@@ -503,8 +508,8 @@ unsafe fn attend_block<S: Simd, E: Elem>(
 }
 
 #[inline(always)]
-unsafe fn attend_tile<S: Simd, E: Elem>(
-    a: &Attention,
+unsafe fn attend_tile<S: Simd, E: ElementType>(
+    a: &PagedAttention,
     plan: &Plan,
     at: usize,
     visible: usize,
@@ -513,7 +518,7 @@ unsafe fn attend_tile<S: Simd, E: Elem>(
     state: &State,
 ) {
     let columns = visible.next_multiple_of(SUM_LANES);
-    let scores = Operands {
+    let scores = TileOperands {
         x: state.q.add(row * X_STRIDE),
         w: state.keys,
         w_stride: BLOCK,
@@ -527,7 +532,7 @@ unsafe fn attend_tile<S: Simd, E: Elem>(
     for r in 0..rows {
         softmax_row::<S, E>(a, plan, at, columns, row + r, r, state);
     }
-    let weighted = Operands {
+    let weighted = TileOperands {
         x: state.probs,
         w: state.values,
         w_stride: plan.padded_dim,
@@ -542,8 +547,8 @@ unsafe fn attend_tile<S: Simd, E: Elem>(
 
 /// Scores of one row become probabilities relative to the running maximum; what was summed before is rescaled.
 #[inline(always)]
-unsafe fn softmax_row<S: Simd, E: Elem>(
-    a: &Attention,
+unsafe fn softmax_row<S: Simd, E: ElementType>(
+    a: &PagedAttention,
     plan: &Plan,
     at: usize,
     columns: usize,
@@ -618,8 +623,8 @@ unsafe fn rescale<S: Simd>(values: *mut f32, n: usize, factor: S::F) {
 }
 
 #[inline(always)]
-unsafe fn finish<S: Simd, E: Elem>(
-    a: &Attention,
+unsafe fn finish<S: Simd, E: ElementType>(
+    a: &PagedAttention,
     item: Item,
     plan: &Plan,
     head: usize,

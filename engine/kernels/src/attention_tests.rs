@@ -156,7 +156,7 @@ impl World {
             .div_ceil(s.page_size);
         let count = everyone.len() * pages_each;
         let page_stride = LAYERS * 2 * s.page_size * s.kv_heads * s.dim;
-        // Slots nobody wrote hold NaN: reading one shows.
+        // Unwritten slots hold NaN, so that reading one shows.
         let mut memory = Stored::new(s.dtype, &vec![f32::NAN; count * page_stride]).1;
         let layer_offset = page_stride / LAYERS * s.dtype.bytes();
         // SAFETY: the last layer of the first page.
@@ -204,7 +204,7 @@ impl World {
             let width = self.heads() * s.dim;
             let mut result = vec![0_u8; slots.len() * width * s.dtype.bytes()];
             let stride = s.kv_heads * s.dim;
-            let rows = Rows {
+            let rows = SequenceRows {
                 qo_indptr: &qo,
                 kv_lens: &kv_lens,
                 page_indptr: &indptr,
@@ -212,7 +212,7 @@ impl World {
                 slot_mapping: &slots,
             };
             rows.check(count, s.page_size).unwrap();
-            let call = Attention {
+            let call = PagedAttention {
                 pages,
                 q: q.1.as_ptr(),
                 q_stride: width,

@@ -43,7 +43,7 @@ pub fn from_bf16(x: u16) -> f32 {
 
 /// # Safety
 /// For all functions: the CPU supports `S`; pointers are valid for the elements named.
-pub trait Elem: Copy + Send + Sync + 'static {
+pub trait ElementType: Copy + Send + Sync + 'static {
     /// As stored in tensors.
     type T: Copy + Send + Sync;
     /// A right-hand vector made ready for several steps.
@@ -54,7 +54,7 @@ pub trait Elem: Copy + Send + Sync + 'static {
     const X_WORDS: usize;
     /// Multiply-adds that one unit takes, done for all accumulators before the next: half the registers for `W`.
     const PHASES: usize;
-    /// Its steps need the bf16 dot product: see [`crate::simd::Kernel::DOT`].
+    /// True if its steps need the bf16 dot product: see [`crate::simd::SimdKernel::DOT`].
     const DOT: bool = false;
 
     fn to_f32(x: Self::T) -> f32;
@@ -80,7 +80,7 @@ pub trait Elem: Copy + Send + Sync + 'static {
 #[derive(Clone, Copy)]
 pub struct F32;
 
-impl Elem for F32 {
+impl ElementType for F32 {
     type T = f32;
     type W<S: Simd> = S::F;
     const PER_UNIT: usize = 1;
@@ -179,7 +179,7 @@ macro_rules! bf16_storage {
 #[derive(Clone, Copy)]
 pub struct Bf16;
 
-impl Elem for Bf16 {
+impl ElementType for Bf16 {
     bf16_storage!();
     type W<S: Simd> = S::F;
     const X_WORDS: usize = 2;
@@ -225,7 +225,7 @@ impl Elem for Bf16 {
 #[derive(Clone, Copy)]
 pub struct Bf16Dot;
 
-impl Elem for Bf16Dot {
+impl ElementType for Bf16Dot {
     bf16_storage!();
     type W<S: Simd> = S::I;
     const X_WORDS: usize = 1;
@@ -256,9 +256,9 @@ impl Elem for Bf16Dot {
 /// Load `n` <= LANES elements, the rest zero.
 ///
 /// # Safety
-/// As [`Elem::load`], for `n` elements.
+/// As [`ElementType::load`], for `n` elements.
 #[inline(always)]
-pub unsafe fn load_part<S: Simd, E: Elem>(p: *const E::T, n: usize) -> S::F {
+pub unsafe fn load_part<S: Simd, E: ElementType>(p: *const E::T, n: usize) -> S::F {
     if n >= S::LANES {
         return E::load::<S>(p);
     }
@@ -272,9 +272,9 @@ pub unsafe fn load_part<S: Simd, E: Elem>(p: *const E::T, n: usize) -> S::F {
 /// Store the first `n` <= LANES elements.
 ///
 /// # Safety
-/// As [`Elem::store`], for `n` elements.
+/// As [`ElementType::store`], for `n` elements.
 #[inline(always)]
-pub unsafe fn store_part<S: Simd, E: Elem>(p: *mut E::T, v: S::F, n: usize) {
+pub unsafe fn store_part<S: Simd, E: ElementType>(p: *mut E::T, v: S::F, n: usize) {
     if n >= S::LANES {
         return E::store::<S>(p, v);
     }
@@ -289,11 +289,11 @@ pub unsafe fn store_part<S: Simd, E: Elem>(p: *mut E::T, v: S::F, n: usize) {
 mod tests {
     use super::*;
     use crate::isa::Isa;
-    use crate::simd::{Kernel, dispatch};
+    use crate::simd::{SimdKernel, dispatch};
 
     struct RoundAll<'a>(&'a [f32], &'a mut Vec<u16>);
 
-    impl Kernel for RoundAll<'_> {
+    impl SimdKernel for RoundAll<'_> {
         #[inline(always)]
         unsafe fn run<S: Simd>(self) {
             for chunk in self.0.chunks(S::LANES) {

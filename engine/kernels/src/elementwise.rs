@@ -9,11 +9,11 @@
 
 use std::marker::PhantomData;
 
-use crate::elem::{Bf16, Dtype, Elem, F32, load_part, store_part};
+use crate::elem::{Bf16, Dtype, ElementType, F32, load_part, store_part};
 use crate::isa::{self, Isa};
 use crate::math::{LOG2_E, exp2};
 use crate::pool;
-use crate::simd::{Kernel, SUM_LANES, Simd, dispatch, tree_sum};
+use crate::simd::{SUM_LANES, Simd, SimdKernel, dispatch, tree_sum};
 
 /// Elements a thread takes at a time, and below which one thread does all: about 5 us of work.
 const SHARE: usize = 1 << 14;
@@ -22,12 +22,12 @@ const SHARE: usize = 1 << 14;
 trait RowKernel: Sync {
     /// # Safety
     /// The CPU supports `S`; rows [first, end) exist and are this call's.
-    unsafe fn rows<S: Simd, E: Elem>(&self, first: usize, end: usize);
+    unsafe fn rows<S: Simd, E: ElementType>(&self, first: usize, end: usize);
 }
 
 struct Span<'a, K, E>(&'a K, usize, usize, PhantomData<E>);
 
-impl<K: RowKernel, E: Elem> Kernel for Span<'_, K, E> {
+impl<K: RowKernel, E: ElementType> SimdKernel for Span<'_, K, E> {
     #[inline(always)]
     unsafe fn run<S: Simd>(self) {
         self.0.rows::<S, E>(self.1, self.2);
@@ -50,7 +50,7 @@ unsafe fn for_rows<K: RowKernel>(isa: Isa, dtype: Dtype, rows: usize, row_len: u
 
 /// Vectors `[outer, inner, len]`: the last dimension contiguous, the others any number of elements apart.
 #[derive(Clone, Copy, Debug)]
-pub struct Vectors {
+pub struct HeadVectors {
     pub data: *mut u8,
     pub outer: usize,
     pub inner: usize,
@@ -59,7 +59,7 @@ pub struct Vectors {
     pub len: usize,
 }
 
-impl Vectors {
+impl HeadVectors {
     fn rows(&self) -> usize {
         self.outer * self.inner
     }
@@ -73,7 +73,7 @@ impl Vectors {
 #[derive(Clone, Copy, Debug)]
 pub struct RmsNorm {
     pub dtype: Dtype,
-    pub x: Vectors,
+    pub x: HeadVectors,
     /// Null, or like `x` but contiguous: overwritten with the sum.
     pub residual: *mut u8,
     /// `[len]`
@@ -87,7 +87,7 @@ pub struct RmsNorm {
 unsafe impl Sync for RmsNorm {}
 
 /// # Safety
-/// Pointers cover the shapes; nobody else touches `residual`, `out` or writes the rest meanwhile.
+/// Pointers cover the shapes; no other thread accesses `residual` or `out`, or writes the rest, meanwhile.
 pub unsafe fn rms_norm(norm: &RmsNorm) {
     // SAFETY: passed on.
     unsafe { rms_norm_on(isa::current(), norm) }
@@ -101,7 +101,7 @@ pub unsafe fn rms_norm_on(isa: Isa, norm: &RmsNorm) {
 
 impl RowKernel for RmsNorm {
     #[inline(always)]
-    unsafe fn rows<S: Simd, E: Elem>(&self, first: usize, end: usize) {
+    unsafe fn rows<S: Simd, E: ElementType>(&self, first: usize, end: usize) {
         let n = self.x.len;
         let weight = self.weight.cast::<E::T>();
         for row in first..end {
@@ -136,7 +136,11 @@ impl RowKernel for RmsNorm {
 }
 
 #[inline(always)]
-unsafe fn add_squares<S: Simd, E: Elem>(x: *const E::T, n: usize, squares: &mut [f32; SUM_LANES]) {
+unsafe fn add_squares<S: Simd, E: ElementType>(
+    x: *const E::T,
+    n: usize,
+    squares: &mut [f32; SUM_LANES],
+) {
     let mut sums = [S::splat(0.0); 2];
     let mut i = 0;
     while i < n {
@@ -150,7 +154,7 @@ unsafe fn add_squares<S: Simd, E: Elem>(x: *const E::T, n: usize, squares: &mut 
 
 /// total += x, and the squares of the rounded total.
 #[inline(always)]
-unsafe fn add_and_squares<S: Simd, E: Elem>(
+unsafe fn add_and_squares<S: Simd, E: ElementType>(
     x: *const E::T,
     total: *mut E::T,
     n: usize,
@@ -181,11 +185,11 @@ unsafe fn store_sums<S: Simd>(sums: &[S::F; 2], lanes: &mut [f32; SUM_LANES]) {
 
 /// Rotate the first half of each head against its second, in place ("neox" layout, as in Hugging Face checkpoints).
 #[derive(Clone, Copy, Debug)]
-pub struct Rope<'a> {
+pub struct RotaryEmbedding<'a> {
     pub dtype: Dtype,
     /// `[tokens, heads, head_dim]`
-    pub x: Vectors,
-    /// One per token, each with a row in the tables.
+    pub x: HeadVectors,
+    /// Positions of the tokens, each with a row in the tables.
     pub positions: &'a [i64],
     /// float32 `[positions, head_dim / 2]`, contiguous.
     pub cos: *const f32,
@@ -193,24 +197,24 @@ pub struct Rope<'a> {
 }
 
 // SAFETY: rows are disjoint; the caller of `rope` vouches for the memory.
-unsafe impl Sync for Rope<'_> {}
+unsafe impl Sync for RotaryEmbedding<'_> {}
 
 /// # Safety
-/// Pointers cover the shapes and positions; nobody else touches `x` meanwhile.
-pub unsafe fn rope(rope: &Rope) {
+/// Pointers cover the shapes and positions; no other thread accesses `x` meanwhile.
+pub unsafe fn rope(rope: &RotaryEmbedding) {
     // SAFETY: passed on.
     unsafe { rope_on(isa::current(), rope) }
 }
 
 /// # Safety
 /// As [`rope`], and `isa.runs_here()`.
-pub unsafe fn rope_on(isa: Isa, rope: &Rope) {
+pub unsafe fn rope_on(isa: Isa, rope: &RotaryEmbedding) {
     for_rows(isa, rope.dtype, rope.x.rows(), rope.x.len, rope);
 }
 
-impl RowKernel for Rope<'_> {
+impl RowKernel for RotaryEmbedding<'_> {
     #[inline(always)]
-    unsafe fn rows<S: Simd, E: Elem>(&self, first: usize, end: usize) {
+    unsafe fn rows<S: Simd, E: ElementType>(&self, first: usize, end: usize) {
         let half = self.x.len / 2;
         for row in first..end {
             let at = self.positions[row / self.x.inner] as usize * half;
@@ -253,7 +257,7 @@ pub struct SiluMul {
 unsafe impl Sync for SiluMul {}
 
 /// # Safety
-/// Pointers cover the shapes; nobody else touches `out` or writes `gate_up` meanwhile.
+/// Pointers cover the shapes; no other thread accesses `out` or writes `gate_up` meanwhile.
 pub unsafe fn silu_mul(gated: &SiluMul) {
     // SAFETY: passed on.
     unsafe { silu_mul_on(isa::current(), gated) }
@@ -267,7 +271,7 @@ pub unsafe fn silu_mul_on(isa: Isa, gated: &SiluMul) {
 
 impl RowKernel for SiluMul {
     #[inline(always)]
-    unsafe fn rows<S: Simd, E: Elem>(&self, first: usize, end: usize) {
+    unsafe fn rows<S: Simd, E: ElementType>(&self, first: usize, end: usize) {
         let n = self.len;
         for row in first..end {
             let gate = self.gate_up.cast::<E::T>().add(row * self.stride);
@@ -321,7 +325,7 @@ mod tests {
                 let x = Stored::new(dtype, &noise(outer * stride, 1));
                 let w = Stored::new(dtype, &noise(len, 2));
                 let mut out = Stored::new(dtype, &vec![9.0; outer * inner * len]);
-                let vectors = Vectors {
+                let vectors = HeadVectors {
                     data: x.1.as_ptr().cast_mut(),
                     outer,
                     inner,
@@ -378,7 +382,7 @@ mod tests {
             let mut expected = Stored::new(dtype, &vec![0.0; rows * len]);
             let weight = Stored::new(dtype, &noise(len, 3));
             let call = |data: *mut u8, residual: *mut u8, out: *mut u8| {
-                let x = Vectors {
+                let x = HeadVectors {
                     data,
                     outer: rows,
                     inner: 1,
@@ -424,7 +428,7 @@ mod tests {
                 let cos: Vec<f32> = angles.iter().map(|a| a.cos()).collect();
                 let sin: Vec<f32> = angles.iter().map(|a| a.sin()).collect();
                 let positions = [6, 0, 3];
-                let vectors = Vectors {
+                let vectors = HeadVectors {
                     data: x.1.as_mut_ptr(),
                     outer: tokens,
                     inner: heads,
@@ -432,7 +436,7 @@ mod tests {
                     inner_stride: dim,
                     len: dim,
                 };
-                let call = Rope {
+                let call = RotaryEmbedding {
                     dtype,
                     x: vectors,
                     positions: &positions,

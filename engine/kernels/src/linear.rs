@@ -22,13 +22,13 @@
 
 use std::marker::PhantomData;
 
-use crate::elem::{Bf16, Bf16Dot, Dtype, Elem, F32, load_part, store_part};
+use crate::elem::{Bf16, Bf16Dot, Dtype, ElementType, F32, load_part, store_part};
 use crate::isa::{self, Isa};
-use crate::memory::Words;
+use crate::memory::AlignedWords;
 use crate::pool;
 use crate::scratch::{padded, with_call_scratch, with_scratch};
-use crate::simd::{Kernel, Simd, dispatch};
-use crate::tile::{Operands, product};
+use crate::simd::{Simd, SimdKernel, dispatch};
+use crate::tile::{TileOperands, product};
 
 /// Outputs side by side: a row of tiles at AVX-512.
 pub const PANEL: usize = 64;
@@ -67,7 +67,7 @@ impl WeightShape {
 #[derive(Debug)]
 pub struct PackedWeight {
     shape: WeightShape,
-    words: Words,
+    words: AlignedWords,
 }
 
 impl PackedWeight {
@@ -76,7 +76,7 @@ impl PackedWeight {
     /// # Safety
     /// `weight` covers the shape.
     pub unsafe fn pack(shape: WeightShape, weight: *const u8) -> PackedWeight {
-        let words = Words::new(shape.panels() * PANEL * shape.units());
+        let words = AlignedWords::new(shape.panels() * PANEL * shape.units());
         let ends = Ends {
             weight,
             packed: words.as_ptr(),
@@ -143,7 +143,7 @@ struct PackPanel<'a> {
     ends: &'a Ends,
 }
 
-impl Kernel for PackPanel<'_> {
+impl SimdKernel for PackPanel<'_> {
     #[inline(always)]
     unsafe fn run<S: Simd>(self) {
         const ZEROS: [u32; 16] = [0; 16];
@@ -183,9 +183,9 @@ impl Kernel for PackPanel<'_> {
     }
 }
 
-/// One product. x and y are in the weight's type.
+/// Arguments of one product. x and y are in the weight's type.
 #[derive(Clone, Copy, Debug)]
-pub struct Linear<'a> {
+pub struct LinearProduct<'a> {
     pub weight: &'a PackedWeight,
     /// `[rows, inputs]`, rows `x_stride` elements apart.
     pub x: *const u8,
@@ -198,13 +198,13 @@ pub struct Linear<'a> {
 }
 
 // SAFETY: items write disjoint parts of `y` and only read the rest; the caller of `linear` vouches for it.
-unsafe impl Sync for Linear<'_> {}
+unsafe impl Sync for LinearProduct<'_> {}
 
 /// Multiply at the process's instruction level.
 ///
 /// # Safety
-/// Pointers cover the shapes; `y` overlaps nothing; nobody writes the operands meanwhile.
-pub unsafe fn linear(l: &Linear) {
+/// Pointers cover the shapes; `y` overlaps nothing; no other thread writes the operands meanwhile.
+pub unsafe fn linear(l: &LinearProduct) {
     // SAFETY: passed on.
     unsafe { linear_on(isa::current(), l) }
 }
@@ -213,7 +213,7 @@ pub unsafe fn linear(l: &Linear) {
 ///
 /// # Safety
 /// As [`linear`], and `isa.runs_here()`.
-pub unsafe fn linear_on(isa: Isa, l: &Linear) {
+pub unsafe fn linear_on(isa: Isa, l: &LinearProduct) {
     match (l.weight.shape.dtype, isa) {
         (Dtype::F32, _) => multiply::<F32>(isa, l),
         (Dtype::Bf16, Isa::Avx512Bf16) => multiply::<Bf16Dot>(isa, l),
@@ -234,11 +234,11 @@ impl PackedX {
 // SAFETY: written by items for disjoint rows, then only read.
 unsafe impl Sync for PackedX {}
 
-const fn block_units<E: Elem>() -> usize {
+const fn block_units<E: ElementType>() -> usize {
     BLOCK_WORDS / E::X_WORDS
 }
 
-unsafe fn multiply<E: Elem>(isa: Isa, l: &Linear) {
+unsafe fn multiply<E: ElementType>(isa: Isa, l: &LinearProduct) {
     let blocks = l.weight.shape.units().div_ceil(block_units::<E>());
     with_call_scratch(padded(blocks * l.rows * X_STRIDE), |mut carver| {
         let x = PackedX(carver.take(blocks * l.rows * X_STRIDE));
@@ -281,9 +281,15 @@ unsafe fn multiply<E: Elem>(isa: Isa, l: &Linear) {
     });
 }
 
-struct PackX<'a, E: Elem>(&'a Linear<'a>, *mut u32, usize, usize, PhantomData<E>);
+struct PackX<'a, E: ElementType>(
+    &'a LinearProduct<'a>,
+    *mut u32,
+    usize,
+    usize,
+    PhantomData<E>,
+);
 
-impl<E: Elem> Kernel for PackX<'_, E> {
+impl<E: ElementType> SimdKernel for PackX<'_, E> {
     const DOT: bool = E::DOT;
 
     #[inline(always)]
@@ -307,8 +313,8 @@ impl<E: Elem> Kernel for PackX<'_, E> {
 }
 
 /// Rows [first, first + rows) times panels [panel, panel + count).
-struct Item<'a, E: Elem> {
-    l: &'a Linear<'a>,
+struct Item<'a, E: ElementType> {
+    l: &'a LinearProduct<'a>,
     x: *const u32,
     first: usize,
     rows: usize,
@@ -319,7 +325,7 @@ struct Item<'a, E: Elem> {
     elem: PhantomData<E>,
 }
 
-impl<E: Elem> Kernel for Item<'_, E> {
+impl<E: ElementType> SimdKernel for Item<'_, E> {
     const DOT: bool = E::DOT;
 
     #[inline(always)]
@@ -342,7 +348,7 @@ impl<E: Elem> Kernel for Item<'_, E> {
     }
 }
 
-impl<E: Elem> Item<'_, E> {
+impl<E: ElementType> Item<'_, E> {
     fn blocks(&self) -> usize {
         self.l.weight.shape.units().div_ceil(block_units::<E>())
     }
@@ -355,7 +361,7 @@ impl<E: Elem> Item<'_, E> {
     unsafe fn block<S: Simd>(&self, p: usize, block: usize, stream: bool) {
         let units = self.l.weight.shape.units();
         let from = block * block_units::<E>();
-        let operands = Operands {
+        let operands = TileOperands {
             x: self.x.add((block * self.l.rows + self.first) * X_STRIDE),
             w: self
                 .l

@@ -36,7 +36,7 @@ impl Case {
     fn run(&self, isa: Isa, weight: &PackedWeight, from: usize, to: usize) -> Vec<u8> {
         let size = self.shape.dtype.bytes();
         let mut y = vec![0xff; (to - from) * self.shape.outputs * size];
-        let call = Linear {
+        let call = LinearProduct {
             weight,
             x: self.x.1[from * self.shape.inputs * size..].as_ptr(),
             x_stride: self.shape.inputs,

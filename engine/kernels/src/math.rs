@@ -35,11 +35,11 @@ pub unsafe fn exp2<S: Simd>(x: S::F) -> S::F {
 mod tests {
     use super::*;
     use crate::isa::Isa;
-    use crate::simd::{Kernel, dispatch};
+    use crate::simd::{SimdKernel, dispatch};
 
     struct Exp2<'a>(&'a mut [f32]);
 
-    impl Kernel for Exp2<'_> {
+    impl SimdKernel for Exp2<'_> {
         #[inline(always)]
         unsafe fn run<S: Simd>(self) {
             for chunk in self.0.chunks_exact_mut(S::LANES) {

@@ -11,18 +11,18 @@ const LINE: usize = 64;
 
 /// Owned 32-bit words, uninitialised until written.
 #[derive(Debug)]
-pub struct Words {
+pub struct AlignedWords {
     at: NonNull<u32>,
     layout: Layout,
 }
 
 // SAFETY: plain owned memory.
-unsafe impl Send for Words {}
-// SAFETY: shared only for reading; whoever writes says how.
-unsafe impl Sync for Words {}
+unsafe impl Send for AlignedWords {}
+// SAFETY: shared only for reading; writers state their own contract.
+unsafe impl Sync for AlignedWords {}
 
-impl Words {
-    pub fn new(words: usize) -> Words {
+impl AlignedWords {
+    pub fn new(words: usize) -> AlignedWords {
         let bytes = words.max(1) * 4;
         let align = if bytes >= LARGE_PAGE {
             LARGE_PAGE
@@ -44,7 +44,7 @@ impl Words {
         if align == LARGE_PAGE {
             prefer_large_pages(at.as_ptr(), size);
         }
-        Words {
+        AlignedWords {
             at: at.cast(),
             layout,
         }
@@ -55,7 +55,7 @@ impl Words {
     }
 }
 
-impl Drop for Words {
+impl Drop for AlignedWords {
     fn drop(&mut self) {
         // SAFETY: allocated with this layout.
         unsafe { dealloc(self.at.as_ptr().cast(), self.layout) };

@@ -19,7 +19,7 @@ use std::sync::{Arc, Mutex};
 use std::thread::{self, JoinHandle, Thread};
 use std::time::{Duration, Instant};
 
-/// About four wake-ups of a parked thread on a virtual machine (5 us each).
+/// About four wake-ups of a sleeping thread on a virtual machine (5 us each).
 const SPIN: Duration = Duration::from_micros(20);
 
 const OPEN: u64 = 1 << 31;
@@ -42,7 +42,7 @@ struct Shared {
     caller: UnsafeCell<Option<Thread>>,
     panicked: AtomicBool,
     stop: AtomicBool,
-    parked: Vec<AtomicBool>,
+    sleeping: Vec<AtomicBool>,
 }
 
 // SAFETY: `job` and `caller` are written by the one caller (it holds POOL's lock) while the job is closed and no worker is
@@ -103,7 +103,7 @@ impl Pool {
             caller: UnsafeCell::new(None),
             panicked: AtomicBool::new(false),
             stop: AtomicBool::new(false),
-            parked: (0..workers).map(|_| AtomicBool::new(false)).collect(),
+            sleeping: (0..workers).map(|_| AtomicBool::new(false)).collect(),
         });
         let mut pool = Pool {
             shared,
@@ -123,7 +123,7 @@ impl Pool {
 
     fn run(&self, items: usize, work: &(dyn Fn(usize) + Sync)) {
         let shared = &*self.shared;
-        // SAFETY: the job is closed and no worker is inside (the former run waited for that), so nobody else looks at
+        // SAFETY: the job is closed and no worker is inside (the former run waited for that), so no other thread reads
         // the cells. The lifetime of `work` is cut short only for the compiler: this function does not return, nor
         // unwind (items run inside catch_unwind), before every worker has left.
         let job = unsafe {
@@ -135,8 +135,8 @@ impl Pool {
         shared.next.store(0, Relaxed);
         let epoch = (shared.state.load(Relaxed) & !(EPOCH - 1)).wrapping_add(EPOCH);
         shared.state.store(epoch | OPEN, SeqCst);
-        for (worker, parked) in self.workers.iter().zip(&shared.parked).take(items - 1) {
-            if parked.load(SeqCst) {
+        for (worker, sleeping) in self.workers.iter().zip(&shared.sleeping).take(items - 1) {
+            if sleeping.load(SeqCst) {
                 worker.thread().unpark();
             }
         }
@@ -164,7 +164,7 @@ impl Drop for Pool {
         self.shared.stop.store(true, SeqCst);
         for worker in self.workers.drain(..) {
             worker.thread().unpark();
-            // A worker catches its items' panics, so joining cannot fail; if it did there is nobody to tell.
+            // A worker catches its items' panics, so joining cannot fail.
             let _ = worker.join();
         }
     }
@@ -213,12 +213,12 @@ impl Shared {
                 std::hint::spin_loop();
                 continue;
             }
-            // Announce first, then look again: either we see the new job, or its caller sees us parked.
-            self.parked[index].store(true, SeqCst);
+            // Announce first, then look again: either this worker sees the new job, or its caller sees it sleeping.
+            self.sleeping[index].store(true, SeqCst);
             if self.state.load(SeqCst) == state && !self.stop.load(SeqCst) {
                 thread::park();
             }
-            self.parked[index].store(false, SeqCst);
+            self.sleeping[index].store(false, SeqCst);
             since = Instant::now();
         }
     }

@@ -2,7 +2,7 @@
 
 /// R rows and their T tokens; see baton.runtime.attention.base for the meaning of each vector.
 #[derive(Clone, Copy, Debug)]
-pub struct Rows<'a> {
+pub struct SequenceRows<'a> {
     /// R + 1, from 0 to T.
     pub qo_indptr: &'a [i32],
     /// R
@@ -48,7 +48,7 @@ pub enum RowsError {
     Slot { at: usize, slot: i64, slots: usize },
 }
 
-impl Rows<'_> {
+impl SequenceRows<'_> {
     /// Every index leads into a pool of `num_pages` pages of `page_size` slots. Lengths of the vectors are the caller's.
     pub fn check(&self, num_pages: usize, page_size: usize) -> Result<(), RowsError> {
         let tokens = self.slot_mapping.len();
@@ -126,7 +126,7 @@ fn first_fault(ends: &[i32], step: i32, total: usize) -> Option<usize> {
 mod tests {
     use super::*;
 
-    const GOOD: Rows = Rows {
+    const GOOD: SequenceRows = SequenceRows {
         qo_indptr: &[0, 1, 4],
         kv_lens: &[5, 3],
         page_indptr: &[0, 2, 3],
@@ -137,7 +137,7 @@ mod tests {
     #[test]
     fn good_rows_pass() {
         assert_eq!(GOOD.check(8, 4), Ok(()));
-        let none = Rows {
+        let none = SequenceRows {
             qo_indptr: &[0],
             kv_lens: &[],
             page_indptr: &[0],
@@ -150,9 +150,9 @@ mod tests {
     #[test]
     fn each_wrong_index_is_named() {
         use RowsError as E;
-        let wrong = |rows: Rows| rows.check(8, 4).expect_err("wrong rows");
+        let wrong = |rows: SequenceRows| rows.check(8, 4).expect_err("wrong rows");
         assert_eq!(
-            wrong(Rows {
+            wrong(SequenceRows {
                 qo_indptr: &[0, 0, 4],
                 ..GOOD
             }),
@@ -163,7 +163,7 @@ mod tests {
             }
         );
         assert_eq!(
-            wrong(Rows {
+            wrong(SequenceRows {
                 qo_indptr: &[0, 1, 5],
                 ..GOOD
             }),
@@ -174,7 +174,7 @@ mod tests {
             }
         );
         assert_eq!(
-            wrong(Rows {
+            wrong(SequenceRows {
                 kv_lens: &[5, 2],
                 ..GOOD
             }),
@@ -185,7 +185,7 @@ mod tests {
             }
         );
         assert_eq!(
-            wrong(Rows {
+            wrong(SequenceRows {
                 page_indptr: &[0, 4, 3],
                 ..GOOD
             }),
@@ -202,14 +202,14 @@ mod tests {
             kv_len: 9,
         };
         assert_eq!(
-            wrong(Rows {
+            wrong(SequenceRows {
                 kv_lens: &[9, 3],
                 ..GOOD
             }),
             too_few
         );
         assert_eq!(
-            wrong(Rows {
+            wrong(SequenceRows {
                 page_indices: &[7, -1, 3],
                 ..GOOD
             }),
@@ -220,7 +220,7 @@ mod tests {
             }
         );
         assert_eq!(
-            wrong(Rows {
+            wrong(SequenceRows {
                 page_indices: &[7, 8, 3],
                 ..GOOD
             }),
@@ -231,7 +231,7 @@ mod tests {
             }
         );
         assert_eq!(
-            wrong(Rows {
+            wrong(SequenceRows {
                 slot_mapping: &[0, 1, 2, 32],
                 ..GOOD
             }),
@@ -242,7 +242,7 @@ mod tests {
             }
         );
         assert!(
-            wrong(Rows {
+            wrong(SequenceRows {
                 page_indices: &[7, 8, 3],
                 ..GOOD
             })

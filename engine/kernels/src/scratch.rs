@@ -18,12 +18,12 @@ thread_local! {
 }
 
 /// Hands out cache-line-aligned pieces of one buffer.
-pub struct Carver {
+pub struct ScratchAllocator {
     next: *mut u32,
     left: usize,
 }
 
-impl Carver {
+impl ScratchAllocator {
     /// The next `words` 32-bit words, aligned to 64 bytes. Contents are whatever was left there.
     pub fn take(&mut self, words: usize) -> *mut u32 {
         let rounded = padded(words);
@@ -46,22 +46,22 @@ pub const fn padded(words: usize) -> usize {
 }
 
 /// Call `f` with at least `words` words of this thread's buffer for items (the sum of `padded` sizes).
-pub fn with_scratch<R>(words: usize, f: impl FnOnce(Carver) -> R) -> R {
-    ITEM.with(|buffer| carve(buffer, words, f))
+pub fn with_scratch<R>(words: usize, f: impl FnOnce(ScratchAllocator) -> R) -> R {
+    ITEM.with(|buffer| with_buffer(buffer, words, f))
 }
 
 /// The same from the buffer for calls: items may use `with_scratch` meanwhile.
-pub fn with_call_scratch<R>(words: usize, f: impl FnOnce(Carver) -> R) -> R {
-    CALL.with(|buffer| carve(buffer, words, f))
+pub fn with_call_scratch<R>(words: usize, f: impl FnOnce(ScratchAllocator) -> R) -> R {
+    CALL.with(|buffer| with_buffer(buffer, words, f))
 }
 
-fn carve<R>(buffer: &Buffer, words: usize, f: impl FnOnce(Carver) -> R) -> R {
+fn with_buffer<R>(buffer: &Buffer, words: usize, f: impl FnOnce(ScratchAllocator) -> R) -> R {
     let mut buffer = buffer.borrow_mut();
     let lines = words.div_ceil(LINE / 4);
     if buffer.len() < lines {
         buffer.resize(lines, Line([0; LINE / 4]));
     }
-    f(Carver {
+    f(ScratchAllocator {
         next: buffer.as_mut_ptr().cast(),
         left: buffer.len() * (LINE / 4),
     })

@@ -14,12 +14,12 @@
 
 use std::marker::PhantomData;
 
-use crate::elem::Elem;
-use crate::simd::{Kernel, Simd};
+use crate::elem::ElementType;
+use crate::simd::{Simd, SimdKernel};
 
 /// Operands of a product; see the module's formula.
 #[derive(Clone, Copy)]
-pub struct Operands {
+pub struct TileOperands {
     /// Packed left rows, XS words apart.
     pub x: *const u32,
     /// Right units, `w_stride` words from one k to the next, each row padded to whole vectors.
@@ -39,13 +39,13 @@ pub struct Operands {
 /// Words of `w` between use and prefetch: 4 KiB, what arrives in the 100 ns a line takes at 40 GB/s.
 const AHEAD: usize = 1024;
 
-struct Tile<E: Elem, const MR: usize, const NR: usize, const XS: usize, const STREAM: bool>(
-    Operands,
+struct Tile<E: ElementType, const MR: usize, const NR: usize, const XS: usize, const STREAM: bool>(
+    TileOperands,
     PhantomData<E>,
 );
 
-impl<E: Elem, const MR: usize, const NR: usize, const XS: usize, const STREAM: bool> Kernel
-    for Tile<E, MR, NR, XS, STREAM>
+impl<E: ElementType, const MR: usize, const NR: usize, const XS: usize, const STREAM: bool>
+    SimdKernel for Tile<E, MR, NR, XS, STREAM>
 {
     #[inline(always)]
     unsafe fn run<S: Simd>(self) {
@@ -92,10 +92,10 @@ impl<E: Elem, const MR: usize, const NR: usize, const XS: usize, const STREAM: b
 /// # Safety
 /// The CPU supports `S`; the pointers in `o` cover `rows` rows and `vecs` vectors.
 #[inline(always)]
-pub unsafe fn product<S: Simd, E: Elem, const XS: usize, const STREAMS: bool>(
+pub unsafe fn product<S: Simd, E: ElementType, const XS: usize, const STREAMS: bool>(
     rows: usize,
     vecs: usize,
-    o: Operands,
+    o: TileOperands,
 ) {
     // Few rows: wide tiles, which read w in order. Many: tall ones, which prepare each vector of w for twice the rows;
     // with two phases they win from 5 rows on (measured on Emerald Rapids, 6 rows: 268 against 342 us).
@@ -124,7 +124,7 @@ pub unsafe fn product<S: Simd, E: Elem, const XS: usize, const STREAMS: bool>(
             one_tile::<S, E, XS, STREAMS>(
                 mr,
                 nr,
-                Operands {
+                TileOperands {
                     x: o.x.add(m * XS),
                     w,
                     out,
@@ -142,10 +142,10 @@ const fn is_shape<S: Simd>(rows: usize, vecs: usize) -> bool {
 }
 
 #[inline(always)]
-unsafe fn one_tile<S: Simd, E: Elem, const XS: usize, const STREAMS: bool>(
+unsafe fn one_tile<S: Simd, E: ElementType, const XS: usize, const STREAMS: bool>(
     mr: usize,
     nr: usize,
-    o: Operands,
+    o: TileOperands,
 ) {
     // What cannot occur at level S is not compiled: the conditions are constants.
     macro_rules! shapes {

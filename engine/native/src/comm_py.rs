@@ -1,5 +1,5 @@
 //! Communicators of the staged transports, made by Python objects: torch's gloo, or libnccl. Called from the communicators' own
-//! threads; each call takes the GIL, and the Python side lets go of it while it waits.
+//! threads; each call takes the GIL, which the Python side releases while it waits.
 //!
 //! A backend has `name: str`, `works_on_device: bool`, `unique_id() -> bytes` and `open(unique_id: bytes, rank: int, slabs: list[memoryview],
 //! open_timeout_secs: float, op_timeout_secs: float)` (or tensors, where the pages are on a device and the backend works there), which gives an object with `send(slab: int, nbytes: int)`,
@@ -45,7 +45,7 @@ fn failed(py: Python<'_>, err: &PyErr) -> CommError {
     CommError(format!("{name}: {}", err.value(py)))
 }
 
-/// Keeps the slabs alive as long as Python looks at them.
+/// Keeps the slabs alive as long as Python refers to them.
 #[pyclass(frozen)]
 struct SlabOwner {
     _ring: Arc<SlabRing>,

@@ -1,5 +1,5 @@
 //! A pool's pages on a device, moved by a Python object (`baton.runtime.gpu.pages.DevicePages`). Called from the transfer's own
-//! threads; each call takes the GIL, and the Python side lets go of it while it waits for the device.
+//! threads; each call takes the GIL, which the Python side releases while it waits for the device.
 //!
 //! Page ids are int32, little endian. An exception is the reason why something failed.
 
@@ -138,7 +138,7 @@ impl DevicePages for PyDevicePages {
 pub struct PySlabs(Py<PyAny>);
 
 impl PySlabs {
-    /// What a communicator sends from and receives into: its `tensors`.
+    /// The slabs' `tensors`, which a communicator sends from and receives into.
     pub fn tensors<'py>(
         py: Python<'py>,
         slabs: &Arc<dyn DeviceSlabs>,

@@ -4,10 +4,10 @@
 //! types and layout, and keep the tensors alive. Every function that computes releases the GIL.
 
 use kernels::append::{LayerPages, NewTokens, kv_append};
-use kernels::attention::{Attention, paged_attention};
-use kernels::elementwise::{self, RmsNorm, Rope, SiluMul, Vectors};
-use kernels::linear::{self, Linear, WeightShape};
-use kernels::rows::Rows;
+use kernels::attention::{PagedAttention, paged_attention};
+use kernels::elementwise::{self, HeadVectors, RmsNorm, RotaryEmbedding, SiluMul};
+use kernels::linear::{self, LinearProduct, WeightShape};
+use kernels::rows::SequenceRows;
 use kernels::{Dtype, isa, pool};
 use pyo3::exceptions::{PyOSError, PyValueError};
 use pyo3::prelude::*;
@@ -19,7 +19,7 @@ fn dtype(bf16: bool) -> Dtype {
 /// The `len` numbers at address `at`.
 ///
 /// # Safety
-/// They exist, are aligned, and nobody writes them while the slice lives.
+/// They exist, are aligned, and are not written while the slice lives.
 unsafe fn slice<'a, T>(at: usize, len: usize) -> &'a [T] {
     if len == 0 {
         return &[];
@@ -82,7 +82,7 @@ impl KvLayer {
 
 /// The rows of one step: its index tensors, checked. The tensors must outlive it and stay as they are.
 #[pyclass(frozen, module = "baton._native")]
-struct KvRows(Rows<'static>);
+struct KvRows(SequenceRows<'static>);
 
 #[pymethods]
 impl KvRows {
@@ -104,7 +104,7 @@ impl KvRows {
     ) -> PyResult<Self> {
         // SAFETY: the Python side has checked types and lengths and keeps the tensors.
         let rows = unsafe {
-            Rows {
+            SequenceRows {
                 qo_indptr: slice(qo_indptr, rows + 1),
                 kv_lens: slice(kv_lens, rows),
                 page_indptr: slice(page_indptr, rows + 1),
@@ -166,7 +166,7 @@ fn attend(
     py.detach(|| {
         // SAFETY: the Python side holds the tensors and has checked their shapes.
         unsafe {
-            paged_attention(&Attention {
+            paged_attention(&PagedAttention {
                 pages: layer.0,
                 q: q as *const u8,
                 q_stride,
@@ -183,8 +183,8 @@ fn attend(
 /// Vectors [outer, inner, len] at an address: (address, outer, inner, outer_stride, inner_stride, len), in elements.
 type Strided = (usize, usize, usize, usize, usize, usize);
 
-fn vectors((data, outer, inner, outer_stride, inner_stride, len): Strided) -> Vectors {
-    Vectors {
+fn vectors((data, outer, inner, outer_stride, inner_stride, len): Strided) -> HeadVectors {
+    HeadVectors {
         data: data as *mut u8,
         outer,
         inner,
@@ -242,7 +242,7 @@ fn rope(
             "position {bad} is outside the rope table of {table} rows"
         )));
     }
-    let turn = |x| Rope {
+    let turn = |x| RotaryEmbedding {
         dtype: dtype(bf16),
         x: vectors(x),
         positions,
@@ -312,7 +312,7 @@ impl PackedWeight {
         bias: usize,
         y: usize,
     ) {
-        let call = Shared(Linear {
+        let call = Shared(LinearProduct {
             weight: &self.0,
             x: x as *const u8,
             x_stride,

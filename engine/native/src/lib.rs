@@ -1,4 +1,4 @@
-//! `baton._native`: the PyO3 door to the Rust crates. No logic lives here: each module converts
+//! `baton._native`: PyO3 bindings of the Rust crates. No logic lives here: each module converts
 //! arguments, releases the GIL and calls its crate.
 
 use pyo3::prelude::*;

@@ -108,10 +108,10 @@ impl SpanExporter {
     }
 
     /// Wait until what was put has been sent, or could not be, for at most so many seconds.
-    fn flush(&self, py: Python<'_>, patience_secs: f64) -> PyResult<()> {
-        let patience = Duration::try_from_secs_f64(patience_secs)
+    fn flush(&self, py: Python<'_>, timeout_secs: f64) -> PyResult<()> {
+        let timeout = Duration::try_from_secs_f64(timeout_secs)
             .map_err(|err| PyValueError::new_err(err.to_string()))?;
-        py.detach(|| self.inner.flush(patience));
+        py.detach(|| self.inner.flush(timeout));
         Ok(())
     }
 }

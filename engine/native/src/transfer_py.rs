@@ -1,4 +1,4 @@
-//! Python face of the `kv_transfer` crate: converts arguments, releases the GIL, calls the crate.
+//! Python bindings of the `kv_transfer` crate: converts arguments, releases the GIL, calls the crate.
 
 use std::sync::{Arc, Once};
 use std::time::Duration;
@@ -203,8 +203,8 @@ fn event_tuple<'py>(py: Python<'py>, event: NodeEvent) -> PyResult<Bound<'py, Py
     }
 }
 
-/// One rank's end of all KV transfers, on a prefill (P) or a decode (D) node. No call waits for the network, except
-/// `register` and `close`; ends of rooms are heard through `poll`, and `event_fd` is readable while there are any.
+/// Transfer node of one rank, prefill (P) or decode (D). No call waits for the network, except
+/// `register` and `close`; ends of rooms are reported by `poll`, and `event_fd` is readable while there are any.
 ///
 /// `config_json`: {"role": "prefill"|"decode", "host", "advertise_host"?, "port" (0 = free), "transports": ["shm", "tcp"] (or "cuda_ipc", "gloo", "nccl"),
 /// "cluster_key"?, "second_cluster_key"?, "insecure"?, "layout": {"page_bytes", …}, "dp_rank", "dp_size", "lease_ms", "heartbeat_ms", "copy_threads",
@@ -216,7 +216,7 @@ pub struct PyTransferNode {
 }
 
 impl Drop for PyTransferNode {
-    /// Its threads may be waiting for the GIL, which Python holds here.
+    /// Close without the GIL, for which the node's threads may be waiting.
     fn drop(&mut self) {
         Python::attach(|py| py.detach(|| self.node.close()));
     }
@@ -353,14 +353,14 @@ impl PyTransferNode {
             .map_err(node_error)
     }
 
-    /// D: give the granted pages back. `poll` answers "revoked" (nobody writes them any more) or "announced" (too late: they stay
+    /// D: revoke the grant. `poll` answers "revoked" (the pages are not written any more) or "announced" (too late: they stay
     /// granted, and P finishes the room by itself), unless the room ends before.
     fn revoke(&self, py: Python<'_>, room: u64) -> PyResult<()> {
         py.detach(|| self.node.revoke(room)).map_err(node_error)
     }
 
     /// Either side; idempotent. `code` is a reason code (ValueError otherwise). On P also for a room that was never offered: a D that
-    /// waits for it is told at once.
+    /// waits for it is refused at once.
     fn abort(&self, py: Python<'_>, room: u64, code: &str) -> PyResult<()> {
         py.detach(|| self.node.abort(room, code))
             .map_err(node_error)
@@ -389,7 +389,7 @@ impl PyTransferNode {
         py.detach(|| self.node.rooms_json(room))
     }
 
-    /// Refuse OPENs of rooms not offered here; rooms under way go on.
+    /// Refuse OPENs of rooms not offered here; live rooms continue.
     fn drain(&self) {
         self.node.drain();
     }
@@ -442,7 +442,7 @@ impl PyBootstrapServer {
         self.server.lock().refused()
     }
 
-    /// Whether its thread still serves.
+    /// True while its thread serves.
     #[getter]
     fn healthy(&self) -> bool {
         self.server.lock().is_serving()

@@ -2,7 +2,7 @@
 
 use std::arch::x86_64::*;
 
-use super::{Kernel, Simd};
+use super::{Simd, SimdKernel};
 
 #[derive(Clone, Copy)]
 pub struct Avx2;
@@ -18,45 +18,22 @@ impl Simd for Avx2 {
     const TALL_VECS: usize = 2;
 
     #[target_feature(enable = "avx2,fma")]
-    unsafe fn enter<K: Kernel>(kernel: K) {
+    unsafe fn enter<K: SimdKernel>(kernel: K) {
         kernel.run::<Self>();
     }
 
-    #[inline(always)]
-    unsafe fn splat(x: f32) -> __m256 {
-        _mm256_set1_ps(x)
+    one_intrinsic_each! {
+        __m256, __m256i;
+        splat: _mm256_set1_ps, add: _mm256_add_ps, sub: _mm256_sub_ps,
+        mul: _mm256_mul_ps, div: _mm256_div_ps, max: _mm256_max_ps,
+        fma: _mm256_fmadd_ps, bits: _mm256_castps_si256, from_bits: _mm256_castsi256_ps,
+        and: _mm256_and_si256, or: _mm256_or_si256, add_u32: _mm256_add_epi32,
+        load: _mm256_loadu_ps
     }
-    #[inline(always)]
-    unsafe fn load(p: *const f32) -> __m256 {
-        _mm256_loadu_ps(p)
-    }
+
     #[inline(always)]
     unsafe fn store(p: *mut f32, v: __m256) {
         _mm256_storeu_ps(p, v);
-    }
-    #[inline(always)]
-    unsafe fn add(a: __m256, b: __m256) -> __m256 {
-        _mm256_add_ps(a, b)
-    }
-    #[inline(always)]
-    unsafe fn sub(a: __m256, b: __m256) -> __m256 {
-        _mm256_sub_ps(a, b)
-    }
-    #[inline(always)]
-    unsafe fn mul(a: __m256, b: __m256) -> __m256 {
-        _mm256_mul_ps(a, b)
-    }
-    #[inline(always)]
-    unsafe fn div(a: __m256, b: __m256) -> __m256 {
-        _mm256_div_ps(a, b)
-    }
-    #[inline(always)]
-    unsafe fn fma(a: __m256, b: __m256, c: __m256) -> __m256 {
-        _mm256_fmadd_ps(a, b, c)
-    }
-    #[inline(always)]
-    unsafe fn max(a: __m256, b: __m256) -> __m256 {
-        _mm256_max_ps(a, b)
     }
     #[inline(always)]
     unsafe fn round(a: __m256) -> __m256 {
@@ -103,26 +80,6 @@ impl Simd for Avx2 {
     #[inline(always)]
     unsafe fn store_u32(p: *mut u32, v: __m256i) {
         _mm256_storeu_si256(p.cast(), v);
-    }
-    #[inline(always)]
-    unsafe fn bits(v: __m256) -> __m256i {
-        _mm256_castps_si256(v)
-    }
-    #[inline(always)]
-    unsafe fn from_bits(v: __m256i) -> __m256 {
-        _mm256_castsi256_ps(v)
-    }
-    #[inline(always)]
-    unsafe fn and(a: __m256i, b: __m256i) -> __m256i {
-        _mm256_and_si256(a, b)
-    }
-    #[inline(always)]
-    unsafe fn or(a: __m256i, b: __m256i) -> __m256i {
-        _mm256_or_si256(a, b)
-    }
-    #[inline(always)]
-    unsafe fn add_u32(a: __m256i, b: __m256i) -> __m256i {
-        _mm256_add_epi32(a, b)
     }
     #[inline(always)]
     unsafe fn shl16(a: __m256i) -> __m256i {

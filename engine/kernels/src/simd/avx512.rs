@@ -2,7 +2,7 @@
 
 use std::arch::x86_64::*;
 
-use super::{Kernel, Simd};
+use super::{Simd, SimdKernel};
 
 #[derive(Clone, Copy)]
 pub struct Avx512;
@@ -90,45 +90,22 @@ macro_rules! level {
             const TALL_VECS: usize = 2;
 
             #[target_feature(enable = $features)]
-            unsafe fn enter<K: Kernel>(kernel: K) {
+            unsafe fn enter<K: SimdKernel>(kernel: K) {
                 kernel.run::<Self>();
             }
 
-            #[inline(always)]
-            unsafe fn splat(x: f32) -> __m512 {
-                _mm512_set1_ps(x)
+            one_intrinsic_each! {
+                __m512, __m512i;
+                splat: _mm512_set1_ps, add: _mm512_add_ps, sub: _mm512_sub_ps,
+                mul: _mm512_mul_ps, div: _mm512_div_ps, max: _mm512_max_ps,
+                fma: _mm512_fmadd_ps, bits: _mm512_castps_si512, from_bits: _mm512_castsi512_ps,
+                and: _mm512_and_si512, or: _mm512_or_si512, add_u32: _mm512_add_epi32,
+                load: _mm512_loadu_ps
             }
-            #[inline(always)]
-            unsafe fn load(p: *const f32) -> __m512 {
-                _mm512_loadu_ps(p)
-            }
+
             #[inline(always)]
             unsafe fn store(p: *mut f32, v: __m512) {
                 _mm512_storeu_ps(p, v);
-            }
-            #[inline(always)]
-            unsafe fn add(a: __m512, b: __m512) -> __m512 {
-                _mm512_add_ps(a, b)
-            }
-            #[inline(always)]
-            unsafe fn sub(a: __m512, b: __m512) -> __m512 {
-                _mm512_sub_ps(a, b)
-            }
-            #[inline(always)]
-            unsafe fn mul(a: __m512, b: __m512) -> __m512 {
-                _mm512_mul_ps(a, b)
-            }
-            #[inline(always)]
-            unsafe fn div(a: __m512, b: __m512) -> __m512 {
-                _mm512_div_ps(a, b)
-            }
-            #[inline(always)]
-            unsafe fn fma(a: __m512, b: __m512, c: __m512) -> __m512 {
-                _mm512_fmadd_ps(a, b, c)
-            }
-            #[inline(always)]
-            unsafe fn max(a: __m512, b: __m512) -> __m512 {
-                _mm512_max_ps(a, b)
             }
             #[inline(always)]
             unsafe fn round(a: __m512) -> __m512 {
@@ -166,26 +143,6 @@ macro_rules! level {
             #[inline(always)]
             unsafe fn store_u32(p: *mut u32, v: __m512i) {
                 _mm512_storeu_si512(p.cast(), v);
-            }
-            #[inline(always)]
-            unsafe fn bits(v: __m512) -> __m512i {
-                _mm512_castps_si512(v)
-            }
-            #[inline(always)]
-            unsafe fn from_bits(v: __m512i) -> __m512 {
-                _mm512_castsi512_ps(v)
-            }
-            #[inline(always)]
-            unsafe fn and(a: __m512i, b: __m512i) -> __m512i {
-                _mm512_and_si512(a, b)
-            }
-            #[inline(always)]
-            unsafe fn or(a: __m512i, b: __m512i) -> __m512i {
-                _mm512_or_si512(a, b)
-            }
-            #[inline(always)]
-            unsafe fn add_u32(a: __m512i, b: __m512i) -> __m512i {
-                _mm512_add_epi32(a, b)
             }
             #[inline(always)]
             unsafe fn shl16(a: __m512i) -> __m512i {

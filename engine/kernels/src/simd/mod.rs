@@ -1,6 +1,6 @@
 //! Vectors of f32 with one interface over the instruction levels.
 //!
-//! A kernel is written once as a [`Kernel`] generic over [`Simd`]; [`dispatch`] enters it through a function compiled for
+//! A kernel is written once as a [`SimdKernel`] generic over [`Simd`]; [`dispatch`] enters it through a function compiled for
 //! the level. Everything called from there must be `#[inline(always)]`, or enter again: only then do the intrinsics
 //! inline and the compiler may use the level's registers.
 //!
@@ -12,6 +12,70 @@
     reason = "one contract for the module: the CPU has the level, pointers are valid for LANES elements"
 )]
 
+/// Operations that are one intrinsic at each x86 level.
+#[cfg(target_arch = "x86_64")]
+macro_rules! one_intrinsic_each {
+    (
+        $f:ty, $i:ty;
+        splat: $splat:ident, add: $add:ident, sub: $sub:ident, mul: $mul:ident,
+        div: $div:ident, max: $max:ident, fma: $fma:ident, bits: $bits:ident,
+        from_bits: $from_bits:ident, and: $and:ident, or: $or:ident, add_u32: $add_u32:ident,
+        load: $load:ident
+    ) => {
+        #[inline(always)]
+        unsafe fn splat(x: f32) -> $f {
+            $splat(x)
+        }
+        #[inline(always)]
+        unsafe fn add(a: $f, b: $f) -> $f {
+            $add(a, b)
+        }
+        #[inline(always)]
+        unsafe fn sub(a: $f, b: $f) -> $f {
+            $sub(a, b)
+        }
+        #[inline(always)]
+        unsafe fn mul(a: $f, b: $f) -> $f {
+            $mul(a, b)
+        }
+        #[inline(always)]
+        unsafe fn div(a: $f, b: $f) -> $f {
+            $div(a, b)
+        }
+        #[inline(always)]
+        unsafe fn max(a: $f, b: $f) -> $f {
+            $max(a, b)
+        }
+        #[inline(always)]
+        unsafe fn fma(a: $f, b: $f, c: $f) -> $f {
+            $fma(a, b, c)
+        }
+        #[inline(always)]
+        unsafe fn bits(v: $f) -> $i {
+            $bits(v)
+        }
+        #[inline(always)]
+        unsafe fn from_bits(v: $i) -> $f {
+            $from_bits(v)
+        }
+        #[inline(always)]
+        unsafe fn and(a: $i, b: $i) -> $i {
+            $and(a, b)
+        }
+        #[inline(always)]
+        unsafe fn or(a: $i, b: $i) -> $i {
+            $or(a, b)
+        }
+        #[inline(always)]
+        unsafe fn add_u32(a: $i, b: $i) -> $i {
+            $add_u32(a, b)
+        }
+        #[inline(always)]
+        unsafe fn load(p: *const f32) -> $f {
+            $load(p)
+        }
+    };
+}
 mod scalar;
 pub use scalar::Scalar;
 
@@ -45,7 +109,7 @@ pub trait Simd: Copy + Send + Sync + 'static {
     const TALL_VECS: usize;
 
     /// Run `kernel` inside a function compiled for this level.
-    unsafe fn enter<K: Kernel>(kernel: K);
+    unsafe fn enter<K: SimdKernel>(kernel: K);
 
     unsafe fn splat(x: f32) -> Self::F;
     unsafe fn load(p: *const f32) -> Self::F;
@@ -57,7 +121,7 @@ pub trait Simd: Copy + Send + Sync + 'static {
     /// a * b + c
     unsafe fn fma(a: Self::F, b: Self::F, c: Self::F) -> Self::F;
     unsafe fn max(a: Self::F, b: Self::F) -> Self::F;
-    /// To the nearest integer, ties to even.
+    /// Round to the nearest integer, ties to even.
     unsafe fn round(a: Self::F) -> Self::F;
     /// 2^n of an integral n in [-126, 127].
     unsafe fn pow2(n: Self::F) -> Self::F;
@@ -95,17 +159,17 @@ pub trait Simd: Copy + Send + Sync + 'static {
         dst_stride: usize,
     );
 
-    /// Ask for the cache line at `p`; never faults.
+    /// Prefetch the cache line at `p`; never faults.
     unsafe fn prefetch(p: *const u8);
 }
 
 /// Work that is compiled once per level.
-pub trait Kernel {
-    /// It uses `dot2`, and is compiled for the level that has it alone; all others not for that one, which is `Avx512` to them.
+pub trait SimdKernel {
+    /// True for kernels that use `dot2`: they are compiled only for the level that has it. For all others that level is `Avx512`.
     const DOT: bool = false;
 
     /// # Safety
-    /// The CPU supports `S`; what else must hold is said by the kernel.
+    /// The CPU supports `S`; the kernel documents its other requirements.
     unsafe fn run<S: Simd>(self);
 }
 
@@ -113,7 +177,7 @@ pub trait Kernel {
 ///
 /// # Safety
 /// `isa.runs_here()`, and the kernel's own requirements.
-pub unsafe fn dispatch<K: Kernel>(isa: Isa, kernel: K) {
+pub unsafe fn dispatch<K: SimdKernel>(isa: Isa, kernel: K) {
     debug_assert!(isa.runs_here(), "{isa:?} is not available on this CPU");
     #[cfg(target_arch = "x86_64")]
     if K::DOT {

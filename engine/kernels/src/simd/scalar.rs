@@ -1,6 +1,6 @@
 //! Portable level: eight lanes in an array.
 
-use super::{Kernel, Simd};
+use super::{Simd, SimdKernel};
 
 #[derive(Clone, Copy)]
 pub struct Scalar;
@@ -38,7 +38,7 @@ impl Simd for Scalar {
     const TALL_ROWS: usize = 3;
     const TALL_VECS: usize = 2;
 
-    unsafe fn enter<K: Kernel>(kernel: K) {
+    unsafe fn enter<K: SimdKernel>(kernel: K) {
         kernel.run::<Self>();
     }
 
