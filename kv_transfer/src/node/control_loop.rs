@@ -305,8 +305,8 @@ impl ControlLoop {
                 self.prefill.on_open(ctx, peer, open);
             }
             Msg::Done { room, attempt, .. } => {
-                self.prefill
-                    .step(ctx, room, PrefillEvent::Done { peer, attempt });
+                let event = PrefillEvent::Done { peer, attempt };
+                self.prefill.step(ctx, room, event);
             }
             Msg::Abort {
                 room,
@@ -356,9 +356,8 @@ impl ControlLoop {
             | Msg::Data { .. }
             | Msg::DataEnd { .. }
             | Msg::Stale { .. } => {
-                let err =
-                    ConnectionError::broken(format!("{} on a control connection", msg.name()));
-                self.on_connection_lost(peer, &err);
+                let why = format!("{} on a control connection", msg.name());
+                self.on_connection_lost(peer, &ConnectionError::broken(why));
             }
         }
     }

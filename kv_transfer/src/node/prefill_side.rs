@@ -362,6 +362,11 @@ impl PrefillSide {
     }
 
     fn act(&mut self, ctx: &mut NodeContext, room: u64, attempt: u32, action: PrefillAction) {
+        let of = |peer| RoomOf {
+            peer,
+            room,
+            attempt,
+        };
         match action {
             PrefillAction::Hash(pages) => {
                 if let Some(entry) = self.rooms.get_mut(&room) {
@@ -383,35 +388,14 @@ impl PrefillSide {
                 );
             }
             PrefillAction::Reject { peer, code, why } => {
-                reject(
-                    ctx,
-                    RoomOf {
-                        peer,
-                        room,
-                        attempt,
-                    },
-                    code,
-                    &why,
-                );
+                reject(ctx, of(peer), code, &why);
             }
             PrefillAction::Progress {
                 peer,
                 first_page,
                 pages,
             } => {
-                if let Some(conn) = ctx.connections.get(&peer) {
-                    let pages = pages.iter().map(|p| (p.page, p.generation));
-                    ctx.shared.announced.announce(room, &conn.peer.inc, pages);
-                }
-                let progress = Msg::Progress {
-                    room,
-                    attempt,
-                    first_page,
-                    ids: pages.iter().map(|p| p.page).collect(),
-                    gens: pages.iter().map(|p| p.generation).collect(),
-                    sums: pages.iter().map(|p| p.sum).collect(),
-                };
-                ctx.send(peer, progress);
+                send_progress(ctx, of(peer), first_page, &pages);
             }
             PrefillAction::Final { peer, finish, root } => {
                 let PrefillOutput {
@@ -465,6 +449,28 @@ impl PrefillSide {
         }
         ctx.push(NodeEvent::Released { room, code });
     }
+}
+
+/// Allow the reader to read these pages, and announce them.
+fn send_progress(ctx: &mut NodeContext, of: RoomOf, first_page: u32, pages: &[PageDigest]) {
+    let RoomOf {
+        peer,
+        room,
+        attempt,
+    } = of;
+    if let Some(conn) = ctx.connections.get(&peer) {
+        let pages = pages.iter().map(|p| (p.page, p.generation));
+        ctx.shared.announced.announce(room, &conn.peer.inc, pages);
+    }
+    let progress = Msg::Progress {
+        room,
+        attempt,
+        first_page,
+        ids: pages.iter().map(|p| p.page).collect(),
+        gens: pages.iter().map(|p| p.generation).collect(),
+        sums: pages.iter().map(|p| p.sum).collect(),
+    };
+    ctx.send(peer, progress);
 }
 
 fn reject(ctx: &mut NodeContext, of: RoomOf, code: ReasonCode, why: &str) {

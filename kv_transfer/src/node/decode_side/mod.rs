@@ -364,12 +364,8 @@ impl DecodeSide {
                     return ctx.mark_lost(peer, err);
                 }
                 let end = first_page as usize + ids.len();
-                self.note(
-                    ctx,
-                    room,
-                    attempt,
-                    format!("PROGRESS: pages {first_page}..{end}"),
-                );
+                let note = format!("PROGRESS: pages {first_page}..{end}");
+                self.note(ctx, room, attempt, note);
                 let pages = ids.into_iter().zip(gens).zip(sums);
                 let pages = pages.map(|((page, generation), sum)| PageDigest {
                     page,

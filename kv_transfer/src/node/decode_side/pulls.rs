@@ -70,7 +70,7 @@ impl PullJob {
     }
 }
 
-/// What follows from the end of a pull.
+/// Next step after the end of a pull.
 pub enum AfterPull {
     Step(DecodeEvent),
     /// Submit the same pull again, by another transport.

@@ -101,7 +101,7 @@ impl CommPhase {
 /// Why a communicator ended.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub enum CommEnd {
-    /// It was idle and its place was needed, or the node closes.
+    /// Idle, and its place was needed, or the node closes.
     Closed,
     Failed(String),
     /// The other side ended it or is disconnected: no COMM_END is sent.
