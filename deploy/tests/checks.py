@@ -181,7 +181,7 @@ def open_paths(role: str) -> set[str]:
     """Paths that the program answers without an API key, read from its source."""
     if role != "router":
         return set(app.OPEN_PATHS)
-    source = (ROOT / "router" / "src" / "http" / "mod.rs").read_text()
+    source = (ROOT / "router" / "src" / "server" / "api" / "mod.rs").read_text()
     return set(re.findall(r'\("(/\w+)", Open, get\(', source))
 
 

@@ -1,61 +1,23 @@
 //! baton-router: HTTP router in front of prefill and decode nodes.
 //!
-//! The life of a request: `http` (routes, key, request id) → `http::generate` (body, `body::Scan`, `admission`, `tokens`) →
-//! `dispatch` and `pair` (`registry` chooses P and D, `leg`s go out over `upstream`, retries) → `relay` (the answer's body); `late`
-//! keeps a stream's client company while dispatch works.
-//! `ui` serves the web page. `kv_events` follows what workers have cached, `health` keeps the registry true, `record` turns each request into one log line and its metrics.
+//! The life of a request: `server::api` (routes, key, request id) → `server::api::generate` (`request`: body, admission, tokenize) →
+//! `dispatch` (`workers` chooses P and D, attempts go out over `transport::upstream`, retries) → `response::proxy_body`;
+//! `response::keepalive` keeps a stream's connection open while dispatch works.
+//! `workers::kv_events` follows what workers have cached, `workers::health` probes them, `observability::access_log` turns each
+//! request into one log line and its metrics.
 //!
 //! What this crate does not do: decide. Policies, breakers, backoff and health verdicts are `router-core`'s.
 
-mod admission;
-mod body;
-mod body_memory;
-mod body_threads;
 mod clock;
 mod config;
-mod connections;
-mod decision_log;
-mod descriptors;
-mod discovery;
 mod dispatch;
 mod error;
-mod explain;
-mod fleet_events;
-mod head_errors;
-mod health;
-mod http;
-mod inbound;
-mod kv_events;
-mod late;
-mod leg;
-mod load;
-mod logprobs;
-mod media;
-mod metrics;
-mod pacing;
-mod pair;
-mod pair_traffic;
-mod patience;
-mod prompt_limit;
-mod record;
-mod registry;
-mod relay;
-mod release;
-mod replay;
-mod resume;
-mod serve;
-mod sse;
-mod stages;
-mod story;
-mod tcp;
-mod tls;
-mod tls_reload;
-mod tokens;
-pub mod trace;
-mod ui;
-mod upstream;
-mod usage;
-mod vllm;
+mod observability;
+mod request;
+mod response;
+mod server;
+mod transport;
+mod workers;
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -67,10 +29,11 @@ use tokio::sync::{oneshot, watch};
 
 pub use config::{ParseStop, RouterConfig, flags_markdown};
 pub use error::{CODES, RouteError};
-pub use http::route_access;
-pub use metrics::metrics_markdown;
-pub use prompt_limit::{OversizedBody, PromptLimit, oversized_body};
-pub use serve::{Running, run};
+pub use observability::metrics::metrics_markdown;
+pub use observability::otlp as trace;
+pub use request::prompt_limit::{OversizedBody, PromptLimit, oversized_body};
+pub use server::api::route_access;
+pub use server::{Running, run};
 
 /// Most bootstrap rooms in use at once, of all requests together: 16 MiB.
 const MAX_ROOMS: usize = 1 << 20;
@@ -78,11 +41,11 @@ const MAX_ROOMS: usize = 1 << 20;
 /// Everything the request path shares.
 pub struct App {
     pub(crate) config: RouterConfig,
-    pub(crate) registry: registry::Registry,
-    pub(crate) metrics: Arc<metrics::Metrics>,
-    pub(crate) admission: admission::Admission,
-    pub(crate) body_memory: Arc<body_memory::BodyMemory>,
-    pub(crate) body_threads: body_threads::BodyThreads,
+    pub(crate) registry: workers::Registry,
+    pub(crate) metrics: Arc<observability::metrics::Metrics>,
+    pub(crate) admission: request::admission::Admission,
+    pub(crate) body_memory: Arc<request::body_memory::BodyMemory>,
+    pub(crate) body_threads: request::body_threads::BodyThreads,
     pub(crate) retry: RetryConfig,
     pub(crate) retry_budget: Mutex<RetryBudget>,
     pub(crate) resume_pacer: Mutex<ResumePacer<oneshot::Sender<()>>>,
@@ -91,17 +54,17 @@ pub struct App {
     /// Bootstrap rooms of requests in flight.
     pub(crate) rooms: Arc<Mutex<LiveRooms>>,
     /// `None`: prompts are counted in characters.
-    pub(crate) tokens: Option<Arc<tokens::Tokens>>,
-    pub(crate) requests: Arc<story::Requests>,
+    pub(crate) tokens: Option<Arc<request::tokenize::Tokens>>,
+    pub(crate) requests: Arc<observability::request_timeline::Requests>,
     /// With --enable-trace.
-    pub(crate) tracer: Option<Arc<trace::Exporter>>,
+    pub(crate) tracer: Option<Arc<observability::otlp::Exporter>>,
     /// What is held for failovers.
-    pub(crate) failover_memory: Arc<resume::Memory>,
-    pub(crate) releases: release::Releases,
+    pub(crate) failover_memory: Arc<response::failover::Memory>,
+    pub(crate) releases: dispatch::prefill_release::Releases,
     /// KV traffic by pair, for the web page.
-    pub(crate) pair_traffic: pair_traffic::PairTraffic,
+    pub(crate) pair_traffic: observability::pair_traffic::PairTraffic,
     /// Web pages that show the fleet.
-    pub(crate) feed: Arc<ui::FeedHub>,
+    pub(crate) feed: Arc<server::ui::FeedHub>,
     /// Turns true when what still runs is cut.
     cut: watch::Receiver<bool>,
     /// Sources of workers that were read once.
@@ -112,29 +75,33 @@ pub struct App {
 impl App {
     pub(crate) fn new(
         config: RouterConfig,
-        metrics: Arc<metrics::Metrics>,
+        metrics: Arc<observability::metrics::Metrics>,
         deciders: Deciders,
-        tls: Option<tls_reload::WorkerTls>,
+        tls: Option<transport::tls_reload::WorkerTls>,
         cut: watch::Receiver<bool>,
     ) -> Self {
         Self {
-            registry: registry::Registry::new(&config, deciders, metrics.clone(), tls, cut.clone()),
-            failover_memory: Arc::new(resume::Memory::new(config.retry.failover_max_bytes)),
-            releases: release::Releases::default(),
-            pair_traffic: pair_traffic::PairTraffic::default(),
-            feed: Arc::new(ui::FeedHub::new(
+            registry: workers::Registry::new(&config, deciders, metrics.clone(), tls, cut.clone()),
+            failover_memory: Arc::new(response::failover::Memory::new(
+                config.retry.failover_max_bytes,
+            )),
+            releases: dispatch::prefill_release::Releases::default(),
+            pair_traffic: observability::pair_traffic::PairTraffic::default(),
+            feed: Arc::new(server::ui::FeedHub::new(
                 metrics.feed_clients.clone(),
                 metrics.feed_snapshots.clone(),
             )),
             cut,
-            requests: Arc::new(story::Requests::new(config.observe.request_history)),
-            body_memory: body_memory::BodyMemory::new(
+            requests: Arc::new(observability::request_timeline::Requests::new(
+                config.observe.request_history,
+            )),
+            body_memory: request::body_memory::BodyMemory::new(
                 config.limits.max_total_body_bytes,
                 metrics.body_bytes.clone(),
             ),
-            body_threads: body_threads::BodyThreads::default(),
+            body_threads: request::body_threads::BodyThreads::default(),
             metrics,
-            admission: admission::Admission::new(&config.limits),
+            admission: request::admission::Admission::new(&config.limits),
             retry: config.retry(),
             retry_budget: Mutex::new(RetryBudget::new(config.retry_budget())),
             resume_pacer: Mutex::default(),
@@ -178,15 +145,15 @@ impl App {
     pub(crate) fn register(
         self: &Arc<Self>,
         spec: config::WorkerSpec,
-    ) -> Result<Arc<registry::Worker>, RouteError> {
+    ) -> Result<Arc<workers::Worker>, RouteError> {
         let worker = self.registry.add(spec)?;
         tracing::info!(url = %worker.url(), role = %worker.role(), id = worker.id, "worker registered");
-        health::start(self, &worker);
+        workers::health::start(self, &worker);
         Ok(worker)
     }
 
     /// No new requests for this worker; it is removed when those in flight have ended.
-    pub(crate) fn drain(self: &Arc<Self>, worker: &Arc<registry::Worker>) {
+    pub(crate) fn drain(self: &Arc<Self>, worker: &Arc<workers::Worker>) {
         if !self.registry.start_drain(worker) {
             return;
         }

@@ -1,7 +1,7 @@
 """Golden files of the router's tokenizer: what transformers makes of requests, for five models.
 
 `python -m tests.support.token_goldens` writes `tests/contract/golden/tokens/cases.json`; a Python test holds it to what
-transformers and the engine give now, a Rust test (router/src/tokens/tests.rs) to what the router gives.
+transformers and the engine give now, a Rust test (router/src/request/tokenize/tests.rs) to what the router gives.
 
 They are the demo model and four folders as a checkpoint has them, each with another place for its template. Their
 templates are written for these tests after the manner of the families they are named after. Their tokenizers were

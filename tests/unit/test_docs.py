@@ -86,8 +86,8 @@ def test_engine_flags_in_the_docs_exist() -> None:
     up = (ROOT / "engine" / "baton" / "server" / "up.py").read_text(encoding="utf-8")
     up += "".join((ROOT / f"engine/baton/doctor/{name}.py").read_text(encoding="utf-8") for name in ("main", "top"))
     sim = "".join((ROOT / "engine/baton/sim" / name).read_text(encoding="utf-8") for name in ("main.py", "model.py"))
-    router = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "router" / "src" / "config").glob("*.rs"))
-    refused = (ROOT / "router" / "src" / "config" / "refused.rs").read_text(encoding="utf-8")
+    router = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "router" / "src" / "config").rglob("*.rs"))
+    refused = (ROOT / "router" / "src" / "config" / "unsupported_flags.rs").read_text(encoding="utf-8")
     fields = set(re.findall(r"^    (?:pub )?(\w+):", up + sim, re.MULTILINE)) | set(re.findall(r"pub (\w+):", router))
     known |= {"--" + name.replace("_", "-") for name in fields} | {"--help", "--out", "--steps", "--threads", "--seed"}
     known |= {f"--{name.replace('_', '-')}" for name in (*serving.ROUNDS, *serving.TRACE)}

@@ -167,7 +167,7 @@ def _special_tokens(path: Path, tokenizer: dict[str, Any]) -> dict[str, str]:
 
 
 def _fingerprint(path: Path, chat_template: str | None, special_tokens: dict[str, str]) -> str:
-    """SHA-256 over all that decides which ids a request gets, as the router computes it (router/src/tokens/files.rs).
+    """SHA-256 over all that decides which ids a request gets, as the router computes it (router/src/request/tokenize/files.rs).
 
     Parts, each preceded by its length: tokenizer.json, names and texts of the special tokens by name, the template if
     there is one. Empty without a tokenizer.json: loading the tokenizer says so.

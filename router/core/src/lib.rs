@@ -12,45 +12,37 @@
 //! What this crate does not know: tokio, HTTP, URLs, the clock. Time comes in as `now_ms`, randomness as `rng`, so the
 //! same code runs in the server, in unit tests and in the simulator, and the same seed gives the same decisions.
 
-pub mod breaker;
-pub mod deciders;
+pub mod decision_log;
 pub mod explain;
 pub mod fleet;
-pub mod health;
-pub mod journal;
 pub mod kv;
-pub mod local;
-pub mod make;
-pub mod pacer;
-pub mod penalty;
-pub mod poison;
+pub mod pairing;
 pub mod policy;
+pub mod policy_set;
 pub mod prefix_tree;
 pub mod prompt;
-pub mod replay;
-pub mod retry;
-pub mod room;
+pub mod resilience;
 pub mod types;
 
-pub use breaker::{BreakerConfig, BreakerState, CircuitBreaker, Outcome};
-pub use deciders::{Decided, Deciders, Seeded, Sending};
 pub use explain::Explanation;
-pub use health::{HealthChange, HealthConfig, HealthCounter};
-pub use local::{LocalRule, LocalView, LocalWhy};
-pub use make::{ASPECTS, Make};
-pub use pacer::{PacerTicket, ResumePacer};
-pub use penalty::{DenialShare, Objection, WorkerPenalty, least_objection};
-pub use poison::{PoisonList, RequestBreaks};
+pub use pairing::bootstrap_room::{LiveRooms, draw_room};
+pub use pairing::fingerprint::{ASPECTS, Make};
+pub use pairing::local_prefill::{LocalRule, LocalView, LocalWhy};
 pub use policy::{
     AssignmentMode, CacheAwareParams, CostParams, ManualParams, Miss, Policy, PolicyKind,
     PolicyParams, PolicyStats, RankStats, UnknownName, build, choose_fitting_pair, choose_pair,
     explain_pair,
 };
+pub use policy_set::replay::Replay;
+pub use policy_set::{Decided, Deciders, Seeded};
 pub use prompt::{Blocks, Prompt, TextScope, TokenChain, Unit, namespace, token_blocks};
-pub use replay::Replay;
-pub use retry::{BudgetConfig, FailedAttempts, RetryBudget, RetryClass, RetryConfig};
-pub use room::{LiveRooms, draw_room};
+pub use resilience::breaker::{BreakerConfig, BreakerState, CircuitBreaker, Outcome};
+pub use resilience::health::{HealthChange, HealthConfig, HealthCounter};
+pub use resilience::poison::{PoisonList, RequestBreaks};
+pub use resilience::resume_pacer::{PacerTicket, ResumePacer};
+pub use resilience::retry::{BudgetConfig, FailedAttempts, RetryBudget, RetryClass, RetryConfig};
+pub use resilience::worker_penalty::{DenialShare, Objection, WorkerPenalty, least_objection};
 pub use types::{
-    Ahead, Choice, Event, Forecast, QueueOrder, RequestView, Role, RunningLoad, Ticket, Usage, Why,
-    WorkerFacts, WorkerId, WorkerView,
+    Ahead, Choice, Event, Forecast, QueueOrder, RequestView, Role, RunningLoad, Sending, Ticket,
+    Usage, Why, WorkerFacts, WorkerId, WorkerView,
 };

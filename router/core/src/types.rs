@@ -308,6 +308,25 @@ pub struct Usage {
     pub completion_tokens: Option<u32>,
 }
 
+/// A decision to make: the request is sent where it falls, so its tickets are given beforehand.
+#[derive(Debug, Clone, Copy)]
+pub struct Sending<'a> {
+    pub request: RequestView<'a>,
+    /// Draws all chance of this decision.
+    pub seed: u64,
+    /// Whether to tell what was weighed.
+    pub explains: bool,
+    /// A regular worker's answer will show its first token.
+    pub streams: bool,
+}
+
+impl Sending<'_> {
+    /// A prefill worker's answer begins when the prompt is computed, streamed or not.
+    pub fn tells_first_token(&self, role: Role) -> bool {
+        self.streams || role == Role::Prefill
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::Ahead;

@@ -145,7 +145,7 @@ fn is_label(label: &str) -> bool {
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod tests {
-    use super::super::{ParseStop, RouterConfig};
+    use crate::config::{ParseStop, RouterConfig};
 
     fn parse(flags: &str) -> Result<RouterConfig, String> {
         let argv: Vec<String> = format!("baton-router {flags}")

@@ -95,8 +95,8 @@ impl FromStr for Endpoint {
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod tests {
-    use super::super::{ParseStop, RouterConfig};
     use super::*;
+    use crate::config::{ParseStop, RouterConfig};
 
     #[test]
     fn endpoints_name_the_workers_host_and_count_ranks_up() {

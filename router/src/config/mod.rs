@@ -13,11 +13,9 @@ mod keys;
 mod kv_events;
 mod limits;
 mod observe;
-mod pair;
-mod refused;
 mod tls;
 mod tokens;
-mod worker_url;
+mod unsupported_flags;
 mod workers;
 
 use std::time::Duration;
@@ -34,12 +32,10 @@ pub use keys::{ControlKey, KeyRole};
 pub use kv_events::{Endpoint, KvEvents, KvEventsMode};
 pub use limits::Limits;
 pub use observe::Observe;
-pub use pair::{Pairs, PdProtocol};
-pub use refused::REFUSED;
 pub use tls::Tls;
 pub use tokens::Tokens;
-pub use worker_url::{Bootstrap, WorkerSpec, WorkerUrl};
-pub use workers::Workers;
+pub use unsupported_flags::REFUSED;
+pub use workers::{Bootstrap, Pairs, PdProtocol, WorkerSpec, WorkerUrl, Workers};
 
 const ENV_PREFIX: &str = "BATON_ROUTER_FLAG_";
 
@@ -345,7 +341,7 @@ impl RouterConfig {
     /// Read `argv` (program name first) and the environment.
     pub fn parse(argv: &[String]) -> Result<RouterConfig, ParseStop> {
         let argv = spelled_out(argv);
-        let mut bad = refused::complaints(argv.get(1..).unwrap_or_default());
+        let mut bad = unsupported_flags::complaints(argv.get(1..).unwrap_or_default());
         if !bad.is_empty() {
             return Err(ParseStop::Bad(bad.join("\n")));
         }
@@ -562,7 +558,7 @@ impl RouterConfig {
         let mut prefill = self.workers.prefill.iter().peekable();
         while let Some(url) = prefill.next() {
             // An occurrence is URL or URL PORT; clap hands over the flat list, and no URL looks like a port.
-            let port = prefill.next_if(|next| worker_url::is_port_or_none(next));
+            let port = prefill.next_if(|next| workers::is_port_or_none(next));
             keep(WorkerSpec::new(
                 url,
                 Role::Prefill,

@@ -3,7 +3,7 @@
 use clap::Args;
 use tracing_subscriber::filter::LevelFilter;
 
-use crate::trace;
+use crate::observability::otlp;
 
 #[derive(Debug, Clone, Args)]
 #[command(next_help_heading = "Logs and metrics")]
@@ -38,7 +38,7 @@ pub struct Observe {
     pub enable_trace: bool,
     /// Where traces go: HOST:PORT for OTLP/gRPC, http://HOST:PORT[/PATH] for OTLP/HTTP
     #[arg(long, default_value = "localhost:4317", value_name = "ENDPOINT")]
-    pub otlp_traces_endpoint: trace::Endpoint,
+    pub otlp_traces_endpoint: otlp::Endpoint,
     /// Print docs/metrics.md and exit
     #[arg(long, hide = true)]
     pub print_metrics: bool,

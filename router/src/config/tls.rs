@@ -1,4 +1,4 @@
-//! Flags that say where encryption begins and ends. Paths are read at the start, in crate::tls.
+//! Flags that say where encryption begins and ends. Paths are read at the start, in crate::transport::tls.
 
 use clap::Args;
 use rustls::pki_types::ServerName;

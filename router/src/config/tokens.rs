@@ -93,7 +93,7 @@ impl Tokens {
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod tests {
-    use super::super::{ParseStop, RouterConfig};
+    use crate::config::{ParseStop, RouterConfig};
 
     fn parse(args: &str) -> Result<RouterConfig, ParseStop> {
         let argv = std::iter::once("baton-router").chain(args.split_whitespace());

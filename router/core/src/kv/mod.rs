@@ -18,15 +18,18 @@
 //! Invariants (property tests in `model_test`): an exact entry is what a naive set of token prefixes says; what a rank holds
 //! is closed under prefixes, so that a match can be found by bisection.
 
+/// Tree of blocks that one engine holds.
+mod block_tree;
+/// Blocks held by workers.
 mod index;
-mod mirror;
+/// Copy of a worker's blocks, kept by its events.
 mod replica;
 
 #[cfg(test)]
 mod model_test;
 
+pub use block_tree::{Broken, Change, Mirror};
 pub use index::{KvIndex, KvRank, NewsError};
-pub use mirror::{Broken, Change, Mirror};
 pub use replica::{News, Replica, ReplicaError, Tell, Took};
 
 /// An engine's name for a block, reduced to 64 bits where it is longer. It covers everything before the block.

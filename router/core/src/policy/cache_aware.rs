@@ -25,7 +25,7 @@ use std::sync::{PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 use rand::RngCore;
 use serde::{Deserialize, Serialize};
 
-use super::pick::{least_loaded, min_by_key_random_tie};
+use super::tie_break::{least_loaded, min_by_key_random_tie};
 use super::{Policy, PolicyStats, UnknownName};
 use crate::explain::{Basis, Explanation, Terms};
 use crate::prefix_tree::PrefixTree;

@@ -20,7 +20,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use rand::{Rng, RngCore};
 use serde::{Deserialize, Serialize};
 
-use super::pick::{least_loaded, min_by_key_random_tie};
+use super::tie_break::{least_loaded, min_by_key_random_tie};
 use super::{Policy, PolicyStats, UnknownName};
 use crate::explain::{Basis, Explanation, Terms};
 use crate::types::{Choice, Event, RequestView, Why, WorkerId, WorkerView};

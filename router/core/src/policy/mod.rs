@@ -6,13 +6,21 @@
 //! Invariants: a chosen worker is one of the candidates passed in; `None` means there were none; with the same events,
 //! view and rng state the choice is the same.
 
+/// `cache_aware`.
 mod cache_aware;
+/// `cost`.
 mod cost;
+/// `manual`.
 mod manual;
-mod pick;
+/// `power_of_two`.
 mod power_of_two;
+/// `random`.
 mod random;
+/// `round_robin`.
 mod round_robin;
+/// Choices among workers that are equally good.
+mod tie_break;
+
 #[cfg(test)]
 pub(crate) mod testing;
 

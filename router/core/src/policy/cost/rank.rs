@@ -14,9 +14,9 @@
 
 use std::collections::{BTreeMap, VecDeque};
 
+use super::decay::Decayed;
 use super::speed::{Pace, Speed, Work};
-use super::state::{Decayed, Reported};
-use crate::types::{QueueOrder, Ticket, WorkerFacts};
+use crate::types::{QueueOrder, RunningLoad, Ticket, WorkerFacts};
 
 /// First tokens closer than this came from one step [ms].
 const ONE_STEP_MS: f64 = 2.0;
@@ -35,6 +35,14 @@ const REPORT_LIFE_MS: f64 = 30_000.0;
 const MOST_QUEUED_TOKENS: u64 = 1 << 24;
 /// No worker has more requests than this.
 const MOST_REQUESTS: u64 = 1 << 16;
+
+/// A worker's report of its load: see [`crate::types::Event::Reported`].
+#[derive(Debug, Clone, Copy, Default)]
+pub(super) struct Reported {
+    pub(super) queued_tokens: u64,
+    pub(super) running: Option<RunningLoad>,
+    pub(super) age_ms: u64,
+}
 
 /// A prompt that was sent and shows no first token yet.
 #[derive(Debug, Clone)]

@@ -2,16 +2,15 @@
 
 use std::collections::{BTreeMap, HashMap};
 
-use super::heat::Heat;
-use super::holdings::{Held, Holdings, Note};
-use super::rank::{Pending, Rank};
+use super::decay::Decayed;
+use super::popularity::Heat;
+use super::prefix_locations::{Held, Holdings, Note};
+use super::rank::{Pending, Rank, Reported};
 use super::speed::{Fit, Speed, Work};
 use super::{Cost, CostParams};
 use crate::kv::{News, NewsError};
 use crate::prompt::{Prompt, Unit};
-use crate::types::{
-    RequestView, Role, RunningLoad, Ticket, Usage, WorkerFacts, WorkerId, WorkerView,
-};
+use crate::types::{RequestView, Role, Ticket, Usage, WorkerFacts, WorkerId, WorkerView};
 
 /// Weight of what a worker just reported against what was believed of its index.
 const CONFIDENCE_STEP: f64 = 0.1;
@@ -43,24 +42,6 @@ pub(super) struct Scratch {
     pub(super) options: Vec<Estimate>,
 }
 
-/// A sum that fades.
-#[derive(Debug, Clone, Copy, Default)]
-pub(super) struct Decayed {
-    pub(super) sum: f64,
-    at_ms: f64,
-}
-
-impl Decayed {
-    pub(super) fn at(self, now_ms: f64, tau_ms: f64) -> f64 {
-        self.sum * ((self.at_ms - now_ms) / tau_ms).exp()
-    }
-
-    pub(super) fn add(&mut self, more: f64, now_ms: f64, tau_ms: f64) {
-        let sum = self.at(now_ms, tau_ms) + more;
-        *self = Self { sum, at_ms: now_ms };
-    }
-}
-
 /// What was noted of a request when it was sent.
 #[derive(Debug)]
 pub(super) struct Sent {
@@ -79,14 +60,6 @@ pub(super) struct Sent {
     tells: bool,
     /// Work of an answer that does not stream, once the worker has counted it.
     answer: Option<Work>,
-}
-
-/// A worker's report of its load: see [`crate::types::Event::Reported`].
-#[derive(Debug, Clone, Copy, Default)]
-pub(super) struct Reported {
-    pub(super) queued_tokens: u64,
-    pub(super) running: Option<RunningLoad>,
-    pub(super) age_ms: u64,
 }
 
 /// What a candidate would cost.

@@ -1,0 +1,541 @@
+//! The lines of the decision log: everything the policies were asked and told, in order, as JSON.
+//!
+//! ```text
+//! {"decision_log":1,"version":"0.1.0","run":1780000000000,"file":0,"flags":["--policy","cost",…]}
+//! {"n":0,"told":{"role":"regular","event":"added","worker":1,"name":"http://10.0.0.1:30000",…}}
+//! {"n":1,"decided":{"asked":{"role":"regular","now_ms":12,"seed":…,"hashes":"…","sides":[…]},"choices":[…]}}
+//! {"n":2,"told":{"role":"regular","event":"first_token","ticket":1,…}}
+//! ```
+//!
+//! No prompt is in it. Blocks of a prompt are their hashes; text, which `cache_aware` compares character by character, is
+//! replaced by characters that are equal exactly as far as two prompts are equal, and routing keys by numbers; both
+//! depend on a secret that is drawn for each run and not kept.
+
+use serde::{Deserialize, Serialize};
+
+use crate::kv::{Change, News};
+use crate::pairing::fingerprint::Make;
+use crate::prompt::{Prompt, Unit, mix};
+use crate::types::{
+    Choice, Event, QueueOrder, RequestView, Role, RunningLoad, Sending, Ticket, Usage, WorkerFacts,
+    WorkerId, WorkerView,
+};
+
+/// Where lines go. Called with the order held: it must not wait.
+pub trait Sink: Send + Sync {
+    fn put(&self, line: Line);
+}
+
+/// The first line of a file.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Header {
+    /// Version of the format.
+    pub decision_log: u32,
+    /// Of the program: its policies are the ones that decide alike.
+    pub version: String,
+    /// When the process started [ms since 1970]; equal in all files of a run.
+    pub run: u64,
+    /// Counts the files of a run.
+    pub file: u32,
+    /// The flags that policies depend on.
+    pub flags: Vec<String>,
+}
+
+pub const FORMAT: u32 = 1;
+
+/// Numbered without gaps as written; a gap is what was dropped for lack of room.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Line {
+    pub n: u64,
+    #[serde(flatten)]
+    pub entry: Entry,
+}
+
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Entry {
+    /// A choice for each side; the request was sent there.
+    Decided {
+        asked: Asked,
+        choices: Vec<Option<Choice>>,
+    },
+    Told {
+        role: Role,
+        #[serde(flatten)]
+        told: Told,
+    },
+    /// What a worker said of its cache.
+    Cached {
+        role: Role,
+        worker: WorkerId,
+        #[serde(flatten)]
+        news: CacheNews,
+    },
+    Evict {
+        role: Role,
+        now_ms: u64,
+    },
+}
+
+/// All that `choose` saw.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Asked {
+    /// Of a pair: prefill.
+    pub role: Role,
+    pub now_ms: u64,
+    pub seed: u64,
+    pub streams: bool,
+    pub hashes: Hashes,
+    pub unit: Unit,
+    pub block_units: usize,
+    pub units: usize,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub tokens: Option<u32>,
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub has_media: bool,
+    /// Disguised; only if a policy reads text.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub text: Option<String>,
+    /// Disguised.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub key: Option<String>,
+    /// One, or prefill and decode.
+    pub sides: Vec<Side>,
+    /// Of the candidates of both sides, where not all can be paired.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub makes: Option<[Vec<Make>; 2]>,
+}
+
+/// The candidates of one role.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Side {
+    pub ticket: u64,
+    /// (id, load, host)
+    pub ready: Vec<(u64, usize, u32)>,
+}
+
+/// [`Event`] with what it borrowed, and without what the line of its decision holds already.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(tag = "event", rename_all = "snake_case")]
+pub enum Told {
+    FirstToken {
+        ticket: u64,
+        worker: WorkerId,
+        now_ms: u64,
+    },
+    Usage {
+        ticket: u64,
+        worker: WorkerId,
+        prompt_tokens: u32,
+        cached_tokens: Option<u32>,
+        completion_tokens: Option<u32>,
+    },
+    Finished {
+        ticket: u64,
+        worker: WorkerId,
+        is_kept: bool,
+        /// Whether the policy was given the prompt's hashes.
+        has_hashes: bool,
+        now_ms: u64,
+    },
+    Reported {
+        worker: WorkerId,
+        queued_tokens: u64,
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        running: Option<RunningLoad>,
+        age_ms: u64,
+        now_ms: u64,
+    },
+    Added {
+        worker: WorkerId,
+        name: String,
+        capacity_tokens: Option<u64>,
+        order: QueueOrder,
+        #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+        is_cacheless: bool,
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        domain: Option<u32>,
+    },
+    Gone {
+        worker: WorkerId,
+    },
+}
+
+/// [`News`] with what it borrowed.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(tag = "news", rename_all = "snake_case")]
+pub enum CacheNews {
+    Begin,
+    Changed {
+        hashes: Hashes,
+        /// A character each: + it holds, - it dropped.
+        signs: String,
+        page_tokens: u32,
+        bytes: usize,
+    },
+    Serve {
+        is_exact: bool,
+    },
+    Doubt,
+    Forget,
+}
+
+impl CacheNews {
+    pub(crate) fn of(news: &News<'_>) -> Self {
+        match *news {
+            News::Begin => CacheNews::Begin,
+            News::Changed {
+                changes,
+                page_tokens,
+                bytes,
+            } => {
+                let parts = changes.iter().map(|change| match change {
+                    Change::Hold(hash) => (*hash, '+'),
+                    Change::Drop(hash) => (*hash, '-'),
+                });
+                let (hashes, signs) = parts.unzip();
+                CacheNews::Changed {
+                    hashes: Hashes(hashes),
+                    signs,
+                    page_tokens,
+                    bytes,
+                }
+            }
+            News::Serve { is_exact } => CacheNews::Serve { is_exact },
+            News::Doubt => CacheNews::Doubt,
+            News::Forget => CacheNews::Forget,
+        }
+    }
+
+    /// The news again; `room` holds its changes.
+    pub fn news<'a>(&self, room: &'a mut Vec<Change>) -> News<'a> {
+        match self {
+            CacheNews::Begin => News::Begin,
+            CacheNews::Changed {
+                hashes,
+                signs,
+                page_tokens,
+                bytes,
+            } => {
+                let parts = hashes.0.iter().zip(signs.bytes());
+                room.extend(parts.map(|(hash, sign)| match sign {
+                    b'+' => Change::Hold(*hash),
+                    _ => Change::Drop(*hash),
+                }));
+                News::Changed {
+                    changes: room,
+                    page_tokens: *page_tokens,
+                    bytes: *bytes,
+                }
+            }
+            CacheNews::Serve { is_exact } => News::Serve {
+                is_exact: *is_exact,
+            },
+            CacheNews::Doubt => News::Doubt,
+            CacheNews::Forget => News::Forget,
+        }
+    }
+}
+
+/// Written as one text of 16 digits each: JSON readers round numbers of 64 bits.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Hashes(pub Vec<u64>);
+
+impl Serialize for Hashes {
+    fn serialize<S: serde::Serializer>(&self, to: S) -> Result<S::Ok, S::Error> {
+        let mut text = String::with_capacity(16 * self.0.len());
+        for hash in &self.0 {
+            use std::fmt::Write;
+            let _ = write!(text, "{hash:016x}"); // a String takes everything
+        }
+        to.serialize_str(&text)
+    }
+}
+
+impl<'de> Deserialize<'de> for Hashes {
+    fn deserialize<D: serde::Deserializer<'de>>(from: D) -> Result<Self, D::Error> {
+        let text = String::deserialize(from)?;
+        let digits = text.as_bytes().chunks(16);
+        let hashes = digits.map(|digits| {
+            let digits = std::str::from_utf8(digits).ok().filter(|d| d.len() == 16);
+            digits.and_then(|digits| u64::from_str_radix(digits, 16).ok())
+        });
+        let hashes: Option<Vec<u64>> = hashes.collect();
+        let wrong = || serde::de::Error::custom("hashes are not groups of 16 hexadecimal digits");
+        hashes.map(Hashes).ok_or_else(wrong)
+    }
+}
+
+impl Line {
+    /// About how much memory it takes while it waits to be written.
+    pub fn bytes(&self) -> usize {
+        let more = match &self.entry {
+            Entry::Decided { asked, .. } => {
+                let ready: usize = asked.sides.iter().map(|side| side.ready.len()).sum();
+                let text = asked.text.as_ref().map_or(0, String::len);
+                8 * asked.hashes.0.len() + 24 * ready + text
+            }
+            Entry::Cached {
+                news: CacheNews::Changed { hashes, .. },
+                ..
+            } => 9 * hashes.0.len(),
+            Entry::Told { .. } | Entry::Cached { .. } | Entry::Evict { .. } => 0,
+        };
+        size_of::<Self>() + more
+    }
+}
+
+impl Asked {
+    pub(crate) fn of(
+        role: Role,
+        sending: &Sending<'_>,
+        sides: &[(&[WorkerView], Ticket)],
+        secret: u64,
+        reads_text: bool,
+    ) -> Self {
+        let RequestView {
+            text,
+            prompt,
+            routing_key,
+            now_ms,
+        } = sending.request;
+        let sides = sides.iter().map(|(ready, ticket)| Side {
+            ticket: ticket.0,
+            ready: ready.iter().map(|w| (w.id.0, w.load, w.host)).collect(),
+        });
+        Self {
+            role,
+            now_ms,
+            seed: sending.seed,
+            streams: sending.streams,
+            hashes: Hashes(prompt.hashes.to_vec()),
+            unit: prompt.unit,
+            block_units: prompt.block_units,
+            units: prompt.units,
+            has_media: prompt.has_media,
+            tokens: prompt.tokens,
+            text: reads_text.then(|| disguised(text, secret)),
+            key: routing_key.map(|key| match key {
+                "" => String::new(), // counts as none
+                key => format!("{:016x}", chained(key, secret).last().unwrap_or(0)),
+            }),
+            sides: sides.collect(),
+            makes: None,
+        }
+    }
+
+    pub fn prompt(&self) -> Prompt<'_> {
+        Prompt {
+            hashes: &self.hashes.0,
+            unit: self.unit,
+            block_units: self.block_units,
+            units: self.units,
+            has_media: self.has_media,
+            tokens: self.tokens,
+        }
+    }
+}
+
+impl Side {
+    pub fn views(&self) -> Vec<WorkerView> {
+        let views = self.ready.iter().map(|&(id, load, host)| WorkerView {
+            id: WorkerId(id),
+            load,
+            host,
+        });
+        views.collect()
+    }
+}
+
+impl Told {
+    /// `None` for `Routed`, which is part of the decision.
+    pub(crate) fn of(event: &Event<'_>, name: Option<&str>) -> Option<Self> {
+        Some(match *event {
+            Event::Routed { .. } => return None,
+            Event::FirstToken {
+                ticket,
+                worker,
+                now_ms,
+            } => Told::FirstToken {
+                ticket: ticket.0,
+                worker,
+                now_ms,
+            },
+            Event::Usage {
+                ticket,
+                worker,
+                usage,
+            } => Told::Usage {
+                ticket: ticket.0,
+                worker,
+                prompt_tokens: usage.prompt_tokens,
+                cached_tokens: usage.cached_tokens,
+                completion_tokens: usage.completion_tokens,
+            },
+            Event::Finished {
+                ticket,
+                worker,
+                is_kept,
+                hashes,
+                now_ms,
+            } => Told::Finished {
+                ticket: ticket.0,
+                worker,
+                is_kept,
+                has_hashes: !hashes.is_empty(),
+                now_ms,
+            },
+            Event::Reported {
+                worker,
+                queued_tokens,
+                running,
+                age_ms,
+                now_ms,
+            } => Told::Reported {
+                worker,
+                queued_tokens,
+                running,
+                age_ms,
+                now_ms,
+            },
+            Event::WorkerAdded { worker, facts } => Told::Added {
+                worker,
+                name: name.unwrap_or_default().to_owned(),
+                capacity_tokens: facts.capacity_tokens,
+                order: facts.order,
+                is_cacheless: facts.is_cacheless,
+                domain: facts.domain,
+            },
+            Event::WorkerGone { worker } => Told::Gone { worker },
+        })
+    }
+
+    /// The event again; `hashes` are the prompt's of its ticket.
+    pub fn event<'a>(&self, hashes: &'a [u64]) -> Event<'a> {
+        match *self {
+            Told::FirstToken {
+                ticket,
+                worker,
+                now_ms,
+            } => Event::FirstToken {
+                ticket: Ticket(ticket),
+                worker,
+                now_ms,
+            },
+            Told::Usage {
+                ticket,
+                worker,
+                prompt_tokens,
+                cached_tokens,
+                completion_tokens,
+            } => Event::Usage {
+                ticket: Ticket(ticket),
+                worker,
+                usage: Usage {
+                    prompt_tokens,
+                    cached_tokens,
+                    completion_tokens,
+                },
+            },
+            Told::Finished {
+                ticket,
+                worker,
+                is_kept,
+                has_hashes,
+                now_ms,
+            } => Event::Finished {
+                ticket: Ticket(ticket),
+                worker,
+                is_kept,
+                hashes: if has_hashes { hashes } else { &[] },
+                now_ms,
+            },
+            Told::Reported {
+                worker,
+                queued_tokens,
+                running,
+                age_ms,
+                now_ms,
+            } => Event::Reported {
+                worker,
+                queued_tokens,
+                running,
+                age_ms,
+                now_ms,
+            },
+            Told::Added {
+                worker,
+                capacity_tokens,
+                order,
+                is_cacheless,
+                domain,
+                ..
+            } => Event::WorkerAdded {
+                worker,
+                facts: WorkerFacts {
+                    capacity_tokens,
+                    order,
+                    is_cacheless,
+                    domain,
+                },
+            },
+            Told::Gone { worker } => Event::WorkerGone { worker },
+        }
+    }
+}
+
+/// For each character a number that depends on all before it and on the secret.
+fn chained(text: &str, secret: u64) -> impl Iterator<Item = u64> {
+    text.chars().scan(mix(secret, 0), |state, c| {
+        *state = mix(*state, u64::from(c));
+        Some(*state)
+    })
+}
+
+/// A text of as many characters, equal to another's as far as the originals are equal: one of 2^20 characters each, so
+/// two prompts seem equal for one character more than they are once in a million times.
+fn disguised(text: &str, secret: u64) -> String {
+    const FIRST: u32 = 0x1_0000;
+    let of = |hash: u64| char::from_u32(FIRST + (hash >> 44) as u32);
+    chained(text, secret).filter_map(of).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    proptest! {
+        #[test]
+        fn disguised_texts_are_equal_as_far_as_the_texts_are(
+            common in "[ab é]{0,40}", tails in proptest::array::uniform2("[abc]{0,10}"), secret in any::<u64>(),
+        ) {
+            let shared = |a: &str, b: &str| a.chars().zip(b.chars()).take_while(|(a, b)| a == b).count();
+            let [a, b] = tails.map(|tail| format!("{common}{tail}"));
+            let (x, y) = (disguised(&a, secret), disguised(&b, secret));
+            prop_assert_eq!(x.chars().count(), a.chars().count());
+            prop_assert_eq!(shared(&x, &y), shared(&a, &b));
+            prop_assert!(!a.chars().any(|c| x.contains(c)));
+        }
+    }
+
+    #[test]
+    fn another_run_says_other_things_of_the_same_text() {
+        assert_ne!(disguised("the same", 7), disguised("the same", 8));
+    }
+
+    #[test]
+    fn hashes_are_text_and_come_back() {
+        let hashes = Hashes(vec![0, u64::MAX, 5]);
+        let text = serde_json::to_string(&hashes).expect("plain data");
+        assert_eq!(text, "\"0000000000000000ffffffffffffffff0000000000000005\"");
+        assert_eq!(
+            serde_json::from_str::<Hashes>(&text).expect("its own"),
+            hashes
+        );
+        for wrong in ["\"12\"", "\"zzzzzzzzzzzzzzzz\"", "5"] {
+            assert!(serde_json::from_str::<Hashes>(wrong).is_err(), "{wrong}");
+        }
+    }
+}

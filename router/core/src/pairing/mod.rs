@@ -1,0 +1,8 @@
+//! Pairs of prefill and decode workers.
+
+/// Drawing of bootstrap rooms.
+pub mod bootstrap_room;
+/// Compatibility of prefill and decode workers.
+pub mod fingerprint;
+/// Prefill on the decode worker itself.
+pub mod local_prefill;

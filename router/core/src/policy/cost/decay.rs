@@ -1,0 +1,19 @@
+//! Sums that decay with time.
+
+/// A sum that fades.
+#[derive(Debug, Clone, Copy, Default)]
+pub(super) struct Decayed {
+    pub(super) sum: f64,
+    at_ms: f64,
+}
+
+impl Decayed {
+    pub(super) fn at(self, now_ms: f64, tau_ms: f64) -> f64 {
+        self.sum * ((self.at_ms - now_ms) / tau_ms).exp()
+    }
+
+    pub(super) fn add(&mut self, more: f64, now_ms: f64, tau_ms: f64) {
+        let sum = self.at(now_ms, tau_ms) + more;
+        *self = Self { sum, at_ms: now_ms };
+    }
+}

@@ -1,0 +1,309 @@
+//! The policies of a router, one per role, and the one door to them: what they are asked and told passes here, and with a
+//! [`Journal`] is written down in the order in which it happened, so that [`replay`](crate::policy_set::replay) can do it again.
+//!
+//! Without a journal this adds nothing to the policies but a match on `None`. With one, calls are made one at a time:
+//! the order of the lines is the order in which the policies saw the events, and an order is what makes them repeatable.
+
+/// Decisions repeated from a log.
+pub mod replay;
+
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use rand::RngCore;
+
+use crate::decision_log::{Asked, CacheNews, Entry, Line, Sink, Told};
+use crate::explain::Explanation;
+use crate::kv::{News, NewsError};
+use crate::pairing::fingerprint::Make;
+use crate::policy::{
+    Fits, Policy, PolicyKind, PolicyParams, build, choose_fitting_pair, choose_pair, explain_pair,
+};
+use crate::types::{
+    Choice, Event, RequestView, Role, Sending, Ticket, WorkerFacts, WorkerId, WorkerView,
+};
+
+/// See the module.
+pub struct Deciders {
+    /// By [`Role::index`].
+    policies: [Arc<dyn Policy>; 3],
+    journal: Option<Journal>,
+}
+
+/// Where it is written down.
+struct Journal {
+    sink: Box<dyn Sink>,
+    /// Number of the next line.
+    turn: Mutex<u64>,
+    /// Tells prompts and keys apart without showing them; drawn anew for each run.
+    secret: u64,
+}
+
+/// A choice, and what was weighed if that was asked for.
+pub type Decided = (Choice, Option<Explanation>);
+
+impl Deciders {
+    pub fn new(kind: impl Fn(Role) -> PolicyKind, params: &PolicyParams) -> Self {
+        Self {
+            policies: Role::ALL.map(|role| Arc::from(build(kind(role), role, params))),
+            journal: None,
+        }
+    }
+
+    /// Write down everything from here on: call it before anything happens.
+    pub fn with_journal(mut self, sink: Box<dyn Sink>, secret: u64) -> Self {
+        self.journal = Some(Journal {
+            sink,
+            turn: Mutex::new(0),
+            secret,
+        });
+        self
+    }
+
+    pub fn policy(&self, role: Role) -> &dyn Policy {
+        &*self.policies[role.index()]
+    }
+
+    /// Whether anything reads the text, and the block hashes, of prompts sent to these roles. A journal holds hashes.
+    pub fn needs(&self, roles: &[Role]) -> (bool, bool) {
+        let policies = || roles.iter().map(|role| self.policy(*role));
+        (
+            policies().any(Policy::needs_text),
+            self.journal.is_some() || policies().any(Policy::needs_blocks),
+        )
+    }
+
+    /// Choose among `ready` and tell the policy that the request is sent there.
+    pub fn decide(
+        &self,
+        role: Role,
+        sending: &Sending<'_>,
+        ready: &[WorkerView],
+        ticket: Ticket,
+    ) -> Option<Decided> {
+        let policy = self.policy(role);
+        let asked = self.asked(role, sending, [(ready, ticket)]);
+        let turn = self.turn();
+        let rng = &mut Seeded(sending.seed);
+        let decided = match sending.explains {
+            false => policy
+                .choose(&sending.request, ready, rng)
+                .map(|c| (c, None)),
+            true => {
+                let told = policy.explain(&sending.request, ready, rng);
+                told.map(|(choice, told)| (choice, Some(told)))
+            }
+        };
+        if let Some((choice, _)) = &decided {
+            self.sent(role, sending, *choice, ticket);
+        }
+        self.write(turn, asked, || vec![decided.as_ref().map(|(c, _)| *c)]);
+        decided
+    }
+
+    /// A prefill and a decode worker; together where the policies can.
+    pub fn decide_pair(
+        &self,
+        sending: &Sending<'_>,
+        ready: [&[WorkerView]; 2],
+        makes: Option<Makes<'_>>,
+        tickets: [Ticket; 2],
+    ) -> Option<[Decided; 2]> {
+        let [p, d] = [Role::Prefill, Role::Decode].map(|role| self.policy(role));
+        let sides = [(ready[0], tickets[0]), (ready[1], tickets[1])];
+        let asked = self
+            .asked(Role::Prefill, sending, sides)
+            .map(|asked| Asked {
+                makes: makes.map(|makes| makes.map(<[Make]>::to_vec)),
+                ..asked
+            });
+        let fits = makes.map(|makes| fits_by(ready, makes));
+        let turn = self.turn();
+        let (request, rng) = (&sending.request, &mut Seeded(sending.seed));
+        let decided = match sending.explains {
+            false => pair(p, d, request, ready, fits.as_deref(), rng)
+                .map(|(p, d)| [(p, None), (d, None)]),
+            true => explain_pair(p, d, request, ready, fits.as_deref(), rng)
+                .map(|pair| pair.map(|(choice, told)| (choice, Some(told)))),
+        };
+        if let Some([(p, _), (d, _)]) = &decided {
+            self.sent(Role::Prefill, sending, *p, tickets[0]);
+            self.sent(Role::Decode, sending, *d, tickets[1]);
+        }
+        self.write(turn, asked, || match &decided {
+            Some(pair) => pair.iter().map(|(choice, _)| Some(*choice)).collect(),
+            None => vec![None, None],
+        });
+        decided
+    }
+
+    /// What would be decided, with all that is weighed. Nothing is sent, nobody learns, nothing is written down.
+    pub fn dry_run(
+        &self,
+        role: Role,
+        request: &RequestView<'_>,
+        ready: &[WorkerView],
+        seed: u64,
+    ) -> Option<(Choice, Explanation)> {
+        let rng = &mut Seeded(seed);
+        self.policy(role).explain(request, ready, rng)
+    }
+
+    /// The same for a pair.
+    pub fn dry_run_pair(
+        &self,
+        request: &RequestView<'_>,
+        ready: [&[WorkerView]; 2],
+        makes: Option<Makes<'_>>,
+        seed: u64,
+    ) -> Option<[(Choice, Explanation); 2]> {
+        let [p, d] = [Role::Prefill, Role::Decode].map(|role| self.policy(role));
+        let fits = makes.map(|makes| fits_by(ready, makes));
+        explain_pair(p, d, request, ready, fits.as_deref(), &mut Seeded(seed))
+    }
+
+    /// A candidate is there; `name` is for whoever reads the journal.
+    pub fn added(&self, role: Role, worker: WorkerId, facts: WorkerFacts, name: &str) {
+        self.tell(role, &Event::WorkerAdded { worker, facts }, Some(name));
+    }
+
+    /// Tell the role's policy what happened. Not for `Routed`, which [`Deciders::decide`] tells itself.
+    pub fn observe(&self, role: Role, event: &Event<'_>) {
+        self.tell(role, event, None);
+    }
+
+    /// A worker's replica tells what the worker has cached; only `cost` listens.
+    pub fn reconcile(
+        &self,
+        role: Role,
+        worker: WorkerId,
+        news: &News<'_>,
+    ) -> Result<(), NewsError> {
+        let cost = self.policy(role).as_cost().ok_or(NewsError::Forgotten)?;
+        let turn = self.turn();
+        let taken = cost.reconcile(worker, news);
+        self.write_with(turn, || {
+            let news = CacheNews::of(news);
+            Some(Entry::Cached { role, worker, news })
+        });
+        taken
+    }
+
+    fn tell(&self, role: Role, event: &Event<'_>, name: Option<&str>) {
+        let turn = self.turn();
+        self.policy(role).observe(event);
+        let told = || Told::of(event, name).map(|told| Entry::Told { role, told });
+        self.write_with(turn, told);
+    }
+
+    /// Bring the policies' memory under its limits; returns the characters or keys dropped.
+    pub fn evict(&self, now_ms: u64) -> usize {
+        let evict = |role: Role| {
+            let turn = self.turn();
+            let dropped = self.policy(role).evict(now_ms);
+            self.write_with(turn, || Some(Entry::Evict { role, now_ms }));
+            dropped
+        };
+        Role::ALL.into_iter().map(evict).sum()
+    }
+
+    fn sent(&self, role: Role, sending: &Sending<'_>, choice: Choice, ticket: Ticket) {
+        self.policy(role).observe(&Event::Routed {
+            ticket,
+            worker: choice.worker,
+            request: &sending.request,
+            tells_first_token: sending.tells_first_token(role),
+        });
+    }
+
+    fn turn(&self) -> Option<MutexGuard<'_, u64>> {
+        let journal = self.journal.as_ref()?;
+        Some(journal.turn.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    fn asked<const N: usize>(
+        &self,
+        role: Role,
+        sending: &Sending<'_>,
+        sides: [(&[WorkerView], Ticket); N],
+    ) -> Option<Asked> {
+        let secret = self.journal.as_ref()?.secret;
+        let reads_text = Role::ALL.iter().any(|role| self.policy(*role).needs_text());
+        Some(Asked::of(role, sending, &sides, secret, reads_text))
+    }
+
+    fn write(
+        &self,
+        turn: Option<MutexGuard<'_, u64>>,
+        asked: Option<Asked>,
+        choices: impl FnOnce() -> Vec<Option<Choice>>,
+    ) {
+        self.write_with(turn, || {
+            let (asked, choices) = (asked?, choices());
+            Some(Entry::Decided { asked, choices })
+        });
+    }
+
+    fn write_with(&self, turn: Option<MutexGuard<'_, u64>>, entry: impl FnOnce() -> Option<Entry>) {
+        if let (Some(journal), Some(mut turn)) = (&self.journal, turn)
+            && let Some(entry) = entry()
+        {
+            journal.sink.put(Line { n: *turn, entry });
+            *turn += 1;
+        }
+    }
+}
+
+/// Given where not all fit: the make of each candidate of both sides.
+pub type Makes<'a> = [&'a [Make]; 2];
+
+/// Who can be paired, by the makes of the candidates.
+pub fn fits_by<'a>(ready: [&'a [WorkerView]; 2], makes: Makes<'a>) -> Box<Fits<'a>> {
+    let make = move |side: usize, id: WorkerId| {
+        let at = ready[side].iter().position(|worker| worker.id == id);
+        at.and_then(|at| makes[side].get(at)).copied()
+    };
+    Box::new(move |p, d| {
+        make(0, p)
+            .unwrap_or_default()
+            .fits(&make(1, d).unwrap_or_default())
+    })
+}
+
+/// A pair, of those that fit if not all do.
+pub fn pair(
+    prefill: &dyn Policy,
+    decode: &dyn Policy,
+    request: &RequestView<'_>,
+    [p, d]: [&[WorkerView]; 2],
+    fits: Option<&Fits<'_>>,
+    rng: &mut Seeded,
+) -> Option<(Choice, Choice)> {
+    match fits {
+        None => choose_pair(prefill, decode, request, p, d, rng),
+        Some(fits) => choose_fitting_pair(prefill, decode, request, p, d, fits, rng),
+    }
+}
+
+/// The chance of one decision: SplitMix64 from its seed, the same on every machine and in every version.
+#[derive(Debug, Clone)]
+pub struct Seeded(pub u64);
+
+impl RngCore for Seeded {
+    fn next_u64(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut z = self.0;
+        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        z ^ (z >> 31)
+    }
+
+    fn next_u32(&mut self) -> u32 {
+        (self.next_u64() >> 32) as u32
+    }
+
+    fn fill_bytes(&mut self, dest: &mut [u8]) {
+        for chunk in dest.chunks_mut(8) {
+            chunk.copy_from_slice(&self.next_u64().to_le_bytes()[..chunk.len()]);
+        }
+    }
+}

@@ -1,0 +1,704 @@
+//! A decision log decided again, by the code that decided it.
+//!
+//! 1. every line goes to new policies as it went to the ones that wrote it; `choose` is asked again with the same request,
+//!    candidates and chance;
+//! 2. what it answers is compared, and judged by a `cost` policy of its own that is told the same: how long until the
+//!    first token, how much of the prompt is there already, for the recorded and for the new choice;
+//! 3. the request goes where it went in truth: that is what all later lines are about. Another policy is asked what it
+//!    would have done in each situation the fleet was in, not what the fleet would have become under it (that needs a
+//!    model of the fleet: [`fleet`](crate::fleet)).
+//!
+//! With the same policies and parameters, and no line missing, every decision must be the recorded one: state, chance and
+//! time all come from the log. Invariant: memory is that of the policies and of the requests in flight.
+
+use std::collections::{BTreeMap, HashMap};
+use std::fmt;
+
+use crate::decision_log::{Asked, Entry, Line, Side, Told};
+use crate::explain::{Explanation, Terms};
+use crate::kv::NewsError;
+use crate::policy::{Policy, PolicyKind, PolicyParams, build, explain_pair};
+use crate::policy_set::{Seeded, fits_by, pair};
+use crate::types::{Choice, Event, RequestView, Role, Ticket, WorkerId, WorkerView};
+
+/// See the module.
+pub struct Replay {
+    recorded: [&'static str; 3],
+    policies: [Box<dyn Policy>; 3],
+    judges: [Box<dyn Policy>; 3],
+    /// Prompts and forecasts of requests in flight.
+    in_flight: HashMap<u64, InFlight>,
+    /// Number the next line should have.
+    next: u64,
+    report: Report,
+}
+
+struct InFlight {
+    role: Role,
+    hashes: Vec<u64>,
+    sent_ms: u64,
+}
+
+/// What came of it; `Display` is the table of `baton replay`.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct Report {
+    pub lines: u64,
+    /// Numbers that never came: the queue of the log was full, or files are missing.
+    pub missing: u64,
+    /// Of the role that prefills, and of decode workers.
+    pub roles: BTreeMap<&'static str, Decisions>,
+}
+
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct Decisions {
+    pub recorded_policy: &'static str,
+    pub policy: &'static str,
+    pub same: u64,
+    /// Another worker.
+    pub other_worker: u64,
+    /// The same worker, for another reason or with another forecast.
+    pub other_why: u64,
+    pub first_difference: Option<Difference>,
+    /// (recorded, again) by reason.
+    pub whys: BTreeMap<&'static str, (u64, u64)>,
+    pub recorded: Judged,
+    pub again: Judged,
+    /// What workers then reported, of the recorded choices.
+    pub observed: Judged,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Difference {
+    pub n: u64,
+    pub recorded: Option<Choice>,
+    pub again: Option<Choice>,
+}
+
+/// Sums over decisions.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+pub struct Judged {
+    pub times: u64,
+    pub ttft_ms: f64,
+    pub counts: u64,
+    pub prompt_tokens: f64,
+    pub cached_tokens: f64,
+}
+
+impl Replay {
+    /// `recorded` wrote the log, for the table; `kind` and `params` decide now.
+    pub fn new(
+        recorded: impl Fn(Role) -> PolicyKind,
+        kind: impl Fn(Role) -> PolicyKind,
+        params: &PolicyParams,
+    ) -> Self {
+        Self {
+            recorded: Role::ALL.map(|role| recorded(role).name()),
+            policies: Role::ALL.map(|role| build(kind(role), role, params)),
+            judges: Role::ALL.map(|role| build(PolicyKind::Cost, role, params)),
+            in_flight: HashMap::new(),
+            next: 0,
+            report: Report::default(),
+        }
+    }
+
+    /// Lines come in the order of their numbers; false: this one is older than one that came before.
+    pub fn line(&mut self, line: &Line) -> bool {
+        if line.n < self.next {
+            return false;
+        }
+        self.report.missing += line.n - self.next;
+        self.report.lines += 1;
+        self.next = line.n + 1;
+        match &line.entry {
+            Entry::Decided { asked, choices } => self.decided(line.n, asked, choices),
+            Entry::Told { role, told } => self.told(*role, told),
+            Entry::Cached { role, worker, news } => {
+                let mut room = Vec::new();
+                let news = news.news(&mut room);
+                for policy in [&self.policies[role.index()], &self.judges[role.index()]] {
+                    if let Some(cost) = policy.as_cost() {
+                        // It was refused or taken when it was written, and is again.
+                        let _: Result<(), NewsError> = cost.reconcile(*worker, &news);
+                    }
+                }
+            }
+            Entry::Evict { role, now_ms } => {
+                self.policies[role.index()].evict(*now_ms);
+            }
+        }
+        true
+    }
+
+    pub fn report(&self) -> &Report {
+        &self.report
+    }
+
+    fn decided(&mut self, n: u64, asked: &Asked, choices: &[Option<Choice>]) {
+        let made_up = (asked.text.is_none()).then(|| text_of(asked));
+        let request = RequestView {
+            text: asked.text.as_deref().or(made_up.as_deref()).unwrap_or(""),
+            prompt: asked.prompt(),
+            routing_key: asked.key.as_deref(),
+            now_ms: asked.now_ms,
+        };
+        let views: Vec<Vec<WorkerView>> = asked.sides.iter().map(Side::views).collect();
+        let (again, judged) = match views.as_slice() {
+            [ready] => (
+                vec![self.policies[asked.role.index()].choose(
+                    &request,
+                    ready,
+                    &mut Seeded(asked.seed),
+                )],
+                self.judges[asked.role.index()]
+                    .explain(&request, ready, &mut Seeded(0))
+                    .map(|(_, told)| vec![told]),
+            ),
+            [p_ready, d_ready] => {
+                let [_, p, d] = &self.policies;
+                let ready = [p_ready.as_slice(), d_ready.as_slice()];
+                let makes = asked.makes.as_ref();
+                let fits = makes.map(|[p, d]| fits_by(ready, [p, d]));
+                let (fits, rng) = (fits.as_deref(), &mut Seeded(asked.seed));
+                let pair = pair(&**p, &**d, &request, ready, fits, rng);
+                let [_, p, d] = &self.judges;
+                let judged = explain_pair(&**p, &**d, &request, ready, fits, &mut Seeded(0));
+                (
+                    vec![pair.map(|(p, _)| p), pair.map(|(_, d)| d)],
+                    judged.map(|pair| pair.map(|(_, told)| told).into()),
+                )
+            }
+            _ => return, // no decision has no or three sides
+        };
+        for (at, side) in asked.sides.iter().enumerate() {
+            let role = match at {
+                0 => asked.role,
+                _ => Role::Decode,
+            };
+            let recorded = choices.get(at).copied().flatten();
+            let policy = self.policies[role.index()].name();
+            let decisions = self.report.roles.entry(role.label()).or_default();
+            decisions.recorded_policy = self.recorded[role.index()];
+            decisions.policy = policy;
+            decisions.compare(n, recorded, again[at]);
+            if let Some(told) = judged.as_ref().and_then(|told| told.get(at)) {
+                decisions.recorded.judge(told, recorded);
+                decisions.again.judge(told, again[at]);
+            }
+            if let Some(choice) = recorded {
+                self.sent(role, side, choice, asked, &request);
+            }
+        }
+    }
+
+    fn sent(
+        &mut self,
+        role: Role,
+        side: &Side,
+        choice: Choice,
+        asked: &Asked,
+        request: &RequestView<'_>,
+    ) {
+        let event = Event::Routed {
+            ticket: Ticket(side.ticket),
+            worker: choice.worker,
+            request,
+            tells_first_token: asked.streams || role == Role::Prefill,
+        };
+        self.policies[role.index()].observe(&event);
+        self.judges[role.index()].observe(&event);
+        let in_flight = InFlight {
+            role,
+            hashes: asked.hashes.0.clone(),
+            sent_ms: asked.now_ms,
+        };
+        self.in_flight.insert(side.ticket, in_flight);
+    }
+
+    fn told(&mut self, role: Role, told: &Told) {
+        let sent = match told {
+            Told::FirstToken { ticket, .. }
+            | Told::Usage { ticket, .. }
+            | Told::Finished { ticket, .. } => self.in_flight.get(ticket),
+            _ => None,
+        };
+        let event = told.event(sent.map_or(&[], |sent| &sent.hashes));
+        self.policies[role.index()].observe(&event);
+        self.judges[role.index()].observe(&match event {
+            // The judge reads hashes whether or not the recorded policy did.
+            Event::Finished {
+                ticket,
+                worker,
+                is_kept,
+                now_ms,
+                ..
+            } => Event::Finished {
+                ticket,
+                worker,
+                is_kept,
+                hashes: sent.map_or(&[], |sent| &sent.hashes),
+                now_ms,
+            },
+            other => other,
+        });
+        if let Some(sent) = sent {
+            let decisions = self.report.roles.entry(sent.role.label()).or_default();
+            decisions.observed.observe(told, sent);
+        }
+        if let Told::Finished { ticket, .. } = told {
+            self.in_flight.remove(ticket);
+        }
+    }
+}
+
+/// For a policy that reads text, of a log that holds none: four characters a block, equal as far as the blocks are. The
+/// rest behind the last whole block is missing.
+fn text_of(asked: &Asked) -> String {
+    let part = |hash: u64, at: u32| (hash >> (16 * at)) as u32 & 0xffff;
+    let hashes = asked.hashes.0.iter();
+    let chars = hashes.flat_map(|hash| (0..4).map(|at| char::from_u32(0x1_0000 + part(*hash, at))));
+    chars.flatten().collect()
+}
+
+impl Decisions {
+    fn compare(&mut self, n: u64, recorded: Option<Choice>, again: Option<Choice>) {
+        let why = |choice: Option<Choice>| choice.map_or("nobody", |choice| choice.why.label());
+        self.whys.entry(why(recorded)).or_default().0 += 1;
+        self.whys.entry(why(again)).or_default().1 += 1;
+        if recorded == again {
+            self.same += 1;
+            return;
+        }
+        let worker = |choice: Option<Choice>| choice.map(|choice| choice.worker);
+        match worker(recorded) == worker(again) {
+            true => self.other_why += 1,
+            false => self.other_worker += 1,
+        }
+        self.first_difference
+            .get_or_insert(Difference { n, recorded, again });
+    }
+
+    fn total(&self) -> u64 {
+        self.same + self.other_worker + self.other_why
+    }
+}
+
+impl Judged {
+    fn judge(&mut self, told: &Explanation, choice: Option<Choice>) {
+        let worker: Option<WorkerId> = choice.map(|choice| choice.worker);
+        let chosen = told.candidates.iter().find(|c| Some(c.id) == worker);
+        if let Some(Terms::Cost(terms)) = chosen.map(|chosen| chosen.terms) {
+            self.times += 1;
+            self.ttft_ms += terms.backlog_ms + terms.prefill_ms;
+            self.counts += 1;
+            self.prompt_tokens += terms.cached_tokens + terms.uncached_tokens;
+            self.cached_tokens += terms.cached_tokens;
+        }
+    }
+
+    fn observe(&mut self, told: &Told, sent: &InFlight) {
+        match told {
+            Told::FirstToken { now_ms, .. } => {
+                self.times += 1;
+                self.ttft_ms += now_ms.saturating_sub(sent.sent_ms) as f64;
+            }
+            Told::Usage {
+                prompt_tokens,
+                cached_tokens: Some(cached),
+                ..
+            } => {
+                self.counts += 1;
+                self.prompt_tokens += f64::from(*prompt_tokens);
+                self.cached_tokens += f64::from(*cached);
+            }
+            _ => {}
+        }
+    }
+
+    fn mean_ttft_ms(&self) -> Option<f64> {
+        (self.times > 0).then(|| self.ttft_ms / self.times as f64)
+    }
+
+    fn hit_rate(&self) -> Option<f64> {
+        (self.prompt_tokens > 0.0).then(|| self.cached_tokens / self.prompt_tokens)
+    }
+}
+
+impl Report {
+    /// Whether every decision was made again as it was recorded.
+    pub fn is_same(&self) -> bool {
+        let mut roles = self.roles.values();
+        roles.all(|decisions| decisions.other_worker + decisions.other_why == 0)
+    }
+}
+
+impl fmt::Display for Report {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        writeln!(f, "{} lines", self.lines)?;
+        if self.missing > 0 {
+            writeln!(
+                f,
+                "{} lines are missing: from the first gap on, decisions may differ for that alone",
+                self.missing
+            )?;
+        }
+        for (role, decisions) in &self.roles {
+            decisions.write(f, role)?;
+        }
+        Ok(())
+    }
+}
+
+impl Decisions {
+    fn write(&self, f: &mut fmt::Formatter<'_>, role: &str) -> fmt::Result {
+        let total = self.total();
+        let percent = |part: u64| 100.0 * part as f64 / total.max(1) as f64;
+        let (recorded, again) = (self.recorded_policy, self.policy);
+        writeln!(f, "\n{role}: {recorded} recorded, {again} again")?;
+        for (what, count) in [
+            ("same decision", self.same),
+            ("other worker", self.other_worker),
+            ("same worker, other reason", self.other_why),
+        ] {
+            writeln!(f, "  {what:<26} {count:>9}  {:>6.2} %", percent(count))?;
+        }
+        writeln!(
+            f,
+            "  {:<26} {:>9} {:>9} {:>9}",
+            "", "recorded", "again", "observed"
+        )?;
+        let sides = [&self.recorded, &self.again, &self.observed];
+        let row = |f: &mut fmt::Formatter<'_>, what: &str, values: [Option<f64>; 3]| {
+            write!(f, "  {what:<26}")?;
+            for value in values {
+                match value {
+                    Some(value) => write!(f, " {value:>9.1}")?,
+                    None => write!(f, " {:>9}", "-")?,
+                }
+            }
+            writeln!(f)
+        };
+        if role != Role::Decode.label() {
+            row(f, "mean TTFT [ms]", sides.map(Judged::mean_ttft_ms))?;
+        }
+        let hits = sides.map(|side| side.hit_rate().map(|rate| 100.0 * rate));
+        row(f, "cached prompt tokens [%]", hits)?;
+        for (why, (recorded, again)) in &self.whys {
+            writeln!(f, "  {why:<26} {recorded:>9} {again:>9}")?;
+        }
+        if let Some(Difference { n, recorded, again }) = self.first_difference {
+            let show = |choice: Option<Choice>| match choice {
+                Some(choice) => format!("worker {} ({})", choice.worker, choice.why),
+                None => "nobody".to_owned(),
+            };
+            writeln!(
+                f,
+                "  first difference: line {n}: {} recorded, {} again",
+                show(recorded),
+                show(again)
+            )?;
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::{Arc, Mutex};
+
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::decision_log::Sink;
+    use crate::kv::{Change, News};
+    use crate::pairing::fingerprint::Make;
+    use crate::policy::testing::{blocks, views};
+    use crate::policy_set::Deciders;
+    use crate::types::Sending;
+    use crate::types::{Usage, WorkerFacts};
+
+    /// Lines as they stand in a file.
+    #[derive(Clone, Default)]
+    struct Written(Arc<Mutex<Vec<String>>>);
+
+    impl Sink for Written {
+        fn put(&self, line: Line) {
+            let text = serde_json::to_string(&line).expect("plain data");
+            self.0.lock().expect("no panic").push(text);
+        }
+    }
+
+    impl Written {
+        fn lines(&self) -> Vec<String> {
+            self.0.lock().expect("no panic").clone()
+        }
+    }
+
+    /// A router in small: sends requests and lets what was sent go on.
+    struct Router {
+        deciders: Deciders,
+        written: Written,
+        tickets: u64,
+        now_ms: u64,
+        /// (role, ticket, worker, text)
+        in_flight: Vec<(Role, Ticket, WorkerId, String)>,
+    }
+
+    impl Router {
+        fn new(kind: PolicyKind) -> Self {
+            let written = Written::default();
+            let deciders = Deciders::new(|_| kind, &PolicyParams::default())
+                .with_journal(Box::new(written.clone()), 99);
+            for (role, id) in Role::ALL
+                .into_iter()
+                .flat_map(|role| (0..4).map(move |id| (role, id)))
+            {
+                deciders.added(
+                    role,
+                    WorkerId(id),
+                    WorkerFacts::default(),
+                    &format!("http://w{id}"),
+                );
+            }
+            Self {
+                deciders,
+                written,
+                tickets: 0,
+                now_ms: 0,
+                in_flight: Vec::new(),
+            }
+        }
+
+        fn send(&mut self, is_pair: bool, text: &str, seed: u64) {
+            let blocks = blocks(text);
+            let request = RequestView {
+                text,
+                prompt: blocks.prompt(),
+                routing_key: text.get(..1),
+                now_ms: self.now_ms,
+            };
+            let sending = Sending {
+                request,
+                seed,
+                explains: seed.is_multiple_of(3),
+                streams: seed.is_multiple_of(2),
+            };
+            let ready = views(&[0, seed as usize % 5, 1, 0]);
+            let mut sent = |role, ticket, choice: Choice| {
+                self.in_flight
+                    .push((role, ticket, choice.worker, text.to_owned()));
+            };
+            self.tickets += 2;
+            let (p, d) = (Ticket(self.tickets - 1), Ticket(self.tickets));
+            if is_pair {
+                let make = |size: u32| {
+                    Make::of(|aspect| (aspect == "page_size").then(|| size.to_string()))
+                };
+                let makes = [16, 32, 16, 32].map(make);
+                let makes = seed.is_multiple_of(5).then_some([&makes[..], &makes[1..]]);
+                let pair =
+                    self.deciders
+                        .decide_pair(&sending, [&ready, &ready[1..]], makes, [p, d]);
+                let [(first, _), (second, _)] = pair.expect("candidates");
+                sent(Role::Prefill, p, first);
+                sent(Role::Decode, d, second);
+            } else {
+                let chosen = self.deciders.decide(Role::Regular, &sending, &ready, p);
+                sent(Role::Regular, p, chosen.expect("candidates").0);
+            }
+        }
+
+        /// Something happens to the oldest request in flight.
+        fn goes_on(&mut self, what: u8) {
+            if self.in_flight.is_empty() {
+                return;
+            }
+            let (role, ticket, worker, text) = self.in_flight[0].clone();
+            let now_ms = self.now_ms;
+            let event = match what {
+                0 => Event::FirstToken {
+                    ticket,
+                    worker,
+                    now_ms,
+                },
+                1 => {
+                    let prompt_tokens = 100 * text.len() as u32;
+                    let usage = Usage {
+                        prompt_tokens,
+                        cached_tokens: Some(50),
+                        completion_tokens: Some(7),
+                    };
+                    Event::Usage {
+                        ticket,
+                        worker,
+                        usage,
+                    }
+                }
+                2 => Event::Reported {
+                    worker,
+                    queued_tokens: 9_000,
+                    running: None,
+                    age_ms: 20,
+                    now_ms,
+                },
+                _ => {
+                    self.in_flight.remove(0);
+                    let blocks = blocks(&text);
+                    let hashes = blocks.prompt().hashes;
+                    let is_kept = what % 2 == 1;
+                    self.deciders.observe(
+                        role,
+                        &Event::Finished {
+                            ticket,
+                            worker,
+                            is_kept,
+                            hashes,
+                            now_ms,
+                        },
+                    );
+                    return;
+                }
+            };
+            self.deciders.observe(role, &event);
+        }
+
+        /// A worker announces its cache, exactly or not.
+        fn announces(&mut self, text: &str, seed: u64) {
+            let blocks = blocks(text);
+            let hold = blocks
+                .prompt()
+                .hashes
+                .iter()
+                .map(|hash| Change::Hold(*hash));
+            let changes: Vec<Change> = hold.collect();
+            let changed = News::Changed {
+                changes: &changes,
+                page_tokens: 16,
+                bytes: 64,
+            };
+            let serve = News::Serve {
+                is_exact: seed.is_multiple_of(2),
+            };
+            for news in [News::Begin, changed, serve] {
+                let worker = WorkerId(seed % 4);
+                let _: Result<(), NewsError> =
+                    self.deciders.reconcile(Role::Regular, worker, &news);
+            }
+        }
+
+        fn comes_back(&mut self, worker: u64) {
+            for role in Role::ALL {
+                self.deciders.observe(
+                    role,
+                    &Event::WorkerGone {
+                        worker: WorkerId(worker),
+                    },
+                );
+                self.deciders
+                    .added(role, WorkerId(worker), WorkerFacts::default(), "back");
+            }
+            self.deciders.evict(self.now_ms);
+        }
+    }
+
+    fn replayed(lines: &[String], recorded: PolicyKind, kind: PolicyKind) -> Report {
+        let mut replay = Replay::new(|_| recorded, |_| kind, &PolicyParams::default());
+        for line in lines {
+            let line: Line = serde_json::from_str(line).expect("its own lines");
+            assert!(replay.line(&line));
+        }
+        replay.report().clone()
+    }
+
+    proptest! {
+        /// The point of it all.
+        #[test]
+        fn same_policy_decides_every_line_again(
+            kind in proptest::sample::select(PolicyKind::ALL.to_vec()),
+            ops in proptest::collection::vec((0u8..10, "[ab]{1,9}", any::<u64>(), 0u64..90), 1..60),
+        ) {
+            let mut router = Router::new(kind);
+            for (what, text, seed, wait) in &ops {
+                router.now_ms += wait;
+                match what {
+                    0..3 => router.goes_on(*what),
+                    3 => router.goes_on(3 + (seed % 2) as u8),
+                    4 => router.announces(text, *seed),
+                    5 => router.comes_back(seed % 4),
+                    6 | 7 => router.send(true, text, *seed),
+                    _ => router.send(false, text, *seed),
+                }
+            }
+            let report = replayed(&router.written.lines(), kind, kind);
+            prop_assert!(report.is_same(), "{}", report);
+            prop_assert_eq!(report.missing, 0);
+            let sent: u64 = report.roles.values().map(Decisions::total).sum();
+            prop_assert_eq!(sent > 0, ops.iter().any(|(what, ..)| *what > 5));
+        }
+    }
+
+    /// Conversations of one worker each, under `round_robin`, which does not know that.
+    fn conversations() -> Vec<String> {
+        let mut router = Router::new(PolicyKind::RoundRobin);
+        for turn in 1..20usize {
+            for who in ["a", "b", "c"] {
+                router.send(false, &who.repeat(turn), 1);
+                router.now_ms += 40;
+                for what in [0, 1, 3] {
+                    router.goes_on(what);
+                }
+            }
+        }
+        router.written.lines()
+    }
+
+    #[test]
+    fn another_policy_differs_and_the_table_says_by_how_much() {
+        let lines = conversations();
+        let report = replayed(&lines, PolicyKind::RoundRobin, PolicyKind::Cost);
+        let regular = &report.roles["regular"];
+        assert_eq!(regular.total(), 57);
+        assert!(!report.is_same() && regular.other_worker > 10, "{report}");
+        let (was, is) = (regular.recorded.hit_rate(), regular.again.hit_rate());
+        assert!(is > was, "{was:?} {is:?}");
+        let shown = report.to_string();
+        for part in [
+            "regular: round_robin recorded, cost again",
+            "other worker",
+            "first difference: line ",
+        ] {
+            assert!(shown.contains(part), "{part} not in {shown}");
+        }
+        // It reads no text, and the log holds none: blocks stand for it.
+        let report = replayed(&lines, PolicyKind::RoundRobin, PolicyKind::CacheAware);
+        assert!(
+            report.roles["regular"].whys["prefix_hit"].1 > 20,
+            "{report}"
+        );
+    }
+
+    #[test]
+    fn gaps_are_counted_and_old_lines_refused() {
+        let lines = conversations();
+        let mut replay = Replay::new(
+            |_| PolicyKind::Cost,
+            |_| PolicyKind::Cost,
+            &PolicyParams::default(),
+        );
+        let parsed: Vec<Line> = lines
+            .iter()
+            .map(|l| serde_json::from_str(l).expect("a line"))
+            .collect();
+        assert!(replay.line(&parsed[0]) && replay.line(&parsed[5]));
+        assert!(!replay.line(&parsed[3]));
+        assert_eq!((replay.report().missing, replay.report().lines), (4, 2));
+    }
+
+    #[test]
+    fn nothing_of_prompt_or_key_is_written() {
+        let mut router = Router::new(PolicyKind::CacheAware);
+        router.send(false, "zqzqzqzq", 1);
+        let text = router.written.lines().concat();
+        assert!(!text.contains("zq"), "{text}");
+        assert!(text.contains("\"text\":") && text.contains("\"key\":"));
+    }
+}

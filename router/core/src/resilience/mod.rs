@@ -1,0 +1,14 @@
+//! Failures of workers and requests: breakers, retries, penalties.
+
+/// Circuit breakers.
+pub mod breaker;
+/// Health from probes.
+pub mod health;
+/// Requests that break workers.
+pub mod poison;
+/// Turns of streams that resume.
+pub mod resume_pacer;
+/// Retry classes, budgets and backoff.
+pub mod retry;
+/// Workers that refuse requests.
+pub mod worker_penalty;

@@ -1,0 +1,395 @@
+//! Whether and when to try again: what a failure says about it, how much the fleet can afford, how long to wait.
+//! The sleeping and "no byte reached the client yet" are the shell's.
+
+use rand::{Rng, RngCore};
+use serde::{Deserialize, Serialize};
+
+/// Attempts and waits. Defaults are SGLang's router's.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct RetryConfig {
+    /// All attempts, the first included.
+    pub max_attempts: u32,
+    pub initial_backoff_ms: u64,
+    pub max_backoff_ms: u64,
+    /// Each wait is this times the one before.
+    pub multiplier: f64,
+    /// Each wait is scaled by a random factor in `[1 - jitter, 1 + jitter]`.
+    pub jitter: f64,
+}
+
+impl Default for RetryConfig {
+    fn default() -> Self {
+        Self {
+            max_attempts: 5,
+            initial_backoff_ms: 50,
+            max_backoff_ms: 30_000,
+            multiplier: 1.5,
+            jitter: 0.2,
+        }
+    }
+}
+
+/// A worker that is lost after it had a request for so long was not lost to a series of hasty retries [ms].
+const HELD_MS: u64 = 5_000;
+/// Such losses count as one attempt in so many: a request that waits for minutes outlives several workers.
+const LOSSES_PER_ATTEMPT: u32 = 4;
+
+/// Failed attempts of a request since its client last got a token.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct FailedAttempts {
+    quick: u32,
+    losses: u32,
+}
+
+impl FailedAttempts {
+    /// Count an attempt that failed `held_ms` after it was sent; `lost_worker`: because a worker went away.
+    pub fn add(&mut self, held_ms: u64, lost_worker: bool) {
+        if lost_worker && held_ms >= HELD_MS {
+            self.losses += 1;
+        } else {
+            self.quick += 1;
+        }
+    }
+
+    /// As `--retry-max-retries` and the back-off count them.
+    pub fn count(&self) -> u32 {
+        self.quick + self.losses.div_ceil(LOSSES_PER_ATTEMPT)
+    }
+}
+
+impl RetryConfig {
+    /// True if another attempt is allowed after `failed` of them.
+    pub fn allows_another(&self, failed: FailedAttempts) -> bool {
+        failed.count() < self.max_attempts
+    }
+
+    /// How long to wait after `attempts` (1 = only the first) failed, never above `max_backoff_ms`.
+    pub fn backoff_ms(&self, attempts: u32, rng: &mut dyn RngCore) -> u64 {
+        let growth = self
+            .multiplier
+            .max(1.0)
+            .powf(f64::from(attempts.saturating_sub(1)));
+        let cap_ms = self.max_backoff_ms as f64;
+        let base_ms = (self.initial_backoff_ms as f64 * growth).min(cap_ms);
+        let jitter = self.jitter.clamp(0.0, 1.0);
+        let factor = if jitter > 0.0 {
+            rng.random_range(1.0 - jitter..=1.0 + jitter)
+        } else {
+            1.0
+        };
+        (base_ms * factor).min(cap_ms).round() as u64
+    }
+}
+
+/// What a failure says about trying again.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum RetryClass {
+    /// About this request: it would be refused anywhere, or its time or its sender's quota is used up.
+    Refused,
+    /// An error nobody explains: one other worker gives a second opinion.
+    Unexplained,
+    /// The worker or the pair broke: another may do it.
+    Broken,
+    /// The worker is going or has just come: another may do it at once, and nothing is wrong with this one.
+    Leaving,
+    /// The worker has too much to do: another may do it, after a pause.
+    Overloaded,
+}
+
+/// The class of every code of docs/protocol.md §5.
+const CODES: &[(&str, RetryClass)] = &[
+    ("invalid_value", RetryClass::Refused),
+    ("invalid_json", RetryClass::Refused),
+    ("missing_field", RetryClass::Refused),
+    ("unsupported_parameter", RetryClass::Refused),
+    ("context_length_exceeded", RetryClass::Refused),
+    ("invalid_api_key", RetryClass::Refused),
+    ("forbidden", RetryClass::Refused),
+    ("model_not_found", RetryClass::Refused),
+    ("not_found", RetryClass::Refused),
+    ("method_not_allowed", RetryClass::Refused),
+    ("request_timeout", RetryClass::Refused),
+    ("duplicate_worker", RetryClass::Refused),
+    ("wrong_state", RetryClass::Refused),
+    ("payload_too_large", RetryClass::Refused),
+    ("head_too_large", RetryClass::Refused),
+    ("malformed_head", RetryClass::Refused),
+    ("target_too_long", RetryClass::Refused),
+    ("unsupported_media_type", RetryClass::Refused),
+    ("rate_limit_exceeded", RetryClass::Refused),
+    ("tenant_queue_full", RetryClass::Refused),
+    ("aborted", RetryClass::Refused),
+    ("config_error", RetryClass::Refused),
+    ("too_many_workers", RetryClass::Refused),
+    ("timeout", RetryClass::Refused),
+    ("deadline", RetryClass::Refused),
+    ("poison_request", RetryClass::Refused),
+    ("internal_error", RetryClass::Unexplained),
+    ("nonfinite_logits", RetryClass::Unexplained),
+    ("duplicate_room", RetryClass::Broken),
+    ("prefill_failed", RetryClass::Broken),
+    ("kv_transfer_failed", RetryClass::Broken),
+    ("kv_transfer_timeout", RetryClass::Broken),
+    ("upstream_error", RetryClass::Broken),
+    ("pair_incompatible", RetryClass::Broken),
+    ("bootstrap_unreachable", RetryClass::Broken),
+    ("engine_dead", RetryClass::Broken),
+    ("draining", RetryClass::Leaving),
+    ("not_ready", RetryClass::Leaving),
+    ("queue_full", RetryClass::Overloaded),
+    ("queue_timeout", RetryClass::Overloaded),
+    ("no_worker", RetryClass::Overloaded),
+    ("no_pair", RetryClass::Overloaded),
+    ("ttft_too_late", RetryClass::Overloaded),
+    ("connections_exhausted", RetryClass::Overloaded),
+    ("body_memory_full", RetryClass::Overloaded),
+    ("feed_full", RetryClass::Overloaded),
+];
+
+impl RetryClass {
+    /// Of an error's `code`, with the code's static form. `None`: not a code of ours.
+    pub fn of_code(code: &str) -> Option<(&'static str, RetryClass)> {
+        CODES.iter().find(|(known, _)| *known == code).copied()
+    }
+
+    /// Of the status of an answer without a code of ours: another engine's, or a proxy's.
+    pub fn of_status(status: u16) -> RetryClass {
+        match status {
+            500 => RetryClass::Unexplained,
+            408 | 502 | 503 | 504 => RetryClass::Broken,
+            429 => RetryClass::Overloaded,
+            _ => RetryClass::Refused,
+        }
+    }
+
+    /// Whether the worker counts as having failed (circuit breaker).
+    pub fn blames_worker(self) -> bool {
+        matches!(self, RetryClass::Unexplained | RetryClass::Broken)
+    }
+}
+
+/// How many slices of time a budget's window has.
+const SLICES: usize = 16;
+
+/// How much of the recent load retries may be: a dying worker must not bring the others its whole load several times over.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct BudgetConfig {
+    /// Retries per request of the window.
+    pub ratio: f64,
+    /// Retries in the window that are always allowed: what one worker had in flight when it died.
+    pub floor: u32,
+    pub window_ms: u64,
+}
+
+impl Default for BudgetConfig {
+    fn default() -> Self {
+        Self {
+            ratio: 0.1,
+            floor: 64,
+            window_ms: 30_000,
+        }
+    }
+}
+
+/// Requests and retries of the fleet in a sliding window.
+///
+/// Invariant: the retries granted in the window are at most `floor + ratio * requests` of it. The window is kept in
+/// slices, so that it is between 15/16 and 16/16 of `window_ms` long. O(1) memory; time that goes back counts as standing still.
+#[derive(Debug)]
+pub struct RetryBudget {
+    config: BudgetConfig,
+    /// (requests, retries)
+    slices: [(u64, u64); SLICES],
+    /// Number of the newest slice since the epoch of `now_ms`.
+    newest: u64,
+}
+
+impl RetryBudget {
+    pub fn new(config: BudgetConfig) -> Self {
+        Self {
+            config,
+            slices: [(0, 0); SLICES],
+            newest: 0,
+        }
+    }
+
+    /// A request came in.
+    pub fn on_request(&mut self, now_ms: u64) {
+        self.advance(now_ms).0 += 1;
+    }
+
+    /// Take a retry out of the budget. False: it is used up.
+    pub fn try_retry(&mut self, now_ms: u64) -> bool {
+        self.advance(now_ms);
+        let (requests, retries) = self.seen();
+        let allowed = f64::from(self.config.floor) + self.config.ratio * requests as f64;
+        let is_granted = (retries + 1) as f64 <= allowed;
+        if is_granted {
+            self.advance(now_ms).1 += 1;
+        }
+        is_granted
+    }
+
+    fn seen(&self) -> (u64, u64) {
+        let slices = self.slices.iter();
+        slices.fold((0, 0), |sum, slice| (sum.0 + slice.0, sum.1 + slice.1))
+    }
+
+    /// Forget what has left the window; returns the present slice.
+    fn advance(&mut self, now_ms: u64) -> &mut (u64, u64) {
+        let slice_ms = (self.config.window_ms / SLICES as u64).max(1);
+        let now = now_ms / slice_ms;
+        let gone = now.saturating_sub(self.newest).min(SLICES as u64);
+        self.newest = self.newest.max(now);
+        for back in 0..gone {
+            self.slices[((self.newest - back) % SLICES as u64) as usize] = (0, 0);
+        }
+        &mut self.slices[(self.newest % SLICES as u64) as usize]
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+    use rand::SeedableRng;
+    use rand::rngs::StdRng;
+
+    use super::*;
+
+    #[test]
+    fn waits_grow_by_half_up_to_the_cap() {
+        let config = RetryConfig {
+            jitter: 0.0,
+            ..RetryConfig::default()
+        };
+        let wait_ms = |attempts| config.backoff_ms(attempts, &mut StdRng::seed_from_u64(1));
+        assert_eq!([1, 2, 3, 4, 5].map(wait_ms), [50, 75, 113, 169, 253]);
+        assert_eq!(
+            [16, 17, 1_000, u32::MAX].map(wait_ms),
+            [21_895, 30_000, 30_000, 30_000]
+        );
+    }
+
+    #[test]
+    fn jitter_spreads_waits_over_its_whole_range_and_no_further() {
+        let (config, mut rng) = (RetryConfig::default(), StdRng::seed_from_u64(1));
+        let waits: Vec<u64> = (0..2_000).map(|_| config.backoff_ms(1, &mut rng)).collect();
+        assert_eq!(
+            (waits.iter().min(), waits.iter().max()),
+            (Some(&40), Some(&60))
+        );
+        let capped = (0..2_000).map(|_| config.backoff_ms(100, &mut rng)).max();
+        assert_eq!(capped, Some(30_000));
+    }
+
+    #[test]
+    fn five_attempts_in_all() {
+        let config = RetryConfig::default();
+        let after = |quick, losses| config.allows_another(FailedAttempts { quick, losses });
+        let allowed: Vec<u32> = (0..8).filter(|&quick| after(quick, 0)).collect();
+        assert_eq!(allowed, [0, 1, 2, 3, 4]);
+        assert!(after(3, 4) && !after(4, 1) && after(0, 16) && !after(0, 17));
+    }
+
+    #[test]
+    fn only_the_loss_of_a_worker_that_had_the_request_for_long_counts_less() {
+        for (held_ms, lost_worker, counts) in [
+            (HELD_MS, true, 1),
+            (HELD_MS - 1, true, 4),
+            (HELD_MS, false, 4),
+        ] {
+            let mut failed = FailedAttempts::default();
+            (0..4).for_each(|_| failed.add(held_ms, lost_worker));
+            assert_eq!(failed.count(), counts, "{held_ms} {lost_worker}");
+        }
+    }
+
+    #[test]
+    fn every_code_of_the_protocol_has_a_class() {
+        let page = include_str!("../../../../docs/protocol.md");
+        let (_, errors) = page
+            .split_once("\n## 5. Errors")
+            .expect("the page has the section");
+        let (table, _) = errors.split_once("\n## ").expect("it is not the last");
+        let codes: Vec<_> = table
+            .lines()
+            .filter_map(|row| row.strip_prefix("| `")?.split_once("` | "))
+            .collect();
+        assert!(codes.len() > 30, "the table has moved");
+        for (code, rest) in codes {
+            let (known, class) =
+                RetryClass::of_code(code).unwrap_or_else(|| panic!("{code} has no class"));
+            assert_eq!(known, code);
+            let status: u16 = rest[..3].parse().expect("a status");
+            // What the sender can change is never tried again.
+            if (400..500).contains(&status) && code != "duplicate_room" {
+                assert_eq!(class, RetryClass::Refused, "{code}");
+            }
+        }
+        assert_eq!(RetryClass::of_code("no_such_code"), None);
+    }
+
+    #[test]
+    fn statuses_of_other_engines_have_these_classes() {
+        for (class, expected) in [
+            (RetryClass::Unexplained, vec![500]),
+            (RetryClass::Broken, vec![408, 502, 503, 504]),
+            (RetryClass::Overloaded, vec![429]),
+            (RetryClass::Leaving, vec![]),
+        ] {
+            let of_class: Vec<u16> = (100..600)
+                .filter(|&status| RetryClass::of_status(status) == class)
+                .collect();
+            assert_eq!(of_class, expected, "{class:?}");
+        }
+    }
+
+    proptest! {
+        /// Against a list of all that happened.
+        #[test]
+        fn retries_stay_within_floor_and_ratio_of_any_window(
+            ratio in 0.0f64..1.0, floor in 0u32..5, window_ms in 1u64..5_000,
+            steps in proptest::collection::vec((0u64..700, any::<bool>()), 0..400),
+        ) {
+            let config = BudgetConfig { ratio, floor, window_ms };
+            let mut budget = RetryBudget::new(config);
+            let slice_ms = (window_ms / SLICES as u64).max(1);
+            let (mut now_ms, mut requests, mut granted) = (0, Vec::new(), Vec::new());
+            for (wait_ms, is_retry) in steps {
+                now_ms += wait_ms;
+                let slice = now_ms / slice_ms;
+                if !is_retry {
+                    budget.on_request(now_ms);
+                    requests.push(slice);
+                    continue;
+                }
+                let since = |list: &[u64]| list.iter().filter(|at| **at + SLICES as u64 > slice).count();
+                let allowed = f64::from(floor) + ratio * since(&requests) as f64;
+                let expected = (since(&granted) + 1) as f64 <= allowed;
+                prop_assert_eq!(budget.try_retry(now_ms), expected);
+                if expected {
+                    granted.push(slice);
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn a_budget_used_up_comes_back_when_the_window_has_passed() {
+        let mut budget = RetryBudget::new(BudgetConfig {
+            ratio: 0.1,
+            floor: 2,
+            window_ms: 1_600,
+        });
+        (0..10).for_each(|_| budget.on_request(1_000));
+        let granted =
+            |budget: &mut RetryBudget, now_ms| (0..10).filter(|_| budget.try_retry(now_ms)).count();
+        assert_eq!(granted(&mut budget, 1_000), 3);
+        assert_eq!(granted(&mut budget, 2_499), 0);
+        // Time that goes back brings nothing back.
+        assert_eq!(granted(&mut budget, 0), 0);
+        assert_eq!(granted(&mut budget, 2_600), 2);
+    }
+}

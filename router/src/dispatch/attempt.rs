@@ -1,0 +1,649 @@
+//! A leg: one request to one worker, from the send until there is something to give to the client, and the classes of
+//! what can go wrong.
+//!
+//! A leg *opens* when its answer can be committed to: for a stream at its first event (comments are none; late.rs keeps
+//! the client's connection alive), for the rest when it is complete
+//! (or too long to hold). Before that every failure can still be retried elsewhere without the client noticing.
+
+use std::time::Duration;
+
+use bytes::Bytes;
+use http::{HeaderMap, StatusCode, header};
+use router_core::{Outcome, RetryClass, Role, WorkerId};
+use serde::Deserialize;
+use serde_json::value::RawValue;
+use tokio::time::timeout;
+
+use crate::clock::now_ms;
+use crate::error::{RouteError, error_body};
+use crate::observability::engine_stages;
+use crate::observability::engine_stages::EngineStages;
+use crate::request::body::Parts;
+use crate::response::usage::usage_in;
+use crate::transport::upstream::{Answer, Head, SendError, with_source};
+use crate::workers::LoadGuard;
+use crate::workers::load_report;
+
+/// A complete answer is held back up to this size, so that a break in it can be retried [bytes].
+const MAX_HELD: usize = 4 << 20;
+/// Longest error body that is passed on [bytes].
+const MAX_ERROR_BODY: usize = 1 << 20;
+
+pub struct Leg {
+    pub guard: LoadGuard,
+    pub head: Head,
+    pub body: Parts,
+    /// Longest silence of the worker.
+    pub limit: Duration,
+    /// Time without an answer after which the worker is probed; `None`: never.
+    pub probe_after: Option<Duration>,
+    /// One answer to one prompt: what the worker counts is about them.
+    pub counts: bool,
+    /// Its stream has comments with the tokens (resume.rs).
+    pub tells_tokens: bool,
+}
+
+/// Status and headers of an answer, what was read of its body, and the rest.
+type Answered = (StatusCode, HeaderMap, Vec<Bytes>, Option<Answer>);
+
+/// An answer worth giving to the client.
+pub struct Opened {
+    pub guard: LoadGuard,
+    pub status: StatusCode,
+    pub headers: HeaderMap,
+    pub is_sse: bool,
+    /// What was read so far.
+    pub pieces: Vec<Bytes>,
+    /// What is still to come; `None` when the answer is complete.
+    pub rest: Option<Answer>,
+    /// See [`Leg::counts`].
+    pub counts: bool,
+    /// See [`Leg::tells_tokens`].
+    pub tells_tokens: bool,
+    /// The engine's report of the way to its first token.
+    pub stages: Option<EngineStages>,
+}
+
+/// What the client gets if nobody else can do better.
+#[derive(Debug)]
+pub enum Told {
+    Error(RouteError),
+    /// The worker's own words.
+    Answer {
+        status: StatusCode,
+        headers: HeaderMap,
+        body: Bytes,
+    },
+}
+
+/// Reason of a worker that said nothing for too long. The request's time is over, and the worker is to blame.
+pub const SILENT: &str = "silent";
+
+#[derive(Debug)]
+pub struct Failure {
+    pub role: Role,
+    pub worker: WorkerId,
+    /// Label of metrics: a code, or connect, reset, silent, hung.
+    pub reason: &'static str,
+    pub class: RetryClass,
+    /// The worker broke with the request in hand; whether it had no other.
+    pub broke_alone: Option<bool>,
+    pub told: Told,
+}
+
+/// Reasons that mean a worker has gone.
+pub fn is_loss(reason: &str) -> bool {
+    matches!(
+        reason,
+        "connect" | "reset" | "hung" | "engine_dead" | "draining" | "not_ready"
+    )
+}
+
+/// Reasons that mean a worker, or the prefill worker of a decode worker that reports it, has gone.
+pub fn is_loss_of_any(reason: &str) -> bool {
+    is_loss(reason)
+        || matches!(
+            reason,
+            "kv_transfer_failed" | "prefill_failed" | "bootstrap_unreachable"
+        )
+}
+
+/// Reasons that mean a worker, or its connection, ended with the request in hand.
+pub fn is_break(reason: &str) -> bool {
+    matches!(reason, "reset" | "engine_dead")
+}
+
+/// Codes by which a decode worker reports trouble that is more likely its prefill worker's.
+const PARTNERS_FAULT: [&str; 4] = [
+    "kv_transfer_failed",
+    "kv_transfer_timeout",
+    "prefill_failed",
+    "bootstrap_unreachable",
+];
+
+impl Failure {
+    /// True if the worker has gone, as far as the failure tells, rather than refused the request.
+    pub fn lost_worker(&self) -> bool {
+        is_loss(self.reason)
+    }
+
+    /// A room of the router's own is in use at a worker: no mistake of the client's, who has never seen it.
+    pub fn hide_room(&mut self, worker: String) {
+        self.told = Told::Error(RouteError::Upstream {
+            role: self.role,
+            worker,
+            cause: "it says of each bootstrap room drawn for the request that it is in use"
+                .to_owned(),
+        });
+    }
+
+    /// Whether it may be the other leg's worker that failed.
+    pub fn blames_partner(&self) -> bool {
+        PARTNERS_FAULT.contains(&self.reason)
+    }
+
+    fn error(leg: &LoadGuard, reason: &'static str, class: RetryClass, told: RouteError) -> Self {
+        Self {
+            role: leg.candidate.worker.role(),
+            worker: leg.candidate.id,
+            reason,
+            class,
+            broke_alone: None,
+            told: Told::Error(told),
+        }
+    }
+
+    fn send(leg: &LoadGuard, err: &SendError) -> Self {
+        let reason = match err {
+            SendError::Refused(_) | SendError::Connect(_) => "connect",
+            SendError::Broken(_) => "reset",
+            SendError::Exhausted(cause) => {
+                let told = RouteError::Exhausted {
+                    cause: cause.clone(),
+                };
+                return Self::error(leg, told.code(), RetryClass::Refused, told);
+            }
+        };
+        let told = upstream_error(leg, err.to_string());
+        Self::error(leg, reason, RetryClass::Broken, told)
+    }
+
+    fn broke(leg: &LoadGuard, cause: &hyper::Error) -> Self {
+        let told = upstream_error(leg, format!("answer broke off: {}", with_source(cause)));
+        Self::error(leg, "reset", RetryClass::Broken, told)
+    }
+
+    fn silent(leg: &LoadGuard, limit: Duration) -> Self {
+        Self::error(leg, SILENT, RetryClass::Refused, silent_error(leg, limit))
+    }
+
+    fn hung(leg: &LoadGuard, cause: &str) -> Self {
+        let told = upstream_error(
+            leg,
+            format!("no answer, and it fails its health checks: {cause}"),
+        );
+        Self::error(leg, "hung", RetryClass::Broken, told)
+    }
+
+    fn answer(leg: &LoadGuard, status: StatusCode, headers: HeaderMap, body: Bytes) -> Self {
+        let known = code_of(&body).and_then(|code| RetryClass::of_code(&code));
+        let (reason, class) =
+            known.unwrap_or((status_label(status), RetryClass::of_status(status.as_u16())));
+        Self {
+            role: leg.candidate.worker.role(),
+            worker: leg.candidate.id,
+            reason,
+            class,
+            broke_alone: None,
+            told: Told::Answer {
+                status,
+                headers,
+                body,
+            },
+        }
+    }
+
+    fn status(&self) -> Option<StatusCode> {
+        match &self.told {
+            Told::Answer { status, .. } => Some(*status),
+            Told::Error(_) => None,
+        }
+    }
+
+    /// The worker has too much to do or is leaving, and refuses at once.
+    fn is_overload(&self) -> bool {
+        match self.class {
+            RetryClass::Overloaded | RetryClass::Leaving => true,
+            RetryClass::Broken => self.status() == Some(StatusCode::SERVICE_UNAVAILABLE),
+            RetryClass::Refused | RetryClass::Unexplained => false,
+        }
+    }
+
+    /// The worker would not take the request: it lacks the path, the model or the key. So may the request.
+    pub fn is_denial(&self) -> bool {
+        let status = self.status().map(|status| status.as_u16());
+        matches!(status, Some(401 | 403..=405))
+    }
+
+    /// The time after which the worker asks to be tried again.
+    pub fn retry_after_ms(&self) -> Option<u64> {
+        match &self.told {
+            Told::Answer { headers, .. } => retry_after_ms(headers),
+            Told::Error(_) => None,
+        }
+    }
+
+    /// Evidence of this failure about the worker. The client's mistakes and overload say nothing; an unexplained error is
+    /// judged when there is a second opinion (dispatch.rs).
+    fn outcome(&self) -> Outcome {
+        let is_client_error =
+            matches!(&self.told, Told::Answer { status, .. } if status.is_client_error());
+        let is_partners = self.role == Role::Decode && self.blames_partner();
+        let is_blamed = self.class == RetryClass::Broken || self.reason == SILENT;
+        if is_client_error || is_partners || !is_blamed {
+            Outcome::Unknown
+        } else {
+            Outcome::Failure
+        }
+    }
+}
+
+/// `Retry-After`: seconds, or an HTTP date.
+fn retry_after_ms(headers: &HeaderMap) -> Option<u64> {
+    let text = headers.get(header::RETRY_AFTER)?.to_str().ok()?.trim();
+    if let Ok(secs) = text.parse::<u64>() {
+        return Some(secs.saturating_mul(1000));
+    }
+    let date = jiff::fmt::rfc2822::parse(text).ok()?;
+    let left_ms = date.timestamp().as_millisecond() - jiff::Timestamp::now().as_millisecond();
+    Some(u64::try_from(left_ms).unwrap_or(0))
+}
+
+/// Metric label of a status: closed set.
+pub fn status_label(status: StatusCode) -> &'static str {
+    match status.as_u16() {
+        408 => "status_408",
+        429 => "status_429",
+        500 => "status_500",
+        502 => "status_502",
+        503 => "status_503",
+        504 => "status_504",
+        200..=299 => "error_event",
+        400..=499 => "status_4xx",
+        _ => "status_other",
+    }
+}
+
+fn upstream_error(leg: &LoadGuard, cause: String) -> RouteError {
+    RouteError::Upstream {
+        role: leg.candidate.worker.role(),
+        worker: leg.candidate.name.clone(),
+        cause,
+    }
+}
+
+/// In the place of an error answer that is too long to be passed on: the class is its status's.
+fn error_too_long(status: StatusCode) -> Bytes {
+    let message = format!("the worker's error answer is longer than {MAX_ERROR_BODY} bytes");
+    error_body(&message, "server_error", None, status_label(status))
+}
+
+pub fn silent_error(leg: &LoadGuard, limit: Duration) -> RouteError {
+    RouteError::UpstreamSilent {
+        role: leg.candidate.worker.role(),
+        worker: leg.candidate.name.clone(),
+        waited_ms: u64::try_from(limit.as_millis()).unwrap_or(u64::MAX),
+    }
+}
+
+/// `code` of `{"error":{"code":…}}`, if the body is that and the code is text.
+pub fn code_of(body: &[u8]) -> Option<String> {
+    #[derive(Deserialize)]
+    struct Envelope<'a> {
+        #[serde(borrow)]
+        error: &'a RawValue,
+    }
+    #[derive(Deserialize)]
+    struct Inner {
+        code: Option<String>,
+    }
+    let envelope: Envelope<'_> = serde_json::from_slice(body).ok()?;
+    let inner: Inner = serde_json::from_str(envelope.error.get()).ok()?;
+    inner.code
+}
+
+/// The JSON of an SSE error event, if `piece` begins with one.
+pub fn error_event(piece: &[u8]) -> Option<&[u8]> {
+    let piece = piece.strip_prefix(b"event: error\n").unwrap_or(piece);
+    let data = piece.strip_prefix(b"data:")?.trim_ascii_start();
+    if !data.starts_with(b"{\"error\"") {
+        return None;
+    }
+    data.split(|b| *b == b'\n').next()
+}
+
+/// Kind of a stream's first event.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum StreamStart {
+    /// Nothing but comments: the worker says that it lives, not that it has begun.
+    Comment,
+    /// Too little to tell an answer from an error.
+    Unclear,
+    /// An error event, from this index on.
+    Error(usize),
+    Answer,
+}
+
+/// Classify the beginning of a stream, however it was cut into pieces.
+fn stream_start(text: &[u8]) -> StreamStart {
+    const ERROR: &[u8] = b"{\"error\"";
+    let mut at = 0;
+    for line in text.split_inclusive(|b| *b == b'\n') {
+        if !(line.starts_with(b":") || line.trim_ascii().is_empty()) {
+            break;
+        }
+        at += line.len();
+    }
+    let event = &text[at..];
+    if event.is_empty() {
+        return StreamStart::Comment;
+    }
+    let data = event.strip_prefix(b"event: error\n").unwrap_or(event);
+    if b"event: error\n".starts_with(data) || b"data:".starts_with(data) {
+        return StreamStart::Unclear;
+    }
+    let Some(json) = data.strip_prefix(b"data:").map(<[u8]>::trim_ascii_start) else {
+        return StreamStart::Answer;
+    };
+    if !json.starts_with(ERROR) {
+        return match ERROR.starts_with(json) {
+            true => StreamStart::Unclear,
+            false => StreamStart::Answer,
+        };
+    }
+    match json.contains(&b'\n') {
+        true => StreamStart::Error(at),
+        false => StreamStart::Unclear,
+    }
+}
+
+/// Finds an error event in a stream, however the stream is cut into pieces.
+#[derive(Debug, Default)]
+struct ErrorFinder {
+    /// The beginning of an event, or the end of a piece of one that is an answer.
+    text: Vec<u8>,
+    is_in_answer: bool,
+}
+
+impl ErrorFinder {
+    /// Returns the stream from the error event on, as far as it came.
+    fn find(&mut self, piece: &[u8]) -> Option<Bytes> {
+        self.text.extend_from_slice(piece);
+        loop {
+            if self.is_in_answer {
+                let end = end_of_event(&self.text);
+                self.is_in_answer = end.is_none();
+                // A blank line may come in pieces, too.
+                let passed = end.unwrap_or(self.text.len().saturating_sub(2));
+                self.text.drain(..passed);
+                end?;
+            }
+            match stream_start(&self.text) {
+                StreamStart::Error(at) => {
+                    return Some(Bytes::from(std::mem::take(&mut self.text)).slice(at..));
+                }
+                StreamStart::Answer => self.is_in_answer = true,
+                _ if self.text.len() > MAX_ERROR_BODY => self.is_in_answer = true,
+                StreamStart::Comment | StreamStart::Unclear => return None,
+            }
+        }
+    }
+}
+
+/// Where the first event ends: behind its blank line.
+fn end_of_event(text: &[u8]) -> Option<usize> {
+    let mut ends = text.iter().enumerate().filter(|(_, byte)| **byte == b'\n');
+    ends.find_map(|(at, _)| {
+        let rest = &text[at + 1..];
+        let blank = [&b"\n"[..], b"\r\n"].into_iter();
+        let mut blank = blank.filter(|blank| rest.starts_with(blank));
+        Some(at + 1 + blank.next()?.len())
+    })
+}
+
+pub fn is_sse(headers: &HeaderMap) -> bool {
+    let kind = headers.get(header::CONTENT_TYPE);
+    kind.is_some_and(|kind| kind.as_bytes().starts_with(b"text/event-stream"))
+}
+
+impl Leg {
+    /// Send and read until the answer can be committed to. Dropping the future closes the connection.
+    pub async fn open(mut self) -> Result<Opened, Failure> {
+        match self.open_unless_hung().await {
+            Ok((status, mut headers, pieces, rest)) => {
+                self.answered();
+                let stages = self.take_stages(&mut headers);
+                let is_sse = is_sse(&headers);
+                if is_sse {
+                    self.guard.first_token();
+                }
+                Ok(Opened {
+                    counts: self.counts && self.guard.wants_usage(),
+                    tells_tokens: self.tells_tokens && is_sse,
+                    guard: self.guard,
+                    status,
+                    is_sse,
+                    headers,
+                    pieces,
+                    rest,
+                    stages,
+                })
+            }
+            Err(failure) => Err(self.failed(failure)),
+        }
+    }
+
+    /// Send, read the answer to its end and drop it, or keep up to `MAX_HELD` bytes when `keep`. For prefill legs, whose
+    /// answer the client does not see.
+    pub async fn drain(mut self, keep: bool) -> Result<Vec<Bytes>, Failure> {
+        let drained = async {
+            let (_, mut headers, pieces, mut rest) = self.open_unless_hung().await?;
+            self.take_stages(&mut headers);
+            if self.counts
+                && self.guard.wants_usage()
+                && let Some(usage) = usage_in(pieces.iter())
+            {
+                self.guard.usage(usage);
+            }
+            // A prefill worker's answer begins when the prompt is computed.
+            self.guard.first_token();
+            let mut finder = is_sse(&headers).then(ErrorFinder::default);
+            let mut error = match &mut finder {
+                Some(finder) => finder.find(&pieces.concat()),
+                None => None,
+            };
+            let mut find = |piece: &[u8]| finder.as_mut()?.find(piece);
+            let mut kept = if keep { pieces } else { Vec::new() };
+            let mut held: usize = kept.iter().map(Bytes::len).sum();
+            while error.is_none()
+                && let Some(answer) = &mut rest
+            {
+                let Some(piece) = self.next_piece(answer).await? else {
+                    error = find(b"\n"); // its last line may lack the end
+                    break;
+                };
+                error = find(&piece);
+                held += piece.len();
+                if keep && held <= MAX_HELD {
+                    kept.push(piece);
+                }
+            }
+            match error {
+                Some(error) => Err(self.error_in_stream(headers, error, rest).await),
+                None => Ok(kept),
+            }
+        }
+        .await;
+        match drained {
+            Ok(kept) => {
+                self.answered();
+                Ok(kept)
+            }
+            Err(failure) => Err(self.failed(failure)),
+        }
+    }
+
+    fn take_stages(&self, headers: &mut HeaderMap) -> Option<EngineStages> {
+        let stages = engine_stages::take(headers)?;
+        self.guard.stages_told(&stages);
+        Some(stages)
+    }
+
+    fn answered(&mut self) {
+        self.guard.settle(Outcome::Success);
+        self.guard.candidate.penalty.lock().answered(now_ms());
+    }
+
+    fn failed(&mut self, mut failure: Failure) -> Failure {
+        self.guard.settle(failure.outcome());
+        if failure.is_overload() {
+            let mut penalty = self.guard.candidate.penalty.lock();
+            penalty.overloaded(failure.retry_after_ms(), now_ms());
+        }
+        if is_break(failure.reason) {
+            failure.broke_alone = Some(self.guard.candidate.worker.note_break(now_ms()));
+        }
+        // The probe that follows finds out whether the worker drains, and for how long.
+        if matches!(failure.reason, "connect" | "reset" | "draining") {
+            self.guard.candidate.worker.suspect.notify_one();
+        }
+        failure
+    }
+
+    async fn open_unless_hung(&self) -> Result<Answered, Failure> {
+        let worker = &self.guard.candidate.worker;
+        let opening = worker.unless_hung(self.try_open(), self.probe_after);
+        match opening.await {
+            Ok(opened) => opened,
+            Err(cause) => Err(Failure::hung(&self.guard, &cause)),
+        }
+    }
+
+    async fn try_open(&self) -> Result<Answered, Failure> {
+        let pool = &self.guard.candidate.worker.pool;
+        let sent = || self.guard.sent();
+        let sending = pool.send(&self.head, self.body.clone(), &sent);
+        let response = match timeout(self.limit, sending).await {
+            Err(_) => return Err(Failure::silent(&self.guard, self.limit)),
+            Ok(Err(err)) => return Err(Failure::send(&self.guard, &err)),
+            Ok(Ok(response)) => response,
+        };
+        let (mut head, mut answer) = response.into_parts();
+        if let Some(told) = load_report::take(&mut head.headers) {
+            self.guard.load_told(&told);
+        }
+        if head.status.as_u16() >= 400 {
+            let status = head.status;
+            let body = self.collect(Bytes::new(), &mut answer).await?;
+            let body = body.unwrap_or_else(|| error_too_long(status));
+            return Err(Failure::answer(&self.guard, status, head.headers, body));
+        }
+        if is_sse(&head.headers) {
+            let mut pieces = Vec::new();
+            let mut text = Vec::new();
+            loop {
+                let Some(piece) = self.next_piece(&mut answer).await? else {
+                    let cause = "ended the stream before it began".into();
+                    let told = upstream_error(&self.guard, cause);
+                    let class = RetryClass::Broken;
+                    return Err(Failure::error(&self.guard, "reset", class, told));
+                };
+                text.extend_from_slice(&piece);
+                pieces.push(piece);
+                match stream_start(&text) {
+                    StreamStart::Error(at) => {
+                        let first = Bytes::from(text).slice(at..);
+                        return Err(self
+                            .error_in_stream(head.headers, first, Some(answer))
+                            .await);
+                    }
+                    // Whole comments are left out; a part of one may hold the tokens of the event behind it.
+                    StreamStart::Comment if text.ends_with(b"\n\n") => {
+                        pieces.clear();
+                        text.clear();
+                    }
+                    StreamStart::Comment | StreamStart::Unclear if text.len() <= MAX_ERROR_BODY => {
+                    }
+                    _ => break,
+                }
+            }
+            let rest = (!answer.is_end()).then_some(answer);
+            return Ok((head.status, head.headers, pieces, rest));
+        }
+        let mut pieces = Vec::new();
+        let mut held = 0;
+        while held <= MAX_HELD {
+            match self.next_piece(&mut answer).await? {
+                Some(piece) => {
+                    held += piece.len();
+                    pieces.push(piece);
+                }
+                None => return Ok((head.status, head.headers, pieces, None)),
+            }
+        }
+        Ok((head.status, head.headers, pieces, Some(answer)))
+    }
+
+    async fn next_piece(&self, answer: &mut Answer) -> Result<Option<Bytes>, Failure> {
+        match timeout(self.limit, answer.piece()).await {
+            Err(_) => Err(Failure::silent(&self.guard, self.limit)),
+            Ok(None) => Ok(None),
+            Ok(Some(Ok(piece))) => Ok(Some(piece)),
+            Ok(Some(Err(err))) => Err(Failure::broke(&self.guard, &err)),
+        }
+    }
+
+    /// A stream whose event is an error. If nobody else can do better the client gets the stream as it came.
+    async fn error_in_stream(
+        &self,
+        headers: HeaderMap,
+        first: Bytes,
+        rest: Option<Answer>,
+    ) -> Failure {
+        let code = error_event(&first).and_then(code_of);
+        let collected = match rest {
+            Some(mut rest) => self.collect(first.clone(), &mut rest).await,
+            None => Ok(Some(first.clone())),
+        };
+        let body = match collected {
+            Ok(Some(body)) => body,
+            // The event, without what follows it.
+            Ok(None) => {
+                let json = error_event(&first).unwrap_or_default();
+                Bytes::from([b"data: ", json, b"\n\ndata: [DONE]\n\n"].concat())
+            }
+            Err(failure) => return failure,
+        };
+        let mut failure = Failure::answer(&self.guard, StatusCode::OK, headers, body);
+        if let Some((code, class)) = code.and_then(|code| RetryClass::of_code(&code)) {
+            (failure.reason, failure.class) = (code, class);
+        }
+        failure
+    }
+
+    /// The rest of a short answer; `None`: it is longer than `MAX_ERROR_BODY`.
+    async fn collect(&self, first: Bytes, answer: &mut Answer) -> Result<Option<Bytes>, Failure> {
+        let mut body = Vec::from(first);
+        while let Some(piece) = self.next_piece(answer).await? {
+            body.extend_from_slice(&piece);
+            if body.len() > MAX_ERROR_BODY {
+                return Ok(None);
+            }
+        }
+        Ok(Some(Bytes::from(body)))
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests;

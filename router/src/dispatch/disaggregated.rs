@@ -1,0 +1,475 @@
+//! One attempt at a pair's request: the same body to a prefill and a decode worker, which meet in a room.
+//!
+//! 1. choose P and D, take rooms that nobody uses; the body with the bootstrap fields goes to both at once;
+//! 2. the prefill leg runs in a task of its own and is read to its end; the decode leg runs here until it opens;
+//! 3. the prefill leg fails first: the decode leg is dropped, which closes its connection;
+//! 4. the decode leg fails first, by its own fault: where P keeps the pages for another reader (`reopen`), the prefill is
+//!    kept, and the next attempt sends the same rooms to another D. Else the prefill leg is dropped, too;
+//! 5. nobody will fetch what P has computed (the client left, D refused for good): P is told (release.rs).
+//!
+//! Or D computes the prompt itself (router-core's `local`): then it gets the client's body as it is.
+
+use std::fmt::Write;
+use std::sync::Arc;
+use std::time::Duration;
+
+use bytes::Bytes;
+use parking_lot::Mutex;
+use router_core::{LiveRooms, LocalView, LocalWhy, Role};
+use tokio::task::JoinHandle;
+use tokio::time::timeout;
+
+use crate::App;
+use crate::clock::now_ms;
+use crate::config::PdProtocol;
+use crate::dispatch::attempt::{Failure, Leg};
+use crate::dispatch::prefill_release::release;
+use crate::dispatch::vllm;
+use crate::dispatch::{Committed, Stop, ids_for, leg, observe_overhead};
+use crate::error::RouteError;
+use crate::request::body::{Ours, Parts};
+use crate::request::context::Inbound;
+use crate::response::logprobs;
+use crate::workers::{Candidate, Chosen};
+
+/// A prefill leg that is still being read when the answer is complete gets this long; its KV has arrived.
+const PREFILL_LINGER: Duration = Duration::from_secs(5);
+/// A decode worker may report its prefill worker's death before that shows here; wait this long to know whom to avoid.
+const BLAME_WAIT: Duration = Duration::from_millis(50);
+/// Prompt bytes per token, where tokens were not counted: the rule of thumb for English.
+const BYTES_PER_TOKEN: usize = 4;
+
+/// Rooms of one request; free again when it is dropped.
+pub struct RoomLease {
+    rooms: Vec<u64>,
+    live: Arc<Mutex<LiveRooms>>,
+}
+
+impl RoomLease {
+    fn take(app: &App, count: usize, prefill: &Candidate) -> Result<Self, RouteError> {
+        // With a rank the room is drawn so that room % dp_size is that rank: unmodified SGLang nodes place by it.
+        let dp = prefill
+            .rank
+            .map(|rank| (u64::from(prefill.worker.dp_size()), u64::from(rank)));
+        let mut live = app.rooms.lock();
+        let rooms = live.draw(count, &mut rand::rng(), dp);
+        let rooms = rooms.ok_or_else(|| RouteError::TooManyRooms { live: live.len() })?;
+        Ok(Self {
+            rooms,
+            live: app.rooms.clone(),
+        })
+    }
+}
+
+impl Drop for RoomLease {
+    fn drop(&mut self) {
+        self.live.lock().free(&self.rooms);
+    }
+}
+
+/// The prefill leg's task. Dropping it aborts the leg and has P free pages that no decode worker will fetch.
+pub struct PrefillLeg {
+    task: Option<JoinHandle<Result<Vec<Bytes>, Failure>>>,
+    /// Its words when it has ended well, if they were to be kept.
+    words: Option<Vec<Bytes>>,
+    app: Arc<App>,
+    prefill: Arc<Candidate>,
+    rooms: RoomLease,
+    /// The decode worker has begun, so it has the pages.
+    is_fetched: bool,
+}
+
+impl PrefillLeg {
+    fn start(
+        app: &Arc<App>,
+        prefill: Arc<Candidate>,
+        leg: Leg,
+        keep: bool,
+        rooms: RoomLease,
+    ) -> Self {
+        Self {
+            task: Some(tokio::spawn(leg.drain(keep))),
+            words: None,
+            app: app.clone(),
+            prefill,
+            rooms,
+            is_fetched: false,
+        }
+    }
+
+    /// Its end; `None` when it panicked or has ended before. Cancel safe.
+    pub async fn ended(&mut self) -> Option<Result<(), Failure>> {
+        let ended = self.task.as_mut()?.await.ok();
+        self.task = None;
+        match ended? {
+            Ok(words) => {
+                self.words = Some(words);
+                Some(Ok(()))
+            }
+            Err(failure) => Some(Err(failure)),
+        }
+    }
+
+    /// What it said, once it has ended well.
+    pub fn words(&self) -> Option<&[Bytes]> {
+        self.words.as_deref()
+    }
+
+    /// The answer is complete: read the rest so that the connection can be used again, but not for long.
+    pub fn linger(mut self) {
+        if let Some(task) = self.task.take().filter(|task| !task.is_finished()) {
+            let abort = task.abort_handle();
+            tokio::spawn(async move {
+                if timeout(PREFILL_LINGER, task).await.is_err() {
+                    abort.abort();
+                }
+            });
+        }
+    }
+}
+
+impl Drop for PrefillLeg {
+    fn drop(&mut self) {
+        let task = self.task.take();
+        if let Some(task) = task.as_ref().filter(|task| !task.is_finished()) {
+            task.abort();
+            let labels = ["prefill", "dropped"];
+            let aborts = &self.app.metrics.leg_aborts;
+            aborts.with_label_values(&labels).inc();
+        }
+        // An aborted leg, too: the prompt may be computed, and only the answer that says so still on its way.
+        if !self.is_fetched && (task.is_some() || self.words.is_some()) {
+            release(&self.app, &self.prefill.worker, &self.rooms.rooms);
+        }
+    }
+}
+
+/// A prefill, done or under way, whose pages any decode worker may fetch.
+pub struct Prefilled {
+    leg: PrefillLeg,
+    meeting: Meeting,
+}
+
+/// As [`try_attempt`]; a room that is in use at a worker is no fault of anybody's, and the next attempt draws another.
+pub async fn attempt(
+    app: &Arc<App>,
+    request: &mut Inbound,
+    kept: &mut Option<Prefilled>,
+) -> Result<Committed, Stop> {
+    match try_attempt(app, request, kept).await {
+        Err(Stop::Failed(mut failure) | Stop::Stale(mut failure))
+            if failure.reason == "duplicate_room" =>
+        {
+            let sent_to = match failure.role {
+                Role::Prefill => &request.record.prefill,
+                Role::Decode | Role::Regular => &request.record.worker,
+            };
+            failure.hide_room(sent_to.as_ref().map(|to| to.0.clone()).unwrap_or_default());
+            *kept = None;
+            Err(Stop::Stale(failure))
+        }
+        other => other,
+    }
+}
+
+/// One attempt. `kept` is the prefill of an attempt before whose decode worker failed; it is left there again when the
+/// same may be tried with another.
+async fn try_attempt(
+    app: &Arc<App>,
+    request: &mut Inbound,
+    kept: &mut Option<Prefilled>,
+) -> Result<Committed, Stop> {
+    let reader = match kept.take() {
+        Some(prefilled) => second_reader(app, request, prefilled)?,
+        None => None,
+    };
+    let is_second_reader = reader.is_some();
+    let (mut prefilled, decode) = match reader {
+        Some(reader) => reader,
+        None => match choose(app, request)? {
+            Placed::Pair(prefill, decode) if is_vllm(app, &prefill) => {
+                return vllm::attempt(app, request, prefill, decode).await;
+            }
+            Placed::Pair(prefill, decode) => {
+                (start_prefill(app, request, prefill, &decode)?, decode)
+            }
+            Placed::Local(decode, why) => return local(app, request, decode, why).await,
+        },
+    };
+    request.record.worker = Some((decode.guard.candidate.name.clone(), decode.why));
+    let candidate = &decode.guard.candidate;
+    let ids = ids_for(app, request, candidate);
+    let body = prefilled.meeting.decode_body(request, candidate, ids);
+    observe_overhead(app, request);
+    let prefill_id = prefilled.meeting.prefill.id;
+    let pair = (
+        prefilled.meeting.prefill.worker.id,
+        decode.guard.candidate.worker.id,
+    );
+    let decode_id = decode.guard.candidate.id;
+    let decode = leg(app, request, decode, body).open();
+    tokio::pin!(decode);
+    // Whichever leg fails drops the other: `decode` on return from here, `prefilled` with it.
+    let opened = tokio::select! {
+        opened = &mut decode => opened,
+        Some(ended) = prefilled.leg.ended() => match ended {
+            Ok(()) => decode.await,
+            Err(failure) => {
+                let labels = ["decode", failure.reason];
+                app.metrics.leg_aborts.with_label_values(&labels).inc();
+                return Err(failure.into());
+            }
+        },
+    };
+    if is_second_reader {
+        let result = if opened.is_ok() { "opened" } else { "failed" };
+        let labels = [result];
+        app.metrics.decode_retries.with_label_values(&labels).inc();
+    }
+    match opened {
+        Ok(opened) => {
+            prefilled.leg.is_fetched = true;
+            let traffic = &app.pair_traffic;
+            traffic.opened(pair, opened.stages.as_ref(), now_ms());
+            let wanted = request.scan.wants_input_logprobs;
+            let opened = match wanted && (opened.is_sse || opened.rest.is_none()) {
+                true => {
+                    logprobs::merged(opened, &mut prefilled.leg, app.config.request_timeout()).await
+                }
+                false => opened,
+            };
+            Ok((opened, Some(prefilled.leg)))
+        }
+        Err(mut failure) if failure.blames_partner() => {
+            app.pair_traffic.failed(pair, failure.reason, now_ms());
+            match timeout(BLAME_WAIT, prefilled.leg.ended()).await {
+                Ok(Some(Err(its))) => Err(its.into()),
+                // The pages of the earlier attempt are gone: nobody's fault, and P still has most of them in its cache.
+                _ if is_second_reader => Err(Stop::Stale(failure)),
+                _ => {
+                    // Nobody knows who it was; the decode worker only reports it, so avoid the prefill worker.
+                    debug_assert_eq!(failure.worker, decode_id);
+                    failure.role = Role::Prefill;
+                    failure.worker = prefill_id;
+                    Err(failure.into())
+                }
+            }
+        }
+        Err(failure) => {
+            let mut tried = request.avoid.clone();
+            tried.add(Role::Decode, failure.worker);
+            let other = |tried| {
+                let registry = &app.registry;
+                registry.has_other(Role::Decode, &request.wanted(), tried)
+            };
+            if prefilled.meeting.prefill.worker.has_feature("reopen") && other(&tried) {
+                *kept = Some(prefilled);
+            }
+            Err(failure.into())
+        }
+    }
+}
+
+fn is_vllm(app: &App, chosen: &Chosen) -> bool {
+    match app.config.pairs.pd_protocol {
+        PdProtocol::Sglang => false,
+        PdProtocol::Vllm => true,
+        PdProtocol::Auto => chosen.guard.candidate.worker.is_vllm(),
+    }
+}
+
+/// Whether a decode worker computes a prompt that nobody prefilled for it; SGLang's do not.
+fn can_prefill(app: &App, decode: &Chosen) -> bool {
+    let worker = &decode.guard.candidate.worker;
+    worker.has_feature("local_prefill") || is_vllm(app, decode)
+}
+
+/// Another decode worker for a prompt that is prefilled; `None` when the one that is next would not understand the pages.
+fn second_reader(
+    app: &App,
+    request: &Inbound,
+    prefilled: Prefilled,
+) -> Result<Option<(Prefilled, Chosen)>, RouteError> {
+    let registry = &app.registry;
+    let decode = registry.choose(Role::Decode, &request.wanted(), &request.avoid)?;
+    let is_fit = prefilled
+        .meeting
+        .prefill
+        .make
+        .fits(&decode.guard.candidate.make);
+    Ok(is_fit.then_some((prefilled, decode)))
+}
+
+enum Placed {
+    Pair(Chosen, Chosen),
+    /// The decode worker does both phases.
+    Local(Chosen, LocalWhy),
+}
+
+fn choose(app: &App, request: &Inbound) -> Result<Placed, RouteError> {
+    let rule = app.config.pairs.local_rule();
+    let wanted = request.wanted();
+    match app.registry.choose_pair(&wanted, &request.avoid) {
+        Ok((prefill, decode)) => {
+            let view = view(request, &decode);
+            let why = rule.decide(&view).filter(|_| can_prefill(app, &decode));
+            Ok(match why {
+                // Dropping P's guard takes back what its policy was told.
+                Some(why) => Placed::Local(decode, why),
+                None => Placed::Pair(prefill, decode),
+            })
+        }
+        Err(
+            err @ RouteError::NoWorker {
+                role: Role::Prefill,
+                ..
+            },
+        ) => {
+            let Ok(decode) = app.registry.choose(Role::Decode, &wanted, &request.avoid) else {
+                return Err(err);
+            };
+            let view = LocalView {
+                has_prefill: false,
+                ..view(request, &decode)
+            };
+            match rule.decide(&view) {
+                Some(why) if can_prefill(app, &decode) => Ok(Placed::Local(decode, why)),
+                _ => Err(err),
+            }
+        }
+        Err(err) => Err(err),
+    }
+}
+
+fn view(request: &Inbound, decode: &Chosen) -> LocalView {
+    let forecast = decode.why.forecast();
+    let estimate = request.scan.prompt_len() / BYTES_PER_TOKEN;
+    let prompt = match (request.prompt_tokens, forecast) {
+        (Some(counted), _) => counted,
+        (None, Some(forecast)) => forecast.prompt_tokens,
+        (None, None) => u32::try_from(estimate).unwrap_or(u32::MAX),
+    };
+    let begun = request.begun.as_ref().map_or(0, |begun| begun.tokens);
+    LocalView {
+        prompt_tokens: prompt.saturating_add(u32::try_from(begun).unwrap_or(u32::MAX)),
+        cached_tokens: forecast.map_or(0, |forecast| forecast.cached_tokens),
+        has_prefill: true,
+    }
+}
+
+async fn local(
+    app: &Arc<App>,
+    request: &mut Inbound,
+    decode: Chosen,
+    why: LocalWhy,
+) -> Result<Committed, Stop> {
+    let labels = [why.label()];
+    app.metrics.local_prefills.with_label_values(&labels).inc();
+    let candidate = &decode.guard.candidate;
+    request.record.prefill = None;
+    request.record.room = None;
+    request.record.worker = Some((candidate.name.clone(), decode.why));
+    let (replaced, fields): (&[Ours], _) = match candidate.rank {
+        None => (&[Ours::Bootstrap], String::new()),
+        Some(rank) => (
+            &[Ours::Bootstrap, Ours::Rank],
+            format!("\"data_parallel_rank_decode\":{rank},\"routed_dp_rank\":{rank}"),
+        ),
+    };
+    let ids = ids_for(app, request, candidate);
+    let body = request.body_for(replaced, ids, &fields);
+    observe_overhead(app, request);
+    let opened = leg(app, request, decode, body).open().await?;
+    Ok((opened, None))
+}
+
+fn start_prefill(
+    app: &Arc<App>,
+    request: &mut Inbound,
+    prefill: Chosen,
+    decode: &Chosen,
+) -> Result<Prefilled, RouteError> {
+    let candidate = prefill.guard.candidate.clone();
+    request.record.prefill = Some((candidate.name.clone(), prefill.why));
+    let rooms = RoomLease::take(app, request.scan.batch.unwrap_or(1), &candidate)?;
+    request.record.room = rooms.rooms.first().copied();
+    if let Some(room) = request.record.room {
+        request.record.story.room(room);
+    }
+    let is_batch = request.scan.batch.is_some();
+    let with_ranks = decode.guard.candidate.rank.is_some();
+    let meeting = Meeting::new(candidate, &rooms.rooms, is_batch, with_ranks);
+    let ids = ids_for(app, request, &meeting.prefill);
+    let body = meeting.prefill_body(request, ids);
+    let keep = request.scan.wants_input_logprobs;
+    let leg = leg(app, request, prefill, body);
+    Ok(Prefilled {
+        leg: PrefillLeg::start(app, meeting.prefill.clone(), leg, keep, rooms),
+        meeting,
+    })
+}
+
+/// What tells both workers where to meet (SGLang's names, docs/protocol.md).
+struct Meeting {
+    prefill: Arc<Candidate>,
+    /// JSON members for both legs.
+    shared: String,
+    with_ranks: bool,
+}
+
+impl Meeting {
+    fn new(prefill: Arc<Candidate>, rooms: &[u64], is_batch: bool, with_ranks: bool) -> Self {
+        let worker = &prefill.worker;
+        let host = serde_json::Value::from(worker.url().host.as_str()).to_string();
+        let port = match worker.bootstrap_port() {
+            Some(port) => port.to_string(),
+            None => "null".to_owned(),
+        };
+        let list = |item: &dyn Fn(&u64) -> String| match rooms {
+            [room] if !is_batch => item(room),
+            _ => format!("[{}]", rooms.iter().map(item).collect::<Vec<_>>().join(",")),
+        };
+        let mut shared = String::with_capacity(160);
+        write!(
+            shared,
+            "\"bootstrap_host\":{},\"bootstrap_port\":{},\"bootstrap_room\":{}",
+            list(&|_| host.clone()),
+            list(&|_| port.clone()),
+            list(&u64::to_string)
+        )
+        .expect("writing to a String cannot fail");
+        let with_ranks = with_ranks && prefill.rank.is_some();
+        Self {
+            prefill,
+            shared,
+            with_ranks,
+        }
+    }
+
+    fn prefill_body(&self, request: &Inbound, ids: Option<&Bytes>) -> Parts {
+        let mut fields = self.shared.clone();
+        if let (true, Some(p)) = (self.with_ranks, self.prefill.rank) {
+            fields += &format!(",\"data_parallel_rank\":{p},\"routed_dp_rank\":{p}");
+        }
+        self.splice(request, ids, &fields)
+    }
+
+    fn decode_body(&self, request: &Inbound, decode: &Candidate, ids: Option<&Bytes>) -> Parts {
+        let mut fields = self.shared.clone();
+        if let (true, Some(p), Some(d)) = (self.with_ranks, self.prefill.rank, decode.rank) {
+            fields += &format!(
+                ",\"data_parallel_rank\":{p},\"data_parallel_rank_decode\":{d},\"routed_dp_rank\":{d},\"disagg_prefill_dp_rank\":{p}"
+            );
+        }
+        self.splice(request, ids, &fields)
+    }
+
+    fn splice(&self, request: &Inbound, ids: Option<&Bytes>, fields: &str) -> Parts {
+        // Without DP awareness a client's own ranks stay.
+        let replaced: &[Ours] = match self.with_ranks {
+            true => &[Ours::Bootstrap, Ours::Rank],
+            false => &[Ours::Bootstrap],
+        };
+        request.body_for(replaced, ids, fields)
+    }
+}

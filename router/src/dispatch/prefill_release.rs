@@ -1,0 +1,77 @@
+//! Messages to prefill workers about prompts that no decode worker will fetch, so that the pages are free at once and not when
+//! their lease ends. Best effort: at most `MOST` are sent at a time, each within `LIMIT`; the lease ends anyway.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use bytes::Bytes;
+use http::{HeaderValue, Method, Uri, header};
+use tokio::runtime::Handle;
+use tokio::sync::Semaphore;
+use tokio::time::timeout;
+
+use crate::App;
+use crate::request::body::Parts;
+use crate::transport::upstream::Head;
+use crate::workers::Worker;
+
+const MOST: usize = 64;
+/// Pages of a Baton worker are kept for 3 s without a reader.
+const LIMIT: Duration = Duration::from_secs(2);
+
+/// Places for those that are told now.
+pub struct Releases(Arc<Semaphore>);
+
+impl Default for Releases {
+    fn default() -> Self {
+        Self(Arc::new(Semaphore::new(MOST)))
+    }
+}
+
+/// Have `worker` forget what it computed for these rooms. Workers of other makes do not know the request.
+pub fn release(app: &Arc<App>, worker: &Arc<Worker>, rooms: &[u64]) {
+    if !worker.tells_loads() {
+        return;
+    }
+    let count = |app: &App, result| {
+        let labels = [result];
+        app.metrics.releases.with_label_values(&labels).inc();
+    };
+    // No runtime: the process ends.
+    let (Ok(runtime), Ok(place)) = (
+        Handle::try_current(),
+        app.releases.0.clone().try_acquire_owned(),
+    ) else {
+        return count(app, "skipped");
+    };
+    let body = serde_json::json!({"bootstrap_room": rooms}).to_string();
+    let (app, worker) = (app.clone(), worker.clone());
+    runtime.spawn(async move {
+        let mut headers = app.worker_headers();
+        let json = HeaderValue::from_static("application/json");
+        headers.insert(header::CONTENT_TYPE, json);
+        let head = Head {
+            method: Method::POST,
+            uri: Uri::from_static("/abort_request"),
+            headers,
+        };
+        let telling = async {
+            let sent = worker
+                .pool
+                .send(&head, Parts::from(Bytes::from(body)), &|| ())
+                .await;
+            let mut answer = sent
+                .ok()
+                .filter(|sent| sent.status().is_success())?
+                .into_body();
+            while let Some(piece) = answer.piece().await {
+                piece.ok()?; // read to its end, the connection can be used again
+            }
+            Some(())
+        };
+        let told = timeout(LIMIT, telling).await;
+        let is_told = matches!(told, Ok(Some(())));
+        count(&app, if is_told { "told" } else { "failed" });
+        drop(place);
+    });
+}

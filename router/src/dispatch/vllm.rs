@@ -1,0 +1,100 @@
+//! One attempt at a request of a pair of vLLM workers: first P, then D with what P says about its blocks.
+//!
+//! 1. P gets the body with one token to generate, no stream, and `kv_transfer_params` that ask it to keep the blocks;
+//! 2. its answer's `kv_transfer_params` go, byte for byte, with the client's own body to D.
+//!
+//! P gives its blocks away when they were read once, and nothing verifies what a second reader would get: a failed decode
+//! leg is never retried with the same parameters. For the same reason a request for several answers, whose children
+//! would all read the blocks of one, goes to D alone: any vLLM worker can prefill.
+
+use std::sync::Arc;
+
+use http::HeaderValue;
+use serde::Deserialize;
+use serde_json::value::RawValue;
+
+use crate::App;
+use crate::dispatch::attempt::Leg;
+use crate::dispatch::{Committed, Stop, leg, observe_overhead};
+use crate::request::body::{Ours, Parts};
+use crate::request::context::Inbound;
+use crate::response::usage::usage_in;
+use crate::workers::Chosen;
+
+const PREFILL_FIELDS: &str = "\"stream\":false,\"max_tokens\":1,\"max_completion_tokens\":1,\"min_tokens\":1,\
+    \"kv_transfer_params\":{\"do_remote_decode\":true,\"do_remote_prefill\":false,\"remote_engine_id\":null,\
+    \"remote_block_ids\":null,\"remote_host\":null,\"remote_port\":null}";
+/// Which of its ranks a vLLM worker is to use.
+const RANK_HEADER: &str = "x-data-parallel-rank";
+
+pub async fn attempt(
+    app: &Arc<App>,
+    request: &mut Inbound,
+    prefill: Chosen,
+    decode: Chosen,
+) -> Result<Committed, Stop> {
+    request.record.room = None;
+    request.record.worker = Some((decode.guard.candidate.name.clone(), decode.why));
+    let params = if request.scan.batch.is_some() {
+        request.record.prefill = None;
+        drop(prefill);
+        app.metrics
+            .local_prefills
+            .with_label_values(&["batch"])
+            .inc();
+        None
+    } else {
+        request.record.prefill = Some((prefill.guard.candidate.name.clone(), prefill.why));
+        ask_prefill(app, request, prefill).await?
+    };
+    let fields = params.map(|params| format!("\"kv_transfer_params\":{params}"));
+    let fields = fields.as_deref().unwrap_or_default();
+    let body = request.body_for(&[Ours::KvParams], None, fields);
+    observe_overhead(app, request);
+    let opened = ranked(app, request, decode, body).open().await?;
+    Ok((opened, None))
+}
+
+/// P's `kv_transfer_params`; `None`: it named none, so D computes the prompt.
+async fn ask_prefill(
+    app: &App,
+    request: &Inbound,
+    prefill: Chosen,
+) -> Result<Option<Box<str>>, Stop> {
+    #[derive(Deserialize)]
+    struct Answer<'a> {
+        #[serde(borrow)]
+        kv_transfer_params: Option<&'a RawValue>,
+    }
+    let replaced = [Ours::Output, Ours::KvParams];
+    let body = request.body_for(&replaced, None, PREFILL_FIELDS);
+    observe_overhead(app, request);
+    let mut opened = ranked(app, request, prefill, body).open().await?;
+    opened.guard.first_token();
+    if opened.counts
+        && let Some(usage) = usage_in(opened.pieces.iter())
+    {
+        opened.guard.usage(usage);
+    }
+    let answer = opened.pieces.concat();
+    let told = serde_json::from_slice::<Answer<'_>>(&answer)
+        .ok()
+        .and_then(|answer| answer.kv_transfer_params);
+    if told.is_none() {
+        let worker = &opened.guard.candidate.name;
+        tracing::warn!(rid = request.record.rid, %worker, "no kv_transfer_params in the prefill worker's answer: decode computes the prompt; see its --kv-transfer-config");
+    }
+    Ok(told.map(|told| told.get().into()))
+}
+
+/// A leg whose rank is in the header that vLLM reads it from.
+pub fn ranked(app: &App, request: &Inbound, chosen: Chosen, body: Parts) -> Leg {
+    let rank = chosen.guard.candidate.rank;
+    let mut leg = leg(app, request, chosen, body);
+    if let Some(rank) = rank {
+        leg.head
+            .headers
+            .insert(RANK_HEADER, HeaderValue::from(rank));
+    }
+    leg
+}

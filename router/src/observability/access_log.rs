@@ -1,0 +1,158 @@
+//! What is known about one request: becomes one log line and its metrics when the answer's body ends, however it ends.
+
+use std::sync::Arc;
+
+use http::{HeaderMap, StatusCode};
+use router_core::{Role, Why};
+use tokio::time::Instant;
+
+use crate::App;
+use crate::clock::ms_since;
+use crate::observability::metrics::Metrics;
+use crate::observability::otlp::{Context, Exporter};
+use crate::observability::request_timeline::{Requests, Stage, Story};
+
+/// Dropped with the response body. Nobody called [`Record::end`]: the client left.
+pub struct Record {
+    metrics: Arc<Metrics>,
+    requests: Arc<Requests>,
+    tracer: Option<Arc<Exporter>>,
+    pub story: Arc<Story>,
+    pub rid: String,
+    route: &'static str,
+    method: &'static str,
+    pub started: Instant,
+    pub attempts: u32,
+    pub prefill: Option<(String, Why)>,
+    /// Decode or regular worker.
+    pub worker: Option<(String, Why)>,
+    pub room: Option<u64>,
+    status: StatusCode,
+    outcome: Option<&'static str>,
+    ttft_ms: Option<u64>,
+}
+
+impl Record {
+    pub fn new(
+        app: &App,
+        route: &'static str,
+        method: &'static str,
+        headers: &HeaderMap,
+        rid: String,
+    ) -> Self {
+        let trace = app.tracer.as_ref().map(|_| Context::of(headers));
+        Self {
+            tracer: app.tracer.clone(),
+            metrics: app.metrics.clone(),
+            requests: app.requests.clone(),
+            story: app.requests.begin(route, &rid, trace),
+            rid,
+            route,
+            method,
+            started: Instant::now(),
+            attempts: 0,
+            prefill: None,
+            worker: None,
+            room: None,
+            status: StatusCode::OK,
+            outcome: None,
+            ttft_ms: None,
+        }
+    }
+
+    pub fn route(&self) -> &'static str {
+        self.route
+    }
+
+    /// The first byte goes to the client.
+    pub fn first_byte(&mut self, status: StatusCode) {
+        if self.ttft_ms.is_none() {
+            self.status = status;
+            self.story.mark(Stage::FirstByte);
+            self.ttft_ms = Some(ms_since(self.started));
+            let ttft = self.metrics.ttft.with_label_values(&[self.route]);
+            ttft.observe(self.started.elapsed().as_secs_f64());
+        }
+    }
+
+    /// A worker failed after its answer had begun.
+    pub fn upstream_error(&self, role: Role, reason: &'static str) {
+        let labels = [role.label(), reason];
+        let errors = &self.metrics.upstream_errors;
+        errors.with_label_values(&labels).inc();
+    }
+
+    /// How it ended; the first call counts.
+    pub fn end(&mut self, status: StatusCode, outcome: &'static str) {
+        if self.outcome.is_none() {
+            self.status = status;
+            self.outcome = Some(outcome);
+        }
+    }
+}
+
+impl Drop for Record {
+    fn drop(&mut self) {
+        let outcome = self.outcome.unwrap_or("client_gone");
+        // nginx's number for a client that left; it never goes over the wire.
+        let status = match &self.outcome {
+            Some(_) => self.status.as_u16(),
+            None => 499,
+        };
+        let labels = [self.route, self.method, class(status), outcome];
+        self.metrics.requests.with_label_values(&labels).inc();
+        let duration = self.metrics.duration.with_label_values(&[self.route]);
+        duration.observe(self.started.elapsed().as_secs_f64());
+        self.requests.end(&self.story, status, outcome);
+        if let Some(tracer) = &self.tracer
+            && let Some(spans) = self.story.spans(self.method)
+        {
+            tracer.put(spans);
+        }
+        let stages = self.story.stages();
+        self.metrics.stages(&stages);
+        let ms = |seconds: Option<f64>| seconds.map(|seconds| (seconds * 1e6).round() / 1e3);
+        let usage = self.story.usage();
+        let show = |chosen: &Option<(String, Why)>| match chosen {
+            Some((name, why)) => format!("{name} ({why})"),
+            None => "-".to_owned(),
+        };
+        tracing::info!(
+            target: "access",
+            // With its Debug form in text logs: a client's id cannot look like further fields.
+            rid = self.rid,
+            trace_id = self.story.trace_id(),
+            route = self.route,
+            prefill = %show(&self.prefill),
+            worker = %show(&self.worker),
+            room = self.room,
+            attempts = self.attempts,
+            failovers = self.story.failovers(),
+            status,
+            outcome,
+            read_ms = ms(stages.read),
+            queue_ms = ms(stages.queue),
+            parse_ms = ms(stages.parse),
+            tokenise_ms = ms(stages.tokenise),
+            decide_ms = ms(stages.decide),
+            connect_ms = ms(stages.connect),
+            first_token_ms = ms(stages.first_token),
+            prompt_tokens = usage.map(|usage| usage.prompt_tokens),
+            cached_tokens = usage.and_then(|usage| usage.cached_tokens),
+            completion_tokens = usage.and_then(|usage| usage.completion_tokens),
+            ttft_ms = self.ttft_ms,
+            total_ms = ms_since(self.started),
+            "request"
+        );
+    }
+}
+
+/// Metric label of a status.
+pub fn class(status: u16) -> &'static str {
+    match status / 100 {
+        2 => "2xx",
+        3 => "3xx",
+        4 => "4xx",
+        _ => "5xx",
+    }
+}

@@ -1,0 +1,369 @@
+//! `--decision-log`: the journal's lines on disk, written by a thread of their own.
+//!
+//! 1. a decision puts its line into a queue, under the lock that gives it its number. The queue is bounded in lines and
+//!    bytes; a full one drops the line and counts it: a request never waits for a disk, and the gap in the numbers shows;
+//! 2. the thread writes, and flushes whenever the queue is empty;
+//! 3. a file that has reached --decision-log-max-bytes becomes PATH.1, that one PATH.2, up to --decision-log-files; each
+//!    begins with the header of the run. Replay takes them all, oldest first.
+
+use std::fs::{File, OpenOptions, rename};
+use std::io::{self, BufWriter, Write};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, TrySendError, sync_channel};
+use std::thread::JoinHandle;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use prometheus::IntCounterVec;
+use router_core::decision_log::{FORMAT, Header, Line, Sink};
+
+/// Lines that wait to be written: a second of a busy router.
+const MAX_LINES: usize = 16_384;
+/// The same in bytes; a prompt of 32 000 tokens is 4 KB of hashes.
+const MAX_BYTES: usize = 64 << 20;
+/// At shutdown the rest is written within this time, or lost.
+const LAST_WORDS: Duration = Duration::from_secs(2);
+
+/// What --decision-log and its kin say.
+#[derive(Debug, Clone)]
+pub struct Place {
+    pub path: PathBuf,
+    pub max_bytes: u64,
+    pub max_files: u32,
+}
+
+/// The queue's end that policies see.
+pub struct Queue {
+    lines: SyncSender<Message>,
+    waiting_bytes: Arc<AtomicUsize>,
+    counts: IntCounterVec,
+}
+
+enum Message {
+    Line(Box<Line>),
+    /// The router is going down.
+    Stop,
+}
+
+/// The thread's handle.
+pub struct Writer {
+    lines: SyncSender<Message>,
+    thread: Option<JoinHandle<()>>,
+}
+
+/// Open the first file, start the thread. `counts` is by result: written, dropped (the queue was full), failed (the disk).
+pub fn start(
+    place: Place,
+    flags: Vec<String>,
+    counts: IntCounterVec,
+) -> Result<(Queue, Writer), String> {
+    let now = SystemTime::now().duration_since(UNIX_EPOCH);
+    let header = Header {
+        decision_log: FORMAT,
+        version: env!("CARGO_PKG_VERSION").to_owned(),
+        run: now.map_or(0, |now| now.as_millis() as u64),
+        file: 0,
+        flags,
+    };
+    let shown = place.path.display().to_string();
+    let files = Files::open(place, header).map_err(|err| {
+        format!("--decision-log {shown}: {err}; give a file in a folder this user may write to")
+    })?;
+    let (lines, received) = sync_channel(MAX_LINES);
+    let waiting_bytes = Arc::new(AtomicUsize::new(0));
+    let writing = Writing {
+        files,
+        waiting_bytes: waiting_bytes.clone(),
+        counts: counts.clone(),
+        is_failing: false,
+    };
+    let thread = std::thread::Builder::new()
+        .name("decision-log".into())
+        .spawn(move || writing.run(&received))
+        .map_err(|err| format!("--decision-log: cannot start its thread: {err}"))?;
+    let queue = Queue {
+        lines: lines.clone(),
+        waiting_bytes,
+        counts,
+    };
+    let writer = Writer {
+        lines,
+        thread: Some(thread),
+    };
+    Ok((queue, writer))
+}
+
+impl Queue {
+    fn count(&self, result: &str) {
+        self.counts.with_label_values(&[result]).inc();
+    }
+}
+
+impl Sink for Queue {
+    fn put(&self, line: Line) {
+        let bytes = line.bytes();
+        let waiting = self.waiting_bytes.fetch_add(bytes, Ordering::Relaxed);
+        let is_sent = waiting + bytes <= MAX_BYTES
+            && match self.lines.try_send(Message::Line(Box::new(line))) {
+                Ok(()) => true,
+                Err(TrySendError::Full(_) | TrySendError::Disconnected(_)) => false,
+            };
+        if !is_sent {
+            self.waiting_bytes.fetch_sub(bytes, Ordering::Relaxed);
+            self.count("dropped");
+        }
+    }
+}
+
+impl Writer {
+    /// Write what is queued, for at most `LAST_WORDS`.
+    pub fn stop(mut self) {
+        let until = std::time::Instant::now() + LAST_WORDS;
+        // A full queue takes the message a moment later; a thread that is gone never does.
+        while let Err(TrySendError::Full(_)) = self.lines.try_send(Message::Stop) {
+            if std::time::Instant::now() > until {
+                return;
+            }
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        if let Some(thread) = self.thread.take() {
+            while !thread.is_finished() && std::time::Instant::now() < until {
+                std::thread::sleep(Duration::from_millis(5));
+            }
+        }
+    }
+}
+
+struct Writing {
+    files: Files,
+    waiting_bytes: Arc<AtomicUsize>,
+    counts: IntCounterVec,
+    /// Said once, until it works again.
+    is_failing: bool,
+}
+
+impl Writing {
+    fn run(mut self, lines: &Receiver<Message>) {
+        /// What is not flushed is lost in a crash.
+        const QUIET: Duration = Duration::from_millis(100);
+        let mut is_dirty = false;
+        loop {
+            let message = match is_dirty {
+                true => lines.recv_timeout(QUIET),
+                false => lines.recv().map_err(|_| RecvTimeoutError::Disconnected),
+            };
+            match message {
+                Ok(Message::Line(line)) => {
+                    is_dirty = true;
+                    self.waiting_bytes
+                        .fetch_sub(line.bytes(), Ordering::Relaxed);
+                    let written = self.files.write(&line);
+                    self.note(written);
+                }
+                Err(RecvTimeoutError::Timeout) => {
+                    is_dirty = false;
+                    if let Err(err) = self.files.out.flush() {
+                        self.complain(&err);
+                    }
+                }
+                Ok(Message::Stop) | Err(RecvTimeoutError::Disconnected) => {
+                    if let Err(err) = self.files.out.flush() {
+                        self.complain(&err);
+                    }
+                    return;
+                }
+            }
+        }
+    }
+
+    fn note(&mut self, written: io::Result<()>) {
+        let result = match &written {
+            Ok(()) => "written",
+            Err(_) => "failed",
+        };
+        self.counts.with_label_values(&[result]).inc();
+        match written {
+            Ok(()) => self.is_failing = false,
+            Err(err) => self.complain(&err),
+        }
+    }
+
+    fn complain(&mut self, err: &io::Error) {
+        if !std::mem::replace(&mut self.is_failing, true) {
+            let path = self.files.place.path.display();
+            tracing::error!(%path, %err, "cannot write the decision log; decisions go on without it");
+        }
+    }
+}
+
+struct Files {
+    place: Place,
+    header: Header,
+    out: BufWriter<File>,
+    bytes: u64,
+}
+
+impl Files {
+    fn open(place: Place, header: Header) -> io::Result<Self> {
+        // What an earlier run left is kept, as if it had been full.
+        if place.path.metadata().is_ok_and(|old| old.len() > 0) {
+            shift(&place.path, place.max_files)?;
+        }
+        let out = BufWriter::new(create(&place.path)?);
+        let mut files = Self {
+            place,
+            header,
+            out,
+            bytes: 0,
+        };
+        files.begin()?;
+        files.out.flush()?;
+        Ok(files)
+    }
+
+    fn begin(&mut self) -> io::Result<()> {
+        let mut text = serde_json::to_vec(&self.header)?;
+        text.push(b'\n');
+        self.bytes = text.len() as u64;
+        self.out.write_all(&text)
+    }
+
+    fn write(&mut self, line: &Line) -> io::Result<()> {
+        let mut text = serde_json::to_vec(line)?;
+        text.push(b'\n');
+        if self.bytes + text.len() as u64 > self.place.max_bytes {
+            self.out.flush()?;
+            shift(&self.place.path, self.place.max_files)?;
+            self.out = BufWriter::new(create(&self.place.path)?);
+            self.header.file += 1;
+            self.begin()?;
+        }
+        self.bytes += text.len() as u64;
+        self.out.write_all(&text)
+    }
+}
+
+fn create(path: &Path) -> io::Result<File> {
+    OpenOptions::new()
+        .write(true)
+        .create(true)
+        .truncate(true)
+        .open(path)
+}
+
+/// PATH becomes PATH.1, PATH.1 becomes PATH.2, and so on; `files` in all, the last one is overwritten.
+fn shift(path: &Path, files: u32) -> io::Result<()> {
+    for number in (1..files).rev() {
+        let (from, to) = (numbered(path, number - 1), numbered(path, number));
+        match rename(&from, &to) {
+            Err(err) if err.kind() != io::ErrorKind::NotFound => return Err(err),
+            _ => {}
+        }
+    }
+    Ok(())
+}
+
+fn numbered(path: &Path, number: u32) -> PathBuf {
+    match number {
+        0 => path.to_owned(),
+        number => {
+            let mut name = path.as_os_str().to_owned();
+            name.push(format!(".{number}"));
+            name.into()
+        }
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use prometheus::Opts;
+    use router_core::Role;
+    use router_core::decision_log::Entry;
+
+    use super::*;
+
+    fn folder(name: &str) -> PathBuf {
+        let folder = std::env::temp_dir().join(format!("baton-log-{name}-{}", std::process::id()));
+        let _ = std::fs::remove_dir_all(&folder); // of an earlier run with this number
+        std::fs::create_dir_all(&folder).unwrap();
+        folder
+    }
+
+    fn line(n: u64) -> Line {
+        let (role, now_ms) = (Role::Regular, 5);
+        let entry = Entry::Evict { role, now_ms };
+        Line { n, entry }
+    }
+
+    fn counts() -> IntCounterVec {
+        IntCounterVec::new(Opts::new("lines", "lines"), &["result"]).unwrap()
+    }
+
+    #[test]
+    fn files_are_shifted_at_the_limit_and_each_begins_with_the_header() {
+        let folder = folder("shift");
+        let path = folder.join("log");
+        let place = || Place {
+            path: path.clone(),
+            max_bytes: 400,
+            max_files: 3,
+        };
+        let counted = counts();
+        let (queue, writer) = start(place(), vec!["--policy".into()], counted.clone()).unwrap();
+        (0..40).for_each(|n| queue.put(line(n)));
+        writer.stop();
+        assert_eq!(counted.with_label_values(&["written"]).get(), 40);
+        let mut next = 40;
+        for number in 0..3 {
+            let text = std::fs::read_to_string(numbered(&path, number)).unwrap();
+            assert!(text.len() <= 400);
+            let mut lines = text.lines();
+            let header: Header = serde_json::from_str(lines.next().unwrap()).unwrap();
+            assert_eq!(header.flags, ["--policy"]);
+            let numbers: Vec<u64> = lines
+                .map(|l| serde_json::from_str::<Line>(l).unwrap().n)
+                .collect();
+            assert_eq!(*numbers.last().unwrap() + 1, next);
+            assert!(numbers.is_sorted());
+            next = numbers[0];
+        }
+        assert!(!numbered(&path, 3).exists());
+        // The next run keeps what this one wrote.
+        let before = std::fs::read_to_string(&path).unwrap();
+        let (_queue, writer) = start(place(), Vec::new(), counts()).unwrap();
+        writer.stop();
+        assert_eq!(std::fs::read_to_string(numbered(&path, 1)).unwrap(), before);
+        std::fs::remove_dir_all(folder).unwrap();
+    }
+
+    #[test]
+    fn a_full_queue_drops_and_counts_and_never_waits() {
+        let counted = counts();
+        let (lines, _unread) = sync_channel(2);
+        let queue = Queue {
+            lines,
+            waiting_bytes: Arc::default(),
+            counts: counted.clone(),
+        };
+        (0..5).for_each(|n| queue.put(line(n)));
+        assert_eq!(counted.with_label_values(&["dropped"]).get(), 3);
+        let two = 2 * line(0).bytes();
+        assert_eq!(queue.waiting_bytes.load(Ordering::Relaxed), two);
+    }
+
+    #[test]
+    fn a_place_that_cannot_be_written_is_refused_with_its_name() {
+        let place = Place {
+            path: "/proc/nowhere/log".into(),
+            max_bytes: 1 << 20,
+            max_files: 2,
+        };
+        let refusal = start(place, Vec::new(), counts()).err().unwrap();
+        assert!(
+            refusal.starts_with("--decision-log /proc/nowhere/log: "),
+            "{refusal}"
+        );
+    }
+}

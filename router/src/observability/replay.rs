@@ -1,0 +1,135 @@
+//! `baton replay LOG…`: a decision log decided again (router-core's `replay`), with other flags if any are given.
+//!
+//! The flags of the log's header come first, those of the command line after them: of a flag given twice the last counts,
+//! so everything that is not given is as it was.
+
+use std::fs::File;
+use std::io::{BufRead, BufReader, stdin};
+
+use router_core::Replay;
+use router_core::decision_log::{FORMAT, Header, Line};
+
+use crate::config::{ParseStop, RouterConfig};
+
+const USAGE: &str = "usage: baton replay LOG [LOG …] [--policy NAME] [any flag of `baton router` under Routing]
+
+Decides a log of --decision-log again with the code that decided it, and compares. Without flags every decision must come
+out as recorded (exit code 1 if not). With flags it shows what they would have changed, each decision taken in the
+situation the fleet was in. Give all files of a run, in any order; '-' is standard input (zcat LOG.gz | baton replay -).
+";
+
+/// A file of a log, its header read.
+struct Opened {
+    name: String,
+    header: Header,
+    lines: Box<dyn BufRead>,
+}
+
+/// `args` behind the word replay. Returns text for standard output and the exit code, or a complaint.
+pub fn run(args: &[String]) -> Result<(String, i32), String> {
+    let is_flag = |arg: &&String| arg.starts_with("--");
+    let files = args.iter().take_while(|arg| !is_flag(arg));
+    let (files, flags): (Vec<_>, _) =
+        (files.collect(), args.iter().skip_while(|arg| !is_flag(arg)));
+    let flags: Vec<String> = flags.cloned().collect();
+    if files.is_empty() || flags.iter().any(|flag| flag == "--help") {
+        return match files.is_empty() && flags.is_empty() {
+            true => Err(USAGE.trim_end().to_owned()),
+            false => Ok((USAGE.to_owned(), 0)),
+        };
+    }
+    let mut opened = files.into_iter().map(open).collect::<Result<Vec<_>, _>>()?;
+    opened.sort_by_key(|file| (file.header.run, file.header.file));
+    let first = opened[0].header.clone();
+    if let Some(other) = opened.iter().find(|file| file.header.run != first.run) {
+        return Err(format!(
+            "{} and {} are of two runs of the router; replay one run at a time",
+            opened[0].name, other.name
+        ));
+    }
+    let recorded = configured(&first.flags, &[])?;
+    let now = configured(&first.flags, &flags)?;
+    let mut replay = Replay::new(
+        |role| recorded.policy_for(role),
+        |role| now.policy_for(role),
+        &now.policy_params(),
+    );
+    for file in &mut opened {
+        read(file, &mut replay)?;
+    }
+    let report = replay.report();
+    let mut text = String::new();
+    if first.version != env!("CARGO_PKG_VERSION") {
+        text += &format!(
+            "written by version {}, decided again by {}: rules may have changed\n",
+            first.version,
+            env!("CARGO_PKG_VERSION")
+        );
+    }
+    text += &report.to_string();
+    let is_as_it_was = flags.is_empty() && report.missing == 0;
+    let code = i32::from(is_as_it_was && !report.is_same());
+    Ok((text, code))
+}
+
+fn configured(recorded: &[String], given: &[String]) -> Result<RouterConfig, String> {
+    let name = "baton replay".to_owned();
+    let argv: Vec<String> = std::iter::once(&name)
+        .chain(recorded)
+        .chain(given)
+        .cloned()
+        .collect();
+    RouterConfig::parse(&argv).map_err(|stop| match stop {
+        ParseStop::Help(text) | ParseStop::Bad(text) => text,
+    })
+}
+
+fn open(name: &String) -> Result<Opened, String> {
+    let failed = |err: std::io::Error| format!("{name}: {err}");
+    let mut lines: Box<dyn BufRead> = match name.as_str() {
+        "-" => Box::new(BufReader::new(stdin())),
+        path => Box::new(BufReader::new(File::open(path).map_err(failed)?)),
+    };
+    let mut text = String::new();
+    lines.read_line(&mut text).map_err(failed)?;
+    let header: Header = serde_json::from_str(&text)
+        .map_err(|err| format!("{name}: not a file of --decision-log: {err}"))?;
+    match header.decision_log {
+        FORMAT => Ok(Opened {
+            name: name.clone(),
+            header,
+            lines,
+        }),
+        other => Err(format!(
+            "{name}: format {other} of the decision log; this program reads format {FORMAT}"
+        )),
+    }
+}
+
+fn read(file: &mut Opened, replay: &mut Replay) -> Result<(), String> {
+    let name = &file.name;
+    let mut text = String::new();
+    let mut number = 1u64;
+    loop {
+        text.clear();
+        number += 1;
+        let read = file.lines.read_line(&mut text);
+        if read.map_err(|err| format!("{name}: {err}"))? == 0 {
+            return Ok(());
+        }
+        if !text.ends_with('\n') {
+            return Ok(()); // the router was killed while it wrote this one
+        }
+        if text.starts_with("{\"decision_log\"") {
+            continue; // files of a run one behind the other on standard input
+        }
+        let line: Line =
+            serde_json::from_str(&text).map_err(|err| format!("{name}, line {number}: {err}"))?;
+        if !replay.line(&line) {
+            let n = line.n;
+            return Err(format!(
+                "{name}, line {number}: number {n} came before; is a file given twice?"
+            ));
+        }
+    }
+}

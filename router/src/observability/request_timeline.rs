@@ -1,0 +1,757 @@
+//! What happened to a request, told by those who do it: GET /v1/requests/{id}, the access log and the stage metrics read it.
+//!
+//! The life of a story:
+//!
+//! 1. `Requests::begin` when the head of a generation request is read; from then on it can be asked for;
+//! 2. whoever does something marks it: stages of the request, and a leg for each sending to a worker, with what was
+//!    decided, predicted and observed;
+//! 3. `Requests::end` when the answer's body is dropped: it joins the last --request-history ones, oldest out first, also
+//!    when they take more than `MAX_BYTES`.
+//!
+//! No prompt is in it: lengths, and the hash of its last whole block, which names the prefix. Cost: about a microsecond
+//! and half a kilobyte a request.
+
+use std::collections::{HashMap, VecDeque};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use http::HeaderValue;
+use parking_lot::Mutex;
+use router_core::{Blocks, Outcome, Role, Usage, Why};
+use serde::Serialize;
+use serde_json::value::RawValue;
+use tokio::time::Instant;
+
+use crate::observability::engine_stages::EngineStages;
+use crate::observability::otlp;
+use crate::observability::otlp::{Context, Event, Kind, Name, Span, Value};
+
+/// Most memory of ended stories. Without explanations 4096 take 3 MB; one explanation of 256 candidates takes 60 KB.
+const MAX_BYTES: usize = 16 << 20;
+
+/// What a request goes through, once, in this order.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Stage {
+    /// Its body is complete.
+    Read,
+    /// It has its place among --max-concurrent-requests.
+    Admitted,
+    /// What routing needs was read off the body.
+    Parsed,
+    /// Its prompt was counted and hashed for the policies.
+    Tokenised,
+    /// The first byte of an answer went to the client.
+    FirstByte,
+    /// The last byte, or the client left.
+    Ended,
+}
+
+impl Stage {
+    pub const ALL: [Stage; 6] = [
+        Stage::Read,
+        Stage::Admitted,
+        Stage::Parsed,
+        Stage::Tokenised,
+        Stage::FirstByte,
+        Stage::Ended,
+    ];
+
+    fn name(self) -> &'static str {
+        match self {
+            Stage::Read => "read_ms",
+            Stage::Admitted => "admitted_ms",
+            Stage::Parsed => "parsed_ms",
+            Stage::Tokenised => "tokenised_ms",
+            Stage::FirstByte => "first_byte_ms",
+            Stage::Ended => "ended_ms",
+        }
+    }
+}
+
+/// See the module.
+pub struct Story {
+    number: u64,
+    route: &'static str,
+    started: Instant,
+    received_unix_ns: u64,
+    trace: Option<Context>,
+    told: Mutex<Told>,
+}
+
+#[derive(Default)]
+struct Told {
+    rid: String,
+    /// Seconds since the start, by `Stage`.
+    stages: [Option<f32>; Stage::ALL.len()],
+    body_bytes: usize,
+    prompt: Option<PromptSize>,
+    legs: Vec<Leg>,
+    failures: Vec<Failed>,
+    /// (status, outcome)
+    end: Option<(u16, &'static str)>,
+}
+
+#[derive(Debug, Clone, Copy, Serialize)]
+struct PromptSize {
+    /// Bytes of text, or tokens: what blocks are counted in.
+    units: usize,
+    tokens: Option<u32>,
+    blocks: usize,
+}
+
+/// One sending to one worker. Times are milliseconds since the head of the request.
+#[derive(Debug, Clone, Serialize)]
+pub struct Leg {
+    attempt: u32,
+    /// Its id in the trace.
+    #[serde(skip)]
+    span: u64,
+    role: Role,
+    worker: String,
+    #[serde(flatten)]
+    why: Why,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    room: Option<u64>,
+    chosen_ms: f64,
+    /// A connection was there and the request went out.
+    sent_ms: Option<f64>,
+    /// Predicted is `ttft_ms` of the decision, which counts from `chosen_ms`.
+    first_token_ms: Option<f64>,
+    ended_ms: Option<f64>,
+    outcome: Option<&'static str>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    usage: Option<Counted>,
+    /// As the engine reported them, if it did.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    stages: Option<EngineStages>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    explanation: Option<Box<RawValue>>,
+}
+
+/// `usage` as the worker told it.
+#[derive(Debug, Clone, Copy, Serialize)]
+pub struct Counted {
+    pub prompt_tokens: u32,
+    pub cached_tokens: Option<u32>,
+    pub completion_tokens: Option<u32>,
+}
+
+/// Why an attempt was given up.
+#[derive(Debug, Clone, Serialize)]
+struct Failed {
+    attempt: u32,
+    role: Role,
+    reason: &'static str,
+    at_ms: f64,
+    /// Its answer broke off behind so many tokens; another worker was asked for the rest.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    failover_at_token: Option<usize>,
+}
+
+/// A place in the story for one leg's guard to write to.
+pub struct LegStory {
+    story: Arc<Story>,
+    at: usize,
+}
+
+/// Seconds a request spent in each stage, as far as it came.
+pub struct Stages {
+    pub read: Option<f64>,
+    pub queue: Option<f64>,
+    pub parse: Option<f64>,
+    pub tokenise: Option<f64>,
+    pub decide: Option<f64>,
+    pub connect: Option<f64>,
+    pub first_token: Option<f64>,
+}
+
+fn ms(since: Instant) -> f64 {
+    // Microseconds are enough, and shorter to read.
+    (since.elapsed().as_secs_f64() * 1e6).round() / 1e3
+}
+
+impl Story {
+    fn new(number: u64, route: &'static str, trace: Option<Context>) -> Self {
+        let now = SystemTime::now().duration_since(UNIX_EPOCH);
+        Self {
+            number,
+            route,
+            started: Instant::now(),
+            received_unix_ns: now.map_or(0, |now| now.as_nanos() as u64),
+            trace,
+            told: Mutex::default(),
+        }
+    }
+
+    pub fn mark(&self, stage: Stage) {
+        let at = self.started.elapsed().as_secs_f32();
+        self.told.lock().stages[stage as usize].get_or_insert(at);
+    }
+
+    pub fn body(&self, bytes: usize) {
+        self.told.lock().body_bytes = bytes;
+    }
+
+    pub fn prompt(&self, blocks: &Blocks) {
+        let prompt = blocks.prompt();
+        self.told.lock().prompt = Some(PromptSize {
+            units: prompt.units,
+            tokens: prompt.tokens,
+            blocks: prompt.hashes.len(),
+        });
+    }
+
+    /// The request goes to this worker. `explanation`: what was weighed, as JSON.
+    pub fn leg(
+        self: &Arc<Self>,
+        role: Role,
+        worker: &str,
+        why: Why,
+        explanation: Option<Box<RawValue>>,
+    ) -> LegStory {
+        let mut told = self.told.lock();
+        let attempt = told.failures.len() as u32 + 1;
+        told.legs.push(Leg {
+            attempt,
+            span: self.trace.map_or(0, |_| otlp::new_id()),
+            role,
+            worker: worker.to_owned(),
+            why,
+            room: None,
+            chosen_ms: ms(self.started),
+            sent_ms: None,
+            first_token_ms: None,
+            ended_ms: None,
+            outcome: None,
+            usage: None,
+            stages: None,
+            explanation,
+        });
+        LegStory {
+            story: self.clone(),
+            at: told.legs.len() - 1,
+        }
+    }
+
+    /// The pair that was chosen last meets in this room.
+    pub fn room(&self, room: u64) {
+        for leg in self.told.lock().legs.iter_mut().rev().take(2) {
+            leg.room = Some(room);
+        }
+    }
+
+    /// The attempt is given up; another may follow.
+    pub fn failed(&self, role: Role, reason: &'static str) {
+        self.gave_up(role, reason, None);
+    }
+
+    /// The answer broke off when the client had so many tokens, and another worker is asked for the rest.
+    pub fn fails_over(&self, role: Role, reason: &'static str, tokens: usize) {
+        self.gave_up(role, reason, Some(tokens));
+    }
+
+    fn gave_up(&self, role: Role, reason: &'static str, failover_at_token: Option<usize>) {
+        let mut told = self.told.lock();
+        let attempt = told.failures.len() as u32 + 1;
+        told.failures.push(Failed {
+            attempt,
+            role,
+            reason,
+            at_ms: ms(self.started),
+            failover_at_token,
+        });
+    }
+
+    /// How often another worker was asked to go on with the answer.
+    pub fn failovers(&self) -> usize {
+        let told = self.told.lock();
+        let failures = told.failures.iter();
+        failures.filter(|f| f.failover_at_token.is_some()).count()
+    }
+
+    /// What the last worker that answered counted.
+    pub fn usage(&self) -> Option<Counted> {
+        self.told.lock().legs.iter().rev().find_map(|leg| leg.usage)
+    }
+
+    /// How long each stage of the first attempt took.
+    pub fn stages(&self) -> Stages {
+        let told = self.told.lock();
+        let at = |stage: Stage| told.stages[stage as usize].map(f64::from);
+        let between = |from: Option<f64>, to: Option<f64>| Some((to? - from?).max(0.0));
+        let first = told.legs.first();
+        // The last leg of the first attempt is the one that answers the client.
+        let answering = told.legs.iter().take_while(|leg| leg.attempt == 1).last();
+        let seconds = |ms: Option<f64>| ms.map(|ms| ms / 1e3);
+        let chosen = seconds(first.map(|leg| leg.chosen_ms));
+        let sent = seconds(answering.and_then(|leg| leg.sent_ms));
+        let first_token = seconds(answering.and_then(|leg| leg.first_token_ms));
+        Stages {
+            read: at(Stage::Read),
+            queue: between(at(Stage::Read), at(Stage::Admitted)),
+            parse: between(at(Stage::Admitted), at(Stage::Parsed)),
+            tokenise: between(at(Stage::Parsed), at(Stage::Tokenised)),
+            decide: between(at(Stage::Tokenised), chosen),
+            connect: between(chosen, sent),
+            first_token: between(sent, first_token),
+        }
+    }
+
+    /// The legs of the last attempt without their candidates, for a header.
+    pub fn summary(&self) -> String {
+        let told = self.told.lock();
+        let attempt = told.legs.last().map_or(0, |leg| leg.attempt);
+        let legs = told.legs.iter().filter(|leg| leg.attempt == attempt);
+        let legs: Vec<_> = legs
+            .map(|leg| {
+                serde_json::json!({
+                    "role": leg.role,
+                    "worker": leg.worker,
+                    "decision": leg.why,
+                })
+            })
+            .collect();
+        serde_json::json!({ "attempts": attempt, "legs": legs }).to_string()
+    }
+
+    /// As GET /v1/requests/{id} shows it.
+    fn json(&self) -> serde_json::Value {
+        let told = self.told.lock();
+        let timeline: serde_json::Map<String, serde_json::Value> = Stage::ALL
+            .into_iter()
+            .filter_map(|stage| {
+                let at = told.stages[stage as usize]?;
+                Some((stage.name().to_owned(), rounded(at).into()))
+            })
+            .collect();
+        serde_json::json!({
+            "id": told.rid,
+            "route": self.route,
+            "received_unix_ms": self.received_unix_ns / 1_000_000,
+            "trace_id": self.trace_id(),
+            "state": if told.end.is_some() { "ended" } else { "running" },
+            "status": told.end.map(|(status, _)| status),
+            "outcome": told.end.map(|(_, outcome)| outcome),
+            "body_bytes": told.body_bytes,
+            "prompt": told.prompt,
+            "timeline": timeline,
+            "legs": told.legs,
+            "failed_attempts": told.failures,
+        })
+    }
+
+    /// Line of a list of requests.
+    fn short_json(&self) -> serde_json::Value {
+        let told = self.told.lock();
+        let ended = told.stages[Stage::Ended as usize].map(rounded);
+        let answering = told.legs.iter().rfind(|leg| leg.role != Role::Prefill);
+        serde_json::json!({
+            "id": told.rid,
+            "route": self.route,
+            "received_unix_ms": self.received_unix_ns / 1_000_000,
+            "outcome": told.end.map(|(_, outcome)| outcome),
+            "ms": ended.unwrap_or_else(|| ms(self.started)),
+            "attempts": told.legs.last().map_or(0, |leg| leg.attempt),
+            "worker": answering.map(|leg| leg.worker.as_str()),
+        })
+    }
+
+    pub fn trace_id(&self) -> Option<String> {
+        self.trace.map(|trace| format!("{:032x}", trace.trace))
+    }
+
+    /// The ended request as spans; `None` if it is not to be traced.
+    pub fn spans(&self, method: &str) -> Option<Vec<Span>> {
+        let context = self.trace.filter(|trace| trace.is_sampled)?;
+        let told = self.told.lock();
+        let at = |ms: f64| self.received_unix_ns + (ms * 1e6) as u64;
+        let stage = |stage: Stage| told.stages[stage as usize].map(rounded);
+        let ended_ms = stage(Stage::Ended).unwrap_or_else(|| ms(self.started));
+        let (status, outcome) = told.end.unwrap_or((0, "unknown"));
+        let mut request = Span {
+            trace: context.trace,
+            id: context.span,
+            parent: context.parent,
+            name: format!("{method} {}", self.route),
+            kind: Kind::Server,
+            start: at(0.0),
+            end: at(ended_ms),
+            attributes: vec![
+                ("http.request.method".into(), Value::Text(method.to_owned())),
+                ("http.route".into(), Value::Text(self.route.to_owned())),
+                (
+                    "http.response.status_code".into(),
+                    Value::Int(status.into()),
+                ),
+                ("baton.request_id".into(), Value::Text(told.rid.clone())),
+                ("baton.outcome".into(), Value::Text(outcome.to_owned())),
+                (
+                    "baton.attempts".into(),
+                    Value::Int(told.legs.last().map_or(0, |leg| leg.attempt.into())),
+                ),
+            ],
+            events: Vec::new(),
+            error: (status >= 500 || outcome == "error_event").then(|| outcome.to_owned()),
+        };
+        let failovers = told
+            .failures
+            .iter()
+            .filter(|f| f.failover_at_token.is_some());
+        request
+            .events
+            .extend(failovers.map(|failed| Event::new(at(failed.at_ms), "failover")));
+        for (name, ms) in [
+            ("read", stage(Stage::Read)),
+            ("admitted", stage(Stage::Admitted)),
+            ("tokenised", stage(Stage::Tokenised)),
+            ("first_byte", stage(Stage::FirstByte)),
+        ] {
+            request.events.extend(ms.map(|ms| Event::new(at(ms), name)));
+        }
+        let child = |id, name: &str, kind, from_ms: f64, to_ms: f64| Span {
+            trace: context.trace,
+            id,
+            parent: Some(context.span),
+            name: name.to_owned(),
+            kind,
+            start: at(from_ms),
+            end: at(to_ms),
+            attributes: Vec::new(),
+            events: Vec::new(),
+            error: None,
+        };
+        let mut spans = vec![request];
+        let mut attempt = 0;
+        for leg in &told.legs {
+            if attempt != leg.attempt {
+                attempt = leg.attempt;
+                let failed = told
+                    .failures
+                    .iter()
+                    .find(|failed| failed.attempt + 1 == attempt);
+                let from = failed
+                    .map(|failed| failed.at_ms)
+                    .or(stage(Stage::Tokenised));
+                let from = from.unwrap_or(leg.chosen_ms);
+                let mut decide = child(
+                    otlp::new_id(),
+                    "decide",
+                    Kind::Internal,
+                    from,
+                    leg.chosen_ms,
+                );
+                decide
+                    .attributes
+                    .push(("baton.attempt".into(), Value::Int(attempt.into())));
+                spans.push(decide);
+            }
+            let to = leg.ended_ms.unwrap_or(ended_ms);
+            let mut span = child(leg.span, leg.role.label(), Kind::Client, leg.chosen_ms, to);
+            span.attributes = leg.attributes();
+            let events = [("sent", leg.sent_ms), ("first_token", leg.first_token_ms)];
+            let events = events
+                .into_iter()
+                .filter_map(|(name, ms)| Some(Event::new(at(ms?), name)));
+            span.events = events.collect();
+            span.error = (leg.outcome == Some("failed")).then(|| {
+                let failed = told
+                    .failures
+                    .iter()
+                    .find(|failed| failed.attempt == leg.attempt);
+                failed.map_or("failed", |failed| failed.reason).to_owned()
+            });
+            spans.push(span);
+        }
+        Some(spans)
+    }
+
+    /// About how much memory it takes.
+    fn bytes(&self) -> usize {
+        let told = self.told.lock();
+        let legs = told.legs.iter().map(|leg| {
+            let told = leg.explanation.as_ref().map_or(0, |told| told.get().len());
+            size_of::<Leg>() + leg.worker.len() + told
+        });
+        let failures = told.failures.len() * size_of::<Failed>();
+        size_of::<Self>() + told.rid.len() + legs.sum::<usize>() + failures
+    }
+}
+
+impl Leg {
+    fn attributes(&self) -> Vec<(Name, Value)> {
+        let text = |text: &str| Value::Text(text.to_owned());
+        let mut told = vec![
+            ("baton.attempt".into(), Value::Int(self.attempt.into())),
+            ("baton.worker".into(), text(&self.worker)),
+            ("baton.why".into(), text(self.why.label())),
+        ];
+        told.extend(
+            self.room
+                .map(|room| ("baton.room".into(), Value::Int(room as i64))),
+        );
+        told.extend(
+            self.outcome
+                .map(|outcome| ("baton.outcome".into(), text(outcome))),
+        );
+        if let Some(forecast) = self.why.forecast() {
+            let cached = Value::Int(forecast.cached_tokens.into());
+            told.push((
+                "baton.predicted_ttft_ms".into(),
+                Value::Int(forecast.ttft_ms.into()),
+            ));
+            told.push(("baton.predicted_cached_tokens".into(), cached));
+        }
+        if let Some(usage) = self.usage {
+            let mut count = |name: &'static str, tokens: Option<u32>| {
+                told.extend(tokens.map(|tokens| (name.into(), Value::Int(tokens.into()))));
+            };
+            count("gen_ai.usage.input_tokens", Some(usage.prompt_tokens));
+            count("gen_ai.usage.output_tokens", usage.completion_tokens);
+            count("baton.cached_tokens", usage.cached_tokens);
+        }
+        told
+    }
+}
+
+/// Seconds to milliseconds with three digits.
+fn rounded(seconds: f32) -> f64 {
+    (f64::from(seconds) * 1e6).round() / 1e3
+}
+
+impl LegStory {
+    pub fn traceparent(&self) -> Option<HeaderValue> {
+        let context = self.story.trace?;
+        let told = self.story.told.lock();
+        told.legs.get(self.at).map(|leg| context.header(leg.span))
+    }
+
+    fn leg(&self, change: impl FnOnce(&mut Leg, f64)) {
+        let at_ms = ms(self.story.started);
+        if let Some(leg) = self.story.told.lock().legs.get_mut(self.at) {
+            change(leg, at_ms);
+        }
+    }
+
+    /// It goes out; called again when it is sent again on another connection.
+    pub fn sent(&self) {
+        self.leg(|leg, at_ms| leg.sent_ms = Some(at_ms));
+    }
+
+    pub fn first_token(&self) {
+        self.leg(|leg, at_ms| leg.first_token_ms = Some(at_ms));
+    }
+
+    pub fn usage(&self, usage: Usage) {
+        let Usage {
+            prompt_tokens,
+            cached_tokens,
+            completion_tokens,
+        } = usage;
+        self.leg(|leg, _| {
+            leg.usage = Some(Counted {
+                prompt_tokens,
+                cached_tokens,
+                completion_tokens,
+            });
+        });
+    }
+
+    pub fn stages(&self, stages: EngineStages) {
+        self.leg(|leg, _| leg.stages = Some(stages));
+    }
+
+    pub fn ended(&self, outcome: Outcome) {
+        self.leg(|leg, at_ms| {
+            leg.ended_ms = Some(at_ms);
+            leg.outcome = Some(match outcome {
+                Outcome::Success => "ok",
+                Outcome::Failure => "failed",
+                Outcome::Unknown => "left",
+            });
+        });
+    }
+}
+
+/// The stories that can be asked for.
+pub struct Requests {
+    /// Ended ones; 0: none.
+    kept: usize,
+    next: AtomicU64,
+    shelf: Mutex<Shelf>,
+}
+
+#[derive(Default)]
+struct Shelf {
+    /// As many as there are requests in flight.
+    running: HashMap<u64, Arc<Story>>,
+    ended: VecDeque<(Arc<Story>, usize)>,
+    bytes: usize,
+}
+
+impl Requests {
+    pub fn new(kept: usize) -> Self {
+        Self {
+            kept,
+            next: AtomicU64::new(0),
+            shelf: Mutex::default(),
+        }
+    }
+
+    pub fn begin(&self, route: &'static str, rid: &str, trace: Option<Context>) -> Arc<Story> {
+        let number = self.next.fetch_add(1, Ordering::Relaxed);
+        let story = Arc::new(Story::new(number, route, trace));
+        rid.clone_into(&mut story.told.lock().rid);
+        if self.kept > 0 {
+            self.shelf.lock().running.insert(number, story.clone());
+        }
+        story
+    }
+
+    pub fn end(&self, story: &Arc<Story>, status: u16, outcome: &'static str) {
+        story.mark(Stage::Ended);
+        story.told.lock().end = Some((status, outcome));
+        if self.kept == 0 {
+            return;
+        }
+        let bytes = story.bytes();
+        let mut shelf = self.shelf.lock();
+        shelf.running.remove(&story.number);
+        shelf.ended.push_back((story.clone(), bytes));
+        shelf.bytes += bytes;
+        while shelf.ended.len() > self.kept || shelf.bytes > MAX_BYTES {
+            let Some((_, bytes)) = shelf.ended.pop_front() else {
+                break;
+            };
+            shelf.bytes -= bytes;
+        }
+    }
+
+    /// The youngest requests, running or ended, youngest first, without their legs.
+    pub fn recent(&self, most: usize) -> Vec<serde_json::Value> {
+        let shelf = self.shelf.lock();
+        let ended = shelf.ended.iter().rev().take(most);
+        let mut stories: Vec<_> = ended.map(|(story, _)| story.clone()).collect();
+        stories.extend(shelf.running.values().cloned());
+        drop(shelf);
+        stories.sort_unstable_by_key(|story| std::cmp::Reverse(story.number));
+        stories.truncate(most);
+        stories.iter().map(|story| story.short_json()).collect()
+    }
+
+    /// The youngest with this id: clients may give the same one twice.
+    pub fn find(&self, rid: &str) -> Option<serde_json::Value> {
+        let is_it = |story: &&Arc<Story>| story.told.lock().rid == rid;
+        let shelf = self.shelf.lock();
+        let running = shelf.running.values().filter(is_it);
+        let youngest = running.max_by_key(|story| story.number);
+        let ended = || shelf.ended.iter().rev().map(|(story, _)| story).find(is_it);
+        let story = youngest.or_else(ended)?.clone();
+        drop(shelf);
+        Some(story.json())
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use router_core::Forecast;
+
+    use super::*;
+
+    #[test]
+    fn running_and_ended_requests_are_found_and_the_oldest_forgotten() {
+        let requests = Requests::new(2);
+        let stories: Vec<_> = ["a", "b", "c"]
+            .map(|rid| requests.begin("/x", rid, None))
+            .into();
+        assert_eq!(requests.find("a").unwrap()["state"], "running");
+        for story in &stories {
+            requests.end(story, 200, "ok");
+        }
+        assert!(requests.find("a").is_none());
+        let found = requests.find("c").unwrap();
+        assert_eq!(
+            (&found["state"], &found["outcome"]),
+            (&"ended".into(), &"ok".into())
+        );
+        let running = requests.begin("/x", "d", None);
+        let recent = requests.recent(2);
+        assert_eq!(
+            (&recent[0]["id"], &recent[1]["id"]),
+            (&"d".into(), &"c".into())
+        );
+        assert_eq!(
+            (&recent[0]["outcome"], &recent[1]["outcome"]),
+            (&serde_json::Value::Null, &"ok".into())
+        );
+        requests.end(&running, 200, "ok");
+        let shelf = requests.shelf.lock();
+        assert_eq!((shelf.running.len(), shelf.ended.len()), (0, 2));
+    }
+
+    #[test]
+    fn bytes_bound_the_shelf_too() {
+        let requests = Requests::new(1000);
+        let explanation = RawValue::from_string(format!("\"{}\"", "x".repeat(1 << 20))).unwrap();
+        for _ in 0..40 {
+            let story = requests.begin("/x", "same", None);
+            story.leg(Role::Regular, "w", Why::Only, Some(explanation.clone()));
+            requests.end(&story, 200, "ok");
+        }
+        let shelf = requests.shelf.lock();
+        assert!(
+            shelf.bytes <= MAX_BYTES && shelf.ended.len() == 15,
+            "{}",
+            shelf.ended.len()
+        );
+    }
+
+    #[test]
+    fn with_no_history_nothing_is_held() {
+        let requests = Requests::new(0);
+        let story = requests.begin("/x", "a", None);
+        requests.end(&story, 200, "ok");
+        assert!(requests.find("a").is_none());
+        assert!(requests.shelf.lock().running.is_empty());
+    }
+
+    #[test]
+    fn a_story_tells_attempts_in_order_with_what_was_predicted_and_seen() {
+        let requests = Requests::new(8);
+        let story = requests.begin("/generate", "r", None);
+        for stage in [Stage::Read, Stage::Admitted, Stage::Parsed] {
+            story.mark(stage);
+        }
+        let forecast = Forecast {
+            prompt_tokens: 100,
+            cached_tokens: 64,
+            ttft_ms: 12,
+            best_cached_tokens: 64,
+            best_ttft_ms: 12,
+        };
+        let leg = story.leg(Role::Regular, "http://a", Why::BestHolder(forecast), None);
+        leg.sent();
+        leg.ended(Outcome::Failure);
+        story.failed(Role::Regular, "connect");
+        let leg = story.leg(Role::Regular, "http://b", Why::Only, None);
+        leg.sent();
+        leg.first_token();
+        leg.usage(Usage {
+            prompt_tokens: 100,
+            cached_tokens: Some(60),
+            completion_tokens: Some(5),
+        });
+        leg.ended(Outcome::Success);
+        requests.end(&story, 200, "ok");
+        let told = requests.find("r").unwrap();
+        assert_eq!(told["legs"][0]["cached_tokens"], 64);
+        assert_eq!(told["legs"][0]["outcome"], "failed");
+        assert_eq!(told["legs"][1]["attempt"], 2);
+        assert_eq!(told["legs"][1]["usage"]["cached_tokens"], 60);
+        assert_eq!(told["failed_attempts"][0]["reason"], "connect");
+        assert!(told["timeline"]["ended_ms"].is_number());
+        assert!(story.summary().contains("http://b") && !story.summary().contains("http://a"));
+        assert!(story.stages().connect.is_some() && story.stages().first_token.is_none());
+    }
+}

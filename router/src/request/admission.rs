@@ -1,0 +1,171 @@
+//! --max-concurrent-requests: places for running requests, and a bounded queue in front of them.
+//!
+//! With --rate-limit-tokens-per-second the places are tokens of a bucket, as in SGLang's router: taken by a request, given
+//! back at its end, and added at that rate while the bucket is not full. So --max-concurrent-requests bounds a burst, and
+//! a flow of that many per second passes however long its answers take.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+use tokio::time::{Instant, interval, timeout};
+
+use crate::clock::ms_since;
+use crate::config::Limits;
+use crate::error::RouteError;
+use crate::observability::metrics::Metrics;
+
+/// First come, first served. A place is a permit that lives in the response body.
+pub struct Admission {
+    /// `None`: no limit.
+    places: Option<Arc<Semaphore>>,
+    running: usize,
+    queue: Arc<Semaphore>,
+    queue_size: usize,
+    queue_timeout: Duration,
+}
+
+/// How often a bucket is filled.
+const FILL_EVERY: Duration = Duration::from_millis(10);
+
+impl Admission {
+    /// Fill the bucket, if there is one, as long as this router lives.
+    pub fn keep_filling(&self, limits: &Limits) {
+        let (Some(rate), Some(places)) = (limits.rate_limit_tokens_per_second, &self.places) else {
+            return;
+        };
+        let (places, size) = (Arc::downgrade(places), self.running);
+        tokio::spawn(async move {
+            let mut turn = interval(FILL_EVERY);
+            let (mut last, mut owed) = (Instant::now(), 0.0);
+            loop {
+                let now = turn.tick().await;
+                let Some(places) = places.upgrade() else {
+                    return;
+                };
+                owed += f64::from(rate) * (now - last).as_secs_f64();
+                last = now;
+                let (add, forget) = fill(&mut owed, places.available_permits(), size);
+                places.add_permits(add);
+                places.forget_permits(forget);
+            }
+        });
+    }
+
+    pub fn new(limits: &Limits) -> Self {
+        let running = usize::try_from(limits.max_concurrent_requests).ok();
+        let running = running.map(|n| n.min(Semaphore::MAX_PERMITS));
+        let queue_size = limits.queue_size.min(Semaphore::MAX_PERMITS);
+        Self {
+            places: running.map(|n| Arc::new(Semaphore::new(n))),
+            running: running.unwrap_or(0),
+            queue: Arc::new(Semaphore::new(queue_size)),
+            queue_size,
+            queue_timeout: Duration::from_secs(limits.queue_timeout_secs),
+        }
+    }
+
+    /// A place in the queue for a request that waits for a worker. `None`: --queue-size places are taken.
+    pub fn queue_place(&self, metrics: &Metrics) -> Option<QueuePlace> {
+        let place = self.queue.clone().try_acquire_owned().ok()?;
+        Some(QueuePlace {
+            _place: place,
+            _shown: Shown::new(&metrics.queued),
+        })
+    }
+
+    /// Refuse a request that would find the queue full, before its body is read.
+    pub fn check_queue(&self) -> Result<(), RouteError> {
+        let Some(places) = &self.places else {
+            return Ok(());
+        };
+        match places.available_permits() > 0 || self.queue.available_permits() > 0 {
+            true => Ok(()),
+            false => Err(self.queue_full()),
+        }
+    }
+
+    fn queue_full(&self) -> RouteError {
+        RouteError::QueueFull {
+            running: self.running,
+            queued: self.queue_size,
+        }
+    }
+
+    /// Wait for a place. Dropping the future leaves the queue.
+    pub async fn enter(
+        &self,
+        metrics: &Metrics,
+    ) -> Result<Option<OwnedSemaphorePermit>, RouteError> {
+        let Some(places) = &self.places else {
+            return Ok(None);
+        };
+        if let Ok(place) = places.clone().try_acquire_owned() {
+            return Ok(Some(place));
+        }
+        let _in_queue = self.queue.try_acquire().map_err(|_| self.queue_full())?;
+        let _shown = Shown::new(&metrics.queued);
+        let since = Instant::now();
+        let place = timeout(self.queue_timeout, places.clone().acquire_owned()).await;
+        metrics.queue.observe(since.elapsed().as_secs_f64());
+        match place {
+            Ok(Ok(place)) => Ok(Some(place)),
+            Ok(Err(_closed)) => Err(RouteError::Draining),
+            Err(_) => Err(RouteError::QueueTimeout {
+                waited_ms: ms_since(since),
+                running: self.running,
+            }),
+        }
+    }
+}
+
+/// (tokens to add, tokens to take out) of a bucket that has `there` of `size`, when `owed` have come in the meantime.
+/// Ended requests give theirs back to a bucket that may have been filled: it never keeps more than its size.
+fn fill(owed: &mut f64, there: usize, size: usize) -> (usize, usize) {
+    let whole = owed.floor();
+    *owed -= whole;
+    let add = size.saturating_sub(there).min(whole as usize);
+    (add, there.saturating_sub(size))
+}
+
+/// A place of --queue-size; free when dropped.
+pub struct QueuePlace {
+    _place: OwnedSemaphorePermit,
+    _shown: Shown,
+}
+
+/// Counts a waiting request in the gauge while it waits.
+struct Shown(prometheus::Gauge);
+
+impl Shown {
+    fn new(gauge: &prometheus::Gauge) -> Self {
+        gauge.inc();
+        Self(gauge.clone())
+    }
+}
+
+impl Drop for Shown {
+    fn drop(&mut self) {
+        self.0.dec();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::fill;
+
+    #[test]
+    fn a_bucket_takes_whole_tokens_up_to_its_size() {
+        let mut owed = 2.75;
+        assert_eq!(fill(&mut owed, 0, 8), (2, 0));
+        owed += 0.25;
+        assert_eq!(fill(&mut owed, 2, 8), (1, 0));
+        owed += 100.0;
+        assert_eq!(
+            (fill(&mut owed, 7, 8), owed),
+            ((1, 0), 0.0),
+            "a full bucket overflows"
+        );
+        assert_eq!(fill(&mut owed, 11, 8), (0, 3));
+    }
+}

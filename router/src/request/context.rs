@@ -1,0 +1,246 @@
+//! A generation request, read and checked, and what of it goes to a worker: the same for each attempt, but for the time
+//! that is left and, when its answer broke off, the part that the client has.
+
+use std::borrow::Cow;
+use std::hash::{DefaultHasher, Hash, Hasher};
+use std::sync::Arc;
+use std::time::Duration;
+
+use bytes::Bytes;
+use http::{HeaderMap, HeaderValue};
+use router_core::{Blocks, FailedAttempts, Make, RequestBreaks, WorkerId};
+use tokio::sync::OwnedSemaphorePermit;
+use tokio::time::Instant;
+
+use crate::App;
+use crate::clock::{ms_since, now_ms};
+use crate::dispatch::attempt::is_loss_of_any;
+use crate::error::RouteError;
+use crate::observability::access_log::Record;
+use crate::request::admission::QueuePlace;
+use crate::request::body::{Deadlines, Ours, Parts, Scan};
+use crate::response::failover;
+use crate::transport::upstream::Head;
+use crate::workers::{Avoid, Candidate, Wanted};
+
+/// The first token is of use within this [ms]; the engines' names (docs/protocol.md).
+const TTFT_HEADERS: [&str; 2] = ["x-slo-ttft-ms", "x-llm-d-slo-ttft-ms"];
+/// The whole answer is of use within this [ms].
+const DEADLINE_HEADER: &str = "x-deadline-remaining-ms";
+/// What waits less in the router's queue is sent as the client wrote it.
+const WORTH_TELLING: Duration = Duration::from_millis(10);
+
+pub struct Inbound {
+    pub head: Head,
+    pub body: Bytes,
+    pub scan: Arc<Scan>,
+    pub routing_key: Option<String>,
+    /// The prompt's hashes, if a policy reads them.
+    pub blocks: Option<Arc<Blocks>>,
+    /// If they were counted.
+    pub prompt_tokens: Option<u32>,
+    /// `,"input_ids":[…]` for workers that take it, with --forward-input-ids.
+    pub input_ids: Option<Bytes>,
+    /// Whether a policy reads the prompt's text.
+    pub needs_text: bool,
+    /// Whether the client wants to know what is weighed.
+    pub explains: bool,
+    /// When the body was complete.
+    pub ready_at: Instant,
+    /// How long it waited for a place.
+    pub queued: Duration,
+    /// Workers that failed it.
+    pub avoid: Avoid,
+    /// Set when its answer broke off.
+    pub begun: Option<Begun>,
+    /// The answer has opened: the request is resumed, and only paced.
+    pub is_accepted: bool,
+    /// Attempts wait for their turn, and no retry budget applies to them.
+    pub is_paced: bool,
+    /// Failed attempts since the client last got a token.
+    pub failed: FailedAttempts,
+    /// When the last attempt began.
+    pub attempted_at: Instant,
+    /// Workers that broke under it since then.
+    pub breaks: RequestBreaks,
+    /// Held while it waits for a worker and has no answer.
+    pub place: Option<QueuePlace>,
+    /// Of its headers; the body's are in `scan`.
+    pub told: Deadlines,
+    /// Members that this attempt adds to the body or puts in the place of the client's, without braces.
+    pub again: String,
+    pub record: Record,
+    pub permit: Option<OwnedSemaphorePermit>,
+}
+
+/// An answer whose beginning the client has.
+#[derive(Debug, Clone)]
+pub struct Begun {
+    /// Of the worker that gave it.
+    pub make: Make,
+    pub tokens: usize,
+    /// Member of the body; empty: the client has nothing of it after all.
+    pub resume: String,
+}
+
+impl Inbound {
+    pub fn wanted(&self) -> Wanted<'_> {
+        Wanted {
+            text: match self.needs_text {
+                true => self.scan.routing_text(&self.body),
+                false => Cow::default(),
+            },
+            blocks: self.blocks.clone(),
+            routing_key: self.routing_key.as_deref(),
+            model: self.scan.model.as_deref(),
+            streams: self.scan.stream,
+            story: Some(self.record.story.clone()),
+            explains: self.explains,
+            heir_of: self.begun.as_ref().map(|begun| begun.make),
+        }
+    }
+
+    /// The body for a worker: the client's without its own members of the groups in `replaced`, with `ids` and `fields`.
+    pub fn body_for(&self, replaced: &[Ours], ids: Option<&Bytes>, fields: &str) -> Parts {
+        if self.again.is_empty() {
+            return match replaced.is_empty() && ids.is_none() && fields.is_empty() {
+                true => Parts::from(self.body.clone()),
+                false => self.scan.splice(&self.body, replaced, ids, fields),
+            };
+        }
+        let replaced = [replaced, &[Ours::Deadlines, Ours::Resume]].concat();
+        let members = [fields, &self.again].into_iter().filter(|m| !m.is_empty());
+        let fields = members.collect::<Vec<_>>().join(",");
+        self.scan.splice(&self.body, &replaced, ids, &fields)
+    }
+
+    /// Whether its answer could be gone on with by another worker, if `candidate` gives it.
+    pub fn is_resumable(&self, app: &App, candidate: &Candidate) -> bool {
+        let (config, scan) = (&app.config.retry, &self.scan);
+        !config.disable_failover
+            && app.retry.max_attempts > 1
+            && scan.stream
+            && scan.batch.is_none()
+            && !scan.wants_input_logprobs
+            && !scan.has(Ours::Resume)
+            && candidate.worker.has_feature(failover::FEATURE)
+    }
+
+    /// True if it may wait: an accepted stream always, another while there is a place in the queue.
+    pub fn take_place(&mut self, app: &App) -> bool {
+        if self.is_accepted || self.place.is_some() {
+            return true;
+        }
+        self.place = app.admission.queue_place(&app.metrics);
+        self.place.is_some()
+    }
+
+    /// A worker broke under it, without a token since the last one did. True: it is not to be tried again.
+    pub fn add_break(&mut self, app: &App, worker: WorkerId, is_alone: bool) -> bool {
+        let is_over = self.breaks.add(is_alone);
+        match (is_alone, is_over) {
+            (true, _) => {
+                let hash = body_hash(&self.body);
+                app.poison.lock().add_break(hash, worker, now_ms());
+            }
+            (false, true) => {
+                let hash = body_hash(&self.body);
+                app.poison.lock().refuse(hash, now_ms());
+            }
+            (false, false) => {}
+        }
+        is_over
+    }
+
+    /// Count the attempt that failed now.
+    pub fn count_failure(&mut self, reason: &str) {
+        let held_ms = self.attempted_at.elapsed().as_millis() as u64;
+        self.failed.add(held_ms, is_loss_of_any(reason));
+    }
+
+    /// True if requests with this body broke workers a moment ago.
+    pub async fn is_poison(&self, app: &App) -> Result<bool, RouteError> {
+        if app.poison.lock().is_empty() {
+            return Ok(false);
+        }
+        let body = self.body.clone();
+        let hashing = app.body_threads.run(body.len(), move || body_hash(&body));
+        let hash = hashing.await?;
+        Ok(app.poison.lock().is_refused(hash, now_ms()))
+    }
+
+    /// Bytes that are held to ask again.
+    pub fn held_bytes(&self) -> usize {
+        self.body.len() + self.input_ids.as_ref().map_or(0, Bytes::len)
+    }
+
+    /// The least of the times the client gives for the first token or for all of the answer.
+    pub fn deadline_ms(&self) -> Option<u64> {
+        let Deadlines { ttft, whole } = self.scan.deadlines;
+        let all = [self.told.ttft, self.told.whole, ttft, whole];
+        all.into_iter().flatten().min()
+    }
+
+    /// Whether even the first worker must be told that some of the client's time is gone.
+    pub fn has_lost_time(&self) -> bool {
+        self.queued >= WORTH_TELLING && self.deadline_ms().is_some()
+    }
+
+    /// When the client's time for the whole answer is over.
+    pub fn ends_at(&self) -> Option<Instant> {
+        let whole = [self.told.whole, self.scan.deadlines.whole];
+        let ms = whole.into_iter().flatten().min()?;
+        self.record.started.checked_add(Duration::from_millis(ms))
+    }
+
+    /// Get ready for another attempt, or a late first one: it has what is left of the client's time, and goes on with what was begun.
+    pub fn prepare_again(&mut self) -> Result<(), RouteError> {
+        let waited_ms = ms_since(self.record.started);
+        if self.ends_at().is_some_and(|end| end <= Instant::now()) {
+            return Err(RouteError::DeadlineOver { waited_ms });
+        }
+        // The first token came, if only from another worker.
+        let begun = self.begun.as_ref().filter(|begun| !begun.resume.is_empty());
+        let left = |of: Deadlines| {
+            let left = |ms: u64| ms.saturating_sub(waited_ms).max(1);
+            [of.ttft.filter(|_| begun.is_none()), of.whole].map(|ms| ms.map(left))
+        };
+        let members = ["ttft_deadline_ms", "deadline_ms"].into_iter();
+        let members = members
+            .zip(left(self.scan.deadlines))
+            .filter_map(|(name, ms)| Some(format!("\"{name}\":{}", ms?)));
+        let resume = begun.map(|begun| begun.resume.clone());
+        self.again = resume
+            .into_iter()
+            .chain(members)
+            .collect::<Vec<_>>()
+            .join(",");
+        let told = left(self.told);
+        let headers = &mut self.head.headers;
+        for name in TTFT_HEADERS {
+            headers.remove(name);
+        }
+        headers.remove(DEADLINE_HEADER);
+        for (name, ms) in [TTFT_HEADERS[0], DEADLINE_HEADER].into_iter().zip(told) {
+            if let Some(ms) = ms {
+                headers.insert(name, HeaderValue::from(ms));
+            }
+        }
+        Ok(())
+    }
+}
+
+fn body_hash(body: &Bytes) -> u64 {
+    let mut hasher = DefaultHasher::new();
+    body.hash(&mut hasher);
+    hasher.finish()
+}
+
+/// What the headers of a request say about its time.
+pub fn told_deadlines(headers: &HeaderMap) -> Deadlines {
+    let ms = |name: &str| headers.get(name)?.to_str().ok()?.parse().ok();
+    Deadlines {
+        ttft: TTFT_HEADERS.into_iter().filter_map(ms).min(),
+        whole: ms(DEADLINE_HEADER),
+    }
+}

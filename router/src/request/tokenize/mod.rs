@@ -1,0 +1,248 @@
+//! The prompt in tokens: rendered and encoded once, here, so that policies count what engines compute and compare what
+//! engines cache, and so that engines need not do it again.
+//!
+//! The life of a prompt:
+//!
+//! 1. `server::api::generate` has read the body; [`Tokens::read`] takes a place among the tokenizing threads, or gives up;
+//! 2. [`prompt`] makes of the body what our engines make of it: the rendered template, or the texts as they are;
+//! 3. [`encoder`] turns text into ids, of which it remembers many ([`cache`]);
+//! 4. the ids become block hashes for the policies and, with --forward-input-ids, a member of the body for workers whose
+//!    fingerprint ([`files`]) says that they would have come to the same ids.
+//!
+//! Whatever goes wrong is a counted [`Fallback`] to the text's bytes: it is the engine that refuses requests.
+//! Off the async threads: encoding takes 1 ms for about a thousand tokens.
+
+mod cache;
+mod encoder;
+mod files;
+mod prompt;
+mod template;
+
+use std::fmt::Write as _;
+use std::num::NonZeroUsize;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
+
+use bytes::Bytes;
+use tokio::sync::Semaphore;
+use tokio::time::{Instant, timeout};
+
+use self::encoder::Encoder;
+use self::files::TokenizerFiles;
+pub use self::prompt::Fallback;
+use self::template::Template;
+use crate::config::Tokens as TokensConfig;
+use crate::observability::metrics::Metrics;
+use crate::request::body::Api;
+
+/// Longest prompt that is tokenized, as it stands in the body: about 250 000 tokens of English, half a second [bytes].
+const MAX_BYTES: usize = 1 << 20;
+/// A prompt up to this size is tokenized whatever the context length: it costs about 30 ms [bytes].
+const UNCHECKED_BYTES: usize = 64 << 10;
+/// Threads that tokenize at the same time, at most: routing needs the rest.
+const MAX_THREADS: usize = 8;
+/// Requests that wait for one of them, at most, and how long.
+const MAX_WAITING: usize = 256;
+const MAX_WAIT: Duration = Duration::from_secs(1);
+
+/// See the module.
+pub struct Tokens {
+    encoder: Encoder,
+    template: Option<Template>,
+    /// As in our engines' /get_server_info.
+    pub fingerprint: String,
+    places: Arc<Semaphore>,
+    waiting: AtomicUsize,
+    metrics: Arc<Metrics>,
+}
+
+/// A request's prompts in token ids.
+#[derive(Debug, PartialEq, Eq)]
+pub struct PromptIds {
+    prompts: Vec<Arc<[u32]>>,
+    is_list: bool,
+}
+
+impl PromptIds {
+    /// One behind the other.
+    pub fn joined(&self) -> Vec<u32> {
+        self.prompts.concat()
+    }
+
+    /// `,"input_ids":[…]`: one list, or a list of lists where the body holds a list of prompts.
+    pub fn member(&self) -> Bytes {
+        let len = self
+            .prompts
+            .iter()
+            .map(|ids| 2 + 7 * ids.len())
+            .sum::<usize>();
+        let mut out = String::with_capacity(len + 16);
+        out += ",\"input_ids\":";
+        if self.is_list {
+            out.push('[');
+        }
+        for (at, ids) in self.prompts.iter().enumerate() {
+            out += if at > 0 { ",[" } else { "[" };
+            for (at, id) in ids.iter().enumerate() {
+                let comma = if at > 0 { "," } else { "" };
+                write!(out, "{comma}{id}").expect("writing to a String cannot fail");
+            }
+            out.push(']');
+        }
+        if self.is_list {
+            out.push(']');
+        }
+        Bytes::from(out)
+    }
+}
+
+impl Tokens {
+    /// `Ok(None)`: the flags name no tokenizer. Cost: reads and parses tokenizer.json, half a second for 10 MB.
+    pub fn load(config: &TokensConfig, metrics: Arc<Metrics>) -> Result<Option<Self>, String> {
+        let Some(files) = TokenizerFiles::read(config)? else {
+            return Ok(None);
+        };
+        let begun = Instant::now();
+        let lookups = metrics.tokenizer_lookups.clone();
+        let encoder = Encoder::new(&files.tokenizer_json, config, lookups).map_err(|err| {
+            format!("tokenizer.json cannot be used: {err}; drop --model-path and --tokenizer-path")
+        })?;
+        let fingerprint = files.fingerprint();
+        let source = files.chat_template.as_deref();
+        let template = source.and_then(|source| {
+            let made = Template::compile(source, files.special_tokens.clone());
+            let warn = |err| tracing::warn!(%err, "the chat template cannot be used; chat prompts are counted in characters");
+            made.map_err(warn).ok()
+        });
+        if source.is_none() {
+            tracing::warn!(
+                "the model has no chat template; chat prompts are counted in characters"
+            );
+        }
+        tracing::info!(
+            vocabulary = encoder.vocab_size(),
+            fingerprint = &fingerprint[..12],
+            took_ms = begun.elapsed().as_millis() as u64,
+            "prompts are counted in tokens"
+        );
+        let threads = std::thread::available_parallelism().map_or(1, NonZeroUsize::get);
+        Ok(Some(Self {
+            encoder,
+            template,
+            fingerprint,
+            places: Arc::new(Semaphore::new(threads.min(MAX_THREADS))),
+            waiting: AtomicUsize::new(0),
+            metrics,
+        }))
+    }
+
+    /// Token ids of a body without any. `prompt_bytes`: of its prompt. `context_tokens` is the longest prompt that any
+    /// worker takes, if all tell. Dropping the future does not stop the thread.
+    pub async fn read(
+        self: &Arc<Self>,
+        api: Api,
+        body: &Bytes,
+        prompt_bytes: usize,
+        context_tokens: impl FnOnce() -> Option<u64>,
+    ) -> Result<PromptIds, Fallback> {
+        let begun = Instant::now();
+        let context = match prompt_bytes > UNCHECKED_BYTES {
+            true => context_tokens(),
+            false => None,
+        };
+        let made = self.on_a_thread(api, body, prompt_bytes, context).await;
+        match &made {
+            Ok(_) => {
+                let took = self.metrics.tokenize.with_label_values(&[api.path()]);
+                took.observe(begun.elapsed().as_secs_f64());
+            }
+            Err(why) => {
+                let fallbacks = &self.metrics.tokenize_fallbacks;
+                fallbacks.with_label_values(&[why.label()]).inc();
+            }
+        }
+        made
+    }
+
+    async fn on_a_thread(
+        self: &Arc<Self>,
+        api: Api,
+        body: &Bytes,
+        prompt_bytes: usize,
+        context_tokens: Option<u64>,
+    ) -> Result<PromptIds, Fallback> {
+        if prompt_bytes > MAX_BYTES {
+            return Err(Fallback::TooLong);
+        }
+        let place = {
+            let _waiting = Waiting::enter(&self.waiting).ok_or(Fallback::Busy)?;
+            let place = timeout(MAX_WAIT, self.places.clone().acquire_owned()).await;
+            place.ok().and_then(Result::ok).ok_or(Fallback::Busy)?
+        };
+        let (tokens, body) = (self.clone(), body.clone());
+        let work = tokio::task::spawn_blocking(move || {
+            let made = tokens.ids_of(api, &body, context_tokens);
+            drop(place);
+            made
+        });
+        // A panic of the tokenizer or the template engine costs this request its token count, nothing more.
+        work.await.unwrap_or(Err(Fallback::Failed))
+    }
+
+    fn ids_of(
+        &self,
+        api: Api,
+        body: &[u8],
+        context_tokens: Option<u64>,
+    ) -> Result<PromptIds, Fallback> {
+        let given = prompt::texts_of(body, api, self.template.as_ref())?;
+        if let Some(tokens) = context_tokens {
+            let most = usize::try_from(tokens).unwrap_or(usize::MAX);
+            let most = most.saturating_mul(self.encoder.max_chars_per_token);
+            if given.texts.iter().any(|text| text.chars().count() > most) {
+                return Err(Fallback::TooLong);
+            }
+        }
+        let encode = |text: &String| {
+            self.encoder
+                .encode(text, given.add_special_tokens)
+                .map_err(|err| {
+                    tracing::debug!(err, "the tokenizer fails on a prompt");
+                    Fallback::Failed
+                })
+        };
+        let prompts = given.texts.iter().map(encode).collect::<Result<_, _>>()?;
+        for (cache, bytes) in ["l0", "l1"].into_iter().zip(self.encoder.cache_bytes()) {
+            let gauge = self
+                .metrics
+                .tokenizer_cache_bytes
+                .with_label_values(&[cache]);
+            gauge.set(bytes as f64);
+        }
+        Ok(PromptIds {
+            prompts,
+            is_list: given.is_list,
+        })
+    }
+}
+
+/// A place in the queue, left when dropped: also when the client goes away.
+struct Waiting<'a>(&'a AtomicUsize);
+
+impl<'a> Waiting<'a> {
+    fn enter(count: &'a AtomicUsize) -> Option<Self> {
+        let entered = Self(count);
+        (count.fetch_add(1, Ordering::Relaxed) < MAX_WAITING).then_some(entered)
+    }
+}
+
+impl Drop for Waiting<'_> {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests;

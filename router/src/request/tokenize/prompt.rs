@@ -1,0 +1,255 @@
+//! A request's prompt as text or token ids: what our engines make of the same body (engine/baton/server/validate.py, chat.py).
+//!
+//! Nothing is refused here. What an engine would refuse, or would read in its own way, is a [`Fallback`]: the router goes by
+//! the text's bytes then, and the engine decides.
+
+use minijinja::Value;
+use minijinja::value::ValueKind;
+use serde::Deserialize;
+use serde::de::IgnoredAny;
+
+use super::template::Template;
+use crate::request::body::Api;
+
+/// Why a prompt was not tokenized. [`Fallback::label`] is a metric label.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Fallback {
+    /// More text than the router tokenizes.
+    TooLong,
+    /// All tokenizing threads are busy and enough requests wait for one.
+    Busy,
+    /// The body says something that the router does not read: images, a template of its own, a wrong type.
+    Unread,
+    /// The model has no chat template, or one that cannot be used here.
+    NoTemplate,
+    /// The template refuses these messages, or fails on them.
+    Template,
+    /// The tokenizer failed.
+    Failed,
+}
+
+impl Fallback {
+    pub fn label(self) -> &'static str {
+        match self {
+            Fallback::TooLong => "too_long",
+            Fallback::Busy => "busy",
+            Fallback::Unread => "unread",
+            Fallback::NoTemplate => "no_template",
+            Fallback::Template => "template",
+            Fallback::Failed => "failed",
+        }
+    }
+}
+
+/// Texts to be encoded, one per prompt.
+#[derive(Debug, PartialEq, Eq)]
+pub struct Texts {
+    pub texts: Vec<String>,
+    pub add_special_tokens: bool,
+    /// The body holds a list, even if of one.
+    pub is_list: bool,
+}
+
+#[derive(Deserialize)]
+struct Chat {
+    messages: Value,
+    chat_template_kwargs: Option<Value>,
+    reasoning_effort: Option<String>,
+    continue_final_message: Option<bool>,
+    add_generation_prompt: Option<bool>,
+    add_special_tokens: Option<bool>,
+    tools: Option<Value>,
+    documents: Option<Value>,
+    chat_template: Option<IgnoredAny>,
+}
+
+#[derive(Deserialize)]
+struct Completion {
+    prompt: OneOrMany,
+    add_special_tokens: Option<bool>,
+}
+
+#[derive(Deserialize)]
+struct Generate {
+    text: Option<OneOrMany>,
+    prompt: Option<OneOrMany>,
+}
+
+#[derive(Deserialize)]
+#[serde(untagged)]
+enum OneOrMany {
+    One(String),
+    Many(Vec<String>),
+}
+
+impl OneOrMany {
+    fn into_texts(self, add_special_tokens: bool) -> Texts {
+        let is_list = matches!(self, OneOrMany::Many(_));
+        Texts {
+            texts: match self {
+                OneOrMany::One(text) => vec![text],
+                OneOrMany::Many(texts) => texts,
+            },
+            add_special_tokens,
+            is_list,
+        }
+    }
+}
+
+/// The texts of a body whose prompt is no list of ids.
+pub fn texts_of(body: &[u8], api: Api, template: Option<&Template>) -> Result<Texts, Fallback> {
+    match api {
+        Api::Chat => {
+            let chat: Chat = read(body)?;
+            Ok(Texts {
+                add_special_tokens: chat.add_special_tokens.unwrap_or(false),
+                texts: vec![render(chat, template.ok_or(Fallback::NoTemplate)?)?],
+                is_list: false,
+            })
+        }
+        Api::Completions => {
+            let completion: Completion = read(body)?;
+            let special = completion.add_special_tokens.unwrap_or(true);
+            Ok(completion.prompt.into_texts(special))
+        }
+        Api::Generate => {
+            let generate: Generate = read(body)?;
+            let given = generate.text.or(generate.prompt);
+            Ok(given.ok_or(Fallback::Unread)?.into_texts(true))
+        }
+    }
+}
+
+fn read<'a, T: Deserialize<'a>>(body: &'a [u8]) -> Result<T, Fallback> {
+    serde_json::from_slice(body).map_err(|_| Fallback::Unread)
+}
+
+fn render(chat: Chat, template: &Template) -> Result<String, Fallback> {
+    if chat.chat_template.is_some() {
+        return Err(Fallback::Unread);
+    }
+    let continues = chat.continue_final_message.unwrap_or(false);
+    let opens = chat.add_generation_prompt.unwrap_or(!continues);
+    let mut messages = messages(&chat.messages)?;
+    if continues {
+        let last = messages.last_mut().ok_or(Fallback::Unread)?;
+        *last = with_mark(last)?;
+    }
+    let mut variables = vec![
+        ("tools".to_owned(), chat.tools.unwrap_or_else(none)),
+        ("documents".to_owned(), chat.documents.unwrap_or_else(none)),
+    ];
+    if let Some(effort) = chat.reasoning_effort {
+        variables.push(("reasoning_effort".to_owned(), effort.into()));
+    }
+    if let Some(given) = chat.chat_template_kwargs {
+        variables.extend(pairs(&given)?);
+    }
+    variables.push(("messages".to_owned(), Value::from(messages)));
+    variables.push(("add_generation_prompt".to_owned(), opens.into()));
+    let rendered = template.render(variables).map_err(|err| {
+        tracing::debug!(%err, "the chat template refuses a request");
+        Fallback::Template
+    })?;
+    if continues {
+        return cut_at_mark(&rendered);
+    }
+    Ok(rendered)
+}
+
+fn none() -> Value {
+    Value::from(())
+}
+
+/// Members of an object, in its order.
+fn pairs(value: &Value) -> Result<Vec<(String, Value)>, Fallback> {
+    if value.kind() != ValueKind::Map {
+        return Err(Fallback::Unread);
+    }
+    let keys = value.try_iter().map_err(|_| Fallback::Unread)?;
+    keys.map(|key| {
+        let name = key.as_str().ok_or(Fallback::Unread)?.to_owned();
+        let member = value.get_item(&key).map_err(|_| Fallback::Unread)?;
+        Ok((name, member))
+    })
+    .collect()
+}
+
+/// `message` with another content, in its place.
+fn with_content(message: &Value, content: Value) -> Result<Value, Fallback> {
+    let mut members = pairs(message)?;
+    match members.iter_mut().find(|(name, _)| name == "content") {
+        Some((_, old)) => *old = content,
+        None => members.push(("content".to_owned(), content)),
+    }
+    Ok(Value::from_pairs(members))
+}
+
+fn messages(value: &Value) -> Result<Vec<Value>, Fallback> {
+    let is_list = value.kind() == ValueKind::Seq && value.len() != Some(0);
+    if !is_list {
+        return Err(Fallback::Unread);
+    }
+    let all = value.try_iter().map_err(|_| Fallback::Unread)?;
+    all.map(|one| message(&one)).collect()
+}
+
+fn member(of: &Value, name: &str) -> Value {
+    of.get_attr(name).unwrap_or_default()
+}
+
+/// One message with its content as plain text: text parts are joined by newlines.
+fn message(message: &Value) -> Result<Value, Fallback> {
+    if message.kind() != ValueKind::Map {
+        return Err(Fallback::Unread);
+    }
+    let role = member(message, "role");
+    let role = role.as_str().ok_or(Fallback::Unread)?;
+    let content = member(message, "content");
+    match content.kind() {
+        ValueKind::String => Ok(message.clone()),
+        ValueKind::None | ValueKind::Undefined if role == "assistant" => {
+            match member(message, "tool_calls").is_true() {
+                true => Ok(message.clone()),
+                false => with_content(message, Value::from("")),
+            }
+        }
+        ValueKind::Seq => {
+            let parts = content.try_iter().map_err(|_| Fallback::Unread)?;
+            let texts: Vec<String> = parts
+                .map(|part| text_part(&part))
+                .collect::<Result<_, _>>()?;
+            with_content(message, Value::from(texts.join("\n")))
+        }
+        _ => Err(Fallback::Unread),
+    }
+}
+
+fn text_part(part: &Value) -> Result<String, Fallback> {
+    let (kind, text) = (member(part, "type"), member(part, "text"));
+    let is_text = kind.is_undefined() || kind.as_str() == Some("text");
+    match text.as_str() {
+        Some(text) if is_text => Ok(text.to_owned()),
+        _ => Err(Fallback::Unread),
+    }
+}
+
+/// Appended to the message to be continued, so that its end is found in the rendered text. A template that trims its
+/// messages takes the space away, and so tells that it trims. Private-use characters: no client text holds them by accident.
+const MARK: &str = "\u{e000}baton-continues-here\u{e000}";
+
+fn with_mark(message: &Value) -> Result<Value, Fallback> {
+    let content = member(message, "content");
+    let text = content.as_str().ok_or(Fallback::Unread)?;
+    with_content(message, Value::from(format!("{text}{MARK} ")))
+}
+
+fn cut_at_mark(text: &str) -> Result<String, Fallback> {
+    let at = text.rfind(MARK).ok_or(Fallback::Template)?;
+    let kept = &text[..at];
+    let kept = match text[at + MARK.len()..].starts_with(' ') {
+        true => kept,
+        false => kept.trim_end(),
+    };
+    Ok(kept.to_owned())
+}

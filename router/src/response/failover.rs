@@ -1,0 +1,497 @@
+//! A stream that goes on when its worker dies: what the client has of it, and what is asked of another to say the rest.
+//!
+//! 1. Workers with the feature `resume` are asked (header) for a comment in front of the last event of each write: the
+//!    tokens that are out with the events so far (docs/protocol.md §2);
+//! 2. [`Said`] takes these comments out of the stream and remembers the tokens of what passed;
+//! 3. the worker breaks off: the same body with `baton_resume` goes to another one (relay.rs), whose stream passes here too.
+//!
+//! Invariant: a token is remembered if and only if its event went to the client whole. Events whose tokens are not known
+//! yet (those before the comment of their write, and a last write without [DONE]) wait here.
+//!
+//! Memory: the request's body and 4 bytes per token and stream, of all streams together at most --failover-max-bytes; what
+//! does not fit passes, and cannot be gone on with. Cost of an event, the usual case: about 0.2 µs, no allocation.
+
+use std::collections::VecDeque;
+use std::ops::Range;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use bytes::Bytes;
+use http::HeaderName;
+use memchr::memchr;
+use router_core::RetryClass;
+use serde::Deserialize;
+
+use crate::dispatch::attempt::{code_of, error_event};
+
+/// Asks a worker for the comments.
+pub const HEADER: HeaderName = HeaderName::from_static("x-baton-emit-tokens");
+/// Of workers that understand the header, and `baton_resume`.
+pub const FEATURE: &str = "resume";
+const COMMENT: &[u8] = b": baton ";
+/// Longest answer that is remembered [tokens].
+const MAX_TOKENS: usize = 1 << 18;
+/// Most of a stream that waits for the rest of its event, or for its tokens [bytes].
+const MAX_WAITING: usize = 8 << 20;
+
+/// Why a stream cannot be gone on with any more.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Lost {
+    /// More than `MAX_TOKENS`, or an event of more than `MAX_WAITING`.
+    TooLong,
+    /// --failover-max-bytes.
+    Memory,
+    /// Not the comments that were asked for.
+    Malformed,
+}
+
+impl Lost {
+    pub fn label(self) -> &'static str {
+        match self {
+            Lost::TooLong => "too_long",
+            Lost::Memory => "memory",
+            Lost::Malformed => "malformed",
+        }
+    }
+}
+
+/// Memory of all streams that could be gone on with.
+#[derive(Debug)]
+pub struct Memory {
+    used: AtomicUsize,
+    limit: usize,
+}
+
+impl Memory {
+    pub fn new(limit: usize) -> Self {
+        Self {
+            used: AtomicUsize::new(0),
+            limit,
+        }
+    }
+}
+
+/// One stream's share of it; free when dropped.
+#[derive(Debug)]
+struct Share {
+    memory: Arc<Memory>,
+    bytes: usize,
+}
+
+impl Share {
+    fn grow(&mut self, bytes: usize) -> Result<(), Lost> {
+        let used = self.memory.used.fetch_add(bytes, Ordering::Relaxed) + bytes;
+        self.bytes += bytes;
+        match used <= self.memory.limit {
+            true => Ok(()),
+            false => Err(Lost::Memory),
+        }
+    }
+
+    fn free(&mut self) {
+        let bytes = std::mem::take(&mut self.bytes);
+        self.memory.used.fetch_sub(bytes, Ordering::Relaxed);
+    }
+}
+
+impl Drop for Share {
+    fn drop(&mut self) {
+        self.free();
+    }
+}
+
+#[derive(Deserialize)]
+struct Comment {
+    ids: Vec<u32>,
+    seed: Option<u64>,
+    created: Option<u64>,
+}
+
+/// The worker's own last event is an error that another worker may mend.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Broken {
+    pub code: &'static str,
+    pub class: RetryClass,
+    /// The event.
+    pub words: Bytes,
+}
+
+/// What a stream has said.
+#[derive(Debug)]
+pub struct Said {
+    ids: Vec<u32>,
+    /// Of `ids`, those whose event passed.
+    passed: usize,
+    /// Something that is no comment passed.
+    has_begun: bool,
+    seed: Option<u64>,
+    created: Option<u64>,
+    /// Whole events whose tokens are not known yet.
+    waiting: Vec<Bytes>,
+    /// The beginning of an event.
+    part: Vec<u8>,
+    waiting_len: usize,
+    share: Share,
+    lost: Option<Lost>,
+}
+
+impl Said {
+    /// `held`: bytes of the request that are kept to ask again.
+    pub fn new(memory: Arc<Memory>, held: usize) -> Self {
+        let mut said = Self {
+            ids: Vec::new(),
+            passed: 0,
+            has_begun: false,
+            seed: None,
+            created: None,
+            waiting: Vec::new(),
+            part: Vec::new(),
+            waiting_len: 0,
+            share: Share { memory, bytes: 0 },
+            lost: None,
+        };
+        if let Err(lost) = said.share.grow(held) {
+            said.lose(lost);
+        }
+        said
+    }
+
+    /// Take a piece of the stream; what is for the client comes to `out`, in whole events.
+    pub fn pass(&mut self, piece: Bytes, out: &mut VecDeque<Bytes>) -> Result<(), Broken> {
+        let text = if self.part.is_empty() {
+            piece
+        } else {
+            self.part.extend_from_slice(&piece);
+            Bytes::from(std::mem::take(&mut self.part))
+        };
+        let mut from = 0;
+        while let Some(len) = event_len(&text[from..]) {
+            self.event(&text, from..from + len, out)?;
+            from += len;
+        }
+        self.part.extend_from_slice(&text[from..]);
+        if self.part.len() + self.waiting_len > MAX_WAITING {
+            self.lose(Lost::TooLong);
+            self.flush(out);
+        }
+        Ok(())
+    }
+
+    /// One event with the empty line behind it, where it lies in `text`.
+    fn event(
+        &mut self,
+        text: &Bytes,
+        at: Range<usize>,
+        out: &mut VecDeque<Bytes>,
+    ) -> Result<(), Broken> {
+        let event = &text[at.clone()];
+        if event.starts_with(COMMENT) {
+            let end = line_end(event).unwrap_or(event.len() - 1) + 1;
+            if self.lost.is_none()
+                && let Err(lost) = self.comment(&event[COMMENT.len()..end])
+            {
+                self.lose(lost);
+            }
+            self.release(out);
+            out.push_back(text.slice(at.start + end..at.end));
+            self.passed = self.ids.len();
+            return Ok(());
+        }
+        let is_comment = event.starts_with(b":");
+        if self.lost.is_some() || (is_comment && self.waiting.is_empty()) {
+            out.push_back(text.slice(at));
+            return Ok(());
+        }
+        if let Some(json) = error_event(event) {
+            if let Some((code, class)) = worth_it(json)
+                && self.can_resume()
+            {
+                let words = text.slice(at);
+                return Err(Broken { code, class, words });
+            }
+            self.release(out);
+            out.push_back(text.slice(at));
+            return Ok(());
+        }
+        let is_done = event.starts_with(b"data: [DONE]");
+        self.waiting_len += event.len();
+        self.waiting.push(text.slice(at));
+        if is_done {
+            self.release(out);
+        }
+        Ok(())
+    }
+
+    /// The usual form without a general parser: it comes with nearly every event.
+    fn comment(&mut self, json: &[u8]) -> Result<(), Lost> {
+        let before = self.ids.len();
+        if !self.plain_ids(json)? {
+            self.ids.truncate(before);
+            let told: Comment = serde_json::from_slice(json).map_err(|_| Lost::Malformed)?;
+            for id in told.ids {
+                self.push(id)?;
+            }
+            self.seed = self.seed.or(told.seed);
+            self.created = self.created.or(told.created);
+        }
+        match self.seed.and(self.created) {
+            Some(_) => Ok(()),
+            None => Err(Lost::Malformed),
+        }
+    }
+
+    /// `{"ids":[1,2]}`; false: something else.
+    fn plain_ids(&mut self, json: &[u8]) -> Result<bool, Lost> {
+        let list = json.trim_ascii_end().strip_prefix(b"{\"ids\":[");
+        let Some(list) = list.and_then(|rest| rest.strip_suffix(b"]}")) else {
+            return Ok(false);
+        };
+        for number in list.split(|b| *b == b',') {
+            let mut id: u32 = 0;
+            if number.is_empty() || number.len() > 9 {
+                return Ok(false);
+            }
+            for digit in number {
+                if !digit.is_ascii_digit() {
+                    return Ok(false);
+                }
+                id = id * 10 + u32::from(digit - b'0');
+            }
+            self.push(id)?;
+        }
+        Ok(true)
+    }
+
+    fn push(&mut self, id: u32) -> Result<(), Lost> {
+        if self.ids.len() == self.ids.capacity() {
+            if self.ids.len() >= MAX_TOKENS {
+                return Err(Lost::TooLong);
+            }
+            let more = self.ids.len().max(64);
+            self.share.grow(more * size_of::<u32>())?;
+            self.ids.reserve_exact(more);
+        }
+        self.ids.push(id);
+        Ok(())
+    }
+
+    fn lose(&mut self, lost: Lost) {
+        self.lost.get_or_insert(lost);
+        self.ids = Vec::new();
+        self.share.free();
+    }
+
+    fn release(&mut self, out: &mut VecDeque<Bytes>) {
+        self.has_begun = true;
+        self.waiting_len = 0;
+        out.extend(self.waiting.drain(..));
+    }
+
+    /// All that waits, as it came: nobody will go on with this stream.
+    pub fn flush(&mut self, out: &mut VecDeque<Bytes>) {
+        self.release(out);
+        if !self.part.is_empty() {
+            out.push_back(Bytes::from(std::mem::take(&mut self.part)));
+        }
+    }
+
+    pub fn lost(&self) -> Option<Lost> {
+        self.lost
+    }
+
+    /// Tokens the client has.
+    pub fn tokens(&self) -> usize {
+        self.passed
+    }
+
+    /// Whether another worker could say the rest, or all of it if the client has seen nothing.
+    pub fn can_resume(&self) -> bool {
+        self.lost.is_none() && (self.passed > 0 || !self.has_begun)
+    }
+
+    /// The member of the body that asks for the rest; empty: for all of it.
+    pub fn member(&self) -> String {
+        let (Some(seed), Some(created), true) = (self.seed, self.created, self.passed > 0) else {
+            return String::new();
+        };
+        let ids: Vec<String> = self.ids[..self.passed].iter().map(u32::to_string).collect();
+        let ids = ids.join(",");
+        format!("\"baton_resume\":{{\"ids\":[{ids}],\"seed\":{seed},\"created\":{created}}}")
+    }
+
+    /// Forget what the client has not seen: the next worker says it again.
+    pub fn cut(&mut self) {
+        self.ids.truncate(self.passed);
+        self.waiting.clear();
+        self.waiting_len = 0;
+        self.part.clear();
+        if self.passed == 0 {
+            (self.seed, self.created) = (None, None);
+        }
+    }
+}
+
+fn line_end(text: &[u8]) -> Option<usize> {
+    memchr(b'\n', text)
+}
+
+/// Length of the first event with its empty line, if it is complete.
+fn event_len(text: &[u8]) -> Option<usize> {
+    let mut at = 0;
+    loop {
+        let end = at + line_end(&text[at..])?;
+        if end == at {
+            return Some(end + 1);
+        }
+        at = end + 1;
+    }
+}
+
+/// Whether another worker may go on where this one ended with an error.
+fn worth_it(error: &[u8]) -> Option<(&'static str, RetryClass)> {
+    let (code, class) = RetryClass::of_code(&code_of(error)?)?;
+    matches!(class, RetryClass::Broken | RetryClass::Leaving).then_some((code, class))
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    /// The role and the first text come in one write, the last write has no comment.
+    const STREAM: &str = ": waiting\n\n\
+        data: {\"role\":1}\n\n: baton {\"ids\":[5,6],\"seed\":7,\"created\":9}\ndata: {\"a\":1}\n\n\
+        : waiting\n\n: baton {\"ids\":[8]}\ndata: {\"b\":1}\n\n\
+        data: {\"c\":1}\n\ndata: {\"usage\":1}\n\ndata: [DONE]\n\n";
+    const SHOWN: &str = ": waiting\n\n\
+        data: {\"role\":1}\n\ndata: {\"a\":1}\n\n: waiting\n\ndata: {\"b\":1}\n\n\
+        data: {\"c\":1}\n\ndata: {\"usage\":1}\n\ndata: [DONE]\n\n";
+
+    fn said() -> Said {
+        Said::new(Arc::new(Memory::new(1 << 20)), 100)
+    }
+
+    fn pass(said: &mut Said, text: &str) -> Result<String, Broken> {
+        let mut out = VecDeque::new();
+        said.pass(Bytes::copy_from_slice(text.as_bytes()), &mut out)?;
+        Ok(String::from_utf8(out.into_iter().flatten().collect()).unwrap())
+    }
+
+    proptest! {
+        #[test]
+        fn tokens_are_known_of_exactly_what_passed(cuts in proptest::collection::vec(0usize..400, 0..8)) {
+            let mut cuts: Vec<usize> = cuts.into_iter().map(|at| at % STREAM.len()).collect();
+            cuts.extend([0, STREAM.len()]);
+            cuts.sort_unstable();
+            let (mut said, mut shown) = (said(), String::new());
+            for pair in cuts.windows(2) {
+                shown += &pass(&mut said, &STREAM[pair[0]..pair[1]]).unwrap();
+                let expected = match (shown.contains("\"a\""), shown.contains("\"b\"")) {
+                    (_, true) => 3,
+                    (true, false) => 2,
+                    (false, false) => 0,
+                };
+                prop_assert_eq!(said.tokens(), expected);
+                prop_assert!(SHOWN.starts_with(&shown));
+                prop_assert!(shown.is_empty() || shown.ends_with("\n\n"));
+                // The role without its tokens, or the text without the end, would be said twice.
+                prop_assert_eq!(shown.contains("role"), expected > 0);
+                prop_assert_eq!(shown.contains("\"c\""), shown.contains("[DONE]"));
+                prop_assert!(said.can_resume());
+            }
+            prop_assert_eq!(shown, SHOWN);
+            prop_assert_eq!(said.member(), "\"baton_resume\":{\"ids\":[5,6,8],\"seed\":7,\"created\":9}");
+        }
+
+        #[test]
+        fn comments_are_read_as_json_however_they_are_written(ids in proptest::collection::vec(any::<u32>(), 0..6), spaced: bool) {
+            let list = serde_json::to_string(&ids).unwrap();
+            let list = if spaced { list.replace(',', " , ") } else { list };
+            let mut said = said();
+            pass(&mut said, ": baton {\"ids\":[1],\"seed\":2,\"created\":3}\ndata: {}\n\n").unwrap();
+            pass(&mut said, &format!(": baton {{\"ids\":{list}}}\ndata: {{}}\n\n")).unwrap();
+            prop_assert_eq!(said.lost(), None);
+            prop_assert_eq!(&said.ids[1..], &ids[..]);
+        }
+    }
+
+    #[test]
+    fn what_the_client_has_not_seen_is_forgotten() {
+        let mut said = said();
+        let cut = STREAM.find("data: {\"b\"").unwrap() + 8;
+        pass(&mut said, &STREAM[..cut]).unwrap();
+        said.cut();
+        assert_eq!(
+            said.member(),
+            "\"baton_resume\":{\"ids\":[5,6],\"seed\":7,\"created\":9}"
+        );
+        // The next worker tells seed and time again; the first ones stay.
+        let next = ": baton {\"ids\":[8,9],\"seed\":1,\"created\":1}\ndata: {\"b\":2}\n\n";
+        assert_eq!(pass(&mut said, next).unwrap(), "data: {\"b\":2}\n\n");
+        assert!(said.member().contains("[5,6,8,9],\"seed\":7,\"created\":9"));
+    }
+
+    #[test]
+    fn a_client_that_has_seen_nothing_gets_another_answer_whole() {
+        let mut said = said();
+        let cut = STREAM.find("data: {\"a\"").unwrap() + 8;
+        assert_eq!(pass(&mut said, &STREAM[..cut]).unwrap(), ": waiting\n\n");
+        assert!(said.can_resume());
+        assert_eq!(said.member(), "");
+        said.cut();
+        pass(&mut said, STREAM).unwrap();
+        assert!(said.member().contains("[5,6,8],\"seed\":7"));
+    }
+
+    #[test]
+    fn errors_that_another_worker_may_mend_end_it_and_others_pass() {
+        let error = |code: &str| format!("data: {{\"error\":{{\"code\":\"{code}\"}}}}\n\n");
+        let mut said = said();
+        pass(&mut said, &STREAM[..STREAM.find("data: {\"c\"").unwrap()]).unwrap();
+        for code in ["internal_error", "timeout", "queue_full", "of nobody's"] {
+            assert_eq!(pass(&mut said, &error(code)).unwrap(), error(code));
+        }
+        for code in ["engine_dead", "draining"] {
+            assert_eq!(pass(&mut said, &error(code)).unwrap_err().code, code);
+        }
+    }
+
+    #[test]
+    fn what_is_lost_passes_on_as_it_comes() {
+        let mut said = said();
+        let plain = "data: {\"a\":1}\n\n";
+        assert_eq!(
+            pass(&mut said, &format!(": baton what\n{plain}")).unwrap(),
+            plain
+        );
+        assert_eq!(said.lost(), Some(Lost::Malformed));
+        assert!(!said.can_resume());
+        assert_eq!(pass(&mut said, plain).unwrap(), plain);
+    }
+
+    #[test]
+    fn memory_is_bounded_over_all_streams_and_given_back() {
+        let memory = Arc::new(Memory::new(1000));
+        let first = Said::new(memory.clone(), 600);
+        assert_eq!(Said::new(memory.clone(), 600).lost(), Some(Lost::Memory));
+        let mut second = Said::new(memory.clone(), 300);
+        let told = ": baton {\"ids\":[1],\"seed\":2,\"created\":3}\ndata: {}\n\n";
+        assert_eq!(pass(&mut second, told).unwrap(), "data: {}\n\n");
+        assert_eq!(second.lost(), Some(Lost::Memory));
+        drop((first, second));
+        assert_eq!(memory.used.load(Ordering::Relaxed), 0);
+        let mut alone = Said::new(memory, 300);
+        pass(&mut alone, told).unwrap();
+        assert!(alone.can_resume());
+    }
+
+    #[test]
+    fn an_event_without_end_is_not_held_for_ever() {
+        let mut said = said();
+        let long = "x".repeat(MAX_WAITING + 1);
+        assert_eq!(pass(&mut said, &long).unwrap(), long);
+        assert_eq!(said.lost(), Some(Lost::TooLong));
+    }
+}

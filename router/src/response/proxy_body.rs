@@ -1,0 +1,633 @@
+//! The body of an answer to a client: a worker's pieces pass through, and everything the request holds hangs on it.
+//!
+//! 1. `Relay::new` with the request and what the leg already read, and the rest of the answer;
+//! 2. hyper polls it as fast as the client reads: a slow client slows the worker down, nothing piles up here;
+//! 3. the end: a clean one settles the record as ok; a break or silence ends a stream with one error event and [DONE];
+//! 4. or, where the worker told the tokens behind the text (resume.rs), another one is asked to go on: the client sees a
+//!    pause, with comments that keep its connection alive. It waits for its turn and for a worker (pacing.rs), and is given
+//!    up only after --retry-max-retries attempts without a token of progress;
+//! 5. dropped before that (the client left): the guards close both legs' connections and free the load.
+
+use std::collections::VecDeque;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll, ready};
+use std::time::Duration;
+
+use bytes::Bytes;
+use http::StatusCode;
+use http_body::{Body, Frame, SizeHint};
+use router_core::{Outcome, Role};
+use tokio::sync::OwnedSemaphorePermit;
+use tokio::time::{Instant, Sleep, sleep, sleep_until, timeout_at};
+
+use crate::App;
+use crate::clock::{ms_since, now_ms};
+use crate::dispatch::attempt::{Opened, SILENT, is_break, silent_error};
+use crate::dispatch::disaggregated::PrefillLeg;
+use crate::dispatch::{Committed, Unanswered, commit, has_tries};
+use crate::error::RouteError;
+use crate::observability::access_log::Record;
+use crate::observability::metrics::Metrics;
+use crate::request::context::{Begun, Inbound};
+use crate::response::failover::{Broken, Said};
+use crate::response::keepalive;
+use crate::response::sse::{Ending, Tail, epilogue};
+use crate::response::usage::usage_in;
+use crate::transport::upstream::{Answer, with_source};
+use crate::workers::{Avoid, LoadGuard, State};
+
+const DONE: &[u8] = b"\ndata: [DONE]\n\n";
+/// A silent worker of a stream that another could resume is looked up, and probed, this often: its health checks may
+/// have failed.
+const LOOK_UP: Duration = Duration::from_secs(2);
+
+/// The answer broke and cannot be mended by an event: the connection to the client is cut, so that it sees the break.
+#[derive(Debug, thiserror::Error)]
+#[error("{0}")]
+pub struct Cut(RouteError);
+
+/// The request while its answer runs.
+#[expect(
+    clippy::large_enum_variant,
+    reason = "most answers have the large one, and need no allocation for it"
+)]
+enum Asker {
+    /// Of a stream that another worker can go on with.
+    Whole(Box<Inbound>),
+    Rest {
+        record: Record,
+        _permit: Option<OwnedSemaphorePermit>,
+    },
+    /// With `Resuming`.
+    Away,
+}
+
+impl Asker {
+    fn record(&mut self) -> Option<&mut Record> {
+        match self {
+            Asker::Whole(request) => Some(&mut request.record),
+            Asker::Rest { record, .. } => Some(record),
+            Asker::Away => None,
+        }
+    }
+
+    fn rest(request: Inbound) -> Self {
+        Asker::Rest {
+            record: request.record,
+            _permit: request.permit,
+        }
+    }
+
+    /// Let go of what is needed to ask again.
+    fn slim(&mut self) {
+        *self = match std::mem::replace(self, Asker::Away) {
+            Asker::Whole(request) => Asker::rest(*request),
+            other => other,
+        };
+    }
+}
+
+/// Another worker is asked to go on; the request comes back with its answer.
+struct Resuming {
+    asking: Pin<Box<dyn Future<Output = Resumed> + Send>>,
+    since: Instant,
+    role: Role,
+    /// What the client is told if nobody can.
+    words: Option<Words>,
+    /// Label of the metric; the client leaves unless another is set.
+    outcome: &'static str,
+    metrics: Arc<Metrics>,
+}
+
+type Resumed = (Box<Inbound>, Result<Committed, Unanswered>);
+
+impl Drop for Resuming {
+    fn drop(&mut self) {
+        let labels = [self.role.label(), self.outcome];
+        self.metrics.failovers.with_label_values(&labels).inc();
+    }
+}
+
+/// How a stream ends that broke.
+enum Words {
+    Ours(RouteError),
+    /// The worker's own error event.
+    Theirs(Broken),
+}
+
+impl Words {
+    fn outcome(&self) -> &'static str {
+        match self {
+            Words::Ours(err) => err.code(),
+            Words::Theirs(_) => "error_event",
+        }
+    }
+
+    /// Whether the worker is to blame.
+    fn blames(&self) -> bool {
+        match self {
+            Words::Ours(err) => *err != RouteError::Draining,
+            Words::Theirs(broken) => broken.class.blames_worker(),
+        }
+    }
+}
+
+pub struct Relay {
+    app: Arc<App>,
+    asker: Asker,
+    out: VecDeque<Bytes>,
+    rest: Option<Answer>,
+    /// `Some` for streams.
+    tail: Option<Tail>,
+    /// `Some` for streams that tell their tokens.
+    said: Option<Said>,
+    /// What `said` let pass; empty between two pieces.
+    passed: VecDeque<Bytes>,
+    resuming: Option<Resuming>,
+    status: StatusCode,
+    limit: Duration,
+    last_piece: Instant,
+    /// Armed while nothing comes; re-armed lazily, so that a piece costs no timer operation.
+    silence: Option<Pin<Box<Sleep>>>,
+    /// `None` while another worker is asked to go on.
+    guard: Option<LoadGuard>,
+    /// Whether the policy wants to know what the worker counted.
+    counts: bool,
+    /// Of a JSON answer: its last piece.
+    last: Option<Bytes>,
+    prefill: Option<PrefillLeg>,
+}
+
+impl Relay {
+    pub fn new(
+        app: Arc<App>,
+        request: Inbound,
+        opened: Opened,
+        prefill: Option<PrefillLeg>,
+    ) -> Self {
+        let many = request.scan.batch.is_some();
+        let held = request.held_bytes();
+        let tells = opened.tells_tokens;
+        let mut relay = Self {
+            out: VecDeque::with_capacity(opened.pieces.len().max(2)),
+            tail: opened.is_sse.then(|| Tail::new(many)),
+            said: tells.then(|| Said::new(app.failover_memory.clone(), held)),
+            passed: VecDeque::new(),
+            asker: match tells {
+                true => Asker::Whole(Box::new(request)),
+                false => Asker::rest(request),
+            },
+            resuming: None,
+            status: opened.status,
+            limit: app.config.request_timeout(),
+            last_piece: Instant::now(),
+            silence: None,
+            rest: None,
+            guard: None,
+            counts: false,
+            last: None,
+            prefill: None,
+            app,
+        };
+        relay.follow(opened, prefill);
+        relay
+    }
+
+    /// Pass this leg's answer on.
+    fn follow(&mut self, opened: Opened, prefill: Option<PrefillLeg>) {
+        self.last_piece = Instant::now();
+        self.silence = None;
+        self.rest = opened.rest;
+        self.guard = Some(opened.guard);
+        self.counts = opened.counts;
+        self.prefill = prefill;
+        for piece in opened.pieces {
+            if let Err(broken) = self.take(piece) {
+                return self.theirs(broken);
+            }
+        }
+        if self.rest.is_none() {
+            self.ended();
+        }
+    }
+
+    fn take(&mut self, piece: Bytes) -> Result<(), Broken> {
+        let Some(tail) = &mut self.tail else {
+            if self.counts {
+                self.last = Some(piece.clone());
+            }
+            self.out.push_back(piece);
+            return Ok(());
+        };
+        let Some(said) = &mut self.said else {
+            tail.pass(piece, &mut self.out);
+            return Ok(());
+        };
+        let result = said.pass(piece, &mut self.passed);
+        for event in self.passed.drain(..) {
+            tail.pass(event, &mut self.out);
+        }
+        if let (Some(lost), Asker::Whole(_)) = (said.lost(), &self.asker) {
+            let labels = [lost.label()];
+            self.app
+                .metrics
+                .unresumable
+                .with_label_values(&labels)
+                .inc();
+            self.asker.slim();
+        }
+        result
+    }
+
+    fn ending(&self) -> Option<Ending> {
+        self.tail.as_ref().map(Tail::ending)
+    }
+
+    /// The worker ended its answer properly; a stream must also have been finished.
+    fn ended(&mut self) {
+        self.rest = None;
+        let ending = self.ending();
+        match ending {
+            Some(Ending::Open) => {
+                self.broke("ended the stream without finishing it".into());
+            }
+            _ => {
+                if ending == Some(Ending::Finished) {
+                    self.out.push_back(Bytes::from_static(DONE)); // a client may wait for it
+                }
+                let has_error = self.tail.as_ref().is_some_and(Tail::has_error);
+                self.finish(if has_error { "error_event" } else { "ok" });
+            }
+        }
+    }
+
+    /// Once, when the answer is complete.
+    fn count(&mut self) {
+        if std::mem::take(&mut self.counts) {
+            let told = match &self.tail {
+                Some(tail) => tail.usage(),
+                None => usage_in(self.last.iter()),
+            };
+            if let (Some(usage), Some(guard)) = (told, &mut self.guard) {
+                guard.usage(usage);
+            }
+        }
+    }
+
+    fn finish(&mut self, outcome: &'static str) {
+        self.count();
+        self.end(outcome);
+        if let Some(prefill) = self.prefill.take() {
+            prefill.linger();
+        }
+    }
+
+    fn end(&mut self, outcome: &'static str) {
+        let status = self.status;
+        if let Some(record) = self.asker.record() {
+            record.end(status, outcome);
+        }
+    }
+
+    /// The worker broke off.
+    fn broke(&mut self, cause: String) -> Option<Cut> {
+        let Some(guard) = &self.guard else {
+            return None;
+        };
+        let candidate = &guard.candidate;
+        let err = RouteError::Upstream {
+            role: candidate.worker.role(),
+            worker: candidate.name.clone(),
+            cause,
+        };
+        self.fail(Words::Ours(err), "reset")
+    }
+
+    /// The worker ended its stream with an error that another could mend.
+    fn theirs(&mut self, broken: Broken) {
+        let code = broken.code;
+        self.fail(Words::Theirs(broken), code);
+    }
+
+    /// Nothing more comes from this worker. Returns the error if only a cut connection can tell the client.
+    fn fail(&mut self, mut words: Words, reason: &'static str) -> Option<Cut> {
+        self.rest = None;
+        let mut ending = self.ending().unwrap_or(Ending::Open);
+        if ending == Ending::Open {
+            if self.app.is_cut() {
+                words = Words::Ours(RouteError::Draining);
+            } else {
+                words = match self.fail_over(words, reason) {
+                    Ok(()) => return None,
+                    Err(words) => words,
+                };
+            }
+        }
+        if let (Some(said), Some(tail)) = (&mut self.said, &mut self.tail) {
+            said.flush(&mut self.passed);
+            for event in self.passed.drain(..) {
+                tail.pass(event, &mut self.out);
+            }
+            ending = tail.ending();
+        }
+        if ending != Ending::Open {
+            self.finish("ok");
+            let missing = (ending == Ending::Finished).then_some(Bytes::from_static(DONE));
+            self.out.extend(missing);
+            return None;
+        }
+        self.blame(&words, reason);
+        self.prefill = None;
+        self.last_words(words)
+    }
+
+    /// What the worker's break says about it.
+    fn blame(&mut self, words: &Words, reason: &'static str) {
+        let Some(guard) = &mut self.guard else { return };
+        if !words.blames() {
+            guard.settle(Outcome::Unknown);
+            return;
+        }
+        guard.settle(Outcome::Failure);
+        let worker = &guard.candidate.worker;
+        worker.suspect.notify_one();
+        if let Some(record) = self.asker.record() {
+            record.upstream_error(worker.role(), reason);
+        }
+    }
+
+    /// The end of an answer that broke.
+    fn last_words(&mut self, words: Words) -> Option<Cut> {
+        self.end(words.outcome());
+        if let (Some(record), Words::Ours(err)) = (self.asker.record(), &words) {
+            tracing::warn!(rid = record.rid, %err, "answer broke off");
+        }
+        match (words, &self.tail) {
+            (Words::Ours(err), None) => return Some(Cut(err)),
+            (Words::Ours(err), Some(_)) => self.out.extend(epilogue(Ending::Open, &err)),
+            (Words::Theirs(broken), _) => {
+                self.out.extend([broken.words, Bytes::from_static(DONE)]);
+            }
+        }
+        None
+    }
+
+    /// True if another worker is to be asked to resume the answer.
+    fn may_fail_over(&mut self, reason: &'static str) -> bool {
+        let (Some(said), Some(guard), Asker::Whole(request)) =
+            (&self.said, &self.guard, &mut self.asker)
+        else {
+            return false;
+        };
+        if !said.can_resume() {
+            return false;
+        }
+        let (app, candidate) = (&self.app, &guard.candidate);
+        let role = candidate.worker.role();
+        let broke_alone = is_break(reason).then(|| candidate.worker.note_break(now_ms()));
+        let resumed_at = request.begun.as_ref().map_or(0, |begun| begun.tokens);
+        if said.tokens() > resumed_at {
+            (request.failed, request.breaks) = Default::default();
+            request.avoid = Avoid::default();
+        } else if broke_alone.is_some_and(|alone| request.add_break(app, candidate.id, alone)) {
+            return false;
+        }
+        request.count_failure(reason);
+        (request.is_accepted, request.is_paced) = (true, true);
+        request.avoid.add(role, candidate.id);
+        request.begun = (said.tokens() > 0).then(|| Begun {
+            make: candidate.make,
+            tokens: said.tokens(),
+            resume: said.member(),
+        });
+        // Who was silent once would be waited for as long again.
+        let has_other = || {
+            let wanted = request.wanted();
+            app.registry.has_other(role, &wanted, &request.avoid)
+        };
+        let may = (reason != SILENT || has_other()) && has_tries(app, request);
+        if !may {
+            let labels = [role.label(), "refused"];
+            app.metrics.failovers.with_label_values(&labels).inc();
+        }
+        may
+    }
+
+    /// Have another worker say the rest. `Err`: nobody is asked.
+    fn fail_over(&mut self, words: Words, reason: &'static str) -> Result<(), Words> {
+        if !self.may_fail_over(reason) {
+            return Err(words);
+        }
+        self.blame(&words, reason);
+        let asker = std::mem::replace(&mut self.asker, Asker::Away);
+        let (Asker::Whole(mut request), Some(guard), Some(said)) =
+            (asker, self.guard.take(), &mut self.said)
+        else {
+            return Err(words); // may_fail_over has seen them
+        };
+        said.cut();
+        let (role, tokens) = (guard.candidate.worker.role(), said.tokens());
+        request.record.story.fails_over(role, reason, tokens);
+        tracing::info!(rid = request.record.rid, worker = %guard.candidate.name, reason, tokens, "another worker goes on");
+        let detail = format!(
+            "{reason} after {tokens} tokens of request {}",
+            request.record.rid
+        );
+        let url = guard.candidate.worker.url().to_string();
+        let events = &self.app.registry.events;
+        events.add("failover", role, &url, Some(detail));
+        (self.prefill, self.silence) = (None, None);
+        let app = self.app.clone();
+        let metrics = app.metrics.clone();
+        self.resuming = Some(Resuming {
+            asking: Box::pin(async move {
+                let rest = match request.ends_at() {
+                    None => commit(&app, &mut request).await,
+                    Some(end) => {
+                        let waited_ms = request.record.started;
+                        match timeout_at(end, commit(&app, &mut request)).await {
+                            Ok(rest) => rest,
+                            Err(_) => Err(Unanswered::Refused(RouteError::DeadlineOver {
+                                waited_ms: ms_since(waited_ms),
+                            })),
+                        }
+                    }
+                };
+                (request, rest)
+            }),
+            since: Instant::now(),
+            role,
+            words: Some(words),
+            outcome: "client_gone",
+            metrics,
+        });
+        Ok(())
+    }
+
+    /// Another worker was asked, this came of it.
+    fn resumed(&mut self, mut resuming: Resuming, (request, rest): Resumed) {
+        self.asker = Asker::Whole(request);
+        let why = match rest {
+            Ok((opened, prefill)) if opened.is_sse => {
+                resuming.outcome = "resumed";
+                let pause = &self.app.metrics.failover_pause;
+                let pause = pause.with_label_values(&[resuming.role.label()]);
+                pause.observe(resuming.since.elapsed().as_secs_f64());
+                if !opened.tells_tokens {
+                    self.said = None;
+                    self.asker.slim();
+                }
+                return self.follow(opened, prefill);
+            }
+            Ok(_) => "the rest came as something else than a stream".to_owned(),
+            Err(Unanswered::Refused(err)) if err.code() == "timeout" => {
+                resuming.words = Some(Words::Ours(err));
+                String::new()
+            }
+            Err(Unanswered::Refused(err)) => err.to_string(),
+            Err(Unanswered::Failed(failure)) => {
+                format!(
+                    "the last one asked, a {} worker: {}",
+                    failure.role, failure.reason
+                )
+            }
+        };
+        resuming.outcome = "failed";
+        if let Some(mut words) = resuming.words.take() {
+            if self.app.is_cut() {
+                words = Words::Ours(RouteError::Draining);
+            } else if let Words::Ours(RouteError::Upstream { cause, .. }) = &mut words {
+                cause.push_str("; no other worker went on with it: ");
+                cause.push_str(&why);
+            }
+            self.last_words(words);
+        }
+    }
+
+    /// Why the worker is not waited for any longer, if so.
+    fn too_silent(&mut self, cx: &mut Context<'_>) -> Option<Words> {
+        let guard = self.guard.as_ref()?;
+        let can_resume = self.said.as_ref().is_some_and(Said::can_resume);
+        let pause = match can_resume {
+            true => self.limit.min(LOOK_UP),
+            false => self.limit,
+        };
+        let (limit, next) = (self.last_piece + self.limit, self.last_piece + pause);
+        let timer = self
+            .silence
+            .get_or_insert_with(|| Box::pin(sleep_until(next)));
+        while timer.as_mut().poll(cx).is_ready() {
+            let now = Instant::now();
+            if now >= limit {
+                return Some(Words::Ours(silent_error(guard, self.limit)));
+            }
+            let worker = &guard.candidate.worker;
+            if now >= next
+                && let State::Unhealthy { reason, .. } = worker.state()
+            {
+                return Some(Words::Ours(RouteError::Upstream {
+                    role: worker.role(),
+                    worker: guard.candidate.name.clone(),
+                    cause: format!("fell silent and fails its health checks: {reason}"),
+                }));
+            }
+            if now >= next && self.app.config.silent_request_probe().is_some() {
+                worker.silent.notify_one();
+            }
+            let again = match now >= next {
+                true => now + pause,
+                false => next,
+            };
+            timer.as_mut().reset(again.min(limit));
+        }
+        None
+    }
+
+    /// A comment for a client whose stream pauses.
+    fn poll_keepalive(&mut self, cx: &mut Context<'_>) -> Poll<Bytes> {
+        let every = Duration::from_secs(self.app.config.limits.sse_keepalive_secs);
+        if every.is_zero() {
+            return Poll::Pending;
+        }
+        let timer = self.silence.get_or_insert_with(|| Box::pin(sleep(every)));
+        ready!(timer.as_mut().poll(cx));
+        timer.as_mut().reset(Instant::now() + every);
+        Poll::Ready(Bytes::from_static(keepalive::COMMENT))
+    }
+}
+
+impl Body for Relay {
+    type Data = Bytes;
+    type Error = Cut;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, Cut>>> {
+        let this = &mut *self;
+        loop {
+            if let Some(piece) = this.out.pop_front() {
+                let status = this.status;
+                if let Some(record) = this.asker.record() {
+                    record.first_byte(status);
+                }
+                return Poll::Ready(Some(Ok(Frame::data(piece))));
+            }
+            if let Some(resuming) = &mut this.resuming {
+                match resuming.asking.as_mut().poll(cx) {
+                    Poll::Ready(resumed) => {
+                        if let Some(resuming) = this.resuming.take() {
+                            this.resumed(resuming, resumed);
+                        }
+                    }
+                    Poll::Pending => {
+                        let comment = ready!(this.poll_keepalive(cx));
+                        this.out.push_back(comment);
+                    }
+                }
+                continue;
+            }
+            let Some(rest) = &mut this.rest else {
+                return Poll::Ready(None);
+            };
+            let cut = match rest.poll_piece(cx) {
+                Poll::Ready(Some(Ok(piece))) => {
+                    this.last_piece = Instant::now();
+                    if let Err(broken) = this.take(piece) {
+                        this.theirs(broken);
+                    }
+                    None
+                }
+                Poll::Ready(None) => {
+                    this.ended();
+                    None
+                }
+                Poll::Ready(Some(Err(err))) => {
+                    this.broke(format!("answer broke off: {}", with_source(&err)))
+                }
+                Poll::Pending => match this.too_silent(cx) {
+                    None => return Poll::Pending,
+                    Some(words @ Words::Ours(RouteError::UpstreamSilent { .. })) => {
+                        this.fail(words, SILENT)
+                    }
+                    Some(words) => this.fail(words, "hung"),
+                },
+            };
+            if let Some(cut) = cut {
+                return Poll::Ready(Some(Err(cut)));
+            }
+        }
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.rest.is_none() && self.out.is_empty() && self.resuming.is_none()
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        if self.rest.is_some() || self.tail.is_some() {
+            return SizeHint::default();
+        }
+        SizeHint::with_exact(self.out.iter().map(|piece| piece.len() as u64).sum())
+    }
+}

@@ -1,0 +1,346 @@
+//! Everything but generation that the router answers itself: probes, workers, metrics.
+
+use std::sync::Arc;
+
+use axum::extract::rejection::{PathRejection, QueryRejection};
+use axum::extract::{Path, Query, Request, State};
+use axum::response::{IntoResponse, Response};
+use bytes::Bytes;
+use http::{HeaderValue, Method, StatusCode, Uri, header};
+use router_core::Role;
+use serde::Deserialize;
+use serde_json::{Value, json};
+
+use super::generate::read_at_most;
+use super::proxy::ask_all;
+use crate::App;
+use crate::config::{WorkerSpec, WorkerUrl};
+use crate::error::RouteError;
+use crate::transport::upstream::Head;
+use crate::workers::{ROLES, Worker};
+
+/// Bodies of these requests are small [bytes].
+pub const MAX_ADMIN_BODY: usize = 1 << 20;
+
+pub fn answer(status: StatusCode, body: &Value) -> Response {
+    let kind = [(header::CONTENT_TYPE, "application/json")];
+    (status, kind, body.to_string()).into_response()
+}
+
+// ---- probes ----
+
+pub async fn live() -> Response {
+    answer(StatusCode::OK, &json!({"status": "ok"}))
+}
+
+pub async fn ready(State(app): State<Arc<App>>) -> Response {
+    let (refusal, missing) = (not_ready_because(&app), cannot_serve_because(&app));
+    let mut body = json!({
+        "status": if refusal.is_none() { "ready" } else { "not_ready" },
+        "serves": missing.is_none(),
+    });
+    for role in ROLES {
+        let (known, ready) = app.registry.count(role);
+        let open_circuits = app.registry.open_circuits(role);
+        body[role.label()] =
+            json!({"known": known, "ready": ready, "open_circuits": open_circuits});
+    }
+    if let Some(reason) = refusal.as_ref().or(missing.as_ref()) {
+        body["reason"] = reason.to_string().into();
+    }
+    match refusal {
+        None => answer(StatusCode::OK, &body),
+        Some(reason) => {
+            body["error"] = serde_json::from_slice::<Value>(&reason.body())
+                .map(|body| body["error"].clone())
+                .unwrap_or_default();
+            answer(StatusCode::SERVICE_UNAVAILABLE, &body)
+        }
+    }
+}
+
+/// Why this router should get no requests: it drains, or does not know its workers yet. Later a lack of workers is
+/// no such reason: a router that left its Service would turn 503 with Retry-After into refused connections.
+fn not_ready_because(app: &App) -> Option<RouteError> {
+    if app.is_draining() {
+        return Some(RouteError::Draining);
+    }
+    let sources = app.config.discovery.sources(app.is_pd());
+    let synced = app.discovered.lock().len();
+    if synced < sources {
+        return Some(RouteError::Undiscovered { synced, sources });
+    }
+    let finds_workers = sources > 0 && !app.config.has_static_workers();
+    match finds_workers || app.registry.has_served() {
+        true => None,
+        false => cannot_serve_because(app),
+    }
+}
+
+/// Why a request that comes now would find no worker.
+fn cannot_serve_because(app: &App) -> Option<RouteError> {
+    app.serving_roles()
+        .iter()
+        .find_map(|role| {
+            let (known, ready) = app.registry.count(*role);
+            let role = *role;
+            (ready == 0).then_some(RouteError::NoWorker { role, known, ready })
+        })
+        .or_else(|| {
+            let [prefill, decode] =
+                [Role::Prefill, Role::Decode].map(|role| app.registry.count(role).1);
+            let lacks_pair = app.is_pd() && !app.registry.has_pair();
+            lacks_pair.then_some(RouteError::NoPair { prefill, decode })
+        })
+}
+
+/// Every ready worker is asked to generate something, which counts as one running request.
+pub async fn health_generate(State(app): State<Arc<App>>) -> Result<Response, RouteError> {
+    if let Some(err) = not_ready_because(&app).or_else(|| cannot_serve_because(&app)) {
+        return Err(err);
+    }
+    let _place = app.admission.enter(&app.metrics).await?;
+    let head = Head {
+        method: Method::GET,
+        uri: Uri::from_static("/health_generate"),
+        headers: app.worker_headers(),
+    };
+    Ok(ask_all(&app, head, Bytes::new()).await)
+}
+
+pub async fn metrics(State(app): State<Arc<App>>) -> Response {
+    match app.metrics.render(&app.registry) {
+        Ok(text) => ([(header::CONTENT_TYPE, "text/plain; version=0.0.4")], text).into_response(),
+        Err(err) => RouteError::Internal {
+            detail: err.to_string(),
+        }
+        .into_response(),
+    }
+}
+
+// ---- workers ----
+
+fn show(app: &App, worker: &Worker) -> Value {
+    let (state, told) = (worker.state(), worker.description());
+    let (circuit, passed_over_ms) = app.registry.objections_to(worker);
+    json!({
+        "id": worker.id.to_string(),
+        "url": worker.url().to_string(),
+        "worker_type": worker.role().label(),
+        "is_healthy": worker.is_ready(),
+        "state": state.label(),
+        "drained_by": state.drained_by(),
+        "reason": state.reason().map(str::to_owned).or_else(|| app.registry.misfit(worker)),
+        "circuit": circuit.label(),
+        "passed_over_ms": passed_over_ms,
+        "load": worker.load(),
+        "bootstrap_port": worker.bootstrap_port(),
+        "topology": worker.topology(),
+        "dp_size": worker.dp_size(),
+        "model_id": told.served_model_name,
+        "version": told.version,
+        "page_size": told.page_size,
+        "fingerprint": told.fingerprint,
+        "kv_events": app.registry.feeds_of(worker.id),
+    })
+}
+
+pub async fn list_workers(State(app): State<Arc<App>>) -> Response {
+    let workers = app.registry.workers();
+    let count = |role| workers.iter().filter(|w| w.role() == role).count();
+    let body = json!({
+        "workers": workers.iter().map(|w| show(&app, w)).collect::<Vec<_>>(),
+        "total": workers.len(),
+        "stats": {
+            "regular_count": count(Role::Regular),
+            "prefill_count": count(Role::Prefill),
+            "decode_count": count(Role::Decode),
+        },
+    });
+    answer(StatusCode::OK, &body)
+}
+
+/// By its id, or by its URL as older clients of SGLang's router have it.
+pub fn find(app: &App, id: &str) -> Result<Arc<Worker>, RouteError> {
+    let found = match id.parse() {
+        Ok(number) => app.registry.worker(number),
+        Err(_) => WorkerUrl::parse(id)
+            .ok()
+            .and_then(|url| with_url(app, &url)),
+    };
+    found.ok_or_else(|| RouteError::UnknownWorker { id: id.to_owned() })
+}
+
+/// The newest: older ones with the same address are draining already.
+pub fn with_url(app: &App, url: &WorkerUrl) -> Option<Arc<Worker>> {
+    let workers = app.registry.workers();
+    workers.into_iter().rev().find(|w| w.url() == url)
+}
+
+pub async fn show_worker(
+    State(app): State<Arc<App>>,
+    id: Result<Path<String>, PathRejection>,
+) -> Result<Response, RouteError> {
+    let Path(id) = id?;
+    let worker = find(&app, &id)?;
+    Ok(answer(StatusCode::OK, &show(&app, &worker)))
+}
+
+/// The story of a recent request, by the id it came or was answered with.
+pub async fn show_request(
+    State(app): State<Arc<App>>,
+    id: Result<Path<String>, PathRejection>,
+) -> Result<Response, RouteError> {
+    let Path(id) = id?;
+    let story = app.requests.find(&id);
+    let story = story.ok_or(RouteError::NoStory { id })?;
+    Ok(answer(StatusCode::OK, &story))
+}
+
+pub async fn remove_worker(
+    State(app): State<Arc<App>>,
+    id: Result<Path<String>, PathRejection>,
+) -> Result<Response, RouteError> {
+    let Path(id) = id?;
+    let worker = find(&app, &id)?;
+    app.registry.remove(worker.id);
+    tracing::info!(url = %worker.url(), "worker removed");
+    let body = json!({
+        "status": "accepted",
+        "worker_id": worker.id.to_string(),
+        "url": worker.url().to_string(),
+        "message": "no new requests; those in flight finish",
+    });
+    Ok(answer(StatusCode::ACCEPTED, &body))
+}
+
+#[derive(Deserialize)]
+struct NewWorker {
+    url: String,
+    worker_type: Option<Role>,
+    bootstrap_port: Option<u16>,
+    topology: Option<String>,
+}
+
+pub async fn add_worker(
+    State(app): State<Arc<App>>,
+    request: Request,
+) -> Result<Response, RouteError> {
+    let (parts, body) = request.into_parts();
+    let body = read_at_most(&app, body, &parts.headers, MAX_ADMIN_BODY).await?;
+    let asked: NewWorker =
+        serde_json::from_slice(&body).map_err(|err| RouteError::InvalidJson {
+            detail: format!(
+                "{err}; expected {{\"url\", \"worker_type\": regular | prefill | decode, \"bootstrap_port\", \"topology\"}}"
+            ),
+        })?;
+    let role = asked.worker_type.unwrap_or(Role::Regular);
+    let port = asked.bootstrap_port.map(|port| port.to_string());
+    let worker = register(&app, &asked.url, role, port.as_deref(), asked.topology)?;
+    let (id, url) = (worker.id.to_string(), worker.url().to_string());
+    let body = json!({
+        "status": "accepted",
+        "id": id,
+        "worker_id": id,
+        "url": url,
+        "location": format!("/workers/{id}"),
+        "message": "registered; it gets requests once it is healthy",
+    });
+    let mut response = answer(StatusCode::ACCEPTED, &body);
+    if let Ok(location) = HeaderValue::try_from(format!("/workers/{id}")) {
+        response.headers_mut().insert(header::LOCATION, location);
+    }
+    Ok(response)
+}
+
+fn register(
+    app: &Arc<App>,
+    url: &str,
+    role: Role,
+    port: Option<&str>,
+    topology: Option<String>,
+) -> Result<Arc<Worker>, RouteError> {
+    if !app.serving_roles().contains(&role) {
+        let mode = if app.is_pd() { "with" } else { "without" };
+        return Err(RouteError::InvalidValue {
+            param: "worker_type",
+            problem: format!("{role} has no use here: the router runs {mode} --pd-disaggregation"),
+        });
+    }
+    let spec = WorkerSpec::new(url, role, port).map_err(|problem| RouteError::InvalidValue {
+        param: "url",
+        problem,
+    })?;
+    app.register(spec.in_topology(topology))
+}
+
+#[derive(Deserialize)]
+pub struct LegacyQuery {
+    url: Option<String>,
+    worker_type: Option<Role>,
+    bootstrap_port: Option<String>,
+}
+
+impl LegacyQuery {
+    fn url(&self) -> Result<&str, RouteError> {
+        self.url.as_deref().ok_or(RouteError::MissingField {
+            param: "url",
+            hint: "give ?url=http://HOST:PORT",
+        })
+    }
+}
+
+pub async fn legacy_add(
+    State(app): State<Arc<App>>,
+    query: Result<Query<LegacyQuery>, QueryRejection>,
+) -> Result<Response, RouteError> {
+    let Query(query) = query?;
+    let role = query.worker_type.unwrap_or(Role::Regular);
+    let worker = register(
+        &app,
+        query.url()?,
+        role,
+        query.bootstrap_port.as_deref(),
+        None,
+    )?;
+    let message = format!("Successfully added worker: {}", worker.url());
+    Ok(answer(
+        StatusCode::OK,
+        &json!({"message": message, "id": worker.id.to_string()}),
+    ))
+}
+
+pub async fn legacy_remove(
+    State(app): State<Arc<App>>,
+    query: Result<Query<LegacyQuery>, QueryRejection>,
+) -> Result<Response, RouteError> {
+    let Query(query) = query?;
+    let given = query.url()?;
+    let url = WorkerUrl::parse(given).map_err(|problem| RouteError::InvalidValue {
+        param: "url",
+        problem,
+    })?;
+    let worker = with_url(&app, &url).ok_or_else(|| RouteError::UnknownWorker {
+        id: url.to_string(),
+    })?;
+    app.registry.remove(worker.id);
+    let message = format!("Successfully removed worker: {url}");
+    Ok(answer(StatusCode::OK, &json!({"message": message})))
+}
+
+pub async fn legacy_list(State(app): State<Arc<App>>) -> Response {
+    let workers = app.registry.workers();
+    let urls: Vec<String> = workers.iter().map(|w| w.url().to_string()).collect();
+    answer(StatusCode::OK, &json!({"urls": urls}))
+}
+
+pub async fn loads(State(app): State<Arc<App>>) -> Response {
+    let candidates = app.registry.candidates();
+    let loads: Vec<Value> = candidates
+        .iter()
+        .map(
+            |c| json!({"worker": c.name, "worker_type": c.worker.role().label(), "load": c.load()}),
+        )
+        .collect();
+    answer(StatusCode::OK, &json!({"workers": loads}))
+}

@@ -1,0 +1,125 @@
+//! API keys: which key each path needs, and that a key of the control plane never reaches a worker.
+//!
+//! With --control-plane-api-keys the control paths take these keys and nothing else; each use is logged with the key's id.
+
+use http::{HeaderMap, header};
+
+use axum::extract::Request;
+
+use super::is_generation;
+use crate::App;
+use crate::config::{ControlKey, KeyRole};
+use crate::error::RouteError;
+use crate::observability::explain;
+
+/// The key a path needs.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum AccessLevel {
+    /// None: liveness probes and scrapers have no key.
+    Open,
+    /// --api-key, if it is set.
+    Client,
+    /// An admin key of --control-plane-api-keys if there are any, else as `Client`: the path shows or changes the fleet or
+    /// the requests of others.
+    Control,
+}
+
+impl AccessLevel {
+    pub fn label(self) -> &'static str {
+        match self {
+            AccessLevel::Open => "open",
+            AccessLevel::Client => "client",
+            AccessLevel::Control => "control",
+        }
+    }
+}
+
+pub fn has_control_keys(app: &App) -> bool {
+    !app.config.listen.control_plane_api_keys.is_empty()
+}
+
+/// A dry run shows the fleet.
+fn is_dry_run(request: &Request) -> bool {
+    is_generation(request)
+        && explain::Asks::of(request.headers()).is_ok_and(|asks| asks == explain::Asks::DryRun)
+}
+
+/// An error is the answer to the request.
+pub fn check(app: &App, level: AccessLevel, request: &Request) -> Result<(), RouteError> {
+    let path = request.uri().path();
+    let given = bearer(request.headers());
+    if has_control_keys(app) && (level == AccessLevel::Control || is_dry_run(request)) {
+        let known = given.and_then(|given| control_key(app, given));
+        let key = known.ok_or(RouteError::InvalidControlKey)?;
+        let (id, name, method) = (&key.id, &key.name, request.method());
+        return match key.role {
+            KeyRole::Admin => {
+                tracing::info!(id, name, %method, path, "control request");
+                Ok(())
+            }
+            KeyRole::User => {
+                tracing::warn!(id, name, %method, path, "control request refused");
+                Err(RouteError::Forbidden { id: id.clone() })
+            }
+        };
+    }
+    match &app.config.listen.api_key {
+        Some(key) if level != AccessLevel::Open => {
+            let is_right = given.is_some_and(|given| is_same(given, key.as_bytes()));
+            is_right.then_some(()).ok_or(RouteError::InvalidApiKey)
+        }
+        _ => Ok(()),
+    }
+}
+
+/// Replace a key of the control plane by the router's own key for workers.
+pub fn hide_control_key(app: &App, headers: &mut HeaderMap) {
+    if bearer(headers).is_some_and(|given| control_key(app, given).is_some()) {
+        headers.remove(header::AUTHORIZATION);
+        headers.extend(app.worker_headers());
+    }
+}
+
+/// KEY of `Authorization: Bearer KEY`; the scheme in any case (RFC 9110, 11.1).
+fn bearer(headers: &HeaderMap) -> Option<&[u8]> {
+    let value = headers.get(header::AUTHORIZATION)?.as_bytes();
+    let (scheme, key) = value.split_at_checked(b"bearer ".len())?;
+    let is_bearer = scheme.eq_ignore_ascii_case(b"bearer ");
+    is_bearer.then(|| key.trim_ascii())
+}
+
+fn control_key<'a>(app: &'a App, given: &[u8]) -> Option<&'a ControlKey> {
+    // All are compared: the time does not tell which one is nearly right.
+    let keys = app.config.listen.control_plane_api_keys.iter();
+    keys.fold(None, |found, key| {
+        is_same(given, key.key.as_bytes()).then_some(key).or(found)
+    })
+}
+
+/// Compare in a time that does not depend on where the difference is.
+fn is_same(a: &[u8], b: &[u8]) -> bool {
+    let differing = a.iter().zip(b).fold(0u8, |acc, (a, b)| acc | (a ^ b));
+    a.len() == b.len() && differing == 0
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn bearer_scheme_is_read_in_any_case() {
+        let read = |value: &str| {
+            let mut headers = HeaderMap::new();
+            headers.insert(header::AUTHORIZATION, value.parse().unwrap());
+            bearer(&headers).map(|key| String::from_utf8(key.to_vec()).unwrap())
+        };
+        for value in ["Bearer k", "bearer k", "BEARER  k "] {
+            assert_eq!(read(value).as_deref(), Some("k"), "{value}");
+        }
+        for value in ["Basic k", "k", "Bearerk"] {
+            assert_eq!(read(value), None, "{value}");
+        }
+        assert_eq!(bearer(&HeaderMap::new()), None);
+    }
+}

@@ -1,0 +1,203 @@
+//! Drain of a worker: POST /workers/{id}/drain, its opposite, and what is left.
+//!
+//! The drain lives in the engine, so that all routers agree: this router passes the order on, and every other one learns
+//! of it by its next probe or by the next refused request (health.rs). A worker that has no such route, or cannot be
+//! reached, is drained by this router alone, and the answer says so.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use axum::extract::rejection::PathRejection;
+use axum::extract::{Path, State};
+use axum::response::Response;
+use bytes::Bytes;
+use http::{Method, StatusCode, Uri};
+use serde_json::{Value, json};
+use tokio::time::timeout;
+
+use super::admin::{answer, find, with_url};
+use crate::App;
+use crate::error::RouteError;
+use crate::transport::upstream::{Head, SendError};
+use crate::workers::{State as WorkerState, Worker};
+
+/// A worker takes an order within this.
+const ORDER_TIMEOUT: Duration = Duration::from_secs(10);
+/// Longest answer of a worker to an order [bytes].
+const MAX_ORDER_ANSWER: usize = 1 << 20;
+
+/// Outcome of an order to a worker.
+enum Ordered {
+    /// The worker's report (docs/protocol.md §2).
+    Done(Value),
+    /// The worker refuses: status and error object.
+    Refused(StatusCode, Value),
+    /// The worker cannot be ordered so, and why.
+    Unable(String),
+}
+
+/// No new requests for the worker from any router; here they end at once. Asking again changes nothing.
+pub async fn drain_worker(
+    State(app): State<Arc<App>>,
+    id: Result<Path<String>, PathRejection>,
+) -> Result<Response, RouteError> {
+    let Path(id) = id?;
+    let worker = find(&app, &id)?;
+    if worker.state() == WorkerState::Leaving {
+        return Ok(drained_here(&worker, "this router drains it already"));
+    }
+    match order(&app, &worker, Method::POST, "/drain").await? {
+        Ordered::Done(report) => {
+            app.registry.set_state(&worker, WorkerState::Draining, None);
+            worker.suspect.notify_one(); // a probe that began before this order would bring it back
+            let mut body = shown(&worker, "worker");
+            body["is_drained"] = report["is_drained"].clone();
+            body["left"] = report["left"].clone();
+            body["message"] =
+                "the worker refuses new requests, of all routers; POST …/undrain returns it".into();
+            Ok(answer(StatusCode::ACCEPTED, &body))
+        }
+        Ordered::Refused(status, error) => Ok(answer(status, &json!({"error": error}))),
+        Ordered::Unable(why) => {
+            app.drain(&worker);
+            Ok(drained_here(&worker, &why))
+        }
+    }
+}
+
+/// Unfinished work of a worker: its own report, or where it has none, this router's requests to it.
+pub async fn show_drain(
+    State(app): State<Arc<App>>,
+    id: Result<Path<String>, PathRejection>,
+) -> Result<Response, RouteError> {
+    let Path(id) = id?;
+    let worker = find(&app, &id)?;
+    let state = worker.state();
+    let mut body = match state {
+        WorkerState::Leaving => Value::Null,
+        _ => match order(&app, &worker, Method::GET, "/drain").await? {
+            Ordered::Done(report) => report,
+            Ordered::Refused(..) | Ordered::Unable(_) => Value::Null,
+        },
+    };
+    if body.is_null() {
+        body = json!({
+            "state": state.label(),
+            "is_drained": state == WorkerState::Leaving && worker.load() == 0,
+            "left": {"requests": worker.load()},
+        });
+    }
+    body["drained_by"] = json!(state.drained_by());
+    Ok(answer(StatusCode::OK, &body))
+}
+
+/// New requests for the worker again. One that this router alone drained is registered again, with a new id.
+pub async fn undrain_worker(
+    State(app): State<Arc<App>>,
+    id: Result<Path<String>, PathRejection>,
+) -> Result<Response, RouteError> {
+    let Path(id) = id?;
+    let mut worker = find(&app, &id)?;
+    let mut message = "it gets requests again once it is healthy";
+    if worker.state() == WorkerState::Leaving {
+        worker = match app.register(worker.spec.clone()) {
+            Ok(again) => again,
+            Err(RouteError::DuplicateWorker { .. }) => {
+                with_url(&app, worker.url()).ok_or(RouteError::UnknownWorker { id })?
+            }
+            Err(err) => return Err(err),
+        };
+        message = "registered again under a new id; it gets requests once it is healthy";
+    }
+    match order(&app, &worker, Method::POST, "/undrain").await? {
+        Ordered::Done(_) if app.config.health.disable_health_check => {
+            app.registry.set_state(&worker, WorkerState::Ready, None);
+        }
+        Ordered::Done(_) => worker.suspect.notify_one(),
+        Ordered::Refused(status, error) => return Ok(answer(status, &json!({"error": error}))),
+        Ordered::Unable(why) => {
+            tracing::info!(url = %worker.url(), why, "nothing to undrain at the worker")
+        }
+    }
+    let mut body = shown(&worker, "worker");
+    body["status"] = "accepted".into();
+    body["drained_by"] = Value::Null;
+    body["message"] = message.into();
+    Ok(answer(StatusCode::ACCEPTED, &body))
+}
+
+fn shown(worker: &Worker, drained_by: &str) -> Value {
+    json!({
+        "status": "draining",
+        "drained_by": drained_by,
+        "worker_id": worker.id.to_string(),
+        "url": worker.url().to_string(),
+        "load": worker.load(),
+        "location": format!("/workers/{}", worker.id),
+    })
+}
+
+fn drained_here(worker: &Worker, why: &str) -> Response {
+    let mut body = shown(worker, "router");
+    body["reason"] = why.into();
+    body["message"] =
+        "no new requests from this router; others are not told; it is removed when those in flight have ended"
+            .into();
+    answer(StatusCode::ACCEPTED, &body)
+}
+
+/// Ask the worker with the router's own key.
+async fn order(
+    app: &App,
+    worker: &Worker,
+    method: Method,
+    path: &'static str,
+) -> Result<Ordered, RouteError> {
+    let failed = |cause: String| RouteError::Upstream {
+        role: worker.role(),
+        worker: worker.url().to_string(),
+        cause: format!("{method} {path}: {cause}"),
+    };
+    let head = Head {
+        method: method.clone(),
+        uri: Uri::from_static(path),
+        headers: app.worker_headers(),
+    };
+    let asking = async {
+        let response = worker.pool.send_alone(&head).await?;
+        let status = response.status();
+        let mut answer = response.into_body();
+        let mut body = Vec::new();
+        while body.len() <= MAX_ORDER_ANSWER
+            && let Some(piece) = answer.piece().await
+        {
+            let piece = piece.map_err(|err| SendError::Broken(err.to_string()))?;
+            body.extend_from_slice(&piece);
+        }
+        Ok::<_, SendError>((status, Bytes::from(body)))
+    };
+    let (status, body) = match timeout(ORDER_TIMEOUT, asking).await {
+        Err(_) => return Err(failed(format!("no answer for {ORDER_TIMEOUT:?}"))),
+        Ok(Err(err @ (SendError::Refused(_) | SendError::Connect(_)))) => {
+            return Ok(Ordered::Unable(format!("the worker is not there: {err}")));
+        }
+        Ok(Err(err)) => return Err(failed(err.to_string())),
+        Ok(Ok(told)) => told,
+    };
+    let told: Value = serde_json::from_slice(&body).unwrap_or_default();
+    match status.as_u16() {
+        200..300 if told["state"].is_string() && told["left"].is_object() => {
+            Ok(Ordered::Done(told))
+        }
+        200..300 | 404 | 405 | 501 => Ok(Ordered::Unable(format!(
+            "the worker does not know {method} {path} (it answered {status})"
+        ))),
+        409 if told["error"].is_object() => Ok(Ordered::Refused(status, told["error"].clone())),
+        _ => {
+            let said = told["error"]["message"]
+                .as_str()
+                .unwrap_or("no reason given");
+            Err(failed(format!("{status}, {said}")))
+        }
+    }
+}

@@ -1,0 +1,461 @@
+//! Generation requests in: limits, body, the little that is read of it, admission; then dispatch.rs takes over.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use axum::extract::{Request, State};
+use axum::response::{IntoResponse, Response};
+use bytes::{Bytes, BytesMut};
+use http::header::{
+    ACCEPT_ENCODING, CONTENT_ENCODING, CONTENT_LENGTH, CONTENT_TYPE, COOKIE, EXPECT, HOST,
+};
+use http::{HeaderMap, HeaderValue, Method, StatusCode, Uri};
+use http_body::Body;
+use http_body_util::BodyExt;
+use router_core::{Blocks, FailedAttempts, RequestBreaks};
+use tokio::sync::OwnedSemaphorePermit;
+use tokio::time::{Instant, timeout_at};
+
+use super::{REQUEST_ID, auth, remove_hop_by_hop};
+use crate::App;
+use crate::dispatch;
+use crate::error::RouteError;
+use crate::observability::access_log::Record;
+use crate::observability::explain;
+use crate::observability::explain::Asks;
+use crate::observability::request_timeline::{Stage, Story};
+use crate::request::body::{Api, Scan};
+use crate::request::context::{Inbound, told_deadlines};
+use crate::request::prompt_limit::OversizedBody;
+use crate::response::failover;
+use crate::transport::upstream::Head;
+use crate::workers::Avoid;
+
+/// A client that sends nothing of its body for this long is gone or means harm.
+const BODY_SILENCE: Duration = Duration::from_secs(60);
+/// Bodies up to this size are not measured: an engine refuses them in a fraction of a millisecond, and asking all workers
+/// for their limits is not free [bytes].
+const UNMEASURED_BYTES: usize = 16 << 10;
+/// Most prompts (times answers) of a request sent with token ids: beyond its engine's limit of 1024 prompts the engine
+/// complains about the member the client sent, not about ours.
+const MAX_FORWARDED: usize = 1024;
+/// A client's own affinity key.
+const ROUTING_KEY: &str = "x-smg-routing-key";
+
+pub async fn chat(State(app): State<Arc<App>>, request: Request) -> Response {
+    serve(app, Api::Chat, request).await
+}
+
+pub async fn completions(State(app): State<Arc<App>>, request: Request) -> Response {
+    serve(app, Api::Completions, request).await
+}
+
+pub async fn generate(State(app): State<Arc<App>>, request: Request) -> Response {
+    serve(app, Api::Generate, request).await
+}
+
+async fn serve(app: Arc<App>, api: Api, request: Request) -> Response {
+    let method = if request.method() == Method::PUT {
+        "PUT"
+    } else {
+        "POST"
+    };
+    let rid = text_header(request.headers(), REQUEST_ID).unwrap_or_default();
+    let record = Record::new(&app, api.path(), method, request.headers(), rid);
+    let asks = match Asks::of(request.headers()) {
+        Ok(asks) => asks,
+        Err(err) => return refused(record, err),
+    };
+    match take_in(&app, api, request, &record.story).await {
+        Ok((head, routing_key, body, scan, ready_at, queued, permit)) => {
+            let (needs_text, needs_blocks) = app.registry.needs(app.serving_roles());
+            let prompt = match prompt_of(&app, api, &scan, &body, needs_blocks).await {
+                Ok(prompt) => prompt,
+                Err(err) => return refused(record, err),
+            };
+            let story = record.story.clone();
+            let inbound = Inbound {
+                told: told_deadlines(&head.headers),
+                again: String::new(),
+                avoid: Avoid::default(),
+                begun: None,
+                is_accepted: false,
+                is_paced: false,
+                failed: FailedAttempts::default(),
+                attempted_at: Instant::now(),
+                breaks: RequestBreaks::default(),
+                place: None,
+                head,
+                blocks: prompt.blocks.map(Arc::new),
+                prompt_tokens: prompt.tokens,
+                input_ids: prompt.input_ids,
+                explains: asks == Asks::Explain,
+                needs_text,
+                body,
+                scan,
+                routing_key,
+                ready_at,
+                queued,
+                record,
+                permit,
+            };
+            story.mark(Stage::Tokenised);
+            if let Some(blocks) = &inbound.blocks {
+                story.prompt(blocks);
+            }
+            if asks == Asks::DryRun {
+                return dry_run(&app, inbound);
+            }
+            if let Err(err) = shed(&app, &inbound) {
+                return dispatch::refuse(inbound, err);
+            }
+            let is_shown = asks == Asks::Explain && !auth::has_control_keys(&app);
+            let mut response = dispatch::generate(app, inbound).await;
+            if is_shown {
+                explain::put_header(response.headers_mut(), story.summary());
+            }
+            response
+        }
+        Err(err) => refused(record, err),
+    }
+}
+
+pub fn refused(mut record: Record, err: RouteError) -> Response {
+    record.end(err.status(), err.code());
+    err.into_response()
+}
+
+/// What would be done with it.
+fn dry_run(app: &App, mut inbound: Inbound) -> Response {
+    let decisions = app.registry.dry_run(app.serving_roles(), &inbound.wanted());
+    match decisions {
+        Ok(decisions) => {
+            inbound.record.first_byte(StatusCode::OK);
+            inbound.record.end(StatusCode::OK, "dry_run");
+            explain::dry_run_answer(&decisions)
+        }
+        Err(err) => refused(inbound.record, err),
+    }
+}
+
+type TakenIn = (
+    Head,
+    Option<String>,
+    Bytes,
+    Arc<Scan>,
+    Instant,
+    Duration,
+    Option<OwnedSemaphorePermit>,
+);
+
+/// A dry run takes a place like any other: it may cost as much of the tokenizer.
+async fn take_in(
+    app: &App,
+    api: Api,
+    request: Request,
+    story: &Story,
+) -> Result<TakenIn, RouteError> {
+    let (parts, body) = request.into_parts();
+    let routing_key = text_header(&parts.headers, ROUTING_KEY);
+    check_media_type(&parts.headers)?;
+    app.admission.check_queue()?;
+    let body = read_body(app, body, &parts.headers).await?;
+    story.mark(Stage::Read);
+    story.body(body.len());
+    let read_at = Instant::now();
+    let permit = app.admission.enter(&app.metrics).await?;
+    story.mark(Stage::Admitted);
+    let ready_at = Instant::now();
+    let queued = ready_at - read_at;
+    let scan = scanned(app, &body, api).await?;
+    story.mark(Stage::Parsed);
+    refuse_oversized(app, &scan, &body, api).await?;
+    let mut headers = forwarded(parts.headers);
+    headers.remove(explain::HEADER);
+    // Between a router and its workers.
+    headers.remove(failover::HEADER);
+    // It was read as JSON, whatever the client called it (curl -d calls it a form).
+    let json = HeaderValue::from_static("application/json");
+    headers.insert(CONTENT_TYPE, json);
+    let head = Head {
+        method: Method::POST,
+        uri: Uri::from_static(api.path()),
+        headers,
+    };
+    Ok((head, routing_key, body, scan, ready_at, queued, permit))
+}
+
+/// --max-ttft-ms: refuse what would begin too late wherever it went.
+fn shed(app: &App, request: &Inbound) -> Result<(), RouteError> {
+    let Some(max_ms) = app.config.limits.max_ttft_ms else {
+        return Ok(());
+    };
+    let own = request.deadline_ms();
+    let limit_ms = own.map_or(max_ms, |own| own.min(max_ms));
+    let role = app.serving_roles()[0];
+    let Some(ahead) = app.registry.least_ttft(role, &request.wanted()) else {
+        return Ok(());
+    };
+    let Some(excess_ms) = ahead.excess_ms(limit_ms) else {
+        return Ok(());
+    };
+    app.metrics.shed.with_label_values(&[role.label()]).inc();
+    Err(RouteError::TooLate {
+        role,
+        predicted_ms: ahead.ttft_ms(),
+        limit_ms,
+        excess_ms,
+    })
+}
+
+/// What is known of a prompt before anybody is chosen.
+#[derive(Default)]
+struct Known {
+    /// What policies are told of it, if one of them reads it.
+    blocks: Option<Blocks>,
+    tokens: Option<u32>,
+    /// Token ids for workers that take them.
+    input_ids: Option<Bytes>,
+}
+
+async fn scanned(app: &App, body: &Bytes, api: Api) -> Result<Arc<Scan>, RouteError> {
+    let bytes = body.clone();
+    let scanning = move || Scan::of(&bytes, api);
+    let scan = app.body_threads.run(body.len(), scanning).await??;
+    Ok(Arc::new(scan))
+}
+
+/// Refuses what no worker takes: each would read all of it first.
+async fn refuse_oversized(
+    app: &App,
+    scan: &Arc<Scan>,
+    body: &Bytes,
+    api: Api,
+) -> Result<(), RouteError> {
+    if body.len() <= UNMEASURED_BYTES {
+        return Ok(());
+    }
+    let limit = (app.registry).prompt_limit(app.serving_roles(), scan.model.as_deref());
+    let Some(limit) = limit else {
+        return Ok(());
+    };
+    let (its, bytes) = (scan.clone(), body.clone());
+    let measuring = move || OversizedBody::find(&its, &bytes, api, limit);
+    let part = app.body_threads.run(body.len(), measuring).await?;
+    part.map_or(Ok(()), |part| Err(part.refusal(limit)))
+}
+
+/// In tokens where the client sent ids or the router has a tokenizer that can read the request, else in bytes of text.
+async fn prompt_of(
+    app: &App,
+    api: Api,
+    scan: &Arc<Scan>,
+    body: &Bytes,
+    needs_blocks: bool,
+) -> Result<Known, RouteError> {
+    let config = &app.config.tokens;
+    let block_size = config.block_size;
+    let (its, bytes) = (scan.clone(), body.clone());
+    let reading = move || {
+        Some(known_of_ids(
+            &its,
+            &its.ids(&bytes)?,
+            block_size,
+            needs_blocks,
+        ))
+    };
+    if let Some(known) = app.body_threads.run(scan.prompt_len(), reading).await? {
+        return Ok(known);
+    }
+    let is_small = scan.batch.is_none_or(|items| items <= MAX_FORWARDED);
+    let forwards = config.forward_input_ids && is_small;
+    let longest = || app.registry.context_tokens();
+    if let Some(tokens) = app.tokens.as_ref().filter(|_| needs_blocks || forwards)
+        && let Ok(made) = tokens.read(api, body, scan.prompt_len(), longest).await
+    {
+        return Ok(Known {
+            input_ids: forwards.then(|| made.member()),
+            ..known_of_ids(scan, &made.joined(), block_size, needs_blocks)
+        });
+    }
+    if !needs_blocks {
+        return Ok(Known::default());
+    }
+    let (its, bytes) = (scan.clone(), body.clone());
+    let hashing = move || its.text_blocks(&bytes);
+    Ok(Known {
+        blocks: Some(app.body_threads.run(scan.prompt_len(), hashing).await?),
+        ..Known::default()
+    })
+}
+
+fn known_of_ids(scan: &Scan, ids: &[u32], block_size: usize, needs_blocks: bool) -> Known {
+    Known {
+        blocks: needs_blocks.then(|| scan.token_blocks(ids, block_size)),
+        tokens: u32::try_from(ids.len()).ok(),
+        input_ids: None,
+    }
+}
+
+/// A generation request is JSON without a content coding. Its declared type is not insisted on: `curl -d` calls JSON a form.
+fn check_media_type(headers: &HeaderMap) -> Result<(), RouteError> {
+    let text = |name| {
+        headers
+            .get(name)
+            .map(|value| String::from_utf8_lossy(value.as_bytes()))
+    };
+    let refuse = |problem| Err(RouteError::UnsupportedMediaType { problem });
+    match text(CONTENT_ENCODING) {
+        Some(coding) if !coding.is_empty() && !coding.eq_ignore_ascii_case("identity") => {
+            return refuse(format!(
+                "the body has content-encoding {coding}; send it as plain JSON"
+            ));
+        }
+        _ => {}
+    }
+    match text(CONTENT_TYPE) {
+        Some(kind) if kind.to_ascii_lowercase().starts_with("multipart/") => {
+            refuse(format!("the body is {kind}; send application/json"))
+        }
+        _ => Ok(()),
+    }
+}
+
+pub fn text_header(headers: &HeaderMap, name: &str) -> Option<String> {
+    let value = headers.get(name)?;
+    value.to_str().ok().map(str::to_owned)
+}
+
+/// All but what belongs to the client's connection, and cookies, which are for whoever set them: no worker did. No
+/// accept-encoding: streams are watched as they pass.
+pub fn forwarded(mut headers: HeaderMap) -> HeaderMap {
+    remove_hop_by_hop(&mut headers);
+    for name in [HOST, CONTENT_LENGTH, EXPECT, ACCEPT_ENCODING, COOKIE] {
+        headers.remove(name);
+    }
+    headers
+}
+
+/// Read a body of at most --max-payload-size within --body-read-timeout-secs.
+pub async fn read_body(
+    app: &App,
+    body: axum::body::Body,
+    headers: &HeaderMap,
+) -> Result<Bytes, RouteError> {
+    read_at_most(app, body, headers, app.config.limits.max_payload_size).await
+}
+
+/// Read a body of at most `limit_bytes`. One piece, the usual case, is not copied.
+pub async fn read_at_most(
+    app: &App,
+    mut body: axum::body::Body,
+    headers: &HeaderMap,
+    limit_bytes: usize,
+) -> Result<Bytes, RouteError> {
+    let limits = &app.config.limits;
+    let until = Instant::now() + limits.body_timeout();
+    let too_large = || RouteError::PayloadTooLarge { limit_bytes };
+    let announced = headers.get(CONTENT_LENGTH);
+    let announced = announced.and_then(|value| value.to_str().ok()?.parse::<usize>().ok());
+    if announced.is_some_and(|announced| announced > limit_bytes) {
+        return Err(too_large());
+    }
+    app.body_memory.check(announced.unwrap_or(0))?;
+    let mut share = app.body_memory.share();
+    let mut first = Bytes::new();
+    let mut all = BytesMut::new();
+    loop {
+        let patience = Instant::now() + BODY_SILENCE;
+        let Ok(frame) = timeout_at(until.min(patience), body.frame()).await else {
+            if until > patience {
+                let waited_ms = BODY_SILENCE.as_millis() as u64;
+                return Err(RouteError::BodySilent { waited_ms });
+            }
+            return Err(RouteError::BodySlow {
+                limit_secs: limits.body_read_timeout_secs,
+                got_bytes: first.len() + all.len(),
+            });
+        };
+        let Some(frame) = frame else { break };
+        let frame = frame.map_err(|err| RouteError::BodyBroken {
+            detail: err.to_string(),
+        })?;
+        let Ok(piece) = frame.into_data() else {
+            continue; // trailers
+        };
+        if first.len() + all.len() + piece.len() > limit_bytes {
+            return Err(too_large());
+        }
+        share.grow(piece.len())?;
+        if first.is_empty() && all.is_empty() {
+            first = piece;
+            continue;
+        }
+        if all.is_empty() {
+            // What is announced is allocated once, but not before a second piece shows it is meant.
+            let hint = announced.or_else(|| body.size_hint().upper().map(|n| n as usize));
+            all.reserve(hint.unwrap_or(2 * first.len()).min(limit_bytes));
+            all.extend_from_slice(&std::mem::take(&mut first));
+        }
+        all.extend_from_slice(&piece);
+    }
+    let body = if all.is_empty() { first } else { all.freeze() };
+    Ok(share.keep_with(body))
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use futures_util::FutureExt;
+    use router_core::Unit;
+    use tokio::sync::watch;
+
+    use super::*;
+    use crate::config::RouterConfig;
+    use crate::observability::metrics::Metrics;
+    use crate::request::body_threads::tests::occupy;
+
+    fn app() -> App {
+        let config = RouterConfig::parse(&["baton-router".to_owned()]).unwrap();
+        let metrics = Arc::new(Metrics::new().unwrap());
+        let (deciders, _) = crate::server::deciders(&config, &metrics).unwrap();
+        App::new(config, metrics, deciders, None, watch::channel(false).1)
+    }
+
+    #[tokio::test]
+    async fn large_bodies_are_read_beside_the_event_loop() {
+        let app = app();
+        let text = |length| Bytes::from(format!("{{\"prompt\":\"{}\"}}", "x".repeat(length)));
+        let ids = |count| Bytes::from(format!("{{\"prompt\":[1{}]}}", ",2".repeat(count)));
+        let cases = [
+            (text(1000), Unit::Bytes, true),
+            (ids(1000), Unit::Tokens, true),
+            (text(1 << 20), Unit::Bytes, false),
+            (ids(1 << 19), Unit::Tokens, false),
+        ];
+        for (body, unit, is_inline) in cases {
+            let api = Api::Completions;
+            let scan = Arc::new(Scan::of(&body, api).unwrap());
+            let occupied = occupy(&app.body_threads);
+            let mut scanning = Box::pin(scanned(&app, &body, api));
+            let mut reading = Box::pin(prompt_of(&app, api, &scan, &body, true));
+            let (early_scan, early_prompt) = (
+                (&mut scanning).now_or_never(),
+                (&mut reading).now_or_never(),
+            );
+            assert_eq!(
+                (early_scan.is_some(), early_prompt.is_some()),
+                (is_inline, is_inline)
+            );
+            drop(occupied);
+            let prompt = match early_prompt {
+                Some(prompt) => prompt.unwrap(),
+                None => {
+                    assert_eq!(scanning.await.unwrap().prompt_len(), scan.prompt_len());
+                    reading.await.unwrap()
+                }
+            };
+            assert_eq!(prompt.blocks.unwrap().prompt().unit, unit);
+        }
+    }
+}

@@ -1,0 +1,374 @@
+//! The HTTP face: routes, the API key, request ids, CORS, and errors for everything else.
+//!
+//! generate.rs takes generation requests in, admin.rs is what an operator or a probe asks the router, passing.rs what
+//! it only passes on.
+
+/// Routes of the control plane.
+mod admin;
+/// API keys and access levels.
+mod auth;
+/// Routes that drain workers.
+mod draining;
+/// Generation requests.
+mod generate;
+/// Metrics of workers and router in one exposition.
+mod metrics_merge;
+/// Requests passed through to workers.
+mod proxy;
+
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use axum::Router;
+use axum::extract::{MatchedPath, Request, State};
+use axum::middleware::{Next, from_fn_with_state};
+use axum::response::{IntoResponse, Response};
+use axum::routing::{MethodRouter, any, get, post};
+use http::{HeaderMap, HeaderName, HeaderValue, Method, StatusCode, Version, header};
+use rand::Rng;
+use rand::distr::Alphanumeric;
+
+use self::auth::AccessLevel;
+use crate::App;
+use crate::dispatch::attempt::status_label;
+use crate::error::{Code, RouteError};
+use crate::observability::access_log::class;
+use crate::request::body::Api;
+use crate::server::ui;
+
+/// Headers that belong to one connection.
+const HOP_BY_HOP: [&str; 9] = [
+    "connection",
+    "keep-alive",
+    "proxy-authenticate",
+    "proxy-authorization",
+    "proxy-connection",
+    "te",
+    "trailer",
+    "transfer-encoding",
+    "upgrade",
+];
+
+/// Remove headers that belong to one connection, those that `Connection` names included (RFC 9110, 7.6.1).
+pub fn remove_hop_by_hop(headers: &mut HeaderMap) {
+    let nominated: Vec<HeaderName> = headers
+        .get_all(header::CONNECTION)
+        .iter()
+        .flat_map(|value| value.as_bytes().split(|byte| *byte == b','))
+        .filter_map(|name| HeaderName::from_bytes(name.trim_ascii()).ok())
+        .collect();
+    for name in nominated {
+        headers.remove(name);
+    }
+    for name in HOP_BY_HOP {
+        headers.remove(name);
+    }
+}
+
+pub const REQUEST_ID: &str = "x-request-id";
+
+/// Path, the key it needs, and what answers it.
+type Route = (&'static str, AccessLevel, MethodRouter<Arc<App>>);
+
+fn routes() -> Vec<Route> {
+    use AccessLevel::{Client, Control, Open};
+    let flush = post(proxy::flush_cache).get(proxy::flush_cache);
+    let worker = get(admin::show_worker).delete(admin::remove_worker);
+    let mut routes: Vec<Route> = vec![
+        (Api::Chat.path(), Client, post(generate::chat)),
+        (Api::Completions.path(), Client, post(generate::completions)),
+        (
+            Api::Generate.path(),
+            Client,
+            post(generate::generate).put(generate::generate),
+        ),
+        ("/tokenize", Client, post(proxy::forward)),
+        ("/v1/tokenize", Client, post(proxy::forward)),
+        ("/detokenize", Client, post(proxy::forward)),
+        ("/v1/detokenize", Client, post(proxy::forward)),
+        ("/v1/models", Client, get(proxy::models)),
+        ("/v1/models/{id}", Client, get(proxy::forward)),
+        ("/get_model_info", Client, get(proxy::forward)),
+        ("/model_info", Client, get(proxy::forward)),
+        ("/get_server_info", Client, get(proxy::forward)),
+        ("/server_info", Client, get(proxy::forward)),
+        ("/health", Open, get(admin::live)),
+        ("/ping", Open, get(admin::live)),
+        ("/livez", Open, get(admin::live)),
+        ("/liveness", Open, get(admin::live)),
+        ("/readyz", Open, get(admin::ready)),
+        ("/readiness", Open, get(admin::ready)),
+        ("/metrics", Open, get(admin::metrics)),
+        ("/ui", Open, get(ui::to_folder)),
+        ("/ui/", Open, get(ui::index)),
+        ("/ui/{file}", Open, get(ui::file)),
+        ("/ui/feed", Control, get(ui::feed)),
+        ("/health_generate", Control, get(admin::health_generate)),
+        (
+            "/workers",
+            Control,
+            get(admin::list_workers).post(admin::add_worker),
+        ),
+        ("/workers/{id}", Control, worker),
+        (
+            "/workers/{id}/drain",
+            Control,
+            get(draining::show_drain).post(draining::drain_worker),
+        ),
+        (
+            "/workers/{id}/undrain",
+            Control,
+            post(draining::undrain_worker),
+        ),
+        ("/add_worker", Control, post(admin::legacy_add)),
+        ("/remove_worker", Control, post(admin::legacy_remove)),
+        ("/list_workers", Control, get(admin::legacy_list)),
+        ("/flush_cache", Control, flush),
+        ("/get_loads", Control, get(admin::loads)),
+        ("/engine_metrics", Control, get(proxy::engine_metrics)),
+        ("/abort_request", Control, post(proxy::fan_out)),
+        ("/start_profile", Control, post(proxy::fan_out)),
+        ("/stop_profile", Control, post(proxy::fan_out)),
+        ("/v1/requests/{id}", Control, get(admin::show_request)),
+        (
+            "/v1/requests/{id}/suspend",
+            Control,
+            post(proxy::about_request),
+        ),
+        (
+            "/v1/requests/{id}/resume",
+            Control,
+            post(proxy::about_request),
+        ),
+        ("/v1/requests/{id}/{*rest}", Control, any(no_request_path)),
+    ];
+    let passed = proxy::PASSED.into_iter();
+    routes.extend(passed.map(|path| (path, Client, post(proxy::forward_work))));
+    routes
+}
+
+/// Every path of the router with the key it needs: open, client or control.
+pub fn route_access() -> Vec<(&'static str, &'static str)> {
+    let routes = routes().into_iter();
+    routes
+        .map(|(path, level, _)| (path, level.label()))
+        .collect()
+}
+
+/// State of the middleware `edge`.
+#[derive(Clone)]
+struct EdgeState {
+    app: Arc<App>,
+    levels: Arc<HashMap<&'static str, AccessLevel>>,
+}
+
+pub fn router(app: Arc<App>) -> Router {
+    let routes = routes();
+    let levels = routes.iter().map(|(path, level, _)| (*path, *level));
+    let state = EdgeState {
+        app: app.clone(),
+        levels: Arc::new(levels.collect()),
+    };
+    let add = |all: Router<Arc<App>>, (path, _, methods): Route| all.route(path, methods);
+    let all = routes.into_iter().fold(Router::new(), add);
+    all.fallback(not_found)
+        .method_not_allowed_fallback(method_not_allowed)
+        .layer(from_fn_with_state(state, edge))
+        .with_state(app)
+}
+
+/// Only /metrics, for --prometheus-port.
+pub fn metrics_router(app: Arc<App>) -> Router {
+    Router::new()
+        .route("/metrics", get(admin::metrics))
+        .fallback(not_found)
+        .method_not_allowed_fallback(method_not_allowed)
+        .with_state(app)
+}
+
+async fn not_found(request: Request) -> RouteError {
+    RouteError::NotFound {
+        path: request.uri().path().to_owned(),
+    }
+}
+
+async fn no_request_path(request: Request) -> RouteError {
+    RouteError::NoRequestPath {
+        path: request.uri().path().to_owned(),
+    }
+}
+
+async fn method_not_allowed(request: Request) -> RouteError {
+    RouteError::MethodNotAllowed {
+        method: request.method().to_string(),
+        path: request.uri().path().to_owned(),
+    }
+}
+
+/// Around every route: request id in and out, CORS, API key.
+async fn edge(State(state): State<EdgeState>, mut request: Request, next: Next) -> Response {
+    let app = &*state.app;
+    let rid = request_id(app, &request);
+    let origin = allowed_origin(app, request.headers());
+    let is_preflight = request.method() == Method::OPTIONS && origin.is_some();
+    let path = request.extensions().get::<MatchedPath>().cloned();
+    let level = path
+        .as_ref()
+        .and_then(|path| state.levels.get(path.as_str()));
+    let level = level.copied().unwrap_or(AccessLevel::Client);
+    let access = check_host(&request).and_then(|()| auth::check(app, level, &request));
+    let is_recorded = access.is_ok() && !is_preflight && keeps_record(&request);
+    let unrecorded = (!is_recorded).then(|| (label(request.method()), path));
+    let mut response = if is_preflight {
+        preflight(request.headers())
+    } else if let Err(refusal) = access {
+        refusal.into_response()
+    } else {
+        auth::hide_control_key(app, request.headers_mut());
+        request.headers_mut().insert(REQUEST_ID, rid.clone());
+        next.run(request).await
+    };
+    if let Some((method, path)) = unrecorded {
+        count(app, method, path.as_ref(), &response);
+    }
+    let headers = response.headers_mut();
+    headers.insert(REQUEST_ID, rid);
+    if let Some(origin) = origin {
+        headers.insert(header::ACCESS_CONTROL_ALLOW_ORIGIN, origin);
+        headers.insert(header::VARY, HeaderValue::from_static("origin"));
+        headers.insert(
+            header::ACCESS_CONTROL_EXPOSE_HEADERS,
+            HeaderValue::from_static(REQUEST_ID),
+        );
+    }
+    response
+}
+
+fn is_generation(request: &Request) -> bool {
+    let is_post = matches!(*request.method(), Method::POST | Method::PUT);
+    let mut apis = [Api::Chat, Api::Completions, Api::Generate].into_iter();
+    is_post && apis.any(|api| api.path() == request.uri().path())
+}
+
+/// Requests with a record of their own (record.rs) when they get as far as their handler.
+fn keeps_record(request: &Request) -> bool {
+    let is_passed = || proxy::PASSED.contains(&request.uri().path());
+    is_generation(request) || (request.method() == Method::POST && is_passed())
+}
+
+/// An HTTP/1.1 request has one `Host` (RFC 9112, 3.2).
+fn check_host(request: &Request) -> Result<(), RouteError> {
+    let hosts = request.headers().get_all(header::HOST).iter().count();
+    match request.version() == Version::HTTP_11 && hosts != 1 {
+        true => Err(RouteError::MalformedHead {
+            problem: "an HTTP/1.1 request needs one Host header",
+        }),
+        false => Ok(()),
+    }
+}
+
+/// Metric label of a method: a closed set.
+fn label(method: &Method) -> &'static str {
+    match *method {
+        Method::GET => "GET",
+        Method::POST => "POST",
+        Method::PUT => "PUT",
+        Method::DELETE => "DELETE",
+        Method::OPTIONS => "OPTIONS",
+        _ => "other",
+    }
+}
+
+fn count(app: &App, method: &'static str, path: Option<&MatchedPath>, response: &Response) {
+    let path = path.map_or("unmatched", MatchedPath::as_str);
+    let status = response.status();
+    let outcome = match response.extensions().get::<Code>() {
+        Some(Code(code)) => code,
+        None if status.is_success() => "ok",
+        None => status_label(status),
+    };
+    let labels = [path, method, class(status.as_u16()), outcome];
+    app.metrics.requests.with_label_values(&labels).inc();
+}
+
+/// The client's id from the first header that has one, else a new one that tells the API by its prefix.
+fn request_id(app: &App, request: &Request) -> HeaderValue {
+    let names = app.config.listen.request_id_headers.iter();
+    let given = names
+        .filter_map(|name| request.headers().get(name))
+        .find(|value| !value.is_empty() && value.len() <= 256);
+    if let Some(given) = given {
+        return given.clone();
+    }
+    let prefix = match request.uri().path() {
+        "/v1/chat/completions" => Api::Chat.id_prefix(),
+        "/v1/completions" => Api::Completions.id_prefix(),
+        "/generate" => Api::Generate.id_prefix(),
+        _ => "req-",
+    };
+    new_request_id(prefix)
+}
+
+pub fn new_request_id(prefix: &str) -> HeaderValue {
+    let mut id = String::with_capacity(prefix.len() + 24);
+    id.push_str(prefix);
+    id.extend(
+        rand::rng()
+            .sample_iter(Alphanumeric)
+            .take(24)
+            .map(char::from),
+    );
+    HeaderValue::try_from(id).unwrap_or(HeaderValue::from_static("req-unknown"))
+}
+
+fn allowed_origin(app: &App, headers: &HeaderMap) -> Option<HeaderValue> {
+    let origin = headers.get(header::ORIGIN)?;
+    let allowed = &app.config.listen.cors_allowed_origins;
+    let is_allowed = allowed
+        .iter()
+        .any(|a| a == "*" || a.as_bytes() == origin.as_bytes());
+    is_allowed.then(|| origin.clone())
+}
+
+fn preflight(asked: &HeaderMap) -> Response {
+    let mut response = StatusCode::NO_CONTENT.into_response();
+    let headers = response.headers_mut();
+    headers.insert(
+        header::ACCESS_CONTROL_ALLOW_METHODS,
+        HeaderValue::from_static("GET, POST, DELETE, OPTIONS"),
+    );
+    let wanted = asked.get(header::ACCESS_CONTROL_REQUEST_HEADERS);
+    let wanted = wanted.cloned();
+    headers.insert(
+        header::ACCESS_CONTROL_ALLOW_HEADERS,
+        wanted.unwrap_or(HeaderValue::from_static("content-type, authorization")),
+    );
+    headers.insert(
+        header::ACCESS_CONTROL_MAX_AGE,
+        HeaderValue::from_static("3600"),
+    );
+    response
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn headers_that_connection_names_are_removed_with_it() {
+        let mut headers = HeaderMap::new();
+        for (name, value) in [
+            ("connection", "keep-alive, X-Secret"),
+            ("connection", "http2-settings,,"),
+            ("x-secret", "1"),
+            ("http2-settings", "AAMAAABk"),
+            ("te", "trailers"),
+            ("x-kept", "1"),
+        ] {
+            headers.append(name, HeaderValue::from_static(value));
+        }
+        remove_hop_by_hop(&mut headers);
+        let left: Vec<_> = headers.keys().map(HeaderName::as_str).collect();
+        assert_eq!(left, ["x-kept"]);
+    }
+}

@@ -1,0 +1,457 @@
+//! What is passed on to workers and generates no tokens here: to one of them, to all, or to the one that knows a request.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use axum::extract::rejection::PathRejection;
+use axum::extract::{Path, Request, State};
+use axum::response::{IntoResponse, Response};
+use bytes::{Bytes, BytesMut};
+use http::{HeaderMap, HeaderValue, Method, StatusCode, Uri, header};
+use router_core::Outcome;
+use serde_json::{Value, json};
+use tokio::task::JoinSet;
+use tokio::time::timeout;
+
+use super::REQUEST_ID;
+use super::admin::{MAX_ADMIN_BODY, answer};
+use super::generate::{forwarded, read_at_most, read_body, refused, text_header};
+use super::metrics_merge;
+use crate::App;
+use crate::dispatch::attempt::{Leg, Opened, Told, silent_error, status_label};
+use crate::dispatch::end_to_end;
+use crate::error::RouteError;
+use crate::observability::access_log::Record;
+use crate::observability::request_timeline::Stage;
+use crate::request::body::Parts;
+use crate::transport::upstream::{Head, with_source};
+use crate::workers::{Avoid, LoadGuard, ROLES, Wanted, Worker};
+
+/// A worker asked by an operator or a probe answers within this.
+const ASK_TIMEOUT: Duration = Duration::from_secs(30);
+/// Longest part of each worker's answer that a fan-out repeats [characters].
+const MAX_REPEATED: usize = 1 << 16;
+/// Longest answer of a worker that is asked along with all others [bytes].
+const MAX_ASKED: usize = 4 << 20;
+/// Longest answer of one worker: thousands of embeddings, as JSON [bytes].
+const MAX_PASSED: usize = 256 << 20;
+
+/// Paths of SGLang's and vLLM's workers that answer at once and generate nothing; ours say not_found.
+pub const PASSED: [&str; 12] = [
+    "/v1/embeddings",
+    "/encode",
+    "/v1/rerank",
+    "/rerank",
+    "/v1/score",
+    "/score",
+    "/v1/classify",
+    "/classify",
+    "/pooling",
+    "/parse_function_call",
+    "/separate_reasoning",
+    "/v1/audio/transcriptions",
+];
+
+/// One worker's answer is as good as another's, and it comes at once.
+pub async fn forward(
+    State(app): State<Arc<App>>,
+    request: Request,
+) -> Result<Response, RouteError> {
+    let (parts, body) = request.into_parts();
+    let body = read_body(&app, body, &parts.headers).await?;
+    to_one(&app, head_of(parts)?, body, ASK_TIMEOUT, None).await
+}
+
+/// The same for work: it takes a place like a generation, may take as long, and is recorded.
+pub async fn forward_work(State(app): State<Arc<App>>, request: Request) -> Response {
+    let path = request.uri().path();
+    let path = PASSED
+        .into_iter()
+        .find(|one| *one == path)
+        .unwrap_or("other");
+    let rid = text_header(request.headers(), REQUEST_ID).unwrap_or_default();
+    let mut record = Record::new(&app, path, "POST", request.headers(), rid);
+    match work(&app, request, &mut record).await {
+        Ok(response) => {
+            let status = response.status();
+            record.first_byte(status);
+            let is_ok = status.is_success();
+            record.end(status, if is_ok { "ok" } else { status_label(status) });
+            response
+        }
+        Err(err) => refused(record, err),
+    }
+}
+
+async fn work(app: &App, request: Request, record: &mut Record) -> Result<Response, RouteError> {
+    let (parts, body) = request.into_parts();
+    app.admission.check_queue()?;
+    let body = read_body(app, body, &parts.headers).await?;
+    record.story.mark(Stage::Read);
+    let _place = app.admission.enter(&app.metrics).await?;
+    record.story.mark(Stage::Admitted);
+    let limit = app.config.request_timeout();
+    to_one(app, head_of(parts)?, body, limit, Some(record)).await
+}
+
+/// The first role that has a worker ready.
+async fn to_one(
+    app: &App,
+    head: Head,
+    body: Bytes,
+    limit: Duration,
+    mut record: Option<&mut Record>,
+) -> Result<Response, RouteError> {
+    app.registry.introductions(app.serving_roles()).await;
+    let (mut avoid, mut is_second) = (Avoid::default(), false);
+    loop {
+        // The prefill workers come last: tokenising on them delays prompts.
+        let roles = app.serving_roles().iter().rev();
+        let role = *roles
+            .clone()
+            .find(|role| app.registry.count(**role).1 > 0)
+            .unwrap_or(&app.serving_roles()[0]);
+        let chosen = app.registry.choose(role, &Wanted::default(), &avoid)?;
+        if let Some(record) = &mut record {
+            record.attempts += 1;
+            record.worker = Some((chosen.guard.candidate.name.clone(), chosen.why));
+        }
+        let leg = Leg {
+            guard: chosen.guard,
+            head: head.clone(),
+            body: Parts::from(body.clone()),
+            limit,
+            probe_after: app.config.silent_request_probe(),
+            counts: false,
+            tells_tokens: false,
+        };
+        let failure = match leg.open().await {
+            Ok(opened) => return whole(opened, limit).await,
+            Err(failure) => failure,
+        };
+        let is_unreached = matches!(failure.reason, "connect" | "reset" | "hung");
+        if is_unreached && !std::mem::replace(&mut is_second, true) {
+            avoid.add(failure.role, failure.worker);
+            continue;
+        }
+        return match failure.told {
+            Told::Error(err) => Err(err),
+            Told::Answer {
+                status,
+                headers,
+                body,
+            } => Ok(passed_on(status, end_to_end(&headers), body)),
+        };
+    }
+}
+
+/// The rest of an opened answer.
+async fn whole(mut opened: Opened, limit: Duration) -> Result<Response, RouteError> {
+    let mut body = BytesMut::from(opened.pieces.concat().as_slice());
+    let upstream = |guard: &LoadGuard, cause: String| RouteError::Upstream {
+        role: guard.candidate.worker.role(),
+        worker: guard.candidate.name.clone(),
+        cause,
+    };
+    if let Some(mut rest) = opened.rest.take() {
+        loop {
+            match timeout(limit, rest.piece()).await {
+                Ok(Some(Ok(piece))) => body.extend_from_slice(&piece),
+                Ok(None) => break,
+                Ok(Some(Err(err))) => {
+                    opened.guard.settle(Outcome::Failure);
+                    let cause = format!("answer broke off: {}", with_source(&err));
+                    return Err(upstream(&opened.guard, cause));
+                }
+                Err(_) => return Err(silent_error(&opened.guard, limit)),
+            }
+            if body.len() > MAX_PASSED {
+                let cause = format!("its answer is longer than {MAX_PASSED} bytes");
+                return Err(upstream(&opened.guard, cause));
+            }
+        }
+    }
+    opened.guard.settle(Outcome::Success);
+    let headers = end_to_end(&opened.headers);
+    Ok(passed_on(opened.status, headers, body.freeze()))
+}
+
+fn passed_on(status: StatusCode, headers: HeaderMap, body: Bytes) -> Response {
+    let mut response = Response::new(body.into());
+    *response.status_mut() = status;
+    *response.headers_mut() = headers;
+    response
+}
+
+/// Every worker's list of models, as one. Those that do not answer are left out.
+pub async fn models(State(app): State<Arc<App>>, request: Request) -> Result<Response, RouteError> {
+    if let Some(err) = no_worker(&app) {
+        return Err(err);
+    }
+    let head = Head {
+        method: Method::GET,
+        uri: Uri::from_static("/v1/models"),
+        headers: forwarded(request.into_parts().0.headers),
+    };
+    let told = ask_each(&app, &head, &Bytes::new()).await;
+    let mut merged: Vec<Value> = Vec::new();
+    for asked in told.iter().filter(|told| told.is_success()) {
+        let Ok(mut list) = serde_json::from_str::<Value>(&asked.text) else {
+            continue;
+        };
+        for model in list["data"].as_array_mut().into_iter().flatten() {
+            if merged.iter().all(|known| known["id"] != model["id"]) {
+                merged.push(model.take());
+            }
+        }
+    }
+    if merged.is_empty()
+        && let Some(asked) = told.into_iter().next()
+    {
+        return Ok(asked.passed_on());
+    }
+    let body = json!({"object": "list", "data": merged});
+    Ok(answer(StatusCode::OK, &body))
+}
+
+/// The metrics of all ready workers on one page, each line with the label `worker`.
+pub async fn engine_metrics(State(app): State<Arc<App>>) -> Response {
+    let head = Head {
+        method: Method::GET,
+        uri: Uri::from_static("/metrics"),
+        headers: app.worker_headers(),
+    };
+    let told = ask_each(&app, &head, &Bytes::new()).await;
+    let pages = told.iter().filter(|told| told.is_success());
+    let text = metrics_merge::merge(pages.map(|told| (told.url.as_str(), told.text.as_str())));
+    ([(header::CONTENT_TYPE, "text/plain; version=0.0.4")], text).into_response()
+}
+
+/// A verb about one request, which only the workers that run it know: all are asked, since it may have come through
+/// another router. 404 when nobody knows it.
+pub async fn about_request(
+    State(app): State<Arc<App>>,
+    rid: Result<Path<String>, PathRejection>,
+    request: Request,
+) -> Result<Response, RouteError> {
+    let Path(rid) = rid?;
+    if let Some(err) = no_worker(&app) {
+        return Err(err);
+    }
+    let (parts, body) = request.into_parts();
+    let body = read_at_most(&app, body, &parts.headers, MAX_ADMIN_BODY).await?;
+    let head = head_of(parts)?;
+    let mut told = ask_each(&app, &head, &body).await;
+    told.retain(|told| told.status != Some(StatusCode::NOT_FOUND));
+    if told.is_empty() {
+        return Err(RouteError::UnknownRequest { rid });
+    }
+    // A worker that runs it and refuses speaks before one that did as told, and that before one that could not be asked.
+    told.sort_by_key(|told| match told.status {
+        Some(status) if !status.is_success() => 0,
+        Some(_) => 1,
+        None => 2,
+    });
+    Ok(told.swap_remove(0).passed_on())
+}
+
+fn no_worker(app: &App) -> Option<RouteError> {
+    let counts = ROLES.map(|role| app.registry.count(role));
+    let known = counts.iter().map(|count| count.0).sum();
+    let role = app.serving_roles()[0];
+    let none = counts.iter().all(|count| count.1 == 0);
+    none.then_some(RouteError::NoWorker {
+        role,
+        known,
+        ready: 0,
+    })
+}
+
+/// What goes to workers of a client's request: the path without what belongs to the client's connection.
+fn head_of(parts: http::request::Parts) -> Result<Head, RouteError> {
+    let uri = parts.uri.path_and_query().map(|pq| pq.as_str().to_owned());
+    Ok(Head {
+        method: parts.method,
+        uri: Uri::try_from(uri.unwrap_or_default()).map_err(|err| RouteError::Internal {
+            detail: err.to_string(),
+        })?,
+        headers: forwarded(parts.headers),
+    })
+}
+
+/// The same request to every ready worker.
+pub async fn fan_out(
+    State(app): State<Arc<App>>,
+    request: Request,
+) -> Result<Response, RouteError> {
+    let (parts, body) = request.into_parts();
+    let body = read_at_most(&app, body, &parts.headers, MAX_ADMIN_BODY).await?;
+    let head = head_of(parts)?;
+    Ok(ask_all(&app, head, body).await)
+}
+
+/// Workers drop their caches, the policies what they believe of them.
+pub async fn flush_cache(State(app): State<Arc<App>>) -> Response {
+    let head = Head {
+        method: Method::POST,
+        uri: Uri::from_static("/flush_cache"),
+        headers: app.worker_headers(),
+    };
+    let response = ask_all(&app, head, Bytes::new()).await;
+    app.registry.forget_prompts();
+    response
+}
+
+/// Ask all ready workers and report each answer. 200 when all succeeded; a status that all of them refused the request
+/// with, and the first one's error object; else 502.
+pub async fn ask_all(app: &Arc<App>, head: Head, body: Bytes) -> Response {
+    let asked = ask_each(app, &head, &body).await;
+    let answers = asked.iter().map(|worker| {
+        let answer = json!({"ok": worker.is_success(), "answer": worker.answer()});
+        (worker.url.clone(), answer)
+    });
+    let workers: serde_json::Map<String, Value> = answers.collect();
+    let failed: Vec<&Asked> = asked.iter().filter(|worker| !worker.is_success()).collect();
+    let Some(first) = failed.first() else {
+        return answer(StatusCode::OK, &json!({"ok": true, "workers": workers}));
+    };
+    let is_refused = asked.iter().all(|worker| worker.status == first.status);
+    let (status, error) = match first.refusal().filter(|_| is_refused) {
+        Some((status, error)) => (status, error),
+        None => {
+            let (count, all, url) = (failed.len(), asked.len(), &first.url);
+            let what = first.status.map_or(first.text.clone(), |s| s.to_string());
+            let detail = format!("{count} of {all} workers failed, the first is {url}: {what}");
+            let err = RouteError::Unasked { detail };
+            (err.status(), error_object(&err.body()).unwrap_or_default())
+        }
+    };
+    let body = json!({"error": error, "ok": false, "workers": workers});
+    answer(status, &body)
+}
+
+/// Member `error` of a JSON body.
+fn error_object(body: &[u8]) -> Option<Value> {
+    let mut body: Value = serde_json::from_slice(body).ok()?;
+    let error = body.get_mut("error")?.take();
+    error.is_object().then_some(error)
+}
+
+/// What a worker said when all were asked.
+struct Asked {
+    url: String,
+    /// `None`: it could not be asked, and `text` says why.
+    status: Option<StatusCode>,
+    headers: HeaderMap,
+    text: String,
+}
+
+impl Asked {
+    fn is_success(&self) -> bool {
+        self.status.is_some_and(|status| status.is_success())
+    }
+
+    /// The text as the JSON it is; else, or if it is long, a string.
+    fn answer(&self) -> Value {
+        let json = (self.text.len() <= MAX_REPEATED).then(|| serde_json::from_str(&self.text));
+        match json {
+            Some(Ok(value)) => value,
+            _ => self
+                .text
+                .chars()
+                .take(MAX_REPEATED)
+                .collect::<String>()
+                .into(),
+        }
+    }
+
+    /// Status and error object of a worker that finds the request itself wrong. Its 401, 403 and 429 concern the router.
+    fn refusal(&self) -> Option<(StatusCode, Value)> {
+        let status = self.status.filter(|status| status.is_client_error())?;
+        let is_own = !matches!(status.as_u16(), 401 | 403 | 429);
+        Some((status, error_object(self.text.as_bytes())?)).filter(|_| is_own)
+    }
+
+    fn passed_on(self) -> Response {
+        match self.status {
+            Some(status) => passed_on(status, self.headers, self.text.into()),
+            None => {
+                let detail = format!("worker {}: {}", self.url, self.text);
+                RouteError::Unasked { detail }.into_response()
+            }
+        }
+    }
+}
+
+/// Ask every ready worker the same, at once; ordered by address.
+async fn ask_each(app: &Arc<App>, head: &Head, body: &Bytes) -> Vec<Asked> {
+    let mut asked = JoinSet::new();
+    let probe_after = app.config.silent_request_probe();
+    for worker in app.registry.workers() {
+        if worker.is_ready() {
+            let (head, body) = (head.clone(), Parts::from(body.clone()));
+            asked.spawn(async move {
+                let asking = timeout(ASK_TIMEOUT, ask(&worker, &head, body));
+                let asked = match worker.unless_hung(asking, probe_after).await {
+                    Ok(Ok(answer)) => answer,
+                    Ok(Err(_)) => Err(format!("no answer for {ASK_TIMEOUT:?}")),
+                    Err(cause) => Err(cause),
+                };
+                let (status, headers, text) = match asked {
+                    Ok((status, headers, text)) => (Some(status), headers, text),
+                    Err(cause) => (None, HeaderMap::new(), cause),
+                };
+                let url = worker.url().to_string();
+                Asked {
+                    url,
+                    status,
+                    headers,
+                    text,
+                }
+            });
+        }
+    }
+    let mut told = Vec::new();
+    while let Some(joined) = asked.join_next().await {
+        match joined {
+            Ok(one) => told.push(one),
+            Err(err) => tracing::error!(%err, "asking a worker panicked"),
+        }
+    }
+    told.sort_by(|a, b| a.url.cmp(&b.url));
+    told
+}
+
+async fn ask(
+    worker: &Worker,
+    head: &Head,
+    body: Parts,
+) -> Result<(StatusCode, HeaderMap, String), String> {
+    let sent = worker.pool.send(head, body, &|| ()).await;
+    let response = sent.map_err(|err| err.to_string())?;
+    let status = response.status();
+    let headers = end_to_end(response.headers());
+    let mut from = response.into_body();
+    let mut text = Vec::new();
+    while let Some(piece) = from.piece().await {
+        let piece = piece.map_err(|err| err.to_string())?;
+        text.extend_from_slice(&piece);
+        if text.len() > MAX_ASKED {
+            return Err(format!("its answer is longer than {MAX_ASKED} bytes"));
+        }
+    }
+    Ok((status, headers, String::from_utf8_lossy(&text).into_owned()))
+}
+
+impl App {
+    /// Headers of the router's own requests to workers.
+    pub fn worker_headers(&self) -> HeaderMap {
+        let mut headers = HeaderMap::new();
+        if let Some(key) = &self.config.listen.api_key
+            && let Ok(value) = HeaderValue::try_from(format!("Bearer {key}"))
+        {
+            headers.insert(header::AUTHORIZATION, value);
+        }
+        headers
+    }
+}

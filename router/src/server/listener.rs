@@ -1,0 +1,456 @@
+//! Connections from clients: how many, which HTTP they speak, and how long each may take over what.
+//!
+//! The life of a connection:
+//!
+//! 1. accepted when there is a place (--max-connections); until then it waits in the kernel's queue;
+//! 2. TLS, if the router speaks it. HTTP/2 is what TLS agreed on, or what the first bytes say (prior knowledge);
+//! 3. HTTP/1: `Patience` bounds idleness and heads, the kernel cuts a client that takes nothing of its answer;
+//! 4. HTTP/2: one task looks after its streams, since a client may stop taking one of them while the connection is well;
+//! 5. the router stops: idle connections close, others after their requests.
+
+use std::convert::Infallible;
+use std::pin::{Pin, pin};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Weak};
+use std::task::{Context, Poll};
+use std::time::Duration;
+
+use axum::Router;
+use axum::body::Body;
+use bytes::Bytes;
+use http::Request;
+use http_body::{Body as _, Frame, SizeHint};
+use hyper::body::Incoming;
+use hyper::server::conn::{http1, http2};
+use hyper::service::{Service, service_fn};
+use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
+use hyper_util::server::graceful::{GracefulShutdown, Watcher};
+use hyper_util::service::TowerToHyperService;
+use parking_lot::Mutex;
+use tokio::io::{AsyncRead, AsyncWrite};
+use tokio::net::{TcpListener, TcpStream};
+use tokio::sync::{OwnedSemaphorePermit, Semaphore, oneshot, watch};
+use tokio::time::{Instant, sleep, timeout};
+
+use crate::clock::now_ms;
+use crate::config::Limits;
+use crate::observability::metrics::Metrics;
+use crate::server::head_errors::{HeadErrors, MAX_HEADERS};
+use crate::server::header_timeout::Patience;
+use crate::transport::socket::tune_client;
+use crate::transport::tls::HTTP_2;
+use crate::transport::tls_reload::ClientTls;
+
+/// Read beyond --max-header-bytes: closing with bytes unread would reset the connection under its 431 [bytes].
+const HEAD_SLACK: usize = 8 << 10;
+/// How long a client may take over its TLS handshake (nginx: 60 s; nobody needs it).
+const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(10);
+/// Out of file descriptors: wait for some to be closed.
+const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
+/// Pause between two warnings that connections cannot be accepted, which is tried 20 times a second.
+const ACCEPT_WARNING_PAUSE: Duration = Duration::from_secs(1);
+/// Pause between two warnings that all places are taken: a full router takes a new client whenever one leaves.
+const FULL_WARNING_PAUSE: Duration = Duration::from_secs(60);
+/// HTTP/2 by prior knowledge begins with these bytes; no HTTP/1 method does.
+const PREFACE: &[u8] = b"PRI ";
+/// Pauses between two looks at first bytes that came one by one.
+const FIRST_LOOK: Duration = Duration::from_millis(1);
+const LAST_LOOK: Duration = Duration::from_millis(100);
+/// An HTTP/2 client that does not answer a ping for this long is gone.
+const PING: Duration = Duration::from_secs(20);
+/// Most of one HTTP/2 stream's answer that waits here for its client [bytes].
+const SEND_BUFFER: usize = 64 << 10;
+/// How often an HTTP/2 connection's streams are looked after.
+const ROUND: Duration = Duration::from_secs(1);
+
+/// What every connection of a listener is served with.
+#[derive(Clone)]
+pub struct Terms {
+    pub routes: Router,
+    pub tls: Option<ClientTls>,
+    pub limits: Limits,
+    pub metrics: Arc<Metrics>,
+}
+
+impl Terms {
+    fn cut(&self, reason: &str) {
+        tracing::debug!(reason, "a client took too long");
+        let cuts = &self.metrics.client_cuts;
+        cuts.with_label_values(&[reason]).inc();
+    }
+}
+
+/// Accept until told to close; returns the connections that are still open.
+pub async fn accept(
+    listener: TcpListener,
+    terms: Terms,
+    mut closed: oneshot::Receiver<()>,
+) -> GracefulShutdown {
+    let connections = GracefulShutdown::new();
+    let places = terms.limits.max_connections.min(Semaphore::MAX_PERMITS);
+    let places = Arc::new(Semaphore::new(places));
+    let mut warning = FullWarning::default();
+    let mut failures = AcceptFailures::default();
+    // Dropped when accepting ends: connections without a request are told.
+    let (_closing, closing) = watch::channel(());
+    loop {
+        let accepted = tokio::select! {
+            _ = &mut closed => return connections,
+            accepted = accept_one(&listener, &places, &terms.limits, &mut warning) => accepted,
+        };
+        let (stream, place) = match accepted {
+            Ok(accepted) => accepted,
+            Err(err) => {
+                if let Some(failures) = failures.count(Instant::now()) {
+                    tracing::warn!(%err, failures, "cannot accept a connection");
+                }
+                sleep(ACCEPT_PAUSE).await;
+                continue;
+            }
+        };
+        if let Err(err) = tune_client(&stream, terms.limits.stall_timeout()) {
+            tracing::debug!(%err, "client left at once");
+            continue;
+        }
+        let (terms, closing, watcher) = (terms.clone(), closing.clone(), connections.watcher());
+        let held = (Shown::new(&terms.metrics), place);
+        tokio::spawn(async move {
+            let _held = held;
+            run(stream, terms, closing, watcher).await;
+        });
+    }
+}
+
+async fn accept_one(
+    listener: &TcpListener,
+    places: &Arc<Semaphore>,
+    limits: &Limits,
+    warning: &mut FullWarning,
+) -> std::io::Result<(TcpStream, OwnedSemaphorePermit)> {
+    let place = match places.clone().try_acquire_owned() {
+        Ok(place) => place,
+        Err(_) => {
+            if warning.is_due(Instant::now()) {
+                let limit = limits.max_connections;
+                tracing::warn!(
+                    limit,
+                    "all --max-connections are in use; new clients wait until one ends"
+                );
+            }
+            let place = places.clone().acquire_owned().await;
+            place.map_err(std::io::Error::other)?
+        }
+    };
+    let (stream, _) = listener.accept().await?;
+    Ok((stream, place))
+}
+
+/// When the warning that all places are taken was given last.
+#[derive(Default)]
+struct FullWarning(Option<Instant>);
+
+impl FullWarning {
+    fn is_due(&mut self, now: Instant) -> bool {
+        let is_due = self.0.is_none_or(|last| now - last >= FULL_WARNING_PAUSE);
+        if is_due {
+            self.0 = Some(now);
+        }
+        is_due
+    }
+}
+
+/// Failures to accept since the last warning about them.
+#[derive(Default)]
+struct AcceptFailures {
+    count: u64,
+    warned: Option<Instant>,
+}
+
+impl AcceptFailures {
+    /// Adds one; returns how many a warning that is due now is about.
+    fn count(&mut self, now: Instant) -> Option<u64> {
+        self.count += 1;
+        if (self.warned).is_some_and(|last| now - last < ACCEPT_WARNING_PAUSE) {
+            return None;
+        }
+        self.warned = Some(now);
+        Some(std::mem::take(&mut self.count))
+    }
+}
+
+/// Counts an open connection while it lives.
+struct Shown(Arc<Metrics>);
+
+impl Shown {
+    fn new(metrics: &Arc<Metrics>) -> Self {
+        metrics.connections.inc();
+        Self(metrics.clone())
+    }
+}
+
+impl Drop for Shown {
+    fn drop(&mut self) {
+        self.0.connections.dec();
+    }
+}
+
+/// `closing` fails when the router stops.
+async fn run(
+    stream: TcpStream,
+    mut terms: Terms,
+    mut closing: watch::Receiver<()>,
+    watcher: Watcher,
+) {
+    if let Some(tls) = terms.tls.take() {
+        let tls = tls.borrow().clone();
+        let handshake = tokio::select! {
+            handshake = timeout(HANDSHAKE_TIMEOUT, tls.accept(stream)) => handshake,
+            _ = closing.changed() => return,
+        };
+        match handshake {
+            Ok(Ok(stream)) if stream.get_ref().1.alpn_protocol() == Some(HTTP_2) => {
+                serve_h2(stream, terms, closing, watcher).await;
+            }
+            Ok(Ok(stream)) => serve_h1(stream, terms, watcher).await,
+            Ok(Err(err)) => tracing::debug!(%err, "no TLS with a client"),
+            Err(_) => terms.cut("handshake"),
+        }
+        return;
+    }
+    if terms.limits.http2_max_streams == 0 {
+        return serve_h1(stream, terms, watcher).await;
+    }
+    let is_h2 = tokio::select! {
+        is_h2 = speaks_h2(&stream, &terms) => is_h2,
+        _ = closing.changed() => return,
+    };
+    match is_h2 {
+        Some(true) => serve_h2(stream, terms, closing, watcher).await,
+        Some(false) => serve_h1(stream, terms, watcher).await,
+        None => {}
+    }
+}
+
+/// What the first bytes say; they stay in the socket. `None`: the client left, or is cut for its silence.
+async fn speaks_h2(stream: &TcpStream, terms: &Terms) -> Option<bool> {
+    let mut first = [0; PREFACE.len()];
+    let idle = terms.limits.idle_timeout();
+    let mut len = timeout(idle, stream.peek(&mut first)).await.ok()?.ok()?;
+    let until = Instant::now() + terms.limits.header_read_timeout();
+    let mut pause = FIRST_LOOK;
+    // A peek with some bytes there returns at once, so it cannot wait for more of them.
+    while len < PREFACE.len() && PREFACE.starts_with(&first[..len]) {
+        if len == 0 {
+            return None;
+        }
+        if Instant::now() >= until {
+            terms.cut("head");
+            return None;
+        }
+        sleep(pause).await;
+        pause = (2 * pause).min(LAST_LOOK);
+        len = stream.peek(&mut first).await.ok()?;
+    }
+    Some(first == *PREFACE)
+}
+
+async fn serve_h1<S>(stream: S, terms: Terms, watcher: Watcher)
+where
+    S: AsyncRead + AsyncWrite + Send + Unpin + 'static,
+{
+    let limits = &terms.limits;
+    let patience = Patience::new(limits.idle_timeout(), limits.header_read_timeout());
+    let service = TowerToHyperService::new(terms.routes.clone());
+    let stream = patience.watch(stream);
+    let stream = HeadErrors::new(stream, limits.max_header_bytes, terms.metrics.clone());
+    let connection = http1::Builder::new()
+        .timer(patience.clone())
+        .header_read_timeout(patience.idle())
+        .max_buf_size(limits.max_header_bytes.saturating_add(HEAD_SLACK))
+        .max_header_size(limits.max_header_bytes)
+        .max_headers(MAX_HEADERS)
+        .serve_connection(TokioIo::new(stream), service);
+    // The client left, or sent no HTTP: its request's record says so where there was one.
+    if let Err(err) = watcher.watch(connection).await {
+        tracing::debug!(%err, "connection ended");
+        if err.is_timeout() && patience.has_begun() {
+            terms.cut("head");
+        }
+    }
+}
+
+/// `_watcher` is held: the router waits for this connection as long as it lives.
+async fn serve_h2<S>(stream: S, terms: Terms, mut closing: watch::Receiver<()>, _watcher: Watcher)
+where
+    S: AsyncRead + AsyncWrite + Send + Unpin + 'static,
+{
+    let limits = &terms.limits;
+    let streams = Arc::new(Streams::default());
+    let routes = TowerToHyperService::new(terms.routes.clone());
+    let service = service_fn(|request: Request<Incoming>| {
+        let (stream, answering) = (streams.open(), routes.call(request));
+        async move {
+            let response = answering.await?;
+            Ok::<_, Infallible>(response.map(|body| stream.watch(body)))
+        }
+    });
+    let connection = http2::Builder::new(TokioExecutor::new())
+        .timer(TokioTimer::new())
+        .max_concurrent_streams(limits.http2_max_streams)
+        .max_header_list_size(u32::try_from(limits.max_header_bytes).unwrap_or(u32::MAX))
+        .max_send_buf_size(SEND_BUFFER)
+        .keep_alive_interval(PING)
+        .keep_alive_timeout(PING)
+        .serve_connection(TokioIo::new(stream), service);
+    let mut connection = pin!(connection);
+    let (mut is_closing, mut busy_at) = (false, Instant::now());
+    loop {
+        tokio::select! {
+            ended = &mut connection => {
+                if let Err(err) = ended {
+                    tracing::debug!(%err, "connection ended");
+                }
+                return;
+            }
+            _ = closing.changed(), if !is_closing => {
+                is_closing = true;
+                connection.as_mut().graceful_shutdown();
+            }
+            () = sleep(ROUND) => {
+                let (open, stalled) = streams.look_after(limits.stall_timeout());
+                (0..stalled).for_each(|_| terms.cut("stalled"));
+                if open > 0 {
+                    busy_at = Instant::now();
+                } else if is_closing {
+                    return; // the client had a round's time to take note
+                } else if busy_at.elapsed() >= limits.idle_timeout() {
+                    is_closing = true;
+                    connection.as_mut().graceful_shutdown();
+                }
+            }
+        }
+    }
+}
+
+/// The open streams of an HTTP/2 connection.
+#[derive(Default)]
+struct Streams(Mutex<Vec<Weak<Stream>>>);
+
+/// One of them, from its request's head to the end of its answer.
+#[derive(Default)]
+struct Stream {
+    body: Mutex<Option<Body>>,
+    /// When the client was handed a piece and has not asked for the next; 0: it waits for us.
+    handed_ms: AtomicU64,
+}
+
+impl Streams {
+    fn open(&self) -> Arc<Stream> {
+        let stream = Arc::new(Stream::default());
+        let mut open = self.0.lock();
+        // At most as many live at once as --http2-max-streams; the dead ones go here and every round.
+        if open.len() == open.capacity() {
+            open.retain(|stream| stream.strong_count() > 0);
+        }
+        open.push(Arc::downgrade(&stream));
+        stream
+    }
+
+    /// (open ones, ones just given up because their client takes nothing)
+    fn look_after(&self, stall: Duration) -> (usize, usize) {
+        let (mut open, mut stalled) = (0, 0);
+        let now_ms = now_ms();
+        self.0.lock().retain(|stream| {
+            let Some(stream) = stream.upgrade() else {
+                return false;
+            };
+            open += 1;
+            let handed_ms = stream.handed_ms.load(Ordering::Relaxed);
+            let is_stalled =
+                handed_ms > 0 && now_ms - handed_ms.min(now_ms) >= stall.as_millis() as u64;
+            // Dropping the body frees its worker; the client sees a reset if it ever looks again.
+            if is_stalled && stream.body.lock().take().is_some() {
+                stalled += 1;
+            }
+            true
+        });
+        (open, stalled)
+    }
+}
+
+impl Stream {
+    fn watch(self: Arc<Self>, body: Body) -> Body {
+        if body.is_end_stream() {
+            return body;
+        }
+        *self.body.lock() = Some(body);
+        Body::new(Watched(self))
+    }
+}
+
+#[derive(Debug, thiserror::Error)]
+#[error("the client took nothing of its answer for too long")]
+struct Stalled;
+
+struct Watched(Arc<Stream>);
+
+impl http_body::Body for Watched {
+    type Data = Bytes;
+    type Error = axum::Error;
+
+    fn poll_frame(
+        self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, axum::Error>>> {
+        let stream = &self.0;
+        stream.handed_ms.store(0, Ordering::Relaxed);
+        let mut body = stream.body.lock();
+        let Some(body) = body.as_mut() else {
+            return Poll::Ready(Some(Err(axum::Error::new(Stalled))));
+        };
+        let polled = Pin::new(body).poll_frame(cx);
+        if let Poll::Ready(Some(Ok(_))) = &polled {
+            stream.handed_ms.store(now_ms().max(1), Ordering::Relaxed);
+        }
+        polled
+    }
+
+    fn is_end_stream(&self) -> bool {
+        let body = self.0.body.lock();
+        body.as_ref().is_some_and(http_body::Body::is_end_stream)
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        let body = self.0.body.lock();
+        body.as_ref()
+            .map(http_body::Body::size_hint)
+            .unwrap_or_default()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn full_router_warns_once_a_minute_and_not_per_connection() {
+        let start = Instant::now();
+        let mut warning = FullWarning::default();
+        let due = [0, 1, 59, 60, 61, 119, 120].map(|secs| {
+            let now = start + Duration::from_secs(secs);
+            warning.is_due(now)
+        });
+        assert_eq!(due, [true, false, false, true, false, false, true]);
+    }
+
+    #[test]
+    fn failures_to_accept_are_told_once_a_second_with_their_number() {
+        let start = Instant::now();
+        let mut failures = AcceptFailures::default();
+        let told = [0, 50, 950, 1000, 1050, 2500].map(|ms| {
+            let now = start + Duration::from_millis(ms);
+            failures.count(now)
+        });
+        assert_eq!(told, [Some(1), None, None, Some(3), None, Some(2)]);
+    }
+}

@@ -1,0 +1,423 @@
+//! The process: parse, listen, accept, and the way down.
+//!
+//! Shutdown (SIGTERM, SIGINT):
+//!
+//! 1. /readyz says 503; for --shutdown-delay-ms new connections are still taken, so that load balancers can notice;
+//! 2. the listener closes; idle connections close; requests in flight go on;
+//! 3. after --shutdown-grace-period-secs the workers' connections are cut: streams get an error event and [DONE];
+//! 4. exit 0. A second signal exits at once with 1.
+
+/// HTTP routes and handlers.
+pub(crate) mod api;
+/// Answers to requests whose head cannot be parsed.
+mod head_errors;
+/// Timeout for reading request headers.
+mod header_timeout;
+/// Client connections: accepting, limits, stalled streams.
+mod listener;
+/// Web page of the fleet.
+pub(crate) mod ui;
+
+use std::io::Write;
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::Duration;
+
+use axum::Router;
+use hyper_util::server::graceful::GracefulShutdown;
+use rand::RngCore;
+use router_core::Deciders;
+use tokio::net::TcpListener;
+use tokio::signal::unix::{SignalKind, signal};
+use tokio::sync::{oneshot, watch};
+use tokio::task::JoinHandle;
+use tokio::time::{Instant, interval, sleep, timeout};
+
+use crate::App;
+use crate::config::{Listen, ParseStop, RouterConfig, flags_markdown};
+use crate::observability::decision_log;
+use crate::observability::metrics::{Metrics, metrics_markdown};
+use crate::observability::otlp::{Exporter, Service};
+use crate::observability::replay;
+use crate::request::tokenize::Tokens;
+use crate::server::api::{metrics_router, router};
+use crate::server::listener::{Terms, accept};
+use crate::transport::descriptors;
+use crate::transport::socket::tune_listener;
+use crate::transport::tls_reload;
+use crate::transport::tls_reload::{ClientTls, TlsFiles};
+use crate::workers::discovery;
+use crate::workers::kv_events;
+
+/// After the cut streams still get their last event within this.
+const AFTER_CUT: Duration = Duration::from_secs(2);
+/// A collector gets this long to take the spans of the last requests.
+const LAST_SPANS: Duration = Duration::from_secs(2);
+
+/// Parse `argv` (program name first), run the router until it is told to stop, return the exit code. `replay` as the first
+/// argument decides a log again instead.
+pub fn run(argv: Vec<String>) -> i32 {
+    if argv.get(1).is_some_and(|word| word == "replay") {
+        return match replay::run(&argv[2..]) {
+            Ok((text, code)) => print(&text, code),
+            Err(text) => {
+                eprintln!("baton replay: {text}");
+                2
+            }
+        };
+    }
+    let config = match RouterConfig::parse(&argv) {
+        Ok(config) => config,
+        Err(ParseStop::Help(text)) => return print(&text, 0),
+        Err(ParseStop::Bad(text)) => {
+            let name = argv.first().map_or("baton-router", String::as_str);
+            eprintln!("{name}: {text}");
+            return 2;
+        }
+    };
+    if config.observe.print_flags {
+        return print(&flags_markdown(), 0);
+    }
+    if config.observe.print_metrics {
+        return print(&metrics_markdown(), 0);
+    }
+    if let Err(text) = init_logs(&config) {
+        eprintln!("baton-router: {text}");
+        return 2;
+    }
+    let runtime = match tokio::runtime::Builder::new_multi_thread()
+        .enable_all()
+        .thread_name("router")
+        .build()
+    {
+        Ok(runtime) => runtime,
+        Err(err) => {
+            eprintln!("baton-router: cannot start threads: {err}");
+            return 1;
+        }
+    };
+    let code = runtime.block_on(until_signal(config));
+    runtime.shutdown_timeout(Duration::from_millis(100));
+    code
+}
+
+/// Text for standard output; a reader that closed the pipe is not an error.
+fn print(text: &str, code: i32) -> i32 {
+    let _ = writeln!(std::io::stdout(), "{}", text.trim_end());
+    code
+}
+
+fn init_logs(config: &RouterConfig) -> Result<(), String> {
+    let level = config.observe.log_filter();
+    let filter = tracing_subscriber::EnvFilter::try_new(&level)
+        .map_err(|err| format!("--log-level {level}: {err}"))?;
+    let logs = tracing_subscriber::fmt()
+        .with_env_filter(filter)
+        .with_writer(std::io::stderr);
+    // An error means the process has a subscriber already (a test, an embedding program): it stays.
+    let _ = if config.observe.log_format == "json" {
+        logs.json().flatten_event(true).try_init()
+    } else {
+        use std::io::IsTerminal;
+        logs.with_ansi(std::io::stderr().is_terminal()).try_init()
+    };
+    Ok(())
+}
+
+async fn until_signal(config: RouterConfig) -> i32 {
+    let signals = (
+        signal(SignalKind::terminate()),
+        signal(SignalKind::interrupt()),
+    );
+    let (Ok(mut term), Ok(mut int)) = signals else {
+        eprintln!("baton-router: cannot listen for signals");
+        return 1;
+    };
+    let running = match Running::start(config).await {
+        Ok(running) => running,
+        Err(text) => {
+            eprintln!("baton-router: {text}");
+            return 2;
+        }
+    };
+    tokio::select! {
+        _ = term.recv() => {}
+        _ = int.recv() => {}
+    }
+    tracing::info!("shutting down; send the signal again to stop at once");
+    tokio::select! {
+        () = running.stop() => 0,
+        _ = term.recv() => 1,
+        _ = int.recv() => 1,
+    }
+}
+
+/// A router that accepts connections. Dropping it without `stop` leaves its tasks to the runtime.
+pub struct Running {
+    pub addr: SocketAddr,
+    pub metrics_addr: Option<SocketAddr>,
+    /// Held to the end: the last scrape may come late.
+    _metrics_open: Option<oneshot::Sender<()>>,
+    app: Arc<App>,
+    log: Option<decision_log::Writer>,
+    cut: watch::Sender<bool>,
+    /// Told to stop accepting.
+    close: oneshot::Sender<()>,
+    accepting: JoinHandle<GracefulShutdown>,
+}
+
+impl Running {
+    /// Bind, register the workers of the flags, begin to accept.
+    pub async fn start(mut config: RouterConfig) -> Result<Self, String> {
+        share_descriptors(&mut config);
+        let specs = config.worker_specs().map_err(|bad| bad.join("\n"))?;
+        let (host, port) = (config.listen.host.clone(), config.listen.port);
+        let listener = bind(&host, port, "--port").await?;
+        let addr = listener.local_addr().map_err(|err| err.to_string())?;
+        let metrics_listener = match config.observe.prometheus_port {
+            None => None,
+            Some(port) => {
+                let host = config.observe.prometheus_host.as_ref().unwrap_or(&host);
+                Some(bind(host, port, "--prometheus-port").await?)
+            }
+        };
+        let tls_files = TlsFiles::open(&config.tls, config.limits.http2_max_streams > 0)?;
+        let (tls, to_workers) = (tls_files.for_clients(), tls_files.for_workers());
+        let scheme = if tls.is_some() { "https" } else { "http" };
+        let (cut, cut_seen) = watch::channel(false);
+        let metrics = Arc::new(Metrics::new().map_err(|err| err.to_string())?);
+        tls_files.show_expiries(&metrics);
+        tls_reload::follow(tls_files, metrics.clone());
+        let (deciders, log) = deciders(&config, &metrics)?;
+        let observe = &config.observe;
+        let tracer = observe.enable_trace.then(|| {
+            let endpoint = observe.otlp_traces_endpoint.clone();
+            let service = Service {
+                name: "baton-router".to_owned(),
+                attributes: Vec::new(),
+            };
+            let counts = metrics.trace_spans.clone();
+            Arc::new(Exporter::start(endpoint, service, counts))
+        });
+        let mut app = App::new(config, metrics, deciders, to_workers, cut_seen);
+        app.tracer = tracer;
+        app.tokens = Tokens::load(&app.config.tokens, app.metrics.clone())?.map(Arc::new);
+        let app = Arc::new(app);
+        for spec in specs {
+            app.register(spec).map_err(|err| err.to_string())?;
+        }
+        discovery::start(&app).await?;
+        for role in app.serving_roles() {
+            if app.registry.count(*role).0 == 0 {
+                tracing::warn!(%role, "no worker of this role yet; wait for discovery, or POST one to /workers");
+            }
+        }
+        kv_events::announce(&app);
+        evict_regularly(&app);
+        app.admission.keep_filling(&app.config.limits);
+        let metrics = match metrics_listener {
+            None => None,
+            Some(listener) => {
+                let addr = listener.local_addr().map_err(|err| err.to_string())?;
+                let (open, closed) = oneshot::channel();
+                let terms = terms(&app, metrics_router(app.clone()), None);
+                tokio::spawn(accept(listener, terms, closed));
+                Some((addr, open))
+            }
+        };
+        let (metrics_addr, _metrics_open) = metrics.unzip();
+        let (close, closed) = oneshot::channel();
+        let terms = terms(&app, router(app.clone()), tls);
+        let accepting = tokio::spawn(accept(listener, terms, closed));
+        tracing::info!(%addr, pd = app.is_pd(), "listening on {scheme}://{addr}");
+        if let Some(text) = exposure_warning(&app.config.listen, addr) {
+            tracing::warn!("{text}");
+        }
+        Ok(Self {
+            addr,
+            metrics_addr,
+            _metrics_open,
+            app,
+            log,
+            cut,
+            close,
+            accepting,
+        })
+    }
+
+    /// The way down; returns when all requests are answered or the grace is over.
+    pub async fn stop(mut self) {
+        let log = self.log.take();
+        let tracer = self.app.tracer.clone();
+        self.finish_requests().await;
+        if let Some(tracer) = tracer {
+            tracer.flush(LAST_SPANS).await;
+        }
+        if let Some(log) = log {
+            // It waits for a disk.
+            let _ = tokio::task::spawn_blocking(|| log.stop()).await; // a panic there loses the end of the log
+        }
+    }
+
+    async fn finish_requests(self) {
+        let config = &self.app.config.listen;
+        self.app.start_draining();
+        sleep(Duration::from_millis(config.shutdown_delay_ms)).await;
+        let _ = self.close.send(()); // an error: accepting ended already
+        let Ok(connections) = self.accepting.await else {
+            return; // it panicked, and the connections with it
+        };
+        let open = connections.count();
+        let grace = Duration::from_secs(config.shutdown_grace_period_secs);
+        tracing::info!(open, ?grace, "finishing requests");
+        let finished = connections.shutdown();
+        tokio::pin!(finished);
+        if timeout(grace, &mut finished).await.is_err() {
+            tracing::warn!("grace is over, cutting what still runs");
+            self.cut.send_replace(true);
+            let _ = timeout(AFTER_CUT, finished).await; // whoever does not read its last event is not waited for
+        }
+    }
+}
+
+/// Make --max-connections fit the limit of open files.
+fn share_descriptors(config: &mut RouterConfig) {
+    let limit = descriptors::raise_limit();
+    let legs = if config.workers.pd_disaggregation {
+        2
+    } else {
+        1
+    };
+    let wanted = config.limits.max_connections;
+    let given = descriptors::client_connections(limit, wanted, legs);
+    if given < wanted {
+        tracing::warn!(
+            wanted,
+            given,
+            open_files = limit,
+            "--max-connections is lowered, so that connections to workers fit the limit of open files; raise the limit (ulimit -Hn)"
+        );
+        config.limits.max_connections = given;
+    }
+}
+
+/// The policies, with the decision log if there is to be one.
+pub fn deciders(
+    config: &RouterConfig,
+    metrics: &Metrics,
+) -> Result<(Deciders, Option<decision_log::Writer>), String> {
+    let deciders = Deciders::new(|role| config.policy_for(role), &config.policy_params());
+    let Some(path) = config.observe.decision_log.clone() else {
+        return Ok((deciders, None));
+    };
+    let place = decision_log::Place {
+        path,
+        max_bytes: config.observe.decision_log_max_bytes,
+        max_files: config.observe.decision_log_files,
+    };
+    let flags = config.routing.resolved.clone();
+    let counts = metrics.decision_log_lines.clone();
+    let (queue, writer) = decision_log::start(place, flags, counts)?;
+    let secret = rand::rng().next_u64();
+    let deciders = deciders.with_journal(Box::new(queue), secret);
+    Ok((deciders, Some(writer)))
+}
+
+/// Warns of what other machines may do without a key of their own.
+fn exposure_warning(listen: &Listen, addr: SocketAddr) -> Option<String> {
+    if addr.ip().to_canonical().is_loopback() {
+        return None;
+    }
+    let has_control_keys = !listen.control_plane_api_keys.is_empty();
+    match (&listen.api_key, has_control_keys) {
+        (None, false) => Some(format!(
+            "no key guards {addr}: anyone who reaches it may generate, abort requests, and register workers that then \
+             receive prompts; set --api-key and --control-plane-api-keys, or listen on --host 127.0.0.1"
+        )),
+        (Some(_), false) => Some(format!(
+            "the control plane of {addr} is open to every client with the --api-key, who may register workers and abort \
+             requests of others; set --control-plane-api-keys"
+        )),
+        (None, true) => Some(format!(
+            "anyone who reaches {addr} may generate; set --api-key, or listen on --host 127.0.0.1"
+        )),
+        (Some(_), true) => None,
+    }
+}
+
+async fn bind(host: &str, port: u16, flag: &str) -> Result<TcpListener, String> {
+    let bound = TcpListener::bind((host, port)).await;
+    let bound = bound.and_then(|listener| tune_listener(&listener).map(|()| listener));
+    bound.map_err(|err| match err.kind() {
+        std::io::ErrorKind::AddrInUse => {
+            format!(
+                "{host}:{port} is in use already; stop what listens there or choose another {flag}"
+            )
+        }
+        _ => format!("cannot listen on {host}:{port}: {err}"),
+    })
+}
+
+fn terms(app: &App, routes: Router, tls: Option<ClientTls>) -> Terms {
+    Terms {
+        routes,
+        tls,
+        limits: app.config.limits.clone(),
+        metrics: app.metrics.clone(),
+    }
+}
+
+fn evict_regularly(app: &Arc<App>) {
+    let weak = Arc::downgrade(app);
+    let pause = Duration::from_secs(app.config.routing.eviction_interval_secs);
+    tokio::spawn(async move {
+        let mut turn = interval(pause);
+        turn.tick().await;
+        loop {
+            turn.tick().await;
+            let Some(app) = weak.upgrade() else { return };
+            let since = Instant::now();
+            // A walk over the tree: not on a thread that serves requests.
+            let walked = tokio::task::spawn_blocking(move || app.registry.evict()).await;
+            if let Ok(chars @ 1..) = walked {
+                tracing::info!(chars, took = ?since.elapsed(), "evicted prompts");
+            }
+        }
+    });
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn open_listener_beyond_loopback_warns_with_a_remedy() {
+        let warning = |addr: &str, flags: &[&str]| {
+            let argv = [&["baton-router"], flags].concat();
+            let argv: Vec<String> = argv.into_iter().map(str::to_owned).collect();
+            let listen = RouterConfig::parse(&argv).unwrap().listen;
+            exposure_warning(&listen, addr.parse().unwrap())
+        };
+        let (key, control) = (
+            ["--api-key", "k"],
+            ["--control-plane-api-keys", "a:b:admin:c"],
+        );
+        let open = warning("0.0.0.0:8000", &[]).unwrap();
+        assert!(
+            open.contains("0.0.0.0:8000") && open.contains("--api-key and"),
+            "{open}"
+        );
+        let control_open = warning("10.0.0.1:8000", &key).unwrap();
+        assert!(
+            control_open.contains("set --control-plane-api-keys"),
+            "{control_open}"
+        );
+        let client_open = warning("[::]:8000", &control).unwrap();
+        assert!(client_open.contains("set --api-key"), "{client_open}");
+        assert_eq!(warning("0.0.0.0:8000", &[key, control].concat()), None);
+        for addr in ["127.0.0.1:8000", "[::1]:8000", "[::ffff:127.0.0.1]:8000"] {
+            assert_eq!(warning(addr, &[]), None, "{addr}");
+        }
+    }
+}

@@ -1,0 +1,14 @@
+//! The web page: static files in the binary, and the feed of the fleet's state that they show.
+//!
+//! `assets` serves the files of router/ui, open to anyone who reaches the router: they hold no data. `feed` sends one
+//! shared `snapshot` per second to all pages, which needs the key of the control plane, and only while a page listens.
+
+/// Files of the page.
+mod assets;
+/// Live events of the fleet.
+mod feed;
+/// State of the fleet at one moment.
+mod snapshot;
+
+pub use assets::{file, index, to_folder};
+pub use feed::{FeedHub, feed};

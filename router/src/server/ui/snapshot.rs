@@ -1,0 +1,159 @@
+//! Snapshot of the fleet, as the web page shows it. Reads what the router knows; asks no worker anything.
+
+use serde::Serialize;
+
+use crate::App;
+use crate::clock::now_ms;
+use crate::observability::fleet_events::{FleetEvent, unix_ms};
+use crate::observability::pair_traffic::PairRecord;
+use crate::workers::{Candidate, TokenRates, Worker};
+
+/// Most workers shown: a page of more rows is of no use, and each costs about 400 bytes per second and page.
+const MAX_NODES: usize = 512;
+/// Most pairs shown.
+const MAX_PAIRS: usize = 1024;
+/// Requests in the list of recent ones.
+const RECENT_REQUESTS: usize = 12;
+
+#[derive(Serialize)]
+pub struct FleetSnapshot {
+    version: &'static str,
+    at_unix_ms: u64,
+    /// Prefill and decode workers, rather than regular ones.
+    is_disaggregated: bool,
+    pub is_draining: bool,
+    /// Waiting for a place of --max-concurrent-requests, or for a worker.
+    queued_requests: u64,
+    nodes: Vec<NodeView>,
+    /// Workers beyond `MAX_NODES`.
+    nodes_left_out: usize,
+    pairs: Vec<PairView>,
+    events: Vec<FleetEvent>,
+    requests: Vec<serde_json::Value>,
+}
+
+#[derive(Serialize)]
+struct NodeView {
+    id: String,
+    url: String,
+    role: &'static str,
+    state: &'static str,
+    reason: Option<String>,
+    circuit: &'static str,
+    /// Requests in flight, as the router counts them.
+    load: usize,
+    model: Option<String>,
+    version: Option<String>,
+    ranks: Vec<RankView>,
+}
+
+/// DP rank, or the whole worker where the router does not tell ranks apart.
+#[derive(Serialize)]
+struct RankView {
+    rank: Option<u32>,
+    load: usize,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    report: Option<ReportView>,
+    #[serde(flatten)]
+    rates: Option<TokenRates>,
+}
+
+/// Last report of the rank.
+#[derive(Serialize)]
+struct ReportView {
+    age_ms: u64,
+    /// Prompt tokens still to compute.
+    queued_tokens: u64,
+    queued_requests: Option<u64>,
+    kv_pages: Option<u64>,
+    kv_pages_used: Option<u64>,
+}
+
+#[derive(Serialize)]
+struct PairView {
+    prefill: String,
+    decode: String,
+    #[serde(flatten)]
+    record: PairRecord,
+    bytes_per_s: Option<f64>,
+}
+
+impl FleetSnapshot {
+    pub fn of(app: &App) -> Self {
+        let workers = app.registry.workers();
+        let candidates = app.registry.candidates();
+        let now_ms = now_ms();
+        let nodes = workers.iter().take(MAX_NODES);
+        let is_registered = |id| workers.iter().any(|worker| worker.id == id);
+        let pairs = app.pair_traffic.snapshot(is_registered).into_iter();
+        Self {
+            version: env!("CARGO_PKG_VERSION"),
+            at_unix_ms: unix_ms(),
+            is_disaggregated: app.is_pd(),
+            is_draining: app.is_draining(),
+            queued_requests: app.metrics.queued.get() as u64,
+            nodes: nodes
+                .map(|worker| NodeView::of(app, worker, &candidates, now_ms))
+                .collect(),
+            nodes_left_out: workers.len().saturating_sub(MAX_NODES),
+            pairs: pairs.take(MAX_PAIRS).map(PairView::of).collect(),
+            events: app.registry.events.recent(),
+            requests: app.requests.recent(RECENT_REQUESTS),
+        }
+    }
+}
+
+impl NodeView {
+    fn of(
+        app: &App,
+        worker: &Worker,
+        candidates: &[std::sync::Arc<Candidate>],
+        now_ms: u64,
+    ) -> Self {
+        let (state, told) = (worker.state(), worker.description());
+        let misfit = || app.registry.misfit(worker);
+        let ranks = candidates.iter().filter(|c| c.worker.id == worker.id);
+        Self {
+            id: worker.id.to_string(),
+            url: worker.url().to_string(),
+            role: worker.role().label(),
+            state: state.label(),
+            reason: state.reason().map(str::to_owned).or_else(misfit),
+            circuit: app.registry.objections_to(worker).0.label(),
+            load: worker.load(),
+            model: told.served_model_name.clone(),
+            version: told.version.clone(),
+            ranks: ranks.map(|rank| RankView::of(rank, now_ms)).collect(),
+        }
+    }
+}
+
+impl RankView {
+    fn of(candidate: &Candidate, now_ms: u64) -> Self {
+        let activity = candidate.activity.lock();
+        let report = activity.last(now_ms).map(|(report, age_ms)| ReportView {
+            age_ms,
+            queued_tokens: report.queued_tokens,
+            queued_requests: report.queued_requests,
+            kv_pages: report.running.map(|running| running.pages),
+            kv_pages_used: report.running.map(|running| running.pages_used),
+        });
+        Self {
+            rank: candidate.rank,
+            load: candidate.load(),
+            report,
+            rates: activity.rates(),
+        }
+    }
+}
+
+impl PairView {
+    fn of(((prefill, decode), record): ((u64, u64), PairRecord)) -> Self {
+        Self {
+            prefill: prefill.to_string(),
+            decode: decode.to_string(),
+            bytes_per_s: record.bytes_per_s(),
+            record,
+        }
+    }
+}

@@ -1,0 +1,12 @@
+//! Sockets, TLS and connections to workers.
+
+/// Limit of file descriptors.
+pub(crate) mod descriptors;
+/// Options of TCP sockets.
+pub(crate) mod socket;
+/// TLS configuration.
+pub(crate) mod tls;
+/// Certificates that are read again when their files change.
+pub(crate) mod tls_reload;
+/// Pooled connections to workers.
+pub(crate) mod upstream;

@@ -1,0 +1,424 @@
+//! HTTP/1.1 connections to one worker: connect, send, reuse, and close at once when nobody wants the answer any more.
+//!
+//! The life of a connection:
+//!
+//! 1. `Pool::send` takes an idle connection, or connects (TCP_NODELAY; TLS for https://) and spawns the task that drives it;
+//! 2. the request goes out; a [`Lease`] ties the connection to the answer;
+//! 3. read to its end, the answer puts the connection back; dropped before, it aborts the task, which closes the socket.
+//!
+//! Invariants: a connection carries one request at a time; an idle one older than `IDLE` is not used (it is below the
+//! engines' keep-alive, 5 s for uvicorn); a request is resent, once and on a new connection, only when a *reused*
+//! connection broke before any byte of the answer: the worker had closed it while it was idle.
+
+use std::pin::Pin;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::task::{Context, Poll};
+use std::time::Duration;
+
+use bytes::Bytes;
+use http::{HeaderMap, HeaderValue, Method, Request, Response, Uri, header};
+use http_body::{Body, Frame, SizeHint};
+use hyper::body::Incoming;
+use hyper::client::conn::http1::{self, SendRequest};
+use hyper_util::rt::TokioIo;
+use parking_lot::Mutex;
+use tokio::io::{AsyncRead, AsyncWrite};
+use tokio::net::TcpStream;
+use tokio::sync::watch;
+use tokio::task::AbortHandle;
+use tokio::time::{Instant, timeout};
+use tokio_rustls::client::TlsStream;
+
+use crate::config::WorkerUrl;
+use crate::request::body::Parts;
+use crate::transport::descriptors::is_exhausted;
+use crate::transport::socket::tune_upstream;
+use crate::transport::tls_reload::WorkerTls;
+
+/// How long a connection may lie idle and still be used; the field's value (smg: upstream-pool-idle-timeout-secs).
+const IDLE: Duration = Duration::from_secs(3);
+/// Idle connections kept per worker; more are closed.
+const MAX_IDLE: usize = 512;
+/// How long a connection may take to become ready for the next request.
+const SETTLE: Duration = Duration::from_millis(5);
+/// A machine of the same network that does not accept for this long is down.
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(3);
+
+/// Why there is no answer.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum SendError {
+    /// Nothing listens there: the worker is dead, for certain.
+    #[error("cannot connect: {0}")]
+    Refused(String),
+    /// Nothing reached the worker.
+    #[error("cannot connect: {0}")]
+    Connect(String),
+    /// This process has no descriptor or port left: it says nothing about the worker.
+    #[error("cannot connect: {0}")]
+    Exhausted(String),
+    /// The connection broke before the head of the answer was complete.
+    #[error("connection broke before the answer: {0}")]
+    Broken(String),
+}
+
+/// What is sent, without the body. Cheap to clone.
+#[derive(Debug, Clone)]
+pub struct Head {
+    pub method: Method,
+    /// Path and query.
+    pub uri: Uri,
+    pub headers: HeaderMap,
+}
+
+/// See the module. One per worker.
+pub struct Pool {
+    url: WorkerUrl,
+    host: HeaderValue,
+    /// Given for https:// only.
+    tls: Option<WorkerTls>,
+    idle: Mutex<Vec<Idle>>,
+    /// Heads and pieces of answers received.
+    heard: AtomicU64,
+    /// Turns true when all connections are to be cut (the end of the shutdown grace).
+    cut: watch::Receiver<bool>,
+}
+
+struct Idle {
+    connection: Connection,
+    since: Instant,
+}
+
+struct Connection {
+    sender: SendRequest<Pieces>,
+    task: AbortHandle,
+}
+
+/// Whether a connection may be used again after its answer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Keep {
+    Yes,
+    No,
+}
+
+impl Pool {
+    /// An https:// worker needs `tls`.
+    pub fn new(url: WorkerUrl, tls: Option<WorkerTls>, cut: watch::Receiver<bool>) -> Arc<Self> {
+        let tls = tls.filter(|_| url.is_tls);
+        let host =
+            HeaderValue::try_from(url.authority()).unwrap_or(HeaderValue::from_static("worker"));
+        Arc::new(Self {
+            url,
+            host,
+            tls,
+            idle: Mutex::default(),
+            heard: AtomicU64::new(0),
+            cut,
+        })
+    }
+
+    /// Heads and pieces of answers received so far: while it grows, the worker lives.
+    pub fn heard(&self) -> u64 {
+        self.heard.load(Ordering::Relaxed)
+    }
+
+    /// Send one request and wait for the head of the answer. No timeout: the caller bounds it and may drop the future.
+    /// `on_sent` is called when a connection is there, and again if the request is sent once more on another.
+    pub async fn send(
+        self: &Arc<Self>,
+        head: &Head,
+        body: Parts,
+        on_sent: &(dyn Fn() + Sync),
+    ) -> Result<Response<Answer>, SendError> {
+        if let Some(connection) = self.take_idle().await {
+            on_sent();
+            match self
+                .exchange(connection, Keep::Yes, head, body.clone())
+                .await
+            {
+                Ok(answer) => return Ok(answer),
+                Err(err) => {
+                    tracing::debug!(worker = %self.url, %err, "reused connection broke, sending again");
+                }
+            }
+        }
+        let connection = self.connect().await?;
+        on_sent();
+        self.exchange(connection, Keep::Yes, head, body).await
+    }
+
+    /// Like `send`, on a new connection that is not kept: a health probe must see whether the worker still accepts.
+    pub async fn send_alone(self: &Arc<Self>, head: &Head) -> Result<Response<Answer>, SendError> {
+        let connection = self.connect().await?;
+        self.exchange(connection, Keep::No, head, Parts::default())
+            .await
+    }
+
+    async fn connect(&self) -> Result<Connection, SendError> {
+        let connecting = TcpStream::connect((self.url.host.as_str(), self.url.port));
+        let stream = match timeout(CONNECT_TIMEOUT, connecting).await {
+            Err(_) => {
+                let ms = CONNECT_TIMEOUT.as_millis();
+                return Err(SendError::Connect(format!("no reply for {ms} ms")));
+            }
+            Ok(Err(err)) if err.kind() == std::io::ErrorKind::ConnectionRefused => {
+                return Err(SendError::Refused(err.to_string()));
+            }
+            Ok(Err(err)) if is_exhausted(&err) => {
+                return Err(SendError::Exhausted(err.to_string()));
+            }
+            Ok(Err(err)) => return Err(SendError::Connect(err.to_string())),
+            Ok(Ok(stream)) => stream,
+        };
+        tune_upstream(&stream).map_err(|err| SendError::Connect(err.to_string()))?;
+        match &self.tls {
+            None => self.drive(stream).await,
+            Some(tls) => {
+                let encrypted = self.encrypt(tls, stream).await?;
+                self.drive(encrypted).await
+            }
+        }
+    }
+
+    async fn encrypt(
+        &self,
+        tls: &WorkerTls,
+        stream: TcpStream,
+    ) -> Result<TlsStream<TcpStream>, SendError> {
+        let failed = |why: String| SendError::Connect(format!("TLS: {why}"));
+        let connector = tls.connector(&self.url.host);
+        let (connector, name) = connector.map_err(|err| failed(err.to_string()))?;
+        match timeout(CONNECT_TIMEOUT, connector.connect(name, stream)).await {
+            Err(_) => Err(failed(format!("no handshake for {CONNECT_TIMEOUT:?}"))),
+            Ok(Err(err)) => Err(failed(err.to_string())),
+            Ok(Ok(stream)) => Ok(stream),
+        }
+    }
+
+    async fn drive<S>(&self, stream: S) -> Result<Connection, SendError>
+    where
+        S: AsyncRead + AsyncWrite + Send + Unpin + 'static,
+    {
+        let (sender, driver) = http1::Builder::new()
+            .handshake(TokioIo::new(stream))
+            .await
+            .map_err(|err| SendError::Connect(err.to_string()))?;
+        let mut cut = self.cut.clone();
+        let task = tokio::spawn(async move {
+            // An error of the driver also reaches the request that is on the connection, which reports it.
+            tokio::select! {
+                _ = driver => {}
+                _ = cut.wait_for(|is_cut| *is_cut) => {}
+            }
+        });
+        Ok(Connection {
+            sender,
+            task: task.abort_handle(),
+        })
+    }
+
+    async fn exchange(
+        self: &Arc<Self>,
+        connection: Connection,
+        keep: Keep,
+        head: &Head,
+        body: Parts,
+    ) -> Result<Response<Answer>, SendError> {
+        let mut lease = Lease {
+            connection: Some(connection),
+            keep,
+            pool: self.clone(),
+        };
+        let mut request = Request::new(Pieces::from(body));
+        *request.method_mut() = head.method.clone();
+        *request.uri_mut() = head.uri.clone();
+        *request.headers_mut() = head.headers.clone();
+        request
+            .headers_mut()
+            .insert(header::HOST, self.host.clone());
+        let Some(connection) = lease.connection.as_mut() else {
+            return Err(SendError::Broken("no connection".into()));
+        };
+        let response = connection
+            .sender
+            .send_request(request)
+            .await
+            .map_err(|err| SendError::Broken(with_source(&err)))?;
+        self.heard.fetch_add(1, Ordering::Relaxed);
+        Ok(response.map(|incoming| Answer::new(incoming, lease)))
+    }
+
+    async fn take_idle(&self) -> Option<Connection> {
+        loop {
+            let Idle {
+                mut connection,
+                since,
+            } = self.idle.lock().pop()?;
+            // Last in, first out: the others are older still.
+            if since.elapsed() >= IDLE {
+                self.idle.lock().clear();
+                return None;
+            }
+            if connection.sender.is_ready() {
+                return Some(connection);
+            }
+            // Its answer was just read and its task has not taken note yet, or the worker is still reading a request it
+            // answered early. Only the first is worth the wait.
+            match timeout(SETTLE, connection.sender.ready()).await {
+                Ok(Ok(())) => return Some(connection),
+                Ok(Err(_closed)) => {}
+                Err(_busy) => connection.task.abort(),
+            }
+        }
+    }
+
+    fn put_idle(&self, connection: Connection) {
+        if connection.sender.is_closed() {
+            return;
+        }
+        let mut idle = self.idle.lock();
+        let fresh_from = idle.partition_point(|i| i.since.elapsed() >= IDLE);
+        idle.drain(..fresh_from);
+        if idle.len() < MAX_IDLE {
+            idle.push(Idle {
+                connection,
+                since: Instant::now(),
+            });
+        }
+    }
+}
+
+/// hyper's message alone ("connection error") says little; the cause says "reset by peer".
+pub fn with_source(err: &dyn std::error::Error) -> String {
+    match err.source() {
+        Some(source) => format!("{err}: {source}"),
+        None => err.to_string(),
+    }
+}
+
+/// Holds the connection while an answer is read. Dropped with the connection still in it, it closes the socket.
+struct Lease {
+    connection: Option<Connection>,
+    keep: Keep,
+    pool: Arc<Pool>,
+}
+
+impl Lease {
+    fn give_back(mut self) {
+        if self.keep == Keep::Yes
+            && let Some(connection) = self.connection.take()
+        {
+            self.pool.put_idle(connection);
+        }
+    }
+}
+
+impl Drop for Lease {
+    fn drop(&mut self) {
+        if let Some(connection) = self.connection.take() {
+            connection.task.abort();
+        }
+    }
+}
+
+/// Body of a worker's answer. Dropping it before its end closes the connection.
+pub struct Answer {
+    incoming: Incoming,
+    lease: Option<Lease>,
+}
+
+impl Answer {
+    fn new(incoming: Incoming, lease: Lease) -> Self {
+        let mut answer = Self {
+            incoming,
+            lease: Some(lease),
+        };
+        answer.release_at_end();
+        answer
+    }
+
+    fn release_at_end(&mut self) {
+        if self.incoming.is_end_stream()
+            && let Some(lease) = self.lease.take()
+        {
+            lease.give_back();
+        }
+    }
+
+    pub fn is_end(&self) -> bool {
+        self.lease.is_none()
+    }
+
+    /// The next piece; `None` at the end. Trailers are dropped.
+    pub fn poll_piece(
+        &mut self,
+        cx: &mut Context<'_>,
+    ) -> Poll<Option<Result<Bytes, hyper::Error>>> {
+        loop {
+            match std::task::ready!(Pin::new(&mut self.incoming).poll_frame(cx)) {
+                Some(Ok(frame)) => {
+                    if let Some(lease) = &self.lease {
+                        lease.pool.heard.fetch_add(1, Ordering::Relaxed);
+                    }
+                    self.release_at_end();
+                    if let Ok(data) = frame.into_data() {
+                        return Poll::Ready(Some(Ok(data)));
+                    }
+                }
+                Some(Err(err)) => {
+                    self.lease = None;
+                    return Poll::Ready(Some(Err(err)));
+                }
+                None => {
+                    if let Some(lease) = self.lease.take() {
+                        lease.give_back();
+                    }
+                    return Poll::Ready(None);
+                }
+            }
+        }
+    }
+
+    pub async fn piece(&mut self) -> Option<Result<Bytes, hyper::Error>> {
+        std::future::poll_fn(|cx| self.poll_piece(cx)).await
+    }
+}
+
+/// Request body of known length in pieces; hyper writes them with one vectored write.
+pub struct Pieces {
+    pieces: std::vec::IntoIter<Bytes>,
+    left: u64,
+}
+
+impl From<Parts> for Pieces {
+    fn from(parts: Parts) -> Self {
+        Self {
+            left: parts.len(),
+            pieces: parts.into_pieces().into_iter(),
+        }
+    }
+}
+
+impl Body for Pieces {
+    type Data = Bytes;
+    type Error = std::convert::Infallible;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        _cx: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, Self::Error>>> {
+        let piece = self.pieces.next();
+        if let Some(piece) = &piece {
+            self.left -= piece.len() as u64;
+        }
+        Poll::Ready(piece.map(|piece| Ok(Frame::data(piece))))
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.left == 0
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        SizeHint::with_exact(self.left)
+    }
+}

@@ -1,0 +1,555 @@
+//! Workers that come and go by themselves: where they are looked for, and how what is found reaches the registry.
+//!
+//! A source ([`file`], [`pods`]) owns a [`Feed`] and tells it, each time it knows better, all workers it sees. The feed
+//! registers what is new, drains what is gone, and swaps what changed its role or bootstrap port.
+//!
+//! Invariants:
+//!
+//! * a feed touches only workers which it registered itself: those of flags and of POST /workers are not its business,
+//!   and one which an operator removed stays out until the source stops naming it and names it again;
+//! * a source that cannot be read changes nothing: the last good answer stays, `baton_router_discovery_is_stale` says so;
+//! * a worker that reports that it drains stays until it ends, is deleted or fails: it may return, and gets nothing meanwhile;
+//! * a ready worker that is merely no longer named is probed, and drained only while another one of its role is ready: no list,
+//!   however wrong, empties the pool. Being deleted, which a source says of a worker by name, needs no replacement.
+
+/// Workers listed in a file.
+mod file;
+/// Workers that are pods.
+mod kubernetes;
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::{Arc, Weak};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+
+use parking_lot::Mutex;
+use prometheus::GaugeVec;
+use router_core::Role;
+
+use crate::App;
+use crate::config::{WorkerSpec, WorkerUrl};
+use crate::workers::{State, Worker};
+
+/// How often it is looked whether workers that were kept for want of others can go, and whether the router is still there.
+const RECHECK: Duration = Duration::from_secs(1);
+
+/// Start all sources the flags name. The first reading of the file happens here, so that its mistakes end the start.
+pub async fn start(app: &Arc<App>) -> Result<(), String> {
+    let flags = &app.config.discovery;
+    if let Some(path) = &flags.discovery_file {
+        let answers = AnswerTime::new(app, "file");
+        file::start(
+            Feed::new(app, "file"),
+            path.into(),
+            app.serving_roles(),
+            answers,
+        )?;
+    }
+    let selectors = flags.selectors(app.is_pd());
+    if !selectors.is_empty() {
+        for (role, selector) in selectors {
+            let source = match role {
+                Role::Regular => "regular_pods",
+                Role::Prefill => "prefill_pods",
+                Role::Decode => "decode_pods",
+            };
+            let wanted = kubernetes::Wanted {
+                role,
+                selector,
+                port: flags.service_discovery_port,
+                is_tls: flags.is_tls(),
+                namespace: flags.service_discovery_namespace.clone(),
+            };
+            let answers = AnswerTime::new(app, source);
+            // A client per source, so that the answers to each are seen apart.
+            let client = kubernetes::client(flags.kubeconfig.as_deref(), answers.clone()).await?;
+            kubernetes::start(Feed::new(app, source), client, wanted, answers);
+        }
+    }
+    Ok(())
+}
+
+/// Time at which a source gave data last, also shown as a gauge. A source without news is alive as long as this advances.
+#[derive(Clone)]
+struct AnswerTime {
+    gauges: GaugeVec,
+    source: &'static str,
+    last: Arc<Mutex<Instant>>,
+}
+
+impl AnswerTime {
+    fn new(app: &App, source: &'static str) -> Self {
+        let gauges = app.metrics.discovery_answered.clone();
+        Self {
+            gauges,
+            source,
+            last: Arc::new(Mutex::new(Instant::now())),
+        }
+    }
+
+    /// Time of the last answer, or of the start before the first.
+    fn last(&self) -> Instant {
+        *self.last.lock()
+    }
+
+    fn set_to_now(&self) {
+        // Before 1970 only on a host without a clock.
+        let now = SystemTime::now()
+            .duration_since(UNIX_EPOCH)
+            .unwrap_or_default();
+        self.gauges
+            .with_label_values(&[self.source])
+            .set(now.as_secs_f64());
+        *self.last.lock() = Instant::now();
+    }
+}
+
+/// What a source sees.
+#[derive(Debug, Default)]
+pub struct Found {
+    pub workers: Vec<WorkerSpec>,
+    /// Workers that the source names, in any state. None at all may be a wrong selector.
+    pub named: usize,
+    /// Not only absent: the source saw them end.
+    pub deleted: BTreeSet<WorkerUrl>,
+}
+
+struct Own {
+    spec: WorkerSpec,
+    worker: Arc<Worker>,
+}
+
+/// The registry's side of one source.
+pub struct Feed {
+    app: Weak<App>,
+    /// Metric label.
+    source: &'static str,
+    own: BTreeMap<WorkerUrl, Own>,
+    /// No longer named, kept because no other worker of the role is ready.
+    kept: BTreeSet<WorkerUrl>,
+    /// Those of `kept` that were named in the answer before: they are being probed.
+    fresh: BTreeSet<WorkerUrl>,
+    /// The failure in force, to log each only once.
+    failure: Option<Failure>,
+}
+
+struct Failure {
+    why: String,
+    at: Instant,
+}
+
+impl Feed {
+    fn new(app: &Arc<App>, source: &'static str) -> Self {
+        app.metrics.discovery_stale.with_label_values(&[source]);
+        Self {
+            app: Arc::downgrade(app),
+            source,
+            own: BTreeMap::new(),
+            kept: BTreeSet::new(),
+            fresh: BTreeSet::new(),
+            failure: None,
+        }
+    }
+
+    /// The router is gone: the source can end.
+    fn is_orphan(&self) -> bool {
+        self.app.strong_count() == 0
+    }
+
+    /// The source was read: bring the registry in line.
+    fn apply(&mut self, found: Found) {
+        let Some(app) = self.app.upgrade() else {
+            return;
+        };
+        if found.named > 0 {
+            app.discovered.lock().insert(self.source);
+        }
+        self.count(&app, "applied");
+        self.clear_failure(&app);
+        let named: BTreeMap<WorkerUrl, WorkerSpec> = found
+            .workers
+            .into_iter()
+            .map(|spec| (spec.url.clone(), spec))
+            .collect();
+        for (url, spec) in &named {
+            match self.own.get(url) {
+                Some(own) if own.spec == *spec => {}
+                Some(own) => {
+                    app.drain(&own.worker);
+                    self.register(&app, spec);
+                }
+                None => self.register(&app, spec),
+            }
+        }
+        let gone = self.own.keys().filter(|url| !named.contains_key(*url));
+        let before = std::mem::replace(&mut self.kept, gone.cloned().collect());
+        self.fresh = self.kept.difference(&before).cloned().collect();
+        for own in self.fresh.iter().filter_map(|url| self.own.get(url)) {
+            own.worker.suspect.notify_one(); // a pod that drains is no longer Ready: find out
+        }
+        for url in found.deleted.intersection(&self.kept.clone()) {
+            self.drop_own(&app, url);
+        }
+        self.let_go(&app);
+        self.show(&app);
+    }
+
+    /// The source could not be read: what was found before stays.
+    fn failed(&mut self, why: String) {
+        if let Some(app) = self.app.upgrade() {
+            self.count(&app, "failed");
+            self.show_stale(&app, true);
+            if self.failure.as_ref().is_none_or(|known| known.why != why) {
+                tracing::error!(
+                    source = self.source,
+                    why,
+                    workers = self.own.len(),
+                    "discovery failed, the workers found before stay"
+                );
+            }
+            let at = Instant::now();
+            self.failure = Some(Failure { why, at });
+        }
+    }
+
+    /// Judge a source that reports changes only: it is stale once it was silent for too long, and works again after it gave data.
+    fn check_silence(&mut self, last_answer: Instant, now: Instant, limit: Duration) {
+        let silent = now.saturating_duration_since(last_answer);
+        if self.failure.is_none() && silent > limit {
+            self.failed(format!(
+                "no data for {} s, where something comes once a minute; see whether the API server answers (kubectl get --raw \
+                 /readyz) and whether a proxy or network policy holds its answers back",
+                silent.as_secs()
+            ));
+        } else if self
+            .failure
+            .as_ref()
+            .is_some_and(|failure| last_answer > failure.at)
+            && let Some(app) = self.app.upgrade()
+        {
+            self.clear_failure(&app);
+        }
+    }
+
+    /// See whether kept workers can go now.
+    fn recheck(&mut self) {
+        self.fresh.clear();
+        if !self.kept.is_empty()
+            && let Some(app) = self.app.upgrade()
+        {
+            self.let_go(&app);
+            self.show(&app);
+        }
+    }
+
+    fn count(&self, app: &App, result: &str) {
+        let updates = &app.metrics.discovery_updates;
+        updates.with_label_values(&[self.source, result]).inc();
+    }
+
+    fn show_stale(&self, app: &App, is_stale: bool) {
+        let gauge = &app.metrics.discovery_stale;
+        let gauge = gauge.with_label_values(&[self.source]);
+        gauge.set(f64::from(u8::from(is_stale)));
+    }
+
+    fn clear_failure(&mut self, app: &App) {
+        self.show_stale(app, false);
+        if self.failure.take().is_some() {
+            tracing::info!(source = self.source, "discovery works again");
+        }
+    }
+
+    fn register(&mut self, app: &Arc<App>, spec: &WorkerSpec) {
+        self.own.remove(&spec.url);
+        match app.register(spec.clone()) {
+            Ok(worker) => {
+                let spec = spec.clone();
+                self.own.insert(spec.url.clone(), Own { spec, worker });
+            }
+            Err(err) => {
+                tracing::warn!(source = self.source, %err, "cannot register a worker that was found");
+            }
+        }
+    }
+
+    fn drop_own(&mut self, app: &Arc<App>, url: &WorkerUrl) {
+        self.kept.remove(url);
+        if let Some(own) = self.own.remove(url) {
+            app.drain(&own.worker);
+        }
+    }
+
+    /// Drain those of `kept` that are not needed.
+    fn let_go(&mut self, app: &Arc<App>) {
+        let workers = app.registry.workers();
+        let kept = self.kept.iter().filter_map(|url| self.own.get(url));
+        let kept: BTreeSet<u64> = kept.map(|own| own.worker.id).collect();
+        // An operator may have removed one: then it is not in the list.
+        let serving = || workers.iter().filter(|w| w.is_ready());
+        let is_needed = |own: &Own| {
+            if own.worker.state() == State::Draining {
+                return true;
+            }
+            if own.worker.is_ready() && self.fresh.contains(own.worker.url()) {
+                return true;
+            }
+            let mut others = serving().filter(|w| w.role() == own.spec.role);
+            serving().any(|w| w.id == own.worker.id) && !others.any(|w| !kept.contains(&w.id))
+        };
+        let can_go = self.kept.iter().filter(|url| {
+            let own = self.own.get(*url);
+            own.is_none_or(|own| !is_needed(own))
+        });
+        for url in can_go.cloned().collect::<Vec<_>>() {
+            self.drop_own(app, &url);
+        }
+    }
+
+    fn show(&self, app: &App) {
+        let of_kept = self.kept.difference(&self.fresh);
+        let of_kept = of_kept.filter_map(|url| self.own.get(url));
+        let kept = of_kept.filter(|own| own.worker.is_ready()).count();
+        let gauge = |state| {
+            app.metrics
+                .discovered
+                .with_label_values(&[self.source, state])
+        };
+        let (was, shown) = (gauge("kept").get(), kept as f64);
+        gauge("named").set((self.own.len() - self.kept.len()) as f64);
+        gauge("kept").set(shown);
+        if shown > was {
+            tracing::warn!(
+                source = self.source,
+                kept,
+                "workers are no longer named, but no other of their role is ready: they stay until one is"
+            );
+        }
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use tokio::sync::watch;
+
+    use super::*;
+    use crate::config::RouterConfig;
+
+    struct World {
+        app: Arc<App>,
+        feed: Feed,
+    }
+
+    fn spec(text: &str) -> WorkerSpec {
+        let (role, url) = text.split_once(' ').unwrap();
+        let role = match role {
+            "p" => Role::Prefill,
+            _ => Role::Decode,
+        };
+        WorkerSpec::new(url, role, None).unwrap()
+    }
+
+    impl World {
+        fn new() -> World {
+            let argv = ["baton-router", "--pd-disaggregation"].map(str::to_owned);
+            let config = RouterConfig::parse(&argv).unwrap();
+            let (_cut, seen) = watch::channel(false);
+            let metrics = Arc::new(crate::observability::metrics::Metrics::new().unwrap());
+            let (deciders, _) = crate::server::deciders(&config, &metrics).unwrap();
+            let app = Arc::new(App::new(config, metrics, deciders, None, seen));
+            let feed = Feed::new(&app, "file");
+            World { app, feed }
+        }
+
+        fn apply(&mut self, workers: &[&str], deleted: &[&str]) {
+            let deleted = deleted.iter().map(|url| WorkerUrl::parse(url).unwrap());
+            let found = Found {
+                named: workers.len(),
+                workers: workers.iter().map(|text| spec(text)).collect(),
+                deleted: deleted.collect(),
+            };
+            self.feed.apply(found);
+        }
+
+        /// The source was read, and a moment has passed.
+        fn settle(&mut self, workers: &[&str], deleted: &[&str]) {
+            self.apply(workers, deleted);
+            self.feed.recheck();
+        }
+
+        /// All that are registered become ready, but for those that drain.
+        fn all_ready(&self) {
+            for worker in self.app.registry.workers() {
+                self.app.registry.set_state(&worker, State::Ready, None);
+            }
+        }
+
+        /// What can be chosen or may become so.
+        fn urls(&self) -> Vec<String> {
+            let workers = self.app.registry.workers();
+            let workers = workers.iter().filter(|w| w.state() != State::Leaving);
+            let mut urls: Vec<String> = workers
+                .map(|w| format!("{} {}", &w.role().label()[..1], w.url().authority()))
+                .collect();
+            urls.sort();
+            urls
+        }
+    }
+
+    #[tokio::test]
+    async fn what_is_named_is_registered_and_what_is_not_goes() {
+        let mut world = World::new();
+        world.apply(&["p a:1", "p b:1", "d c:1"], &[]);
+        world.all_ready();
+        assert_eq!(world.urls(), ["d c:1", "p a:1", "p b:1"]);
+        world.apply(&["p b:1", "d c:1", "d e:1"], &[]);
+        assert_eq!(
+            world.urls(),
+            ["d c:1", "d e:1", "p a:1", "p b:1"],
+            "it is probed first"
+        );
+        world.feed.recheck();
+        assert_eq!(world.urls(), ["d c:1", "d e:1", "p b:1"]);
+    }
+
+    #[tokio::test]
+    async fn worker_that_drains_is_kept_for_its_return() {
+        let mut world = World::new();
+        world.apply(&["p a:1", "p b:1"], &[]);
+        world.all_ready();
+        let worker = world.app.registry.workers()[0].clone();
+        world.app.registry.set_state(&worker, State::Draining, None);
+        world.settle(&["p b:1"], &[]);
+        assert_eq!(world.urls(), ["p a:1", "p b:1"]);
+        let kept = world.app.metrics.discovered.clone();
+        assert_eq!(kept.with_label_values(&["file", "kept"]).get(), 0.0);
+        world.settle(&["p a:1", "p b:1"], &[]);
+        let again = world.app.registry.workers()[0].clone();
+        assert_eq!(again.id, worker.id, "it was never removed");
+        world.app.registry.set_state(&worker, State::Draining, None);
+        world.settle(&["p b:1"], &["http://a:1"]);
+        assert_eq!(world.urls(), ["p b:1"], "a deletion is certain");
+    }
+
+    #[tokio::test]
+    async fn the_last_ready_of_a_role_stays_until_another_is_ready() {
+        let mut world = World::new();
+        world.settle(&["p a:1", "d c:1"], &[]);
+        world.all_ready();
+        world.settle(&[], &[]);
+        assert_eq!(world.urls(), ["d c:1", "p a:1"]);
+        // A whole new fleet is named, and does not answer yet.
+        world.settle(&["p b:1", "d e:1"], &[]);
+        assert_eq!(world.urls(), ["d c:1", "d e:1", "p a:1", "p b:1"]);
+        assert_eq!(world.feed.kept.len(), 2);
+        world.all_ready();
+        world.feed.recheck();
+        assert_eq!(world.urls(), ["d e:1", "p b:1"]);
+        assert!(world.feed.kept.is_empty());
+    }
+
+    #[tokio::test]
+    async fn a_deleted_or_dead_worker_needs_no_replacement() {
+        let mut world = World::new();
+        world.settle(&["p a:1", "d c:1"], &[]);
+        world.all_ready();
+        world.settle(&["d c:1"], &["http://a:1"]);
+        assert_eq!(world.urls(), ["d c:1"]);
+        world.settle(&[], &[]);
+        assert_eq!(world.urls(), ["d c:1"]);
+        let worker = world.app.registry.workers().pop().unwrap();
+        let reason = String::new();
+        let state = State::Unhealthy {
+            reason,
+            is_hung: false,
+        };
+        world.app.registry.set_state(&worker, state, None);
+        world.feed.recheck();
+        assert!(world.urls().is_empty());
+    }
+
+    #[tokio::test]
+    async fn a_new_role_is_a_new_worker_and_what_others_registered_stays() {
+        let mut world = World::new();
+        world.app.register(spec("p z:1")).unwrap();
+        world.settle(&["p a:1", "d z:1"], &[]);
+        assert_eq!(world.urls(), ["p a:1", "p z:1"]);
+        world.settle(&["d a:1"], &[]);
+        assert_eq!(world.urls(), ["d a:1", "p z:1"]);
+        world.settle(&[], &[]);
+        assert_eq!(world.urls(), ["p z:1"]);
+    }
+
+    #[tokio::test]
+    async fn what_an_operator_removed_stays_out_while_it_is_named() {
+        let mut world = World::new();
+        world.settle(&["p a:1"], &[]);
+        let id = world.app.registry.workers()[0].id;
+        world.app.registry.remove(id);
+        world.settle(&["p a:1", "d c:1"], &[]);
+        assert_eq!(world.urls(), ["d c:1"]);
+        world.settle(&["d c:1"], &[]);
+        world.settle(&["p a:1", "d c:1"], &[]);
+        assert_eq!(world.urls(), ["d c:1", "p a:1"]);
+    }
+
+    #[tokio::test]
+    async fn a_failed_reading_changes_nothing_and_is_told() {
+        let mut world = World::new();
+        world.apply(&["p a:1"], &[]);
+        world.feed.failed("unreadable".into());
+        assert_eq!(world.urls(), ["p a:1"]);
+        let stale = world.app.metrics.discovery_stale.clone();
+        assert_eq!(stale.with_label_values(&["file"]).get(), 1.0);
+        world.apply(&["p a:1"], &[]);
+        assert_eq!(stale.with_label_values(&["file"]).get(), 0.0);
+    }
+
+    #[tokio::test]
+    async fn source_that_names_no_worker_makes_no_router_ready() {
+        let mut world = World::new();
+        world.feed.apply(Found::default());
+        assert!(world.app.discovered.lock().is_empty());
+        world.feed.apply(Found {
+            named: 1,
+            ..Found::default()
+        });
+        assert_eq!(world.app.discovered.lock().len(), 1);
+    }
+
+    #[tokio::test]
+    async fn silent_source_is_stale_until_it_gives_data() {
+        let limit = Duration::from_secs(75);
+        let mut world = World::new();
+        world.apply(&["p a:1"], &[]);
+        let stale = world.app.metrics.discovery_stale.clone();
+        let is_stale = || stale.with_label_values(&["file"]).get() == 1.0;
+        let heard = Instant::now();
+        world.feed.check_silence(heard, heard + limit, limit);
+        assert!(!is_stale());
+        let later = heard + limit + Duration::from_secs(1);
+        world.feed.check_silence(heard, later, limit);
+        let why = &world.feed.failure.as_ref().unwrap().why;
+        assert!(is_stale() && why.contains("no data for 76 s") && why.contains("kubectl"));
+        assert_eq!(world.urls(), ["p a:1"]);
+        world.feed.check_silence(later, later, limit);
+        assert!(!is_stale());
+    }
+
+    #[tokio::test]
+    async fn failure_ends_with_data_though_nothing_changed() {
+        let limit = Duration::from_secs(75);
+        let mut world = World::new();
+        world.apply(&["p a:1"], &[]);
+        let before = Instant::now();
+        world.feed.failed("refused".into());
+        world.feed.check_silence(before, before, limit);
+        assert!(
+            world.feed.failure.is_some(),
+            "an older answer proves nothing"
+        );
+        let later = Instant::now() + Duration::from_secs(1);
+        world.feed.check_silence(later, later, limit);
+        assert!(world.feed.failure.is_none());
+    }
+}

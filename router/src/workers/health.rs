@@ -1,0 +1,448 @@
+//! One task per worker that probes it and reads its description.
+//!
+//! 1. starting: probe after 0.1 s, then with growing pauses up to --worker-startup-check-interval;
+//! 2. good probe: GET /get_server_info (older and newer name tried), check the role, `Ready`;
+//! 3. ready: probe every --health-check-interval-secs, and at once when a request met a refused or broken connection.
+//!    Refused: `Unhealthy` now, since nothing listens there; other failures count up to --health-failure-threshold;
+//!    a request without an answer for --silent-request-probe-secs has the worker probed within `SILENCE_PAUSE`. If neither
+//!    the probe nor any request gets a byte for as long as the `patience` says, the worker hangs: `Unhealthy` now;
+//! 4. our engines are asked with each good probe how much they have to do (GET /v1/loads): no answer may report it; vLLM's
+//!    for the names of their models (GET /v1/models), to which LoRA adapters are added while they run;
+//! 5. a probe answered 503 `draining`: `Draining`, probed every second (or the interval, if shorter) until it is good: back to 2;
+//! 6. unhealthy: probe every second (or the interval, if shorter) until --health-success-threshold good ones, back to 2.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use http::{Method, Uri};
+use router_core::{HealthChange, HealthCounter, Role};
+use serde::de::DeserializeOwned;
+use tokio::time::{Instant, sleep, timeout};
+
+use crate::App;
+use crate::dispatch::attempt::code_of;
+use crate::transport::upstream::{Head, SendError};
+use crate::workers::kv_events;
+use crate::workers::load_report;
+use crate::workers::load_report::Fate;
+use crate::workers::{Description, Newcomer, State, Worker};
+
+const FIRST_PAUSE: Duration = Duration::from_millis(100);
+const RECOVERY_PAUSE: Duration = Duration::from_secs(1);
+/// Longest answer read from /get_server_info [bytes].
+const MAX_DESCRIPTION: usize = 1 << 20;
+
+/// Pause between two probes that requests without an answer ask for.
+const SILENCE_PAUSE: Duration = Duration::from_secs(1);
+/// A silent worker has this long to answer a probe, for each failure of --health-failure-threshold.
+const SILENCE_STEP: Duration = Duration::from_millis(500);
+/// ... or this many times its slowest recent probe, if that is more: SGLang's /health takes a second when all is well.
+const SILENCE_FACTOR: u32 = 4;
+
+enum Probe {
+    Good,
+    /// The worker answers that it drains.
+    Draining,
+    /// No answer at all, neither to the probe nor to any request. `is_certain`: requests had none for long before.
+    Silent {
+        reason: String,
+        is_certain: bool,
+    },
+    /// The probe could not be sent, for lack of something on this side.
+    Unsent(String),
+    /// Nothing listens: certain knowledge, no second opinion needed.
+    Refused(String),
+    Bad(String),
+}
+
+/// Start the task of a newly registered worker.
+pub fn start(app: &Arc<App>, worker: &Arc<Worker>) {
+    let newcomer = app.registry.newcomer();
+    let task = tokio::spawn(watch(Arc::downgrade(app), Arc::downgrade(worker), newcomer));
+    app.registry.set_health_task(worker, task.abort_handle());
+}
+
+/// What the task remembers between probes.
+struct Watch {
+    /// `None` until the first good probe.
+    counter: Option<HealthCounter>,
+    registered: Instant,
+    is_reported_late: bool,
+    pause: Duration,
+    /// Slowest recent good probe.
+    slowest: Duration,
+}
+
+/// Weak references: the task must keep neither the router nor a removed worker alive.
+async fn watch(app: std::sync::Weak<App>, worker: std::sync::Weak<Worker>, newcomer: Newcomer) {
+    let mut newcomer = Some(newcomer);
+    let mut seen = Watch {
+        counter: None,
+        registered: Instant::now(),
+        is_reported_late: false,
+        pause: FIRST_PAUSE,
+        slowest: Duration::ZERO,
+    };
+    let mut is_silent = false;
+    loop {
+        let (Some(app), Some(worker)) = (app.upgrade(), worker.upgrade()) else {
+            return;
+        };
+        if app.config.health.disable_health_check {
+            // Whatever is registered counts as healthy; what it tells about itself is still asked for, until it tells.
+            let description = describe(&app, &worker).await;
+            let is_described = description.is_some();
+            app.registry.set_state(&worker, State::Ready, description);
+            kv_events::start(&app, &worker);
+            if is_described {
+                return;
+            }
+            drop(newcomer.take());
+            seen.pause = seen.longer_pause(&app);
+        } else {
+            let patience = seen.patience(&app);
+            let begin = Instant::now();
+            let probe = probe(&app, &worker, patience, is_silent).await;
+            if matches!(probe, Probe::Good | Probe::Draining) {
+                seen.slowest = begin.elapsed().max(seen.slowest.mul_f64(0.9));
+            }
+            let is_good = matches!(probe, Probe::Good);
+            seen.pause = seen.take(&app, &worker, probe).await;
+            drop(newcomer.take());
+            if is_good && worker.is_ready() && worker.tells_loads() {
+                ask_load(&app, &worker).await;
+            } else if is_good && worker.is_ready() && worker.is_vllm() {
+                ask_models(&app, &worker).await;
+            }
+        }
+        drop(app);
+        // Sleeping on the worker's own Notify keeps it alive for one pause at most; a removal aborts this task anyway.
+        is_silent = tokio::select! {
+            () = sleep(seen.pause) => false,
+            () = worker.suspect.notified() => false,
+            () = async {
+                sleep(SILENCE_PAUSE).await;
+                worker.silent.notified().await;
+            } => true,
+        };
+    }
+}
+
+impl Watch {
+    /// Act on a probe; returns the pause before the next.
+    async fn take(&mut self, app: &App, worker: &Arc<Worker>, probe: Probe) -> Duration {
+        let Some(counter) = &mut self.counter else {
+            return self.starting(app, worker, probe).await;
+        };
+        let change = match &probe {
+            Probe::Unsent(reason) => {
+                tracing::warn!(url = %worker.url(), reason, "cannot send a health probe");
+                None
+            }
+            Probe::Good => counter.record(true),
+            Probe::Draining => {
+                counter.record(true);
+                app.registry.set_state(worker, State::Draining, None);
+                return self.recovery_pause(app);
+            }
+            Probe::Bad(_)
+            | Probe::Silent {
+                is_certain: false, ..
+            } => counter.record(false),
+            Probe::Refused(_)
+            | Probe::Silent {
+                is_certain: true, ..
+            } => settled(counter),
+        };
+        let is_silent = matches!(probe, Probe::Silent { .. });
+        match (change, probe) {
+            (Some(HealthChange::BecameHealthy), _) => admit(app, worker).await,
+            (
+                Some(HealthChange::BecameUnhealthy),
+                Probe::Bad(reason) | Probe::Refused(reason) | Probe::Silent { reason, .. },
+            ) => {
+                let state = State::Unhealthy {
+                    reason,
+                    is_hung: is_silent,
+                };
+                app.registry.set_state(worker, state, None);
+            }
+            // A rejected one may have been restarted with other flags, a draining one was undrained.
+            (None, Probe::Good)
+                if matches!(worker.state(), State::Rejected { .. } | State::Draining) =>
+            {
+                admit(app, worker).await;
+            }
+            _ => {}
+        }
+        if counter.is_healthy() && !is_silent {
+            Duration::from_secs(app.config.health.health_check_interval_secs)
+        } else {
+            self.recovery_pause(app)
+        }
+    }
+
+    /// Pause between probes of a worker that is out and may return.
+    fn recovery_pause(&self, app: &App) -> Duration {
+        let interval = Duration::from_secs(app.config.health.health_check_interval_secs);
+        interval.min(RECOVERY_PAUSE)
+    }
+
+    /// Before the first good probe.
+    async fn starting(&mut self, app: &App, worker: &Arc<Worker>, probe: Probe) -> Duration {
+        match probe {
+            Probe::Good => {
+                self.counter = Some(HealthCounter::new(app.config.health(), true));
+                admit(app, worker).await;
+                Duration::from_secs(app.config.health.health_check_interval_secs)
+            }
+            Probe::Draining => {
+                self.counter = Some(HealthCounter::new(app.config.health(), true));
+                app.registry.set_state(worker, State::Draining, None);
+                self.recovery_pause(app)
+            }
+            Probe::Refused(reason)
+            | Probe::Bad(reason)
+            | Probe::Unsent(reason)
+            | Probe::Silent { reason, .. } => {
+                let limit = Duration::from_secs(app.config.workers.worker_startup_timeout_secs);
+                if self.registered.elapsed() >= limit && !self.is_reported_late {
+                    self.is_reported_late = true;
+                    let waited_s = limit.as_secs();
+                    tracing::error!(url = %worker.url(), waited_s, reason, "worker did not start in time; still trying");
+                }
+                let reason = Some(reason);
+                app.registry
+                    .set_state(worker, State::Starting { reason }, None);
+                self.longer_pause(app)
+            }
+        }
+    }
+
+    /// How long a worker whose requests are silent has for a probe.
+    fn patience(&self, app: &App) -> Duration {
+        let config = &app.config.health;
+        let least = SILENCE_STEP * config.health_failure_threshold.max(1);
+        let most = Duration::from_secs(config.health_check_timeout_secs);
+        (self.slowest * SILENCE_FACTOR).max(least).min(most)
+    }
+
+    fn longer_pause(&self, app: &App) -> Duration {
+        let longest = Duration::from_secs(app.config.workers.worker_startup_check_interval);
+        self.pause.mul_f64(1.5).min(longest)
+    }
+}
+
+/// Record failures until the verdict turns: a certain failure needs no second probe.
+fn settled(seen: &mut HealthCounter) -> Option<HealthChange> {
+    while seen.is_healthy() {
+        if let Some(change) = seen.record(false) {
+            return Some(change);
+        }
+    }
+    seen.record(false)
+}
+
+/// `patience`: the limit when requests are silent, be that at once (`is_silent`) or from some time on.
+async fn probe(app: &App, worker: &Worker, patience: Duration, mut is_silent: bool) -> Probe {
+    let path = &app.config.health.health_check_endpoint;
+    let limit = Duration::from_secs(app.config.health.health_check_timeout_secs);
+    let (begin, heard) = (Instant::now(), worker.pool.heard());
+    let asking = get(app, worker, path);
+    tokio::pin!(asking);
+    let silence = async {
+        if !is_silent {
+            worker.silent.notified().await;
+        }
+    };
+    let answer = tokio::select! {
+        biased;
+        answer = timeout(limit, &mut asking) => answer,
+        () = silence => {
+            is_silent = true;
+            timeout(patience, &mut asking).await
+        }
+    };
+    let probe = match answer {
+        Err(_) if worker.pool.heard() == heard => Probe::Silent {
+            reason: format!(
+                "{path} gave no answer for {:.1} s",
+                begin.elapsed().as_secs_f64()
+            ),
+            is_certain: is_silent,
+        },
+        Err(_) => Probe::Bad(format!("{path} gave no answer, but requests got some")),
+        Ok(Err(GetError::Send(SendError::Refused(cause)))) => Probe::Refused(cause),
+        Ok(Err(GetError::Draining)) => Probe::Draining,
+        Ok(Err(GetError::Send(err @ SendError::Exhausted(_)))) => Probe::Unsent(err.to_string()),
+        Ok(Err(err)) => Probe::Bad(format!("{path}: {err}")),
+        Ok(Ok(_)) => Probe::Good,
+    };
+    let result = match &probe {
+        Probe::Good => "good",
+        Probe::Draining => "draining",
+        Probe::Silent { .. } => "silent",
+        Probe::Unsent(_) => "unsent",
+        Probe::Refused(_) => "refused",
+        Probe::Bad(_) => "bad",
+    };
+    let labels = [worker.role().label(), result];
+    app.metrics.probes.with_label_values(&labels).inc();
+    probe
+}
+
+#[derive(Debug, thiserror::Error)]
+enum GetError {
+    #[error(transparent)]
+    Send(#[from] SendError),
+    #[error("status {0}")]
+    Status(u16),
+    #[error("the worker drains")]
+    Draining,
+    #[error("{0}")]
+    Body(String),
+}
+
+async fn get(app: &App, worker: &Worker, path: &str) -> Result<Vec<u8>, GetError> {
+    let uri = Uri::try_from(path).map_err(|err| GetError::Body(err.to_string()))?;
+    let head = Head {
+        method: Method::GET,
+        uri,
+        headers: app.worker_headers(),
+    };
+    let response = worker.pool.send_alone(&head).await?;
+    let status = response.status().as_u16();
+    let mut answer = response.into_body();
+    let mut body = Vec::new();
+    while let Some(piece) = answer.piece().await {
+        body.extend_from_slice(&piece.map_err(|err| GetError::Body(err.to_string()))?);
+        if body.len() > MAX_DESCRIPTION {
+            return Err(GetError::Body(format!(
+                "answer is longer than {MAX_DESCRIPTION} bytes"
+            )));
+        }
+    }
+    match status {
+        200..300 => Ok(body),
+        503 if code_of(&body).as_deref() == Some("draining") => Err(GetError::Draining),
+        _ => Err(GetError::Status(status)),
+    }
+}
+
+/// Ask the worker about itself; both names of the path are tried.
+async fn describe(app: &App, worker: &Worker) -> Option<Description> {
+    let limit = Duration::from_secs(app.config.health.health_check_timeout_secs);
+    for path in ["/get_server_info", "/server_info"] {
+        if let Ok(Ok(body)) = timeout(limit, get(app, worker, path)).await {
+            match serde_json::from_slice(&body) {
+                Ok(description) => return Some(description),
+                Err(err) => {
+                    tracing::warn!(url = %worker.url(), path, %err, "cannot read the worker's description");
+                }
+            }
+        }
+    }
+    // vLLM describes itself nowhere, but tells its version; SGLang and Baton do not under this path.
+    let told: Version = ask(app, worker, "/version").await?;
+    Some(Description {
+        engine: Some("vllm".to_owned()),
+        version: Some(told.version),
+        served_model_names: model_names(app, worker).await.unwrap_or_default(),
+        ..Description::default()
+    })
+}
+
+/// The JSON of `path`, if the worker has that.
+async fn ask<T: DeserializeOwned>(app: &App, worker: &Worker, path: &str) -> Option<T> {
+    let limit = Duration::from_secs(app.config.health.health_check_timeout_secs);
+    let body = timeout(limit, get(app, worker, path)).await.ok()?.ok()?;
+    serde_json::from_slice(&body).ok()
+}
+
+/// The names under which a worker of OpenAI's API takes requests.
+async fn model_names(app: &App, worker: &Worker) -> Option<Vec<String>> {
+    #[derive(serde::Deserialize)]
+    struct Models {
+        data: Vec<Model>,
+    }
+    #[derive(serde::Deserialize)]
+    struct Model {
+        id: String,
+    }
+    let told: Models = ask(app, worker, "/v1/models").await?;
+    Some(told.data.into_iter().map(|model| model.id).collect())
+}
+
+/// Learn which models a vLLM worker serves by now.
+async fn ask_models(app: &App, worker: &Arc<Worker>) {
+    let Some(names) = model_names(app, worker).await else {
+        return;
+    };
+    let known = worker.description();
+    if known.served_model_names != names {
+        let told = Description {
+            served_model_names: names,
+            ..(*known).clone()
+        };
+        app.registry.set_state(worker, State::Ready, Some(told));
+    }
+}
+
+#[derive(serde::Deserialize)]
+struct Version {
+    version: String,
+}
+
+/// Tell the policies what a worker has to do. That it does not say is no reason to take it out.
+async fn ask_load(app: &App, worker: &Worker) {
+    let limit = Duration::from_secs(app.config.health.health_check_timeout_secs);
+    let fate = match timeout(limit, get(app, worker, "/v1/loads")).await {
+        Err(_) | Ok(Err(_)) => Fate::Failed,
+        Ok(Ok(body)) => match load_report::of_loads(&body) {
+            Ok(reports) if app.registry.loads_told(worker, &reports) => Fate::Taken,
+            Ok(_) => Fate::Unused,
+            Err(err) => {
+                tracing::debug!(url = %worker.url(), %err, "cannot read /v1/loads");
+                Fate::Malformed
+            }
+        },
+    };
+    app.metrics.load_report(worker.role(), "poll", fate);
+}
+
+/// The worker answers probes: find out what it is, and let it in unless it is something else.
+async fn admit(app: &App, worker: &Arc<Worker>) {
+    let mut description = describe(app, worker).await.unwrap_or_default();
+    if let Some(given) = app.config.workers.dp_size(worker.role()) {
+        if let Some(told) = description.dp_size.filter(|told| *told != given) {
+            tracing::warn!(url = %worker.url(), told, given, "the worker tells another number of ranks than the flag; the flag counts");
+        }
+        description.dp_size = Some(given);
+    }
+    let state = match objection(worker, &description) {
+        Some(reason) => State::Rejected { reason },
+        None => State::Ready,
+    };
+    let is_news = app.registry.set_state(worker, state, Some(description));
+    if is_news && let Some(why) = app.registry.misfit(worker) {
+        tracing::warn!(url = %worker.url(), role = %worker.role(), why, "worker cannot be paired");
+    }
+    kv_events::start(app, worker);
+}
+
+/// Why this worker cannot serve in its role.
+fn objection(worker: &Worker, told: &Description) -> Option<String> {
+    let wanted = match worker.role() {
+        Role::Regular => "null",
+        Role::Prefill => "prefill",
+        Role::Decode => "decode",
+    };
+    let mode = told.disaggregation_mode.as_deref();
+    if let Some(mode) = mode.filter(|mode| *mode != wanted) {
+        return Some(format!(
+            "its --disaggregation-mode is {mode}, it is registered as {} worker",
+            worker.role()
+        ));
+    }
+    None
+}

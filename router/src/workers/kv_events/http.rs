@@ -1,0 +1,159 @@
+//! Our engines' events: lines of JSON from `GET /v1/kv_events` (docs/scheduling/cache.md).
+//!
+//! Each connection begins with a snapshot and goes on with batches; the engine puts another snapshot in the place of what
+//! it cannot repeat, so numbers never show a gap here. An empty line every 15 s shows that it lives.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use bytes::{Buf, BytesMut};
+use http::{HeaderMap, Method, Uri};
+use router_core::kv::Took;
+use tokio::sync::Semaphore;
+use tokio::time::timeout;
+
+use super::codec;
+use super::codec::Kind;
+use super::subscriber::{End, Reader};
+use crate::transport::upstream::{Head, Pool};
+
+const SILENCE: Duration = Duration::from_secs(45);
+/// Longest line read [bytes]: a snapshot of four million tokens has about 40 MB.
+const MAX_LINE: usize = 256 << 20;
+/// Longer lines are parsed off the async threads: above 1 ms.
+const LONG_LINE: usize = 64 << 10;
+/// Snapshots in memory at the same time, of all workers.
+static LONG_LINES: Semaphore = Semaphore::const_new(2);
+
+/// Follow the stream until it ends.
+pub async fn follow(reader: &mut Reader, pool: &Arc<Pool>, headers: &HeaderMap, rank: u32) -> End {
+    match run(reader, pool, headers, rank).await {
+        Ok(()) => End::Closed,
+        Err(end) => end,
+    }
+}
+
+async fn run(
+    reader: &mut Reader,
+    pool: &Arc<Pool>,
+    headers: &HeaderMap,
+    rank: u32,
+) -> Result<(), End> {
+    let head = Head {
+        method: Method::GET,
+        uri: Uri::try_from(format!("/v1/kv_events?dp_rank={rank}"))
+            .map_err(|err| End::Connect(err.to_string()))?,
+        headers: headers.clone(),
+    };
+    let silent = || End::Silent {
+        secs: SILENCE.as_secs(),
+    };
+    let sent = timeout(SILENCE, pool.send_alone(&head)).await;
+    let response = sent.map_err(|_| silent())?;
+    let response = response.map_err(|err| End::Connect(err.to_string()))?;
+    let status = response.status();
+    if !status.is_success() {
+        return Err(End::Refused(format!("/v1/kv_events: status {status}")));
+    }
+    let (mut answer, mut lines) = (response.into_body(), Lines::default());
+    loop {
+        while let Some(line) = lines.next() {
+            take(reader, line).await?;
+        }
+        match timeout(SILENCE, answer.piece())
+            .await
+            .map_err(|_| silent())?
+        {
+            None => return Ok(()),
+            Some(Err(err)) => return Err(End::Connect(err.to_string())),
+            Some(Ok(piece)) => lines.add(&piece)?,
+        }
+    }
+}
+
+/// Bytes that are no whole line yet.
+#[derive(Default)]
+struct Lines {
+    buffer: BytesMut,
+    /// So far there is no end of a line.
+    searched: usize,
+}
+
+impl Lines {
+    fn add(&mut self, piece: &[u8]) -> Result<(), End> {
+        self.buffer.extend_from_slice(piece);
+        match self.buffer.len() {
+            0..=MAX_LINE => Ok(()),
+            _ => Err(End::Malformed(format!(
+                "a line of more than {MAX_LINE} bytes"
+            ))),
+        }
+    }
+
+    fn next(&mut self) -> Option<BytesMut> {
+        let rest = &self.buffer[self.searched..];
+        match rest.iter().position(|byte| *byte == b'\n') {
+            Some(at) => {
+                let line = self.buffer.split_to(self.searched + at);
+                self.buffer.advance(1);
+                self.searched = 0;
+                Some(line)
+            }
+            None => {
+                self.searched = self.buffer.len();
+                None
+            }
+        }
+    }
+}
+
+async fn take(reader: &mut Reader, line: BytesMut) -> Result<(), End> {
+    if line.is_empty() {
+        return Ok(());
+    }
+    let _place = match line.len() {
+        0..=LONG_LINE => None,
+        _ => LONG_LINES.acquire().await.ok(),
+    };
+    let parsed = match line.len() {
+        0..=LONG_LINE => codec::of_json(&line),
+        _ => {
+            let parsing = tokio::task::spawn_blocking(move || codec::of_json(&line)).await;
+            parsing.unwrap_or_else(|err| Err(err.to_string()))
+        }
+    };
+    let line = parsed.map_err(End::Malformed)?;
+    match line.r#type {
+        Kind::Snapshot => reader.snapshot(line.seq, &line.events),
+        Kind::Batch => match reader.batch(line.seq, &line.events, Some(line.ts))? {
+            Took::Applied | Took::Old => Ok(()),
+            Took::Gap { first } => Err(End::Malformed(format!(
+                "batch {} came where {first} was due",
+                line.seq
+            ))),
+        },
+        Kind::Error => Err(End::Connect(
+            line.error.map_or_else(String::new, |told| told.message),
+        )),
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn lines_are_cut_wherever_the_pieces_end() {
+        let text = b"{\"a\":1}\n\n{\"b\":2}\nrest";
+        for size in 1..text.len() {
+            let (mut lines, mut seen) = (Lines::default(), Vec::new());
+            for piece in text.chunks(size) {
+                lines.add(piece).unwrap();
+                seen.extend(std::iter::from_fn(|| lines.next()));
+            }
+            assert_eq!(seen, [&b"{\"a\":1}"[..], b"", b"{\"b\":2}"], "{size}");
+            assert_eq!(&lines.buffer[..], b"rest");
+        }
+    }
+}

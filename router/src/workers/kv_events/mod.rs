@@ -1,0 +1,171 @@
+//! What workers announce to have cached, for the policy that routes by it (docs/routing.md).
+//!
+//! The life of a feed, one per candidate of a role whose policy is `cost`:
+//!
+//! 1. the worker has described itself ([`start`]): [`source`] says where its events are, or why there are none;
+//! 2. a task reads them, over HTTP from our engines ([`http`]) or ZeroMQ from vLLM and SGLang ([`zmq`], [`zmtp`]), in one
+//!    wire format or the other ([`wire`]);
+//! 3. the [`reader`] keeps the rank's replica and tells the deciders; the stream ends, it is begun again with growing pauses;
+//! 4. the candidate leaves the registry: its task is stopped, and the policy forgets it.
+//!
+//! What waits to be read waits in the connection: there is no queue here that could grow.
+
+/// Encoding of events.
+mod codec;
+/// Events over HTTP.
+mod http;
+/// Where a worker publishes events.
+mod source;
+/// Subscription to one worker.
+mod subscriber;
+/// Events over ZeroMQ.
+mod zmq;
+/// ZeroMQ's wire protocol.
+mod zmtp;
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use ::http::HeaderMap;
+use parking_lot::Mutex;
+use tokio::task::AbortHandle;
+use tokio::time::{Instant, sleep};
+
+use self::source::Source;
+pub use self::source::{RankState, lenient};
+use self::subscriber::{End, Reader};
+pub use self::subscriber::{Standing, Status};
+use crate::App;
+use crate::config::{KvEventsMode, RouterConfig};
+use crate::transport::upstream::Pool;
+use crate::workers::{Candidate, ROLES, Worker};
+
+const FIRST_PAUSE: Duration = Duration::from_millis(100);
+const LONGEST_PAUSE: Duration = Duration::from_secs(5);
+/// After an end that trying again soon would not change.
+const LASTING_PAUSE: Duration = Duration::from_secs(60);
+/// A stream that lived so long was a good one.
+const GOOD_STREAM: Duration = Duration::from_secs(10);
+
+/// A candidate's feed.
+#[derive(Default)]
+pub struct Feed {
+    status: Arc<Mutex<Status>>,
+    task: Mutex<Option<AbortHandle>>,
+}
+
+impl Feed {
+    pub fn status(&self) -> Status {
+        self.status.lock().clone()
+    }
+
+    /// The candidate leaves.
+    pub fn stop(&self) {
+        if let Some(task) = self.task.lock().take() {
+            task.abort();
+        }
+    }
+}
+
+/// Say once what will not happen.
+pub fn announce(app: &App) {
+    let uses = ROLES
+        .iter()
+        .any(|role| app.registry.policy(*role).as_cost().is_some());
+    let flags = &app.config.kv_events;
+    if uses && flags.kv_events == KvEventsMode::Auto && !has_tokenizer(&app.config) {
+        tracing::info!(
+            "what workers announce of their caches is not read: prompts are not tokenized here; give --model-path"
+        );
+    }
+}
+
+/// Start the feeds of a worker that has described itself. Those that run go on.
+pub fn start(app: &App, worker: &Worker) {
+    for candidate in app.registry.candidates() {
+        if candidate.worker.id != worker.id {
+            continue;
+        }
+        let mut task = candidate.feed.task.lock();
+        if task.is_some() {
+            continue;
+        }
+        match source_of(app, &candidate) {
+            Ok(source) => *task = Some(follow(app, &candidate, source)),
+            Err(reason) => {
+                let mut status = candidate.feed.status.lock();
+                (status.state, status.reason) = (Standing::Off, Some(reason));
+            }
+        }
+    }
+}
+
+fn source_of(app: &App, candidate: &Candidate) -> Result<Source, String> {
+    let policy = app.registry.policy(candidate.worker.role());
+    if policy.as_cost().is_none() {
+        return Err(format!("policy {} does not read them", policy.name()));
+    }
+    match app.config.kv_events.kv_events {
+        KvEventsMode::Off => Err("--kv-events off".to_owned()),
+        KvEventsMode::Auto if !has_tokenizer(&app.config) => {
+            Err("prompts are not tokenized here; give --model-path, or --kv-events on".to_owned())
+        }
+        KvEventsMode::Auto | KvEventsMode::On => source::of(candidate, &app.config.kv_events),
+    }
+}
+
+fn has_tokenizer(config: &RouterConfig) -> bool {
+    config.tokens.is_named()
+}
+
+fn follow(app: &App, candidate: &Candidate, source: Source) -> AbortHandle {
+    let worker = &candidate.worker;
+    let status = candidate.feed.status.clone();
+    {
+        let mut status = status.lock();
+        (status.state, status.reason) = (Standing::Connecting, None);
+        status.source = Some(source.to_string());
+    }
+    let who = (candidate.id, candidate.name.clone(), worker.role());
+    let deciders = app.registry.deciders();
+    let block_tokens = app.config.tokens.block_size;
+    let reader = Reader::new(who, deciders, app.metrics.clone(), status, block_tokens);
+    let (pool, headers) = (worker.pool.clone(), app.worker_headers());
+    tokio::spawn(run(reader, source, pool, headers)).abort_handle()
+}
+
+/// Holds neither the router nor the worker: the candidate stops it when it leaves.
+async fn run(mut reader: Reader, source: Source, pool: Arc<Pool>, headers: HeaderMap) {
+    let (mut pause, mut last) = (FIRST_PAUSE, None);
+    let mut told = String::new();
+    loop {
+        let begun = Instant::now();
+        let end: End = match &source {
+            Source::Http { rank } => http::follow(&mut reader, &pool, &headers, *rank).await,
+            Source::Zmq { events, replay } => {
+                zmq::follow(&mut reader, events, replay.as_deref(), &mut last).await
+            }
+        };
+        reader.ended(&end);
+        if matches!(end, End::Replica(_)) {
+            last = None;
+        }
+        if begun.elapsed() >= GOOD_STREAM {
+            pause = FIRST_PAUSE;
+        }
+        let why = end.to_string();
+        if why == told {
+            tracing::debug!(worker = %reader.name, %source, why, "no events again");
+        } else {
+            tracing::warn!(worker = %reader.name, %source, why, "no events of its cache; trying again");
+            told = why;
+        }
+        sleep(if end.is_lasting() {
+            LASTING_PAUSE
+        } else {
+            pause
+        })
+        .await;
+        pause = (pause * 2).min(LONGEST_PAUSE);
+    }
+}

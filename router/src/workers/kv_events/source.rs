@@ -1,0 +1,129 @@
+//! Where a worker's events are, from what it says about itself and from the flags.
+
+use std::fmt;
+
+use serde::{Deserialize, Deserializer};
+
+use crate::config::{Endpoint, KvEvents};
+use crate::workers::{Candidate, Description};
+
+/// Of one rank.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Source {
+    /// `GET /v1/kv_events` of our engines.
+    Http { rank: u32 },
+    /// vLLM's and SGLang's sockets, host:port.
+    Zmq {
+        events: String,
+        replay: Option<String>,
+    },
+}
+
+impl fmt::Display for Source {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Source::Http { .. } => f.write_str("http"),
+            Source::Zmq { events, .. } => write!(f, "tcp://{events}"),
+        }
+    }
+}
+
+/// Entry of `internal_states` in /get_server_info, one per rank.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Deserialize)]
+pub struct RankState {
+    /// Our engines: they announce, over HTTP too.
+    #[serde(default)]
+    pub kv_events: Option<Announced>,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
+pub struct Announced {
+    pub epoch: String,
+}
+
+/// SGLang's own flag, as its /get_server_info repeats it.
+#[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
+struct SglangConfig {
+    publisher: Option<String>,
+    #[serde(default = "sglang_endpoint")]
+    endpoint: String,
+    replay_endpoint: Option<String>,
+}
+
+fn sglang_endpoint() -> String {
+    "tcp://*:5557".to_owned()
+}
+
+/// Keys that other engines may use for something else: a value of another shape counts as none.
+pub fn lenient<'de, D, T>(from: D) -> Result<T, D::Error>
+where
+    D: Deserializer<'de>,
+    T: Default + for<'a> Deserialize<'a>,
+{
+    let value = serde_json::Value::deserialize(from)?;
+    Ok(serde_json::from_value(value).unwrap_or_default())
+}
+
+/// The candidate's source, or why it has none.
+pub fn of(candidate: &Candidate, flags: &KvEvents) -> Result<Source, String> {
+    let worker = &candidate.worker;
+    let told = worker.description();
+    let rank = match (candidate.rank, worker.dp_size()) {
+        (Some(rank), _) => rank,
+        (None, 1) => 0,
+        (None, ranks) => {
+            return Err(format!(
+                "its {ranks} ranks have a cache each and are one candidate; start the router with --dp-aware"
+            ));
+        }
+    };
+    if told.engine.as_deref() == Some("baton") {
+        let state = told.internal_states.get(rank as usize);
+        return match state.and_then(|state| state.kv_events.as_ref()) {
+            Some(_) => Ok(Source::Http { rank }),
+            None => Err("it announces none; start it with --kv-events-config '{\"enable_kv_cache_events\": true}'".to_owned()),
+        };
+    }
+    let host = worker.url().host.as_str();
+    let address = |endpoint: &Endpoint| {
+        let beyond =
+            || format!("rank {rank} has no port: {endpoint:?} plus {rank} is beyond 65535");
+        endpoint.address(host, rank).ok_or_else(beyond)
+    };
+    let (events, replay) = match sglang(&told)? {
+        Some(told) => told,
+        None => match &flags.kv_events_endpoint {
+            Some(events) => (events.clone(), flags.kv_events_replay_endpoint.clone()),
+            None => {
+                return Err(
+                    "it does not say where it publishes; see --kv-events-endpoint".to_owned(),
+                );
+            }
+        },
+    };
+    Ok(Source::Zmq {
+        events: address(&events)?,
+        replay: replay.as_ref().map(address).transpose()?,
+    })
+}
+
+/// What SGLang's flag says, if the worker shows it.
+fn sglang(told: &Description) -> Result<Option<(Endpoint, Option<Endpoint>)>, String> {
+    let Some(text) = told
+        .kv_events_config
+        .as_deref()
+        .filter(|text| !text.is_empty())
+    else {
+        return Ok(None);
+    };
+    let config: SglangConfig = serde_json::from_str(text)
+        .map_err(|err| format!("cannot read its --kv-events-config: {err}"))?;
+    if config.publisher.as_deref() != Some("zmq") {
+        return Err("its --kv-events-config has no \"publisher\": \"zmq\"".to_owned());
+    }
+    let replay = config
+        .replay_endpoint
+        .map(|text| text.parse())
+        .transpose()?;
+    Ok(Some((config.endpoint.parse()?, replay)))
+}

@@ -1,0 +1,243 @@
+//! One rank's reader: its replica, the policy it tells, and what is counted on the way.
+
+use std::sync::Arc;
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use parking_lot::Mutex;
+use router_core::kv::{KvEvent, News, NewsError, Replica, ReplicaError, Tell, Took};
+use router_core::{Deciders, Role, WorkerId};
+use serde::Serialize;
+
+use super::zmtp::ZmtpError;
+use crate::observability::metrics::Metrics;
+
+/// How much is known of a rank's cache; a metric label.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Standing {
+    /// It is not followed.
+    #[default]
+    Off,
+    /// Nothing has arrived yet.
+    Connecting,
+    /// Its entry in the index is what it has stored.
+    Exact,
+    /// Something was missed, or it is not heard now.
+    Doubtful,
+}
+
+impl Standing {
+    pub fn label(self) -> &'static str {
+        match self {
+            Standing::Off => "off",
+            Standing::Connecting => "connecting",
+            Standing::Exact => "exact",
+            Standing::Doubtful => "doubtful",
+        }
+    }
+}
+
+/// What GET /workers shows.
+#[derive(Debug, Clone, Default, Serialize)]
+pub struct Status {
+    pub state: Standing,
+    pub source: Option<String>,
+    /// Why it is not exact.
+    pub reason: Option<String>,
+    /// The rank's pages that are known.
+    pub blocks: usize,
+    pub next_seq: Option<u64>,
+    pub gaps: u64,
+    pub resyncs: u64,
+}
+
+/// Why a stream ended.
+#[derive(Debug, thiserror::Error)]
+pub enum End {
+    #[error("{0}")]
+    Connect(String),
+    #[error("{0}")]
+    Refused(String),
+    #[error("the stream ended")]
+    Closed,
+    #[error("no sign of life for {secs} s")]
+    Silent { secs: u64 },
+    #[error("cannot read it: {0}")]
+    Malformed(String),
+    #[error(transparent)]
+    Replica(#[from] ReplicaError),
+    #[error(transparent)]
+    Zmtp(#[from] ZmtpError),
+}
+
+impl End {
+    /// A metric label.
+    pub fn label(&self) -> &'static str {
+        match self {
+            End::Connect(_) | End::Zmtp(ZmtpError::Connect(_)) => "connect",
+            End::Refused(_) => "refused",
+            End::Closed | End::Zmtp(ZmtpError::Io(_)) => "closed",
+            End::Silent { .. } => "silent",
+            End::Malformed(_) | End::Zmtp(_) => "malformed",
+            End::Replica(ReplicaError::Broken(_)) => "contradiction",
+            End::Replica(ReplicaError::Refused(NewsError::Full { .. })) => "full",
+            End::Replica(ReplicaError::Refused(NewsError::Forgotten)) => "forgotten",
+        }
+    }
+
+    /// Trying again soon would end the same way.
+    pub fn is_lasting(&self) -> bool {
+        matches!(
+            self.label(),
+            "refused" | "malformed" | "contradiction" | "full"
+        )
+    }
+}
+
+pub struct Reader {
+    pub name: String,
+    pub role: Role,
+    id: WorkerId,
+    deciders: Arc<Deciders>,
+    metrics: Arc<Metrics>,
+    status: Arc<Mutex<Status>>,
+    replica: Replica,
+}
+
+impl Reader {
+    pub fn new(
+        (id, name, role): (WorkerId, String, Role),
+        deciders: Arc<Deciders>,
+        metrics: Arc<Metrics>,
+        status: Arc<Mutex<Status>>,
+        block_tokens: usize,
+    ) -> Self {
+        Self {
+            name,
+            role,
+            id,
+            deciders,
+            metrics,
+            status,
+            replica: Replica::new(block_tokens),
+        }
+    }
+
+    /// Let the replica tell the worker's policy.
+    fn with<T>(
+        &mut self,
+        act: impl FnOnce(&mut Replica, Tell<'_>) -> Result<T, ReplicaError>,
+    ) -> Result<T, End> {
+        let (deciders, role, id) = (&self.deciders, self.role, self.id);
+        let mut tell = |news: News<'_>| deciders.reconcile(role, id, &news);
+        Ok(act(&mut self.replica, &mut tell)?)
+    }
+
+    /// Everything the rank has.
+    pub fn snapshot(&mut self, next: u64, events: &[KvEvent]) -> Result<(), End> {
+        self.with(|replica, tell| replica.snapshot(next, events, tell))?;
+        self.resynced("snapshot");
+        Ok(())
+    }
+
+    /// A batch; `ts` is the Unix time at which it was made, if it has just been.
+    pub fn batch(&mut self, number: u64, events: &[KvEvent], ts: Option<f64>) -> Result<Took, End> {
+        let was_exact = self.replica.is_exact();
+        let took = self.with(|replica, tell| replica.batch(number, events, tell))?;
+        let result = match took {
+            Took::Applied => "applied",
+            Took::Old => "known",
+            Took::Gap { .. } => "ahead",
+        };
+        self.metrics.kv_batch(self.role, result);
+        if let (Some(ts), Took::Applied) = (ts, took) {
+            let now = SystemTime::now().duration_since(UNIX_EPOCH);
+            self.metrics.kv_lag(
+                self.role,
+                (now.unwrap_or_default().as_secs_f64() - ts).max(0.0),
+            );
+        }
+        if let Took::Gap { first } = took
+            && was_exact
+        {
+            self.status.lock().gaps += 1;
+            self.doubt(&format!("batches {first} to {} are missing", number - 1))?;
+        }
+        if self.replica.is_exact() && !was_exact {
+            self.resynced("cleared");
+        }
+        self.show();
+        Ok(took)
+    }
+
+    /// What is before batch `number` cannot be had.
+    pub fn skip_to(&mut self, number: u64) -> Result<(), End> {
+        self.with(|replica, tell| replica.skip_to(number, tell))?;
+        self.metrics.kv_resync(self.role, "skipped");
+        self.status.lock().reason = Some(format!(
+            "batches before {number} were missed; exact again when the cache is cleared"
+        ));
+        self.show();
+        Ok(())
+    }
+
+    /// The batches that were missed came after all, or none was.
+    pub fn resume(&mut self) -> Result<(), End> {
+        if self.with(Replica::resume)? {
+            self.resynced("replay");
+        }
+        Ok(())
+    }
+
+    /// The numbers begin anew: what is known stays a guess until the new copy is served.
+    pub fn begin_anew(&mut self) {
+        self.replica.begin_anew();
+    }
+
+    fn resynced(&mut self, how: &str) {
+        self.metrics.kv_resync(self.role, how);
+        let mut status = self.status.lock();
+        status.resyncs += 1;
+        status.reason = None;
+        drop(status);
+        tracing::info!(worker = %self.name, how, blocks = self.replica.blocks(), "its cache is known exactly");
+        self.show();
+    }
+
+    fn doubt(&mut self, why: &str) -> Result<(), End> {
+        if self.replica.is_exact() {
+            tracing::warn!(worker = %self.name, why, "its cache is guessed");
+        }
+        self.with(Replica::doubt)?;
+        self.status.lock().reason = Some(why.to_owned());
+        self.show();
+        Ok(())
+    }
+
+    /// The stream ended. What was known is a guess now; or nothing, if it cannot be true or kept.
+    pub fn ended(&mut self, end: &End) {
+        self.metrics.kv_failure(self.role, end.label());
+        let told = match end {
+            End::Replica(_) => {
+                tracing::warn!(worker = %self.name, why = %end, "its cache is not known");
+                self.with(Replica::forget)
+            }
+            _ => self.doubt(&end.to_string()),
+        };
+        // The policy has no entry for this rank any more: nothing is left to be doubted.
+        let _: Result<(), End> = told;
+        self.status.lock().reason = Some(end.to_string());
+        self.show();
+    }
+
+    fn show(&self) {
+        let mut status = self.status.lock();
+        status.state = match (self.replica.next(), self.replica.is_exact()) {
+            (_, true) => Standing::Exact,
+            (None, false) => Standing::Connecting,
+            (Some(_), false) => Standing::Doubtful,
+        };
+        status.blocks = self.replica.blocks();
+        status.next_seq = self.replica.next();
+    }
+}

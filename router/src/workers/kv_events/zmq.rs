@@ -1,0 +1,140 @@
+//! vLLM's and SGLang's events: a PUB socket with numbered batches, and a ROUTER socket that repeats the last of them.
+//!
+//! 1. subscribe first, so that what is published meanwhile waits in the connection;
+//! 2. ask for a replay from the last batch that is known, that one included. It returns with the same time: the publisher is
+//!    still the same process, and everything behind it is taken in. Another time, or none: another process, whose numbers
+//!    begin anew;
+//! 3. read on. A number that is too large is a gap: back to 2. What no replay brings back makes the entry a guess until
+//!    the cache is cleared.
+
+use std::time::Duration;
+
+use bytes::Bytes;
+use router_core::kv::Took;
+use tokio::time::timeout;
+
+use super::codec;
+use super::subscriber::{End, Reader};
+use super::zmtp::Peer;
+
+/// A replay pauses no longer than this: publishers look for requests ten times a second.
+const REPLAY_SILENCE: Duration = Duration::from_secs(10);
+const SUBSCRIBE_TO_ALL: &[u8] = b"\x01";
+const END_OF_REPLAY: u64 = u64::MAX;
+
+/// The last batch taken in. Its time tells processes apart: numbers alone do not.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Last {
+    number: u64,
+    ts: f64,
+}
+
+/// Follow the publisher until the connection ends. `last` is kept from one connection to the next.
+pub async fn follow(
+    reader: &mut Reader,
+    events: &str,
+    replay: Option<&str>,
+    last: &mut Option<Last>,
+) -> End {
+    match run(reader, events, replay, last).await {
+        Ok(never) => match never {},
+        Err(end) => end,
+    }
+}
+
+async fn run(
+    reader: &mut Reader,
+    events: &str,
+    replay: Option<&str>,
+    last: &mut Option<Last>,
+) -> Result<std::convert::Infallible, End> {
+    let mut publisher = Peer::connect(events, "SUB").await?;
+    publisher.send(&[SUBSCRIBE_TO_ALL]).await?;
+    match replay {
+        Some(replay) => catch_up(reader, replay, last).await?,
+        None => {
+            // Nobody can say whether it is still the same process.
+            reader.begin_anew();
+            *last = None;
+        }
+    }
+    loop {
+        let (number, payload) = numbered(&publisher.receive().await?)?;
+        let batch = codec::of_msgpack(&payload).map_err(End::Malformed)?;
+        let mut took = reader.batch(number, &batch.events, Some(batch.ts))?;
+        if matches!(took, Took::Gap { .. })
+            && let Some(replay) = replay
+        {
+            catch_up(reader, replay, last).await?;
+            took = reader.batch(number, &batch.events, None)?;
+        }
+        if matches!(took, Took::Gap { .. }) {
+            reader.skip_to(number)?;
+            took = reader.batch(number, &batch.events, None)?;
+        }
+        if took == Took::Applied {
+            let ts = batch.ts;
+            *last = Some(Last { number, ts });
+        }
+    }
+}
+
+/// Take in what the publisher still has of what was missed.
+async fn catch_up(reader: &mut Reader, replay: &str, last: &mut Option<Last>) -> Result<(), End> {
+    while !replayed(reader, replay, last).await? {
+        reader.begin_anew();
+        *last = None;
+    }
+    Ok(())
+}
+
+/// False: the publisher is not the process whose batch `last` is.
+async fn replayed(reader: &mut Reader, replay: &str, last: &mut Option<Last>) -> Result<bool, End> {
+    let mut known = *last;
+    let mut peer = Peer::connect(replay, "DEALER").await?;
+    let first = known.map_or(0, |last| last.number);
+    peer.send(&[b"", &first.to_be_bytes()]).await?;
+    loop {
+        let silent = |_| End::Silent {
+            secs: REPLAY_SILENCE.as_secs(),
+        };
+        let message = timeout(REPLAY_SILENCE, peer.receive()).await;
+        let (number, payload) = numbered(&message.map_err(silent)??)?;
+        if number == END_OF_REPLAY {
+            break;
+        }
+        let batch = codec::of_msgpack(&payload).map_err(End::Malformed)?;
+        let this = Last {
+            number,
+            ts: batch.ts,
+        };
+        if known.take().is_some_and(|known| known != this) {
+            return Ok(false);
+        }
+        if let Took::Gap { .. } = reader.batch(number, &batch.events, None)? {
+            reader.skip_to(number)?;
+            reader.batch(number, &batch.events, None)?;
+        }
+        *last = Some(this);
+    }
+    if known.is_some() {
+        return Ok(false); // it does not even have the batch that was the last one
+    }
+    reader.resume()?;
+    Ok(true)
+}
+
+/// A message is [topic, or nothing; number, 8 bytes, big-endian; payload].
+fn numbered(frames: &[Bytes]) -> Result<(u64, Bytes), End> {
+    let bad = || {
+        let lengths: Vec<usize> = frames.iter().map(Bytes::len).collect();
+        End::Malformed(format!(
+            "frames of {lengths:?} bytes, where a topic, 8 bytes and a payload are expected"
+        ))
+    };
+    let [_, number, payload] = frames else {
+        return Err(bad());
+    };
+    let number: [u8; 8] = number[..].try_into().map_err(|_| bad())?;
+    Ok((u64::from_be_bytes(number), payload.clone()))
+}

@@ -1,0 +1,250 @@
+//! A candidate, and the guard that holds one request's place at it.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use http::HeaderValue;
+use parking_lot::Mutex;
+use router_core::{
+    Blocks, BreakerState, CircuitBreaker, Deciders, Event, Forecast, Make, Objection, Outcome,
+    Ticket, Usage, WorkerId, WorkerPenalty,
+};
+
+use super::activity::Activity;
+use super::worker::Worker;
+use crate::clock::now_ms;
+use crate::observability::engine_stages::EngineStages;
+use crate::observability::metrics::Metrics;
+use crate::observability::request_timeline::LegStory;
+use crate::response::failover;
+use crate::workers::kv_events::Feed;
+use crate::workers::load_report;
+use crate::workers::load_report::{Fate, Report};
+
+/// What a policy chooses: a worker, or one DP rank of it.
+pub struct Candidate {
+    pub id: WorkerId,
+    /// Url, with `@rank` when DP-aware: for logs and metrics, never on the wire.
+    pub name: String,
+    pub worker: Arc<Worker>,
+    /// `Some` when DP-aware.
+    pub rank: Option<u32>,
+    pub make: Make,
+    pub(super) host: u32,
+    pub(super) load: Arc<AtomicUsize>,
+    pub(super) breaker: Option<Mutex<CircuitBreaker>>,
+    pub penalty: Mutex<WorkerPenalty>,
+    /// Last report of its work.
+    pub activity: Mutex<Activity>,
+    /// What it announces of its cache.
+    pub feed: Feed,
+}
+
+impl Candidate {
+    pub fn load(&self) -> usize {
+        self.load.load(Ordering::Relaxed)
+    }
+
+    /// Strongest objection to sending it a request that failed at the workers in `tried`.
+    pub(super) fn objection(&self, tried: &[WorkerId], now_ms: u64) -> Objection {
+        let is_open = |breaker: &Mutex<CircuitBreaker>| !breaker.lock().allows(now_ms);
+        if self.breaker.as_ref().is_some_and(is_open) {
+            Objection::CircuitOpen
+        } else if tried.contains(&self.id) {
+            Objection::Tried
+        } else if self.penalty.lock().left_ms(now_ms) > 0 {
+            Objection::Penalized
+        } else {
+            Objection::Nothing
+        }
+    }
+
+    /// A request to it failed, which was not known when it ended.
+    pub(super) fn count_failure(&self) {
+        if let Some(breaker) = &self.breaker {
+            self.count(breaker, Outcome::Failure);
+        }
+    }
+
+    fn count(&self, breaker: &Mutex<CircuitBreaker>, outcome: Outcome) {
+        if let Some(state) = breaker.lock().on_result(outcome, now_ms()) {
+            tracing::warn!(worker = %self.name, circuit = state.label(), "circuit breaker changed");
+        }
+    }
+
+    /// Whether it could go on with an answer of a worker of this make; nothing is asked where there is none.
+    pub(super) fn is_heir(&self, of: Option<Make>) -> bool {
+        of.is_none_or(|make| make.fits(&self.make) && self.worker.has_feature(failover::FEATURE))
+    }
+
+    /// Whether what this rank of the worker reports is all that the candidate stands for.
+    fn is_rank(&self, rank: u32) -> bool {
+        match self.rank {
+            Some(own) => own == rank,
+            None => self.worker.dp_size() == 1,
+        }
+    }
+
+    pub fn circuit(&self) -> BreakerState {
+        let state = self.breaker.as_ref().map(|b| b.lock().state(now_ms()));
+        state.unwrap_or(BreakerState::Closed)
+    }
+}
+
+/// One request in flight to a candidate. Its end frees the load, feeds the breaker and tells the policy.
+pub struct LoadGuard {
+    pub candidate: Arc<Candidate>,
+    pub(super) deciders: Arc<Deciders>,
+    pub(super) outcome: Outcome,
+    pub(super) sent: Sent,
+    pub(super) story: Option<LegStory>,
+    pub(super) metrics: Arc<Metrics>,
+}
+
+/// What the policy will want to hear about again.
+pub(super) struct Sent {
+    pub(super) ticket: Ticket,
+    /// The prompt's hashes, if the policy reads them.
+    pub(super) blocks: Option<Arc<Blocks>>,
+    pub(super) forecast: Option<Forecast>,
+    pub(super) at_ms: u64,
+    /// Nothing more is learned from first tokens: it was seen, or cannot be.
+    pub(super) is_first_token_known: bool,
+}
+
+impl LoadGuard {
+    /// How the request ended, as far as the worker is concerned. Never called: the client left.
+    pub fn settle(&mut self, outcome: Outcome) {
+        self.outcome = outcome;
+    }
+
+    fn observe(&self, event: &Event<'_>) {
+        let role = self.candidate.worker.role();
+        self.deciders.observe(role, event);
+    }
+
+    /// Names this leg to its worker, if there is a trace.
+    pub fn traceparent(&self) -> Option<HeaderValue> {
+        self.story.as_ref()?.traceparent()
+    }
+
+    /// A connection is there, the request goes out.
+    pub fn sent(&self) {
+        if let Some(story) = &self.story {
+            story.sent();
+        }
+    }
+
+    /// Its prefill is over.
+    pub fn first_token(&mut self) {
+        if std::mem::replace(&mut self.sent.is_first_token_known, true) {
+            return;
+        }
+        if let Some(story) = &self.story {
+            story.first_token();
+        }
+        let now_ms = now_ms();
+        self.observe(&Event::FirstToken {
+            ticket: self.sent.ticket,
+            worker: self.candidate.id,
+            now_ms,
+        });
+        if let Some(forecast) = self.sent.forecast {
+            let role = self.candidate.worker.role().label();
+            let took_ms = now_ms.saturating_sub(self.sent.at_ms);
+            self.metrics.first_token(role, forecast, took_ms);
+        }
+    }
+
+    /// The answer says how much its worker has to do.
+    pub fn load_told(&self, told: &HeaderValue) {
+        let candidate = &self.candidate;
+        let fate = match load_report::of_header(told) {
+            Ok(Some(report)) if candidate.is_rank(report.rank) => {
+                candidate.activity.lock().reported(report, now_ms());
+                self.observe(&reported(candidate.id, report));
+                Fate::Taken
+            }
+            Ok(_) => Fate::Unused,
+            Err(err) => {
+                tracing::debug!(worker = %candidate.name, %err, "cannot read {}", load_report::HEADER);
+                Fate::Malformed
+            }
+        };
+        let role = candidate.worker.role();
+        self.metrics.load_report(role, "answer", fate);
+    }
+
+    /// Times the worker reported of the way to its first token.
+    pub fn stages_told(&self, stages: &EngineStages) {
+        if let Some(story) = &self.story {
+            story.stages(stages.clone());
+        }
+    }
+
+    /// Whether anybody wants to know what the worker counts: looking for it costs microseconds.
+    pub fn wants_usage(&self) -> bool {
+        self.sent.blocks.is_some()
+    }
+
+    /// What the worker counted.
+    pub fn usage(&mut self, usage: Usage) {
+        if let Some(story) = &self.story {
+            story.usage(usage);
+        }
+        self.observe(&Event::Usage {
+            ticket: self.sent.ticket,
+            worker: self.candidate.id,
+            usage,
+        });
+        if let (Some(forecast), Some(cached)) = (self.sent.forecast, usage.cached_tokens) {
+            let role = self.candidate.worker.role().label();
+            self.metrics
+                .counted(role, usage.prompt_tokens, forecast, cached);
+        }
+        let counted = self.sent.blocks.as_ref().map(|blocks| blocks.prompt());
+        if let Some(tokens) = counted.and_then(|prompt| prompt.tokens) {
+            let result = match tokens == usage.prompt_tokens {
+                true => "equal",
+                false => "different",
+            };
+            let labels = [self.candidate.worker.role().label(), result];
+            self.metrics.token_counts.with_label_values(&labels).inc();
+        }
+    }
+}
+
+impl Drop for LoadGuard {
+    fn drop(&mut self) {
+        let candidate = &self.candidate;
+        if candidate.load.fetch_sub(1, Ordering::Relaxed) == 1 {
+            candidate.worker.idle.notify_waiters();
+        }
+        let now_ms = now_ms();
+        if let Some(breaker) = &candidate.breaker {
+            candidate.count(breaker, self.outcome);
+        }
+        if let Some(story) = &self.story {
+            story.ended(self.outcome);
+        }
+        let blocks = self.sent.blocks.as_ref();
+        self.observe(&Event::Finished {
+            ticket: self.sent.ticket,
+            worker: candidate.id,
+            is_kept: self.outcome == Outcome::Success,
+            hashes: blocks.map_or(&[], |blocks| blocks.prompt().hashes),
+            now_ms,
+        });
+    }
+}
+
+/// A report that has just arrived, as the policies hear of it.
+pub(super) fn reported(worker: WorkerId, report: Report) -> Event<'static> {
+    Event::Reported {
+        worker,
+        queued_tokens: report.queued_tokens,
+        running: report.running,
+        age_ms: report.age_ms,
+        now_ms: now_ms(),
+    }
+}

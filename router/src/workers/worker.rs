@@ -1,0 +1,341 @@
+//! A worker: its state, what it says about itself, what runs on it.
+
+use std::collections::BTreeMap;
+use std::hash::{DefaultHasher, Hash, Hasher};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::time::Duration;
+
+use parking_lot::Mutex;
+use router_core::{Make, QueueOrder, Role, WorkerFacts};
+use tokio::sync::{Notify, watch};
+use tokio::task::AbortHandle;
+use tokio::time::sleep;
+
+use crate::config::{Bootstrap, WorkerSpec, WorkerUrl};
+use crate::request::prompt_limit::PromptLimit;
+use crate::transport::upstream::Pool;
+use crate::workers::kv_events::{RankState, lenient};
+
+/// Most DP ranks of one worker that are believed.
+pub const MAX_DP_SIZE: u32 = 1024;
+
+/// Connections that break within this time have one cause: the worker's end.
+const SAME_BREAK_MS: u64 = 1_000;
+
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum State {
+    /// Registered, never healthy yet.
+    Starting {
+        /// How its last probe failed.
+        reason: Option<String>,
+    },
+    Ready,
+    Unhealthy {
+        reason: String,
+        /// Probes got no answer at all: requests will get none either.
+        is_hung: bool,
+    },
+    /// It answers, but cannot do what it was registered for.
+    Rejected {
+        reason: String,
+    },
+    /// The worker reports that it drains: no new requests until it reports that it is ready again.
+    Draining,
+    /// This router drains it: no new requests, removed when those in flight have ended. There is no way back.
+    Leaving,
+}
+
+impl State {
+    pub fn label(&self) -> &'static str {
+        match self {
+            State::Starting { .. } => "starting",
+            State::Ready => "ready",
+            State::Unhealthy { .. } => "unhealthy",
+            State::Rejected { .. } => "rejected",
+            State::Draining | State::Leaving => "draining",
+        }
+    }
+
+    /// Source of a drain, for GET /workers.
+    pub fn drained_by(&self) -> Option<&'static str> {
+        match self {
+            State::Draining => Some("worker"),
+            State::Leaving => Some("router"),
+            _ => None,
+        }
+    }
+
+    pub fn reason(&self) -> Option<&str> {
+        match self {
+            State::Ready | State::Draining | State::Leaving => None,
+            State::Starting { reason } => reason.as_deref(),
+            State::Unhealthy { reason, .. } | State::Rejected { reason } => Some(reason),
+        }
+    }
+}
+
+/// What a worker tells about itself in /get_server_info. All of it is optional: SGLang and mocks tell less.
+#[derive(Debug, Clone, Default, PartialEq, Eq, serde::Deserialize)]
+#[serde(default)]
+pub struct Description {
+    /// "baton" for ours, which serve GET /v1/loads as docs/protocol.md has it; "vllm" is concluded (health.rs).
+    pub engine: Option<String>,
+    pub dp_size: Option<u32>,
+    pub disaggregation_mode: Option<String>,
+    pub disaggregation_bootstrap_port: Option<u16>,
+    pub page_size: Option<u64>,
+    /// KV slots of one rank.
+    pub max_total_num_tokens: Option<u64>,
+    /// Longest prompt with its answer [tokens].
+    #[serde(default, deserialize_with = "lenient")]
+    pub context_length: Option<u64>,
+    /// Longest text of a prompt, whatever its tokens [characters].
+    #[serde(default, deserialize_with = "lenient")]
+    pub max_prompt_chars: Option<u64>,
+    pub schedule_policy: Option<String>,
+    pub disable_radix_cache: Option<bool>,
+    /// SGLang's: its decode workers have no radix cache without it.
+    pub disaggregation_decode_enable_radix_cache: Option<bool>,
+    /// Of its tokenizer and chat template (tokens/files.rs).
+    pub tokenizer_fingerprint: Option<String>,
+    /// By rank.
+    #[serde(default, deserialize_with = "lenient")]
+    pub internal_states: Vec<RankState>,
+    /// SGLang's flag.
+    #[serde(default, deserialize_with = "lenient")]
+    pub kv_events_config: Option<String>,
+    pub served_model_name: Option<String>,
+    pub model_path: Option<String>,
+    /// All names under which ours take requests.
+    pub served_model_names: Vec<String>,
+    pub version: Option<String>,
+    /// Ours tell what a partner must have in common with them; see `router_core::ASPECTS`.
+    pub fingerprint: BTreeMap<String, String>,
+    /// What it can do that a router may rely on; only ours say it (docs/protocol.md §2).
+    pub baton_features: Vec<String>,
+}
+
+impl Description {
+    pub fn make(&self) -> Make {
+        Make::of(|aspect| self.aspect(aspect))
+    }
+
+    /// True if it takes requests that ask for `model`; one that names no model takes any. `NAME:ADAPTER` asks SGLang for a
+    /// LoRA adapter of the model NAME.
+    pub fn serves(&self, model: &str) -> bool {
+        let single = [&self.served_model_name, &self.model_path].into_iter();
+        let mut names = self.served_model_names.iter().chain(single.flatten());
+        let mut names = names.by_ref().peekable();
+        let is_of = |name: &String| {
+            let rest = model.strip_prefix(name.as_str());
+            rest.is_some_and(|rest| rest.is_empty() || rest.starts_with(':'))
+        };
+        names.peek().is_none() || names.any(is_of)
+    }
+
+    /// Longest prompt that the worker takes, if it announces one.
+    pub fn prompt_limit(&self) -> Option<PromptLimit> {
+        PromptLimit::of(self.context_length, self.max_prompt_chars)
+    }
+
+    /// What it tells under `aspect`. SGLang's workers tell their page size, if nothing else.
+    pub fn aspect(&self, aspect: &str) -> Option<String> {
+        let size = || self.page_size.map(|size| size.to_string());
+        let told = self.fingerprint.get(aspect).cloned();
+        told.or_else(|| (aspect == "page_size").then(size).flatten())
+    }
+}
+
+pub struct Worker {
+    /// Name in /workers.
+    pub id: u64,
+    pub spec: WorkerSpec,
+    pub pool: Arc<Pool>,
+    /// Told when a request met a refused or broken connection: probe now.
+    pub suspect: Notify,
+    /// Notified when a request has waited for its answer for `--silent-request-probe-secs`, or a stream that could be
+    /// resumed has paused (relay.rs): probe soon.
+    pub silent: Notify,
+    pub(super) state: watch::Sender<(State, Arc<Description>)>,
+    /// Requests in flight by rank. Kept while the worker is out: what still runs on it counts when it returns.
+    pub(super) loads: Mutex<Vec<Arc<AtomicUsize>>>,
+    /// Told when the load of a rank falls to 0.
+    pub(super) idle: Notify,
+    /// When a request's connection last broke here; 0: never.
+    pub(super) last_break_ms: AtomicU64,
+    pub(super) health_task: Mutex<Option<AbortHandle>>,
+}
+
+impl Worker {
+    pub fn url(&self) -> &WorkerUrl {
+        &self.spec.url
+    }
+
+    pub fn role(&self) -> Role {
+        self.spec.role
+    }
+
+    pub fn state(&self) -> State {
+        self.state.borrow().0.clone()
+    }
+
+    pub fn description(&self) -> Arc<Description> {
+        self.state.borrow().1.clone()
+    }
+
+    pub fn is_ready(&self) -> bool {
+        self.state.borrow().0 == State::Ready
+    }
+
+    /// Waits until health checks find the worker hung; returns what they found. Forever for a worker that is well.
+    async fn until_hung(&self) -> String {
+        let mut state = self.state.subscribe();
+        let is_hung =
+            |state: &(State, _)| matches!(state.0, State::Unhealthy { is_hung: true, .. });
+        let hung = state.wait_for(is_hung).await.ok();
+        let cause = hung.map(|state| state.0.reason().unwrap_or_default().to_owned());
+        match cause {
+            Some(cause) => cause,
+            None => std::future::pending().await, // the sender lives as long as `self`
+        }
+    }
+
+    /// `answering`, or the finding of the health checks if they find the worker hung before. While it takes long, a probe
+    /// is asked for once in `probe_after`: a worker that is only slow answers it.
+    pub async fn unless_hung<T>(
+        &self,
+        answering: impl Future<Output = T>,
+        probe_after: Option<Duration>,
+    ) -> Result<T, String> {
+        let asking_for_probes = async {
+            let Some(pause) = probe_after else {
+                return std::future::pending().await;
+            };
+            loop {
+                sleep(pause).await;
+                self.silent.notify_one();
+            }
+        };
+        tokio::select! {
+            biased;
+            answer = answering => Ok(answer),
+            cause = self.until_hung() => Err(cause),
+            never = asking_for_probes => never,
+        }
+    }
+
+    /// JSON `bootstrap_port` for requests prefilled here.
+    pub fn bootstrap_port(&self) -> Option<u16> {
+        match self.spec.bootstrap {
+            Bootstrap::Port(port) => Some(port),
+            Bootstrap::Null => None,
+            Bootstrap::FromWorker => self.description().disaggregation_bootstrap_port,
+        }
+    }
+
+    /// Requests in flight to all its ranks.
+    pub fn load(&self) -> usize {
+        let loads = self.loads.lock();
+        loads.iter().map(|load| load.load(Ordering::Relaxed)).sum()
+    }
+
+    /// A request broke here. Returns whether it was alone: no other is in flight, or broke a moment before.
+    pub fn note_break(&self, now_ms: u64) -> bool {
+        let before_ms = self.last_break_ms.swap(now_ms, Ordering::Relaxed);
+        let is_first = before_ms == 0 || now_ms >= before_ms + SAME_BREAK_MS;
+        self.load() <= 1 && is_first
+    }
+
+    /// Wait until nothing is in flight.
+    pub async fn until_idle(&self) {
+        loop {
+            // Made before looking: it is woken by what happens from here on.
+            let told = self.idle.notified();
+            if self.load() == 0 {
+                return;
+            }
+            told.await;
+        }
+    }
+
+    pub(super) fn load_of(&self, rank: Option<u32>) -> Arc<AtomicUsize> {
+        let index = rank.unwrap_or(0) as usize;
+        let mut loads = self.loads.lock();
+        let len = loads.len().max(index + 1);
+        loads.resize_with(len, Arc::default);
+        loads[index].clone()
+    }
+
+    /// What policies are told of it. `auto` is srpt-aging on a prefill node (docs/flags.md).
+    pub(super) fn facts(&self) -> WorkerFacts {
+        let told = self.description();
+        let order = match (told.schedule_policy.as_deref(), self.role()) {
+            (Some("srpt-aging" | "short-first"), _) | (Some("auto"), Role::Prefill) => {
+                QueueOrder::ShortestFirst
+            }
+            _ => QueueOrder::Arrival,
+        };
+        let is_sglang_decode =
+            told.engine.is_none() && told.disaggregation_mode.as_deref() == Some("decode");
+        let has_decode_cache = told.disaggregation_decode_enable_radix_cache == Some(true);
+        WorkerFacts {
+            is_cacheless: told.disable_radix_cache == Some(true)
+                || (is_sglang_decode && !has_decode_cache),
+            capacity_tokens: told.max_total_num_tokens.filter(|tokens| *tokens > 0),
+            order,
+            domain: self.spec.topology.as_deref().map(number_of),
+        }
+    }
+
+    /// Topology domain that its source gave.
+    pub fn topology(&self) -> Option<&str> {
+        self.spec.topology.as_deref()
+    }
+
+    /// Workers with the same number are on one machine, as far as their addresses tell.
+    pub(super) fn host_number(&self) -> u32 {
+        number_of(&self.spec.url.host)
+    }
+
+    /// Whether it serves GET /v1/loads in our form: a worker of another make that has the path means something else by it.
+    pub fn tells_loads(&self) -> bool {
+        self.description().engine.as_deref() == Some("baton")
+    }
+
+    pub fn is_vllm(&self) -> bool {
+        self.description().engine.as_deref() == Some("vllm")
+    }
+
+    /// Whether it can do something of docs/protocol.md §2.
+    pub fn has_feature(&self, name: &str) -> bool {
+        let told = self.description();
+        told.baton_features.iter().any(|feature| feature == name)
+    }
+
+    /// Whether it takes token ids beside a body, and would have come to the same.
+    pub fn takes_ids_of(&self, fingerprint: &str) -> bool {
+        let told = self.description();
+        self.tells_loads() && told.tokenizer_fingerprint.as_deref() == Some(fingerprint)
+    }
+
+    pub fn dp_size(&self) -> u32 {
+        self.description()
+            .dp_size
+            .unwrap_or(1)
+            .clamp(1, MAX_DP_SIZE)
+    }
+}
+
+impl Drop for Worker {
+    fn drop(&mut self) {
+        if let Some(task) = self.health_task.get_mut().take() {
+            task.abort();
+        }
+    }
+}
+fn number_of(name: &str) -> u32 {
+    let mut hasher = DefaultHasher::new();
+    name.hash(&mut hasher);
+    hasher.finish() as u32
+}
