@@ -11,7 +11,7 @@ from pathlib import Path
 
 import yaml
 
-from baton.server import app
+from baton.server.http import app
 from deploy.tests.manifests import (
     DEPLOY,
     Object,

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from baton.doctor import check, kubernetes, main
-from baton.doctor.check import CheckResult, CheckStatus
-from baton.doctor.kubernetes import KubeView
+from baton.cli.doctor import check, kubernetes, main
+from baton.cli.doctor.check import CheckResult, CheckStatus
+from baton.cli.doctor.kubernetes import KubeView
 from deploy.tests.manifests import Object, main_container, named, of_kind, pod_labels, pod_spec, render, workloads
 
 NAMESPACE = "baton"

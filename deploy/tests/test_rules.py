@@ -13,7 +13,7 @@ import pytest
 import yaml
 from prometheus_client.utils import floatToGoString
 
-from baton.server import metrics
+from baton.server.observability import metrics
 from deploy.monitoring.generate import COMPONENT, METRICS_PAGE, MONITORING, metric_of, metric_rows, outputs
 from deploy.tests import prometheus
 

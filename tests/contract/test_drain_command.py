@@ -183,10 +183,10 @@ def test_key_and_unreachable_targets(path: str) -> None:
     ],
 )
 def test_wrong_flags_are_refused(words: Sequence[str], complaint: str, capsys: pytest.CaptureFixture[str]) -> None:
-    from baton import cli
+    from baton.cli import main
 
     with pytest.raises(SystemExit) as ended:
-        cli.main(["drain", *words])
+        main.main(["drain", *words])
     assert ended.value.code == 2
     assert complaint in capsys.readouterr().err
 

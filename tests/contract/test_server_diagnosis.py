@@ -15,7 +15,7 @@ import httpx
 import pytest
 from baton._native import BootstrapServer
 
-from baton.server.diagnosis import _mac, key_proof, sign_request
+from baton.server.observability.diagnosis import _mac, key_proof, sign_request
 from tests.support.front import FakeEngine, fake_engine, model
 
 KEY = "cluster-secret"

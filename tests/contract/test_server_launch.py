@@ -246,9 +246,8 @@ def test_an_idle_front_uses_no_cpu_and_little_memory(path: str) -> None:
 
 
 def test_the_front_imports_no_torch() -> None:
-    script = (
-        "import sys, baton.server.launch; print([m for m in ('torch', 'transformers', 'numpy') if m in sys.modules])"
-    )
+    heavy = ("torch", "transformers", "numpy")
+    script = f"import sys, baton.server.launch.engine; print([m for m in {heavy} if m in sys.modules])"
     env = {**os.environ, "PYTHONPATH": str(REPO / "engine")}
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, env=env, timeout=60, check=True
@@ -259,7 +258,7 @@ def test_the_front_imports_no_torch() -> None:
 def test_without_the_native_extension_a_prefill_node_says_what_to_do(path: str) -> None:
     script = (
         "import sys; sys.modules['baton._native'] = None\n"
-        "from baton.config import parse; from baton.server.launch import run_engine\n"
+        "from baton.config import parse; from baton.server.launch.engine import run_engine\n"
         "flags = ['--port', '0', '--disaggregation-mode', 'prefill', '--load-format', 'dummy']\n"
         f"sys.exit(run_engine(parse(['--model-path', {path!r}, *flags])))"
     )

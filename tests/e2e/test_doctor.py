@@ -23,7 +23,7 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
-from baton.server.transfer import source_address
+from baton.server.worker.transfer_setup import source_address
 from tests.support.cluster import eventually, family
 from tests.support.front import REPO, fake_engine, model
 from tests.support.router import Router

@@ -344,7 +344,7 @@ def test_a_killed_rank_costs_its_own_requests_and_the_engine_starts_again(wide: 
         thread.start()
     running = lambda: by_rank(node["url"], "baton_requests", state="running")  # noqa: E731
     eventually("every rank has work", lambda: len(running()) == RANKS and all(running().values()))
-    ranks = [p for p in family(node["pid"])[1:] if "baton.server.rank" in " ".join(p.cmdline())]
+    ranks = [p for p in family(node["pid"])[1:] if "baton.server.worker.process" in " ".join(p.cmdline())]
     assert len(ranks) == RANKS
     os.kill(ranks[3].pid, signal.SIGKILL)
     for thread in threads:

@@ -10,8 +10,8 @@ import subprocess
 
 import torch
 
+from baton.layers import flashinfer_loader
 from baton.runtime.device import no_cuda
-from baton.runtime.gpu import flashinfer_library
 
 PACKAGES = (
     "torch", "triton", "transformers", "flashinfer-python", "flashinfer-jit-cache", "apache-tvm-ffi", "pyzmq", "msgspec"
@@ -22,10 +22,10 @@ def main() -> int:
     installed = {dist.metadata["Name"]: dist.version for dist in importlib.metadata.distributions()}
     print(f"Python {platform.python_version()}, glibc {platform.libc_ver()[1]}, CUDA of torch {torch.version.cuda}")
     print(", ".join(f"{name} {installed.get(name, 'absent')}" for name in PACKAGES))
-    nvcc = flashinfer_library.find_nvcc()
-    print(f"nvcc {nvcc}: {flashinfer_library.nvcc_version(nvcc) if nvcc else 'absent'}; ninja {shutil.which('ninja')}")
+    nvcc = flashinfer_loader.find_nvcc()
+    print(f"nvcc {nvcc}: {flashinfer_loader.nvcc_version(nvcc) if nvcc else 'absent'}; ninja {shutil.which('ninja')}")
     print(f"C compiler for Triton: {os.environ.get('CC') or shutil.which('gcc') or shutil.which('clang') or 'absent'}")
-    print(f"flashinfer: {flashinfer_library.obstacle() or 'can be used'}")
+    print(f"flashinfer: {flashinfer_loader.obstacle() or 'can be used'}")
     if shutil.which("nvidia-smi"):
         fields = "name,driver_version,memory.total,memory.used,clocks.sm,power.limit"
         said = subprocess.run(["nvidia-smi", f"--query-gpu={fields}", "--format=csv"], capture_output=True, text=True)

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from baton.runtime.attention import make_backend
-from baton.runtime.attention.flashinfer import FlashInferAttention, obstacle
-from baton.runtime.attention.torch import TorchAttention
+from baton.layers.attention import make_backend
+from baton.layers.attention.flashinfer import FlashInferAttention, obstacle
+from baton.layers.attention.reference import TorchAttention
 from tests.support.attention_cases import CASES, Case, check
 
 

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from baton.runtime.gpu.cuda_ipc import CudaIpc, allocate
-from baton.runtime.gpu.pages import CudaQueue, DevicePages, Pages, PeerPages
+from baton.layers.cuda.device_pages import CudaQueue, DevicePages, Pages, PeerPages
+from baton.layers.cuda.ipc import CudaIpc, allocate
 from tests.support.pages import bytes_of, ids, naive_sum
 
 REPO = Path(__file__).parents[2]

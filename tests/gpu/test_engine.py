@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from baton.runtime.attention.flashinfer import FlashInferAttention
+from baton.layers.attention.flashinfer import FlashInferAttention
 from tests.support.checkpoints import VOCAB, make_checkpoint, reference_greedy, reference_model
 from tests.support.engine_run import answer, greedy, make_engine
 
@@ -37,7 +37,7 @@ def test_float32_with_the_reference_equals_transformers(tmp_path: Path, flags: d
 def test_the_demo_model_answers_alike_on_cpu_and_gpu() -> None:
     """bfloat16 rounds differently on the two, so a few near ties may fall the other way; half the tokens may not."""
     pytest.importorskip("flashinfer", reason="flashinfer-python is not installed")
-    from baton.server.model_dir import resolve
+    from baton.server.text.model_info import resolve
 
     path = resolve("demo")
     ask = [[int(t) for t in torch.arange(5, 5 + n)] for n in (3, 20, 150)]  # 150 are three chunks

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from baton.request import SamplingParams, Validated
-from baton.runtime.gpu.runner import DeviceRunner
-from baton.runtime.loop import Engine
-from baton.sched.plan import UNKNOWN_TOKEN, Admitted, ForwardMode, Row, StepPlan, Stop
+from baton.runtime.engine_loop import Engine
+from baton.runtime.runner.cuda_runner import DeviceRunner
+from baton.sched.types.plan import UNKNOWN_TOKEN, Admitted, ForwardMode, Row, StepPlan, Stop
+from baton.sched.types.request import SamplingParams, Validated
 from tests.support import shapes
 from tests.support.engine_run import make_engine
 
@@ -37,7 +37,7 @@ def _flashinfer() -> None:
 
 @pytest.fixture(scope="module")
 def demo() -> str:
-    from baton.server.model_dir import resolve
+    from baton.server.text.model_info import resolve
 
     return str(resolve("demo"))
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from baton.runtime.comm import nccl
+from baton.runtime.communicators import nccl
 from tests.e2e.test_faults import killed_node_is_survived
 from tests.support.cluster import Cluster, metric
 

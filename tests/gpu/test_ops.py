@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from baton.layers import ops
+from baton.layers.ops_cuda import FlashInferOps, obstacle, try_out
 from baton.models.load import load_model
-from baton.runtime import ops
-from baton.runtime.ops_cuda import FlashInferOps, obstacle, try_out
 from tests.support import head_cases, shapes
 
 CUDA = torch.device("cuda")
@@ -30,7 +30,7 @@ def fast(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 @pytest.fixture(autouse=True)
 def _plain(monkeypatch: pytest.MonkeyPatch) -> None:
-    """baton.runtime.ops is the reference here."""
+    """baton.layers.ops is the reference here."""
     monkeypatch.setattr(ops, "_kernels_for", lambda _: None)
 
 

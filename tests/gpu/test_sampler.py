@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from baton.runtime.gpu.sampler import Draw
-from baton.runtime.gpu.stream import CudaStream
-from baton.runtime.sampler import SampleRow, sample
-from baton.sched.plan import INVALID_TOKEN
+from baton.layers.cuda.stream import CudaStream
+from baton.runtime.sampling.cuda_sampler import Draw
+from baton.runtime.sampling.sampler import SampleRow, sample
+from baton.sched.types.plan import INVALID_TOKEN
 from tests.unit.test_sampler import FILTERS, MIX, chi_square, naive_distribution, noise, row
 
 CUDA = torch.device("cuda")

@@ -8,8 +8,8 @@ import json
 import pytest
 import torch
 
+from baton.layers.model_spec import read_spec
 from baton.models.load import load_model
-from baton.models.spec import read_spec
 from tests.support.checkpoints import VARIANTS, as_transformers_4, make_checkpoint, reference_greedy, reference_model
 from tests.support.engine_run import answer, greedy, make_engine
 from tests.support.model_loop import ModelLoop

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from baton.request import SamplingParams
-from baton.runtime.attention.paged_plan import batch_ladder
-from baton.runtime.gpu import graphs
+from baton.layers.attention.paged_indices import batch_ladder
+from baton.runtime.graphs import capture
+from baton.sched.types.request import SamplingParams
 from tests.parity.conftest import Reference
 from tests.parity.test_device_runner import PARAMS, PLAIN, SMALL, mixed, prompts
 from tests.support.device_engine import Device
@@ -169,5 +169,5 @@ def test_padding_that_is_written_elsewhere_would_be_noticed(
         return np.concatenate((slots, np.full(size - len(slots), slots[0] if len(slots) else 0)))
 
     assert answer(device.recorded(path, 4), prompts()[:3], params) == want
-    monkeypatch.setattr(graphs, "pad_slots", misplaced)
+    monkeypatch.setattr(capture, "pad_slots", misplaced)
     assert answer(device.recorded(path, 4), prompts()[:3], params) != want

@@ -15,7 +15,7 @@ from unittest import mock
 
 import pytest
 
-from baton.runtime.gpu.pages import DevicePages
+from baton.layers.cuda.device_pages import DevicePages
 from tests.parity.conftest import Reference
 from tests.parity.test_engine import prompts_of
 from tests.support.checkpoints import reference_greedy

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from baton.models.decoder import Decoder
-from baton.request import SamplingParams, Validated
-from baton.runtime.loop import Engine
-from baton.runtime.order import decode
+from baton.runtime.engine_loop import Engine
+from baton.runtime.runner.step_inputs import decode
+from baton.sched.types.request import SamplingParams, Validated
 from tests.parity.conftest import Reference
 from tests.support.checkpoints import VOCAB
 from tests.support.device_engine import Device

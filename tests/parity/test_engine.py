@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import pytest
 
-from baton.request import SamplingParams
-from baton.sched import replay
+from baton.sched import recording
+from baton.sched.types.request import SamplingParams
 from tests.parity.conftest import Reference
 from tests.support.checkpoints import VOCAB, reference_greedy
 from tests.support.engine_run import answer, greedy, make_engine
@@ -75,6 +75,6 @@ def test_a_real_engines_trace_replays_to_the_same_plans(reference: Callable[[str
     answer(engine, prompts, greedy(STEPS), stagger=2)
     engine.close()
     planned = sum(engine.sched.decisions.steps.values())
-    done = replay.replay(lines)
+    done = recording.replay(lines)
     assert (done.difference, done.requests, done.plans) == (None, len(prompts), planned)
     assert engine.sched.retractions > 0, "the pool was meant to be too small"

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from baton.layers import ops
 from baton.models.load import load_model
-from baton.runtime import ops
 from tests.parity.conftest import STEPS
 from tests.support.checkpoints import VARIANTS
 from tests.support.model_loop import ModelLoop
@@ -16,7 +16,7 @@ ops_as_loaded = ops._native
 
 def _have_cpu_backend() -> bool:
     try:
-        import baton.runtime.attention.cpu  # noqa: F401
+        import baton.layers.attention.cpu  # noqa: F401
     except ImportError:
         return False
     return True

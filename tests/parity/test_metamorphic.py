@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from baton.request import SamplingParams
 from baton.sched.planner import Planner
+from baton.sched.types.request import SamplingParams
 from tests.parity.conftest import Reference
 from tests.support.checkpoints import VOCAB, reference_greedy
 from tests.support.engine_run import greedy

@@ -8,8 +8,8 @@ from collections.abc import Callable
 import pytest
 
 from baton.errors import WrongState
-from baton.request import SamplingParams
-from baton.runtime.loop import Engine
+from baton.runtime.engine_loop import Engine
+from baton.sched.types.request import SamplingParams
 from tests.parity.conftest import Reference
 from tests.parity.test_engine import prompts_of
 from tests.support.checkpoints import reference_greedy

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import baton.models
-from baton.request import Rendezvous, SamplingParams, Validated
+from baton.sched.types.request import Rendezvous, SamplingParams, Validated
 from tests.parity.conftest import Reference
 from tests.parity.test_engine import prompts_of
 from tests.support.checkpoints import VARIANTS, reference_greedy, reference_model

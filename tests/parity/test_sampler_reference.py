@@ -14,8 +14,8 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from baton.request import SamplingParams
-from baton.runtime.sampler import SampleRow, kept_ids
+from baton.runtime.sampling.sampler import SampleRow, kept_ids
+from baton.sched.types.request import SamplingParams
 
 VOCAB = 500
 

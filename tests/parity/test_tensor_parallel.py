@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from baton.request import SamplingParams
-from baton.runtime import order
-from baton.runtime.engine import Loaded
+from baton.runtime.build import Loaded
+from baton.runtime.runner import step_inputs
+from baton.sched.types.request import SamplingParams
 from tests.parity.conftest import Reference
 from tests.support import tiny_model
 from tests.support.checkpoints import VOCAB, reference_greedy
@@ -188,15 +188,15 @@ def test_a_follower_that_would_do_something_else_ends_the_group(
     reference: Callable[[str], Reference], helpers: Helpers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One page of one slot differs in one message: the follower refuses before it computes, and everybody hears."""
-    encode, told = order.encode, []
+    encode, told = step_inputs.encode, []
 
-    def altered(step: order.Step, check: int) -> bytes:
+    def altered(step: step_inputs.Step, check: int) -> bytes:
         told.append(step)
         if len(told) == 4:
             step.slots = step.slots + 1
         return encode(step, check)
 
-    monkeypatch.setattr("baton.runtime.runner.encode", altered)
+    monkeypatch.setattr("baton.runtime.runner.model_runner.encode", altered)
     with (
         pytest.raises(RuntimeError, match=r"step \d+ failed on the device: PeerLost: tensor-parallel rank 0 of 2 lost"),
         helpers.engine(reference("llama").path, 2) as engine,

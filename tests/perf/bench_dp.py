@@ -20,9 +20,9 @@ from pathlib import Path
 
 import aiohttp
 
-from baton.bench.words import words
-from baton.sim import device
-from baton.sim.trace import scaled
+from baton.cli.bench.words import words
+from baton.config.simulated import scaled
+from baton.runtime.simulated import device
 from tests.perf.closed import Seen, Turn, run
 from tests.perf.fleet import Arm, Fleet, clients, installed, machine
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from baton.runtime.loop import Engine
+from baton.runtime.engine_loop import Engine
 from tests.support.engine_run import answer, greedy, make_engine
 
 DECODE_TOKENS = 33

@@ -42,10 +42,10 @@ import torch
 
 from baton.config import build
 from baton.models.checkpoint import weight_bytes
-from baton.request import SamplingParams, Validated
-from baton.runtime import engine as runtime
-from baton.runtime.engine import Loaded
-from baton.runtime.loop import Engine
+from baton.runtime import build as runtime
+from baton.runtime.build import Loaded
+from baton.runtime.engine_loop import Engine
+from baton.sched.types.request import SamplingParams, Validated
 from tests.support import shapes
 
 _handles = itertools.count(1)
@@ -372,7 +372,7 @@ def setting(text: str) -> tuple[str, Any]:
 
 
 def main() -> int:
-    sys.setswitchinterval(0.0005)  # as server.rank has it
+    sys.setswitchinterval(0.0005)  # as server.worker.process has it
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )

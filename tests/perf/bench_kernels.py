@@ -22,11 +22,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from baton import _native
-from baton.models.spec import KVSpec
-from baton.runtime import ops_cpu
-from baton.runtime.attention.base import Row, build_batch
-from baton.runtime.attention.cpu import CpuAttention
-from baton.runtime.kv_pool import make_pool
+from baton.layers import ops_cpu
+from baton.layers.attention.base import Row, build_batch
+from baton.layers.attention.cpu import CpuAttention
+from baton.layers.kv_pool import make_pool
+from baton.layers.model_spec import KVSpec
 
 Arm = Callable[[], Any]
 DTYPES = (torch.float32, torch.bfloat16)

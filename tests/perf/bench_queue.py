@@ -17,11 +17,11 @@ from collections.abc import Callable
 
 from baton.cache.pages import PageAllocator
 from baton.cache.radix import RadixCache
-from baton.request import Validated
 from baton.sched.policies import POLICIES, PolicyParams, View
-from baton.sched.priority import PriorityRule, ordered
-from baton.sched.queue import WaitingQueue
-from baton.sched.seq import Seq
+from baton.sched.queue.priority import PriorityRule, ordered
+from baton.sched.queue.waiting_queue import WaitingQueue
+from baton.sched.types.request import Validated
+from baton.sched.types.sequence import Seq
 
 ROUNDS = 7
 

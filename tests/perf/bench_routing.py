@@ -20,10 +20,10 @@ from typing import Any
 
 import aiohttp
 
-from baton.bench import replay
-from baton.sim import device
+from baton.cli.bench import replay
+from baton.config.simulated import StepModel
+from baton.runtime.simulated import device
 from baton.sim import trace as traces
-from baton.sim.model import StepModel
 from tests.perf.fleet import Arm, Fleet, clients, installed, machine
 
 ARMS = {

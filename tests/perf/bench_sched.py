@@ -22,14 +22,14 @@ from pathlib import Path
 
 from baton.cache.pages import PageAllocator
 from baton.cache.radix import RadixCache
-from baton.request import Rendezvous, SamplingParams, Validated
-from baton.sched.limits import Limits
-from baton.sched.plan import Row, StepPlan, StepResult, Stop
 from baton.sched.policies import POLICIES, PolicyParams, View
-from baton.sched.priority import PriorityRule, ordered
-from baton.sched.queue import WaitingQueue
+from baton.sched.queue.priority import PriorityRule, ordered
+from baton.sched.queue.waiting_queue import WaitingQueue
 from baton.sched.scheduler import Scheduler
-from baton.sched.seq import Seq
+from baton.sched.types.limits import Limits
+from baton.sched.types.plan import Row, StepPlan, StepResult, Stop
+from baton.sched.types.request import Rendezvous, SamplingParams, Validated
+from baton.sched.types.sequence import Seq
 
 MIN_ROUNDS = 20
 
@@ -368,7 +368,7 @@ def bench_host(_seconds: float) -> None:
     import torch
 
     import baton.models
-    from baton.runtime.loop import Engine
+    from baton.runtime.engine_loop import Engine
     from tests.support.engine_run import make_engine
 
     torch.set_num_threads(1)
@@ -402,7 +402,7 @@ def bench_host(_seconds: float) -> None:
 
 def _decode_alone(engine: object, req: Validated) -> tuple[list[int], list[tuple[float, float, float]]]:
     """Tokens, and per decode step (wall, wall - forward, wall - device job)."""
-    from baton.runtime.loop import Engine
+    from baton.runtime.engine_loop import Engine
 
     assert isinstance(engine, Engine)
     runner = engine._runner

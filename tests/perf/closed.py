@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import aiohttp
 
-from baton.bench.load import Timing, percentile, send
+from baton.cli.bench.load import Timing, percentile, send
 
 
 @dataclass(frozen=True, slots=True)

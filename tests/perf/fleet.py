@@ -19,7 +19,7 @@ from pathlib import Path
 
 import aiohttp
 
-from baton.server.supervise import Child
+from baton.server.launch.supervisor import Child
 
 REPO = Path(__file__).parents[2]
 READY_SECS = 120.0

@@ -10,8 +10,7 @@ from array import array
 
 import pytest
 
-from baton.sched.events import OrderReviewed
-from baton.sched.limits import Limits
+from baton.config.simulated import StepModel
 from baton.sched.policies import Adaptive, PolicyParams, View, adaptive
 from baton.sched.policies.adaptive import (
     CANDIDATES,
@@ -24,9 +23,10 @@ from baton.sched.policies.adaptive import (
     forecast,
     forecasts,
 )
-from baton.sched.seq import Seq
 from baton.sched.state import State
-from baton.sim.model import StepModel
+from baton.sched.types.events import OrderReviewed
+from baton.sched.types.limits import Limits
+from baton.sched.types.sequence import Seq
 from baton.sim.node import Setting, SimNode
 from baton.sim.trace import TraceRequest
 from tests.support.sched_sim import VOCAB, Node, request

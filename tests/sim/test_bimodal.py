@@ -7,9 +7,9 @@ import random
 
 import pytest
 
-from baton.sched.limits import Limits
+from baton.config.simulated import StepModel
 from baton.sched.policies import PolicyParams
-from baton.sim.model import StepModel
+from baton.sched.types.limits import Limits
 from baton.sim.node import Setting, SimNode
 from baton.sim.report import percentile, ttfts
 from baton.sim.trace import TraceRequest

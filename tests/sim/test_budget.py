@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from baton.config import ConfigError, build, parse
 from baton.sched import setup
-from baton.sched.estimate import KnownAnswer, peak_growth
-from baton.sched.limits import Limits
-from baton.sched.plan import ForwardMode, StepPlan
-from baton.sched.seq import is_partial, partial_of
-from baton.sched.step_time import StepTime, attended_pairs
+from baton.sched.memory.demand import KnownAnswer, peak_growth
+from baton.sched.metrics.step_time import StepTime, attended_pairs
+from baton.sched.types.limits import Limits
+from baton.sched.types.plan import ForwardMode, StepPlan
+from baton.sched.types.sequence import is_partial, partial_of
 from tests.support.sched_sim import VOCAB, Node, reference, request
 
 # ---------------------------------------------------------------------- known lengths

@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 import json
 
-from baton.sched import decisions
-from baton.sched.limits import Limits
-from baton.sched.plan import ForwardMode, Stop
-from baton.sched.priority import PriorityRule
+from baton.sched.metrics import step_log
+from baton.sched.queue.priority import PriorityRule
+from baton.sched.types.limits import Limits
+from baton.sched.types.plan import ForwardMode, Stop
 from tests.sim.test_stats import Clocked
 
 LIMITS = Limits(20, 4, 2, 100, 16)
@@ -16,7 +16,7 @@ LIMITS = Limits(20, 4, 2, 100, 16)
 
 def test_records_follow_the_plans() -> None:
     node = Clocked(LIMITS)
-    heard: list[decisions.Decision] = []
+    heard: list[step_log.Decision] = []
     node.sched.decisions.sink = heard.append
     node.add(0, 0.0, 20, max_new=3)
     for now in (1.0, 2.0):
@@ -74,10 +74,10 @@ def test_waiting_without_a_plan_is_recorded_once() -> None:
 
 def test_the_ring_keeps_the_last_ones() -> None:
     node = Clocked(dataclasses.replace(LIMITS, num_pages=1000))
-    node.add(0, 0.0, 4, max_new=decisions.RING + 50)
-    for now in range(decisions.RING + 40):
+    node.add(0, 0.0, 4, max_new=step_log.RING + 50)
+    for now in range(step_log.RING + 40):
         node.step(float(now))
     records = node.sched.decisions.recent()
-    assert len(records) == decisions.RING
-    assert records[-1]["step"] == decisions.RING + 40
-    assert node.sched.decisions.steps[ForwardMode.DECODE, Stop.QUEUE_EMPTY] == decisions.RING + 39
+    assert len(records) == step_log.RING
+    assert records[-1]["step"] == step_log.RING + 40
+    assert node.sched.decisions.steps[ForwardMode.DECODE, Stop.QUEUE_EMPTY] == step_log.RING + 39

@@ -9,16 +9,16 @@ from typing import Any
 
 import pytest
 
+from baton.config.classes import parse_classes
+from baton.config.tenants import TenantRule, TenantRules
 from baton.errors import PromptTooLong, TenantQueueFull
-from baton.request import Validated
-from baton.sched.classes import parse_classes
-from baton.sched.fairness import MAX_LABELS, FairnessRules
-from baton.sched.limits import Limits
-from baton.sched.plan import StepPlan, StepResult
+from baton.sched.fairness.fair_queue import MAX_LABELS, FairnessRules
 from baton.sched.policies import POLICIES
-from baton.sched.priority import PriorityRule
+from baton.sched.queue.priority import PriorityRule
 from baton.sched.scheduler import Scheduler
-from baton.sched.tenants import TenantRule, TenantRules
+from baton.sched.types.limits import Limits
+from baton.sched.types.plan import StepPlan, StepResult
+from baton.sched.types.request import Validated
 from tests.support.sched_sim import VOCAB, Node, random_prompt, reference, request
 
 STEP = 16

@@ -10,11 +10,11 @@ from collections.abc import Callable
 
 import pytest
 
-from baton.request import Rendezvous
-from baton.sched.bands import BANDS, DEFAULT, EDGES, band
-from baton.sched.limits import Limits
-from baton.sched.load import Load, Waiting, tokens_ahead
-from baton.sched.priority import LOWEST_PRIORITY, PriorityRule
+from baton.sched.metrics.load_report import Load, Waiting, tokens_ahead
+from baton.sched.queue.priority import LOWEST_PRIORITY, PriorityRule
+from baton.sched.queue.priority_buckets import BANDS, DEFAULT, EDGES, band
+from baton.sched.types.limits import Limits
+from baton.sched.types.request import Rendezvous
 from tests.sim.test_stats import Clocked
 
 LIMITS = Limits(100, 4, 2, 1000, 16)

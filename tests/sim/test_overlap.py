@@ -14,12 +14,12 @@ import threading
 import pytest
 
 from baton.errors import EngineDead
-from baton.request import FinishReason, Validated
-from baton.runtime.loop import Engine
-from baton.sched.limits import Limits
-from baton.sched.plan import StepPlan, StepResult
-from baton.sched.priority import PriorityRule
+from baton.runtime.engine_loop import Engine
+from baton.sched.queue.priority import PriorityRule
 from baton.sched.scheduler import Scheduler
+from baton.sched.types.limits import Limits
+from baton.sched.types.plan import StepPlan, StepResult
+from baton.sched.types.request import FinishReason, Validated
 from tests.support.sched_sim import EOS, VOCAB, Device, Node, random_prompt, reference, request
 
 

@@ -15,12 +15,12 @@ from baton.cache.radix import Node as TreeNode
 from baton.cache.radix import Probe, ProbeWatch
 from baton.config import build
 from baton.sched import setup
-from baton.sched.limits import Limits
 from baton.sched.policies import POLICIES, PolicyParams, View
 from baton.sched.policies.dfs_weight import ROOT, Path, Weights
-from baton.sched.priority import PriorityRule, ordered
-from baton.sched.queue import WaitingQueue
-from baton.sched.seq import Seq
+from baton.sched.queue.priority import PriorityRule, ordered
+from baton.sched.queue.waiting_queue import WaitingQueue
+from baton.sched.types.limits import Limits
+from baton.sched.types.sequence import Seq
 from tests.support.sched_sim import VOCAB, Node, random_prompt, reference, request
 
 

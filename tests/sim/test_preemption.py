@@ -9,15 +9,16 @@ from itertools import combinations
 
 import pytest
 
+from baton.config.simulated import PRESETS
 from baton.errors import QueueFull
-from baton.request import Validated
-from baton.sched.limits import Limits
-from baton.sched.plan import StepResult
-from baton.sched.preempt import may_preempt, priority_victims, retraction_victim
-from baton.sched.priority import PriorityRule
+from baton.runtime.simulated.device import step_seconds
+from baton.sched.memory.preemption import may_preempt, priority_victims, retraction_victim
+from baton.sched.queue.priority import PriorityRule
 from baton.sched.scheduler import Scheduler
-from baton.sched.seq import Seq
-from baton.sim.model import PRESETS
+from baton.sched.types.limits import Limits
+from baton.sched.types.plan import StepResult
+from baton.sched.types.request import Validated
+from baton.sched.types.sequence import Seq
 from tests.support.sched_pair import Relay
 from tests.support.sched_sim import VOCAB, Node, random_prompt, reference, request
 
@@ -319,7 +320,7 @@ def median_wait_of_the_important(threshold: int) -> tuple[float, int]:
         if plan is None:
             now = arrival
             continue
-        seconds = PRESETS["reference"].step_seconds(plan, 1)
+        seconds = step_seconds(PRESETS["reference"], plan, 1)
         now += seconds
         sampled = [row.handle for row in plan.rows if row.sample]
         sched.commit(plan, StepResult([7] * len(sampled)), now)

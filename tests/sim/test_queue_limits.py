@@ -9,11 +9,11 @@ from array import array
 import pytest
 
 from baton.errors import DuplicateRoom, QueueFull
-from baton.request import FinishReason, Validated
-from baton.sched.door import Door, MovingRate
-from baton.sched.limits import Limits
-from baton.sched.priority import PriorityRule
-from baton.sched.seq import Seq
+from baton.sched.queue.admission import Door, MovingRate
+from baton.sched.queue.priority import PriorityRule
+from baton.sched.types.limits import Limits
+from baton.sched.types.request import FinishReason, Validated
+from baton.sched.types.sequence import Seq
 from tests.support.sched_sim import Node, request
 
 RULE = PriorityRule(enabled=True, preemption_threshold=5)

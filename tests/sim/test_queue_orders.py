@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 
 from baton.cache.pages import PageAllocator
 from baton.cache.radix import RadixCache
-from baton.sched import queue
 from baton.sched.policies import POLICIES, Policy, PolicyParams, View
 from baton.sched.policies.dfs_weight import ROOT
-from baton.sched.priority import PriorityRule, ordered, ranks
-from baton.sched.queue import EXACT_UP_TO, KEYS_PER_LOOK, WaitingQueue
-from baton.sched.seq import Seq
+from baton.sched.queue import waiting_queue
+from baton.sched.queue.priority import PriorityRule, ordered, ranks
+from baton.sched.queue.waiting_queue import EXACT_UP_TO, KEYS_PER_LOOK, WaitingQueue
+from baton.sched.types.sequence import Seq
 from tests.sim.test_policies import Plain
 from tests.support.sched_sim import request
 
@@ -330,13 +330,13 @@ def test_an_order_that_depends_on_all_sorts_a_long_queue_in_parts(
     world.queue = WaitingQueue(POLICIES[policy](params), RULES[rule], world.view)
     assert not world.queue.policy.each_alone
     entered: list[int] = []
-    enter = queue._Order.enter
+    enter = waiting_queue._Order.enter
 
-    def counted(order: queue._Order, seqs: list[Seq], *args: object) -> None:
+    def counted(order: waiting_queue._Order, seqs: list[Seq], *args: object) -> None:
         entered.append(len(seqs))
         enter(order, seqs, *args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(queue._Order, "enter", counted)
+    monkeypatch.setattr(waiting_queue._Order, "enter", counted)
     for _ in range(1000):
         world.members.append(world.new())
         world.queue.add(world.members[-1])
@@ -366,15 +366,15 @@ def test_edf_lets_nobody_pass_for_ever() -> None:
         policy = POLICIES["edf"](params)
         world = World("edf", RULES[0], 1)
         world.rate = 8.0
-        queue = WaitingQueue(policy, RULES[0], world.view)
-        queue.add(Seq(hopeless, array("i", hopeless.prompt), 1))
+        waiting_queue = WaitingQueue(policy, RULES[0], world.view)
+        waiting_queue.add(Seq(hopeless, array("i", hopeless.prompt), 1))
         handle, served = 1, 0
-        while 1 in [seq.handle for seq in queue]:
+        while 1 in [seq.handle for seq in waiting_queue]:
             for _ in range(2):  # twice what is served, each with a second to spare
                 handle += 1
                 req = dataclasses.replace(request(handle, [2] * 8, 1), ttft_deadline=world.now + 2.0, arrival=world.now)
-                queue.add(Seq(req, array("i", req.prompt), 1))
-            queue.discard(next(queue.in_order()))
+                waiting_queue.add(Seq(req, array("i", req.prompt), 1))
+            waiting_queue.discard(next(waiting_queue.in_order()))
             served += 1
             world.now += 1.0
             assert world.now < bound + 4, "starves"
@@ -395,10 +395,10 @@ def test_edf_puts_everybody_before_all_that_arrive_after_a_bounded_time(
     params = PolicyParams(default_deadline_secs=60.0, edf_demotion_secs=100.0)
     bound = (60.0 if deadline is None else deadline) + 100.0
     first = dataclasses.replace(request(1, [1] * work, 1), ttft_deadline=deadline, arrival=0.0)
-    queue = [Seq(first, array("i", first.prompt), 1)]
+    waiting_queue = [Seq(first, array("i", first.prompt), 1)]
     for handle, (slack, length) in enumerate(others, start=2):
         late = dataclasses.replace(request(handle, [1] * length, 1), ttft_deadline=bound + slack, arrival=bound)
-        queue.append(Seq(late, array("i", late.prompt), 1))
+        waiting_queue.append(Seq(late, array("i", late.prompt), 1))
     world = World("edf", RULES[0], 1)
     world.now, world.rate = now, 10.0
-    assert ordered(queue, POLICIES["edf"](params), RULES[0], world.view())[0].handle == 1
+    assert ordered(waiting_queue, POLICIES["edf"](params), RULES[0], world.view())[0].handle == 1

@@ -12,13 +12,13 @@ import pytest
 
 from baton.config import EngineConfig
 from baton.errors import EngineError, KvTransferFailed
-from baton.request import Rendezvous, SamplingParams, Validated
-from baton.sched import replay, setup
-from baton.sched.events import AbortTransfer, GrantPages, PrefillDone
-from baton.sched.plan import StepPlan, StepResult, TokenLogprobs
+from baton.sched import recording, setup
 from baton.sched.policies import POLICIES
-from baton.sched.replay import RecordingScheduler, from_plain, plan_bytes, to_plain
+from baton.sched.recording import RecordingScheduler, from_plain, plan_bytes, to_plain
 from baton.sched.scheduler import Scheduler
+from baton.sched.types.events import AbortTransfer, GrantPages, PrefillDone
+from baton.sched.types.plan import StepPlan, StepResult, TokenLogprobs
+from baton.sched.types.request import Rendezvous, SamplingParams, Validated
 from baton.sim import main as sim
 
 LOOKS = {
@@ -30,7 +30,7 @@ LOOKS = {
 
 def test_every_public_method_of_the_scheduler_is_recorded_or_only_looks() -> None:
     methods = {name for name, member in vars(Scheduler).items() if callable(member) and not name.startswith("_")}
-    assert methods == LOOKS | set(replay.INPUTS)
+    assert methods == LOOKS | set(recording.INPUTS)
 
 
 def config(rng: random.Random, role: str) -> EngineConfig:
@@ -65,7 +65,7 @@ class Storm:
         self.lines: list[str] = []
         self.plans: list[bytes] = []
         self.sizes = (40, self.rng.choice((0, 7, 60)), 1000)
-        self.lines.append(replay.header(self.config, *self.sizes))
+        self.lines.append(recording.header(self.config, *self.sizes))
         self.sched = RecordingScheduler(setup.limits(self.config, *self.sizes), self.lines.append)
         self.role = role
         self.now = 0.0
@@ -173,7 +173,7 @@ def test_random_runs_replay_to_identical_plans(seed: int, role: str) -> None:
     storm = Storm(seed, role)
     storm.run()
     again: list[bytes] = []
-    done = replay.replay(storm.lines, lambda _, plan: again.append(plan_bytes(plan)))
+    done = recording.replay(storm.lines, lambda _, plan: again.append(plan_bytes(plan)))
     assert done.difference is None
     assert again == storm.plans
     assert len(storm.plans) > 30
@@ -185,13 +185,13 @@ def test_a_changed_input_is_found_at_the_plan_it_changes() -> None:
     storm.run()
     first_add = next(i for i, line in enumerate(storm.lines) if line.startswith('["add"'))
     lines = storm.lines[:first_add] + storm.lines[first_add + 1 :]
-    done = replay.replay(lines)
+    done = recording.replay(lines)
     assert done.difference is not None
     assert done.difference.line > first_add
 
 
 def test_bad_files_are_named_with_their_line() -> None:
-    head = replay.header(EngineConfig(), 8)
+    head = recording.header(EngineConfig(), 8)
     for lines, text in (
         (["{}"], "line 1: not the header"),
         ([], "line 1: not the header"),
@@ -200,8 +200,8 @@ def test_bad_files_are_named_with_their_line() -> None:
         ([head, "x"], "line 2: not a line"),
         ([head, '["ledger"]'], "line 2: 'ledger' is no input"),
     ):
-        with pytest.raises(replay.ReplayError, match=text):
-            replay.replay(lines)
+        with pytest.raises(recording.ReplayError, match=text):
+            recording.replay(lines)
 
 
 def test_values_survive_the_lines() -> None:

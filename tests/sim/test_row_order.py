@@ -8,13 +8,13 @@ import random
 
 import pytest
 
-from baton.request import Validated
-from baton.sched.events import Emitted
-from baton.sched.fairness import FairnessRules
-from baton.sched.limits import Limits
-from baton.sched.plan import StepPlan, StepResult
-from baton.sched.priority import PriorityRule
+from baton.sched.fairness.fair_queue import FairnessRules
+from baton.sched.queue.priority import PriorityRule
 from baton.sched.scheduler import Scheduler
+from baton.sched.types.events import Emitted
+from baton.sched.types.limits import Limits
+from baton.sched.types.plan import StepPlan, StepResult
+from baton.sched.types.request import Validated
 from tests.support.sched_sim import VOCAB, Node, random_prompt, reference, request
 from tests.support.storm import FAIR
 

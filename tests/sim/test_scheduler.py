@@ -8,16 +8,16 @@ from array import array
 
 import pytest
 
+from baton.config.classes import parse_classes
+from baton.config.tenants import TenantRules
 from baton.errors import PromptTooLong, QueueFull
-from baton.request import FinishReason
-from baton.sched import queue
-from baton.sched.classes import parse_classes
-from baton.sched.fairness import FairnessRules
-from baton.sched.limits import Limits
-from baton.sched.plan import INVALID_TOKEN, StepPlan, StepResult
+from baton.sched.fairness.fair_queue import FairnessRules
+from baton.sched.queue import waiting_queue
 from baton.sched.scheduler import Scheduler
-from baton.sched.seq import Seq, partial_of
-from baton.sched.tenants import TenantRules
+from baton.sched.types.limits import Limits
+from baton.sched.types.plan import INVALID_TOKEN, StepPlan, StepResult
+from baton.sched.types.request import FinishReason
+from baton.sched.types.sequence import Seq, partial_of
 from tests.support.sched_sim import VOCAB, Node, random_prompt, reference, request
 
 
@@ -349,14 +349,14 @@ def test_skip_ahead_bounds_how_many_requests_are_passed_over(skip: int) -> None:
 @pytest.mark.parametrize("policy", ["fcfs", "srpt-aging", "hrrn"])
 def test_a_plan_looks_at_few_of_a_long_queue(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """No slot or no pages, with prompts under way that the queue's order puts last."""
-    taken: list[queue._Lane] = []
-    take = queue._Lane.take
+    taken: list[waiting_queue._Lane] = []
+    take = waiting_queue._Lane.take
 
-    def counted(lane: queue._Lane) -> Seq:
+    def counted(lane: waiting_queue._Lane) -> Seq:
         taken.append(lane)
         return take(lane)
 
-    monkeypatch.setattr(queue._Lane, "take", counted)
+    monkeypatch.setattr(waiting_queue._Lane, "take", counted)
     for limits in (Limits(4000, 4, 2, 5000, 8, policy=policy), Limits(80, 4, 50, 5000, 8, policy=policy)):
         node = Node(limits, depth=1)
         for handle in (0, 1):

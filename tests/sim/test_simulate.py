@@ -16,19 +16,20 @@ from typing import Any
 
 import pytest
 
-from baton import cli
-from baton.config import EngineConfig, markdown
+from baton.cli import main
+from baton.config import EngineConfig
+from baton.config.flags import markdown
+from baton.config.simulated import BLOCK_TOKENS, PRESETS, StepModel, scaled
 from baton.errors import ConfigError
-from baton.sched.limits import Limits
 from baton.sched.policies import POLICIES
 from baton.sched.setup import limits
+from baton.sched.types.limits import Limits
 from baton.sim import main as command
 from baton.sim import trace as traces
 from baton.sim.chart import cdf_svg
-from baton.sim.model import PRESETS, StepModel
 from baton.sim.node import Outcome, Setting, SimNode
 from baton.sim.report import Stat, summarise
-from baton.sim.trace import BLOCK_TOKENS, TraceRequest
+from baton.sim.trace import TraceRequest
 
 MS_PER_TOKEN = StepModel(
     step_ms=0, token_us=1000, weights_ms=0, attention_ns=0, kv_read_ns=0, transfer_ms=1000, transfer_us=0
@@ -232,7 +233,7 @@ def test_tokens_are_equal_exactly_where_blocks_behind_equal_prefixes_are(scale: 
     whole, partial = request(0, 1536, blocks=(1, 2, 3)), request(0, 1000, blocks=(1, 2))
     other, late = request(0, 1536, blocks=(1, 4, 3)), request(0, 512, blocks=(2,))
     a, b, c, d = (traces.prompt_tokens(r, scale) for r in (whole, partial, other, late))
-    assert [len(t) for t in (a, b, c, d)] == [traces.scaled(n, scale) for n in (1536, 1000, 1536, 512)]
+    assert [len(t) for t in (a, b, c, d)] == [scaled(n, scale) for n in (1536, 1000, 1536, 512)]
     assert a[: len(b)] == b
     per_block = BLOCK_TOKENS // scale
     assert a[:per_block] == c[:per_block]
@@ -431,7 +432,7 @@ def test_command_prints_a_row_per_policy_and_writes_what_is_asked_for(
 ) -> None:
     results, plot = tmp_path / "r.json", tmp_path / "r.svg"
     flags = ["--trace", "gen_hot_system_prompt", "--limit", "40", "--schedule-policy", "fcfs,lpm", "--speedup", "20"]
-    assert cli.main(["simulate", *flags, "--json", str(results), "--plot", str(plot)]) == 0
+    assert main.main(["simulate", *flags, "--json", str(results), "--plot", str(plot)]) == 0
     header, *rows = capsys.readouterr().out.splitlines()
     assert header.split()[:3] == ["policy", "requests", "completed"]
     assert [row.split()[:3] for row in rows] == [["fcfs", "40", "40"], ["lpm", "40", "40"]]
@@ -444,9 +445,9 @@ def test_command_prints_a_row_per_policy_and_writes_what_is_asked_for(
 
 
 def test_command_says_what_is_wrong_with_a_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["simulate", "--trace", str(write(tmp_path / "t.jsonl", GOOD, "{"))]) == 2
+    assert main.main(["simulate", "--trace", str(write(tmp_path / "t.jsonl", GOOD, "{"))]) == 2
     assert "t.jsonl, line 2: not JSON" in capsys.readouterr().err
-    assert cli.main(["simulate", "--trace", "gen_hot_system_prompt", "--limit", "2", "--json", str(tmp_path)]) == 1
+    assert main.main(["simulate", "--trace", "gen_hot_system_prompt", "--limit", "2", "--json", str(tmp_path)]) == 1
     assert "Is a directory" in capsys.readouterr().err
 
 
@@ -511,7 +512,7 @@ def shares_of(tmp_path: Path, *flags: str) -> dict[str, Any]:
     results = tmp_path / "out.json"
     trace = mixed_trace(tmp_path / "mixed.jsonl")
     argv = ["simulate", "--trace", str(trace), "--schedule-policy", "fcfs", "--chunked-prefill-size", "512", *flags]
-    assert cli.main([*argv, "--json", str(results)]) == 0
+    assert main.main([*argv, "--json", str(results)]) == 0
     summary = json.loads(results.read_text())["policies"][0]
     return {group["name"]: group for group in summary["groups"]}
 
@@ -541,8 +542,8 @@ def test_tenant_limits_hold_in_the_simulation(tmp_path: Path, scale: str) -> Non
 
 def test_names_in_a_trace_are_checked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trace = mixed_trace(tmp_path / "mixed.jsonl")
-    assert cli.main(["simulate", "--trace", str(trace), "--priority-classes", "interactive:1"]) == 2
+    assert main.main(["simulate", "--trace", str(trace), "--priority-classes", "interactive:1"]) == 2
     assert "the trace has requests of class batch" in capsys.readouterr().err
     trace.write_text('{"timestamp": 0, "input_length": 4, "output_length": 1, "tenant": "a b"}\n')
-    assert cli.main(["simulate", "--trace", str(trace)]) == 2
+    assert main.main(["simulate", "--trace", str(trace)]) == 2
     assert "line 1: tenant is 'a b'; a name has" in capsys.readouterr().err

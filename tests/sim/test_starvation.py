@@ -11,10 +11,10 @@ from collections.abc import Callable
 
 import pytest
 
-from baton.request import Validated
-from baton.sched.limits import Limits
 from baton.sched.policies import PolicyParams
-from baton.sched.priority import PriorityRule
+from baton.sched.queue.priority import PriorityRule
+from baton.sched.types.limits import Limits
+from baton.sched.types.request import Validated
 from tests.support.sched_sim import Node, request
 from tests.support.watched import WatchedScheduler
 

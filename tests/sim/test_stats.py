@@ -8,15 +8,15 @@ from collections import Counter
 
 import pytest
 
-from baton.request import Rendezvous
-from baton.sched import stats
-from baton.sched.limits import Limits
-from baton.sched.plan import StepPlan
+from baton.sched.metrics import collector
+from baton.sched.metrics.request_timeline import Pulled
 from baton.sched.policies import PolicyParams
-from baton.sched.priority import PriorityRule
+from baton.sched.queue.priority import PriorityRule
 from baton.sched.scheduler import Scheduler
-from baton.sched.seq import Seq
-from baton.sched.story import Pulled
+from baton.sched.types.limits import Limits
+from baton.sched.types.plan import StepPlan
+from baton.sched.types.request import Rendezvous
+from baton.sched.types.sequence import Seq
 from tests.support.sched_sim import Device, request
 
 LIMITS = Limits(100, 4, 4, 100, 16)
@@ -96,7 +96,7 @@ def test_a_long_wait_begins_to_starve_with_the_first_one_that_overtakes() -> Non
 
 
 def test_a_burst_that_waits_too_long_is_counted_over_several_plans(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stats, "MAX_DUE_PER_PLAN", 4)
+    monkeypatch.setattr(collector, "MAX_DUE_PER_PLAN", 4)
     node = Clocked(dataclasses.replace(LIMITS, max_running_requests=1, policy="lof"))
     for handle in range(10):
         node.add(handle, 0.0, 1, max_new=1)

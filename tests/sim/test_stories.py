@@ -9,11 +9,11 @@ import random
 import pytest
 
 from baton.errors import KvTransferFailed, RequestTimeout
-from baton.request import FinishReason, Validated
-from baton.sched import story
-from baton.sched.limits import Limits
-from baton.sched.priority import PriorityRule
-from baton.sched.story import FirstTokenStages, Pulled, Story
+from baton.sched.metrics import request_timeline
+from baton.sched.metrics.request_timeline import FirstTokenStages, Pulled, Story
+from baton.sched.queue.priority import PriorityRule
+from baton.sched.types.limits import Limits
+from baton.sched.types.request import FinishReason, Validated
 from tests.support.sched_pair import Relay
 from tests.support.sched_sim import VOCAB, Node, random_prompt, request
 
@@ -166,8 +166,8 @@ def test_a_story_is_bounded() -> None:
     node.sched.add(traced(1, 100, 2))
     node.run()
     told = node.only_story()
-    assert len(told.events) == story.MAX_EVENTS
-    assert (told.lost_events, told.steps, told.computed_tokens) == (100 - story.MAX_EVENTS, 100, 100)
+    assert len(told.events) == request_timeline.MAX_EVENTS
+    assert (told.lost_events, told.steps, told.computed_tokens) == (100 - request_timeline.MAX_EVENTS, 100, 100)
 
 
 @pytest.mark.parametrize("seed", range(30))

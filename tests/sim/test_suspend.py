@@ -9,11 +9,11 @@ import pytest
 
 from baton.cache.eviction import EVICTION_POLICIES
 from baton.errors import QueueFull, WrongState
-from baton.request import FinishReason
-from baton.sched.limits import Limits
 from baton.sched.policies import POLICIES
-from baton.sched.priority import PriorityRule
-from baton.sched.seq import SeqState
+from baton.sched.queue.priority import PriorityRule
+from baton.sched.types.limits import Limits
+from baton.sched.types.request import FinishReason
+from baton.sched.types.sequence import SeqState
 from tests.sim.test_disaggregated import Relay
 from tests.support.sched_sim import VOCAB, Node, random_prompt, reference, request
 

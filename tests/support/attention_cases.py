@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from baton.models.spec import KVSpec
-from baton.runtime.attention.base import AttentionBackend, Row, build_batch
-from baton.runtime.kv_pool import KvTensors
+from baton.layers.attention.base import AttentionBackend, Row, build_batch
+from baton.layers.kv_pool import KvTensors
+from baton.layers.model_spec import KVSpec
 
 
 @dataclass(frozen=True)

@@ -11,13 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from baton.layers import ops
+from baton.layers.attention import flashinfer
+from baton.layers.kv_pool import KvTensors, make_pool
 from baton.models.decoder import Decoder
-from baton.runtime import engine as runtime
-from baton.runtime import ops
-from baton.runtime.attention import flashinfer
-from baton.runtime.gpu.runner import DeviceRunner
-from baton.runtime.kv_pool import KvTensors, make_pool
-from baton.runtime.loop import Engine
+from baton.runtime import build as runtime
+from baton.runtime.engine_loop import Engine
+from baton.runtime.runner.cuda_runner import DeviceRunner
 from tests.support import fake_flashinfer
 from tests.support.engine_run import make_engine
 from tests.support.late_stream import LateStream

@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from baton.runtime import sampler
-from baton.runtime.gpu.kernels.draw import draw_rows
-from baton.sched.plan import INVALID_TOKEN
+from baton.layers.kernels.draw import draw_rows
+from baton.runtime.sampling import sampler
+from baton.sched.types.plan import INVALID_TOKEN
 
 BLOCK = 128
 VOCAB = 150

@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from baton.config import build
-from baton.request import FinishReason, SamplingParams, Validated
-from baton.runtime import engine as runtime
-from baton.runtime.loop import Engine
+from baton.runtime import build as runtime
+from baton.runtime.engine_loop import Engine
+from baton.sched.types.request import FinishReason, SamplingParams, Validated
 
 _handles = itertools.count(1)
 

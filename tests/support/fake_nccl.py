@@ -18,7 +18,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from baton.runtime.comm import nccl
+from baton.runtime.communicators import nccl
 
 INVALID_ARGUMENT, INVALID_USAGE = 4, 5
 

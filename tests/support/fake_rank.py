@@ -33,10 +33,10 @@ import zmq
 import zmq.asyncio
 from tokenizers import Tokenizer
 
-from baton.request import FinishReason
-from baton.sched.load import Load, Waiting
-from baton.sched.story import FirstTokenStages, Pulled
-from baton.server.messages import (
+from baton.sched.metrics.load_report import Load, Waiting
+from baton.sched.metrics.request_timeline import FirstTokenStages, Pulled
+from baton.sched.types.request import FinishReason
+from baton.server.worker.messages import (
     Abort,
     Control,
     Fatal,

@@ -103,11 +103,11 @@ def model(**options: Any) -> str:
 
 if __name__ == "__main__":
     from baton.config import parse
-    from baton.server import answering, generation
-    from baton.server.launch import run_engine
+    from baton.server.http import generation, request_handler
+    from baton.server.launch.engine import run_engine
 
     constants = json.loads(os.environ["FRONT_CONSTANTS"])
-    answering.KEEPALIVE_SECS = constants["keepalive_secs"]
+    request_handler.KEEPALIVE_SECS = constants["keepalive_secs"]
     generation.DEADLINE_GRACE_SECS = constants["grace_secs"]
 
     sys.exit(run_engine(parse(sys.argv[1:]), (sys.executable, str(FAKE_RANK))))

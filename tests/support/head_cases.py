@@ -15,10 +15,10 @@ import triton.language as tl
 from torch import Tensor
 from triton.runtime import interpreter
 
-from baton.models.spec import KVSpec
-from baton.runtime import ops
-from baton.runtime.gpu.kernels.heads import store_heads
-from baton.runtime.kv_pool import KvTensors, make_pool
+from baton.layers import ops
+from baton.layers.kernels.heads import store_heads
+from baton.layers.kv_pool import KvTensors, make_pool
+from baton.layers.model_spec import KVSpec
 
 EPS = 1e-6
 CPU = torch.device("cpu")

@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 
 from baton.errors import WrongState
-from baton.request import FinishReason, Rendezvous, SamplingParams, Validated
-from baton.runtime.loop import Engine
+from baton.runtime.engine_loop import Engine
+from baton.sched.types.request import FinishReason, Rendezvous, SamplingParams, Validated
 from tests.support.engine_run import greedy, make_engine
 
 _handles = itertools.count(10**6)

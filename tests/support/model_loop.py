@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 
 import torch
 
+from baton.layers.attention import make_backend
+from baton.layers.attention.base import ForwardBatch, Row, build_batch
+from baton.layers.kv_pool import make_pool
 from baton.models.decoder import Decoder
-from baton.runtime.attention import make_backend
-from baton.runtime.attention.base import ForwardBatch, Row, build_batch
-from baton.runtime.kv_pool import make_pool
 
 
 @dataclass

@@ -16,10 +16,10 @@ from baton._native import BootstrapServer, TransferNode
 
 from baton.config import build
 from baton.disagg.relay import DecodeRelay, PrefillRelay
-from baton.request import FinishReason, Rendezvous, SamplingParams, Validated
-from baton.runtime import engine as runtime
-from baton.runtime.comm import make_backend
-from baton.runtime.loop import Engine
+from baton.runtime import build as runtime
+from baton.runtime.communicators import make_backend
+from baton.runtime.engine_loop import Engine
+from baton.sched.types.request import FinishReason, Rendezvous, SamplingParams, Validated
 from tests.support.stand_in import StandIn
 
 _rooms = itertools.count(1000)

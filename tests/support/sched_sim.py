@@ -13,12 +13,20 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from baton.cache.host import CopyRun
-from baton.request import FinishReason, Rendezvous, SamplingParams, Validated
-from baton.sched.events import AbortTransfer, Emitted, GrantPages, OpenTransfer, PagesFinal, PrefillDone, RevokeGrant
-from baton.sched.limits import Limits
-from baton.sched.plan import INVALID_TOKEN, UNKNOWN_TOKEN, StepPlan, StepResult
+from baton.sched.metrics.request_timeline import FirstTokenStages, Story
 from baton.sched.scheduler import Scheduler
-from baton.sched.story import FirstTokenStages, Story
+from baton.sched.types.events import (
+    AbortTransfer,
+    Emitted,
+    GrantPages,
+    OpenTransfer,
+    PagesFinal,
+    PrefillDone,
+    RevokeGrant,
+)
+from baton.sched.types.limits import Limits
+from baton.sched.types.plan import INVALID_TOKEN, UNKNOWN_TOKEN, StepPlan, StepResult
+from baton.sched.types.request import FinishReason, Rendezvous, SamplingParams, Validated
 
 VOCAB = 5
 EOS = 0

@@ -1,6 +1,6 @@
 """A GPU that is not there: pools "in device memory" and memory shared by "CUDA IPC", in ordinary memory of the host.
 
-Everything above (runtime.gpu.pages, the transfer runtime, the engine) is the product's. The stand-in is stricter
+Everything above (layers.cuda.device_pages, the transfer runtime, the engine) is the product's. The stand-in is stricter
 than a GPU: an opened block whose owner has died holds rubbish from then on, a closed one is not mapped any more
 (touching it ends the process by SIGSEGV), and memory that was pinned must be unpinned.
 """
@@ -22,14 +22,14 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from baton.models.spec import KVSpec
-from baton.runtime import engine
-from baton.runtime.gpu.pages import DevicePages
-from baton.runtime.gpu.runner import DeviceRunner, InFlight
-from baton.runtime.kv_pool import KvTensors
-from baton.runtime.ops import TORCH_DTYPES
-from baton.runtime.runner import Runner
-from baton.sched.plan import StepPlan
+from baton.layers.cuda.device_pages import DevicePages
+from baton.layers.kv_pool import KvTensors
+from baton.layers.model_spec import KVSpec
+from baton.layers.ops import TORCH_DTYPES
+from baton.runtime import build
+from baton.runtime.runner.cuda_runner import DeviceRunner, InFlight
+from baton.runtime.runner.model_runner import Runner
+from baton.sched.types.plan import StepPlan
 from tests.support.late_stream import LateMark, LateStream
 
 RUBBISH = 0xDB
@@ -107,8 +107,8 @@ class StandIn:
     def used(self) -> Iterator[None]:
         """Pools and runners made meanwhile are the stand-in's."""
         with (
-            mock.patch.object(engine, "make_pool", self.make_pool),
-            mock.patch.object(engine, "make_runner", self.make_runner),
+            mock.patch.object(build, "make_pool", self.make_pool),
+            mock.patch.object(build, "make_runner", self.make_runner),
         ):
             yield
 

@@ -14,14 +14,14 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from baton.cache.eviction import EVICTION_POLICIES
+from baton.config.classes import parse_classes
+from baton.config.tenants import TenantRule, TenantRules
 from baton.errors import PromptTooLong, WrongState
-from baton.request import FinishReason, Validated
-from baton.sched.classes import parse_classes
-from baton.sched.fairness import FairnessRules
-from baton.sched.limits import Limits
+from baton.sched.fairness.fair_queue import FairnessRules
 from baton.sched.policies import POLICIES, PolicyParams
-from baton.sched.priority import PriorityRule
-from baton.sched.tenants import TenantRule, TenantRules
+from baton.sched.queue.priority import PriorityRule
+from baton.sched.types.limits import Limits
+from baton.sched.types.request import FinishReason, Validated
 from tests.support.sched_pair import Relay
 from tests.support.sched_sim import VOCAB, Node, random_prompt, reference, request
 from tests.support.watched import WatchedScheduler

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from baton.config import build
-from baton.server import model_dir
-from baton.server.chat import read_messages
-from baton.server.fields import Fields
+from baton.server.api.fields import Fields
+from baton.server.text import model_info
+from baton.server.text.chat_template import read_messages
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "tests/contract/golden/tokens"
@@ -106,12 +106,12 @@ def path_of(name: str) -> Path:
     return DEMO if name == "demo" else FOLDER / name
 
 
-def facts_of(name: str) -> model_dir.ModelFacts:
+def facts_of(name: str) -> model_info.ModelFacts:
     tokenizer = path_of(name)
-    return model_dir.load(build({"model_path": "demo", "tokenizer_path": str(tokenizer)}))
+    return model_info.load(build({"model_path": "demo", "tokenizer_path": str(tokenizer)}))
 
 
-def tokenizer_of(facts: model_dir.ModelFacts) -> Any:
+def tokenizer_of(facts: model_info.ModelFacts) -> Any:
     """transformers' own, with the folder's files."""
     from transformers import PreTrainedTokenizerFast
 

@@ -2,7 +2,8 @@
 
     with helpers.engine(path, tp_size=2) as engine: answer(engine, prompts, greedy(8))
 
-A helper (`python -m tests.support.tp_team`) follows as the real process does (server.tp.follow), engine after engine.
+A helper (`python -m tests.support.tp_team`) follows as the real process does
+(server.tensor_parallel.process.follow), engine after engine.
 """
 
 from __future__ import annotations
@@ -20,10 +21,11 @@ from typing import Any
 import zmq
 
 from baton.config import EngineConfig, build
-from baton.runtime import collectives
-from baton.runtime.engine import Loaded
-from baton.runtime.loop import Engine
-from baton.server import tp
+from baton.layers import collectives
+from baton.runtime.build import Loaded
+from baton.runtime.engine_loop import Engine
+from baton.server.tensor_parallel import channel
+from baton.server.tensor_parallel.process import follow, lead
 from tests.support.engine_run import FLAGS
 from tests.support.front import REPO
 
@@ -61,8 +63,8 @@ class Helpers:
                 process.stdin.flush()
             context: zmq.Context[Any] = zmq.Context()
             try:
-                team = tp.Team(0, tp_size, Path(folder), 0)
-                loaded, orders = tp.lead(config, team, context, show_nothing)
+                team = channel.Team(0, tp_size, Path(folder), 0)
+                loaded, orders = lead(config, team, context, show_nothing)
                 touch(loaded)
                 engine = loaded.engine()
                 try:
@@ -87,8 +89,8 @@ def main() -> None:
         job = json.loads(line)
         config = EngineConfig(**job["config"])
         try:
-            team = tp.Team(job["tp_rank"], config.tp_size, Path(job["folder"]), 0)
-            tp.follow(config, team, context, None, show_nothing)
+            team = channel.Team(job["tp_rank"], config.tp_size, Path(job["folder"]), 0)
+            follow(config, team, context, None, show_nothing)
             said = "stopped"
         except Exception as err:  # noqa: BLE001 - the test asks for it
             collectives.leave()

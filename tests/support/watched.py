@@ -18,14 +18,14 @@ from dataclasses import dataclass
 import pytest
 
 from baton.cache.radix import Node
-from baton.sched.limits import Limits
-from baton.sched.mix import uniform
-from baton.sched.plan import StepPlan, StepResult
 from baton.sched.planner import Reservation
 from baton.sched.policies import Adaptive, ShortFirst
-from baton.sched.priority import LOWEST_PRIORITY
+from baton.sched.queue.priority import LOWEST_PRIORITY
 from baton.sched.scheduler import Scheduler
-from baton.sched.seq import Seq, SeqState
+from baton.sched.types.hashing import uniform
+from baton.sched.types.limits import Limits
+from baton.sched.types.plan import StepPlan, StepResult
+from baton.sched.types.sequence import Seq, SeqState
 
 CACHE_AWARE = frozenset({"lpm", "short-first", "srpt-aging", "edf", "hrrn", "adaptive"})
 """Orders that change when the tree does."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from baton.bench.load import Round, Timing, Work, prompts
-from baton.bench.serving import Arm, parse, percentile, table
+from baton.cli.bench.load import Round, Timing, Work, prompts
+from baton.cli.bench.serving import Arm, parse, percentile, table
 
 WORK = Work(requests=3, concurrency=2, prompt_tokens=10, output_tokens=4, shared_tokens=6)
 

@@ -6,10 +6,10 @@ import random
 
 import pytest
 
-from baton.bench.load import Timing
-from baton.bench.replay import Outcome, asks, parents, prompt_text, report
-from baton.bench.serving import parse
-from baton.bench.words import WORDS, words
+from baton.cli.bench.load import Timing
+from baton.cli.bench.replay import Outcome, asks, parents, prompt_text, report
+from baton.cli.bench.serving import parse
+from baton.cli.bench.words import WORDS, words
 from baton.sim.trace import TraceRequest, locate, prompt_tokens, read
 
 

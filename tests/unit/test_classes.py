@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.sched.classes import ClassRules, DeficitRoundRobin, parse_classes
+from baton.config.classes import ClassRules, parse_classes
+from baton.sched.fairness.classes import DeficitRoundRobin
 
 
 def rules(text: str, **more: bool) -> ClassRules:

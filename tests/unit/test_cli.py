@@ -15,26 +15,27 @@ from pathlib import Path
 
 import pytest
 
-from baton import DISTRIBUTION, cli
-from baton.server import up
-from baton.server.supervise import ChildFailed
+from baton import DISTRIBUTION
+from baton.cli import main
+from baton.server.launch import local_cluster
+from baton.server.launch.supervisor import ChildFailed
 
 
 def test_help_lists_exactly_the_commands_there_are(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["--help"]) == 0
+    assert main.main(["--help"]) == 0
     shown = capsys.readouterr().out
-    for name in cli.COMMANDS:
+    for name in main.COMMANDS:
         assert f"\n  {name} " in shown
-    assert cli.main([]) == 2
+    assert main.main([]) == 2
 
 
 def test_unknown_command_names_the_known_ones(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["fly"]) == 2
+    assert main.main(["fly"]) == 2
     assert "no command 'fly'; there are up, router" in capsys.readouterr().err
 
 
 def test_version_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["--version"]) == 0
+    assert main.main(["--version"]) == 0
     assert capsys.readouterr().out.startswith("baton ")
 
 
@@ -44,7 +45,7 @@ def test_version_is_that_of_the_distribution_that_pyproject_names() -> None:
 
 
 def test_help_imports_nothing_heavy() -> None:
-    script = "import sys; from baton import cli; cli.main(['--help']); print(sorted(sys.modules))"
+    script = "import sys; from baton.cli import main; main.main(['--help']); print(sorted(sys.modules))"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
     loaded = done.stdout.splitlines()[-1]
     for heavy in ("'torch'", "'aiohttp'", "'asyncio'", "'zmq'", "'baton._native'"):
@@ -52,15 +53,15 @@ def test_help_imports_nothing_heavy() -> None:
 
 
 def test_defaults_are_one_pair() -> None:
-    plan = up.parse([])
+    plan = local_cluster.parse([])
     assert plan.counts == {"prefill": 1, "decode": 1, "worker": 0}
     assert plan.engine == {}
 
 
 def test_workers_replace_the_pair() -> None:
-    assert up.parse(["--workers", "2"]).counts == {"prefill": 0, "decode": 0, "worker": 2}
-    assert up.parse(["--prefill", "0", "--decode", "0", "--workers", "1"]).processes == 1
-    assert up.parse(["--tp-size", "2", "--decode-args", "--dp-size 2"]).processes == 2 + 4
+    assert local_cluster.parse(["--workers", "2"]).counts == {"prefill": 0, "decode": 0, "worker": 2}
+    assert local_cluster.parse(["--prefill", "0", "--decode", "0", "--workers", "1"]).processes == 1
+    assert local_cluster.parse(["--tp-size", "2", "--decode-args", "--dp-size 2"]).processes == 2 + 4
 
 
 @pytest.mark.parametrize(
@@ -79,7 +80,7 @@ def test_workers_replace_the_pair() -> None:
 )
 def test_impossible_clusters_are_refused(flags: list[str], complaint: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
-        up.parse(flags)
+        local_cluster.parse(flags)
     assert stop.value.code == 2
     assert complaint in capsys.readouterr().err
 
@@ -87,8 +88,8 @@ def test_impossible_clusters_are_refused(flags: list[str], complaint: str, capsy
 def test_engine_flags_reach_every_engine_and_secrets_stay_off_command_lines(tmp_path: Path) -> None:
     flags = ["--page-size", "8", "--disable-radix-cache", "--dp-size", "2", "--transport", "tcp"]
     flags += ["--cluster-key", "s3cret", "--decode-args", "--log-level debug --cpu-threads 3", "--policy", "random"]
-    plan = up.parse(flags)
-    cluster = up.Cluster(plan, tmp_path, print)
+    plan = local_cluster.parse(flags)
+    cluster = local_cluster.Cluster(plan, tmp_path, print)
     prefill, decode = (node.argv() for node in cluster.nodes)
     for argv in (prefill, decode):
         joined = " ".join(argv)
@@ -107,7 +108,7 @@ def test_engine_flags_reach_every_engine_and_secrets_stay_off_command_lines(tmp_
 
 def test_nodes_get_a_cluster_key_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def key(*flags: str) -> str:
-        cluster = up.Cluster(up.parse(flags), tmp_path, print)
+        cluster = local_cluster.Cluster(local_cluster.parse(flags), tmp_path, print)
         keys = {node.child._env["BATON_CLUSTER_KEY"] for node in cluster.nodes}
         assert all(key not in " ".join(node.argv()) for key in keys for node in cluster.nodes)
         return keys.pop() if len(keys) == 1 else ""
@@ -122,8 +123,8 @@ def test_nodes_get_a_cluster_key_of_their_own(tmp_path: Path, monkeypatch: pytes
 
 def test_cores_are_divided_between_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def threads(cores: int, *flags: str) -> list[str]:
-        monkeypatch.setattr(up, "_cores", lambda: cores)
-        argv = up.Cluster(up.parse(flags), tmp_path, print).nodes[0].argv()
+        monkeypatch.setattr(local_cluster, "_cores", lambda: cores)
+        argv = local_cluster.Cluster(local_cluster.parse(flags), tmp_path, print).nodes[0].argv()
         return [argv[i + 1] for i, arg in enumerate(argv) if arg == "--cpu-threads"]
 
     assert threads(2) == ["1"]
@@ -135,7 +136,7 @@ def test_cores_are_divided_between_ranks(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_ranks_of_one_role_are_told_to_the_router(tmp_path: Path) -> None:
     def router(*flags: str) -> list[str]:
-        return up.Cluster(up.parse(flags), tmp_path, print)._router_argv()
+        return local_cluster.Cluster(local_cluster.parse(flags), tmp_path, print)._router_argv()
 
     assert "--dp-aware" not in router()
     assert "--dp-aware" in router("--decode-args", "--dp-size 2")
@@ -144,11 +145,11 @@ def test_ranks_of_one_role_are_told_to_the_router(tmp_path: Path) -> None:
 
 def test_traces_go_to_one_place_from_all(tmp_path: Path) -> None:
     flags = ["--enable-trace", "--otlp-traces-endpoint", "http://c:4318"]
-    cluster = up.Cluster(up.parse(flags), tmp_path, print)
+    cluster = local_cluster.Cluster(local_cluster.parse(flags), tmp_path, print)
     for argv in (cluster._router_argv(), *(node.argv() for node in cluster.nodes)):
         assert "--enable-trace" in argv
         assert argv[argv.index("--otlp-traces-endpoint") + 1] == "http://c:4318"
-    assert "--enable-trace" not in up.Cluster(up.parse([]), tmp_path, print)._router_argv()
+    assert "--enable-trace" not in local_cluster.Cluster(local_cluster.parse([]), tmp_path, print)._router_argv()
 
 
 def test_taken_port_is_refused_when_asked_for_and_skipped_when_not() -> None:
@@ -156,16 +157,16 @@ def test_taken_port_is_refused_when_asked_for_and_skipped_when_not() -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         with pytest.raises(ChildFailed, match="is taken"):
-            up.choose_port("127.0.0.1", taken.getsockname()[1])
-    port, note = up.choose_port("127.0.0.1", None)
-    assert 8000 <= port < 8000 + up.PORTS_TRIED
+            local_cluster.choose_port("127.0.0.1", taken.getsockname()[1])
+    port, note = local_cluster.choose_port("127.0.0.1", None)
+    assert 8000 <= port < 8000 + local_cluster.PORTS_TRIED
     assert (note is None) == (port == 8000)
-    assert up.choose_port("127.0.0.1", 0)[0] > 0
+    assert local_cluster.choose_port("127.0.0.1", 0)[0] > 0
 
 
 def test_state_file_has_exactly_the_agreed_fields(tmp_path: Path) -> None:
     path = tmp_path / "state.json"
-    cluster = up.Cluster(up.parse(["--state-file", str(path)]), tmp_path, print)
+    cluster = local_cluster.Cluster(local_cluster.parse(["--state-file", str(path)]), tmp_path, print)
     cluster.port = 8123
     cluster.nodes[0].port, cluster.nodes[0].bootstrap_port = 30000, 8998
     cluster.write_state()
@@ -187,7 +188,7 @@ def test_a_wrong_router_flag_is_reported_before_any_node_starts(
         (["--router-args=--api-key secret"], "give --api-key to baton up itself"),
         (["--router-args=--api-key=secret"], "give --api-key to baton up itself"),
     ):
-        assert up.main([*flags, "--log-dir", str(tmp_path / "logs")]) == 2
+        assert local_cluster.main([*flags, "--log-dir", str(tmp_path / "logs")]) == 2
         assert complaint in capsys.readouterr().err
     assert not (tmp_path / "logs").exists()
 
@@ -208,10 +209,10 @@ def test_a_wrong_router_flag_is_reported_before_any_node_starts(
 def test_what_cannot_start_is_refused_before_any_process(
     flags: str, complaint: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(up, "check_router_flags", lambda plan: None)
-    monkeypatch.setattr(up, "_run", None)
+    monkeypatch.setattr(local_cluster, "check_router_flags", lambda plan: None)
+    monkeypatch.setattr(local_cluster, "_run", None)
     with pytest.raises(SystemExit) as ended:
-        up.main(flags.split())
+        local_cluster.main(flags.split())
     assert ended.value.code == 2
     assert complaint in capsys.readouterr().err
 
@@ -238,7 +239,7 @@ def test_node_that_dies_while_the_router_starts_ends_the_start() -> None:
     async def work() -> None:
         tasks = [asyncio.ensure_future(work) for work in (forever(), dies())]
         with pytest.raises(ChildFailed, match="just after it was ready"):
-            await up._first_of(tasks)
+            await local_cluster._first_of(tasks)
         assert all(task.done() for task in tasks)
 
     asyncio.run(asyncio.wait_for(work(), 10))
@@ -246,7 +247,7 @@ def test_node_that_dies_while_the_router_starts_ends_the_start() -> None:
 
 def test_engines_of_one_gpu_share_its_memory() -> None:
     def share(*argv: str) -> str:
-        words = up.Node("prefill", "p0", up.parse(list(argv))).argv()
+        words = local_cluster.Node("prefill", "p0", local_cluster.parse(list(argv))).argv()
         return words[words.index("--mem-fraction-static") + 1] if "--mem-fraction-static" in words else ""
 
     assert share() == "", "it is refused with --device cpu"
@@ -257,7 +258,7 @@ def test_engines_of_one_gpu_share_its_memory() -> None:
 
 def test_engines_on_a_gpu_have_time_to_compile_their_kernels() -> None:
     def wait(*argv: str) -> float:
-        return up.parse(list(argv)).start_timeout_secs
+        return local_cluster.parse(list(argv)).start_timeout_secs
 
     assert wait() == 300
     assert wait("--device", "cuda") == 1800
@@ -272,10 +273,10 @@ def test_log_directory_is_removed_after_a_clean_stop_only(monkeypatch: pytest.Mo
         made.append(log_dir)
         return code
 
-    monkeypatch.setattr(up, "check_router_flags", lambda plan: None)
+    monkeypatch.setattr(local_cluster, "check_router_flags", lambda plan: None)
     for code in (0, 1):
-        monkeypatch.setattr(up, "_run", partial(ends, code=code))
-        assert up.main([]) == code
+        monkeypatch.setattr(local_cluster, "_run", partial(ends, code=code))
+        assert local_cluster.main([]) == code
     assert [path.exists() for path in made] == [False, True]
     shutil.rmtree(made[1])
 
@@ -284,7 +285,7 @@ def test_installed_router_command_is_the_router(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     project = (Path(__file__).parents[2] / "pyproject.toml").read_text()
-    assert 'baton-router = "baton.cli:router"\n' in project
+    assert 'baton-router = "baton.cli.main:router"\n' in project
     monkeypatch.setattr(sys, "argv", ["baton-router", "--port", "not-a-port"])
-    assert cli.router() == 2
+    assert main.router() == 2
     assert capfd.readouterr().err.startswith("baton-router: ")

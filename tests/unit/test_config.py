@@ -9,8 +9,8 @@ import re
 import pytest
 
 from baton import config
+from baton.config.unsupported_flags import INSTEAD
 from baton.errors import ConfigError
-from baton.flag_names import INSTEAD
 from baton.sched import setup
 
 
@@ -21,7 +21,7 @@ def test_no_flags_give_the_defaults_of_the_fields() -> None:
 def test_every_field_is_a_flag_with_help() -> None:
     for f in dataclasses.fields(config.EngineConfig):
         assert f.metadata["help"], f.name
-        assert f"`{config.flag_name(f.name)}`" in config.markdown()
+        assert f"`{config.flag_name(f.name)}`" in config.markdown(config.EngineConfig)
 
 
 def test_flags_are_typed() -> None:
@@ -190,7 +190,7 @@ def test_flag_names_of_sglang_and_vllm_are_aliases_or_say_what_to_use(capsys: py
 
 def test_no_refused_flag_name_exists_and_every_flag_named_instead_does() -> None:
     parser = config.FlagParser("x", "")
-    config.add_flags(parser)
+    config.add_flags(parser, config.EngineConfig)
     known = set(parser._option_string_actions)
     assert not known & INSTEAD.keys()
     of_others = {"--prefill", "--decode", "--revision", "--local-dir"}

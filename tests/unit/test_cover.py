@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.sched.cover import cheapest_cover
+from baton.sched.memory.min_cost_cover import cheapest_cover
 
 ITEMS = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 12)), max_size=9)
 

@@ -12,12 +12,12 @@ from typing import Any, NoReturn
 import pytest
 import torch
 
-from baton.runtime.comm.nccl import NcclCommunicator
-from baton.runtime.gpu import cuda_ipc, pages
-from baton.runtime.gpu.cuda_ipc import CudaIpc
-from baton.runtime.gpu.pages import CudaQueue
-from baton.runtime.gpu.runner import DeviceRunner
-from baton.runtime.runner import Runner
+from baton.layers.cuda import device_pages, ipc
+from baton.layers.cuda.device_pages import CudaQueue
+from baton.layers.cuda.ipc import CudaIpc
+from baton.runtime.communicators.nccl import NcclCommunicator
+from baton.runtime.runner.cuda_runner import DeviceRunner
+from baton.runtime.runner.model_runner import Runner
 from tests.support.late_stream import LateStream
 
 GPU = torch.device("cuda", 0)
@@ -94,8 +94,8 @@ def test_what_was_queued_before_an_error_is_waited_for(cuda: FakeCuda) -> None:
 def test_a_device_that_hangs_is_given_up_and_never_reported_as_done(
     cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pages, "STUCK_SECS", 0.01)
-    monkeypatch.setattr(pages, "WATCH_SECS", 0.001)
+    monkeypatch.setattr(device_pages, "STUCK_SECS", 0.01)
+    monkeypatch.setattr(device_pages, "WATCH_SECS", 0.001)
     given_up: list[str] = []
 
     def end(why: str) -> None:
@@ -146,7 +146,7 @@ class Properties:
 @pytest.fixture
 def lib(monkeypatch: pytest.MonkeyPatch, cuda: FakeCuda) -> FakeRuntime:
     fake = FakeRuntime()
-    monkeypatch.setattr(cuda_ipc, "runtime", lambda: fake)
+    monkeypatch.setattr(ipc, "runtime", lambda: fake)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: Properties)
     return fake
 
@@ -154,7 +154,7 @@ def lib(monkeypatch: pytest.MonkeyPatch, cuda: FakeCuda) -> FakeRuntime:
 def test_a_handle_names_its_gpu_and_has_all_of_cudas_bytes(lib: FakeRuntime) -> None:
     told = json.loads(CudaIpc(GPU).handle(torch.zeros(48, dtype=torch.uint8)))
     assert told == {"gpu": "GPU-1", "handle": "010200" + "00" * 61, "bytes": 48}
-    assert ctypes.sizeof(cuda_ipc.Handle) == 64
+    assert ctypes.sizeof(ipc.Handle) == 64
 
 
 def test_memory_of_another_gpu_is_refused_before_cuda_is_asked(lib: FakeRuntime) -> None:
@@ -171,7 +171,7 @@ def test_an_error_is_named_and_cleared_and_no_memory_is_torchs_error(lib: FakeRu
     assert lib.calls == ["cudaIpcGetMemHandle", "cudaGetLastError"]
     lib.codes["cudaMalloc"] = 2
     with pytest.raises(torch.OutOfMemoryError, match="cudaMalloc: text of 2"):
-        cuda_ipc.call("cudaMalloc", None, 1 << 60)
+        ipc.call("cudaMalloc", None, 1 << 60)
 
 
 def test_memory_that_cannot_be_page_locked_leaves_no_error_and_nothing_registered(
@@ -194,5 +194,5 @@ def test_memory_that_cannot_be_page_locked_leaves_no_error_and_nothing_registere
 def test_the_runtime_that_torch_loads_has_every_call() -> None:
     if torch.version.cuda is None:
         pytest.skip("this torch is built without CUDA")
-    lib = cuda_ipc.runtime()
+    lib = ipc.runtime()
     assert lib.cudaGetErrorString(2) == b"out of memory"

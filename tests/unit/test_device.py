@@ -20,15 +20,15 @@ from torch._subclasses.fake_tensor import FakeTensorDeviceMismatchError, FakeTen
 
 from baton import config
 from baton.errors import ConfigError
+from baton.layers.attention.base import ForwardBatch
+from baton.layers.kv_pool import make_pool
 from baton.models.decoder import Decoder
 from baton.models.load import load_model
-from baton.request import SamplingParams
 from baton.runtime import device
-from baton.runtime.attention.base import ForwardBatch
-from baton.runtime.gpu import sampler
-from baton.runtime.gpu.runner import DeviceRunner
-from baton.runtime.kv_pool import make_pool
-from baton.sched.plan import UNKNOWN_TOKEN, Admitted, Row, StepPlan, Stop
+from baton.runtime.runner.cuda_runner import DeviceRunner
+from baton.runtime.sampling import cuda_sampler
+from baton.sched.types.plan import UNKNOWN_TOKEN, Admitted, Row, StepPlan, Stop
+from baton.sched.types.request import SamplingParams
 from tests.support import tiny_model
 
 CUDA = torch.device("cuda", 0)
@@ -39,7 +39,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine that says it has a GPU."""
     monkeypatch.setattr(device, "no_cuda", lambda: None)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(device.flashinfer_library, "obstacle", lambda: None)
+    monkeypatch.setattr(device.flashinfer_loader, "obstacle", lambda: None)
 
 
 @pytest.fixture
@@ -50,7 +50,7 @@ def no_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """Triton takes no tensors without data."""
-    monkeypatch.setattr(sampler, "launch", lambda *_: None)
+    monkeypatch.setattr(cuda_sampler, "launch", lambda *_: None)
 
 
 def resolve(**flags: object) -> torch.device:
@@ -98,7 +98,7 @@ def test_cuda_is_taken_where_there_is_one() -> None:
 
 @pytest.mark.usefixtures("cuda")
 def test_a_gpu_without_flashinfer_is_refused_unless_the_reference_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device.flashinfer_library, "obstacle", lambda: "it cannot be imported; install it")
+    monkeypatch.setattr(device.flashinfer_loader, "obstacle", lambda: "it cannot be imported; install it")
     with pytest.raises(ConfigError, match="--device cuda: flashinfer cannot be used: it cannot be imported; install"):
         resolve(device="cuda")
     assert resolve(device="auto") == torch.device("cpu")

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from baton.runtime.gpu import pages as gpu_pages
-from baton.runtime.gpu.pages import DevicePages, weights
+from baton.layers.cuda import device_pages as gpu_pages
+from baton.layers.cuda.device_pages import DevicePages, weights
 from tests.support.pages import bytes_of, ids, naive_sum
 from tests.support.stand_in import StandIn
 

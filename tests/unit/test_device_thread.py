@@ -9,7 +9,7 @@ import pytest
 
 SCRIPT = """
 import os, queue, torch
-from baton.runtime.engine import device_thread
+from baton.runtime.build import device_thread
 
 torch.set_num_threads(1)
 before = len(os.listdir("/proc/self/task"))

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from baton import config, errors
-from baton.bench import serving
-from baton.sched.load import Load
-from baton.server import drain
+from baton.cli import drain
+from baton.cli.bench import serving
+from baton.sched.metrics.load_report import Load
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -55,7 +55,9 @@ def test_reason_code_table_is_the_transfer_crates() -> None:
 def test_protocol_messages_are_the_transfer_crates() -> None:
     source = (ROOT / "kv_transfer" / "src" / "protocol" / "mod.rs").read_text(encoding="utf-8")
     names = {name for cell, *_ in table_rows(PROTOCOL, "| message | direction |") for name in cell.split(", ")}
-    assert names == set(re.findall(r'serde\(rename = "([A-Z_]+)"\)', source))
+    messages = source[source.index("pub enum Msg {") :].split("\n}\n")[0]
+    named = re.findall(r'^    (?:#\[serde\(rename = "([A-Z_]+)"\)\]\n    )?([A-Z]\w+)[ ({,]', messages, re.MULTILINE)
+    assert names == {wire or re.sub(r"(?<=[a-z])(?=[A-Z])", "_", variant).upper() for wire, variant in named}
 
 
 @pytest.mark.parametrize("page", [*PAGES, ROOT / "deploy" / "README.md"], ids=lambda page: page.parent.name + page.name)
@@ -83,9 +85,10 @@ def test_engine_flags_in_the_docs_exist() -> None:
     fields_of = config.EngineConfig.__dataclass_fields__
     known = {config.flag_name(name) for name in fields_of} | {n for f in fields_of.values() for n in f.metadata["also"]}
     known |= {config.flag_name(name) for name in drain.DrainConfig.__dataclass_fields__}
-    up = (ROOT / "engine" / "baton" / "server" / "up.py").read_text(encoding="utf-8")
-    up += "".join((ROOT / f"engine/baton/doctor/{name}.py").read_text(encoding="utf-8") for name in ("main", "top"))
-    sim = "".join((ROOT / "engine/baton/sim" / name).read_text(encoding="utf-8") for name in ("main.py", "model.py"))
+    up = (ROOT / "engine" / "baton" / "server" / "launch" / "local_cluster.py").read_text(encoding="utf-8")
+    up += "".join((ROOT / f"engine/baton/cli/doctor/{name}.py").read_text(encoding="utf-8") for name in ("main", "top"))
+    simulated = [ROOT / "engine" / "baton" / name for name in ("sim/main.py", "config/simulated.py")]
+    sim = "".join(path.read_text(encoding="utf-8") for path in simulated)
     router = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "router" / "src" / "config").rglob("*.rs"))
     refused = (ROOT / "router" / "src" / "config" / "unsupported_flags.rs").read_text(encoding="utf-8")
     fields = set(re.findall(r"^    (?:pub )?(\w+):", up + sim, re.MULTILINE)) | set(re.findall(r"pub (\w+):", router))

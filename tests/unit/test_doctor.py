@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from baton.doctor import check, engines, gpu, host, main, pairs, routers
-from baton.doctor import fleet as fleet_module
-from baton.doctor.check import CheckResult, CheckStatus
-from baton.doctor.client import HttpAnswer, HttpClient, MetricSample, parse_metrics
-from baton.doctor.fleet import EngineView, FleetKeys, FleetView, RouterView
-from baton.doctor.gpu import GpuFacts
-from baton.server.diagnosis import key_proof
-from baton.server.host_facts import HostFacts, read_host_facts
+from baton.cli.doctor import check, engines, gpu, host, main, pairs, routers
+from baton.cli.doctor import fleet as fleet_module
+from baton.cli.doctor.check import CheckResult, CheckStatus
+from baton.cli.doctor.client import HttpAnswer, HttpClient, MetricSample, parse_metrics
+from baton.cli.doctor.fleet import EngineView, FleetKeys, FleetView, RouterView
+from baton.cli.doctor.gpu import GpuFacts
+from baton.server.observability.diagnosis import key_proof
+from baton.server.observability.host_facts import HostFacts, read_host_facts
 
 GIB = 1 << 30
 PRINT = {"model": "m", "tokenizer": "t", "chat_template": "c", "page_size": "16", "dtype": "float32", "kv_layout": "k"}

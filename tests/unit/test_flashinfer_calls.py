@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.errors import ConfigError
-from baton.runtime import attention
-from baton.runtime.attention.base import Row, build_batch
-from baton.runtime.attention.flashinfer import FlashInferAttention
-from baton.runtime.attention.torch import TorchAttention
+from baton.layers import attention
+from baton.layers.attention.base import Row, build_batch
+from baton.layers.attention.flashinfer import FlashInferAttention
+from baton.layers.attention.reference import TorchAttention
 from tests.support import fake_flashinfer
 from tests.support.attention_cases import CASES, Case, check
 

@@ -14,17 +14,17 @@ from hypothesis import strategies as st
 
 from baton.config import EngineConfig, build
 from baton.errors import ConfigError
+from baton.layers.attention.reference import TorchAttention
+from baton.layers.collectives import Place, join, leave
+from baton.layers.shard import Shard
 from baton.models.load import load_model
-from baton.models.shard import Shard
-from baton.runtime.attention.torch import TorchAttention
-from baton.runtime.collectives import Place, join, leave
-from baton.runtime.gpu import fit as fitting
-from baton.runtime.gpu import rehearsal
-from baton.runtime.gpu.fit import check_weights, fit
-from baton.runtime.gpu.graphs import BYTES_EACH
-from baton.runtime.gpu.memory import GIB, LEAST_PAGES, MARGIN_BYTES, MIB, Needs, size_pool
-from baton.runtime.gpu.rehearsal import Limits, pages_needed, steps
-from baton.sched.plan import ForwardMode, StepPlan
+from baton.runtime.graphs import warmup
+from baton.runtime.graphs.capture import BYTES_EACH
+from baton.runtime.graphs.warmup import Limits, pages_needed, steps
+from baton.runtime.memory import profile as fitting
+from baton.runtime.memory.device_memory import GIB, LEAST_PAGES, MARGIN_BYTES, MIB, Needs, size_pool
+from baton.runtime.memory.profile import check_weights, fit
+from baton.sched.types.plan import ForwardMode, StepPlan
 from tests.support import tiny_model
 
 CPU = torch.device("cpu")
@@ -272,7 +272,7 @@ def test_an_error_of_the_reference_is_not_hidden(made: Any, monkeypatch: pytest.
     def execute(limits: Limits, execute: Callable[[StepPlan], object], memory: Any) -> Any:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
-    monkeypatch.setattr(rehearsal, "rehearse", execute)
+    monkeypatch.setattr(warmup, "rehearse", execute)
     with pytest.raises(RuntimeError, match="illegal memory access"):
         fit(made, config(attention_backend="torch"), 512, None, CPU, Counted())
 

@@ -18,16 +18,16 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 
 from baton import config
 from baton.errors import ConfigError
+from baton.layers.attention.base import GraphInputs, Row, build_batch
+from baton.layers.attention.flashinfer import FlashInferAttention
+from baton.layers.attention.paged_indices import PagedRows, pad_decode, pad_slots
+from baton.layers.kv_pool import KvTensors, make_pool
 from baton.models.load import load_model
-from baton.runtime import engine
-from baton.runtime.attention.base import GraphInputs, Row, build_batch
-from baton.runtime.attention.flashinfer import FlashInferAttention
-from baton.runtime.attention.paged_plan import PagedRows, pad_decode, pad_slots
-from baton.runtime.gpu.graphs import DecodeGraphs, rows_to_record
-from baton.runtime.gpu.runner import DeviceRunner
-from baton.runtime.gpu.token_table import TokenTable
-from baton.runtime.kv_pool import KvTensors, make_pool
-from baton.sched.plan import INVALID_TOKEN
+from baton.runtime import build
+from baton.runtime.graphs.capture import DecodeGraphs, rows_to_record
+from baton.runtime.runner.cuda_runner import DeviceRunner
+from baton.runtime.runner.token_table import TokenTable
+from baton.sched.types.plan import INVALID_TOKEN
 from tests.support import fake_flashinfer, tiny_model
 from tests.support.attention_cases import Case
 from tests.support.late_stream import LateStream
@@ -208,7 +208,7 @@ def test_why_nothing_is_recorded_is_said(tmp_path: Path, caplog: pytest.LogCaptu
     memory: Any = None
     with caplog.at_level(logging.INFO):
         for flags in ({"disable_cuda_graph": True}, {"tp_size": 2}, {"disaggregation_mode": "prefill"}, {}):
-            engine._record(runner, config.build({"device": "cuda", **flags}), torch.device("cpu"), 64, memory)
+            build._record(runner, config.build({"device": "cuda", **flags}), torch.device("cpu"), 64, memory)
     assert "none with --disable-cuda-graph" in caplog.messages[0]
     assert "none with --tp-size 2" in caplog.messages[1]
     assert "none, a prefill node runs no decode steps" in caplog.messages[2]
@@ -229,7 +229,7 @@ def test_a_failure_while_recording_leaves_an_engine_that_runs_eagerly(
             raise RuntimeError("fast_decode_plan() got an unexpected keyword argument")
 
     memory: Any = SimpleNamespace(held=lambda: 0)
-    monkeypatch.setattr(engine, "CudaRecorder", Refuses)
-    engine._record(runner, config.build({"device": "cuda"}), torch.device("cpu"), 64, memory)
+    monkeypatch.setattr(build, "CudaRecorder", Refuses)
+    build._record(runner, config.build({"device": "cuda"}), torch.device("cpu"), 64, memory)
     assert runner._graphs is None
     assert "recording failed (fast_decode_plan() got an unexpected keyword argument)" in caplog.messages[-1]

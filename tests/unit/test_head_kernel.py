@@ -12,10 +12,9 @@ import pytest
 import torch
 
 from baton.errors import ConfigError
+from baton.layers import kernels, ops
+from baton.layers.model_spec import ModelSpec
 from baton.models.load import load_model
-from baton.models.spec import ModelSpec
-from baton.runtime import ops
-from baton.runtime.gpu import kernels
 from tests.support import shapes
 
 CPU = torch.device("cpu")
@@ -39,8 +38,8 @@ COMPILE = """
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from baton.runtime.gpu.kernels.draw import WARPS, _draw
-from baton.runtime.gpu.kernels.heads import HEADS, _store_heads
+from baton.layers.kernels.draw import WARPS, _draw
+from baton.layers.kernels.heads import HEADS, _store_heads
 
 def compiled(kernel, constants, warps, **types):
     signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in kernel.arg_names}
@@ -80,8 +79,8 @@ def test_kernels_that_run_are_chosen_at_start(tmp_path: Path) -> None:
     code = f"""
 import torch
 from baton.models.load import load_model
-from baton.runtime import ops
-from baton.runtime.gpu import kernels
+from baton.layers import ops
+from baton.layers import kernels
 ops._choose_triton(load_model({str(path)!r}, load_format="dummy").spec, torch.device("cpu"), required=True)
 print(ops.head_kernel(torch.empty(1, device="meta")).__name__, ops.head_kernel(torch.empty(1)), kernels.usable)
 """
@@ -111,7 +110,7 @@ def test_kernels_that_cannot_be_compiled_end_the_start_unless_the_reference_is_a
 
 @pytest.mark.usefixtures("_undo")
 def test_an_absent_triton_is_one_sentence(spec: ModelSpec, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("triton", "baton.runtime.gpu.kernels.draw", "baton.runtime.gpu.kernels.heads"):
+    for name in ("triton", "baton.layers.kernels.draw", "baton.layers.kernels.heads"):
         monkeypatch.setitem(sys.modules, name, None)
     assert "ImportError: import of" in str(kernels.obstacle(spec, CPU)) or "ModuleNotFoundError" in str(
         kernels.obstacle(spec, CPU)

@@ -13,11 +13,11 @@ import torch
 pytest.importorskip("baton._native", reason="the native module is not built")
 
 from baton.errors import ConfigError
-from baton.models.spec import KVSpec
-from baton.runtime.attention.base import ForwardBatch, Row, build_batch
-from baton.runtime.attention.cpu import CpuAttention
-from baton.runtime.attention.torch import TorchAttention
-from baton.runtime.kv_pool import KvTensors, make_pool
+from baton.layers.attention.base import ForwardBatch, Row, build_batch
+from baton.layers.attention.cpu import CpuAttention
+from baton.layers.attention.reference import TorchAttention
+from baton.layers.kv_pool import KvTensors, make_pool
+from baton.layers.model_spec import KVSpec
 
 LAYERS = 2
 

@@ -13,7 +13,7 @@ from torch.nn import functional
 
 pytest.importorskip("baton._native", reason="the native module is not built")
 
-from baton.runtime import ops, ops_cpu
+from baton.layers import ops, ops_cpu
 
 DTYPES = [torch.float32, torch.bfloat16]
 both_dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "bfloat16"])
@@ -21,7 +21,7 @@ both_dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "bfloat16
 
 @pytest.fixture
 def torch_ops(monkeypatch: pytest.MonkeyPatch) -> None:
-    """baton.runtime.ops without the kernels: the reference."""
+    """baton.layers.ops without the kernels: the reference."""
     monkeypatch.setattr(ops, "_native", None)
 
 
@@ -138,7 +138,7 @@ def test_wrong_tensors_are_refused_with_both_sides_named() -> None:
 
 def test_an_unknown_instruction_level_ends_the_start_with_a_sentence() -> None:
     env = {**os.environ, "BATON_CPU_ISA": "sse9", "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-c", "import baton.runtime.ops"]
+    command = [sys.executable, "-c", "import baton.layers.ops"]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode != 0
     assert "ConfigError: BATON_CPU_ISA=sse9: use scalar, avx2" in done.stderr

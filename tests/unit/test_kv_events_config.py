@@ -7,8 +7,8 @@ import json
 import pytest
 
 from baton import config
+from baton.config.kv_events import KvEventsConfig, binds, mistakes, read
 from baton.errors import ConfigError
-from baton.kv_events import KvEventsConfig, binds, mistakes, read
 from baton.sched import setup
 
 ON = '{"enable_kv_cache_events": true}'

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from baton.errors import ConfigError
-from baton.models.spec import KVSpec
-from baton.runtime.gpu import cuda_ipc
-from baton.runtime.kv_pool import asked_pages, make_host_pool, make_pool
+from baton.layers.cuda import ipc
+from baton.layers.kv_pool import asked_pages, make_host_pool, make_pool
+from baton.layers.model_spec import KVSpec
 
 SPEC = KVSpec(num_layers=3, num_kv_heads=2, head_dim=8, dtype="bfloat16")
 PAGE = 4 * 3 * 2 * 2 * 8 * 2
@@ -61,7 +61,7 @@ def test_host_memory_for_a_gpu_is_registered_as_it_is(monkeypatch: pytest.Monkey
     """torch would round pinned memory up to a power of two: 3 pages of 2304 bytes would take 8192."""
     spec = KVSpec(num_layers=3, num_kv_heads=3, head_dim=16, dtype="bfloat16")
     registered: list[int] = []
-    monkeypatch.setattr(cuda_ipc, "register", lambda memory: registered.append(memory.nbytes))
+    monkeypatch.setattr(ipc, "register", lambda memory: registered.append(memory.nbytes))
     on_cpu = make_pool(spec, 4, 5, native=False)
     data = SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16, shape=on_cpu.data.shape)
     on_cuda = SimpleNamespace(page_bytes=on_cpu.page_bytes, data=data)

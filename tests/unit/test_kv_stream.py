@@ -14,11 +14,11 @@ from aiohttp.test_utils import TestClient, TestServer
 
 from baton.cache.kv_events import Removed, Stored
 from baton.errors import EngineError
-from baton.server import kv_stream, kv_wire
-from baton.server.kv_stream import KvStreams
-from baton.server.messages import KvEvents, Reply
-from baton.server.ranks import Rank
-from baton.server.wire import error_response
+from baton.server.http.http_utils import error_response
+from baton.server.kv_events import codec, http_stream
+from baton.server.kv_events.http_stream import KvStreams
+from baton.server.worker.client import Rank
+from baton.server.worker.messages import KvEvents, Reply
 
 BLOCK = Stored((2**64 - 1,), None, b"\1\0\0\0\2\0\0\0", b"salt\0")
 
@@ -39,10 +39,10 @@ class ScriptedRanks:
     async def control(self, rank: Rank, op: str, timeout_secs: float, **args: Any) -> Reply:
         assert op == "kv_snapshot"
         self.snapshots += 1
-        return Reply(1, True, {"epoch": "e1", "seq": self.sent, "payload": kv_wire.encode([BLOCK], 2, 1.0, 0)})
+        return Reply(1, True, {"epoch": "e1", "seq": self.sent, "payload": codec.encode([BLOCK], 2, 1.0, 0)})
 
     def send(self, dp_rank: int = 0) -> None:
-        payload = kv_wire.encode([Removed((self.sent,))], 2, 2.0, dp_rank)
+        payload = codec.encode([Removed((self.sent,))], 2, 2.0, dp_rank)
         self.on_kv_events(KvEvents(dp_rank, self.sent, payload))
         self.sent += 1
 
@@ -132,17 +132,17 @@ def test_what_is_no_longer_kept_is_replaced_by_a_snapshot(monkeypatch: pytest.Mo
     async def scene() -> None:
         ranks = ScriptedRanks(1)
         async with serving(ranks) as (client, streams):
-            for _ in range(kv_stream.KEEP + 5):
+            for _ in range(http_stream.KEEP + 5):
                 ranks.send()
-            assert len(streams._recent[0].payloads) == kv_stream.KEEP
+            assert len(streams._recent[0].payloads) == http_stream.KEEP
             assert [line["type"] for line in await lines(client, "from_seq=4")] == ["snapshot"]
-            assert len(await lines(client, "from_seq=5")) == kv_stream.KEEP
+            assert len(await lines(client, "from_seq=5")) == http_stream.KEEP
 
     run(scene)
 
 
 def test_a_living_stream_shows_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv_stream, "ALIVE_SECS", 0.01)
+    monkeypatch.setattr(http_stream, "ALIVE_SECS", 0.01)
 
     async def scene() -> None:
         async with serving(ScriptedRanks(1)) as (client, _):

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from baton.errors import ConfigError
-from baton.models.spec import ModelSpec, RopeSpec, hash_model, read_spec
+from baton.layers.model_spec import ModelSpec, RopeSpec, hash_model, read_spec
 
 LLAMA_32_1B = {
     "architectures": ["LlamaForCausalLM"], "attention_bias": False, "bos_token_id": 128000,
@@ -236,6 +236,6 @@ def test_model_hash_covers_what_changes_answers(tmp_path):
 def test_spec_and_weight_plan_load_without_torch():
     code = (
         "import sys; sys.modules['torch'] = None; sys.modules['safetensors'] = None; "
-        "import baton.models.spec, baton.models.weights"
+        "import baton.layers.model_spec, baton.models.weights"
     )
     subprocess.run([sys.executable, "-c", code], check=True, env={"PYTHONPATH": "engine"}, timeout=60)

@@ -11,7 +11,7 @@ import torch
 
 from baton.config import build
 from baton.errors import ConfigError
-from baton.runtime.comm import make_backend, nccl
+from baton.runtime.communicators import make_backend, nccl
 from baton.runtime.device import no_cuda
 
 

@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 
 from baton.errors import ConfigError
+from baton.layers import flashinfer_loader, ops, ops_cuda
+from baton.layers.ops_cuda import FlashInferOps, try_out
 from baton.models.load import load_model
-from baton.runtime import ops, ops_cuda
-from baton.runtime.gpu import flashinfer_library
-from baton.runtime.ops_cuda import FlashInferOps, try_out
 from tests.support import fake_flashinfer, shapes
 from tests.support.model_loop import ModelLoop
 
@@ -28,7 +27,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def plain(monkeypatch: pytest.MonkeyPatch) -> None:
-    """baton.runtime.ops without kernels: the reference."""
+    """baton.layers.ops without kernels: the reference."""
     monkeypatch.setattr(ops, "_kernels_for", lambda _: None)
 
 
@@ -165,8 +164,8 @@ def test_every_function_is_run_once_and_what_does_not_compile_is_said(
 
             return call
 
-    monkeypatch.setattr(flashinfer_library, "load", Library)
-    monkeypatch.setattr(flashinfer_library, "obstacle", lambda: None)
+    monkeypatch.setattr(flashinfer_loader, "load", Library)
+    monkeypatch.setattr(flashinfer_loader, "obstacle", lambda: None)
     monkeypatch.setattr(ops, "_flashinfer", None)
     spec = spec_of(tmp_path)
     ops._choose_flashinfer(spec, CPU, required=False)
@@ -188,11 +187,11 @@ def test_every_function_is_run_once_and_what_does_not_compile_is_said(
 @pytest.fixture
 def library(monkeypatch: pytest.MonkeyPatch) -> None:
     """A flashinfer that is installed."""
-    monkeypatch.setattr(flashinfer_library, "load", lambda: fake_flashinfer)
+    monkeypatch.setattr(flashinfer_loader, "load", lambda: fake_flashinfer)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    flashinfer_library.obstacle.cache_clear()
+    flashinfer_loader.obstacle.cache_clear()
     yield
-    flashinfer_library.obstacle.cache_clear()
+    flashinfer_loader.obstacle.cache_clear()
 
 
 def nvcc(folder: Path, version: str) -> Path:
@@ -207,12 +206,12 @@ def nvcc(folder: Path, version: str) -> Path:
 def test_a_missing_or_mismatched_compiler_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def why(home: Path) -> str | None:
         monkeypatch.setenv("CUDA_HOME", str(home))
-        flashinfer_library.obstacle.cache_clear()
-        return flashinfer_library.obstacle()
+        flashinfer_loader.obstacle.cache_clear()
+        return flashinfer_loader.obstacle()
 
     assert "or beside torch; install a CUDA 13.0 toolkit, or pip install" in str(why(tmp_path / "no"))
     assert "of CUDA 12.4 and torch of CUDA 13.0; point CUDA_HOME to" in str(why(nvcc(tmp_path / "old", "12.4")))
-    monkeypatch.setattr(flashinfer_library.shutil, "which", lambda name: f"/usr/bin/{name}")
+    monkeypatch.setattr(flashinfer_loader.shutil, "which", lambda name: f"/usr/bin/{name}")
     assert why(nvcc(tmp_path / "new", "13.2")) is None
 
 
@@ -222,17 +221,17 @@ def test_the_compiler_of_nvidias_wheels_is_used_where_there_is_no_other(
     home = nvcc(tmp_path / "site" / "nvidia" / "cu13", "13.0")
     (home / "lib").mkdir()
     (home / "lib" / "libcudart.so.13").write_text("")
-    monkeypatch.setattr(flashinfer_library, "_wheel_homes", lambda: [home])
-    monkeypatch.setattr(flashinfer_library.importlib, "import_module", lambda name: fake_flashinfer)
+    monkeypatch.setattr(flashinfer_loader, "_wheel_homes", lambda: [home])
+    monkeypatch.setattr(flashinfer_loader.importlib, "import_module", lambda name: fake_flashinfer)
     for name in ("CUDA_HOME", "CUDA_PATH", "FLASHINFER_EXTRA_LDFLAGS"):
         monkeypatch.setenv(name, "")  # restored later, whatever `load` sets
     monkeypatch.setenv("PATH", "/nowhere")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     for _ in range(2):
-        flashinfer_library.load()
-        assert flashinfer_library.os.environ["CUDA_HOME"] == str(home)
+        flashinfer_loader.load()
+        assert flashinfer_loader.os.environ["CUDA_HOME"] == str(home)
         links = tmp_path / "cache" / "baton" / "cuda"
-        assert flashinfer_library.os.environ["FLASHINFER_EXTRA_LDFLAGS"] == f"-L{links}"
+        assert flashinfer_loader.os.environ["FLASHINFER_EXTRA_LDFLAGS"] == f"-L{links}"
         assert (links / "libcudart.so").resolve() == home / "lib" / "libcudart.so.13"
 
 
@@ -241,18 +240,18 @@ def test_a_ninja_beside_the_interpreter_is_found(tmp_path: Path, monkeypatch: py
     monkeypatch.setenv("CUDA_HOME", str(nvcc(tmp_path / "cuda", "13.0")))
     monkeypatch.setenv("PATH", "/nowhere")
     monkeypatch.setitem(sys.modules, "ninja", None)
-    assert "with ninja, which is not in PATH" in str(flashinfer_library.obstacle())
-    flashinfer_library.obstacle.cache_clear()
+    assert "with ninja, which is not in PATH" in str(flashinfer_loader.obstacle())
+    flashinfer_loader.obstacle.cache_clear()
 
     class Ninja:
         BIN_DIR = "/venv/bin"
 
     monkeypatch.setitem(sys.modules, "ninja", Ninja)
-    assert flashinfer_library.obstacle() is None
-    assert flashinfer_library.os.environ["PATH"] == "/venv/bin:/nowhere"
+    assert flashinfer_loader.obstacle() is None
+    assert flashinfer_loader.os.environ["PATH"] == "/venv/bin:/nowhere"
 
 
 def test_an_absent_library_is_one_sentence() -> None:
-    code = "from baton.runtime.gpu import flashinfer_library as f; print(f.obstacle())"
+    code = "from baton.layers import flashinfer_loader as f; print(f.obstacle())"
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert said.startswith("it cannot be imported: No module named 'flashinfer'; install Baton's extra 'gpu'")

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.runtime.attention.base import Row, build_batch
-from baton.runtime.attention.paged_plan import (
+from baton.layers.attention.base import Row, build_batch
+from baton.layers.attention.paged_indices import (
     PagedRows,
     StepIndices,
     batch_ladder,

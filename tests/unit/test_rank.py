@@ -12,13 +12,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from baton.request import FinishReason
-from baton.sched.events import Emitted
-from baton.sched.plan import TokenLogprobs
-from baton.sched.story import FirstTokenStages, Pulled
-from baton.server import rank
-from baton.server.messages import encoder, to_front_decoder
-from baton.server.rank import StreamBuffer, flatten_transfer_stats, next_idle_report, token_batch
+from baton.sched.metrics.request_timeline import FirstTokenStages, Pulled
+from baton.sched.types.events import Emitted
+from baton.sched.types.plan import TokenLogprobs
+from baton.sched.types.request import FinishReason
+from baton.server.worker import process
+from baton.server.worker.messages import encoder, to_front_decoder
+from baton.server.worker.process import StreamBuffer, flatten_transfer_stats, next_idle_report, token_batch
 
 STAGES = FirstTokenStages(0.25, Pulled("shm", 3, 12288, 0.002, 0.01))
 
@@ -82,15 +82,15 @@ def test_objects_of_the_start_are_kept_from_the_garbage_collector(monkeypatch: p
         "to_front": "inproc://front",
     }
     made = SimpleNamespace(run=lambda: frozen.append(gc.get_freeze_count()))
-    monkeypatch.setattr(rank, "RankProcess", lambda *_: made)
-    monkeypatch.setattr(rank.ctypes, "CDLL", lambda *_, **__: SimpleNamespace(prctl=lambda *_: 0))
-    monkeypatch.setattr(rank.signal, "signal", lambda *_: None)
-    monkeypatch.setattr(rank.tp.Team, "of", lambda *_: None)
+    monkeypatch.setattr(process, "RankProcess", lambda *_: made)
+    monkeypatch.setattr(process.ctypes, "CDLL", lambda *_, **__: SimpleNamespace(prctl=lambda *_: 0))
+    monkeypatch.setattr(process.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(process.channel.Team, "of", lambda *_: None)
     monkeypatch.setattr(sys, "setswitchinterval", lambda _: None)
     monkeypatch.setattr(sys, "stdin", io.StringIO(json.dumps(job) + "\n"))
     before = gc.get_freeze_count()
     try:
-        assert rank.main() == 0
+        assert process.main() == 0
     finally:
         gc.unfreeze()
     assert frozen[0] > before + 1000

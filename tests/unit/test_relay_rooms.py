@@ -9,9 +9,9 @@ import pytest
 
 from baton.disagg.relay import DecodeRelay, PrefillRelay
 from baton.errors import PromptTooLong, QueueFull
-from baton.sched.events import Emitted
-from baton.sched.limits import Limits
 from baton.sched.scheduler import Scheduler
+from baton.sched.types.events import Emitted
+from baton.sched.types.limits import Limits
 from tests.support.sched_sim import Node, request
 
 VOCAB = 100

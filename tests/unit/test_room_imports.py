@@ -8,7 +8,7 @@ from pathlib import Path
 
 import baton
 
-ROOMS = ["baton.sched", "baton.cache", "baton.request"]
+ROOMS = ["baton.sched", "baton.cache", "baton.sched.types.request"]
 
 SCRIPT = """
 import importlib, importlib.abc, pathlib, pkgutil, sys
@@ -42,11 +42,11 @@ def import_rooms(rooms: list[str], blocked: tuple[str, ...] = BLOCKED) -> subpro
 def test_pure_rooms_import_without_torch_sockets_or_clocks() -> None:
     done = import_rooms(ROOMS)
     assert done.returncode == 0, done.stderr
-    assert {"baton.cache.radix", "baton.request"} <= set(done.stdout.split())
+    assert {"baton.cache.radix", "baton.sched.types.request"} <= set(done.stdout.split())
 
 
 def test_the_block_itself_works() -> None:
     """`messages` needs msgspec: were the blocker broken, this would import."""
-    done = import_rooms(["baton.server.messages"])
+    done = import_rooms(["baton.server.worker.messages"])
     assert done.returncode != 0
     assert "a pure room imported msgspec" in done.stderr

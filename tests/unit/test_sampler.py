@@ -11,11 +11,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.request import SamplingParams
-from baton.runtime import sampler
-from baton.runtime.sampler import SampleRow, sample
-from baton.sched.mix import uniform
-from baton.sched.plan import INVALID_TOKEN
+from baton.runtime.sampling import sampler
+from baton.runtime.sampling.sampler import SampleRow, sample
+from baton.sched.types.hashing import uniform
+from baton.sched.types.plan import INVALID_TOKEN
+from baton.sched.types.request import SamplingParams
 
 
 @pytest.fixture(scope="module", autouse=True)

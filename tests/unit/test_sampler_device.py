@@ -17,12 +17,12 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 
-from baton.request import SamplingParams
-from baton.runtime import sampler
-from baton.runtime.gpu import sampler as gpu_sampler
-from baton.runtime.gpu.sampler import Draw
-from baton.runtime.sampler import SampleRow, sample
-from baton.sched.plan import INVALID_TOKEN, StepResult
+from baton.runtime.sampling import cuda_sampler as gpu_sampler
+from baton.runtime.sampling import sampler
+from baton.runtime.sampling.cuda_sampler import Draw
+from baton.runtime.sampling.sampler import SampleRow, sample
+from baton.sched.types.plan import INVALID_TOKEN, StepResult
+from baton.sched.types.request import SamplingParams
 from tests.unit.test_sampler import FILTERS, MIX, noise, row
 
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from baton.errors import BadRequest, UnsupportedParameter
-from baton.server import model_dir
-from baton.server.chat import ChatTemplate
-from baton.server.tokenizer import Tokenizer
+from baton.server.text import model_info
+from baton.server.text.chat_template import ChatTemplate
+from baton.server.text.tokenizer import Tokenizer
 from tests.support import tiny_model
 
 # Shapes of the templates of common families, written for this test.
@@ -68,7 +68,7 @@ def pair(
     from transformers import AutoTokenizer
 
     path = tiny_model.make(tmp_path_factory.mktemp(request.param), template=TEMPLATES[request.param])
-    facts = model_dir.load(_config(path))
+    facts = model_info.load(_config(path))
     return AutoTokenizer.from_pretrained(path), ChatTemplate(facts.chat_template, facts.special_tokens), Tokenizer(path)
 
 
@@ -127,10 +127,10 @@ def test_broken_or_hostile_templates_are_a_400(source: str) -> None:
 
 def test_template_sources_in_order_of_preference(tmp_path: Path) -> None:
     path = tiny_model.make(tmp_path, template=None)
-    assert model_dir.load(_config(path)).chat_template is None
+    assert model_info.load(_config(path)).chat_template is None
     config = json.loads((path / "tokenizer_config.json").read_text())
     config["chat_template"] = [{"name": "tool_use", "template": "T"}, {"name": "default", "template": "D"}]
     (path / "tokenizer_config.json").write_text(json.dumps(config))
-    assert model_dir.load(_config(path)).chat_template == "D"
+    assert model_info.load(_config(path)).chat_template == "D"
     (path / "chat_template.jinja").write_text("J")
-    assert model_dir.load(_config(path)).chat_template == "J"
+    assert model_info.load(_config(path)).chat_template == "J"

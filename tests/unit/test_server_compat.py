@@ -6,11 +6,11 @@ import pytest
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from baton.sched.histogram import Histogram
-from baton.sched.stats import HISTOGRAMS
-from baton.server import compat
-from baton.server.messages import HistogramColumns
-from baton.server.metrics import FRONT, RANK, Metrics
+from baton.sched.metrics.collector import HISTOGRAMS
+from baton.sched.metrics.histogram import Histogram
+from baton.server.observability import metric_aliases
+from baton.server.observability.metrics import FRONT, RANK, Metrics
+from baton.server.worker.messages import HistogramColumns
 
 
 def families(which: str) -> dict[str, Metric]:
@@ -51,7 +51,7 @@ def values(family: Metric) -> list[float]:
 
 def test_every_alias_has_a_source_and_a_name_of_its_own() -> None:
     ours = {spec.name: spec for spec in (*FRONT, *RANK)}
-    aliases = compat.chosen("all")
+    aliases = metric_aliases.chosen("all")
     for alias in aliases:
         spec = ours[alias.source]
         assert set(alias.where) | set(alias.keep) <= set(spec.labels), alias.name
@@ -62,9 +62,9 @@ def test_every_alias_has_a_source_and_a_name_of_its_own() -> None:
 @pytest.mark.parametrize(("which", "prefixes"), [("none", 1), ("sglang", 3), ("vllm", 2), ("all", 4)])
 def test_the_flag_chooses_the_names(which: str, prefixes: int) -> None:
     found = {name for name in families(which) if not name.startswith("baton_")}
-    assert {f.name for f in compat.ALWAYS} <= found
+    assert {f.name for f in metric_aliases.ALWAYS} <= found
     groups = {name.split(":")[0].split("_")[0] + (":" if ":" in name else "_") for name in found - {
-        alias.name for alias in compat.ALWAYS}} | {"always"}  # fmt: skip
+        alias.name for alias in metric_aliases.ALWAYS}} | {"always"}  # fmt: skip
     assert len(groups) == prefixes
 
 

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as HFTokenizer
 from tokenizers import decoders, models
 
-from baton.server.detok import MAX_HELD_TOKENS, REPLACEMENT, Detokenizer, StopMatcher
-from baton.server.tokenizer import Tokenizer
+from baton.server.text.detokenizer import MAX_HELD_TOKENS, REPLACEMENT, Detokenizer, StopMatcher
+from baton.server.text.tokenizer import Tokenizer
 from tests.support import tiny_model
 
 Decode = Callable[[Sequence[int]], str]

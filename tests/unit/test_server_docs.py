@@ -7,54 +7,61 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from baton import config, flag_names
-from baton.doctor import main as doctor
-from baton.doctor import top
-from baton.sched import histogram
-from baton.sched.stats import HISTOGRAMS, SchedStats
-from baton.server import compat, drain, metrics, up
-from baton.server.messages import HistogramColumns, Stats, encoder, to_front_decoder
+from baton import config
+from baton.cli import drain
+from baton.cli.doctor import main as doctor
+from baton.cli.doctor import top
+from baton.config import unsupported_flags
+from baton.sched.metrics import histogram
+from baton.sched.metrics.collector import HISTOGRAMS, SchedStats
+from baton.server.launch import local_cluster
+from baton.server.observability import metric_aliases, metrics
+from baton.server.worker.messages import HistogramColumns, Stats, encoder, to_front_decoder
 
 DOCS = Path(__file__).parents[2] / "docs"
 
 
 def test_flags_table_is_current() -> None:
-    assert config.markdown() in (DOCS / "flags.md").read_text(), "run: python -m baton.config"
+    assert config.markdown(config.EngineConfig) in (DOCS / "flags.md").read_text(), "run: python -m baton.config"
 
 
 def test_table_of_refused_flags_is_current() -> None:
-    assert flag_names.markdown() in (DOCS / "flags.md").read_text(), "run: python -m baton.flag_names"
+    assert unsupported_flags.markdown() in (DOCS / "flags.md").read_text(), (
+        "run: python -m baton.config.unsupported_flags"
+    )
 
 
 def test_up_flags_page_is_generated_from_its_config() -> None:
     page = (DOCS / "flags.md").read_text()
-    assert config.markdown(up.UpConfig) in page, "run: python -m baton.server.up"
+    assert config.markdown(local_cluster.UpConfig) in page, "run: python -m baton.server.launch.local_cluster"
 
 
 def test_drain_flags_page_is_generated_from_its_config() -> None:
     page = (DOCS / "flags.md").read_text()
-    assert config.markdown(drain.DrainConfig) in page, "run: python -m baton.server.drain"
+    assert config.markdown(drain.DrainConfig) in page, "run: python -m baton.cli.drain"
 
 
 def test_doctor_flags_page_is_generated_from_its_config() -> None:
     page = (DOCS / "flags.md").read_text()
-    assert config.markdown(doctor.DoctorConfig) in page, "run: python -m baton.doctor.main"
+    assert config.markdown(doctor.DoctorConfig) in page, "run: python -m baton.cli.doctor.main"
 
 
 def test_top_flags_page_is_generated_from_its_config() -> None:
     page = (DOCS / "flags.md").read_text()
-    assert config.markdown(top.TopConfig) in page, "run: python -m baton.doctor.top"
+    assert config.markdown(top.TopConfig) in page, "run: python -m baton.cli.doctor.top"
 
 
 def test_metrics_tables_are_current() -> None:
-    assert metrics.markdown().strip() in (DOCS / "metrics.md").read_text(), "run: python -m baton.server.metrics"
+    assert metrics.markdown().strip() in (DOCS / "metrics.md").read_text(), (
+        "run: python -m baton.server.observability.metrics"
+    )
 
 
 def test_every_metric_of_the_front_is_exported_under_its_documented_name() -> None:
     made = metrics.Metrics("v", "null", "m")
     made.report(0, {'requests{state="waiting"}': 1, 'requests{state="running"}': 2, "kv_usage_ratio": 0.5}, {})
     exported = {f"# TYPE {name} " for name in map(metrics.exported_name, metrics.FRONT)}
-    exported |= {f"# TYPE {alias.name} " for alias in compat.ALWAYS}
+    exported |= {f"# TYPE {alias.name} " for alias in metric_aliases.ALWAYS}
     text = made.text().decode()
     assert [line for line in exported if line not in text] == []
     assert list(text_string_to_metric_families(text))

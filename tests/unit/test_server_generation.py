@@ -15,14 +15,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.errors import EngineError, KvTransferFailed, RequestTimeout
-from baton.request import FinishReason, SamplingParams
-from baton.server.generation import Generation
-from baton.server.messages import Logprobs
-from baton.server.metrics import Metrics
-from baton.server.native import GenerateFormat
-from baton.server.openai import ChatFormat, CompletionFormat
-from baton.server.tokenizer import Tokenizer
-from baton.server.validate import Accepted, Item, TextRules
+from baton.sched.types.request import FinishReason, SamplingParams
+from baton.server.api.openai import ChatFormat, CompletionFormat
+from baton.server.api.sglang_format import GenerateFormat
+from baton.server.api.validation import Accepted, Item, TextRules
+from baton.server.http.generation import Generation
+from baton.server.observability.metrics import Metrics
+from baton.server.text.tokenizer import Tokenizer
+from baton.server.worker.messages import Logprobs
 from tests.support import tiny_model
 
 METRICS = Metrics()
@@ -234,7 +234,7 @@ def test_an_error_comes_after_what_was_there_and_stops_the_other_items(tokenizer
 
 
 def test_a_silent_rank_is_given_up_after_the_deadline(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("baton.server.generation.DEADLINE_GRACE_SECS", 0.02)
+    monkeypatch.setattr("baton.server.http.generation.DEADLINE_GRACE_SECS", 0.02)
 
     async def run() -> EngineError:
         g, _ = begin(accept(1, TextRules(), -1), tokenizer, timeout_secs=0.03)

@@ -11,13 +11,14 @@ import pytest
 
 from baton.config import build
 from baton.errors import ConfigError
-from baton.server import model_dir, up
-from baton.server.tokenizer import Tokenizer
+from baton.server.launch import local_cluster
+from baton.server.text import model_info
+from baton.server.text.tokenizer import Tokenizer
 from tests.support import tiny_model
 
 
-def load(path: Path | str, **flags: Any) -> model_dir.ModelFacts:
-    return model_dir.load(build({"model_path": str(path), **flags}))
+def load(path: Path | str, **flags: Any) -> model_info.ModelFacts:
+    return model_info.load(build({"model_path": str(path), **flags}))
 
 
 @pytest.fixture
@@ -56,7 +57,7 @@ def test_special_tokens_may_be_objects(path: Path) -> None:
 
 
 def test_the_demo_model_is_found_without_importing_torch() -> None:
-    assert model_dir.resolve("demo").name == "demo"
+    assert model_info.resolve("demo").name == "demo"
 
 
 @pytest.mark.parametrize(
@@ -114,7 +115,7 @@ def test_a_tokenizer_path_may_be_a_hub_id(path: Path, tmp_path: Path, monkeypatc
     (snapshot.parents[1] / "refs").mkdir()
     (snapshot.parents[1] / "refs/main").write_text("abc\n")
     assert load(path, tokenizer_path="Qwen/Tiny").tokenizer_path == snapshot
-    assert up._tokenizer_flags({"model_path": str(path), "tokenizer_path": "Qwen/Tiny"})[-1] == str(snapshot)
+    assert local_cluster._tokenizer_flags({"model_path": str(path), "tokenizer_path": "Qwen/Tiny"})[-1] == str(snapshot)
 
 
 def test_a_checkpoints_truncation_does_not_cut_prompts(path: Path) -> None:

@@ -14,10 +14,11 @@ import zmq
 import zmq.asyncio
 
 from baton.errors import EngineDead, EngineError, QueueFull, RequestTimeout
-from baton.request import FinishReason, SamplingParams
-from baton.sched.story import FirstTokenStages, Pulled
-from baton.server.lifecycle import Lifecycle, NodeState
-from baton.server.messages import (
+from baton.sched.metrics.request_timeline import FirstTokenStages, Pulled
+from baton.sched.types.request import FinishReason, SamplingParams
+from baton.server.http.lifecycle import Lifecycle, NodeState
+from baton.server.worker.client import Ranks
+from baton.server.worker.messages import (
     Abort,
     Control,
     Fatal,
@@ -32,7 +33,6 @@ from baton.server.messages import (
     encoder,
     to_rank_decoder,
 )
-from baton.server.ranks import Ranks
 
 DEADLINE_SECS = 30.0
 

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.sched.story import Pulled, Story
-from baton.server.spans import Answered, Parent, Span, continue_trace, request_span, story_spans
+from baton.sched.metrics.request_timeline import Pulled, Story
+from baton.server.observability.spans import Answered, Parent, Span, continue_trace, request_span, story_spans
 
 W3C = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
 PARENT = Parent(0x4BF92F3577B34DA6A3CE929D0E0E4736, 11, 0x00F067AA0BA902B7)

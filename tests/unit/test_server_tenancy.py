@@ -11,8 +11,8 @@ import pytest
 from baton import config
 from baton.errors import BadRequest, ConfigError, RateLimited
 from baton.sched import setup
-from baton.server.fields import Fields
-from baton.server.tenancy import Placed, Tenancy
+from baton.server.api.fields import Fields
+from baton.server.api.tenancy import Placed, Tenancy
 
 
 def file(folder: Path, document: Any) -> str:

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as HFTokenizer
 
 from baton.errors import QueueFull
-from baton.server import tokenizer as module
-from baton.server.tokenizer import INLINE_CHARS, MAX_WAITING, WORKERS, Tokenizer
+from baton.server.text import tokenizer as module
+from baton.server.text.tokenizer import INLINE_CHARS, MAX_WAITING, WORKERS, Tokenizer
 from tests.support import token_goldens
 
 FOLDERS = [token_goldens.DEMO, *(token_goldens.FOLDER / style for style in token_goldens.STYLES)]

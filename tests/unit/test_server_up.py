@@ -9,8 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from baton.server.supervise import ChildFailed
-from baton.server.up import PORT_TAKEN, ROUTER_PORT_TRIES, Cluster, greeting
+from baton.server.launch.local_cluster import PORT_TAKEN, ROUTER_PORT_TRIES, Cluster, greeting
+from baton.server.launch.supervisor import ChildFailed
 
 URL = "http://127.0.0.1:8000"
 

@@ -17,12 +17,13 @@ from hypothesis import strategies as st
 
 from baton.config import build
 from baton.errors import BadRequest, EngineError, InvalidJson, PayloadTooLarge, PromptTooLong, UnsupportedParameter
-from baton.server import model_dir, validate
-from baton.server.chat import read_messages
-from baton.server.fields import Fields
-from baton.server.placement import seed_of_room
-from baton.server.tokenizer import Tokenizer
-from baton.server.validate import Accepted, Validator, with_deadline_headers
+from baton.server.api import validation
+from baton.server.api.fields import Fields
+from baton.server.api.placement import seed_of_room
+from baton.server.api.validation import Accepted, Validator, with_deadline_headers
+from baton.server.text import model_info
+from baton.server.text.chat_template import read_messages
+from baton.server.text.tokenizer import Tokenizer
 from tests.support import tiny_model
 
 CONTEXT = 128
@@ -43,7 +44,7 @@ def tokenizer(path: Path) -> Tokenizer:
 def make(path: Path, tokenizer: Tokenizer) -> Make:
     def validator(**flags: Any) -> Validator:
         config = build({"model_path": str(path), "served_model_name": "tiny", **flags})
-        return Validator(config, model_dir.load(config), tokenizer)
+        return Validator(config, model_info.load(config), tokenizer)
 
     return validator
 
@@ -106,7 +107,7 @@ def test_conversation_of_many_messages_is_read_beside_the_event_loop(
         threads.append(threading.current_thread() is threading.main_thread())
         return read_messages(f)
 
-    monkeypatch.setattr(validate, "read_messages", recorded)
+    monkeypatch.setattr(validation, "read_messages", recorded)
     for count in (1, 2000):
         with contextlib.suppress(PromptTooLong):
             form(make(), messages=[{"role": "user", "content": "x"}] * count)
@@ -141,7 +142,7 @@ def test_text_is_refused_unparsed_exactly_if_it_would_be_parsed(
     path: Path, tokenizer: Tokenizer, excess: int, character: str, escaped: bool, form: Any, in_list: bool
 ) -> None:
     config = build({"model_path": str(path), "served_model_name": "tiny"})
-    validator = Validator(config, model_dir.load(config), tokenizer)
+    validator = Validator(config, model_info.load(config), tokenizer)
     text = character * (validator.max_prompt_chars + excess)
     url, field, parsed = form
     prompt = ["a", text] if in_list else text
@@ -384,7 +385,7 @@ def test_any_json_is_accepted_or_refused_on_purpose(
     path: Path, tokenizer: Tokenizer, form: Any, body: dict[str, Any], mode: str
 ) -> None:
     config = build({"model_path": str(path), "disaggregation_mode": mode})
-    validator = Validator(config, model_dir.load(config), tokenizer)
+    validator = Validator(config, model_info.load(config), tokenizer)
     status, items = 200, ()
     try:
         items = form(validator, **body).items

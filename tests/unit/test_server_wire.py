@@ -12,7 +12,7 @@ import pytest
 from aiohttp import web
 
 from baton.errors import BadRequest, EngineError, PayloadTooLarge
-from baton.server import wire
+from baton.server.http import http_utils
 
 
 class Pieces:
@@ -32,7 +32,7 @@ class Pieces:
 
 
 def read(request: Pieces, check: Callable[[str, bytes], None] | None = None) -> dict[str, Any]:
-    return asyncio.run(wire.read_object(cast(web.Request, request), check))
+    return asyncio.run(http_utils.read_object(cast(web.Request, request), check))
 
 
 def test_large_body_is_checked_in_a_thread_and_not_parsed_if_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -43,10 +43,10 @@ def test_large_body_is_checked_in_a_thread_and_not_parsed_if_refused(monkeypatch
         threads.append((path, len(body), threading.current_thread() is threading.main_thread()))
         raise BadRequest("no")
 
-    for size in (wire.INLINE_BYTES, wire.INLINE_BYTES + 1):
+    for size in (http_utils.INLINE_BYTES, http_utils.INLINE_BYTES + 1):
         with pytest.raises(BadRequest, match=r"^no$"):
             read(Pieces(b"{", b" " * (size - 2), b"}"), refuse)
-    assert threads == [("/generate", wire.INLINE_BYTES, True), ("/generate", wire.INLINE_BYTES + 1, False)]
+    assert threads == [("/generate", http_utils.INLINE_BYTES, True), ("/generate", http_utils.INLINE_BYTES + 1, False)]
 
 
 def test_body_is_what_arrived() -> None:
@@ -56,9 +56,9 @@ def test_body_is_what_arrived() -> None:
 @pytest.mark.parametrize(
     ("pieces", "length", "left"),
     [
-        ([b"{}"], wire.MAX_BODY_BYTES + 1, 1),
-        ([b"x" * wire.MAX_BODY_BYTES, b"x", b"never read"], None, 1),
-        ([b"," * (wire.MAX_BODY_COMMAS + 1), b"never read"], None, 1),
+        ([b"{}"], http_utils.MAX_BODY_BYTES + 1, 1),
+        ([b"x" * http_utils.MAX_BODY_BYTES, b"x", b"never read"], None, 1),
+        ([b"," * (http_utils.MAX_BODY_COMMAS + 1), b"never read"], None, 1),
     ],
     ids=["announced", "bytes", "values"],
 )

@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 
 from baton.config import build
+from baton.config.simulated import read
 from baton.errors import ConfigError
-from baton.request import SamplingParams
-from baton.sched.plan import Admitted, Row, StepPlan, Stop
-from baton.sim.device import SimRunner, answer_tokens, read
-from baton.sim.live import PacedTransfer
-from baton.sim.tokens import FourByteTokenizer
+from baton.runtime.simulated.device import SimRunner, answer_tokens
+from baton.runtime.simulated.engine import PacedTransfer
+from baton.sched.types.plan import Admitted, Row, StepPlan, Stop
+from baton.sched.types.request import SamplingParams
+from baton.server.text.four_byte_tokenizer import FourByteTokenizer
 
 
 def plan(step: int, *rows: Row, admitted: tuple[Admitted, ...] = ()) -> StepPlan:

@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
-from baton.server.supervise import Backoff, Child, ChildFailed, describe_exit
+from baton.server.launch.supervisor import Backoff, Child, ChildFailed, describe_exit
 
 READY_THEN_SLEEP = "print('hello'); print('READY {\"port\": 7}', flush=True); import time; time.sleep(60)"
 IGNORES_SIGTERM = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); " + READY_THEN_SLEEP
@@ -156,7 +156,7 @@ def test_restarted_child_announces_itself_again(tmp_path: Path) -> None:
 SUPERVISOR = f"""
 import asyncio, os, sys
 from pathlib import Path
-from baton.server.supervise import Child
+from baton.server.launch.supervisor import Child
 
 async def work():
     node = Child("node", lambda: [sys.executable, "-c", {READY_THEN_SLEEP!r}], Path(sys.argv[1]), os.environ)

@@ -12,8 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.server import tp
-from baton.server.team_node import FollowerStuck, Merger, TeamNode, obey
+from baton.server.tensor_parallel import channel
+from baton.server.tensor_parallel.channel import FollowerStuck
+from baton.server.tensor_parallel.transfer_node import Merger, TeamNode, obey
 
 ROOM = 7
 
@@ -214,24 +215,24 @@ class FakeNode:
 
 
 class Following:
-    """Followers (server.tp) that obey at once."""
+    """Followers (server.tensor_parallel.channel) that obey at once."""
 
-    def __init__(self, teams: list[tp.Team], nodes: list[FakeNode]) -> None:
+    def __init__(self, teams: list[channel.Team], nodes: list[FakeNode]) -> None:
         self.teams, self.nodes = teams, nodes
-        self.reports: list[tp.Heard] = []
+        self.reports: list[channel.Heard] = []
 
     def tell_node(self, call: str, *args: Any) -> None:
         for team, node in zip(self.teams, self.nodes, strict=True):
             if refused := obey(node, team, call, args):
-                self.reports.append(tp.Heard(team.tp_rank, [refused]))
+                self.reports.append(channel.Heard(team.tp_rank, [refused]))
 
-    def heard(self) -> list[tp.Heard]:
+    def heard(self) -> list[channel.Heard]:
         reports, self.reports = self.reports, []
         return reports
 
 
 def team_of(nodes: list[FakeNode]) -> tuple[TeamNode, Following]:
-    teams = [tp.Team(rank, len(nodes), Path("/nowhere"), 1) for rank in range(len(nodes))]
+    teams = [channel.Team(rank, len(nodes), Path("/nowhere"), 1) for rank in range(len(nodes))]
     followers = Following(teams[1:], nodes[1:])
     return TeamNode(nodes[0], followers, teams[0], late_secs=60.0), followers
 
@@ -294,7 +295,7 @@ def test_a_runtime_that_failed_on_a_follower_shows_in_the_health_of_all() -> Non
 
     team, followers = team_of([Healthy(), FakeNode()])
     assert json.loads(team.stats_json())["healthy"]
-    followers.reports.append(tp.Heard(1, [], "data thread: gone"))
+    followers.reports.append(channel.Heard(1, [], "data thread: gone"))
     assert team.poll(10) == []
     health = {"healthy": False, "unhealthy_reason": "tensor-parallel rank 1: data thread: gone"}
     assert json.loads(team.stats_json()) == health

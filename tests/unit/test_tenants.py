@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.sched.tenants import RateLimits, TenantRule, TenantRules, VirtualCounters, parse_rules
+from baton.config.tenants import TenantRule, TenantRules, parse_rules
+from baton.sched.fairness.tenants import RateLimits, VirtualCounters
 
 
 def test_rules_by_name_and_for_everybody_else() -> None:

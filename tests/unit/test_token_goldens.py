@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from baton.errors import BadRequest
-from baton.server.chat import ChatTemplate, read_messages
-from baton.server.fields import Fields
-from baton.server.tokenizer import Tokenizer
+from baton.server.api.fields import Fields
+from baton.server.text.chat_template import ChatTemplate, read_messages
+from baton.server.text.tokenizer import Tokenizer
 from tests.support import token_goldens
 
 

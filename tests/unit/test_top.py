@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from baton.doctor import top
-from baton.doctor.client import HttpClient, parse_metrics
-from baton.doctor.top import TopConfig, TopSnapshot
+from baton.cli.doctor import top
+from baton.cli.doctor.client import HttpClient, parse_metrics
+from baton.cli.doctor.top import TopConfig, TopSnapshot
 
 P, D = "http://p:30000", "http://d:30000"
 REPORT = {"age_ms": 10, "queued_tokens": 1500, "queued_requests": 2, "kv_pages": 200, "kv_pages_used": 50}

@@ -14,10 +14,11 @@ import pytest
 from baton import _native, config
 from baton.config import EngineConfig
 from baton.errors import ConfigError
-from baton.runtime.comm import nccl
-from baton.server import transfer, up
-from baton.server.launch import url_of
-from baton.server.transfer import ON_DEVICE, TRANSPORTS, advertised_host, start, transports, warn_of_reach
+from baton.runtime.communicators import nccl
+from baton.server.launch import local_cluster
+from baton.server.launch.engine import url_of
+from baton.server.worker import transfer_setup
+from baton.server.worker.transfer_setup import ON_DEVICE, TRANSPORTS, advertised_host, start, transports, warn_of_reach
 
 
 def choices(of: type, field: str) -> set[str]:
@@ -31,7 +32,7 @@ def build(backend: str, device: str = "cpu") -> EngineConfig:
 
 def test_every_value_of_the_flag_names_transports() -> None:
     assert set(TRANSPORTS) | set(ON_DEVICE) == choices(EngineConfig, "disaggregation_transfer_backend")
-    assert {*TRANSPORTS, *ON_DEVICE} - {"auto"} == choices(up.UpConfig, "transport")
+    assert {*TRANSPORTS, *ON_DEVICE} - {"auto"} == choices(local_cluster.UpConfig, "transport")
 
 
 def test_auto_on_a_gpu_says_what_it_takes(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -129,16 +130,16 @@ def route_of(families: dict[int, str]) -> Callable[[int, str], str | None]:
 
 def test_without_an_ipv4_route_the_ipv6_address_is_announced(monkeypatch: pytest.MonkeyPatch) -> None:
     v4, v6 = {socket.AF_INET: "10.0.0.1"}, {socket.AF_INET6: "fd00::7"}
-    monkeypatch.setattr(transfer, "source_address", route_of({**v4, **v6}))
+    monkeypatch.setattr(transfer_setup, "source_address", route_of({**v4, **v6}))
     assert advertised_host(prefill(host="::")) == advertised_host(prefill(host="0.0.0.0")) == "10.0.0.1"
-    monkeypatch.setattr(transfer, "source_address", route_of(v6))
+    monkeypatch.setattr(transfer_setup, "source_address", route_of(v6))
     assert advertised_host(prefill(host="::")) == "fd00::7"
     with pytest.raises(ConfigError, match=r"listen on 0\.0\.0\.0, and no default route.*--kv-advertise-host"):
         advertised_host(prefill(host="0.0.0.0"))
 
 
 def test_loopback_is_announced_by_a_decode_node_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transfer, "source_address", route_of({}))
+    monkeypatch.setattr(transfer_setup, "source_address", route_of({}))
     assert advertised_host(prefill(host="127.0.0.1")) == "127.0.0.1"
     with pytest.raises(ConfigError, match="--kv-advertise-host"):
         advertised_host(prefill(host="::"))
@@ -151,7 +152,7 @@ def test_url_of_an_engine_answers_on_this_machine() -> None:
 
 
 def test_a_source_address_on_loopback_is_none() -> None:
-    assert transfer.source_address(socket.AF_INET, "127.0.0.1") is None
+    assert transfer_setup.source_address(socket.AF_INET, "127.0.0.1") is None
 
 
 def test_announcing_loopback_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from baton.server.metrics import RANK
+from baton.server.observability.metrics import RANK
 
 native = pytest.importorskip("baton._native", reason="needs the native module: make setup", exc_type=ImportError)
 

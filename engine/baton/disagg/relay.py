@@ -33,11 +33,19 @@ from baton.errors import (
     PromptTooLong,
     QueueFull,
 )
-from baton.request import Rendezvous, Validated
-from baton.sched.events import AbortTransfer, Event, GrantPages, OpenTransfer, PagesFinal, PrefillDone, RevokeGrant
-from baton.sched.plan import TokenLogprobs
+from baton.sched.metrics.request_timeline import Pulled
 from baton.sched.scheduler import Scheduler
-from baton.sched.story import Pulled
+from baton.sched.types.events import (
+    AbortTransfer,
+    Event,
+    GrantPages,
+    OpenTransfer,
+    PagesFinal,
+    PrefillDone,
+    RevokeGrant,
+)
+from baton.sched.types.plan import TokenLogprobs
+from baton.sched.types.request import Rendezvous, Validated
 
 log = logging.getLogger("baton.relay")
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from baton.config import EngineConfig
 from baton.errors import ConfigError
-from baton.models.shard import WHOLE, Shard, share_of
-from baton.models.spec import DTYPE_BYTES, ModelSpec, read_spec, safetensors_header
+from baton.layers.model_spec import DTYPE_BYTES, ModelSpec, read_spec, safetensors_header
+from baton.layers.shard import WHOLE, Shard, share_of
 from baton.models.weights import Part, is_ignorable, plan_weights
 
 CPU_POOL_MIB = 128

@@ -5,7 +5,7 @@ then norm → gated MLP, each sum folded into the norm that follows it; (3) afte
 that sample go on, since nobody reads the others: a long prompt's chunk pays neither the last MLP nor the output head.
 
 Weights are plain tensors and layers plain function calls: at batch 1 a small model's time is call overhead.
-With tensor parallelism each rank computes this with its share of the weights (`models.shard`): partial sums meet after
+With tensor parallelism each rank computes this with its share of the weights (`layers.shard`): partial sums meet after
 the embedding, each attention and each MLP, and the shares of the logits at the first rank.
 
 Invariant: a row's logits do not depend on the other rows of the batch, beyond rounding.
@@ -19,12 +19,12 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from baton.layers import ops
+from baton.layers.attention.base import AttentionBackend, ForwardBatch, PagedAttention
+from baton.layers.collectives import ALONE, Collectives
+from baton.layers.model_spec import ModelSpec
+from baton.layers.shard import WHOLE, Shard
 from baton.models.rope import RopeTables
-from baton.models.shard import WHOLE, Shard
-from baton.models.spec import ModelSpec
-from baton.runtime import ops
-from baton.runtime.attention.base import AttentionBackend, ForwardBatch, PagedAttention
-from baton.runtime.collectives import ALONE, Collectives
 
 
 @dataclass(slots=True)
@@ -59,7 +59,7 @@ class Decoder:
     """A loaded model. Holds no request state: the KV lives behind the attention backend."""
 
     def __init__(self, spec: ModelSpec, weights: DecoderWeights, shard: Shard = WHOLE, tp: Collectives = ALONE) -> None:
-        """`spec`: of what is computed here (models.shard.share_of), which is all of it unless `tp` has more ranks."""
+        """`spec`: of what is computed here (layers.shard.share_of), which is all of it unless `tp` has more ranks."""
         self.spec = spec
         self.weights = weights
         self._tp = tp
@@ -117,7 +117,7 @@ class Decoder:
     def compute(self, batch: ForwardBatch, attn: AttentionBackend) -> Tensor:
         """`forward` without `prepare`; the logits in compute type.
 
-        On a CUDA device it queues work and waits for nothing, so it can be recorded (runtime.gpu.graphs).
+        On a CUDA device it queues work and waits for nothing, so it can be recorded (runtime.graphs.capture).
         """
         eps, last, tp = self.spec.rms_eps, len(self.weights.layers) - 1, self._tp
         x = self._embed(batch.token_ids)

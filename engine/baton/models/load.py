@@ -24,13 +24,13 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from baton.errors import ConfigError
+from baton.layers.collectives import ALONE, Collectives
+from baton.layers.model_spec import ModelSpec, read_spec
+from baton.layers.ops import TORCH_DTYPES
+from baton.layers.shard import WHOLE, Shard, share_of
 from baton.models.checkpoint import check_files
 from baton.models.decoder import Decoder, DecoderWeights, LayerWeights
-from baton.models.shard import WHOLE, Shard, share_of
-from baton.models.spec import ModelSpec, read_spec
 from baton.models.weights import plan_weights
-from baton.runtime.collectives import ALONE, Collectives
-from baton.runtime.ops import TORCH_DTYPES
 
 log = logging.getLogger("baton.load")
 

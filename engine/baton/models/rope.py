@@ -12,7 +12,7 @@ import math
 import torch
 from torch import Tensor
 
-from baton.models.spec import RopeSpec
+from baton.layers.model_spec import RopeSpec
 
 _FIRST_POSITIONS = 4096
 
@@ -65,7 +65,7 @@ class RopeTables:
     """cos and sin, float32 [positions, head_dim / 2], long enough for every position asked for so far.
 
     They are computed on the host, whose rounding the tests know, and then put on their device: there they are the two
-    halves of one table [positions, head_dim], which is what kernels want (runtime.ops_cuda).
+    halves of one table [positions, head_dim], which is what kernels want (layers.ops_cuda).
     """
 
     def __init__(self, rope: RopeSpec, head_dim: int, max_context: int) -> None:

@@ -5,7 +5,7 @@ knows that. Projections that read the same input are stacked into one matrix, in
 
     qkv     = [q_proj; k_proj; v_proj]        gate_up = [gate_proj; up_proj]
 
-A tensor-parallel rank takes its share (models.shard) of each checkpoint tensor before it is stacked.
+A tensor-parallel rank takes its share (layers.shard) of each checkpoint tensor before it is stacked.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from types import EllipsisType
 from typing import TypeAlias
 
-from baton.models.shard import WHOLE, Shard
-from baton.models.spec import ModelSpec
+from baton.layers.model_spec import ModelSpec
+from baton.layers.shard import WHOLE, Shard
 
 LAYER_TENSORS = (
     "input_norm", "qkv", "qkv_bias", "q_norm", "k_norm", "o", "o_bias",

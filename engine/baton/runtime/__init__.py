@@ -1,0 +1,14 @@
+"""Executes steps: model runner, sampler, graphs, and the loop that joins them to the scheduler.
+
+| module | holds |
+|---|---|
+| `build` | a rank's model, pool and engine, from `EngineConfig` |
+| `engine_loop` | plan, launch, commit |
+| `runner/` | a plan as tensors, on the CPU and on a GPU |
+| `graphs/` | CUDA graphs of decode steps; warm-up |
+| `sampling/` | tokens from logits |
+| `memory/` | size of the KV pool |
+| `communicators/` | KV pages through gloo and NCCL |
+| `simulated/` | a device that only takes time (`--simulate`) |
+| `device`, `priority_hook` | choice of the device; priorities from a user's function |
+"""

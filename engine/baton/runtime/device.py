@@ -13,7 +13,7 @@ import torch
 
 from baton.config import EngineConfig
 from baton.errors import ConfigError
-from baton.runtime.gpu import flashinfer_library
+from baton.layers import flashinfer_loader
 
 log = logging.getLogger("baton.device")
 
@@ -62,6 +62,6 @@ def _beyond_cuda(config: EngineConfig) -> str | None:
         return f"--tp-size {config.tp_size} needs as many CUDA devices, torch finds {torch.cuda.device_count()}"
     if config.attention_backend == "cpu":
         return "the kernels of --attention-backend cpu work in host memory; use auto"
-    if config.attention_backend != "torch" and (missing := flashinfer_library.obstacle()):
-        return f"flashinfer cannot be used: {missing}; or use --attention-backend {flashinfer_library.SLOWER}"
+    if config.attention_backend != "torch" and (missing := flashinfer_loader.obstacle()):
+        return f"flashinfer cannot be used: {missing}; or use --attention-backend {flashinfer_loader.SLOWER}"
     return None

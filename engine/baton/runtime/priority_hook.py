@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable
 
 from baton.errors import ConfigError
-from baton.sched.adjust import LoadView, RequestView
+from baton.sched.queue.priority_hook import LoadView, RequestView
 from baton.sched.scheduler import Scheduler
 
 log = logging.getLogger("baton.engine")

@@ -1,0 +1,16 @@
+"""Decides what the next step computes. Deterministic: no torch, no sockets, no clock.
+
+| module | holds |
+|---|---|
+| `scheduler` | `Scheduler`: requests in, results in, plans and events out |
+| `planner` | `Planner`: the rows of one step |
+| `state` | tables of sequences, and the moves between them |
+| `setup` | limits and rules of a scheduler, from `EngineConfig` |
+| `recording` | every input of a scheduler as a line; replay |
+| `types/` | request, sequence, plan, events, limits |
+| `queue/` | waiting queue, admission, priority, deadlines |
+| `policies/` | queue orders, one file each |
+| `fairness/` | shares of classes and tenants |
+| `memory/` | pages of sequences, demand, preemption |
+| `metrics/` | statistics, request timelines, step log, load reports |
+"""

@@ -23,12 +23,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from baton.cache.radix import Match
-from baton.sched.fairness import Fairness
-from baton.sched.plan import UNKNOWN_TOKEN, Admitted, Row, StepPlan, Stop, new_row
+from baton.sched.fairness.fair_queue import Fairness
+from baton.sched.memory.preemption import priority_victims, retraction_victim
 from baton.sched.policies.base import cached_tokens
-from baton.sched.preempt import priority_victims, retraction_victim
-from baton.sched.seq import Seq, SeqState, is_partial, is_ready_to_decode, partial_of
 from baton.sched.state import State
+from baton.sched.types.plan import UNKNOWN_TOKEN, Admitted, Row, StepPlan, Stop, new_row
+from baton.sched.types.sequence import Seq, SeqState, is_partial, is_ready_to_decode, partial_of
 
 UNKNOWN = array("i", (UNKNOWN_TOKEN,))
 MAX_PREEMPTORS = 16

@@ -5,7 +5,8 @@ Two pure halves (no clock, no torch, no sockets):
 1. `plan()` looks at queues and pages and returns a StepPlan (sched.planner).
 2. `commit(plan, result)` takes the sampled tokens, finishes sequences, frees pages and returns events for the shell.
 
-The tables are in sched.state, the pages in sched.memory, who gives way is decided in sched.preempt. After every call
+The tables are in sched.state, the pages in sched.memory.kv_manager, who gives way is decided in
+sched.memory.preemption. After every call
 free + cached + locked + private pages = capacity (`ledger()`).
 """
 
@@ -26,21 +27,21 @@ from baton.errors import (
     RequestTimeout,
     WrongState,
 )
-from baton.request import FinishReason, Validated
-from baton.sched.adjust import LoadView, RequestView
-from baton.sched.deadlines import Deadlines, Kind
-from baton.sched.decisions import Decision, Decisions
-from baton.sched.events import AbortTransfer, Emitted, Event, PagesFinal, PrefillDone, new_token
-from baton.sched.fairness import Fairness
-from baton.sched.limits import Limits
-from baton.sched.load import Load, measure
-from baton.sched.plan import INVALID_TOKEN, ForwardMode, StepPlan, StepResult, TokenLogprobs
+from baton.sched.fairness.fair_queue import Fairness
+from baton.sched.metrics.collector import SchedStats
+from baton.sched.metrics.load_report import Load, measure
+from baton.sched.metrics.request_timeline import Pulled
+from baton.sched.metrics.step_log import Decision, Decisions
 from baton.sched.planner import Planner
 from baton.sched.policies.base import work
-from baton.sched.seq import Seq, SeqState
+from baton.sched.queue.deadlines import Deadlines, Kind
+from baton.sched.queue.priority_hook import LoadView, RequestView
 from baton.sched.state import State
-from baton.sched.stats import SchedStats
-from baton.sched.story import Pulled
+from baton.sched.types.events import AbortTransfer, Emitted, Event, PagesFinal, PrefillDone, new_token
+from baton.sched.types.limits import Limits
+from baton.sched.types.plan import INVALID_TOKEN, ForwardMode, StepPlan, StepResult, TokenLogprobs
+from baton.sched.types.request import FinishReason, Validated
+from baton.sched.types.sequence import Seq, SeqState
 
 DUMPED_DECISIONS = 20
 """Decisions in the dump of a scheduler whose page ledger does not balance."""
@@ -540,7 +541,8 @@ class Scheduler:
 
     @property
     def hit_tokens(self) -> dict[str, int]:
-        """Tokens that sequences found in the cache, since the start, by source (sched.memory.HIT_SOURCES)."""
+        """Tokens that sequences found in the cache, since the start, by source
+        (sched.memory.kv_manager.HIT_SOURCES)."""
         return self._state.memory.hit_tokens
 
     @property

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 
-from baton import kv_events, tenant_file
-from baton.config import EngineConfig
-from baton.sched.classes import ClassRules, parse_classes
-from baton.sched.fairness import FairnessRules
-from baton.sched.limits import Limits
+from baton.config import EngineConfig, kv_events, tenants
+from baton.config.classes import ClassRules, parse_classes
+from baton.sched.fairness.fair_queue import FairnessRules
 from baton.sched.policies.base import PolicyParams
-from baton.sched.priority import PriorityRule
+from baton.sched.queue.priority import PriorityRule
+from baton.sched.types.limits import Limits
 
 
 def resolve_policy(config: EngineConfig) -> str:
@@ -104,7 +103,7 @@ def fairness(config: EngineConfig) -> FairnessRules:
     return FairnessRules(
         classes=classes,
         charge_decode=not c.disable_class_charge_decode,
-        tenants=None if c.tenant_config is None else tenant_file.load(c.tenant_config, classes.names),
+        tenants=None if c.tenant_config is None else tenants.load(c.tenant_config, classes.names),
         prompt_weight=c.prompt_token_weight,
         output_weight=c.output_token_weight,
         cached_weight=c.cached_token_weight,

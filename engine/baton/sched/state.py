@@ -21,18 +21,18 @@ from collections.abc import Callable, Iterator
 
 from baton.cache.ledger import PageLedger
 from baton.errors import DeadlineMissed, EngineError
-from baton.request import FinishReason, Validated
-from baton.sched.bands import class_of
-from baton.sched.door import Door
-from baton.sched.events import AbortTransfer, Emitted, Event, GrantPages, OpenTransfer, RevokeGrant
-from baton.sched.fairness import Fairness
-from baton.sched.limits import Limits
-from baton.sched.memory import Memory
+from baton.sched.fairness.fair_queue import Fairness
+from baton.sched.memory.kv_manager import Memory
+from baton.sched.metrics.collector import SchedStats
+from baton.sched.metrics.step_time import StepTime
 from baton.sched.policies import POLICIES, Policy, View
-from baton.sched.queue import WaitingQueue
-from baton.sched.seq import Seq, SeqState
-from baton.sched.stats import SchedStats
-from baton.sched.step_time import StepTime
+from baton.sched.queue.admission import Door
+from baton.sched.queue.priority_buckets import class_of
+from baton.sched.queue.waiting_queue import WaitingQueue
+from baton.sched.types.events import AbortTransfer, Emitted, Event, GrantPages, OpenTransfer, RevokeGrant
+from baton.sched.types.limits import Limits
+from baton.sched.types.request import FinishReason, Validated
+from baton.sched.types.sequence import Seq, SeqState
 
 
 class State:

@@ -1,0 +1,13 @@
+"""HTTP front of an engine, its rank processes, and their start.
+
+| package | holds |
+|---|---|
+| `http/` | routes, request handling, streams, life cycle |
+| `api/` | request schema: OpenAI, SGLang's native API, tenancy, resume |
+| `text/` | tokenizer, chat template, detokenizer, facts about a model directory |
+| `worker/` | the rank process, its client in the front, and their messages |
+| `tensor_parallel/` | a group of processes that computes one model |
+| `kv_events/` | announcements of cached blocks |
+| `observability/` | metrics, spans, load reports, diagnosis, logs |
+| `launch/` | `baton engine`, `baton up`, supervision of processes |
+"""

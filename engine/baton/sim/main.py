@@ -4,7 +4,7 @@
 2. Arrivals: as recorded, or rescaled by --speedup or to a target --load.
 3. One policy after the other over the same arrivals; progress on stderr; Ctrl-C prints what there is and exits 130.
 
-With --replay nothing is simulated: recorded decisions are repeated and compared (sched.replay).
+With --replay nothing is simulated: recorded decisions are repeated and compared (sched.recording).
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from pathlib import Path
 from typing import Any
 
 from baton import config as engine_config
-from baton.config import EngineConfig, FlagParser, add_flags, opt, refuse
+from baton.config import EngineConfig
+from baton.config.flags import FlagParser, add_flags, opt, refuse
+from baton.config.simulated import BLOCK_TOKENS, NODE, PRESETS, StepModel, scaled
+from baton.config.tenants import TenantRule, TenantRules
 from baton.errors import ConfigError
-from baton.sched.limits import Limits
-from baton.sched.plan import StepPlan
 from baton.sched.policies import POLICIES
-from baton.sched.replay import ReplayError, digest, replay
+from baton.sched.recording import ReplayError, digest, replay
 from baton.sched.setup import fairness, limits
-from baton.sched.tenants import TenantRule, TenantRules
+from baton.sched.types.limits import Limits
+from baton.sched.types.plan import StepPlan
 from baton.sim import trace as traces
 from baton.sim.chart import cdf_svg
-from baton.sim.device import NODE
-from baton.sim.model import PRESETS, StepModel
 from baton.sim.node import Setting, SimNode
 from baton.sim.report import Summary, as_json, summarise, table, ttfts
 from baton.sim.trace import TraceRequest
@@ -122,7 +122,7 @@ def _shrunk(value: float, name: str, run: Run) -> float:
         return value / scale
     if value < 0:
         return value
-    small = traces.scaled(value, scale)
+    small = scaled(value, scale)
     in_pages = name in ("chunked_prefill_size", "long_prefill_token_threshold")
     return max(small - small % page, page) if in_pages else small
 
@@ -132,9 +132,7 @@ def _coarser(rules: TenantRules, run: Run) -> TenantRules:
 
     def small(rule: TenantRule) -> TenantRule:
         most = rule.max_kv_tokens
-        return dataclasses.replace(
-            rule, max_kv_tokens=None if most is None else traces.scaled(most, run.sim.length_scale)
-        )
+        return dataclasses.replace(rule, max_kv_tokens=None if most is None else scaled(most, run.sim.length_scale))
 
     return TenantRules(small(rules.default), {name: small(rule) for name, rule in rules.named.items()})
 
@@ -201,8 +199,8 @@ def _violations(sim: SimConfig, model: StepModel, policies: Sequence[str]) -> li
             bad.append(f"{flag} {number}: must be above 0")
     if sim.limit is not None and sim.limit < 1:
         bad.append(f"--limit {sim.limit}: must be at least 1")
-    if sim.length_scale < 1 or traces.BLOCK_TOKENS % sim.length_scale:
-        bad.append(f"--length-scale {sim.length_scale}: use a divisor of {traces.BLOCK_TOKENS}")
+    if sim.length_scale < 1 or BLOCK_TOKENS % sim.length_scale:
+        bad.append(f"--length-scale {sim.length_scale}: use a divisor of {BLOCK_TOKENS}")
     if sim.host_kv_tokens < 0:
         bad.append(f"--host-kv-tokens {sim.host_kv_tokens}: must not be negative")
     if not 0 <= sim.jitter < 1:

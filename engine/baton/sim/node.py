@@ -1,4 +1,4 @@
-"""One engine rank on a virtual clock: the loop of `runtime.loop`, with a step-time model instead of a device.
+"""One engine rank on a virtual clock: the loop of `runtime.engine_loop`, with a step-time model instead of a device.
 
 A turn, as in production: take in what has arrived, release leases, expire deadlines, plan, launch; then, with `depth`
 steps in flight or nothing to plan, let the clock run to the end of the oldest step and commit it. Without a step in
@@ -19,16 +19,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
+from baton.config.simulated import StepModel, scaled
+from baton.config.tenants import DEFAULT_TENANT, TenantRules
 from baton.errors import EngineError, QueueFull, RateLimited, by_code
-from baton.request import FinishReason, Rendezvous, SamplingParams, Validated
-from baton.sched.events import Emitted, PrefillDone
-from baton.sched.limits import Limits
-from baton.sched.mix import uniform
-from baton.sched.plan import StepPlan, StepResult
+from baton.runtime.simulated.device import step_seconds
+from baton.sched.fairness.tenants import RateLimits
 from baton.sched.scheduler import Scheduler
-from baton.sched.tenants import DEFAULT_TENANT, RateLimits, TenantRules
-from baton.sim.model import StepModel
-from baton.sim.trace import TraceRequest, answer_token, prompt_tokens, scaled
+from baton.sched.types.events import Emitted, PrefillDone
+from baton.sched.types.hashing import uniform
+from baton.sched.types.limits import Limits
+from baton.sched.types.plan import StepPlan, StepResult
+from baton.sched.types.request import FinishReason, Rendezvous, SamplingParams, Validated
+from baton.sim.trace import TraceRequest, answer_token, prompt_tokens
 
 
 class Outcome(Enum):
@@ -181,7 +183,7 @@ class SimNode:
         )
 
     def _launch(self, plan: StepPlan) -> None:
-        seconds = self.setting.model.step_seconds(plan, self.setting.scale)
+        seconds = step_seconds(self.setting.model, plan, self.setting.scale)
         if self.setting.jitter:
             seconds *= 1 + self.setting.jitter * (2 * uniform(self.setting.seed, plan.step) - 1)
         pages = sum(len(run.pages) for run in plan.copies)

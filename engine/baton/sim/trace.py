@@ -25,11 +25,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from baton.config.simulated import BLOCK_TOKENS, scaled
+from baton.config.tenants import NAME_RULE, TENANT_NAME
 from baton.errors import ConfigError
-from baton.sched.tenants import NAME_RULE, TENANT_NAME
 
-BLOCK_TOKENS = 512
-"""Prompt tokens per id in hash_ids."""
 FIRST_ANSWER_TOKEN = 1 << 30
 """Blocks are numbered from 0, answers from here: they never meet."""
 _START, _UNLIKE_ANY = -1, -2
@@ -154,11 +153,6 @@ def arrivals(trace: Sequence[TraceRequest]) -> list[float]:
             times[i] = (at - trace[0].timestamp_ms + gap * (i - start) / (end - start)) / 1e3
         start = end
     return times
-
-
-def scaled(tokens: int, scale: int) -> int:
-    """Simulated tokens that stand for `tokens` real ones, at least one."""
-    return max(-(-tokens // scale), 1)
 
 
 def prompt_tokens(request: TraceRequest, scale: int) -> array[int]:

@@ -118,7 +118,7 @@ pub fn try_current() -> Result<Isa, &'static UnknownIsa> {
         .copied()
 }
 
-/// Like [`try_current`], and the best level when the variable is wrong, which baton.runtime.ops_cpu refuses at import.
+/// Like [`try_current`], and the best level when the variable is wrong, which baton.layers.ops_cpu refuses at import.
 pub fn current() -> Isa {
     try_current().unwrap_or_else(|_| Isa::best())
 }

@@ -1,6 +1,6 @@
 //! The index vectors of a step, checked once: what the kernels then follow without looking.
 
-/// R rows and their T tokens; see baton.runtime.attention.base for the meaning of each vector.
+/// R rows and their T tokens; see baton.layers.attention.base for the meaning of each vector.
 #[derive(Clone, Copy, Debug)]
 pub struct SequenceRows<'a> {
     /// R + 1, from 0 to T.

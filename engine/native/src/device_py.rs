@@ -1,4 +1,4 @@
-//! A pool's pages on a device, moved by a Python object (`baton.runtime.gpu.pages.DevicePages`). Called from the transfer's own
+//! A pool's pages on a device, moved by a Python object (`baton.layers.cuda.device_pages.DevicePages`). Called from the transfer's own
 //! threads; each call takes the GIL, which the Python side releases while it waits for the device.
 //!
 //! Page ids are int32, little endian. An exception is the reason why something failed.
@@ -134,7 +134,7 @@ impl DevicePages for PyDevicePages {
     }
 }
 
-/// `baton.runtime.gpu.pages.DeviceSlabs`.
+/// `baton.layers.cuda.device_pages.DeviceSlabs`.
 pub struct PySlabs(Py<PyAny>);
 
 impl PySlabs {
@@ -171,7 +171,7 @@ impl DeviceSlabs for PySlabs {
     }
 }
 
-/// `baton.runtime.gpu.pages.PeerPages`.
+/// `baton.layers.cuda.device_pages.PeerPages`.
 struct PyPeerPages(Py<PyAny>);
 
 impl PeerPages for PyPeerPages {

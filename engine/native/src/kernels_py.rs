@@ -1,6 +1,6 @@
 //! Python face of the `kernels` crate: pointers as integers (`Tensor.data_ptr()`), sizes, flags.
 //!
-//! Nothing is checked here: `baton.runtime.attention.cpu` and `baton.runtime.ops_cpu` are the only callers, check shapes,
+//! Nothing is checked here: `baton.layers.attention.cpu` and `baton.layers.ops_cpu` are the only callers, check shapes,
 //! types and layout, and keep the tensors alive. Every function that computes releases the GIL.
 
 use kernels::append::{LayerPages, NewTokens, kv_append};

@@ -26,7 +26,7 @@ impl From<PyAttribute> for Value {
 
 type PyAttributes = Vec<(String, PyAttribute)>;
 
-/// baton.server.spans.Span
+/// baton.server.observability.spans.Span
 #[derive(FromPyObject)]
 struct PySpan {
     trace: u128,
@@ -97,7 +97,7 @@ impl SpanExporter {
         Ok(Self { inner })
     }
 
-    /// Hand over ended spans, objects with the fields of baton.server.spans.Span.
+    /// Hand over ended spans, objects with the fields of baton.server.observability.spans.Span.
     fn put(&self, spans: Vec<PySpan>) {
         self.inner.put(spans.into_iter().map(Span::from).collect());
     }

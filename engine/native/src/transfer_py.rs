@@ -35,7 +35,7 @@ fn pool_error(err: PoolError) -> PyErr {
 /// A sealed memfd: this process is the only one that can ever write it. `torch.frombuffer(pool.buffer(),
 /// dtype=torch.uint8)` is zero-copy and writable, and the tensor keeps the pool alive. (The buffer protocol itself is not
 /// part of the stable ABI of Python 3.10, hence `buffer()`; it returns a memoryview over a ctypes array over this memory.)
-/// With `device`, an object that moves pages (baton.runtime.gpu.pages), the pages are there, and this is their generations.
+/// With `device`, an object that moves pages (baton.layers.cuda.device_pages), the pages are there, and this is their generations.
 #[pyclass(frozen, name = "KvPool", module = "baton._native")]
 pub struct PyKvPool {
     pool: Arc<KvPool>,

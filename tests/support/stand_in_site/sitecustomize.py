@@ -2,7 +2,7 @@
 
 import sys
 
-if "baton.server.rank" in sys.orig_argv:
+if "baton.server.worker.process" in sys.orig_argv:
     from tests.support.stand_in import StandIn
 
     USED = StandIn().used()  # kept: it ends with its last reference

@@ -25,14 +25,14 @@ from collections.abc import Callable, Collection, Generator, Hashable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
-from baton.sched.events import OrderReviewed
 from baton.sched.policies.base import Policy, PolicyParams, View, cached_tokens
 from baton.sched.policies.fcfs import Fcfs
 from baton.sched.policies.hrrn import Hrrn
 from baton.sched.policies.lpm import Lpm
 from baton.sched.policies.short_first import ShortFirst
 from baton.sched.policies.srpt_aging import SrptAging
-from baton.sched.seq import Seq, SeqState
+from baton.sched.types.events import OrderReviewed
+from baton.sched.types.sequence import Seq, SeqState
 
 T = TypeVar("T")
 Parts = Generator[int, None, T]

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
 from baton.cache.radix import Probe, ProbeWatch
-from baton.sched.events import OrderReviewed
-from baton.sched.seq import Seq
+from baton.sched.types.events import OrderReviewed
+from baton.sched.types.sequence import Seq
 
 NEVER = itertools.repeat(math.inf)
 """Times at which the keys of any number of requests change: never."""

@@ -20,7 +20,7 @@ from typing import Any
 
 from baton.cache.radix import Node, Probe
 from baton.sched.policies.base import Policy, PrefixIndex, View, _probed, batches
-from baton.sched.seq import Seq
+from baton.sched.types.sequence import Seq
 
 ROOT = -1
 

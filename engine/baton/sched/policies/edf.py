@@ -7,7 +7,7 @@ from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
 from baton.sched.policies.base import NEVER, Held, Policy, PolicyParams, View, all_work
-from baton.sched.seq import Seq
+from baton.sched.types.sequence import Seq
 
 
 class Edf(Policy):

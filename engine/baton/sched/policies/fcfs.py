@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from baton.sched.policies.base import Policy, View
-from baton.sched.seq import Seq
+from baton.sched.types.sequence import Seq
 
 
 class Fcfs(Policy):

@@ -8,7 +8,7 @@ from typing import Any
 
 from baton.sched.policies.base import Policy, PolicyParams, View, all_cached_tokens, cached_tokens
 from baton.sched.policies.fcfs import Fcfs
-from baton.sched.seq import Seq
+from baton.sched.types.sequence import Seq
 
 
 class Lpm(Policy):

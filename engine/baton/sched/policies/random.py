@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from baton.sched.mix import uniform
 from baton.sched.policies.base import Policy, View
-from baton.sched.seq import Seq
+from baton.sched.types.hashing import uniform
+from baton.sched.types.sequence import Seq
 
 
 class Random(Policy):

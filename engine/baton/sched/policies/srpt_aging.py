@@ -6,7 +6,7 @@ from collections.abc import Hashable, Sequence
 from typing import Any
 
 from baton.sched.policies.base import Held, Policy, PolicyParams, View, all_work
-from baton.sched.seq import Seq
+from baton.sched.types.sequence import Seq
 
 
 class SrptAging(Policy):

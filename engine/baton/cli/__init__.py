@@ -1,0 +1,1 @@
+"""The command `baton`: `main` finds the subcommand; `bench/`, `doctor/` and `drain` are the ones that live here."""

@@ -1,0 +1,215 @@
+"""A recorded trace against a server: requests leave when it says so, whether or not earlier ones were answered.
+
+1. `asks` makes the requests of a trace: when, a prompt whose text is equal to others' exactly where their block ids
+   are, how long an answer, and which earlier request it continues;
+2. `replay` sends them; with `hold_turns` a request waits for the answer to the one that it continues, because a client
+   cannot ask on before that (traces that are replayed faster than recorded would otherwise do so);
+3. `Outcome` is what the clients saw. What the workers saw, their own metrics tell: `worker_counts`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+
+from baton.cli.bench.load import Timing, percentile, send
+from baton.cli.bench.words import words
+from baton.config.simulated import BLOCK_TOKENS, scaled
+from baton.sim.trace import TraceRequest, arrivals
+
+_REQUESTS = re.compile(rb'^baton_http_requests_total\{(?=[^}]*code="ok").*\} (\S+)$', re.MULTILINE)
+PROBE_SECS = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """One request to send. `at`: seconds from the start."""
+
+    at: float
+    request: TraceRequest
+    continues: int | None
+    """Index of the request whose answer this one's client had to read first."""
+
+
+def asks(trace: Sequence[TraceRequest], factor: float) -> list[Ask]:
+    """Arrivals `factor` times as far apart as recorded."""
+    return [
+        Ask(at * factor, request, parent)
+        for at, request, parent in zip(arrivals(trace), trace, parents(trace), strict=True)
+    ]
+
+
+def parents(trace: Sequence[TraceRequest]) -> list[int | None]:
+    """The request that each one continues: the first one to end with the deepest full block that both have.
+
+    A block that its first request went on from does not count: it is a beginning that strangers share.
+    """
+    ended: dict[int, int] = {}  # last full block of the request that brought it → that request
+    seen: set[int] = set()
+    found: list[int | None] = []
+    for index, request in enumerate(trace):
+        full = request.blocks[: request.input_length // BLOCK_TOKENS]
+        shared = 0
+        while shared < len(full) and full[shared] in seen:
+            shared += 1
+        found.append(ended.get(full[shared - 1]) if shared else None)
+        if shared < len(full):
+            ended[full[-1]] = index
+        seen.update(full)
+    return found
+
+
+def prompt_text(request: TraceRequest, scale: int) -> str:
+    """A word per token; one of them stands for `scale` real tokens."""
+    left = scaled(request.input_length, scale)
+    parts = []
+    for block in request.blocks:
+        count = min(BLOCK_TOKENS // scale, left)
+        parts.append(words(f"block {block}", BLOCK_TOKENS // scale)[: 4 * count])
+        left -= count
+    return "".join(parts)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of a replay; a failure is the reason as text."""
+
+    seconds: float
+    timings: tuple[Timing, ...]
+    failures: tuple[str, ...]
+    late_secs: float
+    """How much after its time the latest request left, because this process was busy."""
+
+    @property
+    def hit_rate(self) -> float:
+        """Prompt tokens found in a cache, as the answers say."""
+        return sum(t.cached_tokens for t in self.timings) / max(sum(t.prompt_tokens for t in self.timings), 1)
+
+
+async def replay(
+    session: aiohttp.ClientSession,
+    url: str,
+    model: str,
+    work: Sequence[Ask],
+    *,
+    scale: int = 1,
+    chat: bool = False,
+    hold_turns: bool = False,
+) -> Outcome:
+    """Send everything; returns when the last answer has ended. A failed request is counted and raises nothing."""
+    done = [asyncio.Event() for _ in work]
+    timings: list[Timing | None] = [None] * len(work)
+    failures: list[str] = []
+    late = 0.0
+    began = time.perf_counter()
+
+    async def one(index: int, ask: Ask) -> None:
+        try:
+            if hold_turns and ask.continues is not None:
+                await done[ask.continues].wait()
+            prompt, answer = prompt_text(ask.request, scale), scaled(ask.request.output_length, scale)
+            timings[index] = await send(session, url, model, prompt, answer, chat=chat)
+        except (aiohttp.ClientError, asyncio.TimeoutError, ValueError) as err:
+            failures.append(f"{type(err).__name__}: {err}")
+        finally:
+            done[index].set()
+
+    running: set[asyncio.Task[None]] = set()
+    try:
+        for index, ask in enumerate(work):
+            wait = began + ask.at - time.perf_counter()
+            late = max(late, -wait)
+            if wait > 0:
+                await asyncio.sleep(wait)
+            task = asyncio.create_task(one(index, ask))
+            running.add(task)
+            task.add_done_callback(running.discard)
+        await asyncio.gather(*running)
+    finally:
+        for task in running:
+            task.cancel()
+    seconds = time.perf_counter() - began
+    return Outcome(seconds, tuple(t for t in timings if t is not None), tuple(failures), late)
+
+
+async def worker_urls(session: aiohttp.ClientSession, url: str) -> list[str]:
+    """The workers that a router at `url` names; empty when it names none."""
+    with contextlib.suppress(aiohttp.ClientError, asyncio.TimeoutError, ValueError):
+        async with session.get(f"{url}/workers", timeout=aiohttp.ClientTimeout(total=PROBE_SECS)) as response:
+            body: Any = await response.json(content_type=None)
+            found = body.get("workers", []) if isinstance(body, dict) else []
+            return [w["url"].partition("@")[0] for w in found if isinstance(w, dict) and isinstance(w.get("url"), str)]
+    return []
+
+
+async def worker_counts(session: aiohttp.ClientSession, urls: Sequence[str]) -> dict[str, int]:
+    """Requests that each worker has answered, by its own count; those without baton's metrics are left out."""
+    counts = {}
+    for url in dict.fromkeys(urls):
+        with contextlib.suppress(aiohttp.ClientError, asyncio.TimeoutError):
+            async with session.get(f"{url}/metrics", timeout=aiohttp.ClientTimeout(total=PROBE_SECS)) as response:
+                text = await response.read()
+                if b"baton_http_requests" in text:
+                    counts[url] = int(sum(float(value) for value in _REQUESTS.findall(text)))
+    return counts
+
+
+HEAD = f"{'':<10}{'mean':>10}{'p50':>10}{'p95':>10}{'p99':>10}{'max':>10}"
+
+
+def report(outcome: Outcome, split: dict[str, int]) -> str:
+    """For people. Times in milliseconds."""
+    sent = len(outcome.timings) + len(outcome.failures)
+    lines = [f"{sent} requests in {outcome.seconds:.1f} s, {len(outcome.failures)} failed"]
+    if outcome.failures:
+        lines.append(f"first failure: {outcome.failures[0]}")
+    if outcome.late_secs > 0.1:
+        lines.append(f"this client was up to {outcome.late_secs:.1f} s late: it is the bottleneck; send slower")
+    if outcome.timings:
+        lines += ["", HEAD]
+        for name, values in rows(outcome).items():
+            lines.append(f"{name:<10}" + "".join(f"{value:>10.1f}" for value in values.values()))
+        asked = sum(t.prompt_tokens for t in outcome.timings)
+        lines += ["", f"prompt tokens {asked}, of them cached {outcome.hit_rate:.3f}"]
+    if split:
+        mean = sum(split.values()) / len(split)
+        lines.append(f"requests per worker, the most over the mean {max(split.values()) / max(mean, 1e-9):.2f}:")
+        lines += [f"  {url}  {count}" for url, count in split.items()]
+    return "\n".join(lines)
+
+
+def rows(outcome: Outcome) -> dict[str, dict[str, float]]:
+    """Distribution of each time [ms]."""
+    times = {
+        "TTFT ms": [t.ttft for t in outcome.timings],
+        "TPOT ms": [t.tpot for t in outcome.timings if t.tokens > 1],
+        "E2E ms": [t.e2e for t in outcome.timings],
+    }
+    return {name: _spread([v * 1e3 for v in values]) for name, values in times.items() if values}
+
+
+def as_json(outcome: Outcome, split: dict[str, int]) -> dict[str, Any]:
+    return {
+        "seconds": outcome.seconds,
+        "answered": len(outcome.timings),
+        "failures": list(outcome.failures),
+        "late_secs": outcome.late_secs,
+        "hit_rate": outcome.hit_rate,
+        "times": rows(outcome),
+        "requests_per_worker": split,
+    }
+
+
+def _spread(values: Sequence[float]) -> dict[str, float]:
+    return {
+        "mean": sum(values) / len(values),
+        **{f"p{share}": percentile(values, share / 100) for share in (50, 95, 99)},
+        "max": max(values),
+    }

@@ -1,0 +1,228 @@
+"""`baton bench`: the same load against several servers, interleaved round by round, and the ratios between them.
+
+Without --url it starts two clusters itself: one engine that does both phases, and a prefill/decode pair; only one of
+them works at a time. A ratio is taken within each round, so that what the machine does meanwhile hits both arms; its
+spread over the rounds is shown. One warm-up round per arm is thrown away.
+
+With --trace it replays a recorded trace instead, against one server after the other (cli.bench.replay).
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import math
+import os
+import platform
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from baton.cli.bench import replay
+from baton.cli.bench.load import Round, Work, percentile, run_round
+from baton.config.simulated import BLOCK_TOKENS
+from baton.errors import ConfigError
+from baton.server.launch import local_cluster
+from baton.server.launch.smoke_test import served_model
+from baton.server.launch.supervisor import ChildFailed
+from baton.sim import trace as traces
+
+BUILT_IN = (("one engine", ("--workers", "1")), ("P + D", ("--prefill", "1", "--decode", "1")))
+
+
+@dataclass
+class Arm:
+    name: str
+    url: str
+    model: str
+    rounds: list[Round] = field(default_factory=list)
+
+
+COLUMNS: tuple[tuple[str, Callable[[Round], float]], ...] = (
+    ("tokens/s", lambda r: r.tokens_per_second),
+    ("TTFT p50 ms", lambda r: percentile([t.ttft for t in r.timings], 0.5) * 1e3),
+    ("TTFT p95 ms", lambda r: percentile([t.ttft for t in r.timings], 0.95) * 1e3),
+    ("TPOT p50 ms", lambda r: percentile([t.tpot for t in r.timings], 0.5) * 1e3),
+    ("TPOT p95 ms", lambda r: percentile([t.tpot for t in r.timings], 0.95) * 1e3),
+    ("E2E p95 ms", lambda r: percentile([t.e2e for t in r.timings], 0.95) * 1e3),
+)
+
+
+def table(arms: Sequence[Arm]) -> str:
+    """Per arm the median over rounds; per further arm its ratio to the first with the range over rounds."""
+    head = f"{'':<21}" + "".join(f"{name:>20}" for name, _ in COLUMNS)
+    lines = [head]
+    for arm in arms:
+        cells = [statistics.median(value(r) for r in arm.rounds) for _, value in COLUMNS]
+        lines.append(f"{arm.name[:21]:<21}" + "".join(f"{cell:>20.2f}" for cell in cells))
+    for arm in arms[1:]:
+        line = f"{arm.name[:13]:<13} / first"
+        for _, value in COLUMNS:
+            ratios = [value(mine) / value(base) for mine, base in zip(arm.rounds, arms[0].rounds, strict=True)]
+            line += f"{f'{statistics.median(ratios):.2f} [{min(ratios):.2f}, {max(ratios):.2f}]':>20}"
+        lines.append(line)
+    return "\n".join(lines)
+
+
+ROUNDS: dict[str, tuple[Any, str]] = {
+    "rounds": (5, "rounds per server"),
+    "requests": (16, "requests per round"),
+    "concurrency": (4, "requests at once"),
+    "prompt_tokens": (512, "prompt length [tokens]"),
+    "output_tokens": (32, "answer length [tokens]"),
+    "shared_tokens": (0, "equal start of all prompts [tokens]"),
+}
+TRACE: dict[str, tuple[Any, str]] = {
+    "speed": (1.0, "let requests arrive this many times faster than recorded"),
+    "rate": (0.0, "instead of --speed: rescale arrivals to this mean rate; 0: as recorded [requests/s]"),
+    "limit": (0, "use only the first so many requests of the trace; 0: all"),
+    "length_scale": (1, "let one token stand for this many of the trace (a divisor of 512)"),
+    "timeout_secs": (600.0, "give up on a request after this long [s]"),
+}
+"""Flag → default and help, of the two things this command does."""
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="baton bench",
+        description="Same load, several servers, interleaved; ratios. With --trace: a recorded day, replayed.",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--url", action="append", default=[], help="server to measure; repeat to compare (default: start two)"
+    )
+    parser.add_argument("--model-path", default="demo", help="for the servers started here (default: demo)")
+    _add(parser.add_argument_group("rounds of equal requests"), ROUNDS)
+    group = parser.add_argument_group("a trace, against --url")
+    group.add_argument("--trace", help="trace file (.jsonl or .jsonl.gz), or the name of one that comes with Baton")
+    _add(group, TRACE)
+    group.add_argument(
+        "--hold-turns", action="store_true", help="a request that continues another waits until that one is answered"
+    )
+    group.add_argument("--chat", action="store_true", help="send chat messages, not completions")
+    group.add_argument("--json", metavar="FILE", help="write the results to this file too")
+    options = parser.parse_args(argv)
+    unused = ROUNDS if options.trace else TRACE
+    for name in unused:
+        if hasattr(options, name):
+            parser.error(f"{_flag(name)} means nothing {'with' if options.trace else 'without'} --trace; leave it out")
+    for name, (default, _) in {**ROUNDS, **TRACE}.items():
+        setattr(options, name, getattr(options, name, default))
+    for name in ("rounds", "requests", "concurrency", "prompt_tokens", "output_tokens", "length_scale"):
+        if getattr(options, name) < 1:
+            parser.error(f"{_flag(name)} {getattr(options, name)}: must be at least 1")
+    for name in ("speed", "timeout_secs"):
+        if not 0 < getattr(options, name) < math.inf:
+            parser.error(f"{_flag(name)} {getattr(options, name)}: must be above 0")
+    for name in ("rate", "limit"):
+        if not 0 <= getattr(options, name) < math.inf:
+            parser.error(f"{_flag(name)} {getattr(options, name)}: must not be negative")
+    if not options.trace and (options.hold_turns or options.chat or options.json):
+        parser.error("--hold-turns, --chat and --json mean nothing without --trace; leave them out")
+    if options.trace and not options.url:
+        parser.error("--trace needs the server to measure: --url http://host:port")
+    if options.speed != 1 and options.rate:
+        parser.error("--speed and --rate both rescale arrivals; give one")
+    if BLOCK_TOKENS % options.length_scale:
+        parser.error(f"--length-scale {options.length_scale}: use a divisor of {BLOCK_TOKENS}")
+    return options
+
+
+def _add(group: Any, flags: dict[str, tuple[Any, str]]) -> None:
+    for name, (default, text) in flags.items():
+        group.add_argument(
+            _flag(name), type=type(default), default=argparse.SUPPRESS, help=f"{text} (default: {default})",
+            metavar=name.upper().rpartition("_")[2],
+        )  # fmt: skip
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+async def _start_built_in(stack: AsyncExitStack, model_path: str) -> list[tuple[str, str]]:
+    started = []
+    for name, flags in BUILT_IN:
+        plan = local_cluster.parse([*flags, "--model-path", model_path, "--port", "0", "--log-level", "warning"])
+        log_dir = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="baton-bench-")))
+        cluster = local_cluster.Cluster(plan, log_dir, lambda text: print(f"  {text}", flush=True))
+        stack.push_async_callback(cluster.stop)
+        print(f"starting {name}", flush=True)
+        await cluster.start()
+        started.append((name, cluster.url))
+    return started
+
+
+async def _bench(options: argparse.Namespace) -> int:
+    work = Work(
+        options.requests, options.concurrency, options.prompt_tokens, options.output_tokens, options.shared_tokens
+    )
+    async with AsyncExitStack() as stack:
+        named = [(url, url) for url in options.url] or await _start_built_in(stack, options.model_path)
+        arms = [Arm(name, url.rstrip("/"), await served_model(url)) for name, url in named]
+        session = await stack.enter_async_context(
+            aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=600))
+        )
+        for number in range(-1, options.rounds):
+            for arm in arms if number % 2 else reversed(arms):
+                done = await run_round(session, arm.url, arm.model, work, seed=number)
+                if done.failures:
+                    print(
+                        f"{arm.name}: {len(done.failures)} requests failed, first: {done.failures[0]}", file=sys.stderr
+                    )
+                    return 1
+                if number >= 0:
+                    arm.rounds.append(done)
+        print(
+            f"{options.rounds} rounds x {work.requests} requests, {work.concurrency} at once, "
+            f"prompt {work.prompt_tokens} ({work.shared_tokens} shared) + answer {work.output_tokens} tokens; "
+            f"{len(os.sched_getaffinity(0))} cores, {platform.machine()}, Python {platform.python_version()}"
+        )
+        print(table(arms))
+        return 0
+
+
+async def _replay(options: argparse.Namespace) -> int:
+    trace = traces.read(traces.locate(options.trace), options.limit or None)
+    recorded = traces.arrivals(trace)[-1]
+    factor = len(trace) / options.rate / recorded if options.rate and recorded else 1 / options.speed
+    work = replay.asks(trace, factor)
+    held = "; turns wait for the answer before" if options.hold_turns else ""
+    print(f"{options.trace}: {len(work)} requests in {work[-1].at:.1f} s{held}", flush=True)
+    results = []
+    connector = aiohttp.TCPConnector(limit=0)
+    timeout = aiohttp.ClientTimeout(total=options.timeout_secs)
+    async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
+        for url in (url.rstrip("/") for url in options.url):
+            workers = await replay.worker_urls(session, url) or [url]
+            before = await replay.worker_counts(session, workers)
+            outcome = await replay.replay(
+                session, url, await served_model(url), work, scale=options.length_scale, chat=options.chat,
+                hold_turns=options.hold_turns,
+            )  # fmt: skip
+            after = await replay.worker_counts(session, workers)
+            split = {worker: after[worker] - before[worker] for worker in before if worker in after}
+            print(f"\n{url}\n{replay.report(outcome, split)}", flush=True)
+            results.append({"url": url, **replay.as_json(outcome, split)})
+    if options.json:
+        Path(options.json).write_text(json.dumps({"options": vars(options), "results": results}, indent=1) + "\n")
+    return 1 if any(result["failures"] for result in results) else 0
+
+
+def main(argv: Sequence[str]) -> int:
+    options = parse(argv)
+    try:
+        return asyncio.run(_replay(options) if options.trace else _bench(options))
+    except (ChildFailed, ConfigError, aiohttp.ClientError) as err:
+        print(f"baton bench: {err}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130

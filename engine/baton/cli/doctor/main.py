@@ -1,0 +1,127 @@
+"""`baton doctor`: is this machine, this fleet, this namespace well? One line per check, with a remedy.
+
+Without a flag this machine is checked; with --fleet routers and all engines that they list; with --namespace the
+objects of Kubernetes, through kubectl. Changes nothing. Exit code: 0 all well, 1 warnings, 2 failures or wrong flags.
+"""
+
+from __future__ import annotations
+
+import os
+import ssl
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from baton.cli.doctor.check import CheckResult, exit_code, render_json, render_text
+from baton.cli.doctor.client import HttpClient
+from baton.cli.doctor.fleet import FleetKeys
+from baton.config.flags import FlagParser, add_flags, markdown, opt, refuse
+
+PROG = "baton doctor"
+DEFAULT_ROUTER = "http://127.0.0.1:8000"
+CONTROL_KEY_ENV, API_KEY_ENV = "BATON_CONTROL_KEY", "BATON_API_KEY"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DoctorConfig:
+    """Flags of the command."""
+
+    fleet: bool = opt(False, "check routers and all engines that they list")
+    router: str | None = opt(
+        None,
+        f"router to ask, or several with commas between (default with --fleet: {DEFAULT_ROUTER}); without --fleet its "
+        "clock is compared with that of this machine",
+    )
+    namespace: str | None = opt(None, "check the objects of this Kubernetes namespace with kubectl")
+    node: bool = opt(False, "check this machine, besides what --fleet and --namespace name")
+    json: bool = opt(False, "print one JSON object instead of text")
+    key: str | None = opt(None, "key of the routers' control plane (default: --api-key)", env=CONTROL_KEY_ENV)
+    api_key: str | None = opt(None, "key of engines and routers", env=API_KEY_ENV)
+    ca_cert: str | None = opt(None, "PEM file of an authority to trust besides the system's, for https addresses")
+    kubectl: str = opt("kubectl", "command that reaches the cluster, with its flags: --kubectl='kubectl --context x'")
+
+    @property
+    def routers(self) -> list[str]:
+        return [url.strip().rstrip("/") for url in self.router.split(",")] if self.router else []
+
+
+def parse(argv: Sequence[str]) -> DoctorConfig:
+    """Flags; prints mistakes and exits with 2."""
+    parser = FlagParser(PROG, "Check this machine, or a fleet (--fleet), or a Kubernetes namespace (--namespace).")
+    parser.epilog = "exit code: 0 all well, 1 warnings, 2 failures or wrong flags"
+    add_flags(parser, DoctorConfig)
+    values, bad = parser.read(argv)
+    values.setdefault("key", os.environ.get(CONTROL_KEY_ENV) or None)
+    values.setdefault("api_key", os.environ.get(API_KEY_ENV) or None)
+    config = DoctorConfig(**values)
+    bad += wrong_urls(config.routers)
+    if bad:
+        refuse(PROG, bad)
+    return config
+
+
+def wrong_urls(urls: Sequence[str]) -> list[str]:
+    good = ("http://", "https://")
+    return [f"--router {url}: give http://HOST:PORT or https://HOST:PORT" for url in urls if not url.startswith(good)]
+
+
+def make_client(prog: str, ca_cert: str | None) -> HttpClient:
+    """A client; prints what is wrong with the file and exits with 2."""
+    try:
+        return HttpClient(ca_cert)
+    except (OSError, ssl.SSLError) as err:
+        refuse(prog, [f"--ca-cert {ca_cert}: {err.strerror or err}; give a PEM file with certificates"])
+
+
+def keys_of(config: DoctorConfig) -> FleetKeys:
+    return FleetKeys(control=config.key or config.api_key, engine=config.api_key)
+
+
+def examine(config: DoctorConfig) -> list[CheckResult]:
+    """All results that the flags ask for."""
+    client = make_client(PROG, config.ca_cert)
+    keys = keys_of(config)
+    results: list[CheckResult] = []
+    if config.node or not (config.fleet or config.namespace):
+        results += examine_node(config.routers, client)
+    if config.fleet:
+        from baton.cli.doctor.engines import check_engines
+        from baton.cli.doctor.fleet import read_fleet
+        from baton.cli.doctor.pairs import check_pairs
+        from baton.cli.doctor.routers import check_routers
+
+        view = read_fleet(config.routers or [DEFAULT_ROUTER], keys, client)
+        results += check_routers(view) + check_engines(view) + check_pairs(view)
+    if config.namespace:
+        from baton.cli.doctor.kubernetes import check_namespace, read_namespace
+
+        results += check_namespace(read_namespace(config.namespace, config.kubectl))
+    return results
+
+
+def examine_node(routers: Sequence[str], client: HttpClient) -> list[CheckResult]:
+    from baton.cli.doctor.check import skip
+    from baton.cli.doctor.gpu import check_gpu, read_gpu_facts
+    from baton.cli.doctor.host import check_host, skew
+    from baton.server.observability.host_facts import read_host_facts
+
+    results = check_host(read_host_facts())
+    for url in routers:
+        offset = client.get(f"{url.rstrip('/')}/livez").clock_offset_secs
+        if offset is None:
+            results.append(skip("host.clock", f"router {url} does not answer with its time"))
+        else:
+            results.append(skew(f"router {url}, against this one,", offset).under("host"))
+    return results + check_gpu(read_gpu_facts())
+
+
+def main(argv: Sequence[str]) -> int:
+    config = parse(argv)
+    results = examine(config)
+    is_colored = sys.stdout.isatty() and "NO_COLOR" not in os.environ
+    print(render_json(results) if config.json else render_text(results, is_colored=is_colored))
+    return exit_code(results)
+
+
+if __name__ == "__main__":
+    print(markdown(DoctorConfig))

@@ -1,0 +1,387 @@
+"""`baton drain`: take engines out of service, show what they have left, return them.
+
+1. Targets become places: the URL of an engine, the URL of a router's worker (ROUTER/workers/ID), or the engines of
+   Kubernetes pods, found with `kubectl get pods`;
+2. every place gets the order to drain or, with --undo, to return to service; --status only asks;
+3. --wait asks each second what is left, until nothing is or --timeout has passed.
+
+Engines of pods are asked by `kubectl exec`, from inside: they listen on the pod's address only, network policies let
+only routers reach them, and the key is in the container's environment. That takes the rights `get pods`, `list pods`
+and `create pods/exec`. With --router the router passes the order on, and reading pods is enough.
+
+Exit codes: 0 done, 1 a target could not be asked or returned to service meanwhile, 2 wrong flags, 3 work is left.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shlex
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from baton.config.flags import FlagParser, add_flags, markdown, opt, refuse
+
+PROG = "baton drain"
+LOOK_EVERY_SECS = 1.0
+ASK_SECS = 30.0
+"""For one answer; a router passes the question on with a limit of its own."""
+EXEC_SECS = 60.0
+"""For one kubectl command."""
+MOST_AT_ONCE = 16
+"""Places asked at the same time."""
+KEY_ENV = "BATON_API_KEY"
+FAILED, LEFT = 1, 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrainConfig:
+    """Flags of the command."""
+
+    wait: bool = opt(False, "show each second what is left, and end when nothing is: exit code 0, or 3 after --timeout")
+    timeout_secs: float = opt(600.0, "longest wait [s]", also=("--timeout",))
+    undo: bool = opt(False, "return the targets to service")
+    status: bool = opt(False, "show what is left, change nothing")
+    json: bool = opt(False, "print one JSON object per look instead of text")
+    key: str | None = opt(None, "key of engines, or of the router's control plane", env=KEY_ENV)
+    router: str | None = opt(None, "URL of a router that passes orders for pods on, instead of kubectl exec")
+    namespace: str = opt("baton", "namespace of the pods")
+    selector: str = opt(
+        "app.kubernetes.io/name=baton,app.kubernetes.io/component!=router", "labels of the engine pods of a node"
+    )
+    kubectl: str = opt("kubectl", "command that reaches the cluster, with its flags: --kubectl='kubectl --context x'")
+
+
+class DrainFailed(Exception):
+    """A target that cannot be asked, and what to do about it."""
+
+
+class Gone(DrainFailed):
+    """Nothing is at the place any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class DrainReport:
+    """Last answer of a place."""
+
+    target: str
+    state: str
+    is_drained: bool = False
+    left: dict[str, Any] = field(default_factory=dict)
+    is_final: bool = False
+    drained_by: str | None = None
+    """`router`: drained by the asked router alone; other routers are not told."""
+    note: str | None = None
+    error: str | None = None
+
+    def text(self) -> str:
+        what = self.error or _left_text(self.left)
+        return f"{self.target}  {self.state}  {what}" + (f"  ({self.note})" if self.note else "")
+
+
+class Place(Protocol):
+    """Where an engine can be asked. Methods raise DrainFailed."""
+
+    name: str
+
+    def ask(self, verb: str) -> DrainReport:
+        """`verb`: drain, undrain or status."""
+        ...
+
+
+def _left_text(left: dict[str, Any]) -> str:
+    if not any(value for name, value in left.items() if name != "oldest_secs"):
+        return "nothing left"
+    names = ("requests", "streams", "waiting", "running", "transfers", "leases", "rooms")
+    counts = [f"{left[name]} {name}" for name in names if left.get(name)]
+    oldest = [] if left.get("oldest_secs") is None else [f"oldest {left['oldest_secs']:.0f} s"]
+    return ", ".join([*counts, *oldest])
+
+
+# ---- places ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class UrlPlace:
+    """An engine, or a router's worker: both have /drain and /undrain below their URL."""
+
+    name: str
+    url: str
+    key: str | None
+
+    def ask(self, verb: str) -> DrainReport:
+        told = self._send("GET" if verb == "status" else "POST", "undrain" if verb == "undrain" else "drain")
+        reason = told.get("reason")
+        if "left" not in told and verb == "drain":  # a router that drains the worker alone
+            try:
+                told |= self._send("GET", "drain")
+            except Gone:
+                told |= {"state": "gone", "is_drained": True, "left": {}}
+        alone = told.get("drained_by") == "router"
+        return DrainReport(
+            self.name,
+            str(told.get("state") or told.get("status")),
+            bool(told.get("is_drained")),
+            told.get("left") or {},
+            bool(told.get("is_final")),
+            told.get("drained_by"),
+            f"drained at this router only: {reason or 'other routers are not told'}" if alone else None,
+        )
+
+    def _send(self, method: str, path: str) -> dict[str, Any]:
+        headers = {} if self.key is None else {"authorization": f"Bearer {self.key}"}
+        url = f"{self.url.rstrip('/')}/{path}"
+        request = urllib.request.Request(url, method=method, headers=headers)
+        try:
+            with urllib.request.urlopen(request, timeout=ASK_SECS) as answer:
+                told = json.load(answer)
+        except urllib.error.HTTPError as err:
+            raise self._refused(err, method, path) from err
+        except urllib.error.URLError as err:
+            if isinstance(err.reason, ConnectionRefusedError):
+                raise Gone(f"{url}: nothing listens there ({err.reason})") from err
+            raise DrainFailed(f"{url} cannot be asked: {err.reason}") from err
+        except (OSError, ValueError) as err:  # cut or silent connections, and answers that are no JSON
+            raise DrainFailed(f"{url} gave no answer that can be read: {err}") from err
+        if not isinstance(told, dict):
+            raise DrainFailed(f"{url} answered {told!r}; is it an engine or a router of Baton?")
+        return told
+
+    def _refused(self, err: urllib.error.HTTPError, method: str, path: str) -> DrainFailed:
+        try:
+            said = json.load(err)["error"]["message"]
+        except (OSError, ValueError, KeyError, TypeError):
+            said = err.reason
+        what = f"{method} {self.url}/{path}: {err.code}, {said}"
+        if err.code in (404, 405):
+            return Gone(f"{what}; give the URL of an engine with /drain, or ROUTER/workers/ID of a worker")
+        if err.code in (401, 403):
+            return DrainFailed(f"{what}; give --key, or {KEY_ENV}")
+        return DrainFailed(what)
+
+
+@dataclass(slots=True)
+class PodPlace:
+    """An engine in a container, asked by `baton drain` inside of it."""
+
+    name: str
+    pod: str
+    container: str
+    url: str
+    kubectl: Kubectl
+
+    def ask(self, verb: str) -> DrainReport:
+        flag = {"drain": [], "undrain": ["--undo"], "status": ["--status"]}[verb]
+        command = ["exec", self.pod, "-c", self.container, "--", "baton", "drain", "--json", *flag, self.url]
+        out = self.kubectl.run(command, exits=(0, FAILED))
+        try:
+            told = json.loads(out.splitlines()[-1])["targets"][0]
+            report = DrainReport(**{**told, "target": self.name})
+        except (ValueError, KeyError, IndexError, TypeError) as err:
+            raise DrainFailed(f"{self.name}: baton drain in its container printed {out[-200:]!r}") from err
+        if report.error is not None:
+            raise (Gone if report.state == "gone" else DrainFailed)(report.error)
+        return report
+
+
+@dataclass(slots=True)
+class Kubectl:
+    command: Sequence[str]
+    namespace: str
+
+    def run(self, words: Sequence[str], exits: Sequence[int] = (0,)) -> str:
+        """Standard output. Raises DrainFailed for another exit code."""
+        command = [*self.command, "-n", self.namespace, *words]
+        try:
+            done = subprocess.run(
+                command, capture_output=True, text=True, timeout=EXEC_SECS, check=False, stdin=subprocess.DEVNULL
+            )
+        except OSError as err:
+            raise DrainFailed(f"{command[0]} cannot be run ({err.strerror}); install it, or give --kubectl") from err
+        except subprocess.TimeoutExpired as err:
+            raise DrainFailed(f"{shlex.join(command)} did not end within {EXEC_SECS:g} s") from err
+        if done.returncode not in exits or (done.returncode and not done.stdout.strip()):
+            raise DrainFailed(f"{shlex.join(command)} exited with {done.returncode}: {done.stderr.strip()[-500:]}")
+        return done.stdout
+
+    def pods(self, words: Sequence[str]) -> list[dict[str, Any]]:
+        told = json.loads(self.run(["get", *words, "-o", "json"]))
+        return list(told["items"]) if "items" in told else [told]
+
+
+def places_of(config: DrainConfig, targets: Iterable[str]) -> list[Place]:
+    """Raises DrainFailed for pods that cannot be found."""
+    kubectl = Kubectl(shlex.split(config.kubectl), config.namespace)
+    found: dict[str, Place] = {}
+    for target in targets:
+        kind, _, name = target.partition("/")
+        if kind == "pod":
+            pods = kubectl.pods(["pod", name])
+        elif kind == "node":
+            pods = kubectl.pods(["pods", "-l", config.selector, "--field-selector", f"spec.nodeName={name}"])
+        else:
+            found[target] = UrlPlace(target, target.rstrip("/"), config.key)
+            continue
+        engines = [place for pod in pods for place in _engines(pod, config, kubectl)]
+        if not engines:
+            raise DrainFailed(f"{target}: no running pod of {len(pods)} has an engine (a container port named http…)")
+        found |= {place.name: place for place in engines}
+    return list(found.values())
+
+
+def _engines(pod: dict[str, Any], config: DrainConfig, kubectl: Kubectl) -> list[Place]:
+    """Engines of a pod: containers with a port whose name begins with http. None of a pod that ends."""
+    meta, status = pod["metadata"], pod.get("status", {})
+    address = status.get("podIP")
+    if "deletionTimestamp" in meta or status.get("phase") != "Running" or not address:
+        return []
+    host = f"[{address}]" if ":" in address else address
+    containers = pod["spec"]["containers"]
+    ports = [
+        (c["name"], port["containerPort"])
+        for c in containers
+        for port in c.get("ports", ())
+        if port.get("name", "").startswith("http")
+    ]
+    places: list[Place] = []
+    for container, port in ports:
+        name = f"pod/{meta['name']}" + (f"/{container}" if len(ports) > 1 else "")
+        url = f"http://{host}:{port}"
+        if config.router is None:
+            places.append(PodPlace(name, meta["name"], container, url, kubectl))
+        else:
+            worker = f"{config.router.rstrip('/')}/workers/{urllib.parse.quote(url, safe='')}"
+            places.append(UrlPlace(name, worker, config.key))
+    return places
+
+
+# ---- the command -----------------------------------------------------------------------------------------------------
+
+
+def parse(argv: Sequence[str]) -> tuple[DrainConfig, list[str]]:
+    """Flags and targets; prints mistakes and exits with 2."""
+    parser = FlagParser(PROG, "Take engines out of service without breaking a stream, or return them (--undo).")
+    parser.usage = f"{PROG} TARGET… [flags]"
+    parser.add_argument(
+        "targets",
+        nargs="*",
+        metavar="TARGET",
+        help="URL of an engine, ROUTER/workers/ID, pod/NAME, or node/NAME: all engine pods of a Kubernetes node",
+    )
+    add_flags(parser, DrainConfig)
+    values, bad = parser.read(argv)
+    targets = values.pop("targets")
+    values.setdefault("key", os.environ.get(KEY_ENV) or None)
+    config = DrainConfig(**values)
+    if not targets:
+        bad.append("no target; give the URL of an engine, ROUTER/workers/ID, pod/NAME or node/NAME")
+    for target in targets:
+        if not target.startswith(("http://", "https://", "pod/", "node/")):
+            bad.append(f"{target}: give http://HOST:PORT, ROUTER/workers/ID, pod/NAME or node/NAME")
+    if sum((config.undo, config.status, config.wait)) > 1 and not (config.status and config.wait):
+        bad.append("--undo goes with neither --wait nor --status; leave one out")
+    if config.timeout_secs < 0:
+        bad.append(f"--timeout {config.timeout_secs:g}: give seconds from 0")
+    if bad:
+        refuse(PROG, bad)
+    return config, targets
+
+
+class DrainCommand:
+    """Run of the command over some places."""
+
+    def __init__(self, config: DrainConfig, places: Sequence[Place], show: Callable[[str], None]) -> None:
+        self._config = config
+        self._places = places
+        self._show = show
+        self._last: dict[str, DrainReport] = {}
+
+    def run(self) -> int:
+        """Returns the exit code."""
+        deadline = time.monotonic() + self._config.timeout_secs
+        verb = "undrain" if self._config.undo else "status" if self._config.status else "drain"
+        with ThreadPoolExecutor(MOST_AT_ONCE) as pool:
+            reports = list(pool.map(lambda place: self._ask(place, verb), self._places))
+            self._tell(reports)
+            while self._config.wait and not any(self._is_lost(r) for r in reports):
+                if all(r.is_drained for r in reports):
+                    return self._end(0, f"safe to stop: {', '.join(r.target for r in reports)}")
+                if (pause := min(LOOK_EVERY_SECS, deadline - time.monotonic())) <= 0:
+                    rest = "; ".join(f"{r.target}: {_left_text(r.left)}" for r in reports if not r.is_drained)
+                    return self._end(LEFT, f"not drained after {self._config.timeout_secs:g} s: {rest}")
+                time.sleep(pause)
+                waiting = [place for place in self._places if not self._last[place.name].is_drained]
+                list(pool.map(lambda place: self._ask(place, "status"), waiting))
+                reports = [self._last[place.name] for place in self._places]
+                self._tell(reports)
+        lost = [r for r in reports if self._is_lost(r)]
+        for report in lost:
+            why = report.error or f"is {report.state}, and takes requests: it was returned to service meanwhile"
+            print(f"{PROG}: {report.target}: {why}", file=sys.stderr)
+        return FAILED if lost else 0
+
+    def _is_lost(self, report: DrainReport) -> bool:
+        """True for a target that could not be asked, or that does not drain although this command waits for it."""
+        is_back = self._config.wait and report.state in ("ready", "accepted") and not report.is_drained
+        return report.error is not None or is_back
+
+    def _ask(self, place: Place, verb: str) -> DrainReport:
+        before = self._last.get(place.name)
+        try:
+            report = place.ask(verb)
+        except Gone as err:
+            # A process that got SIGTERM has ended, or a router has removed the worker that it drained alone.
+            has_ended = before is not None and (before.is_final or before.drained_by == "router")
+            report = DrainReport(place.name, "gone", has_ended, error=None if has_ended else str(err))
+        except DrainFailed as err:
+            report = DrainReport(place.name, "unknown", error=str(err))
+        if before is not None and before.is_final and report.state == "unhealthy":  # seen through a router
+            report = dataclasses.replace(report, state="gone", is_drained=True)
+        if before is not None and report.note is None:
+            report = dataclasses.replace(report, note=before.note)
+        self._last[place.name] = report
+        return report
+
+    def _tell(self, reports: Sequence[DrainReport]) -> None:
+        if self._config.json:
+            is_drained = all(r.is_drained for r in reports)
+            rows = [dataclasses.asdict(r) for r in reports]
+            self._show(json.dumps({"targets": rows, "is_drained": is_drained}))
+            return
+        for report in reports:
+            if report.error is None:
+                self._show(report.text())
+
+    def _end(self, code: int, text: str) -> int:
+        if not self._config.json:
+            self._show(text)
+        elif code:
+            print(f"{PROG}: {text}", file=sys.stderr)
+        return code
+
+
+def main(argv: Sequence[str]) -> int:
+    config, targets = parse(argv)
+    try:
+        places = places_of(config, targets)
+    except DrainFailed as err:
+        print(f"{PROG}: {err}", file=sys.stderr)
+        return FAILED
+    try:
+        return DrainCommand(config, places, lambda line: print(line, flush=True)).run()
+    except KeyboardInterrupt:
+        print(f"{PROG}: interrupted; the targets stay as they are, --undo returns them to service", file=sys.stderr)
+        return 130
+
+
+if __name__ == "__main__":
+    print(markdown(DrainConfig))

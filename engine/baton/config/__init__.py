@@ -1,0 +1,15 @@
+"""Configuration of an engine: the bottom package, which imports only `baton.errors`.
+
+| module | holds |
+|---|---|
+| `engine` | `EngineConfig`: every flag with its default and help; `parse`, `build`, the rules between flags |
+| `flags` | `opt` and `FlagParser`: flags made of the fields of a dataclass |
+| `classes` | `--priority-classes` |
+| `tenants` | `--tenant-config` |
+| `kv_events` | `--kv-events-config` |
+| `simulated` | `--simulate`: step-time models and their presets |
+| `unsupported_flags` | flags of SGLang and vLLM that are refused, and what to use instead |
+"""
+
+from baton.config.engine import *  # noqa: F403
+from baton.config.flags import *  # noqa: F403

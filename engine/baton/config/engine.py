@@ -1,0 +1,739 @@
+"""Engine configuration: one frozen dataclass; flags, help, defaults and docs/flags.md are all built from its fields.
+
+Two steps: `parse(argv)` reads no file but --tenant-config's and reports all mistakes at once;
+`EngineConfig.resolve(...)` (runtime) reads the model's config and the machine. SGLang's flag names are used where the
+semantics agree.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import ipaddress
+import os
+import re
+import typing
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from baton.config import kv_events, simulated, tenants
+from baton.config.classes import parse_classes
+from baton.config.flags import FlagMistake, FlagParser, add_flags, base_type, flag_name, opt, reader, refuse
+from baton.errors import ConfigError
+
+LOOPBACK = "127.0.0.1"
+UNSPECIFIED_HOSTS = ("0.0.0.0", "::", "")
+"""Values of --host that listen on every address."""
+KV_REMEDY = (
+    "give all engines the same --cluster-key (BATON_CLUSTER_KEY), or --insecure-kv where every host of the network is "
+    "trusted"
+)
+SECRETS: Mapping[str, str] = {
+    "api_key": "BATON_API_KEY",
+    "cluster_key": "BATON_CLUSTER_KEY",
+    "second_cluster_key": "BATON_SECOND_CLUSTER_KEY",
+}
+"""Fields that are never shown or recorded, and their environment variables."""
+MEM_FRACTION = 0.85
+"""Not measured on a GPU yet; what steps need besides is (runtime.memory.device_memory), and comes first."""
+
+
+CUDA_DEFAULTS: Mapping[str, int] = {"max_running_requests": 256, "chunked_prefill_size": 8192}
+"""Defaults with --device cuda of flags that are not given. Small steps leave a GPU waiting for launches; 8192 tokens
+match SGLang's on an H200, 256 rows are the largest recorded decode step (runtime.graphs.capture)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    GROUPS: ClassVar[tuple[tuple[str, str], ...]] = (
+        ("model", "model_path"),
+        ("HTTP server", "host"),
+        ("prefill and decode nodes", "disaggregation_mode"),
+        ("ranks and device", "tp_size"),
+        ("KV memory", "page_size"),
+        ("limits", "max_running_requests"),
+        ("what one step holds", "chunked_prefill_size"),
+        ("order of the queue", "schedule_policy"),
+        ("classes and tenants", "priority_classes"),
+        ("priority and preemption", "enable_priority_scheduling"),
+        ("estimates and cache", "starvation_threshold_ms"),
+        ("the loop", "disable_overlap_schedule"),
+        ("time limits, metrics and logs", "request_timeout_secs"),
+    )
+    """Headings of --help and docs/flags.md: title, and the first field that it stands above."""
+
+    model_path: str = opt(
+        "demo",
+        "Hugging Face model directory, owner/name of one in the Hugging Face cache, or 'demo' for the built-in model",
+        also=("--model",),
+    )
+    tokenizer_path: str | None = opt(
+        None,
+        "directory or cached hub id with tokenizer.json (default: the model's)",
+        also=("--tokenizer",),
+    )
+    served_model_name: str | None = opt(None, "name in /v1/models and responses (default: the directory's name)")
+    load_format: str = opt(
+        "auto", "auto: safetensors files; dummy: random weights of the config's shape", choices=("auto", "dummy")
+    )
+    dtype: str = opt(
+        "auto",
+        "compute type; auto takes the checkpoint's, on the CPU bfloat16 for float16: CPUs have slow torch code for it",
+        choices=("auto", "float32", "bfloat16", "float16"),
+    )
+    simulate: str | None = opt(
+        None,
+        "no model: steps take the time of this device, reference or h200-8b, followed by name=number with commas "
+        "between for speed, length_scale and single numbers of it (docs/simulate.md)",
+    )
+    context_length: int | None = opt(
+        None, "longest prompt + answer accepted (default: the model's) [tokens]", also=("--max-model-len",)
+    )
+    chat_template: str | None = opt(None, "file with a Jinja chat template that replaces the model's")
+
+    host: str = opt("127.0.0.1", "address the HTTP server listens on")
+    port: int = opt(30000, "port of the HTTP server; 0 picks a free one")
+    api_key: str | None = opt(
+        None, "require 'Authorization: Bearer KEY' on all but health endpoints", env=SECRETS["api_key"]
+    )
+
+    disaggregation_mode: str = opt(
+        "null", "null: both phases here; prefill / decode: one half of a pair", choices=("null", "prefill", "decode")
+    )
+    disaggregation_bootstrap_port: int = opt(8998, "P node: port of the bootstrap server; 0 picks a free one")
+    disaggregation_transfer_backend: str = opt(
+        "auto",
+        "how KV pages travel; auto: shm on one host, else tcp; with --device cuda: cuda_ipc on one GPU, else nccl, "
+        "else tcp; nccl and cuda_ipc are untried so far (docs/gpu.md); gloo: nccl's code path through host memory",
+        choices=("auto", "shm", "cuda_ipc", "tcp", "gloo", "nccl"),
+    )
+    transfer_port: int = opt(0, "first TCP port of the transfer runtime, one per DP rank; 0 picks free ones")
+    cluster_key: str | None = opt(
+        None,
+        "shared secret of all engines that authenticates KV transfers; without it they stay on loopback",
+        env=SECRETS["cluster_key"],
+    )
+    second_cluster_key: str | None = opt(
+        None,
+        "accepted besides cluster-key, which alone signs: for changing the key node by node (docs/operations.md, Keys)",
+        env=SECRETS["second_cluster_key"],
+    )
+    insecure_kv: bool = opt(
+        False,
+        "without cluster-key: listen for KV transfers on --host or --kv-host, and take KV from any host; any client "
+        "of these ports can read prompts and forge answers",
+    )
+    kv_host: str | None = opt(
+        None,
+        "address the transfer ports listen on, e.g. of a network for KV; the bootstrap server stays on --host "
+        "(default: --host, or 127.0.0.1 without cluster-key)",
+    )
+    kv_advertise_host: str | None = opt(
+        None,
+        "P node: address or host name that D nodes connect to for KV (default: what the transfer ports listen on, "
+        "and for 0.0.0.0 or :: the address of the default route)",
+    )
+    kv_copy_threads: int = opt(
+        1,
+        "threads per rank that take checksums of KV pages in host memory and copy them by shm; one room keeps at most "
+        "two busy",
+    )
+    kv_lease_secs: float = opt(30.0, "how long P keeps a finished prompt's pages for D without a heartbeat [s]")
+    kv_transfer_timeout_secs: float = opt(
+        60.0, "D: longest wait for P's answer and for a page being copied; waiting in a queue does not count [s]"
+    )
+    num_reserved_decode_tokens: int = opt(
+        512, "D keeps room for this many more tokens per running request when admitting [tokens]"
+    )
+    nccl_max_ctas: int | None = opt(
+        None,
+        "thread blocks that NCCL may use per KV transfer, 1 to 32, of which each takes an SM and carries some 20 GB/s; "
+        "P's value counts for a pair (default: 8, or 1 with NCCL_MULTI_RANK_GPU_ENABLE=1, for P and D on one GPU)",
+    )
+    test_kv_fault: str | None = opt(
+        None,
+        "for tests: damage KV transfers by these rules, a JSON object (kv_transfer/src/transport/fault_injection.rs)",
+    )
+
+    tp_size: int = opt(
+        1,
+        "tensor-parallel ranks: processes per DP rank that divide every layer's heads and weights among them",
+        also=("--tp", "--tensor-parallel-size"),
+    )
+    dist_timeout: float = opt(
+        120.0, "longest wait of a tensor-parallel rank for another one, at start and in every step [s]"
+    )
+    dp_size: int = opt(
+        1, "data-parallel ranks, each with its own scheduler and KV pool", also=("--dp", "--data-parallel-size")
+    )
+    device: str = opt(
+        "cpu",
+        "compute device; cuda: one GPU, untried so far (docs/gpu.md); auto: cuda where there is one, else cpu",
+        choices=("cpu", "cuda", "auto"),
+    )
+    attention_backend: str = opt(
+        "auto",
+        "cpu: native paged kernels; flashinfer: CUDA devices only; torch: reference on any device; auto: the fastest "
+        "that can serve here",
+        choices=("auto", "cpu", "torch", "flashinfer"),
+    )
+    disable_cuda_graph: bool = opt(
+        False,
+        "CUDA: launch every kernel of a decode step, instead of replaying steps recorded at start",
+        also=("--enforce-eager",),
+    )
+    cuda_graph_max_bs: int | None = opt(
+        None,
+        "CUDA: most rows of a decode step that is recorded, 1 to 1024; larger steps launch every kernel (default: 256; "
+        "never more than max-running-requests)",
+    )
+    cpu_threads: int = opt(
+        0, "compute threads per process, of which there are dp-size times tp-size; 0: cores / processes"
+    )
+
+    page_size: int = opt(16, "tokens per KV page; equal on all nodes of a cluster [tokens]", also=("--block-size",))
+    max_total_tokens: int = opt(
+        0, "KV pool size per DP rank; 0: sized from kv-pool-mib, or on a GPU from mem-fraction-static [tokens]"
+    )
+    kv_pool_mib: int | None = opt(
+        None,
+        "memory of the KV pool per process when max-total-tokens is 0; tensor-parallel ranks each hold their heads' "
+        "share of all pages (default: 128 on the CPU; on a CUDA device sized by mem-fraction-static) [MiB]",
+    )
+    mem_fraction_static: float = opt(
+        MEM_FRACTION,
+        "CUDA: share of the device's whole memory for weights and KV pool together; less is taken when less is free. "
+        "Several engines on one device share it, 0.4 each for two",
+    )
+    host_kv_gib: float = opt(0.0, "host memory per process for KV evicted from the pool; 0: none [GiB]")
+    max_running_requests: int = opt(
+        64,
+        "most requests decoding at once per DP rank; with --device cuda 256 unless given",
+        also=("--max-num-seqs",),
+    )
+    max_queued_requests: int = opt(4096, "most requests waiting per DP rank; more are answered 503 with Retry-After")
+    max_queued_tokens: int | None = opt(None, "most prompt tokens waiting per DP rank; more are answered 503 [tokens]")
+    queue_timeout_secs: float = opt(
+        0.0, "a request that has waited this long without having started is answered 503; 0: never [s]"
+    )
+    chunked_prefill_size: int = opt(
+        512,
+        "token budget of one step: decode rows first, then prompts; -1: prompts are not split, the budget is "
+        "max-prefill-tokens; with --device cuda 8192 unless given [tokens]",
+        also=("--max-num-batched-tokens",),
+    )
+    max_prefill_tokens: int = opt(16384, "most prompt tokens in one step, whatever the chunk size [tokens]")
+    long_prefill_token_threshold: int = opt(
+        0,
+        "most tokens of one prompt per step, so that a long one leaves some to others; 0: no limit (as vLLM) [tokens]",
+    )
+    prefill_max_requests: int | None = opt(None, "most prompts that one step may work on")
+    enable_dynamic_chunking: bool = opt(
+        False, "size chunks by predicted time, so that steps deep in a long prompt take no longer than its first one"
+    )
+    step_target_ms: float = opt(
+        0.0,
+        "size chunks so that a step takes about this long, decode rows included; at least one page, at most "
+        "chunked-prefill-size; 0: no target, or with enable-dynamic-chunking the time of a full first chunk [ms]",
+    )
+    watermark: float = opt(
+        0.01, "share of the KV pool that must stay available after a request was admitted beside others, 0 to 0.5"
+    )
+    clip_max_new_tokens: int = opt(
+        4096,
+        "an answer is never expected to be longer than this, unless ignore_eos fixes its length [tokens]",
+        env="SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION",
+    )
+    schedule_policy: str = opt(
+        "auto",
+        "order of the waiting queue; auto: srpt-aging on a prefill node, fcfs elsewhere",
+        choices=(
+            "auto",
+            "fcfs",
+            "lpm",
+            "dfs-weight",
+            "lof",
+            "random",
+            "short-first",
+            "srpt-aging",
+            "hrrn",
+            "edf",
+            "adaptive",
+        ),
+    )
+    lpm_degrade_threshold: int = opt(4096, "lpm turns to fcfs above this many waiting requests; 0: never")
+    lpm_aging_tokens_per_s: float = opt(0.0, "lpm: waiting counts as this many cached tokens per second [tokens/s]")
+    in_batch_prefix_caching_check_threshold: int = opt(
+        -1,
+        "lpm: a request with at most this many cached tokens goes last if an earlier waiting one begins alike (SGLang "
+        "has 32); -1: off, requests of one step share their pages anyway [tokens]",
+        env="IN_BATCH_PREFIX_CACHING_CHECK_THRESHOLD",
+    )
+    in_batch_prefix_caching_deprioritize_threshold: int = opt(
+        32,
+        "lpm: how many first tokens have to be equal for that [tokens]",
+        env="IN_BATCH_PREFIX_CACHING_DEPRIORITIZE_THRESHOLD",
+    )
+    short_first_output_weight: str = opt(
+        "auto", "short-first: share of max_tokens that counts as work; auto: as the engine measures; 0: prompts only"
+    )
+    short_first_aging_tokens_per_s: float = opt(500.0, "short-first: waiting shortens a request by this [tokens/s]")
+    srpt_aging: float = opt(0.05, "srpt-aging: waiting shortens a prompt by this share of the prefill rate")
+    srpt_aging_backlog_secs: float = opt(
+        60.0, "srpt-aging: with more work than this waiting, aging shrinks in proportion; 0: never [s of prefill]"
+    )
+    adaptive_window_secs: float = opt(15.0, "adaptive: the orders are compared this often [s]")
+    adaptive_tail_weight: float = opt(0.1, "adaptive: weight of the p99 TTFT against the mean")
+    default_deadline_ms: int = opt(60000, "edf: first-token deadline of requests that state none [ms]")
+    deadline_miss_action: str = opt(
+        "demote",
+        "a request that cannot meet its ttft_deadline_ms: edf puts it back by edf-demotion-secs, or keeps its place; "
+        "or it ends with 504",
+        choices=("demote", "keep", "abort"),
+    )
+    edf_demotion_secs: float = opt(
+        300.0,
+        "edf: a request that cannot meet its deadline counts as this much later; the bound of its wait behind others "
+        "that can [s]",
+    )
+    max_partial_prefills: int = opt(
+        4,
+        "srpt-aging, edf, or with priorities: behind this many unfinished prompts, which hold pages, a request starts "
+        "only if one step completes it",
+    )
+    admission_skip_ahead: int = opt(
+        8,
+        "waiting requests without enough pages (or behind max-partial-prefills) that a step may pass over, per class; "
+        "pages are kept for the first of them; 0: nothing passes",
+    )
+    priority_classes: str | None = opt(
+        None,
+        "classes that share by weight, most important first: name:weight or name:weight:min_priority, with commas "
+        "between, e.g. interactive:8,standard:4,batch:1",
+    )
+    disable_class_charge_decode: bool = opt(False, "generated tokens do not count against their class, only prompts")
+    tenant_config: str | None = opt(
+        None, "JSON file (or the JSON itself) with limits of tenants; the tenants of a class then share by weight"
+    )
+    prompt_token_weight: float = opt(1.0, "what a computed prompt token counts for its tenant")
+    output_token_weight: float = opt(2.0, "what a generated token counts for its tenant")
+    cached_token_weight: float = opt(
+        0.1, "what a prompt token found in the cache counts, as a share of a computed one, 0 to 1"
+    )
+    max_idle_tenants: int = opt(
+        10000, "tenants without waiting requests whose accounts are kept; the longest idle is forgotten"
+    )
+    enable_priority_scheduling: bool = opt(False, "order by the request field priority first, preempt for it")
+    schedule_low_priority_values_first: bool = opt(False, "smaller priority values are more important")
+    abort_on_priority_when_disabled: bool = opt(False, "refuse requests with a priority while the feature is off")
+    priority_scheduling_preemption_threshold: int = opt(
+        10, "a waiting request preempts running ones whose priority is lower by more than this"
+    )
+    default_priority: int | None = opt(None, "priority of requests that state none (default: below every stated one)")
+    priority_aging_rate: float = opt(0.0, "priority gained per second of waiting (order only, never preemption)")
+    priority_aging_max: float | None = opt(None, "most priority that waiting can gain (default: no limit)")
+    priority_adjustment_function: str | None = opt(
+        None, "module:callable that may replace a waiting request's priority, called as fn(request, load)"
+    )
+    priority_adjust_interval_ms: int = opt(250, "a waiting request is shown to that function this often [ms]")
+    preemption_mode: str = opt(
+        "cache",
+        "a preempted request's KV: recompute drops it, cache keeps it evictable, offload moves it to the host pool, "
+        "auto offloads where copying is faster than computing",
+        choices=("recompute", "cache", "offload", "auto"),
+    )
+    max_preemptions_per_request: int = opt(8, "after this many preemptions a request is immune")
+    preemption_min_remaining_tokens: int = opt(8, "a request with fewer tokens to go is not preempted [tokens]")
+    starvation_threshold_ms: int = opt(
+        10000, "a request waiting for longer, overtaken by later ones, counts as starving in the metrics [ms]"
+    )
+    schedule_conservativeness: float = opt(1.0, "scales the estimate of how much running requests will still generate")
+    disable_radix_cache: bool = opt(False, "do not reuse KV of equal prompt prefixes")
+    radix_eviction_policy: str = opt(
+        "lru",
+        "which cached prefix goes first when pages run out (docs/scheduling/cache.md)",
+        choices=("lru", "lfu", "fifo", "mru", "filo", "priority"),
+    )
+    kv_events_config: str = opt(
+        "", "announce what is cached: JSON object with the keys of vLLM's option (docs/scheduling/cache.md)"
+    )
+    disable_overlap_schedule: bool = opt(False, "plan step n+1 only after step n has finished")
+    prefill_first: bool = opt(
+        False, "SGLang's order, for comparison: while prompts wait, steps alternate between prompts and decode rows"
+    )
+    enable_mixed_chunk: bool = opt(
+        False, "decode rows join the steps that prefill: always so, except with prefill-first, where this turns it on"
+    )
+    max_decode_gap_ms: float = opt(
+        0.0,
+        "with prefill-first: several prefill steps may follow each other while decode rows wait no longer than this; "
+        "0: one step [ms]",
+    )
+    stream_interval: int = opt(1, "tokens per streamed event [tokens]")
+    request_timeout_secs: float = opt(1800.0, "a request ends with 'timeout' after this long [s]")
+    drain_timeout_secs: float = opt(60.0, "on SIGTERM wait this long for running requests [s]")
+    random_seed: int = opt(0, "seed of dummy weights")
+    metrics_compat: str = opt(
+        "none",
+        "names of other engines under which GET /metrics repeats its numbers (docs/metrics.md)",
+        choices=("none", "sglang", "vllm", "all"),
+    )
+    enable_trace: bool = opt(False, "export a trace of each request: spans for the request and for what the ranks did")
+    otlp_traces_endpoint: str = opt(
+        "localhost:4317", "where traces go: HOST:PORT for OTLP/gRPC, http://HOST:PORT[/PATH] for OTLP/HTTP"
+    )
+    decision_log: str | None = opt(
+        None, "append each scheduling decision to this file as a JSON line (docs/scheduling/metrics.md)"
+    )
+    scheduler_trace: str | None = opt(
+        None, "write every input of the scheduler, prompts included, for baton simulate --replay"
+    )
+    log_level: str = opt("info", "least severe log line shown", choices=("debug", "info", "warning", "error"))
+
+    @property
+    def step_tokens(self) -> int:
+        """Token budget of one step. Without chunking a longer prompt exceeds it, alone."""
+        if self.chunked_prefill_size < 0:
+            return self.max_prefill_tokens
+        return min(self.chunked_prefill_size, self.max_prefill_tokens)
+
+    @property
+    def max_rooms(self) -> int:
+        """Most KV transfers of a rank: one per request that waits or runs, and as many that are leased or closing.
+
+        The transfer runtime derives its other limits from this one (kv_transfer/src/node/config.rs).
+        """
+        return 2 * (self.max_queued_requests + self.max_running_requests)
+
+    @property
+    def is_kv_open(self) -> bool:
+        """True if KV may cross hosts: with a cluster key, or by --insecure-kv."""
+        return self.cluster_key is not None or self.insecure_kv
+
+    @property
+    def bootstrap_listen_host(self) -> str:
+        """Address that the bootstrap server listens on: --host, where routers tell D to ask, or loopback."""
+        return self.host if self.is_kv_open or is_loopback(self.host) else LOOPBACK
+
+    @property
+    def kv_listen_host(self) -> str:
+        """Address that the transfer runtime listens on."""
+        return self.bootstrap_listen_host if self.kv_host is None else self.kv_host
+
+
+def uses_four_bytes(config: EngineConfig) -> bool:
+    """Without a tokenizer of one's own, a token is four bytes of text."""
+    return config.simulate is not None and config.tokenizer_path is None and config.model_path == "demo"
+
+
+def is_loopback(host: str) -> bool:
+    """True if only this machine reaches the address. A name other than localhost counts as reachable."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _is_address_or_name(text: str) -> bool:
+    """True for an IP address of one host, and for a host name."""
+    if text in UNSPECIFIED_HOSTS:
+        return False
+    try:
+        ipaddress.ip_address(text)
+    except ValueError:
+        return re.fullmatch(r"[A-Za-z0-9_.-]{1,253}", text) is not None
+    return True
+
+
+def _is_share(text: str) -> bool:
+    try:
+        return 0 <= float(text) <= 1
+    except ValueError:
+        return False
+
+
+def _violations(c: EngineConfig) -> list[str]:
+    """Every rule between fields and ranges; each message names the flag, the value and what to do."""
+    bad: list[str] = []
+
+    def rule(ok: bool, text: str) -> None:
+        if not ok:
+            bad.append(text)
+
+    rule(c.cluster_key != "", "--cluster-key is empty: give a long random text, or leave it out")
+    rule(c.second_cluster_key != "", "--second-cluster-key is empty: give the other key, or leave it out")
+    rule(
+        c.second_cluster_key is None or c.cluster_key is not None,
+        "--second-cluster-key needs --cluster-key, the key that signs; give both, or only --cluster-key",
+    )
+    rule(
+        c.disaggregation_mode != "prefill" or c.bootstrap_listen_host == c.host or c.host in UNSPECIFIED_HOSTS,
+        f"--host {c.host}: without a cluster key KV transfers stay on {LOOPBACK}, where no decode node would look for "
+        f"them; {KV_REMEDY}",
+    )
+    for name in ("kv_host", "kv_advertise_host"):
+        host = getattr(c, name)
+        rule(
+            host is None or c.is_kv_open or is_loopback(host),
+            f"{flag_name(name)} {host}: without a cluster key KV transfers stay on loopback addresses; {KV_REMEDY}",
+        )
+    rule(
+        c.kv_advertise_host is None or _is_address_or_name(c.kv_advertise_host),
+        f"--kv-advertise-host {c.kv_advertise_host}: give one IPv4 address, IPv6 address without brackets or host "
+        "name, without a port",
+    )
+    rule(1 <= c.tp_size <= 64, f"--tp-size {c.tp_size}: give 1 to 64 ranks")
+    rule(
+        c.tp_size == 1 or c.dp_size == 1 or c.disaggregation_mode != "prefill",
+        f"--dp-size {c.dp_size}: with --tp-size {c.tp_size} a prefill node has one DP rank; start more nodes",
+    )
+    rule(
+        c.attention_backend != "flashinfer" or c.device != "cpu",
+        f"--attention-backend flashinfer: needs a CUDA device, --device is {c.device}; use auto, cpu or torch",
+    )
+    for why_not, reason in (
+        (c.device == "cpu", "there are no CUDA graphs on --device cpu"),
+        (c.tp_size > 1, f"steps are not recorded with --tp-size {c.tp_size}"),
+        (c.disable_cuda_graph, "--disable-cuda-graph is set, too"),
+    ):
+        rule(
+            c.cuda_graph_max_bs is None or not why_not,
+            f"--cuda-graph-max-bs {c.cuda_graph_max_bs}: {reason}; leave it out",
+        )
+    rule(
+        c.cuda_graph_max_bs is None or 1 <= c.cuda_graph_max_bs <= 1024,
+        f"--cuda-graph-max-bs {c.cuda_graph_max_bs}: give 1 to 1024 rows",
+    )
+    rule(
+        c.nccl_max_ctas is None or 1 <= c.nccl_max_ctas <= 32,
+        f"--nccl-max-ctas {c.nccl_max_ctas}: give 1 to 32 thread blocks",
+    )
+    rule(1 <= c.kv_copy_threads <= 32, f"--kv-copy-threads {c.kv_copy_threads}: give 1 to 32 threads")
+    rule(1 <= c.dp_size <= 64, f"--dp-size {c.dp_size}: give 1 to 64 ranks")
+    rule(c.page_size in (1, 2, 4, 8, 16, 32, 64, 128), f"--page-size {c.page_size}: use a power of two from 1 to 128")
+    rule(
+        c.chunked_prefill_size == -1
+        or (c.chunked_prefill_size >= c.page_size and c.chunked_prefill_size % max(c.page_size, 1) == 0),
+        f"--chunked-prefill-size {c.chunked_prefill_size}: use a positive multiple of --page-size ({c.page_size}), or "
+        "-1 to compute each prompt in one step",
+    )
+    for name in ("enable_dynamic_chunking", "step_target_ms", "long_prefill_token_threshold"):
+        rule(
+            c.chunked_prefill_size != -1 or not getattr(c, name),
+            f"{flag_name(name)}: --chunked-prefill-size -1 splits no prompt; leave one of the two out",
+        )
+    rule(
+        c.long_prefill_token_threshold == 0 or c.long_prefill_token_threshold >= c.page_size,
+        f"--long-prefill-token-threshold {c.long_prefill_token_threshold}: use at least --page-size "
+        f"({c.page_size}), or 0 for no limit",
+    )
+    for name in ("max_running_requests", "max_queued_requests", "max_prefill_tokens", "stream_interval"):
+        rule(getattr(c, name) >= 1, f"{flag_name(name)} {getattr(c, name)}: must be at least 1")
+    class_names: Collection[str] = ()
+    if c.priority_classes is not None:
+        classes, mistakes = parse_classes(c.priority_classes, low_values_first=c.schedule_low_priority_values_first)
+        class_names = classes.names
+        bad.extend(f"--priority-classes {c.priority_classes}: {mistake}" for mistake in mistakes)
+    if c.tenant_config is not None:
+        try:
+            tenants.load(c.tenant_config, class_names)
+        except ConfigError as err:
+            bad.append(err.message)
+    rule(
+        not c.disable_class_charge_decode or c.priority_classes is not None,
+        "--disable-class-charge-decode: there are no classes; give --priority-classes, or leave it out",
+    )
+    for name in ("prompt_token_weight", "output_token_weight"):
+        rule(0 < getattr(c, name) <= 1e6, f"{flag_name(name)} {getattr(c, name)}: use a number above 0, at most 1e6")
+    rule(0 <= c.cached_token_weight <= 1, f"--cached-token-weight {c.cached_token_weight}: use 0 to 1")
+    rule(c.max_idle_tenants >= 1, f"--max-idle-tenants {c.max_idle_tenants}: must be at least 1")
+    for name in ("max_partial_prefills", "max_preemptions_per_request", "default_deadline_ms"):
+        rule(getattr(c, name) >= 1, f"{flag_name(name)} {getattr(c, name)}: must be at least 1")
+    rule(
+        1 <= c.starvation_threshold_ms <= 86_400_000,
+        f"--starvation-threshold-ms {c.starvation_threshold_ms}: give 1 to 86400000 (a day)",
+    )
+    rule(
+        c.decision_log is None or c.decision_log != c.scheduler_trace,
+        f"--scheduler-trace {c.scheduler_trace}: is also --decision-log; give two files",
+    )
+    for name in (
+        "lpm_aging_tokens_per_s",
+        "short_first_aging_tokens_per_s",
+        "srpt_aging",
+        "srpt_aging_backlog_secs",
+        "edf_demotion_secs",
+        "priority_aging_rate",
+        "adaptive_tail_weight",
+    ):
+        rule(0 <= getattr(c, name) < 1e12, f"{flag_name(name)} {getattr(c, name)}: give a number from 0 to below 1e12")
+    rule(
+        c.short_first_output_weight == "auto" or _is_share(c.short_first_output_weight),
+        f"--short-first-output-weight {c.short_first_output_weight}: use auto, or a number from 0 to 1",
+    )
+    rule(
+        c.priority_aging_max is None or 0 <= c.priority_aging_max < 1e12,
+        f"--priority-aging-max {c.priority_aging_max}: must not be negative; leave it out for no limit",
+    )
+    rule(
+        c.priority_aging_max is None or c.priority_aging_rate > 0,
+        f"--priority-aging-max {c.priority_aging_max}: needs a --priority-aging-rate above 0",
+    )
+    rule(
+        c.priority_adjustment_function is None or c.enable_priority_scheduling,
+        f"--priority-adjustment-function {c.priority_adjustment_function}: needs --enable-priority-scheduling",
+    )
+    rule(
+        1 <= c.priority_adjust_interval_ms <= 3_600_000,
+        f"--priority-adjust-interval-ms {c.priority_adjust_interval_ms}: use 1 to 3600000",
+    )
+    rule(
+        c.default_priority is None or abs(c.default_priority) < 2**31,
+        f"--default-priority {c.default_priority}: use an integer between -2147483647 and 2147483647",
+    )
+    for name in (
+        "admission_skip_ahead",
+        "lpm_degrade_threshold",
+        "priority_scheduling_preemption_threshold",
+        "preemption_min_remaining_tokens",
+    ):
+        rule(getattr(c, name) >= 0, f"{flag_name(name)} {getattr(c, name)}: must not be negative")
+    rule(
+        0.1 <= c.adaptive_window_secs <= 3600,
+        f"--adaptive-window-secs {c.adaptive_window_secs}: use 0.1 to 3600 s; each comparison costs some 25 ms",
+    )
+    rule(
+        0 <= c.queue_timeout_secs < 1e9,
+        f"--queue-timeout-secs {c.queue_timeout_secs}: must not be negative; 0 switches it off",
+    )
+    rule(
+        c.max_queued_tokens is None or c.max_queued_tokens >= 1,
+        f"--max-queued-tokens {c.max_queued_tokens}: must be at least 1",
+    )
+    for name in ("step_target_ms", "max_decode_gap_ms"):
+        rule(0 <= getattr(c, name) <= 60_000, f"{flag_name(name)} {getattr(c, name)}: give 0 to 60000 ms")
+    rule(0 <= c.watermark <= 0.5, f"--watermark {c.watermark}: give a share of the pool from 0 to 0.5")
+    rule(
+        c.in_batch_prefix_caching_check_threshold >= -1,
+        f"--in-batch-prefix-caching-check-threshold {c.in_batch_prefix_caching_check_threshold}: give -1 (off) or more",
+    )
+    rule(
+        c.in_batch_prefix_caching_deprioritize_threshold >= 1,
+        f"--in-batch-prefix-caching-deprioritize-threshold {c.in_batch_prefix_caching_deprioritize_threshold}: "
+        "must be at least 1",
+    )
+    rule(c.clip_max_new_tokens >= 1, f"--clip-max-new-tokens {c.clip_max_new_tokens}: must be at least 1")
+    rule(
+        not c.max_decode_gap_ms or (c.prefill_first and not c.enable_mixed_chunk),
+        f"--max-decode-gap-ms {c.max_decode_gap_ms}: decode rows wait only with --prefill-first and without "
+        "--enable-mixed-chunk; otherwise they join every step: leave it out",
+    )
+    for name in ("kv_lease_secs", "kv_transfer_timeout_secs", "request_timeout_secs"):
+        rule(0 < getattr(c, name) < 1e9, f"{flag_name(name)} {getattr(c, name)}: give seconds above 0 and below 1e9")
+    rule(
+        0 < c.dist_timeout <= 86_400, f"--dist-timeout {c.dist_timeout:g}: give seconds above 0, at most 86400 (a day)"
+    )
+    rule(
+        0 <= c.drain_timeout_secs < 1e9,
+        f"--drain-timeout-secs {c.drain_timeout_secs}: give seconds from 0 (do not wait) to below 1e9",
+    )
+    rule(
+        0 < c.schedule_conservativeness < 1e6,
+        f"--schedule-conservativeness {c.schedule_conservativeness}: give a number above 0 and below 1e6",
+    )
+    for name in ("prefill_max_requests", "context_length", "kv_pool_mib"):
+        value = getattr(c, name)
+        rule(value is None or value >= 1, f"{flag_name(name)} {value}: must be at least 1, or left out")
+    for name in ("port", "disaggregation_bootstrap_port", "transfer_port"):
+        rule(0 <= getattr(c, name) <= 65535, f"{flag_name(name)} {getattr(c, name)}: ports are 0 to 65535")
+    for name in ("max_total_tokens", "cpu_threads", "num_reserved_decode_tokens"):
+        rule(getattr(c, name) >= 0, f"{flag_name(name)} {getattr(c, name)}: must not be negative")
+    rule(
+        0 < c.mem_fraction_static < 1,
+        f"--mem-fraction-static {c.mem_fraction_static:g}: give a share above 0 and below 1",
+    )
+    rule(
+        c.device != "cpu" or c.mem_fraction_static == MEM_FRACTION,
+        f"--mem-fraction-static {c.mem_fraction_static:g}: it sizes the pool of a CUDA device, --device is cpu; use "
+        "--kv-pool-mib",
+    )
+    rule(
+        not (c.max_total_tokens and c.max_total_tokens < 2 * c.page_size),
+        f"--max-total-tokens {c.max_total_tokens}: give at least two pages",
+    )
+    rule(
+        not (c.disable_radix_cache and c.radix_eviction_policy != "lru"),
+        f"--radix-eviction-policy {c.radix_eviction_policy}: nothing is cached with --disable-radix-cache; "
+        "drop one of the two",
+    )
+    if c.simulate is not None:
+        bad += _not_simulated(c)
+    bad += kv_events.mistakes(c.kv_events_config, c.dp_size)
+    rule(
+        not (c.disable_radix_cache and c.kv_events_config),
+        f"--kv-events-config {c.kv_events_config[:100]}: nothing is cached with --disable-radix-cache; "
+        "drop one of the two",
+    )
+    rule(
+        0 <= c.host_kv_gib < 2**20,
+        f"--host-kv-gib {c.host_kv_gib}: give 0 (none) or a size in GiB below 1048576",
+    )
+    rule(
+        not (c.disable_radix_cache and c.host_kv_gib),
+        f"--host-kv-gib {c.host_kv_gib:g}: nothing is cached with --disable-radix-cache; drop one of the two",
+    )
+    rule(
+        not (c.preemption_mode == "offload" and not c.host_kv_gib),
+        "--preemption-mode offload: there is no host pool to offload to; set --host-kv-gib, or use auto or cache",
+    )
+    return bad
+
+
+def _not_simulated(c: EngineConfig) -> list[str]:
+    """Flags about a device, where there is none."""
+    given = {f.name: getattr(c, f.name) for f in dataclasses.fields(c) if f.name in simulated.NO_MEANING}
+    usual = {f.name: f.default for f in dataclasses.fields(c)}
+    return [
+        f"{flag_name(name)} {value}: there is no device with --simulate; leave it out"
+        for name, value in given.items()
+        if value != usual[name]
+    ]
+
+
+def build(values: dict[str, Any]) -> EngineConfig:
+    """Make a checked config from field values. Raises ConfigError that lists every violation."""
+    bad: list[str] = []
+    if values.get("device") == "cuda":
+        values = {**CUDA_DEFAULTS, **values}
+    if values.get("simulate") is not None:
+        try:
+            values = {**simulated.defaults(values["simulate"]), **values}
+        except ConfigError as err:
+            bad.append(err.message)
+    hints = typing.get_type_hints(EngineConfig)
+    for f in dataclasses.fields(EngineConfig):
+        env = f.metadata["env"]
+        if env and f.name not in values and os.environ.get(env):
+            value = reader(flag_name(f.name), base_type(hints[f.name]), f.metadata["choices"])(os.environ[env])
+            if isinstance(value, FlagMistake):
+                bad.append(f"environment {env}: {value.text}")
+            else:
+                values[f.name] = value
+    config = EngineConfig(**values)
+    if bad := bad + _violations(config):
+        raise ConfigError("\n".join(bad))
+    return config
+
+
+def parse(argv: Sequence[str], prog: str = "baton engine") -> EngineConfig:
+    """Turn flags into a config; prints every mistake and exits with 2 when there is one."""
+    parser = FlagParser(prog, "One Baton engine: prefill node, decode node, or both in one.")
+    add_flags(parser, EngineConfig)
+    values, bad = parser.read(argv)
+    try:
+        config = build(values)
+    except ConfigError as err:
+        bad.append(err.message)
+    if bad:
+        refuse(prog, bad)
+    return config

@@ -1,0 +1,156 @@
+"""Flags made of a dataclass: `opt` describes a field, `FlagParser` reads it and reports all mistakes at once."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import difflib
+import re
+import sys
+import typing
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from baton.config.unsupported_flags import INSTEAD
+
+
+def opt(
+    default: Any, help: str, *, choices: Sequence[str] | None = None, env: str | None = None, also: Sequence[str] = ()
+) -> Any:
+    """A field that is also a flag. `help` names the unit in brackets; `env` is read when the flag is absent.
+
+    `also`: names of the same flag in SGLang and vLLM.
+    """
+    return dataclasses.field(default=default, metadata={"help": help, "choices": choices, "env": env, "also": also})
+
+
+def flag_name(field_name: str) -> str:
+    return "--" + field_name.replace("_", "-")
+
+
+def base_type(annotation: Any) -> Callable[[str], Any]:
+    args = [a for a in typing.get_args(annotation) if a is not type(None)]
+    base = args[0] if args else annotation
+    assert base in (int, float, str, bool), annotation
+    return typing.cast(Callable[[str], Any], base)
+
+
+@dataclass(frozen=True, slots=True)
+class FlagMistake:
+    """Stands where a value would be, so that parsing goes on and finds the other mistakes."""
+
+    text: str
+
+
+def reader(flag: str, kind: Callable[[str], Any], choices: Sequence[str] | None) -> Callable[[str], Any]:
+    what = {int: "an integer", float: "a number"}.get(typing.cast(type, kind), "text")
+
+    def read(text: str) -> Any:
+        try:
+            value = kind(text)
+        except ValueError:
+            return FlagMistake(f"{flag} {text}: give {what}")
+        if choices and value not in choices:
+            return FlagMistake(f"{flag} {text}: give one of {', '.join(choices)}")
+        return value
+
+    return read
+
+
+def _headings(cls: type) -> dict[str, str]:
+    """Titles by the first field that each stands above: GROUPS of a config class, which may have none."""
+    return {first: title for title, first in getattr(cls, "GROUPS", ())}
+
+
+def add_flags(parser: argparse._ActionsContainer, cls: type, skip: Collection[str] = frozenset()) -> None:
+    """Add one flag per field of `cls` to `parser` (or to a group of it), except the fields in `skip`.
+
+    They come under the headings of `cls` (GROUPS), unless `parser` is a group already.
+    """
+    hints = typing.get_type_hints(cls)
+    into: argparse._ActionsContainer = parser
+    headings = _headings(cls) if isinstance(parser, FlagParser) else {}
+    for f in dataclasses.fields(cls):
+        if f.name in headings:
+            into = parser.add_argument_group(headings[f.name])
+        if f.name in skip:
+            continue
+        flag, kind, choices = flag_name(f.name), base_type(hints[f.name]), f.metadata["choices"]
+        shown = "" if f.default in (None, "") or kind is bool else f" (default: {f.default})"
+        env = f"; environment {f.metadata['env']}" if f.metadata["env"] else ""
+        text = f.metadata["help"].replace("%", "%%") + env + shown
+        also = f.metadata["also"]
+        if kind is bool:
+            into.add_argument(flag, *also, action="store_true", default=argparse.SUPPRESS, help=text)
+        else:
+            into.add_argument(
+                flag,
+                *also,
+                type=reader(flag, kind, choices),
+                default=argparse.SUPPRESS,
+                help=text,
+                metavar="{" + ",".join(choices) + "}" if choices else f.name.upper().rsplit("_", 1)[-1],
+            )
+
+
+class FlagParser(argparse.ArgumentParser):
+    """A parser for `add_flags` that collects mistakes, one sentence each, where argparse ends at the first."""
+
+    def __init__(self, prog: str, description: str, elsewhere: Mapping[str, str] | None = None) -> None:
+        """`elsewhere`: flags that are not for this program, with what to do instead."""
+        super().__init__(prog=prog, usage=f"{prog} [flags]", description=description, allow_abbrev=False)
+        self._elsewhere = {**INSTEAD, **(elsewhere or {})}
+
+    def read(self, argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
+        """The values given, by field name, and what is wrong with the others."""
+        space, rest = self.parse_known_args(argv)
+        values = vars(space)
+        bad = [value.text for value in values.values() if isinstance(value, FlagMistake)]
+        return {k: v for k, v in values.items() if not isinstance(v, FlagMistake)}, bad + self._unknown(rest)
+
+    def _unknown(self, rest: Sequence[str]) -> list[str]:
+        bad, after_flag = [], False
+        for word in rest:
+            is_flag = word.startswith("-") and not re.fullmatch(r"-[\d.]+", word)
+            if is_flag:
+                name = word.partition("=")[0]
+                if name in self._elsewhere:
+                    bad.append(f"{name}: {self._elsewhere[name]}")
+                    after_flag = "=" not in word
+                    continue
+                near = difflib.get_close_matches(name, self._option_string_actions, n=1, cutoff=0.7)
+                bad.append(f"{name}: there is no such flag; " + (f"is it {near[0]}?" if near else "--help lists them"))
+            elif not after_flag:  # else it is the unknown flag's value
+                bad.append(f"{word!r} follows no flag; leave it out")
+            after_flag = is_flag and "=" not in word
+        return bad
+
+    def error(self, message: str) -> NoReturn:
+        """A flag without its value: argparse cannot go on."""
+        self.exit(2, f"{self.prog}: {message.removeprefix('argument ')}; --help lists the flags\n")
+
+
+def refuse(prog: str, bad: Sequence[str]) -> NoReturn:
+    """Print every mistake, a line each, and exit with 2."""
+    print("\n".join(f"{prog}: {line}" for text in bad for line in text.splitlines()), file=sys.stderr)
+    raise SystemExit(2)
+
+
+def markdown(cls: type) -> str:
+    """A flags table of docs/flags.md."""
+    hints = typing.get_type_hints(cls)
+    head = ["| flag | value | default | meaning |", "|---|---|---|---|"]
+    headings = _headings(cls)
+    rows = [] if headings else head[:]
+    for f in dataclasses.fields(cls):
+        if f.name in headings:
+            rows += [*([""] if rows else []), f"**{headings[f.name][:1].upper()}{headings[f.name][1:]}**", "", *head]
+        kind = base_type(hints[f.name])
+        names = {int: "integer", float: "number", str: "text", bool: "switch"}
+        value = " ".join(f"`{c}`" for c in f.metadata["choices"] or ()) or names[typing.cast(type, kind)]
+        default = "off" if kind is bool else "-" if f.default is None else f"`{f.default}`"
+        env = f"; environment `{f.metadata['env']}`" if f.metadata["env"] else ""
+        flags = " ".join(f"`{name}`" for name in (flag_name(f.name), *f.metadata["also"]))
+        rows.append(f"| {flags} | {value} | {default} | {f.metadata['help']}{env} |")
+    return "\n".join(rows)

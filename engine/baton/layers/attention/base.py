@@ -1,0 +1,183 @@
+"""What a forward pass is told about its rows, and what an attention backend promises.
+
+A step: (1) the runner turns a plan into one `ForwardBatch`; (2) `backend.plan(batch)` once; (3) per layer
+`backend.forward(layer, q, k, v)` writes the step's K and V into the pool, then attends; (4) the batch is dropped.
+
+    row r:  its pages    page_indices[page_indptr[r] : page_indptr[r+1]], position p lives in page p // page_size
+            its queries  tokens [qo_indptr[r] : qo_indptr[r+1]), the last of kv_lens[r] positions
+
+                 |<------------- kv_lens[r] ------------->|
+                 |  already in the pool  |  n new tokens  |
+
+Invariants: decode rows (n = 1) come first; kv_lens[r] >= n >= 1; page ids are in the pool; no slot is written twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from baton.layers.attention.paged_indices import PagedRows
+    from baton.layers.cuda.stream import Stream
+
+
+@dataclass(slots=True)
+class ForwardBatch:
+    """One step's rows as tensors: T tokens, R rows, S sampling rows.
+
+    What each token needs (ids, positions, slots, sample_index) is on the device that computes; what each row needs
+    (indptr, lengths, pages) is on the host, where backends plan.
+    """
+
+    token_ids: Tensor
+    """int64 [T]"""
+    positions: Tensor
+    """int64 [T]"""
+    qo_indptr: Tensor
+    """int32 [R+1]: rows in plan order, decode rows first."""
+    kv_lens: Tensor
+    """int32 [R]: tokens in KV after this step."""
+    page_indptr: Tensor
+    """int32 [R+1]"""
+    page_indices: Tensor
+    """int32 [page_indptr[-1]]"""
+    slot_mapping: Tensor
+    """int64 [T]: page * page_size + offset of every token's KV."""
+    sample_index: Tensor
+    """int64 [S]: indices into T of the last token of rows that sample."""
+    num_decode: int
+    max_kv_len: int
+
+
+class AttentionBackend(Protocol):
+    """Causal attention over the paged pool; one per rank, not thread-safe."""
+
+    def plan(self, batch: ForwardBatch) -> None:
+        """Prepare for the layers of one step."""
+
+    def forward(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Write k, v [T, Hk, D] of the step into the pool, then attend with q [T, Hq, D]: returns [T, Hq * D]."""
+
+
+class PagedAttention(AttentionBackend, Protocol):
+    """A backend on CUDA. A kernel may write K and V itself: then `attend` takes the place of `forward`."""
+
+    def pages(self, layer: int) -> tuple[Tensor, Tensor]:
+        """K and V of one layer, each [pages, page_size, Hk, D] with strides of the pool."""
+
+    def attend(self, layer: int, q: Tensor) -> Tensor:
+        """`forward` for K and V that are in the pool already."""
+
+
+class GraphInputs:
+    """The buffers a recorded step reads, in one piece of device memory, so that one copy fills them.
+
+    int64   token ids [B] | positions [B] | KV slots [B] | table entries [B]
+    int32   fill of the last page [B] | page indptr [B + 1] | page indices
+    """
+
+    def __init__(self, rows: int, pages: int, device: torch.device) -> None:
+        self.rows = rows
+        self.pages = pages
+        self.device = device
+        self._head = 4 * rows
+        """Words of 8 bytes before the int32 part."""
+        self.words = torch.zeros(self._head + self._tail_words(pages), dtype=torch.int64, device=device)
+        self.token_ids, self.positions, self.slot_mapping, self.entries = self.words[: self._head].split(rows)
+        tail = self.words[self._head :].view(torch.int32)
+        self.last_page_len = tail[:rows]
+        self.page_indptr = tail[rows : 2 * rows + 1]
+        self.page_indices = tail[2 * rows + 1 : 2 * rows + 1 + pages]
+
+    def _tail_words(self, pages: int) -> int:
+        return (2 * self.rows + 1 + pages + 1) // 2
+
+    def fill(self, stream: Stream, columns: NDArray[np.int64], rows: PagedRows) -> None:
+        """Args: `columns`: [4, n] in the order above, for the n `rows`. What lies behind them stays as it was."""
+        n, pages = len(rows), len(rows.kv_indices)
+        words = np.zeros(self._head + self._tail_words(pages), np.int64)
+        words[: self._head].reshape(4, self.rows)[:, :n] = columns
+        tail = words[self._head :].view(np.int32)
+        tail[:n] = rows.last_page_len
+        tail[self.rows : self.rows + n + 1] = rows.kv_indptr
+        tail[2 * self.rows + 1 : 2 * self.rows + 1 + pages] = rows.kv_indices
+        stream.put_into(self.words[: len(words)], words)
+
+
+@runtime_checkable
+class GraphAttention(AttentionBackend, Protocol):
+    """A backend whose `forward` can be recorded (runtime.graphs.capture), for steps of `size` decode rows.
+
+    `rung_bytes` says what all rungs will take; `make_rung` once per size, the largest first; `plan_rung` before
+    recording and before each replay; `enter_rung` is the first thing recorded, the layers' `forward` follow.
+    """
+
+    def rung_bytes(self, largest: int) -> int:
+        """Device memory that rungs of up to `largest` rows take for good, besides what `forward` allocates."""
+
+    def make_rung(self, size: int, static: GraphInputs) -> None:
+        """`static`: where the step's index arrays will lie; they are filled before the work of `plan_rung` is done."""
+
+    def plan_rung(self, size: int, rows: PagedRows) -> None:
+        """Prepare for `rows`, padded to `size`; the same as in `static`."""
+
+    def enter_rung(self, size: int, slot_mapping: Tensor) -> None:
+        """What `forward` works with from here on. Args: `slot_mapping`: as in ForwardBatch, at a fixed place."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One row of a batch as plain Python: `token_ids` are computed at positions start, start + 1, …"""
+
+    token_ids: Sequence[int]
+    start: int
+    pages: Sequence[int]
+    """The request's pages, at least enough for start + len(token_ids) tokens."""
+    samples: bool = True
+
+
+def build_batch(rows: Sequence[Row], page_size: int) -> ForwardBatch:
+    """Make the tensors of one step. Raises ValueError for a row without tokens or with too few pages."""
+    tokens: list[int] = []
+    positions: list[int] = []
+    slots: list[int] = []
+    pages: list[int] = []
+    qo, page_ends, kv_lens, sample = [0], [0], [], []
+    num_decode = 0
+    for i, row in enumerate(rows):
+        n = len(row.token_ids)
+        end = row.start + n
+        needed = -(-end // page_size)
+        if n == 0 or len(row.pages) < needed:
+            have = f"{n} tokens from {row.start} with {len(row.pages)} pages of {page_size}"
+            raise ValueError(f"row {i}: {have}; needs at least 1 token and {needed} pages")
+        if n == 1 and num_decode == i:
+            num_decode += 1
+        tokens.extend(row.token_ids)
+        positions.extend(range(row.start, end))
+        slots.extend(row.pages[p // page_size] * page_size + p % page_size for p in range(row.start, end))
+        pages.extend(row.pages[:needed])
+        qo.append(len(tokens))
+        page_ends.append(len(pages))
+        kv_lens.append(end)
+        if row.samples:
+            sample.append(len(tokens) - 1)
+    return ForwardBatch(
+        token_ids=torch.tensor(tokens, dtype=torch.int64),
+        positions=torch.tensor(positions, dtype=torch.int64),
+        qo_indptr=torch.tensor(qo, dtype=torch.int32),
+        kv_lens=torch.tensor(kv_lens, dtype=torch.int32),
+        page_indptr=torch.tensor(page_ends, dtype=torch.int32),
+        page_indices=torch.tensor(pages, dtype=torch.int32),
+        slot_mapping=torch.tensor(slots, dtype=torch.int64),
+        sample_index=torch.tensor(sample, dtype=torch.int64),
+        num_decode=num_decode,
+        max_kv_len=max(kv_lens, default=0),
+    )

@@ -1,0 +1,277 @@
+"""Attention by flashinfer's paged kernels, for a pool in CUDA memory.
+
+1. `FlashInferAttention(spec, kv)` makes a decode and a prefill wrapper per window size of the model, since a wrapper is
+planned for one window; 2. `plan(batch)` cuts the step into decode and prefill rows (`paged_plan`) and plans the
+wrappers that have rows; 3. `forward` per layer writes K and V into the pages and runs them; 4. the next `plan` replaces
+the step.
+
+What is assumed of flashinfer 0.6:
+
+* The cache is given as a tuple (K, V) of NHD views [pages, page_size, heads, dim] into the page-major pool. A view's
+  pages lie page_bytes apart instead of back to back; kernels take that stride from the tensor (flashinfer pull request
+  513), K's and V's strides are equal, and the last dimension is contiguous.
+* q may be a view into the fused projection: strides of tokens and heads are free (pull request 553).
+* With `causal`, the last query of a row is its last KV position; `window_left` counts the tokens to the left of a query
+  that it sees besides itself: our window W, which includes the token itself, is W - 1.
+* Slots behind a row's last token may hold anything, NaN included, without touching the result.
+* Wrappers that run one after the other on one stream may share the float workspace; the integer one is each its own.
+* `plan` stages its arrays in pinned memory that it uses again, and copies them asynchronously: the next `plan` has to
+  wait until that copy is done.
+* In CUDA-graph mode a wrapper is for one batch size and reads the index arrays from the buffers it was made with. How
+  the work is divided is in its integer workspace, whose layout depends on the batch size alone; wrappers of which one
+  runs at a time may share it. `fast_decode_plan` fills only that workspace, given arrays on the host: ours are in the
+  buffers already, and `plan` would also compare lengths in a loop of Python. It wants a `plan` before it.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from baton.errors import ConfigError
+from baton.layers import flashinfer_loader
+from baton.layers.attention.base import ForwardBatch, GraphInputs
+from baton.layers.attention.paged_indices import PagedRows, split_step
+from baton.layers.flashinfer_loader import SLOWER
+from baton.layers.kv_pool import KvTensors
+from baton.layers.model_spec import ModelSpec
+
+DTYPES = (torch.float16, torch.bfloat16)
+HEAD_DIMS = (64, 128, 256)
+MAX_PAGE_SIZE = 128
+LEAST_WORKSPACE_BYTES = 128 << 20
+"""Workspace that flashinfer's documentation recommends for a wrapper."""
+RUNG_INT_WORKSPACE_BYTES = 1 << 20
+"""For the wrappers of all rungs with one window together. A rung takes some 30 bytes for each row and each thread
+block, of which there are a few thousand."""
+KERNELS = "fa2"
+"""One family of kernels for all GPUs since Ampere: strides and windows are taken the same way everywhere."""
+
+
+def obstacle(spec: ModelSpec, kv: KvTensors) -> str | None:
+    """What keeps flashinfer from serving this model and pool here, as the middle of a sentence; None: nothing."""
+    return _unsupported(spec, kv) or _missing(kv.data.device)
+
+
+def _unsupported(spec: ModelSpec, kv: KvTensors) -> str | None:
+    if kv.data.dtype not in DTYPES:
+        return f"it computes in float16 or bfloat16, the KV pool is {str(kv.data.dtype).removeprefix('torch.')}"
+    if spec.head_dim not in HEAD_DIMS:
+        return f"it takes heads of {', '.join(map(str, HEAD_DIMS))}, the model's have {spec.head_dim}"
+    if spec.num_heads % spec.num_kv_heads:
+        return f"it takes whole groups, the model has {spec.num_heads} query and {spec.num_kv_heads} KV heads"
+    if kv.page_size > MAX_PAGE_SIZE:
+        return f"it is used with pages up to {MAX_PAGE_SIZE} tokens, --page-size is {kv.page_size}"
+    return None
+
+
+def _missing(device: torch.device) -> str | None:
+    if device.type != "cuda":
+        return f"it needs a CUDA device, the KV pool is on {device.type}"
+    return flashinfer_loader.obstacle()
+
+
+@dataclass(frozen=True, slots=True)
+class _Wrappers:
+    decode: Any
+    prefill: Any
+    """None for a rung: it has decode rows only."""
+
+
+class FlashInferAttention:
+    """Paged causal attention with grouped queries, per-layer windows and soft-capped logits.
+
+    Args:
+        library: the flashinfer module; None imports it. The rest of this class knows no CUDA.
+        logits_soft_cap: c > 0 turns a logit x into c * tanh(x / c), for all layers; 0 leaves it.
+    Raises:
+        ConfigError: this model or pool is outside what the kernels take, or flashinfer cannot run here.
+    """
+
+    def __init__(self, spec: ModelSpec, kv: KvTensors, library: Any = None, *, logits_soft_cap: float = 0.0) -> None:
+        problem = obstacle(spec, kv) if library is None else _unsupported(spec, kv)
+        if problem is not None:
+            raise ConfigError(f"--attention-backend flashinfer: {problem}; use --attention-backend {SLOWER}")
+        library = library or flashinfer_loader.load()
+        self._spec = spec
+        self._kv = kv
+        self._scale = 1.0 / math.sqrt(spec.head_dim)
+        self._soft_cap = logits_soft_cap
+        self._layers = [(kv.data[:, layer, 0], kv.data[:, layer, 1]) for layer in range(spec.num_layers)]
+        self._library = library
+        # The kernels without tensor cores are built for groups of 1 and 2 here; from 4 on tensor cores are faster.
+        self._group = spec.num_heads // spec.num_kv_heads
+        self._tensor_cores = self._group > 2
+        self._workspace = self._zeros(max(LEAST_WORKSPACE_BYTES, self._eager_workspace_bytes()))
+        self._wrappers = self._make_wrappers()
+        self._rungs: dict[int, dict[int, _Wrappers]] = {}
+        """By rows, then by window."""
+        self._rung_workspaces: tuple[Tensor, dict[int, Tensor]] | None = None
+        """Floats for all, and integers by window."""
+        self._running = self._wrappers
+        """What `forward` uses: the eager ones, or a rung's."""
+        self._planned = torch.cuda.Event() if kv.data.is_cuda else None
+        self._slot_mapping: Tensor | None = None
+        self._slots: tuple[Tensor, Tensor] | None = None
+        """Pages and offsets, once a layer of the step has asked for them."""
+        self._num_decode = 0
+
+    def _zeros(self, size: int) -> Tensor:
+        return torch.zeros(size, dtype=torch.uint8, device=self._kv.data.device)
+
+    def _make_wrappers(self) -> dict[int, _Wrappers]:
+        library, workspace = self._library, self._workspace
+        return {
+            window: _Wrappers(
+                library.BatchDecodeWithPagedKVCacheWrapper(
+                    workspace, "NHD", use_tensor_cores=self._tensor_cores, backend=KERNELS
+                ),
+                library.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend=KERNELS),
+            )
+            for window in sorted(set(self._spec.windows))
+        }
+
+    def plan(self, batch: ForwardBatch) -> None:
+        """Takes the batch's index tensors on the host. Raises ValueError when they contradict each other."""
+        self._await_last_plan()
+        self._running = self._wrappers
+        size = self._kv.page_size
+        arrays = (batch.qo_indptr, batch.kv_lens, batch.page_indptr, batch.page_indices)
+        indices = split_step(*(x.numpy() for x in arrays), batch.num_decode, size)
+        self._slot_mapping, self._slots = batch.slot_mapping.to(self._kv.data.device), None
+        self._num_decode = len(indices.decode)
+        for window, wrappers in self._wrappers.items():
+            if len(indices.decode):
+                self._plan(wrappers.decode.plan, window, self._tensors(indices.decode))
+            if len(indices.prefill):
+                rows = (self._host(indices.qo_indptr), *self._tensors(indices.prefill))
+                self._plan(wrappers.prefill.plan, window, rows, causal=True)
+        self._note_plan()
+
+    def _await_last_plan(self) -> None:
+        if self._planned is not None:
+            self._planned.synchronize()
+
+    def _note_plan(self) -> None:
+        if self._planned is not None:
+            self._planned.record()
+
+    def rung_bytes(self, largest: int) -> int:
+        needed = self._rung_workspace_bytes(largest)
+        return len(self._wrappers) * RUNG_INT_WORKSPACE_BYTES + (needed if needed > len(self._workspace) else 0)
+
+    def make_rung(self, size: int, static: GraphInputs) -> None:
+        if self._rung_workspaces is None:
+            needed = self._rung_workspace_bytes(size)
+            floats = self._workspace if needed <= len(self._workspace) else self._zeros(needed)
+            self._rung_workspaces = (floats, {w: self._zeros(RUNG_INT_WORKSPACE_BYTES) for w in self._wrappers})
+        floats, integers = self._rung_workspaces
+        any_rows = PagedRows(np.arange(size + 1, dtype=np.int32), np.zeros(size, np.int32), np.ones(size, np.int32))
+        made = {}
+        for window in self._wrappers:
+            wrapper = self._library.BatchDecodeWithPagedKVCacheWrapper(
+                floats,
+                "NHD",
+                use_cuda_graph=True,
+                use_tensor_cores=self._tensor_cores,
+                paged_kv_indptr_buffer=static.page_indptr[: size + 1],
+                paged_kv_indices_buffer=static.page_indices,
+                paged_kv_last_page_len_buffer=static.last_page_len[:size],
+                backend=KERNELS,
+            )
+            wrapper.reset_workspace_buffer(floats, integers[window])
+            self._plan(wrapper.plan, window, self._tensors(any_rows))
+            made[window] = _Wrappers(wrapper, None)
+        self._note_plan()
+        self._rungs[size] = made
+
+    def _eager_workspace_bytes(self) -> int:
+        """The most that splitting the rows of a step takes: into at most two thread blocks per multiprocessor."""
+        tile = 64 if self._spec.head_dim >= 256 else 128
+        return self._split_bytes(2 * self._multiprocessors() // self._spec.num_kv_heads, tile)
+
+    def _rung_workspace_bytes(self, size: int) -> int:
+        """Workspace for splitting the rows of the largest rung; there are at least two blocks per multiprocessor."""
+        if not self._tensor_cores:
+            return 0  # a head's share of few blocks: some MiB
+        tile = 16 if self._group <= 16 else 64 if self._group <= 64 or self._spec.head_dim >= 256 else 128
+        least = 2 * self._multiprocessors() // self._spec.num_kv_heads
+        return self._split_bytes(max(least, size - 1 + -(-size * self._group // tile)), tile)
+
+    def _split_bytes(self, blocks: int, tile: int) -> int:
+        """Partial results of thread blocks of `tile` queries (flashinfer's scheduler.cuh, PrefillPlan, step 2)."""
+        return self._spec.num_heads * blocks * tile * (self._spec.head_dim + 1) * 4 + (1 << 20)
+
+    def _multiprocessors(self) -> int:
+        if not self._kv.data.is_cuda:
+            return 132
+        return int(torch.cuda.get_device_properties(self._kv.data.device).multi_processor_count)
+
+    def plan_rung(self, size: int, rows: PagedRows) -> None:
+        self._await_last_plan()
+        for window, wrappers in self._rungs[size].items():
+            replan = functools.partial(self._library.fast_decode_plan, wrappers.decode)
+            self._plan(replan, window, _views(rows))
+        self._note_plan()
+
+    def enter_rung(self, size: int, slot_mapping: Tensor) -> None:
+        self._running = self._rungs[size]
+        self._num_decode = size
+        self._slot_mapping, self._slots = slot_mapping, None
+
+    def _plan(self, plan: Callable[..., None], window: int, rows: tuple[Tensor, ...], **only_prefill: bool) -> None:
+        spec, dtype = self._spec, self._kv.data.dtype
+        plan(
+            *rows,
+            spec.num_heads,
+            spec.num_kv_heads,
+            spec.head_dim,
+            self._kv.page_size,
+            window_left=window - 1 if window else -1,
+            logits_soft_cap=self._soft_cap,
+            sm_scale=self._scale,
+            q_data_type=dtype,
+            kv_data_type=dtype,
+            **only_prefill,
+        )
+
+    def forward(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        assert self._slot_mapping is not None, "plan() comes first"
+        if self._slots is None:
+            self._slots = (self._slot_mapping // self._kv.page_size, self._slot_mapping % self._kv.page_size)
+        keys, values = self._layers[layer]
+        keys[self._slots], values[self._slots] = k, v
+        return self.attend(layer, q)
+
+    def pages(self, layer: int) -> tuple[Tensor, Tensor]:
+        return self._layers[layer]
+
+    def attend(self, layer: int, q: Tensor) -> Tensor:
+        pages = self._layers[layer]
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        wrappers, n = self._running[self._spec.windows[layer]], self._num_decode
+        if n:
+            wrappers.decode.run(q[:n], pages, out=out[:n])
+        if n < len(q):
+            wrappers.prefill.run(q[n:], pages, out=out[n:])
+        return out.view(len(q), self._spec.q_size)
+
+    def _tensors(self, rows: PagedRows) -> tuple[Tensor, Tensor, Tensor]:
+        return self._host(rows.kv_indptr), self._host(rows.kv_indices), self._host(rows.last_page_len)
+
+    def _host(self, x: NDArray[np.int32]) -> Tensor:
+        """Where `plan` can copy it from without waiting for the device."""
+        here = torch.from_numpy(x)
+        return here.pin_memory() if self._kv.data.is_cuda else here
+
+
+def _views(rows: PagedRows) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.from_numpy(rows.kv_indptr), torch.from_numpy(rows.kv_indices), torch.from_numpy(rows.last_page_len)

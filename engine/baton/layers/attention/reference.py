@@ -1,0 +1,125 @@
+"""Reference attention in plain torch: the definition the fast backends are compared with.
+
+Decode rows are gathered together, padded to the longest, and attended in one batched product; each prefill row is
+attended alone. All arithmetic is float32, whatever the pool's type; results are rounded once, at the end.
+
+A row with a window W reads only the pages its oldest query can see:
+
+    positions   0 …… first page start ….. (start - W + 1) …… start …… kv_len
+                      |<------------------ gathered ------------------->|
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from baton.layers.attention.base import ForwardBatch
+from baton.layers.kv_pool import KvTensors
+from baton.layers.model_spec import ModelSpec
+
+
+@dataclass(slots=True)
+class _Gather:
+    """Rows attended together, for one window size."""
+
+    pages: Tensor
+    """int64 [r, p]: padded with a page of the row itself."""
+    visible: Tensor
+    """bool [r, n, p * page_size]: which gathered slots each query sees; padding and stale slots never."""
+    unseen: tuple[Tensor, Tensor]
+    """(row, slot) pairs that no query sees."""
+
+
+@dataclass(slots=True)
+class _Rows:
+    first_token: int
+    num_tokens: int
+    shape: tuple[int, int]
+    """(rows, queries per row)"""
+    by_window: dict[int, _Gather]
+
+
+class TorchAttention:
+    """Paged causal attention with grouped queries and per-layer windows."""
+
+    def __init__(self, spec: ModelSpec, kv: KvTensors) -> None:
+        self._spec = spec
+        self._kv = kv
+        self._windows = sorted(set(spec.windows))
+        self._groups: list[_Rows] = []
+        self._slots: tuple[Tensor, Tensor] | None = None
+
+    def plan(self, batch: ForwardBatch) -> None:
+        size = self._kv.page_size
+        slots = batch.slot_mapping.to(self._kv.data.device)
+        self._slots = (slots // size, slots % size)
+        starts, kv_lens = batch.qo_indptr.tolist(), batch.kv_lens.tolist()
+        first_page, pages = batch.page_indptr.tolist(), batch.page_indices.long()
+        tables = [pages[a:b] for a, b in itertools.pairwise(first_page)]
+        decode = list(range(batch.num_decode))
+        groups = [decode] if decode else []
+        groups += [[r] for r in range(batch.num_decode, len(kv_lens))]
+        self._groups = []
+        for rows in groups:
+            n = starts[rows[0] + 1] - starts[rows[0]]
+            row_tables, row_lens = [tables[r] for r in rows], [kv_lens[r] for r in rows]
+            by_window = {w: self._gather(row_tables, row_lens, n, w) for w in self._windows}
+            self._groups.append(_Rows(starts[rows[0]], n * len(rows), (len(rows), n), by_window))
+
+    def forward(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        assert self._slots is not None, "plan() comes first"
+        keys, values = self.pages(layer)
+        keys[self._slots], values[self._slots] = k, v
+        return self.attend(layer, q)
+
+    def pages(self, layer: int) -> tuple[Tensor, Tensor]:
+        return self._kv.data[:, layer, 0], self._kv.data[:, layer, 1]
+
+    def attend(self, layer: int, q: Tensor) -> Tensor:
+        out = torch.empty(len(q), self._spec.q_size, dtype=q.dtype, device=q.device)
+        for rows in self._groups:
+            tokens = slice(rows.first_token, rows.first_token + rows.num_tokens)
+            out[tokens] = self._attend_rows(layer, q[tokens], rows)
+        return out
+
+    def _gather(self, tables: list[Tensor], kv_lens: list[int], n: int, window: int) -> _Gather:
+        """Pages and visibility of rows with n queries each, of which the last is at position kv_len - 1."""
+        size = self._kv.page_size
+        skipped = [max(0, kv_len - n - window + 1) // size if window else 0 for kv_len in kv_lens]
+        used = [-(-kv_len // size) for kv_len in kv_lens]
+        width = max(u - s for u, s in zip(used, skipped, strict=True))
+        pages = torch.stack([_pad(t[s:u], width) for t, s, u in zip(tables, skipped, used, strict=True)])
+        first = torch.tensor(skipped)[:, None, None] * size
+        last_query = torch.tensor(kv_lens)[:, None, None] - n
+        query = last_query + torch.arange(n)[None, :, None]
+        slot = first + torch.arange(width * size)[None, None, :]
+        visible = slot <= query
+        if window:
+            visible &= slot > query - window
+        row, slot = (~visible.any(1)).nonzero(as_tuple=True)
+        device = self._kv.data.device
+        return _Gather(pages.to(device), visible.to(device), (row.to(device), slot.to(device)))
+
+    def _attend_rows(self, layer: int, q: Tensor, rows: _Rows) -> Tensor:
+        spec, (r, n) = self._spec, rows.shape
+        gather = rows.by_window[spec.windows[layer]]
+        # [r, p, 2, page, Hk, D] -> two of [r, Hk, p * page, D]
+        both = self._kv.data[:, layer][gather.pages].float().permute(2, 0, 4, 1, 3, 5).flatten(3, 4)
+        # A slot no query sees may hold anything a former owner left, and 0 * NaN is NaN.
+        row, slot = gather.unseen
+        both[:, row, :, slot] = 0.0
+        keys, values = both
+        queries = q.reshape(r, n, spec.num_heads, spec.head_dim).transpose(1, 2).float()
+        out = functional.scaled_dot_product_attention(
+            queries, keys, values, attn_mask=gather.visible[:, None], enable_gqa=spec.num_heads != spec.num_kv_heads
+        )
+        return out.transpose(1, 2).reshape(r * n, spec.q_size).to(q.dtype)
+
+
+def _pad(pages: Tensor, width: int) -> Tensor:
+    return functional.pad(pages, (0, width - len(pages)), value=int(pages[-1]))

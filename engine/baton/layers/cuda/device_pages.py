@@ -1,0 +1,305 @@
+"""The pages of a pool in device memory, as the transfer runtime moves them: to host memory and back, to slabs on the
+device, from a peer's pages; and their checksums. Called from the runtime's own threads (crate kv_transfer,
+`pool::device`).
+
+Everything runs on streams of its own. A call waits for its event in CUDA, without the GIL, and returns when the device
+is through, never before: its caller gives the copy's memory to others. A device that does not get through is the end
+of the process (`CudaQueue`).
+
+Ordering with the model's steps. Pages are read here only after they were announced, and announced only after the step
+that wrote them was committed; pages are written here only while the scheduler has granted them, which it does not
+before the last step that used them was committed. Both rest on one invariant: **when a step is committed, its kernels
+have ended** (runner.InFlight). The other way round, a copy that was reported has ended, so that kernels launched
+later see it. Hence no stream waits for another.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from typing import NoReturn, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from baton.layers.cuda import ipc
+
+log = logging.getLogger("baton.pages")
+
+SUM_BYTES = 8 << 20
+"""Pages whose checksums are taken in one go, which needs three times as much meanwhile; a call queues any number."""
+STUCK_SECS = 30.0
+"""A copy of some MiB, behind whatever else the device has to do."""
+WATCH_SECS = 1.0
+"""Between two looks for waits longer than that."""
+
+
+class Queue(Protocol):
+    """Where the device's work is put."""
+
+    def run(self, what: str, enqueue: Callable[[], None]) -> None:
+        """Have the device do what `enqueue` queues, and return when it is through."""
+
+    def host_memory(self, count: int) -> Tensor:
+        """`count` int64 in host memory that the device copies to without anybody waiting."""
+
+    def pin(self, memory: Tensor) -> None: ...
+    def unpin(self, memory: Tensor) -> None: ...
+
+
+class Opened(Protocol):
+    """A peer's memory in this process."""
+
+    @property
+    def memory(self) -> Tensor:
+        """Its bytes."""
+
+    def close(self) -> None: ...
+
+
+class Sharing(Protocol):
+    """How another process of this host gets at the memory."""
+
+    def handle(self, memory: Tensor) -> bytes: ...
+    def open(self, handle: bytes) -> Opened: ...
+
+
+def weights(words: int) -> NDArray[np.int64]:
+    """Of the checksum, one per 32-bit word: splitmix64 from state 0, made odd (kv_transfer, `pool::weighted`)."""
+    z = np.arange(1, words + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return ((z ^ (z >> np.uint64(31))) | np.uint64(1)).view(np.int64)
+
+
+class Pages:
+    """The pool as a matrix, a page per row, and the queue that its work goes to."""
+
+    def __init__(self, data: Tensor, queue: Queue) -> None:
+        self.rows = data.view(data.shape[0], -1).view(torch.int64)
+        self.queue = queue
+        self._weights = torch.from_numpy(weights(2 * self.page_words)).to(data.device)
+
+    @property
+    def page_words(self) -> int:
+        return self.rows.shape[1]
+
+    def parts(self, pages: int) -> list[slice]:
+        """Pages whose checksums are taken in one call."""
+        at_once = max(1, SUM_BYTES // (8 * self.page_words))
+        return [slice(start, start + at_once) for start in range(0, pages, at_once)]
+
+    def queue_sums(self, rows: Tensor, to: Tensor) -> None:
+        to.copy_((rows.view(torch.int32) * self._weights).sum(1), non_blocking=True)
+
+    def index(self, pages: bytes) -> Tensor:
+        """Page ids (int32, little endian) on the device; call it while queueing."""
+        ids = torch.from_numpy(np.frombuffer(pages, np.int32).astype(np.int64))
+        return ids.to(self.rows.device, non_blocking=True)
+
+
+class DevicePages:
+    """Args: `data`: the pool, page-major and contiguous; a page is a multiple of 8 bytes."""
+
+    def __init__(self, data: Tensor, queue: Queue, sharing: Sharing) -> None:
+        self._pages = Pages(data, queue)
+        self._queue = queue
+        self._sharing = sharing
+
+    def gather(self, pages: bytes, to: memoryview) -> None:
+        host = torch.frombuffer(to, dtype=torch.int64)
+
+        def enqueue() -> None:
+            found = self._pages.rows.index_select(0, self._pages.index(pages))
+            host.copy_(found.view(-1), non_blocking=True)
+
+        self._queue.run("gathering pages", enqueue)
+
+    def scatter(self, source: memoryview, pages: bytes) -> None:
+        host = torch.frombuffer(source, dtype=torch.int64).view(-1, self._pages.page_words)
+
+        def enqueue() -> None:
+            there = host.to(self._pages.rows.device, non_blocking=True)
+            self._pages.rows.index_copy_(0, self._pages.index(pages), there)
+
+        self._queue.run("scattering pages", enqueue)
+
+    def sums(self, pages: bytes) -> bytes:
+        """uint64 each, little endian."""
+        sums = self._queue.host_memory(len(pages) // 4)
+
+        def enqueue() -> None:
+            index = self._pages.index(pages)
+            for part in self._pages.parts(len(index)):
+                self._pages.queue_sums(self._pages.rows.index_select(0, index[part]), sums[part])
+
+        self._queue.run("taking checksums", enqueue)
+        return sums.numpy().tobytes()
+
+    def pin(self, memory: memoryview) -> None:
+        """For copies that take their time: to other memory the caller would wait in the driver."""
+        self._queue.pin(torch.frombuffer(memory, dtype=torch.uint8))
+
+    def unpin(self, memory: memoryview) -> None:
+        self._queue.unpin(torch.frombuffer(memory, dtype=torch.uint8))
+
+    def slabs(self, count: int, nbytes: int) -> DeviceSlabs:
+        return DeviceSlabs(self._pages, count, nbytes)
+
+    def handle(self) -> bytes:
+        """By which a process on this host opens these pages."""
+        return self._sharing.handle(self._pages.rows.view(-1).view(torch.uint8))
+
+    def open(self, handle: bytes, num_pages: int) -> PeerPages:
+        """A peer's pages. Raises ValueError when they are others than it says."""
+        opened = self._sharing.open(handle)
+        nbytes = num_pages * self._pages.page_words * 8
+        if opened.memory.numel() != nbytes:
+            opened.close()
+            raise ValueError(f"the peer's handle is of {opened.memory.numel()} bytes, its pages have {nbytes}")
+        return PeerPages(self._pages, opened)
+
+
+class DeviceSlabs:
+    """Staging memory on the device, for communicators that work there."""
+
+    def __init__(self, pages: Pages, count: int, nbytes: int) -> None:
+        self._pages = pages
+        self.tensors = [torch.empty(nbytes, dtype=torch.uint8, device=pages.rows.device) for _ in range(count)]
+
+    def _rows(self, slab: int, pages: bytes) -> Tensor:
+        count, words = len(pages) // 4, self._pages.page_words
+        return self.tensors[slab].view(torch.int64)[: count * words].view(count, words)
+
+    def gather(self, pages: bytes, slab: int) -> None:
+        rows = self._rows(slab, pages)
+        self._pages.queue.run(
+            "gathering pages into a slab",
+            lambda: drop(torch.index_select(self._pages.rows, 0, self._pages.index(pages), out=rows)),
+        )
+
+    def scatter(self, slab: int, pages: bytes) -> None:
+        rows = self._rows(slab, pages)
+        self._pages.queue.run(
+            "scattering pages from a slab",
+            lambda: drop(self._pages.rows.index_copy_(0, self._pages.index(pages), rows)),
+        )
+
+
+class PeerPages:
+    """A peer's pages, of the same size as ours. They are only ever read."""
+
+    def __init__(self, ours: Pages, opened: Opened) -> None:
+        self._ours = ours
+        self._opened: Opened | None = opened
+        self._theirs: Tensor | None = opened.memory.view(torch.int64).view(-1, ours.page_words)
+        self._lock = threading.Lock()
+        """Held while the peer's memory is read."""
+
+    def copy(self, src: bytes, dst: bytes) -> bytes:
+        """Returns the checksums of what arrived, as `DevicePages.sums` does. Waits once for all of it."""
+        ours = self._ours
+        sums = ours.queue.host_memory(len(src) // 4)
+        with self._lock:
+            theirs = self._theirs
+            if theirs is None:
+                raise RuntimeError("the peer's pages are closed: it is gone")
+
+            def enqueue() -> None:
+                there, here = ours.index(src), ours.index(dst)
+                for part in ours.parts(len(there)):
+                    found = theirs.index_select(0, there[part])
+                    ours.rows.index_copy_(0, here[part], found)
+                    ours.queue_sums(found, sums[part])
+
+            ours.queue.run("copying a peer's pages", enqueue)
+        return sums.numpy().tobytes()
+
+    def close(self) -> None:
+        with self._lock:
+            opened, self._opened, self._theirs = self._opened, None, None
+            if opened is not None:
+                opened.close()
+
+
+def drop(_: object) -> None:
+    """For calls whose result nobody needs."""
+
+
+def end_process(why: str) -> NoReturn:
+    """Copies that were asked for may still write to memory that nobody may use before: it cannot be given back."""
+    log.critical("%s; the process ends", why)
+    logging.shutdown()
+    os._exit(1)
+
+
+class CudaQueue:
+    """Streams of its own: torch's of high priority, which the model's kernels do not use. Called from any thread.
+
+    Args:
+        stuck: what to do when the device is not through within STUCK_SECS; called by a thread that watches.
+    """
+
+    def __init__(self, device: torch.device, stuck: Callable[[str], object] = end_process) -> None:
+        self._device = device
+        self._stuck = stuck
+        self._waits: dict[int, tuple[float, str]] = {}
+        """By thread: since when it waits, and for what."""
+        self._watch: threading.Thread | None = None
+        self._lock = threading.Lock()
+        self._idle: list[torch.cuda.Stream] = []
+        """The last one used is the next: torch keeps freed memory for the stream it was used on."""
+
+    def run(self, what: str, enqueue: Callable[[], None]) -> None:
+        with torch.cuda.device(self._device):
+            try:
+                stream = self._idle.pop()
+            except IndexError:
+                stream = torch.cuda.Stream(self._device, priority=-1)
+            with torch.cuda.stream(stream):
+                try:
+                    enqueue()
+                finally:  # also what was queued before an error must end before its memory is let go
+                    done = torch.cuda.Event(blocking=True)  # the waiting thread sleeps instead of spinning
+                    done.record()
+                    self._wait(what, done)
+            self._idle.append(stream)
+
+    def _wait(self, what: str, done: torch.cuda.Event) -> None:
+        self._start_watch()
+        self._waits[threading.get_ident()] = (time.monotonic(), what)
+        try:
+            done.synchronize()
+        finally:
+            del self._waits[threading.get_ident()]
+
+    def _start_watch(self) -> None:
+        with self._lock:
+            if self._watch is None:
+                self._watch = threading.Thread(target=self._look_for_stuck, name="kv-device-watch", daemon=True)
+                self._watch.start()
+
+    def _look_for_stuck(self) -> None:
+        while True:
+            time.sleep(WATCH_SECS)
+            for since, what in list(self._waits.values()):
+                if time.monotonic() > since + STUCK_SECS:
+                    self._stuck(f"{self._device} is not through with {what} after {STUCK_SECS:g} s")
+                    return
+
+    def host_memory(self, count: int) -> Tensor:
+        with torch.cuda.device(self._device):
+            return torch.empty(count, dtype=torch.int64, pin_memory=True)
+
+    def pin(self, memory: Tensor) -> None:
+        with torch.cuda.device(self._device):
+            ipc.register(memory)
+
+    def unpin(self, memory: Tensor) -> None:
+        with torch.cuda.device(self._device):
+            ipc.unregister(memory)

@@ -1,0 +1,53 @@
+"""Kernels of our own, in Triton, which comes with torch's CUDA builds: `draw` for the sampler, `heads` for a layer.
+
+Triton compiles a kernel at its first launch, and the launcher with a C compiler: `obstacle` does both at start.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from baton.layers.flashinfer_loader import reason
+
+if TYPE_CHECKING:
+    from baton.layers.model_spec import ModelSpec
+
+usable = True
+"""False once `obstacle` has found one: the sampler then draws on the host, which waits for the device."""
+REMEDY = "install triton and a C compiler (gcc, or what CC names) with Python's headers"
+
+
+def obstacle(spec: ModelSpec, device: torch.device) -> str | None:
+    """The reason why the kernels cannot run this model here, as the middle of a sentence; None: they can.
+
+    Runs each once. Raises torch.OutOfMemoryError.
+    """
+    global usable
+    usable = False
+    try:
+        _try_out(spec, device)
+        usable = True
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as err:  # noqa: BLE001 - Triton's own, subprocess's, ImportError, OSError
+        return reason(err)
+    return None
+
+
+def _try_out(spec: ModelSpec, device: torch.device) -> None:
+    from baton.layers.kernels.draw import draw_rows
+    from baton.layers.kernels.heads import store_heads
+
+    integers = torch.zeros(2, dtype=torch.int64, device=device)
+    columns = torch.tensor([[1.0], [0.5], [1], [0.9], [0.0]], dtype=torch.float64, device=device)
+    draw_rows(torch.zeros(1, spec.vocab_size, device=device), integers[:1], columns, integers[1:])
+    dtype, kv_heads, dim = getattr(torch, spec.dtype), spec.num_kv_heads, spec.head_dim
+    heads = torch.zeros(1, spec.num_heads + 2 * kv_heads, dim, dtype=dtype, device=device)
+    pages = torch.zeros(2, 1, 1, kv_heads, dim, dtype=dtype, device=device)
+    cos, sin = torch.zeros(1, dim, device=device).chunk(2, dim=1)
+    for norms in (None, (heads[0, 0], heads[0, 0])):
+        store_heads(heads, spec.num_heads, norms, 1e-6, integers[:1], (cos, sin), (pages[0], pages[1]), integers[:1])
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)  # a launch that failed says so now

@@ -1,0 +1,196 @@
+"""The handful of tensor functions a decoder layer is made of, besides attention.
+
+Each public function first offers the call to the native CPU kernels (`ops_cpu`, same names and signatures), on a CUDA
+device to flashinfer's (`ops_cuda`), and else runs the plain torch version written here, which is also what the kernels
+are tested against. Which is in use is decided once and logged: for the CPU at import, for CUDA by `choose_cuda`. There
+a kernel of our own (`head_kernel`) does in one launch what lies between a layer's projection and its attention.
+
+Shapes: T tokens, H heads, D head size, N features; all tensors on one device, last dimension contiguous.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from baton.errors import ConfigError
+from baton.layers import flashinfer_loader
+from baton.layers import kernels as triton_kernels
+
+if TYPE_CHECKING:
+    from baton.layers.model_spec import ModelSpec
+    from baton.layers.ops_cpu import PackedWeight
+    from baton.layers.ops_cuda import FlashInferOps
+
+log = logging.getLogger("baton.ops")
+
+Matrix: TypeAlias = "Tensor | PackedWeight"
+"""A weight [N, K] as `linear` and `embed` take it: a tensor, or what `pack` made of one."""
+
+TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+"""The compute types, by the names flags and specs use."""
+
+
+def _load_native() -> ModuleType | None:
+    try:
+        from baton.layers import ops_cpu
+    except ImportError as err:
+        log.warning("native CPU kernels are not in use (%s); plain torch does their work, more slowly", err)
+        return None
+    return ops_cpu
+
+
+_native = _load_native()
+_NATIVE_DTYPES = (torch.float32, torch.bfloat16)
+_flashinfer: FlashInferOps | None = None
+_head_kernel: Callable[..., None] | None = None
+
+
+def choose_cuda(spec: ModelSpec, device: torch.device, *, required: bool = False) -> None:
+    """Decide for this process which kernels compute the model's functions on `device`, and compile them.
+
+    Plain torch takes the place of those that cannot be used; the reason is logged.
+
+    Raises:
+        ConfigError: with `required`, kernels that take this model cannot be compiled here.
+    """
+    _choose_triton(spec, device, required=required)
+    _choose_flashinfer(spec, device, required=required)
+
+
+def _choose_triton(spec: ModelSpec, device: torch.device, *, required: bool) -> None:
+    global _head_kernel
+    _head_kernel = None
+    problem = triton_kernels.obstacle(spec, device)
+    if problem is None:
+        from baton.layers.kernels.heads import store_heads
+
+        _head_kernel = store_heads
+        log.info("norm, rotation and store of heads, and the sampler: Triton")
+    elif required:
+        raise ConfigError(
+            f"Triton's kernels cannot run here ({problem}); {triton_kernels.REMEDY}, or use --attention-backend "
+            f"{flashinfer_loader.SLOWER}"
+        )
+    else:
+        log.warning("heads are stored in several launches and tokens drawn on the host; Triton's kernels: %s", problem)
+
+
+def _choose_flashinfer(spec: ModelSpec, device: torch.device, *, required: bool) -> None:
+    from baton.layers import ops_cuda
+
+    global _flashinfer
+    _flashinfer = None
+    problem = ops_cuda.obstacle(spec)
+    if problem is None:
+        log.info("flashinfer compiles its kernels at the first start, which takes minutes; later starts load them")
+        try:
+            _flashinfer = ops_cuda.try_out(spec, device)
+            log.info("norms, rotation and activation: flashinfer")
+            return
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as err:
+            problem = flashinfer_loader.reason(err)
+            if required:
+                raise ConfigError(
+                    f"flashinfer's norms cannot run here ({problem}); they need the headers of cuBLAS and cuRAND "
+                    f"beside nvcc: install a whole CUDA toolkit, or use --attention-backend {flashinfer_loader.SLOWER}"
+                ) from err
+    log.warning("norms, rotation and activation: plain torch, in several launches each; flashinfer's: %s", problem)
+
+
+def kernels() -> str:
+    """'native' when calls on CPU tensors go to `ops_cpu`, else 'torch': for /get_server_info and logs."""
+    return "native" if _native is not None else "torch"
+
+
+def _kernels_for(x: Tensor) -> Any:
+    return _native_for(x) if x.is_cpu else _flashinfer
+
+
+def head_kernel(x: Tensor) -> Callable[..., None] | None:
+    """`gpu.kernels.heads.store_heads` for heads on x's device; None: norm, rotate and store by the functions here."""
+    return None if x.is_cpu else _head_kernel
+
+
+def _native_for(x: Tensor) -> ModuleType | None:
+    return _native if _native is not None and x.is_cpu and x.dtype in _NATIVE_DTYPES else None
+
+
+def set_threads(n: int) -> None:
+    """Compute threads of this process, in torch and in the native kernels."""
+    torch.set_num_threads(n)
+    if _native is not None:
+        _native.set_threads(n)
+
+
+def pack(weight: Tensor) -> Matrix:
+    """The weight re-ordered for the native kernels: as large, independent of it. Without them `weight`.
+
+    A packed product gives a row the same bits alone and in any batch.
+    """
+    native = _native_for(weight)
+    return native.PackedWeight(weight) if native else weight
+
+
+def linear(x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:
+    """x [T, K] times weight [N, K] transposed, plus bias [N]: [T, N] in x's dtype."""
+    if not isinstance(weight, Tensor):
+        return weight.multiply(x, bias)
+    return functional.linear(x, weight, bias)
+
+
+def embed(weight: Matrix, ids: Tensor) -> Tensor:
+    """Rows ids (int64 [T]) of weight [N, K]: a new [T, K]."""
+    return weight[ids] if isinstance(weight, Tensor) else weight.rows(ids)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x / rms(x) over the last dimension, times weight [N]. Any leading shape; a new tensor in x's dtype.
+
+    The mean is taken in float32 and the quotient rounded to x's dtype before the product, as transformers does.
+    """
+    if fast := _kernels_for(x):
+        return fast.rms_norm(x, weight, eps)
+    wide = x.float()
+    return weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """(rms_norm(x + residual), x + residual) for x, residual [T, N]; either input may be overwritten."""
+    if fast := _kernels_for(x):
+        return fast.add_rms_norm(x, residual, weight, eps)
+    total = x + residual
+    return rms_norm(total, weight, eps), total
+
+
+def rope(q: Tensor, k: Tensor, positions: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Rotate q [T, Hq, D] and k [T, Hk, D] by their positions, in place, and return them.
+
+    Args:
+        q, k: may be views into one fused projection: strides of dimensions 0 and 1 are free.
+        positions: int64 [T], each below len(cos).
+        cos, sin: float32 [C, D/2] tables (`models.rope`); dimension i turns with i + D/2, the layout of HF checkpoints.
+    """
+    if fast := _kernels_for(q):
+        return fast.rope(q, k, positions, cos, sin)
+    c, s = cos[positions].unsqueeze(1), sin[positions].unsqueeze(1)
+    for x in (q, k):
+        first, second = x.float().chunk(2, dim=-1)
+        x.copy_(torch.cat((first * c - second * s, second * c + first * s), dim=-1))
+    return q, k
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """silu(gate) * up for gate_up [T, 2N] = [gate | up]: a new [T, N]."""
+    if fast := _kernels_for(gate_up):
+        return fast.silu_mul(gate_up)
+    gate, up = gate_up.chunk(2, dim=-1)
+    return functional.silu(gate) * up

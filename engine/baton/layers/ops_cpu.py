@@ -1,0 +1,151 @@
+"""The functions of `baton.layers.ops` by the native CPU kernels: same names and signatures, f32 or bf16 on the CPU.
+
+Shapes and layout are checked here and nowhere below: the kernels take addresses. Each call computes without the GIL.
+
+`PackedWeight` is a matrix re-ordered once at load; its product has the same bits for any number of rows, so a prompt's
+chunks, single tokens and batches agree exactly.
+
+Importing this module raises ImportError when the native module is absent or older than this file, and ConfigError when
+BATON_CPU_ISA names no instruction level.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from baton._native import PackedWeight as _NativeWeight
+from baton._native import cpu_isa as _cpu_isa
+from baton._native import rms_norm as _rms_norm
+from baton._native import rope as _rope
+from baton._native import set_threads as _set_threads
+from baton._native import silu_mul as _silu_mul
+from baton.errors import ConfigError
+
+_BF16 = torch.bfloat16
+
+
+def _known_isa() -> str:
+    try:
+        return _cpu_isa()
+    except ValueError as err:
+        raise ConfigError(str(err)) from err
+
+
+ISA = _known_isa()
+"""The instruction level in use: scalar, avx2, avx512 or avx512_bf16."""
+
+
+class PackedWeight:
+    """A weight [outputs, inputs] in the kernels' order: as large as the tensor it is made from, which it does not keep.
+
+    Reading rows back costs some 32 times a plain row: good for the few tokens of a step (an embedding that is also the
+    output head), not for whole matrices.
+    """
+
+    __slots__ = ("_native", "dtype", "shape")
+
+    def __init__(self, weight: Tensor) -> None:
+        """weight: contiguous [outputs, inputs], float32 or bfloat16, on the CPU. Raises ValueError otherwise."""
+        known = weight.dtype in (torch.float32, _BF16)
+        if not known or weight.dim() != 2 or not weight.is_contiguous() or not weight.is_cpu:
+            found = f"{weight.dtype} {list(weight.shape)} on {weight.device}"
+            raise ValueError(f"{found}: a contiguous float32 or bfloat16 matrix on the CPU is needed")
+        self.shape = weight.shape
+        self.dtype = weight.dtype
+        self._native = _NativeWeight(weight.dtype == _BF16, *weight.shape, weight.data_ptr())
+
+    def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """x [T, inputs] times the transpose, plus bias [outputs]: a new [T, outputs] in the weight's type."""
+        outputs, inputs = self.shape
+        if x.dtype != self.dtype or x.dim() != 2 or x.shape[1] != inputs or x.stride(1) != 1:
+            wanted = f"{self.dtype} [T, {inputs}] with contiguous rows"
+            raise ValueError(f"x is {x.dtype} {list(x.shape)} with strides {x.stride()}, not {wanted}")
+        bias_at = 0
+        if bias is not None:
+            _check("bias", bias, self.dtype, (outputs,))
+            bias_at = bias.data_ptr()
+        rows = x.shape[0]
+        y = x.new_empty((rows, outputs))
+        self._native.multiply(x.data_ptr(), x.stride(0), rows, bias_at, y.data_ptr())
+        return y
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """Rows of the original matrix: [T, inputs] for int64 ids [T]. Raises ValueError for an id out of range."""
+        _check("ids", ids, torch.int64, ids.shape[:1])
+        out = torch.empty(len(ids), self.shape[1], dtype=self.dtype)
+        self._native.rows(ids.data_ptr(), len(ids), out.data_ptr())
+        return out
+
+
+def set_threads(n: int) -> None:
+    """Threads of every kernel of this process, the caller's included; they park when there is nothing to do."""
+    _set_threads(n)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Leading dimensions: one or two, with any strides."""
+    n = x.shape[-1]
+    _check("weight", weight, x.dtype, (n,))
+    out = x.new_empty(x.shape)
+    _rms_norm(x.dtype == _BF16, _vectors("x", x), 0, weight.data_ptr(), eps, out.data_ptr())
+    return out
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Overwrites both: x becomes the norm, residual the sum."""
+    _check("weight", weight, x.dtype, x.shape[-1:])
+    _check("x", x, x.dtype, x.shape)
+    _check("residual", residual, x.dtype, x.shape)
+    at = x.data_ptr()
+    _rms_norm(x.dtype == _BF16, _vectors("x", x), residual.data_ptr(), weight.data_ptr(), eps, at)
+    return x, residual
+
+
+def rope(q: Tensor, k: Tensor, positions: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Raises ValueError when a position has no row in the tables."""
+    table = (len(cos), q.shape[-1] // 2)
+    _check("positions", positions, torch.int64, q.shape[:1])
+    _check("cos", cos, torch.float32, table)
+    _check("sin", sin, torch.float32, table)
+    if k.dtype != q.dtype or k.shape[0] != q.shape[0] or k.shape[-1] != q.shape[-1]:
+        raise ValueError(f"q is {q.dtype} {list(q.shape)} but k is {k.dtype} {list(k.shape)}")
+    _rope(
+        q.dtype == _BF16,
+        _vectors("q", q),
+        _vectors("k", k),
+        positions.data_ptr(),
+        cos.data_ptr(),
+        sin.data_ptr(),
+        len(cos),
+    )
+    return q, k
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    rows, both = gate_up.shape
+    if gate_up.stride(1) != 1 or both % 2:
+        raise ValueError(f"gate_up is {list(gate_up.shape)} with strides {gate_up.stride()}, not [T, 2N] in rows")
+    out = gate_up.new_empty((rows, both // 2))
+    args = (gate_up.data_ptr(), gate_up.stride(0), rows, both // 2, out.data_ptr())
+    _silu_mul(gate_up.dtype == _BF16, *args)
+    return out
+
+
+def _vectors(name: str, x: Tensor) -> tuple[int, int, int, int, int, int]:
+    """x [A, n] or [A, B, n] as (address, A, B, strides of A and B, n)."""
+    shape, strides = x.shape, x.stride()
+    if strides[-1] == 1 or shape[-1] == 1:
+        if len(shape) == 3:
+            return x.data_ptr(), shape[0], shape[1], strides[0], strides[1], shape[2]
+        if len(shape) == 2:
+            return x.data_ptr(), shape[0], 1, strides[0], 0, shape[1]
+    raise ValueError(
+        f"{name} is {list(shape)} with strides {strides}: 2 or 3 dimensions, the last contiguous, are needed"
+    )
+
+
+def _check(name: str, x: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    if x.dtype is not dtype or x.shape != shape or not x.is_contiguous() or not x.is_cpu:
+        found = f"{x.dtype} {list(x.shape)} with strides {x.stride()} on {x.device}"
+        raise ValueError(f"{name} is {found}, not a contiguous {dtype} {list(shape)} on cpu")

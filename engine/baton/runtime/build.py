@@ -1,0 +1,199 @@
+"""A rank's model in memory with its pool, and the engine (runtime.engine_loop) made of it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from baton.config import EngineConfig
+from baton.disagg.relay import Relay
+from baton.errors import ConfigError
+from baton.layers import ops
+from baton.layers.attention import make_backend
+from baton.layers.collectives import ALONE, Group, Place, join
+from baton.layers.flashinfer_loader import reason
+from baton.layers.kv_pool import KvTensors, asked_pages, host_pool_pages, make_host_pool, make_pool
+from baton.layers.model_spec import read_spec
+from baton.layers.shard import WHOLE, share_of
+from baton.models.checkpoint import CPU_POOL_MIB, weight_bytes
+from baton.models.load import OnProgress, load_weights
+from baton.runtime import device
+from baton.runtime.engine_loop import DeviceThread, Engine, PoolSizes, make_engine
+from baton.runtime.graphs.capture import CudaRecorder, rows_to_record
+from baton.runtime.memory.device_memory import GIB, DeviceMemory
+from baton.runtime.memory.profile import check_weights, fit, no_room
+from baton.runtime.runner.cuda_runner import DeviceRunner, make_runner
+from baton.runtime.runner.model_runner import Runner
+from baton.sched import setup
+from baton.sched.types.limits import Limits
+
+log = logging.getLogger("baton.engine")
+
+
+def device_thread() -> DeviceThread:
+    """For torch's work. OpenMP keeps its number of threads per thread: without this, MKL takes all cores, and spins."""
+    threads = torch.get_num_threads()
+    return DeviceThread(lambda: torch.set_num_threads(threads))
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A model in memory with its pool, before scheduler and transfer are attached."""
+
+    config: EngineConfig
+    runner: Runner
+    kv: KvTensors
+    layout: dict[str, object]
+    info: dict[str, object]
+    host_pages: int = 0
+    group: Group | None = None
+    """The tensor-parallel ranks that compute together; None: this process alone."""
+
+    def limits(self) -> Limits:
+        return setup.limits(self.config, *self._sizes)
+
+    def engine(self, relay: Relay | None = None, trace: Callable[[str], None] | None = None) -> Engine:
+        """`trace` gets every input of the scheduler as a line (sched.recording)."""
+        return make_engine(self.config, self._sizes, self.runner, relay, trace, device_thread())
+
+    @property
+    def vocab_size(self) -> int:
+        return self.runner.vocab_size
+
+    @property
+    def native_pool(self) -> Any:
+        """What a TransferNode serves pages of; None for plain memory."""
+        return self.kv.native
+
+    @property
+    def _sizes(self) -> PoolSizes:
+        return PoolSizes(self.kv.num_pages, self.host_pages, self.kv.page_bytes)
+
+
+def compute_threads(config: EngineConfig) -> int:
+    """Compute threads of one process: --cpu-threads, else this machine's cores shared among this engine's processes."""
+    return config.cpu_threads or max(1, len(os.sched_getaffinity(0)) // (config.dp_size * config.tp_size))
+
+
+def load(
+    config: EngineConfig,
+    model_dir: str,
+    place: Place | None = None,
+    on_progress: OnProgress = lambda done, total: None,
+) -> Loaded:
+    """Load the model, or a tensor-parallel rank's share of it, and allocate the pool.
+
+    Raises ConfigError for what this engine cannot run, PeerLost when other ranks do not come.
+    """
+    started = time.monotonic()
+    threads = compute_threads(config)
+    ops.set_threads(threads)
+    shard = WHOLE if place is None else place.shard
+    compute = device.resolve(config, shard.rank)
+    on_cpu = compute.type == "cpu"
+    whole = read_spec(model_dir, config.dtype, config.load_format, config.random_seed, on_cpu=on_cpu)
+    if on_cpu and whole.dtype == "float16":
+        log.warning(
+            "--dtype float16: the native CPU kernels do not compute it, slow torch code does; bfloat16 is faster"
+        )
+    share_of(whole, shard)  # what cannot be divided is said before anybody waits for anybody
+    group = None if place is None else join(shard, compute, place.meeting_point, config.dist_timeout)
+    memory = None if on_cpu else DeviceMemory(compute)
+    if memory is not None:
+        check_weights(weight_bytes(whole, shard), memory)
+    with no_room("the model", "use a smaller one, a GPU with more memory, or more of them by --tp-size"):
+        model = load_weights(
+            whole, model_dir, config.load_format, config.random_seed, shard, group or ALONE, compute, on_progress
+        )
+    if on_cpu:
+        model.pack()
+    spec = model.spec
+    context = config.context_length or spec.max_context
+    if context > spec.max_context:
+        raise ConfigError(f"--context-length {context}: the model was made for {spec.max_context} tokens; lower it")
+    mib = config.kv_pool_mib or (CPU_POOL_MIB if on_cpu else None)
+    pages = asked_pages(spec.kv, config.page_size, config.max_total_tokens, mib)
+    if memory is not None:
+        ops.choose_cuda(spec, compute, required=config.attention_backend != "torch")
+        pages = fit(model, config, context, pages, compute, memory, place, group)
+    disaggregated = config.disaggregation_mode != "null"
+    recorded_rows = 0 if on_cpu else rows_to_record(config)
+    with no_room("the KV pool", "another process took memory meanwhile: start again, or lower --mem-fraction-static"):
+        kv = make_pool(
+            spec.kv,
+            config.page_size,
+            pages,
+            native=True if disaggregated else None,
+            device=compute,
+            dummy_page=recorded_rows > 0,
+        )
+        attn = make_backend(config.attention_backend, spec, kv)
+    host_pages = host_pool_pages(spec.kv, config.page_size, config.host_kv_gib, config.dp_size * config.tp_size)
+    runner = make_runner(
+        model,
+        kv,
+        attn,
+        config.max_running_requests,
+        announces_writes=config.disaggregation_mode == "prefill",
+        host=make_host_pool(kv, host_pages) if host_pages else None,
+        tell=None if place is None else place.tell,
+    )
+    if memory is not None and isinstance(runner, DeviceRunner):
+        _record(runner, config, compute, context, memory)
+    layout = kv.layout(spec.model_hash)
+    if shard.size > 1:
+        layout["tp_size"] = shard.size
+    info: dict[str, object] = {
+        "max_total_num_tokens": kv.max_tokens,
+        "context_length": context,
+        "kv_pool_bytes": kv.num_pages * kv.page_bytes,
+        "num_pages": kv.num_pages,
+        "host_pages": host_pages,
+        "dtype": spec.kv.dtype,
+        "num_parameters": whole.num_parameters,
+        "cpu_threads": threads,
+        "device": str(compute),
+        "layout": layout,
+    }
+    log.info(
+        "loaded %s: %.1f M parameters (%s), pool of %d pages x %d tokens = %.0f MiB, %d thread(s), %.1f s",
+        model_dir, whole.num_parameters / 1e6, spec.kv.dtype, kv.num_pages, config.page_size,
+        kv.num_pages * kv.page_bytes / 2**20, threads, time.monotonic() - started,
+    )  # fmt: skip
+    return Loaded(config, runner, kv, layout, info, host_pages, group)
+
+
+def _record(
+    runner: DeviceRunner, config: EngineConfig, compute: torch.device, context: int, memory: DeviceMemory
+) -> None:
+    """Record decode steps as CUDA graphs, or say why not."""
+    rows = rows_to_record(config)
+    if not rows:
+        if config.disaggregation_mode == "prefill":
+            log.info("CUDA graphs: none, a prefill node runs no decode steps")
+            return
+        why = "--disable-cuda-graph" if config.disable_cuda_graph else f"--tp-size {config.tp_size}"
+        log.info("CUDA graphs: none with %s; every kernel is launched by itself", why)
+        return
+    if not runner.can_record:
+        log.warning("CUDA graphs: none, the torch attention backend cannot be recorded; steps are launched in pieces")
+        return
+    started, before = time.monotonic(), memory.held()
+    with no_room("CUDA graphs", "lower --cuda-graph-max-bs or --mem-fraction-static, or give --disable-cuda-graph"):
+        try:
+            runner.record_graphs(CudaRecorder(compute), rows, context)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as err:  # noqa: BLE001 - of flashinfer or torch; steps run without graphs, as rehearsed
+            log.warning("CUDA graphs: none, recording failed (%s); every kernel is launched by itself", reason(err))
+            return
+    log.info(
+        "CUDA graphs: decode steps of up to %d rows are replayed; they took %.2f GiB and %.1f s",
+        rows, (memory.held() - before) / GIB, time.monotonic() - started,
+    )  # fmt: skip

@@ -1,0 +1,274 @@
+"""`nccl`: libnccl from the wheel that torch brings, two ranks per communicator, through ctypes. No GPU has run it yet.
+
+Slabs of a pool on the device are on it too, and NCCL sends from one into the other: page → slab → NCCL → slab → page.
+Pages in host memory cross the bus twice: page → pinned host slab → device slab → NCCL → device slab → pinned host slab
+→ page. All memory is allocated at open; copies and NCCL's kernels go to a private stream; nothing here waits for the
+device but by looking at an event until a deadline, so that a peer that never comes cannot hold the thread (a
+synchronisation would).
+
+What NCCL demands, and what is done about it:
+* an init that blocks waits for an absent peer for ever: communicators are non-blocking, and polled;
+* a send waits on the device until it is met, on as many SMs as it has channels, of which one carries some 20 GB/s:
+  --nccl-max-ctas bounds them. Both ranks must have the same bound, so the host's travels behind the unique id;
+* only an abort ends it, from another thread, and that may hang: the transfer runtime gives it up then. The pointer is
+  taken from this object before the abort, so that nothing polls a communicator that is being freed;
+* two ranks on one GPU are refused unless NCCL >= 2.30 finds NCCL_MULTI_RANK_GPU_ENABLE=1.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib.util
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from baton.layers.cuda import ipc
+from baton.runtime.device import no_cuda
+
+LIBRARY = "libnccl.so.2"
+UNIQUE_ID_BYTES = 128
+UINT8 = 1
+SUCCESS, IN_PROGRESS = 0, 7
+CONFIG_MAGIC = 0xCAFEBEEF
+CONFIG_VERSION = 21700
+"""NCCL 2.17, whose config ends with the network's name: a later library takes its own defaults for what came after."""
+UNDEFINED = -(2**31)
+FIRST_POLL_SECS = 0.00005
+LONGEST_POLL_SECS = 0.001
+"""Each look takes the GIL: the pauses between them double up to this."""
+DEFAULT_CTAS = 8
+SHARED_GPU = "NCCL_MULTI_RANK_GPU_ENABLE"
+
+
+class UniqueId(ctypes.Structure):
+    _fields_ = (("internal", ctypes.c_byte * UNIQUE_ID_BYTES),)
+
+
+class Config(ctypes.Structure):
+    """ncclConfig_t of NCCL 2.17."""
+
+    _fields_ = (
+        ("size", ctypes.c_size_t),
+        ("magic", ctypes.c_uint),
+        ("version", ctypes.c_uint),
+        ("blocking", ctypes.c_int),
+        ("cga_cluster_size", ctypes.c_int),
+        ("min_ctas", ctypes.c_int),
+        ("max_ctas", ctypes.c_int),
+        ("net_name", ctypes.c_char_p),
+    )
+
+
+def config(max_ctas: int) -> Config:
+    return Config(ctypes.sizeof(Config), CONFIG_MAGIC, CONFIG_VERSION, 0, UNDEFINED, 1, max_ctas, None)
+
+
+def default_ctas() -> int:
+    """Thread blocks per communicator: one if both ranks share a GPU, whose SMs the other engine needs."""
+    return 1 if os.environ.get(SHARED_GPU) == "1" else DEFAULT_CTAS
+
+
+def library_path() -> Path | None:
+    """libnccl of the wheel nvidia-nccl, which torch depends on."""
+    try:
+        spec = importlib.util.find_spec("nvidia.nccl")
+    except ModuleNotFoundError:
+        return None
+    folders = [] if spec is None else list(spec.submodule_search_locations or ())
+    return next((path for folder in folders if (path := Path(folder) / "lib" / LIBRARY).exists()), None)
+
+
+def unusable() -> str | None:
+    """Why nccl cannot work here; None: it can."""
+    if (reason := no_cuda()) is not None:
+        return f"it needs a GPU, but {reason}"
+    return None if library_path() else f"{LIBRARY} is not there; install the nvidia-nccl wheel of torch's CUDA version"
+
+
+def load() -> Any:
+    """The library with the calls used here declared."""
+    lib = ctypes.CDLL(str(library_path() or LIBRARY))
+    pointer, stream = ctypes.c_void_p, ctypes.c_void_p
+    calls: dict[str, list[Any]] = {
+        "ncclGetVersion": [ctypes.POINTER(ctypes.c_int)],
+        "ncclGetUniqueId": [ctypes.POINTER(UniqueId)],
+        "ncclCommInitRankConfig": [
+            ctypes.POINTER(pointer), ctypes.c_int, UniqueId, ctypes.c_int, ctypes.POINTER(Config),
+        ],
+        "ncclCommGetAsyncError": [pointer, ctypes.POINTER(ctypes.c_int)],
+        "ncclCommAbort": [pointer],
+        "ncclSend": [pointer, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, pointer, stream],
+        "ncclRecv": [pointer, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, pointer, stream],
+    }  # fmt: skip
+    for name, arguments in calls.items():
+        call = getattr(lib, name)
+        call.argtypes, call.restype = arguments, ctypes.c_int
+    lib.ncclGetErrorString.argtypes, lib.ncclGetErrorString.restype = [ctypes.c_int], ctypes.c_char_p
+    return lib
+
+
+class Handle:
+    """One ncclComm_t: its calls, its asynchronous state, and its one abort."""
+
+    def __init__(self, lib: Any) -> None:
+        self._lib = lib
+        self._lock = threading.Lock()
+        self._comm: ctypes.c_void_p | None = ctypes.c_void_p()
+
+    def _checked(self, what: str, code: int) -> int:
+        if code not in (SUCCESS, IN_PROGRESS):
+            raise RuntimeError(f"{what}: {self._lib.ncclGetErrorString(code).decode()} (NCCL error {code})")
+        return code
+
+    def _call(self, what: str, call: Callable[[ctypes.c_void_p], int]) -> int:
+        with self._lock:
+            if self._comm is None:
+                raise RuntimeError(f"{what}: the communicator was aborted")
+            return self._checked(what, call(self._comm))
+
+    def init(self, unique_id: bytes, rank: int, timeout_secs: float) -> None:
+        """Args: `unique_id`: as from `NcclBackend.unique_id`."""
+        uid, settings = UniqueId.from_buffer_copy(unique_id), config(unique_id[UNIQUE_ID_BYTES])
+        self._call(
+            "ncclCommInitRankConfig",
+            lambda comm: self._lib.ncclCommInitRankConfig(ctypes.byref(comm), 2, uid, rank, ctypes.byref(settings)),
+        )
+        self.settle("ncclCommInitRankConfig", timeout_secs)
+
+    def state(self, what: str) -> int:
+        """SUCCESS or IN_PROGRESS; raises for anything else."""
+        code = ctypes.c_int()
+        self._call(what, lambda comm: self._lib.ncclCommGetAsyncError(comm, ctypes.byref(code)))
+        return self._checked(what, code.value)
+
+    def settle(self, what: str, timeout_secs: float) -> None:
+        """Wait until the last call has been taken up."""
+        self.wait(what, timeout_secs, lambda: self.state(what) == SUCCESS)
+
+    def wait(self, what: str, timeout_secs: float, is_done: Callable[[], bool]) -> None:
+        deadline, pause = time.monotonic() + timeout_secs, FIRST_POLL_SECS
+        while not is_done():
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{what}: not done within {timeout_secs:g} s")
+            time.sleep(pause)
+            pause = min(2 * pause, LONGEST_POLL_SECS)
+
+    def enqueue(self, name: str, pointer: int, nbytes: int, peer: int, stream: int, timeout_secs: float) -> None:
+        """ncclSend or ncclRecv."""
+        call = getattr(self._lib, name)
+        self._call(name, lambda comm: call(pointer, nbytes, UINT8, peer, comm, stream))
+        self.settle(name, timeout_secs)
+
+    def abort(self) -> None:
+        with self._lock:
+            comm, self._comm = self._comm, None
+        if comm is not None and comm.value:
+            self._checked("ncclCommAbort", self._lib.ncclCommAbort(comm))
+
+
+class NcclBackend:
+    name = "nccl"
+    works_on_device = True
+
+    def __init__(self, max_ctas: int | None = None) -> None:
+        """`max_ctas`: None takes `default_ctas`."""
+        self._lib = load()
+        self._max_ctas = max_ctas or default_ctas()
+        self._device = torch.device("cuda", torch.cuda.current_device())
+
+    def unique_id(self) -> bytes:
+        uid = UniqueId()
+        code = self._lib.ncclGetUniqueId(ctypes.byref(uid))
+        if code != SUCCESS:
+            raise RuntimeError(f"ncclGetUniqueId: {self._lib.ncclGetErrorString(code).decode()}")
+        return bytes(uid) + bytes([self._max_ctas])
+
+    def open(
+        self,
+        unique_id: bytes,
+        rank: int,
+        slabs: Sequence[memoryview | Tensor],
+        open_timeout_secs: float,
+        op_timeout_secs: float,
+    ) -> NcclCommunicator:
+        handle = Handle(self._lib)
+        with torch.cuda.device(self._device):
+            try:
+                handle.init(unique_id, rank, open_timeout_secs)
+                return NcclCommunicator(handle, 1 - rank, self._device, slabs, op_timeout_secs)
+            except Exception:
+                handle.abort()
+                raise
+
+
+class NcclCommunicator:
+    def __init__(
+        self,
+        handle: Handle,
+        peer: int,
+        device: torch.device,
+        slabs: Sequence[memoryview | Tensor],
+        op_timeout_secs: float,
+    ) -> None:
+        self._handle = handle
+        self._peer = peer
+        self._timeout_secs = op_timeout_secs
+        self._host: list[Tensor] = []
+        """Slabs in host memory; empty when they are on the device."""
+        self._device_slabs: list[Tensor] = []
+        for slab in slabs:
+            if isinstance(slab, Tensor):
+                self._device_slabs.append(slab)
+            else:
+                self._host.append(torch.frombuffer(slab, dtype=torch.uint8))
+                self._device_slabs.append(torch.empty_like(self._host[-1], device=device))
+        self._stream = torch.cuda.Stream(device)
+        self._event = torch.cuda.Event()
+        # A copy to or from memory that is not pinned would wait for the stream, and the stream may wait for the peer.
+        with contextlib.ExitStack() as undo:  # slabs of which one cannot be registered are given back
+            for slab in self._host:
+                ipc.register(slab)
+                undo.callback(ipc.unregister, slab)
+            undo.pop_all()
+
+    def _enqueue(self, name: str, slab: int, nbytes: int) -> None:
+        pointer, stream = self._device_slabs[slab].data_ptr(), self._stream.cuda_stream
+        self._handle.enqueue(name, pointer, nbytes, self._peer, stream, self._timeout_secs)
+
+    def _wait(self, what: str) -> None:
+        """Until the stream is through, with an eye on errors NCCL reports meanwhile (the peer's death, an abort)."""
+        self._event.record(self._stream)
+
+        def is_done() -> bool:
+            self._handle.state(what)
+            return bool(self._event.query())
+
+        self._handle.wait(what, self._timeout_secs, is_done)
+
+    def send(self, slab: int, nbytes: int) -> None:
+        if self._host:
+            with torch.cuda.stream(self._stream):
+                self._device_slabs[slab][:nbytes].copy_(self._host[slab][:nbytes], non_blocking=True)
+        self._enqueue("ncclSend", slab, nbytes)
+        self._wait("ncclSend")
+
+    def recv(self, slab: int, nbytes: int) -> None:
+        self._enqueue("ncclRecv", slab, nbytes)
+        if self._host:
+            with torch.cuda.stream(self._stream):
+                self._host[slab][:nbytes].copy_(self._device_slabs[slab][:nbytes], non_blocking=True)
+        self._wait("ncclRecv")
+
+    def abort(self) -> None:
+        self._handle.abort()
+        self._event.synchronize()  # its last kernel has ended: the slabs may be let go
+        for slab in self._host:
+            ipc.unregister(slab)

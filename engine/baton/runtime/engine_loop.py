@@ -1,0 +1,351 @@
+"""One rank: scheduler, device and (on P and D) the transfer relay, advanced by one thread.
+
+Life of a step: (1) `advance` takes in transfer events and deadlines, (2) plans, (3) carries out the events (final
+pages leave, reserved pages are granted), (4) hands the plan to the device thread, (5) waits for the oldest
+step if `depth` are in flight or there was nothing to plan, commits it and collects what requests get to hear.
+
+With overlap (`depth` 2) step n+1 is planned and queued while n computes; results, finishes and streaming of step n
+happen while n+1 computes. Output is the same with and without. A device that computes by itself (a GPU) is given n+1
+before n has ended: its thread launches, and the thread that runs all of this waits.
+
+Invariants: plans execute and commit in order; every event is carried out before the next plan is made.
+
+Nothing here knows torch: the device is a model with its pool (runtime.build), or the times of one
+(runtime.simulated.engine).
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol, TypeAlias
+
+from baton.cache.ledger import LedgerError
+from baton.cache.pages import PageError
+from baton.config import EngineConfig
+from baton.disagg.relay import Relay
+from baton.errors import Aborted, EngineDead, EngineError
+from baton.runtime import priority_hook
+from baton.runtime.priority_hook import PriorityHook
+from baton.sched import recording, setup
+from baton.sched.metrics.request_timeline import Story
+from baton.sched.scheduler import Scheduler
+from baton.sched.types.events import Emitted, Event, OrderReviewed
+from baton.sched.types.plan import INVALID_TOKEN, StepPlan, StepResult
+from baton.sched.types.request import Validated
+
+log = logging.getLogger("baton.engine")
+
+
+class Device(Protocol):
+    """What carries a plan out, on the device thread, in plan order."""
+
+    @property
+    def page_bytes(self) -> int: ...
+    def execute(self, plan: StepPlan) -> StepResult | Launched:
+        """Run one step, to its end or until all its work is queued. What it raises ends the rank."""
+
+
+class Launched(Protocol):
+    """A step that goes on by itself, after those launched before it."""
+
+    def wait(self) -> Done:
+        """Until it has ended, on the thread that collects; the next step may have been launched. Called once."""
+
+
+Done = tuple[StepResult, float]
+"""A step's result and how long it computed [s]."""
+Outcome: TypeAlias = StepResult | Launched
+Answer: TypeAlias = "queue.SimpleQueue[tuple[Outcome, float] | BaseException]"
+"""Gets what became of one job, and how long the job took [s]."""
+
+
+class DeviceThread:
+    """Runs jobs in order on one thread, so that the caller can plan meanwhile. Daemon: it ends with the process.
+
+    `prepare` is called first on that thread.
+    """
+
+    def __init__(self, prepare: Callable[[], None] = lambda: None) -> None:
+        self._jobs: queue.SimpleQueue[tuple[Callable[[], Outcome], Answer] | None] = queue.SimpleQueue()
+        self._prepare = prepare
+        self._thread = threading.Thread(target=self._run, name="device", daemon=True)
+        self._thread.start()
+
+    def submit(self, job: Callable[[], Outcome]) -> Answer:
+        done: Answer = queue.SimpleQueue()
+        self._jobs.put((job, done))
+        return done
+
+    def close(self) -> None:
+        self._jobs.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        self._prepare()
+        while (item := self._jobs.get()) is not None:
+            job, done = item
+            started = time.monotonic()
+            try:
+                result = job()
+                done.put((result, time.monotonic() - started))
+            except BaseException as err:  # noqa: BLE001 - handed to the waiting thread, which raises it
+                done.put(err)
+
+
+@dataclass(frozen=True, slots=True)
+class Flight:
+    plan: StepPlan
+    answer: Answer
+
+    def wait(self) -> Done:
+        """Raises RuntimeError with what went wrong on the device."""
+        done = self.answer.get()
+        try:
+            if isinstance(done, BaseException):
+                raise done
+            outcome, seconds = done
+            return (outcome, seconds) if isinstance(outcome, StepResult) else outcome.wait()
+        except BaseException as err:
+            raise RuntimeError(f"step {self.plan.step} failed on the device: {type(err).__name__}: {err}") from err
+
+
+class Engine:
+    """All methods are called from one thread."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: Device,
+        relay: Relay | None,
+        *,
+        overlap: bool,
+        hook: PriorityHook | None = None,
+        device: DeviceThread | None = None,
+    ) -> None:
+        self.sched = scheduler
+        self._runner = runner
+        self._relay = relay
+        self._hook = hook
+        self._depth = 2 if overlap else 1
+        self._device = device or DeviceThread()
+        self._flight: deque[Flight] = deque()
+        self.trouble: str | None = None
+        """Why no requests are taken or computed any more: the page ledger does not balance."""
+        self._outputs: list[Emitted] = []
+        self._stories: list[Story] = []
+        self.counters: dict[str, float] = {
+            "engine_steps_total": 0,
+            "engine_step_seconds_total": 0,
+            "prompt_tokens_computed_total": 0,
+            "generated_tokens_total": 0,
+            "nonfinite_logits_total": 0,
+            'kv_host_copies_total{direction="out"}': 0,
+            'kv_host_copies_total{direction="in"}': 0,
+            'kv_host_copy_bytes_total{direction="out"}': 0,
+            'kv_host_copy_bytes_total{direction="in"}': 0,
+            "kv_host_copy_seconds_total": 0,
+        }
+
+    # ------------------------------------------------------------------ requests
+
+    def submit(self, req: Validated) -> None:
+        """Queue a request. Raises EngineError when it is refused; nothing is held for it then."""
+        disaggregated = self._relay is not None and req.rendezvous is not None
+        if disaggregated:
+            assert self._relay is not None
+            self._relay.accept(req)
+        try:
+            if self.trouble is not None:
+                raise EngineDead(f"this rank takes no new requests: {self.trouble}", retry_after_secs=5)
+            self.sched.add(req)
+        except EngineError as err:
+            if disaggregated:
+                assert self._relay is not None
+                self._relay.refuse(req, err)
+            raise
+        if self._hook is not None:
+            self._hook.watch(req.handle, req.arrival)
+
+    def abort(self, handle: int) -> None:
+        self.sched.abort(handle)
+
+    def abort_where(self, rooms: Collection[int], rid: str | None, *, all_leases: bool) -> int:
+        """POST /abort_request: end what has one of these bootstrap rooms, and prompts leased to D by rid or altogether.
+
+        Returns:
+            How many. Requests that are still answered hear of it; those the front knows by rid it ends itself.
+        """
+        handles = set(self.sched.in_rooms(rooms))
+        if rid is not None or all_leases:
+            handles.update(self.sched.leased(rid))
+        for handle in handles:
+            if self.sched.is_alive(handle):
+                self.sched.fail(handle, Aborted("the request was aborted with /abort_request"), "CLIENT_GONE")
+            else:
+                self.sched.abort(handle)
+        return len(handles)
+
+    # ------------------------------------------------------------------ the loop
+
+    def advance(self, now: float) -> tuple[list[Emitted], bool]:
+        """Do one turn. Returns what requests get to hear, and whether to call again without waiting for messages."""
+        self.at(now)
+        if self._relay is not None:
+            self._relay.pump(self.sched)
+        self.sched.expire(now)
+        if self._hook is not None:
+            self._hook.run(self.sched, now)
+        plan = self.sched.plan(now) if self.trouble is None else None
+        self._carry_out()
+        if plan is not None:
+            self._launch(plan)
+        busy = plan is not None
+        if self._flight and (plan is None or len(self._flight) >= self._depth):
+            self._collect()
+            self._carry_out()
+            busy = True
+        outputs, self._outputs = self._outputs, []
+        return outputs, busy
+
+    def at(self, now: float) -> None:
+        """It is `now`: for the stories of requests that messages or the transfer peer end before the next plan."""
+        self.sched.stats.now = now
+
+    def take_stories(self) -> list[Story]:
+        """Of the traced requests that have ended since the last call."""
+        stories, self._stories = self._stories, []
+        return stories
+
+    def _launch(self, plan: StepPlan) -> None:
+        self._flight.append(Flight(plan, self._device.submit(lambda: self._runner.execute(plan))))
+
+    def _collect(self) -> None:
+        flight = self._flight.popleft()
+        result, seconds = flight.wait()
+        self.sched.commit(flight.plan, result, time.monotonic())
+        self.sched.observe(flight.plan, seconds, result.copy_seconds)
+        for run in flight.plan.copies:
+            label = f'{{direction="{"out" if run.to_host else "in"}"}}'
+            self.counters["kv_host_copies_total" + label] += len(run.pages)
+            self.counters["kv_host_copy_bytes_total" + label] += len(run.pages) * self._runner.page_bytes
+        self.counters["kv_host_copy_seconds_total"] += result.copy_seconds
+        self.counters["engine_steps_total"] += 1
+        self.counters["engine_step_seconds_total"] += seconds
+        self.counters["prompt_tokens_computed_total"] += flight.plan.num_tokens - flight.plan.num_decode
+        invalid = sum(token == INVALID_TOKEN for token in result.tokens)
+        self.counters["generated_tokens_total"] += len(result.tokens) - invalid
+        self.counters["nonfinite_logits_total"] += invalid
+
+    def _carry_out(self) -> None:
+        while events := self.sched.drain_events():  # a call that fails ends its request, which is an event again
+            for event in events:
+                self._carry_out_one(event)
+
+    def _carry_out_one(self, event: Event) -> None:
+        if isinstance(event, Emitted):
+            self._outputs.append(event)
+        elif isinstance(event, Story):
+            self._stories.append(event)
+        elif isinstance(event, OrderReviewed):
+            if event.after != event.before:
+                log.info("queue order: %s instead of %s", event.after, event.before)
+            if log.isEnabledFor(logging.DEBUG):
+                log.debug("queue order replay: %s", event.line())
+        elif self._relay is not None:
+            self._relay.carry_out(event, self.sched)
+
+    def close(self) -> None:
+        self._device.close()
+
+    # ------------------------------------------------------------------ views
+
+    @property
+    def relay_counters(self) -> dict[str, float]:
+        """Counters of the transfer relay; empty on a node without one."""
+        return {} if self._relay is None else self._relay.counters
+
+    @property
+    def hook_errors(self) -> int:
+        """Calls of --priority-adjustment-function that failed."""
+        return 0 if self._hook is None else self._hook.errors
+
+    def page_gauges(self) -> dict[str, float]:
+        """Where the pages are. Empty when the ledger does not balance, which fences the pool: `trouble` is set."""
+        sched = self.sched
+        try:
+            ledger, host = sched.ledger(), sched.host_ledger()
+            if sched.is_idle:
+                ledger.check_idle(sched.limits.num_pages)
+                if host is not None:
+                    host.check_idle(sched.limits.host_pages)
+        except LedgerError as err:
+            if self.trouble is None:
+                self._fence(f"its page ledger is broken: {err}")
+            return {}
+        total = sched.limits.num_pages
+        values = ledger.gauges() | ({} if host is None else host.gauges())
+        return values | {"kv_usage_ratio": (total - ledger.free - ledger.cached) / total}
+
+    def _fence(self, trouble: str) -> None:
+        """Take no new requests and end all others with an error: a page may belong to two of them.
+
+        The state is logged first. The process stays: /health reports `trouble`, and a router goes elsewhere.
+        """
+        self.trouble = trouble
+        log.error("%s; all requests end, no new ones are taken; %s", trouble, json.dumps(self.sched.dump()))
+        error = EngineDead(f"the request ended because this rank has failed: {trouble}", retry_after_secs=5)
+        for handle in self.sched.handles():
+            try:
+                if self.sched.is_alive(handle):
+                    self.sched.fail(handle, error, "NO_CAPACITY")
+                else:
+                    self.sched.abort(handle, "NO_CAPACITY")
+            except PageError as err:
+                log.error("pages of request %d are not freed: %s", handle, err)
+
+    def gauges(self) -> dict[str, float]:
+        """Gauges for messages.Stats. Checks the page ledger on the way."""
+        counts = self.sched.counts()
+        values = self.page_gauges()
+        values.update({f'requests{{state="{state}"}}': float(count) for state, count in counts.items()})
+        values.update(self.sched.order_gauges())
+        values["page_ledger_healthy"] = float(self.trouble is None)
+        values["new_token_ratio"] = self.sched.new_token_ratio
+        values["max_running_requests"] = float(self.sched.limits.max_running_requests)
+        return values
+
+
+class PoolSizes(NamedTuple):
+    num_pages: int
+    host_pages: int
+    page_bytes: int
+
+
+def make_engine(
+    config: EngineConfig,
+    sizes: PoolSizes,
+    runner: Device,
+    relay: Relay | None,
+    trace: Callable[[str], None] | None,
+    device: DeviceThread | None = None,
+) -> Engine:
+    """A scheduler for `runner` as the flags say. `trace` gets each of its inputs as a line (sched.recording)."""
+    limits = setup.limits(config, *sizes)
+    if trace is None:
+        scheduler = Scheduler(limits)
+    else:
+        trace(recording.header(config, *sizes))
+        scheduler = recording.RecordingScheduler(limits, trace)
+    hook = None
+    if config.priority_adjustment_function is not None:
+        adjust = priority_hook.load(config.priority_adjustment_function)
+        hook = PriorityHook(adjust, config.priority_adjust_interval_ms / 1000)
+    overlap = not config.disable_overlap_schedule
+    return Engine(scheduler, runner, relay, overlap=overlap, hook=hook, device=device)

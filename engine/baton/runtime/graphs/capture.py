@@ -1,0 +1,181 @@
+"""Decode steps recorded once and replayed: CUDA graphs, which launch a whole step in one call.
+
+1. At start one graph is recorded per rung of a ladder of batch sizes (`paged_plan.batch_ladder`), the largest first, in
+one memory pool; 2. a step of decode rows only is padded to the next rung: its rows are written to buffers at fixed
+places (`GraphInputs`) in one copy, the backend plans for them, the graph is replayed; 3. logits and argmax lie in fixed
+buffers, the argmax also in the token table. Any other step, and a larger one, runs eagerly.
+
+    rows          | row 0 | row 1 | row 2 | padding |  → rung 4
+    pages             7 3     9       1      dummy      one page beyond those the scheduler knows
+    token table       slots of the rows      dummy      one entry beyond the slots
+
+A padding row reads and writes the dummy page and the dummy entry only, so it changes nobody's tokens.
+
+What is recorded may read nothing but `GraphInputs`, the table, the weights and the pool: Python runs at recording only.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from baton.config import EngineConfig
+from baton.layers.attention.base import ForwardBatch, GraphAttention, GraphInputs
+from baton.layers.attention.paged_indices import PagedRows, batch_ladder, pad_decode, pad_slots, rung
+from baton.layers.cuda.stream import Stream
+from baton.layers.kv_pool import KvTensors
+from baton.models.decoder import Decoder
+from baton.runtime.runner.step_inputs import Indices, Step
+from baton.runtime.runner.token_table import TokenTable
+from baton.runtime.sampling.cuda_sampler import greedy_tokens
+
+log = logging.getLogger("baton.graphs")
+
+PROGRESS_SECS = 1.0
+MOST_ROWS = 256
+"""Of a recorded step, unless --cuda-graph-max-bs says otherwise: 35 graphs. Larger steps keep a GPU busy anyway."""
+BYTES_EACH = 8 << 20
+"""What one graph is assumed to take besides the memory that all share: a guess, until a GPU has been asked."""
+
+
+def rows_to_record(config: EngineConfig) -> int:
+    """Rows of the largest step recorded on a CUDA device as the flags have it; 0: nothing is recorded."""
+    if config.disable_cuda_graph or config.tp_size > 1 or config.disaggregation_mode == "prefill":
+        return 0
+    return min(config.cuda_graph_max_bs or MOST_ROWS, config.max_running_requests)
+
+
+class Recorder(Protocol):
+    def record(self, work: Callable[[], None]) -> Callable[[], None]:
+        """What `work` queues on the device, to be queued again by each call. `work` itself is run, perhaps twice."""
+
+
+class CudaRecorder:
+    """All graphs share one memory pool: they run one at a time."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def record(self, work: Callable[[], None]) -> Callable[[], None]:
+        work()  # kernels are loaded and libraries set up outside of the recording, where they may allocate
+        torch.cuda.synchronize(self._device)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            work()
+        replay: Callable[[], None] = graph.replay
+        return replay
+
+
+class DecodeGraphs:
+    """Recorded when it is made, which takes a while."""
+
+    def __init__(
+        self,
+        model: Decoder,
+        kv: KvTensors,
+        attn: GraphAttention,
+        table: TokenTable,
+        stream: Stream,
+        recorder: Recorder,
+        largest: int,
+        context: int,
+    ) -> None:
+        """Args: `largest`: rows of the largest recorded step. `context`: no row is longer."""
+        assert kv.dummy_page is not None, "the pool has no page for padding rows"
+        self._model = model
+        self._attn = attn
+        self._table = table
+        self._stream = stream
+        self._page_size = kv.page_size
+        self._dummy_page = kv.dummy_page
+        self.ladder = batch_ladder(largest)
+        device = kv.data.device
+        # Rows may share pages, so there can be more entries than pages; beyond twice as many a step runs eagerly.
+        pages = min(largest * -(-context // kv.page_size), 2 * kv.num_pages) + largest
+        self._static = GraphInputs(largest, pages, device)
+        self._logits = torch.zeros(largest, model.spec.vocab_size, dtype=torch.float32, device=device)
+        self._greedy = torch.zeros(largest, dtype=torch.int64, device=device)
+        model.reserve(context)  # the tables of rotary embedding stay where they are from now on
+        self._replays = self._record_all(recorder)
+
+    def _record_all(self, recorder: Recorder) -> dict[int, Callable[[], None]]:
+        started = said = time.monotonic()
+        replays: dict[int, Callable[[], None]] = {}
+        nobody = PagedRows(np.zeros(1, np.int32), np.zeros(0, np.int32), np.zeros(0, np.int32))
+        for done, size in enumerate(reversed(self.ladder), 1):
+            self._attn.make_rung(size, self._static)
+            self._load(size, np.zeros((3, 0), np.int64), np.zeros(0, np.int64), nobody)
+            replays[size] = recorder.record(lambda size=size: self._decode(size))  # type: ignore[misc]
+            now = time.monotonic()
+            if done == len(self.ladder) or now - said >= PROGRESS_SECS:
+                said = now
+                log.info("capturing CUDA graphs: %d/%d, %.1f s", done, len(self.ladder), now - started)
+        return replays
+
+    def _decode(self, size: int) -> None:
+        """What is recorded."""
+        static, rows = self._static, slice(size)
+        self._attn.enter_rung(size, static.slot_mapping[rows])
+        nothing = torch.empty(0, dtype=torch.int32)
+        batch = ForwardBatch(
+            token_ids=self._table.read(static.token_ids[rows]),
+            positions=static.positions[rows],
+            qo_indptr=nothing,
+            kv_lens=nothing,
+            page_indptr=nothing,
+            page_indices=nothing,
+            slot_mapping=static.slot_mapping[rows],
+            sample_index=static.entries[rows],  # as many as there are tokens: every row samples
+            num_decode=size,
+            max_kv_len=0,
+        )
+        self._logits[rows].copy_(self._model.compute(batch, self._attn))
+        self._greedy[rows].copy_(greedy_tokens(self._logits[rows]))
+        self._table.write(static.entries[rows], self._greedy[rows])
+
+    def _load(self, size: int, columns: NDArray[np.int64], slots: NDArray[np.int64], rows: PagedRows) -> None:
+        """Columns: token ids, positions and table entries."""
+        n = len(rows)
+        padded = pad_decode(rows, size, self._dummy_page)
+        filled = np.zeros((4, size), np.int64)
+        filled[:2, :n] = columns[:2]
+        filled[2] = pad_slots(slots, size, self._dummy_page, self._page_size)
+        filled[3, :n] = columns[2]
+        filled[3, n:] = self._table.dummy
+        self._static.fill(self._stream, filled, padded)
+        self._attn.plan_rung(size, padded)
+
+    def size_for(self, step: Step, indices: Indices) -> int | None:
+        """The rung that runs this step; None: it runs eagerly."""
+        rows = len(step.slots)
+        if step.num_decode < rows or len(indices.sample_index) < rows:
+            return None
+        size = rung(self.ladder, rows)
+        if size is None or len(indices.page_indices) + size - rows > self._static.pages:
+            return None
+        return size
+
+    def load(self, size: int, step: Step, indices: Indices) -> None:
+        """Queue the step's index arrays, and plan for them. Waits for nothing but the plan before."""
+        last_page_len = ((indices.kv_lens - 1) % self._page_size + 1).astype(np.int32)
+        rows = PagedRows(indices.page_indptr, indices.page_indices, last_page_len)
+        columns = np.stack((indices.token_ids, indices.positions, step.slots))
+        self._load(size, columns, indices.slot_mapping, rows)
+
+    def replay(self, size: int, n: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Queue the step of n rows that was loaded.
+
+        Returns:
+            Logits float32 [n, vocab], their `greedy_tokens` int64 [n], in the token table already, and the rows'
+            entries of it. All three are overwritten by the next replay.
+        """
+        self._replays[size]()
+        return self._logits[:n], self._greedy[:n], self._static.entries[:n]

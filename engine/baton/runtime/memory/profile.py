@@ -1,0 +1,142 @@
+"""A model tried out on a CUDA device before it serves: which attention backend runs there, how large its pool may be.
+
+1. A small pool and a runner are made; 2. the rehearsals run on them, which compiles and loads every kernel; a
+flashinfer that cannot do that ends the start; 3. what they took sizes the real pool; 4. the small one is dropped.
+
+Tensor-parallel ranks go through this together: the first one tells its steps to the others as it does later, and all
+take the pool of the one that has the least room.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+
+from baton.config import EngineConfig
+from baton.errors import ConfigError, EngineError
+from baton.layers.attention import make_backend
+from baton.layers.attention.base import GraphAttention
+from baton.layers.attention.paged_indices import batch_ladder
+from baton.layers.collectives import Group, Place
+from baton.layers.flashinfer_loader import SLOWER, reason
+from baton.layers.kv_pool import make_pool
+from baton.models.decoder import Decoder
+from baton.runtime.graphs import warmup
+from baton.runtime.graphs.capture import BYTES_EACH, rows_to_record
+from baton.runtime.graphs.warmup import Rehearsed
+from baton.runtime.memory.device_memory import GIB, Memory, Needs, account, size_pool
+from baton.runtime.runner.cuda_runner import make_runner
+
+log = logging.getLogger("baton.fit")
+
+
+def check_weights(needed: int, memory: Memory) -> None:
+    """Raises ConfigError when a model of so many bytes cannot be loaded: before minutes are spent on it."""
+    free, total = memory.free()
+    if needed > free:
+        raise ConfigError(
+            f"the model's weights take {needed / GIB:.2f} GiB and of the GPU's {total / GIB:.2f} GiB {free / GIB:.2f} "
+            "are free; end other processes on it, use a smaller model, or divide it among more GPUs by --tp-size"
+        )
+
+
+def fit(
+    model: Decoder,
+    config: EngineConfig,
+    context: int,
+    wanted_pages: int | None,
+    device: torch.device,
+    memory: Memory,
+    place: Place | None = None,
+    group: Group | None = None,
+) -> int:
+    """Pages of the pool.
+
+    Args: `wanted_pages`: as the user said; None: as many as fit. `model` has its weights on `device`.
+
+    Raises ConfigError when the model, its steps and the pool do not fit, or the backend asked for cannot run here.
+    """
+    weights = memory.held()
+    most_tokens = config.step_tokens if config.chunked_prefill_size > 0 else max(config.step_tokens, context)
+    limits = warmup.Limits(
+        tokens=max(config.chunked_prefill_size, most_tokens),
+        prompt_tokens=most_tokens,
+        running=config.max_running_requests,
+        context=context,
+        page_size=config.page_size,
+    )
+    with no_room("a step of the largest size", "lower --chunked-prefill-size or --max-running-requests"):
+        try:
+            tried = _try(model, config, limits, device, memory, place)
+        except (torch.OutOfMemoryError, EngineError):
+            raise
+        except Exception as err:  # of flashinfer: its compiler, its launches, arguments that another version has not
+            if config.attention_backend == "torch":
+                raise
+            why = f"kernels for this GPU cannot run here ({reason(err)}); use --attention-backend {SLOWER}"
+            raise ConfigError(f"--attention-backend {config.attention_backend}: {why}") from err
+    free, total = memory.free()
+    needs = Needs(
+        total=total,
+        free=free,
+        weights=weights,
+        workspace=tried.workspace,
+        activations=tried.took.largest,
+        graphs=tried.graphs,
+    )
+    page_bytes = model.spec.kv.page_bytes(config.page_size)
+    sized = size_pool(needs, page_bytes, config.mem_fraction_static, wanted_pages)
+    pages = sized.pages if group is None else group.least(sized.pages)
+    log.info(
+        "%s; KV pool %.2f GiB (%s): %d pages, %d tokens",
+        account(needs), pages * page_bytes / GIB, sized.why, pages, pages * config.page_size,
+    )  # fmt: skip
+    return pages
+
+
+class _Tried(NamedTuple):
+    """What a backend takes, in bytes."""
+
+    workspace: int
+    """Its buffers."""
+    graphs: int
+    """What recordings of decode steps will take; 0 where it cannot be recorded."""
+    took: Rehearsed
+
+
+def _try(
+    model: Decoder,
+    config: EngineConfig,
+    limits: warmup.Limits,
+    device: torch.device,
+    memory: Memory,
+    place: Place | None,
+) -> _Tried:
+    pool = make_pool(model.spec.kv, config.page_size, warmup.pages_needed(limits), native=False, device=device)
+    before = memory.held()
+    attn = make_backend(config.attention_backend, model.spec, pool)
+    workspace = memory.held() - before
+    runner = make_runner(model, pool, attn, config.max_running_requests, tell=None if place is None else place.tell)
+    if place is None or place.hear is None:
+        took = warmup.rehearse(limits, runner.run, memory)
+    else:
+        hear = place.hear
+        took = warmup.rehearse(limits, lambda _: runner.follow(hear()), memory)
+    rows = rows_to_record(config)
+    if not rows or not isinstance(attn, GraphAttention):
+        return _Tried(workspace, 0, took)
+    graphs = took.largest_decode + len(batch_ladder(rows)) * BYTES_EACH
+    return _Tried(workspace + attn.rung_bytes(rows), graphs, took)
+
+
+@contextlib.contextmanager
+def no_room(what: str, do: str) -> Iterator[None]:
+    """Turns a device that ran out of memory into a ConfigError."""
+    try:
+        yield
+    except torch.OutOfMemoryError as err:
+        raise ConfigError(f"{what} does not fit the GPU's memory ({reason(err)}); {do}") from err

@@ -1,0 +1,215 @@
+"""Carries a StepPlan out on a CUDA device that goes on by itself: `execute` queues a step and does not wait for it.
+
+1. The step's index arrays go to the device in one copy; 2. a token the plan leaves open, being sampled by the step
+before, is read on the device from the token table (one entry per slot), so that nobody waits to know it; 3. the model
+runs, the draw follows (`sampler`), and what it drew goes into the table; 4. tokens and logprobs are copied to
+the host, a mark is set, and whoever collects the result waits for that mark.
+
+    host      plan n+1 | launch n+1 | collect n ...
+    device    ... step n ...........| step n+1 ...........     both queued: the device does not wait for the host
+
+A step of decode rows only is replayed from a recording where there is one (`graphs`).
+
+The host needs to know the tokens of earlier steps, and waits for them, in two cases: a row with penalties is drawn
+(they count its tokens), or other tensor-parallel ranks are told the step.
+
+Nothing here knows CUDA: `stream` does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from baton.layers.attention.base import AttentionBackend, ForwardBatch, GraphAttention
+from baton.layers.cuda.stream import CudaStream, Mark, Stream
+from baton.layers.kv_pool import KvTensors
+from baton.models.decoder import Decoder
+from baton.runtime.graphs.capture import DecodeGraphs, Recorder
+from baton.runtime.runner.model_runner import Runner
+from baton.runtime.runner.step_inputs import Indices, Step
+from baton.runtime.runner.token_table import TokenTable
+from baton.runtime.sampling.cuda_sampler import Draw, Drawn
+from baton.runtime.sampling.sampler import SampleRow
+from baton.sched.types.plan import UNKNOWN_TOKEN, StepPlan, StepResult
+
+
+@dataclass(slots=True)
+class InFlight:
+    """A launched step (loop.Launched).
+
+    Whoever commits it has waited for its end, also when nothing was sampled: from then on peers may read the pages it
+    wrote, and transfers may write those it used (layers.cuda.device_pages).
+    """
+
+    began: Mark
+    ended: Mark
+    draw: Draw | None = None
+    """None: no row samples."""
+    drawn: Drawn | None = None
+    """On the host; to be read after `ended`."""
+
+    def wait(self) -> tuple[StepResult, float]:
+        return self.result(), self.ended.seconds_since(self.began)
+
+    def result(self) -> StepResult:
+        """Waits for the step. From any thread."""
+        self.ended.wait()
+        return StepResult(()) if self.draw is None or self.drawn is None else self.draw.read(self.drawn)
+
+
+class DeviceRunner(Runner):
+    """A Runner whose steps are collected later."""
+
+    def __init__(
+        self,
+        model: Decoder,
+        kv: KvTensors,
+        attn: AttentionBackend,
+        max_slots: int,
+        *,
+        stream: Stream,
+        announces_writes: bool = False,
+        host: Tensor | None = None,
+        tell: Callable[[bytes], None] | None = None,
+    ) -> None:
+        super().__init__(model, kv, attn, max_slots, announces_writes=announces_writes, host=host, tell=tell)
+        self._stream = stream
+        self._vocab = model.spec.vocab_size
+        self._table = TokenTable(max_slots, kv.data.device)
+        self._graphs: DecodeGraphs | None = None
+        self._unread: list[tuple[InFlight, list[tuple[int, int, SampleRow]]]] = []
+        """Steps with rows whose tokens the host has to know: which token of the step, the slot, the row."""
+
+    @property
+    def can_record(self) -> bool:
+        """Whether the attention backend can be part of a recording."""
+        return isinstance(self._attn, GraphAttention)
+
+    @torch.inference_mode()
+    def record_graphs(self, recorder: Recorder, largest: int, context: int) -> None:
+        """From now on steps of at most `largest` decode rows are replayed. Takes a while, and device memory.
+
+        Args: `context`: no sequence gets longer.
+        """
+        assert isinstance(self._attn, GraphAttention), "this backend cannot be recorded"
+        self._graphs = DecodeGraphs(
+            self._model, self._kv, self._attn, self._table, self._stream, recorder, largest, context
+        )
+
+    @torch.inference_mode()
+    def execute(self, plan: StepPlan) -> InFlight:
+        """Queue one step. Raises what torch raises, which may be of an earlier step; the runner is then unusable."""
+        if self._tell is not None:
+            self._read()
+        step, indices = self._begin(plan)
+        if indices is None:
+            began = self._stream.mark()
+            self._copy(step)
+            return InFlight(began, self._stream.mark())
+        self._copy(step)
+        began, logits, greedy, slots = self._compute(step, indices)
+        if not step.samples.any():
+            return InFlight(began, self._stream.mark())
+        rows = [self._sample_row(row) for row in plan.rows if row.sample]
+        draw, drawn = self._draw(rows, logits, greedy, slots)
+        launched = InFlight(began, self._stream.mark(), draw, drawn)
+        self._advance(rows, step.slots[step.samples], launched)
+        return launched
+
+    def follow(self, order: bytes) -> None:
+        super().follow(order)
+        if self._kv.native is not None:
+            self._stream.mark().wait()  # the first rank may say next that the step's pages are final
+
+    def _compute(self, step: Step, indices: Indices) -> tuple[Mark, Tensor, Tensor | None, Tensor]:
+        """Logits of the rows that sample, their argmax if the token table has it already, and their slots.
+
+        The mark is where the model's first kernel is queued: earlier it would count a device that waits for the host's
+        planning as busy.
+        """
+        size = None if self._graphs is None else self._graphs.size_for(step, indices)
+        if self._graphs is not None and size is not None:
+            self._graphs.load(size, step, indices)
+            began = self._stream.mark()
+            return began, *self._graphs.replay(size, len(step.slots))
+        batch, slots = self._upload(step, indices)
+        self._model.prepare(batch, self._attn)
+        began = self._stream.mark()
+        return began, self._model.compute(batch, self._attn).float(), None, slots
+
+    def _draw(
+        self, rows: Sequence[SampleRow], logits: Tensor, greedy: Tensor | None, slots: Tensor
+    ) -> tuple[Draw, Drawn]:
+        """The draw, in the token table by now, and what it drew, on the host later."""
+        if any(row.needs_tokens for row in rows):
+            self._read()
+        draw = Draw(rows, self._vocab, self._stream.put)
+        drawn = draw.run(logits, greedy)
+        if drawn.tokens is not greedy:
+            self._table.write(slots, drawn.tokens)
+        parts = (drawn.tokens, drawn.chosen, drawn.top_ids, drawn.top_logprobs)
+        return draw, Drawn(*(None if part is None else self._stream.fetch(part) for part in parts))
+
+    def _advance(self, rows: Sequence[SampleRow], slots: NDArray[np.int64], launched: InFlight) -> None:
+        """The rows stand one token further, which the host does not know yet."""
+        later = []
+        for i, row in enumerate(rows):
+            if row.needs_tokens or self._tell is not None:
+                later.append((i, int(slots[i]), row))
+            elif not row.is_always_plain:
+                row.append(UNKNOWN_TOKEN)
+        if later:
+            self._unread.append((launched, later))
+
+    def _read(self) -> None:
+        """Wait for the steps whose tokens the host has to know."""
+        for launched, rows in self._unread:
+            tokens = launched.result().tokens
+            for i, slot, sample_row in rows:
+                token = max(tokens[i], 0)  # of a row that has ended (INVALID_TOKEN) another step may be planned already
+                sample_row.append(token)
+                self._last_token[slot] = token
+        self._unread.clear()
+
+    def _open_tokens(self, slots: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Known to the host only where other ranks must be told; else a reference stands for what the table holds."""
+        return super()._open_tokens(slots) if self._tell is not None else self._table.reference(slots)
+
+    def _batch(self, step: Step, indices: Indices) -> ForwardBatch:
+        return self._upload(step, indices)[0]
+
+    def _upload(self, step: Step, indices: Indices) -> tuple[ForwardBatch, Tensor]:
+        """The step's tensors, and the slots of the rows that sample: int64 [S] on the device."""
+        token_ids, positions, slot_mapping, sample_index, slots = self._stream.put_all(
+            (
+                indices.token_ids,
+                indices.positions,
+                indices.slot_mapping,
+                indices.sample_index,
+                step.slots[step.samples],
+            )
+        )
+        if (indices.token_ids < 0).any():
+            token_ids = self._table.read(token_ids)
+        batch = replace(
+            super()._batch(step, indices),
+            token_ids=token_ids,
+            positions=positions,
+            slot_mapping=slot_mapping,
+            sample_index=sample_index,
+        )
+        return batch, slots
+
+
+def make_runner(model: Decoder, kv: KvTensors, attn: AttentionBackend, max_slots: int, **more: Any) -> Runner:
+    """Of the kind that suits the pool's device."""
+    if kv.data.is_cuda:
+        return DeviceRunner(model, kv, attn, max_slots, stream=CudaStream(kv.data.device), **more)
+    return Runner(model, kv, attn, max_slots, **more)

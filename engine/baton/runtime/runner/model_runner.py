@@ -1,0 +1,219 @@
+"""Carries a StepPlan out: plan → index tensors → forward → one token per sampling row.
+
+`Runner` does so on the CPU, to the end; `gpu.runner.DeviceRunner` shares what is done for it on the host.
+
+Pages that the plan moves between device and host are copied before its rows run, in the plan's order.
+
+With tensor parallelism the first rank executes plans and tells the others each step (runtime.runner.step_inputs),
+before it computes
+its own part; they `follow`.
+
+Per slot it keeps what plans leave out: the page table (plans carry only its growth), the last sampled token (the token
+table that lets step n+1 be planned before step n's tokens are known) and the sampler's view of the sequence.
+
+Not thread-safe: one thread calls `execute` or `follow`, in plan order.
+"""
+
+from __future__ import annotations
+
+import time
+from array import array
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from baton.layers.attention.base import AttentionBackend, ForwardBatch
+from baton.layers.kv_pool import KvTensors, copy_pages
+from baton.models.decoder import Decoder
+from baton.runtime.runner.step_inputs import Growth, Indices, PlanDiverged, Step, checksum, decode, encode
+from baton.runtime.sampling.sampler import SampleRow, sample
+from baton.sched.types.plan import UNKNOWN_TOKEN, Row, StepPlan, StepResult
+
+if TYPE_CHECKING:
+    from baton.runtime.engine_loop import Launched
+
+
+class Runner:
+    """Args: `announces_writes`: tell the native pool which pages get new content, because peers may be reading it.
+
+    `host`: the pool that plans copy to and from (kv_pool.make_host_pool).
+    `tell`: on the first of several tensor-parallel ranks, sends a step's order to all others.
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        kv: KvTensors,
+        attn: AttentionBackend,
+        max_slots: int,
+        *,
+        announces_writes: bool = False,
+        host: Tensor | None = None,
+        tell: Callable[[bytes], None] | None = None,
+    ) -> None:
+        self._model = model
+        self._kv = kv
+        self._host = host
+        self._attn = attn
+        self._page_size = kv.page_size
+        longest = -(-model.spec.max_context // kv.page_size) + 1
+        self._page_table: NDArray[np.int32] = np.zeros((max_slots, min(longest, kv.num_pages)), np.int32)
+        self._last_token: NDArray[np.int64] = np.full(max_slots, UNKNOWN_TOKEN, np.int64)
+        self._sample_rows: list[SampleRow | None] = [None] * max_slots
+        self._native_pool = kv.native if announces_writes else None
+        self._tell = tell
+        self._check = 0
+        """Of the last step, with `tell` or `follow`."""
+
+    @property
+    def vocab_size(self) -> int:
+        return self._model.spec.vocab_size
+
+    @property
+    def page_bytes(self) -> int:
+        return self._kv.page_bytes
+
+    def execute(self, plan: StepPlan) -> StepResult | Launched:
+        """Run one step to its end. Raises what torch raises; the runner is then unusable."""
+        step, indices = self._begin(plan)
+        copy_seconds = self._copy(step)
+        if indices is None:
+            return StepResult((), copy_seconds=copy_seconds)
+        sampling = [row for row in plan.rows if row.sample]
+        logits = self._model.forward(self._batch(step, indices), self._attn)
+        if not sampling:
+            return StepResult((), copy_seconds=copy_seconds)
+        sample_rows = [self._sample_row(row) for row in sampling]
+        result = sample(logits, sample_rows)
+        for row, sample_row, token in zip(sampling, sample_rows, result.tokens, strict=True):
+            token = max(token, 0)  # of a row that has ended (INVALID_TOKEN) another step may be planned already
+            sample_row.append(token)
+            self._last_token[row.slot] = token
+        return replace(result, copy_seconds=copy_seconds)
+
+    def run(self, plan: StepPlan) -> StepResult:
+        """The same, and wait for its end."""
+        outcome = self.execute(plan)
+        return outcome if isinstance(outcome, StepResult) else outcome.wait()[0]
+
+    def follow(self, order: bytes) -> None:
+        """Do this rank's part of a step that the first tensor-parallel rank has told.
+
+        Raises PlanDiverged, and what torch and the group raise; the runner is then unusable.
+        """
+        step, check = decode(order)
+        indices = self._indices(step)
+        self._check = checksum(step, indices, self._check)
+        if self._check != check:
+            raise PlanDiverged(
+                f"step {step.number}: what this tensor-parallel rank would compute is not what the first rank planned "
+                f"(checks {self._check:08x} and {check:08x}); nothing was computed"
+            )
+        self._begin_write(step)
+        self._copy(step)
+        if indices is not None:
+            self._model.forward(self._batch(step, indices), self._attn)
+
+    def _begin(self, plan: StepPlan) -> tuple[Step, Indices | None]:
+        """All that comes before the device has work: what the plan says, told to whoever takes part."""
+        for adm in plan.admitted:
+            self._sample_rows[adm.slot] = SampleRow(adm.params, adm.prompt_tokens, adm.history)
+        step = self._step(plan)
+        self._begin_write(step)
+        indices = self._indices(step)
+        if self._tell is not None:
+            self._check = checksum(step, indices, self._check)
+            self._tell(encode(step, self._check))
+        return step, indices
+
+    def _begin_write(self, step: Step) -> None:
+        if self._native_pool is not None and step.new_pages:
+            self._native_pool.begin_write(step.new_pages.tobytes())
+
+    def _copy(self, step: Step) -> float:
+        """Returns the seconds it took; 0 on a device that copies while the host goes on, which cannot tell."""
+        if not step.copies:
+            return 0.0
+        assert self._host is not None, "the plan moves pages to a host pool that is not there"
+        started = time.monotonic()
+        for run in step.copies:
+            copy_pages(self._kv.data, self._host, run)
+        return time.monotonic() - started if self._kv.data.device.type == "cpu" else 0.0
+
+    def _sample_row(self, row: Row) -> SampleRow:
+        sample_row = self._sample_rows[row.slot]
+        assert sample_row is not None, f"slot {row.slot} was never admitted"
+        return sample_row
+
+    def _step(self, plan: StepPlan) -> Step:
+        """The plan with its open tokens filled in, vectorised over its rows."""
+        rows = plan.rows
+        _, of_slot, of_start, of_n, of_sample, of_tokens, _, _ = zip(*rows, strict=True) if rows else ((),) * 8
+        slots, lengths = np.array(of_slot, np.int64), np.array(of_n, np.int64)
+        token_ids = np.frombuffer(b"".join(of_tokens), np.int32).astype(np.int64)
+        unknown = token_ids == UNKNOWN_TOKEN
+        if unknown.any():
+            token_ids[unknown] = self._open_tokens(np.repeat(slots, lengths)[unknown])
+        return Step(
+            plan.step,
+            plan.num_decode,
+            slots,
+            np.array(of_start, np.int64),
+            lengths,
+            np.array(of_sample, np.bool_),
+            token_ids,
+            [Growth(row.slot, row.page_base, row.pages) for row in rows if row.pages],
+            plan.copies,
+            plan.new_pages if self._native_pool is not None else array("i"),
+        )
+
+    def _open_tokens(self, slots: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The last token sampled in each of these slots."""
+        return self._last_token[slots]
+
+    def _indices(self, step: Step) -> Indices | None:
+        """Index arrays of a step, after its pages joined the page table; None when it has no rows."""
+        count = len(step.slots)
+        if not count:
+            return None
+        for slot, base, pages in step.growth:
+            self._page_table[slot, base : base + len(pages)] = pages
+        slots, starts = step.slots, step.starts
+        qo_indptr = np.zeros(count + 1, np.int32)
+        np.cumsum(step.lengths, out=qo_indptr[1:])
+        kv_lens = starts + step.lengths
+        row_of_token = np.repeat(np.arange(count), step.lengths)
+        positions = np.arange(qo_indptr[-1], dtype=np.int64) - qo_indptr[row_of_token] + starts[row_of_token]
+        pages = self._page_table[slots[row_of_token], positions // self._page_size].astype(np.int64)
+        num_pages = -(-kv_lens // self._page_size)
+        page_indptr = np.zeros(count + 1, np.int32)
+        np.cumsum(num_pages, out=page_indptr[1:])
+        return Indices(
+            token_ids=step.token_ids,
+            positions=positions,
+            qo_indptr=qo_indptr,
+            kv_lens=kv_lens.astype(np.int32),
+            page_indptr=page_indptr,
+            page_indices=np.concatenate([self._page_table[slot, :n] for slot, n in zip(slots, num_pages, strict=True)]),
+            slot_mapping=pages * self._page_size + positions % self._page_size,
+            sample_index=qo_indptr[1:][step.samples].astype(np.int64) - 1,
+        )
+
+    def _batch(self, step: Step, indices: Indices) -> ForwardBatch:
+        return ForwardBatch(
+            token_ids=torch.from_numpy(indices.token_ids),
+            positions=torch.from_numpy(indices.positions),
+            qo_indptr=torch.from_numpy(indices.qo_indptr),
+            kv_lens=torch.from_numpy(indices.kv_lens),
+            page_indptr=torch.from_numpy(indices.page_indptr),
+            page_indices=torch.from_numpy(indices.page_indices),
+            slot_mapping=torch.from_numpy(indices.slot_mapping),
+            sample_index=torch.from_numpy(indices.sample_index),
+            num_decode=step.num_decode,
+            max_kv_len=int(indices.kv_lens.max()),
+        )

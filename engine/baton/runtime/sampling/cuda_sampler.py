@@ -1,0 +1,122 @@
+"""The sampler's definition (`runtime.sampling.sampler`) without a look at the logits from the host.
+
+1. `Draw(rows, vocab, put)` writes down what the rows ask for, from parameters and positions alone; 2. `run(logits)`
+queues the work, the draw in one launch (`kernels.draw`), and returns tensors on the logits' device; 3. `read` turns
+their host copies into a result later.
+
+A row's token is the same in any batch, and that of `sampler.sample` on the same logits but for the rounding of sums;
+INVALID_TOKEN where its largest logit is NaN or infinite. The host's sampler draws on CPU tensors, which tests use, and
+where Triton cannot be used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from baton.layers import kernels
+from baton.runtime.sampling import sampler
+from baton.runtime.sampling.sampler import Edits, Put, SampleRow, draw_columns
+from baton.sched.types.plan import INVALID_TOKEN, StepResult, TokenLogprobs
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """What a step drew, all on one device. Logprobs are of the m rows that asked for them, k is the most one asked."""
+
+    tokens: Tensor
+    """int64 [S]; INVALID_TOKEN of a row whose logits are not finite, and its logprobs mean nothing"""
+    chosen: Tensor | None = None
+    """float32 [m]"""
+    top_ids: Tensor | None = None
+    """int64 [m, k]"""
+    top_logprobs: Tensor | None = None
+    """float32 [m, k]"""
+
+
+class Draw:
+    """One token for each of S rows. The rows are read when it is made: they may advance before `run`."""
+
+    def __init__(self, rows: Sequence[SampleRow], vocab: int, put: Put) -> None:
+        """`put` must not wait for the device."""
+        self._put = put
+        self._vocab = vocab
+        special = [(i, row) for i, row in enumerate(rows) if not row.is_always_plain]
+        self.is_plain = not special
+        """argmax says all."""
+        self._logprobs = [(i, row.params.logprobs) for i, row in special if row.params.logprobs >= 0]
+        edited = [(i, row) for i, row in special if row.is_edited]
+        self._edits = Edits(edited, vocab) if edited else None
+        self._drawn = [i for i, row in special if not row.is_greedy]
+        self._columns = [draw_columns(rows[i], vocab) for i in self._drawn]
+
+    def run(self, logits: Tensor, greedy: Tensor | None = None) -> Drawn:
+        """Queue the draw. Waits for nothing.
+
+        Args:
+            logits: float32 [S, vocab]; overwritten where rows edit theirs.
+            greedy: int64 [S]: `greedy_tokens` of the logits, when they are known.
+        """
+        best = greedy_tokens(logits) if greedy is None else greedy
+        if self.is_plain:
+            return Drawn(best)
+        raw = asked = None
+        if self._logprobs:
+            asked = self._put(np.array([i for i, _ in self._logprobs]))
+            raw = logits[asked].log_softmax(-1)
+        if self._edits is not None:
+            self._edits.apply(logits, self._put)
+            tokens = torch.where(best < 0, best, logits.argmax(-1))
+        else:
+            tokens = best.clone()
+        if self._drawn:
+            self._draw_into(tokens, logits)
+        if raw is None or asked is None:
+            return Drawn(tokens)
+        chosen = raw.gather(1, tokens[asked].clamp_min(0)[:, None])[:, 0]
+        most = min(max(k for _, k in self._logprobs), self._vocab)
+        if not most:
+            return Drawn(tokens, chosen)
+        top = raw.topk(most)
+        return Drawn(tokens, chosen, top.indices, top.values)
+
+    def _draw_into(self, tokens: Tensor, logits: Tensor) -> None:
+        rows, columns = self._put(np.array(self._drawn)), self._put(np.array(self._columns).T.copy())
+        if logits.is_cuda and kernels.usable:
+            launch(logits, rows, columns, tokens)
+        else:
+            is_bad = tokens[rows] < 0
+            some = logits[rows].masked_fill_(is_bad[:, None], 0.0).cpu()
+            drawn = torch.tensor(sampler.draw(some, columns.T.tolist())).to(tokens.device)
+            tokens[rows] = drawn.masked_fill_(is_bad, INVALID_TOKEN)
+
+    def read(self, drawn: Drawn) -> StepResult:
+        """The result, of copies on the host."""
+        tokens = drawn.tokens.tolist()
+        if drawn.chosen is None:
+            return StepResult(tokens)
+        chosen = drawn.chosen.tolist()
+        asked = [(n, i, k) for n, (i, k) in enumerate(self._logprobs) if tokens[i] >= 0]
+        if drawn.top_ids is None or drawn.top_logprobs is None:
+            return StepResult(tokens, {i: TokenLogprobs(chosen[n]) for n, i, _ in asked})
+        ids, values = drawn.top_ids.tolist(), drawn.top_logprobs.tolist()
+        return StepResult(
+            tokens,
+            {i: TokenLogprobs(chosen[n], ids[n][:k], values[n][:k]) for n, i, k in asked},
+        )
+
+
+def greedy_tokens(logits: Tensor) -> Tensor:
+    """Ids of the largest logits, the lowest among equals: int64 [S]; INVALID_TOKEN where that logit is not finite."""
+    largest, ids = logits.max(-1)  # a NaN counts as the largest
+    return ids.masked_fill_((largest - largest) != 0, INVALID_TOKEN)
+
+
+def launch(logits: Tensor, rows: Tensor, columns: Tensor, tokens: Tensor) -> None:
+    from baton.layers.kernels.draw import draw_rows  # imports Triton
+
+    draw_rows(logits, rows, columns, tokens)

@@ -1,0 +1,283 @@
+"""From logits to tokens: penalties, filters, one draw per row, and logprobs.
+
+For each row of a step: (1) logprobs are taken from the raw logits, as OpenAI and vLLM do; (2) rows with logit_bias,
+penalties or min_new_tokens get their logits edited; (3) greedy rows take the largest logit, the lowest id among equals;
+(4) the others draw: temperature, then top_k, top_p, min_p in transformers' order, then one number u decides among the
+tokens that are kept, in order of id (the inverse of their distribution function):
+
+    tokens kept, by id   |--- id 3 ---|----- id 7 -----|- id 12 -|
+                         0              u * kept mass            kept mass
+
+A row whose largest logit is NaN or infinite gets INVALID_TOKEN; the other rows of the step are not affected.
+
+u is a hash of (seed, position) and nothing else, so that a token does not depend on the rest of the batch, on
+preemption, on the page size, or on which node draws it (the first token is drawn on P, the others on D).
+
+Cost: sorting 152 k logits takes 15 ms, the 256 largest 0.3 ms (one thread), so filters are decided among those 256 and
+more is sorted only when they reach further. Rows of all-greedy steps cost one argmax.
+
+`sample` works on the host; where logits lie on a device, `gpu.sampler` has a kernel draw by the same definition. What
+both must agree on is here: `Edits` and `draw_columns`.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from baton.sched.types.hashing import uniform
+from baton.sched.types.plan import INVALID_TOKEN, StepResult, TokenLogprobs
+from baton.sched.types.request import SamplingParams
+
+GREEDY_BELOW = 1e-5
+"""Temperatures below this are greedy: dividing by them would overflow (matches vLLM)."""
+HEAD = 256
+_ROWS_AT_ONCE = 8
+"""Bounds the scratch memory of a draw to 8 * vocab floats."""
+
+Put: TypeAlias = Callable[[np.ndarray], Tensor]
+"""An array from the host as a tensor on the device of the logits."""
+
+
+class SampleRow:
+    """What the sampler knows of one sequence, from admission until it leaves its slot.
+
+    The owner calls `append` with every token drawn; `position` is where the next token will stand in prompt + output.
+    """
+
+    __slots__ = (
+        "_counts", "_ids", "_index", "is_always_plain", "is_greedy", "needs_tokens", "params", "position",
+        "prompt_tokens",
+    )  # fmt: skip
+
+    def __init__(self, params: SamplingParams, prompt_tokens: int, history: Sequence[int]) -> None:
+        """`history`: all tokens so far, of which the first `prompt_tokens` are the prompt."""
+        self.params = params
+        self.prompt_tokens = prompt_tokens
+        self.position = prompt_tokens
+        self.is_greedy = params.temperature < GREEDY_BELOW or params.top_k == 1
+        self.needs_tokens = bool(
+            params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1.0
+        )
+        """Its draws depend on the tokens drawn before; of others `append` need not know which they were."""
+        self.is_always_plain = (
+            self.is_greedy
+            and params.logprobs < 0
+            and not (self.needs_tokens or params.logit_bias or params.min_new_tokens)
+        )
+        """`is_plain` now and later: nothing else about this row will matter."""
+        self._index: dict[int, int] = {}
+        self._ids = array("q")
+        """Distinct tokens of prompt and output, in order of appearance, while the row has penalties."""
+        self._counts = array("q")
+        """How often each occurs in the output; 0 for tokens of the prompt alone."""
+        if self.needs_tokens:
+            drawn_here = prompt_tokens - params.resumed
+            for i, token in enumerate(history[:prompt_tokens]):
+                self._count(token, int(i >= drawn_here))
+        for token in history[prompt_tokens:]:
+            self.append(token)
+
+    def append(self, token: int) -> None:
+        """Record the token that now stands at `position`."""
+        self.position += 1
+        if self.needs_tokens:
+            self._count(token, 1)
+
+    @property
+    def is_plain(self) -> bool:
+        """Greedy with untouched logits and no logprobs: argmax says all."""
+        return self.is_greedy and self.params.logprobs < 0 and not self.is_edited
+
+    @property
+    def is_edited(self) -> bool:
+        return self.needs_tokens or bool(self.params.logit_bias) or self.must_continue
+
+    @property
+    def must_continue(self) -> bool:
+        """It may not stop yet (min_new_tokens)."""
+        return self.position - self.prompt_tokens < self.params.min_new_tokens
+
+    def edit(self, logits: Tensor) -> None:
+        """Apply logit_bias, penalties and min_new_tokens to float32 [vocab], in place."""
+        Edits([(0, self)], len(logits)).apply(logits[None], torch.from_numpy)
+
+    def counted(self) -> tuple[np.ndarray, np.ndarray]:
+        """Distinct tokens so far and how often each was drawn, int64 both; only with `needs_tokens`."""
+        return np.array(self._ids), np.array(self._counts)
+
+    def _count(self, token: int, times: int) -> None:
+        at = self._index.setdefault(token, len(self._ids))
+        if at == len(self._ids):
+            self._ids.append(token)
+            self._counts.append(0)
+        self._counts[at] += times
+
+
+class Edits:
+    """What logit_bias, penalties and min_new_tokens change in the logits [S, vocab] of a step, as flat arrays.
+
+    Order: bias, repetition (prompt and output), frequency and presence (output), then the ban of stop ids.
+    """
+
+    __slots__ = ("_banned", "_biased", "_penalties", "_seen")
+
+    def __init__(self, rows: Iterable[tuple[int, SampleRow]], vocab: int) -> None:
+        """`rows`: those that are edited, with their row of the logits. They may advance before `apply`."""
+        self._biased: list[tuple[int, int, float]] = []
+        self._banned: list[tuple[int, int]] = []
+        self._seen: list[np.ndarray] = []
+        """int64 [2, n] each: row and id of the tokens that have been seen in it."""
+        self._penalties: list[np.ndarray] = []
+        """float32 [4, n] each: how often they were drawn, repetition, frequency and presence penalty."""
+        # The edge checks ids against the tokenizer, which may know more tokens than the model.
+        for i, row in rows:
+            p = row.params
+            self._biased += [(i, token, amount) for token, amount in p.logit_bias if token < vocab]
+            if row.needs_tokens:
+                ids, counts = row.counted()
+                self._seen.append(np.stack((np.full(len(ids), i), ids)))
+                penalties = (p.repetition_penalty, p.frequency_penalty, p.presence_penalty)
+                of_each = np.repeat(np.array(penalties, np.float32)[:, None], len(ids), axis=1)
+                self._penalties.append(np.concatenate((counts[None].astype(np.float32), of_each)))
+            if row.must_continue:
+                self._banned += [(i, token) for token in p.stop_token_ids if token < vocab]
+
+    def apply(self, logits: Tensor, put: Put) -> None:
+        """In place. Waits for nothing that `put` does not wait for."""
+        if self._biased:
+            rows, ids, amounts = zip(*self._biased, strict=True)
+            at = put(np.array((rows, ids)))
+            logits.index_put_((at[0], at[1]), put(np.array(amounts, np.float32)), accumulate=True)
+        if self._seen:
+            at = put(np.concatenate(self._seen, axis=1))
+            count, repetition, frequency, presence = put(np.concatenate(self._penalties, axis=1))
+            seen = logits[at[0], at[1]]
+            seen = torch.where(seen > 0, seen / repetition, seen * repetition)
+            logits.index_put_((at[0], at[1]), seen - (frequency * count + presence * (count > 0)))
+        if self._banned:
+            at = put(np.array(self._banned).T.copy())
+            logits.index_put_((at[0], at[1]), logits.new_full((), -torch.inf))
+
+
+@torch.inference_mode()
+def sample(logits: Tensor, rows: Sequence[SampleRow]) -> StepResult:
+    """Choose one token per row. The rows are not advanced: call `append` with what you keep.
+
+    Args:
+        logits: float32 [S, vocab]; overwritten where rows edit theirs.
+        rows: S rows, in the order of logits.
+    """
+    best = logits.argmax(-1)  # the place of a NaN, where there is one
+    is_finite = logits.gather(1, best[:, None])[:, 0].isfinite()
+    bad = [] if is_finite.all() else (~is_finite).nonzero()[:, 0].tolist()
+    if all(row.is_plain for row in rows):
+        return StepResult(_without(bad, best.tolist()))
+    if bad:
+        logits[bad] = 0.0
+    raw = {i: logits[i].log_softmax(-1) for i, row in enumerate(rows) if row.params.logprobs >= 0}
+    if edited := [(i, row) for i, row in enumerate(rows) if row.is_edited]:
+        Edits(edited, logits.shape[1]).apply(logits, torch.from_numpy)
+    tokens: list[int] = logits.argmax(-1).tolist()
+    drawn = [i for i, row in enumerate(rows) if not row.is_greedy]
+    for start in range(0, len(drawn), _ROWS_AT_ONCE):
+        some = drawn[start : start + _ROWS_AT_ONCE]
+        columns = [draw_columns(rows[i], logits.shape[1]) for i in some]
+        for i, token in zip(some, draw(logits[some], columns), strict=True):
+            tokens[i] = token
+    asked = {i: _token_logprobs(lp, tokens[i], rows[i].params.logprobs) for i, lp in raw.items() if i not in bad}
+    return StepResult(_without(bad, tokens), asked)
+
+
+def _without(bad: Sequence[int], tokens: list[int]) -> list[int]:
+    for i in bad:
+        tokens[i] = INVALID_TOKEN
+    return tokens
+
+
+def _token_logprobs(logprobs: Tensor, token: int, k: int) -> TokenLogprobs:
+    top = logprobs.topk(k)
+    return TokenLogprobs(float(logprobs[token]), top.indices.tolist(), top.values.tolist())
+
+
+def draw_columns(row: SampleRow, vocab: int) -> tuple[float, float, float, float, float]:
+    """All that a draw knows of a row: temperature, u, top_k (0: none), top_p, min_p."""
+    p = row.params
+    top_k = p.top_k if 0 < p.top_k < vocab else 0
+    return p.temperature, uniform(p.seed, row.position), top_k, p.top_p, p.min_p
+
+
+def draw(logits: Tensor, columns: Sequence[Sequence[float]]) -> list[int]:
+    """Draw a token for each non-greedy row of logits [n, vocab]. Args: `columns`: `draw_columns` of each."""
+    scaled = logits / torch.tensor([of_row[0] for of_row in columns], dtype=logits.dtype)[:, None]
+    probs = scaled.softmax(-1)
+    tokens = []
+    for i, (_, u, top_k, top_p, min_p) in enumerate(columns):
+        if not top_k and top_p >= 1 and not min_p:
+            tokens.append(_pick(probs[i].numpy(), u))
+        else:
+            ids = kept_ids(scaled[i], probs[i], int(top_k), top_p, min_p)
+            tokens.append(int(ids[_pick(probs[i][ids].numpy(), u)]))
+    return tokens
+
+
+def kept_ids(logits: Tensor, probs: Tensor, top_k: int, top_p: float, min_p: float) -> Tensor:
+    """Ids of one row that the filters keep, ascending: int64 [m]."""
+    vocab = len(logits)
+    ids = largest(logits, top_k or min(HEAD, vocab))
+    kept = _kept_count(probs[ids].numpy(), top_k, top_p, min_p)
+    if not top_k and kept == len(ids) < vocab:
+        ids = _candidates(logits, probs, top_p, min_p)
+        kept = _kept_count(probs[ids].numpy(), top_k, top_p, min_p)
+    return ids[:kept].sort().values
+
+
+def _candidates(logits: Tensor, probs: Tensor, top_p: float, min_p: float) -> Tensor:
+    """Ids of one row, most likely first, that surely hold all that top_p and min_p keep: int64 [m].
+
+    All tokens below (1 - top_p) / vocab together weigh less than 1 - top_p, so the nucleus lies above; half of that
+    leaves room for rounding. A peaked row thus sorts some thousands of its 152 k tokens.
+    """
+    floor = max((1.0 - top_p) / (2 * len(logits)), 0.999 * min_p * float(probs.max()))
+    ids = (probs >= floor).nonzero()[:, 0]
+    return ids[logits[ids].sort(dim=0, descending=True, stable=True).indices]
+
+
+def largest(logits: Tensor, k: int) -> Tensor:
+    """Ids of the k largest of one row, largest first, lowest id first among equals: int64 [k]."""
+    if k < len(logits):
+        edge = logits.topk(k).values[-1]
+        above = (logits > edge).nonzero()[:, 0]
+        equal = (logits == edge).nonzero()[: k - len(above), 0]  # topk takes any of them
+        ids = torch.cat((above, equal)).sort().values
+    else:
+        ids = torch.arange(len(logits))
+    return ids[logits[ids].sort(descending=True, stable=True).indices]
+
+
+def _kept_count(probs: NDArray[np.float32], top_k: int, top_p: float, min_p: float) -> int:
+    """The definition of top_p and min_p: how many of a row's tokens, most likely first, are kept. With top_k these are
+    all there is.
+
+    A token survives top_p while the mass before it is below top_p, so the one that crosses the limit is kept.
+    """
+    wide = probs.astype(np.float64)
+    running = wide.cumsum()
+    total = running[-1] if top_k else 1.0
+    keep = wide >= min_p * wide[0]
+    if top_p < 1:
+        keep &= running - wide < top_p * total
+    return int(keep.sum())
+
+
+def _pick(probs: NDArray[np.float32], u: float) -> int:
+    """The index at which the running sum passes u * its end; never one without probability."""
+    mass = probs.cumsum(dtype=np.float64)
+    end = mass[-1]
+    return int(min(np.searchsorted(mass, u * end, side="right"), np.searchsorted(mass, end, side="left")))

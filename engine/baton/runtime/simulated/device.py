@@ -1,0 +1,91 @@
+"""A device that is not there, in real time: `baton engine --simulate` runs the scheduler's plans on it
+(runtime.simulated.engine).
+
+A step lasts as long as the step-time model says, divided by `speed`; an answer is a fixed text, as long as was asked
+for. Steps that follow each other begin where the one before ended, however late this process was woken, so that a
+busy machine delays single answers and does not slow the modelled device down.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from baton.config import EngineConfig, uses_four_bytes
+from baton.config.simulated import PAGE_BYTES, TOKEN_BYTES, Simulated, StepModel
+from baton.sched.types.plan import StepPlan, StepResult, TokenLogprobs
+
+LATE_SECS = 0.005
+"""A step that begins this soon after the last one's end was waiting for it."""
+WORDS = ("no", "one", "is", "in", "but", "the", "run", "has", "its", "own", "end", "and", "so", "on", ";")
+"""Words of simulated answers, each behind a space."""
+
+
+def answer_tokens(config: EngineConfig) -> Sequence[int]:
+    """What answers consist of, over and over: words of the four-byte tokenizer, or ids that every tokenizer has."""
+    if uses_four_bytes(config):
+        return [int.from_bytes(word.rjust(TOKEN_BYTES).encode(), sys.byteorder) for word in WORDS]
+    return range(3, 1000)
+
+
+def step_seconds(model: StepModel, plan: StepPlan, scale: int) -> float:
+    """Seconds of this step, in which every token stands for `scale` real ones.
+
+    A step with decode rows then stands for `scale` real steps, over which its prompt chunks are spread.
+    """
+    new = attended = decode_context = 0
+    for i, row in enumerate(plan.rows):
+        new += row.n
+        if i < plan.num_decode:
+            decode_context += row.start + 1
+        else:
+            attended += row.n * row.start + row.n * (row.n + 1) // 2
+    real_steps = scale if plan.num_decode else 1
+    linear = max(model.weights_ms * 1e-3 * real_steps, model.token_us * 1e-6 * new * scale)
+    attention = model.attention_ns * attended + model.kv_read_ns * decode_context
+    return model.step_ms * 1e-3 * real_steps + linear + attention * 1e-9 * scale * scale
+
+
+class SimRunner:
+    """runtime.engine_loop.Device. `pool`: the native pool, told which pages get new content as on a P node."""
+
+    page_bytes = PAGE_BYTES
+
+    def __init__(
+        self,
+        simulated: Simulated,
+        answer: Sequence[int],
+        pool: Any = None,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._simulated = simulated
+        self._answer = answer
+        self._pool = pool
+        self._clock = clock
+        self._sleep = sleep
+        self._ended = -math.inf
+        self._logprobs: dict[int, int] = {}
+        """Slot → what its request asked for."""
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        if self._pool is not None and plan.new_pages:
+            self._pool.begin_write(plan.new_pages.tobytes())
+        for admitted in plan.admitted:
+            self._logprobs[admitted.slot] = admitted.params.logprobs
+        now = self._clock()
+        began = self._ended if now - self._ended < LATE_SECS else now
+        seconds = step_seconds(self._simulated.model, plan, self._simulated.length_scale) / self._simulated.speed
+        self._ended = began + seconds
+        self._sleep(max(self._ended - now, 0.0))
+        sampling = [row for row in plan.rows if row.sample]
+        tokens = [self._answer[(row.start + row.n) % len(self._answer)] for row in sampling]
+        asked = ((i, self._logprobs[row.slot]) for i, row in enumerate(sampling))
+        return StepResult(tokens, {i: _certain(tokens[i], k) for i, k in asked if k >= 0})
+
+
+def _certain(token: int, k: int) -> TokenLogprobs:
+    return TokenLogprobs(0.0, (token,), (0.0,)) if k else TokenLogprobs(0.0)

@@ -1,0 +1,157 @@
+"""A rank of a simulated engine: the production loop, scheduler and transfer before a device that only takes time.
+
+1. `load` stands in for runtime.build.load: no torch, no model, pages of a few bytes;
+2. the rank process (server.worker.process) drives it like any other: messages, reports, events, rooms;
+3. on a P node `PacedTransfer` tells D of a finished prompt when a link of the modelled speed would have carried its
+   pages. They do travel, through the real transfer runtime, but they are too small for their time to count.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from baton.config import EngineConfig
+from baton.config.simulated import CONTEXT_LENGTH, PAGE_BYTES, Simulated, read
+from baton.disagg.relay import Relay, TransferNode
+from baton.errors import ConfigError
+from baton.runtime.engine_loop import Engine, PoolSizes, make_engine
+from baton.runtime.simulated.device import SimRunner, answer_tokens
+
+log = logging.getLogger("baton.sim")
+
+
+@dataclass(frozen=True, slots=True)
+class SimLoaded:
+    """What runtime.build.Loaded is for a model."""
+
+    config: EngineConfig
+    simulated: Simulated
+    num_pages: int
+    native_pool: Any
+    layout: dict[str, object]
+    info: dict[str, object]
+
+    def engine(self, relay: Relay | None = None, trace: Callable[[str], None] | None = None) -> Engine:
+        announced = self.native_pool if self.config.disaggregation_mode == "prefill" else None
+        runner = SimRunner(self.simulated, answer_tokens(self.config), announced)
+        return make_engine(self.config, PoolSizes(self.num_pages, 0, PAGE_BYTES), runner, relay, trace)
+
+    @property
+    def vocab_size(self) -> int:
+        """Simulated tokens are four bytes of text without the top bit."""
+        return 2**31
+
+    def paced(self, node: TransferNode) -> TransferNode:
+        """The transfer runtime as a P node's relay should see it."""
+        return PacedTransfer(node, self.simulated, self.config.page_size)
+
+
+def load(config: EngineConfig) -> SimLoaded:
+    """Raises ConfigError."""
+    assert config.simulate is not None, "only called with --simulate"
+    simulated = read(config.simulate)
+    num_pages = config.max_total_tokens // config.page_size
+    pool = None
+    if config.disaggregation_mode != "null":
+        try:
+            from baton._native import KvPool  # type: ignore[import-untyped]
+        except ImportError as err:
+            raise ConfigError(
+                f"--disaggregation-mode {config.disaggregation_mode} needs the native extension ({err}); "
+                "build it with maturin"
+            ) from err
+        pool = KvPool(num_pages, PAGE_BYTES)
+    tokens = num_pages * config.page_size
+    layout: dict[str, object] = {
+        "order": "simulated", "layers": 1, "kv_heads": 1, "head_dim": 1, "dtype": "simulated",
+        "page_size": config.page_size, "page_bytes": PAGE_BYTES, "model_hash": "simulated",
+    }  # fmt: skip
+    info: dict[str, object] = {
+        "max_total_num_tokens": tokens,
+        "context_length": min(config.context_length or CONTEXT_LENGTH, tokens),
+        "kv_pool_bytes": num_pages * PAGE_BYTES,
+        "num_pages": num_pages,
+        "host_pages": 0,
+        "dtype": "simulated",
+        "num_parameters": 0,
+        "cpu_threads": 0,
+        "device": f"simulated: {config.simulate}",
+        "layout": layout,
+    }
+    log.info("simulating %s: pool of %d pages x %d tokens", config.simulate, num_pages, config.page_size)
+    return SimLoaded(config, simulated, num_pages, pool, layout, info)
+
+
+class PacedTransfer:
+    """A P node's TransferNode whose `finish` takes effect after the modelled time of the transfer."""
+
+    def __init__(self, node: TransferNode, simulated: Simulated, page_size: int) -> None:
+        self._node = node
+        self._simulated = simulated
+        self._page_size = page_size
+        self._changed = threading.Condition()
+        self._due: list[tuple[float, int, int]] = []
+        """(when, order, room), soonest first."""
+        self._waiting: dict[int, tuple[int, int, bytes]] = {}
+        """Room → the other arguments of `finish`; an aborted room is not in it."""
+        self._order = itertools.count()
+        self._error: Exception | None = None
+        self.stopped = threading.Event()
+        """An end could not be told; `poll` raises why."""
+        threading.Thread(target=self._run, name="paced-transfer", daemon=True).start()
+
+    def finish(self, room: int, total_pages: int, last_page_tokens: int, payload: bytes) -> None:
+        tokens = ((total_pages - 1) * self._page_size + last_page_tokens) * self._simulated.length_scale
+        due = time.monotonic() + self._simulated.model.transfer_seconds(tokens) / self._simulated.speed
+        with self._changed:
+            self._waiting[room] = (total_pages, last_page_tokens, payload)
+            heapq.heappush(self._due, (due, next(self._order), room))
+            self._changed.notify()
+
+    def abort(self, room: int, code: str) -> None:
+        with self._changed:
+            self._waiting.pop(room, None)
+        self._node.abort(room, code)
+
+    def poll(self, max: int) -> Sequence[tuple[object, ...]]:
+        if self._error is not None:
+            raise self._error
+        return self._node.poll(max)
+
+    def offer(self, room: int, attempt: int, prompt_hash: bytes, deadline_ms: int) -> None:
+        self._node.offer(room, attempt, prompt_hash, deadline_ms)
+
+    def publish(self, room: int, first_page: int, pages: bytes) -> None:
+        self._node.publish(room, first_page, pages)
+
+    def open(self, *args: Any) -> None:
+        raise AssertionError("a P node opens no room")
+
+    def grant(self, room: int, start_page: int, dst_pages: bytes) -> None:
+        raise AssertionError("a P node grants no pages")
+
+    def revoke(self, room: int) -> None:
+        raise AssertionError("a P node grants no pages")
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                while not self._due or self._due[0][0] > time.monotonic():
+                    self._changed.wait(self._due[0][0] - time.monotonic() if self._due else None)
+                room = heapq.heappop(self._due)[2]
+                args = self._waiting.pop(room, None)
+            if args is None:
+                continue
+            try:
+                self._node.finish(room, *args)
+            except Exception as err:  # noqa: BLE001 - the rank's thread raises it at its next poll
+                self._error = err
+                self.stopped.set()
+                return

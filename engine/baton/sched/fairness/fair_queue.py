@@ -1,0 +1,423 @@
+"""Whose request is looked at next: classes share by weight, tenants of a class by what they got, then the policy.
+
+    candidates ──deal──▶ class ──▶ prompts under way, in the order of the policy
+    (policy order)              └▶ tenant ──▶ its requests, in the order of the policy (priority first)
+
+`merge` hands the candidates out one by one: sched.fairness.classes says which class has the turn,
+sched.fairness.tenants which of its
+tenants has had least. What the planner plans for a candidate is charged before the next one is asked for.
+
+* A tenant at its limit (`max_running`, `max_kv_tokens`) is skipped with everything it has waiting; others pass.
+* A candidate for which there are no pages is passed over: other tenants of its class follow, then its own tenant's
+  later requests, then other classes. The planner keeps pages for it (Planner._may_pass_reservation), so that those
+  that pass cannot keep it out for ever. A class whose requests all lack pages has no turn.
+* Recomputed tokens (after a retraction or preemption) are charged again: they are work. Tokens found in the cache cost
+  a class nothing and a tenant `cached_weight` of computed ones. On D, fetched prompt tokens count as computed.
+* With one class and no tenants the order is the policy's own.
+
+Cost per step: the policy's order is read up to the requests that are handed out; nothing where fairness is off (the
+planner does not come here).
+"""
+
+from __future__ import annotations
+
+import functools
+import heapq
+import itertools
+import math
+import sys
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from baton.config.classes import ClassRules, PriorityClass
+from baton.config.tenants import INTERNAL, OTHER, TenantRule, TenantRules
+from baton.errors import PromptTooLong, TenantQueueFull
+from baton.sched.fairness.classes import DeficitRoundRobin
+from baton.sched.fairness.tenants import VirtualCounters
+from baton.sched.types.request import Validated
+from baton.sched.types.sequence import Seq, SeqState, is_partial
+
+_NO_LIMITS = TenantRule()
+_HOLDING = (SeqState.RUNNING, SeqState.TRANSFER)
+MAX_LABELS = 100
+"""Tenants with a metric label of their own beside those named in the tenant file; later ones are `other`."""
+
+
+@dataclass(frozen=True, slots=True)
+class FairnessRules:
+    """What was asked for (names and defaults: baton.config)."""
+
+    classes: ClassRules = field(default_factory=ClassRules)
+    charge_decode: bool = True
+    """Generated tokens count against their class."""
+    tenants: TenantRules | None = None
+    """None: there is one tenant."""
+    prompt_weight: float = 1.0
+    output_weight: float = 2.0
+    cached_weight: float = 0.1
+    table_size: int = 10_000
+    """Tenants without waiting requests whose counters are remembered, per class."""
+
+    @property
+    def enabled(self) -> bool:
+        return bool(self.classes.classes) or self.tenants is not None
+
+    def place(self, tenant: str, asked: str | None, priority: int | None) -> tuple[int | None, str]:
+        """Priority and class of a request: clamped into its tenant's range, and not better than its tenant's class.
+
+        Without a class of its own it has its tenant's, else the one of its priority. `asked` must be a class's name.
+        """
+        rule = (self.tenants or TenantRules()).of(tenant)
+        priority = rule.clamped(priority, self.classes.low_values_first)
+        if not self.classes.classes:
+            return priority, ""
+        if asked is None:
+            return priority, rule.priority_class or self.classes.of_priority(priority)
+        return priority, asked if rule.priority_class is None else self.classes.no_better(asked, rule.priority_class)
+
+
+class _Lane:
+    """What one class has to offer in this step. Candidates are taken from the policy's order as far as needed."""
+
+    def __init__(
+        self, counters: VirtualCounters, tenants: Iterable[str], pull: Callable[[str], bool], most_skipped: int
+    ) -> None:
+        """`pull`: look for a tenant's next candidate and put it into its queue; False when it has no more."""
+        self.first: deque[Seq] = deque()
+        self.tenants = dict.fromkeys(tenants)
+        self.queues: dict[str, deque[Seq]] = defaultdict(deque)
+        self.ahead = 0
+        """Unfinished prompts among those handed out."""
+        self.pending = 0
+        """Prompts under way in the queues, or still to come into them."""
+        self._pull = pull
+        self._counters = counters
+        self._stopped: set[str] = set()
+        """Tenants whose limits keep their first waiting request from starting."""
+        self._last: set[str] = set()
+        """Tenants whose first waiting request could not start: the class's others go first."""
+        self._skips_left = most_skipped
+        self._heap: list[tuple[float, int, str]] | None = None
+
+    def skip(self, tenant: str) -> None:
+        """A waiting request handed out could not start."""
+        self._skips_left -= 1
+        self._last.add(tenant)
+
+    def next(self, may_start: Callable[[Seq], bool], has_room: Callable[[Seq], bool]) -> Seq | None:
+        """The next candidate: a prompt under way, or a request that may start now."""
+        if self.first:
+            return self.first.popleft()
+        if self._heap is None:
+            # Equal counters: who has been waiting longer without a break.
+            counters = self._counters.of(self.tenants)
+            self._heap = [
+                (counter, i, tenant) for i, (counter, tenant) in enumerate(zip(counters, self.tenants, strict=True))
+            ]
+            heapq.heapify(self._heap)
+        while self._heap:
+            rank, i, tenant = self._heap[0]
+            if rank != self._rank(tenant):
+                heapq.heapreplace(self._heap, (self._rank(tenant), i, tenant))
+            elif (seq := self._next_of(tenant, may_start, has_room)) is not None:
+                return seq
+            else:
+                heapq.heappop(self._heap)
+        return None
+
+    def _rank(self, tenant: str) -> float:
+        return math.inf if tenant in self._last else self._counters[tenant]
+
+    def _next_of(self, tenant: str, may_start: Callable[[Seq], bool], has_room: Callable[[Seq], bool]) -> Seq | None:
+        queue = self.queues[tenant]
+        while queue or self._pull(tenant):
+            is_closed = tenant in self._stopped or self._skips_left < 0
+            if not self.pending and is_closed:
+                break
+            seq = queue.popleft()
+            if seq.state is SeqState.RUNNING:
+                self.pending -= 1
+                return seq
+            if is_closed:
+                continue
+            if not has_room(seq):
+                self._skips_left -= 1
+            elif may_start(seq):
+                return seq
+            else:
+                self._stopped.add(tenant)
+        return None
+
+
+@dataclass(slots=True)
+class _Use:
+    running: int = 0
+    kv_tokens: int = 0
+
+
+class Fairness:
+    """The accounts of one rank. `answer_tokens`: tokens that a request is expected to still generate."""
+
+    def __init__(self, rules: FairnessRules, quantum: int, answer_tokens: Callable[[Seq], int]) -> None:
+        classes = rules.classes.classes or (PriorityClass(""),)
+        self._rules = rules
+        self._tenants = rules.tenants or TenantRules()
+        self._answer_tokens = answer_tokens
+        self._names = [c.name for c in classes]
+        self._number = {name: i for i, name in enumerate(self._names)}
+        self._middle = self._number[rules.classes.of_tier("default")] if rules.classes.classes else 0
+        self._rounds = DeficitRoundRobin([c.weight for c in classes], quantum)
+        self._counters = [VirtualCounters(rules.table_size) for _ in classes]
+        self._waiting: list[dict[str, int]] = [{} for _ in classes]
+        """Per class and tenant; no zeros."""
+        self._queued: dict[str, int] = {}
+        self._has_caps = any(r.max_running is not None or r.max_kv_tokens is not None for r in self._tenants.all)
+        self._has_kv_caps = any(r.max_kv_tokens is not None for r in self._tenants.all)
+        self._held_back: set[int] = set()
+        self._throttled = dict.fromkeys(("queue", "running", "kv"), 0)
+        self._class_tokens = [[0, 0] for _ in classes]
+        self._tenant_tokens: dict[str, list[int]] = {tenant: [0, 0, 0] for tenant in self._tenants.named}
+
+    def class_of(self, seq: Seq) -> int:
+        return self._number.get(seq.req.priority_class, self._middle)
+
+    def label(self, seq: Seq) -> str:
+        """The class's name."""
+        return self._names[self.class_of(seq)]
+
+    def tenant_of(self, req: Validated) -> str:
+        return req.tenant if self._rules.tenants is not None else ""
+
+    def _rule(self, tenant: str) -> TenantRule:
+        """Nobody's requests, such as the node's own health probes, have no limits."""
+        return self._tenants.of(tenant) if tenant else _NO_LIMITS
+
+    # ------------------------------------------------------------------ the queue (sched.queue.waiting_queue.Watcher)
+
+    def check(self, req: Validated, retry_secs: int = 1) -> None:
+        """Raises what keeps a request out of the queue: TenantQueueFull, or PromptTooLong for its tenant's KV limit."""
+        tenant = self.tenant_of(req)
+        rule = self._rule(tenant)
+        if rule.max_kv_tokens is not None and len(req.prompt) + 1 > rule.max_kv_tokens:
+            raise PromptTooLong(
+                f"prompt has {len(req.prompt)} tokens, tenant {tenant!r} may hold {rule.max_kv_tokens}; shorten it or "
+                "raise the tenant's max_kv_tokens"
+            )
+        waiting = self._queued.get(tenant, 0)
+        if rule.max_queued is not None and waiting >= rule.max_queued:
+            self._throttled["queue"] += 1
+            raise TenantQueueFull(
+                f"{waiting} requests of tenant {tenant!r} are waiting, its limit is {rule.max_queued}; retry after "
+                f"{retry_secs} s or raise the tenant's max_queued",
+                param="tenant",
+                retry_after_secs=retry_secs,
+            )
+
+    def entered(self, seq: Seq) -> None:
+        c, tenant = self.class_of(seq), self.tenant_of(seq.req)
+        self._queued[tenant] = self._queued.get(tenant, 0) + 1
+        count = self._waiting[c].get(tenant, 0)
+        self._waiting[c][tenant] = count + 1
+        if not count:
+            self._counters[c].enter(tenant)
+
+    def left(self, seq: Seq) -> None:
+        c, tenant = self.class_of(seq), self.tenant_of(seq.req)
+        self._held_back.discard(seq.handle)
+        self._queued[tenant] -= 1
+        if not self._queued[tenant]:
+            del self._queued[tenant]
+        self._waiting[c][tenant] -= 1
+        if not self._waiting[c][tenant]:
+            del self._waiting[c][tenant]
+            self._counters[c].leave(tenant)
+
+    # ------------------------------------------------------------------ the order
+
+    def merge(
+        self,
+        under_way: Sequence[Seq],
+        order: Iterable[Seq],
+        holders: Iterable[Seq],
+        *,
+        together: bool = False,
+        has_slot: Callable[[], bool] = lambda: True,
+        completes: Callable[[Seq], bool] = lambda seq: False,
+        most: int = sys.maxsize,
+        most_skipped: int = 0,
+    ) -> Iterator[Seq]:
+        """Candidates in the order in which the planner should try them. What it plans must be charged at once.
+
+        Args:
+            under_way: prompts that have begun. They go before everything else in their class.
+            order: those that wait, in the order of the policy.
+            holders: every sequence that holds pages now.
+            together: `order` holds those under way as well, and they go where the policy puts them.
+            has_slot: asked before a waiting sequence is handed out.
+            completes: would this step compute all of a waiting sequence?
+            most: a request starts only if fewer unfinished prompts were handed out before it, none of its class, or
+                this step completes it.
+            most_skipped: waiting sequences that could not start, per class, after which no further one is handed out.
+        """
+        lanes = self._lanes(under_way, order, together, most_skipped)
+        ready = {c for c, lane in enumerate(lanes) if lane.first or lane.tenants}
+        if not ready:
+            self._rounds.settle()
+        for idle in set(range(len(lanes))) - ready:
+            self._rounds.leave(idle)
+        ahead = 0
+        used = self._use(holders)
+        is_open = True
+        c = 0
+
+        def may_start(seq: Seq) -> bool:
+            return is_open and self._fits(seq, used)
+
+        def has_room(seq: Seq) -> bool:
+            return ahead < most or not lanes[c].ahead or completes(seq)
+
+        while ready:
+            is_open = is_open and has_slot()
+            c = self._rounds.turn(ready) if is_open else self._rounds.least_served(ready)
+            seq = None
+            if is_open or lanes[c].first or lanes[c].pending:
+                seq = lanes[c].next(may_start, has_room)
+            if seq is None:
+                ready.discard(c)
+                if is_open or not self._waiting[c]:
+                    self._rounds.leave(c)
+                continue
+            was = seq.state
+            yield seq
+            if seq.state is was and was is not SeqState.RUNNING:
+                lanes[c].skip(self.tenant_of(seq.req))  # no pages for it: others may pass
+                continue
+            if was is not SeqState.RUNNING and seq.state in _HOLDING:
+                self._count(seq, used)
+            is_ahead = seq.state is SeqState.RUNNING and is_partial(seq)
+            ahead += is_ahead
+            lanes[c].ahead += is_ahead
+
+    def heads(self, waiting: Iterable[Seq], holders: Iterable[Seq], count: int) -> Iterator[Seq]:
+        """The waiting sequences that should be tried first. Changes nothing, once it is exhausted or closed."""
+        saved = self._rounds.saved()
+        try:
+            yield from itertools.islice(self.merge((), waiting, holders, most_skipped=count), count)
+        finally:
+            self._rounds.restore(saved)
+
+    def _lanes(self, under_way: Sequence[Seq], order: Iterable[Seq], together: bool, most_skipped: int) -> list[_Lane]:
+        source = iter(order)
+        lanes: list[_Lane] = []
+
+        def pull(c: int, tenant: str) -> bool:
+            for seq in source:
+                home, owner = self.class_of(seq), self.tenant_of(seq.req)
+                lanes[home].queues[owner].append(seq)
+                if home == c and owner == tenant:
+                    return True
+            return False
+
+        for c, (counters, waiting) in enumerate(zip(self._counters, self._waiting, strict=True)):
+            lanes.append(_Lane(counters, waiting, functools.partial(pull, c), most_skipped))
+        for seq in under_way:
+            lane = lanes[self.class_of(seq)]
+            if together:
+                lane.tenants.setdefault(self.tenant_of(seq.req))
+                lane.pending += 1
+            else:
+                lane.first.append(seq)
+        return lanes
+
+    def startable(self, seqs: Iterable[Seq], holders: Iterable[Seq]) -> Iterator[Seq]:
+        """Those whose tenants are below their limits."""
+        used = self._use(holders)
+        return (seq for seq in seqs if self._fits(seq, used))
+
+    def _use(self, holders: Iterable[Seq]) -> dict[str, _Use]:
+        used: dict[str, _Use] = {}
+        if self._has_caps:
+            for seq in holders:
+                self._count(seq, used)
+        return used
+
+    def _count(self, seq: Seq, used: dict[str, _Use]) -> None:
+        use = used.setdefault(self.tenant_of(seq.req), _Use())
+        use.running += seq.state in _HOLDING
+        if self._has_kv_caps:
+            use.kv_tokens += self._kv_tokens(seq)
+
+    def _kv_tokens(self, seq: Seq) -> int:
+        """Tokens that a sequence is expected to hold at its end."""
+        return len(seq.tokens) + self._answer_tokens(seq)
+
+    def _fits(self, seq: Seq, used: dict[str, _Use]) -> bool:
+        """Is its tenant below its limits? One that holds nothing always is: a request may be larger than expected."""
+        tenant = self.tenant_of(seq.req)
+        use = used.get(tenant)
+        if use is None:
+            return True
+        rule = self._rule(tenant)
+        reason = None
+        if rule.max_running is not None and use.running >= rule.max_running:
+            reason = "running"
+        elif rule.max_kv_tokens is not None and use.kv_tokens + self._kv_tokens(seq) > rule.max_kv_tokens:
+            reason = "kv"
+        if reason is not None and seq.handle not in self._held_back:
+            self._held_back.add(seq.handle)
+            self._throttled[reason] += 1
+        return reason is None
+
+    # ------------------------------------------------------------------ the accounts
+
+    def charge_prompt(self, seq: Seq, computed: int, cached: int) -> None:
+        """`computed` prompt tokens were planned (D: will be fetched), `cached` were found when the request started."""
+        rules, c, tenant = self._rules, self.class_of(seq), self.tenant_of(seq.req)
+        self._rounds.charge(c, computed)
+        amount = rules.prompt_weight * computed + rules.cached_weight * rules.prompt_weight * cached
+        self._counters[c].charge(tenant, amount / self._rule(tenant).weight)
+        self._class_tokens[c][0] += computed
+        tokens = self._tokens_of(tenant)
+        tokens[0] += computed
+        tokens[1] += cached
+
+    def charge_generated(self, seq: Seq) -> None:
+        """One token of its answer is there."""
+        c, tenant = self.class_of(seq), self.tenant_of(seq.req)
+        if self._rules.charge_decode:
+            self._rounds.charge(c, 1)
+        self._counters[c].charge(tenant, self._rules.output_weight / self._rule(tenant).weight)
+        self._class_tokens[c][1] += 1
+        self._tokens_of(tenant)[2] += 1
+
+    def _tokens_of(self, tenant: str) -> list[int]:
+        known, tenant = self._tenant_tokens, tenant or INTERNAL
+        if tenant not in known:
+            tenant = tenant if len(known) < MAX_LABELS + len(self._tenants.named) else OTHER
+        return known.setdefault(tenant, [0, 0, 0])
+
+    # ------------------------------------------------------------------ reports
+
+    def gauges(self) -> dict[str, float]:
+        if not self._rules.classes.classes:
+            return {}
+        return {
+            f'class_waiting{{class="{name}"}}': float(sum(self._waiting[c].values()))
+            for name, c in self._number.items()
+        }
+
+    def counters(self) -> dict[str, float]:
+        values: dict[str, float] = {}
+        if self._rules.classes.classes:
+            for name, c in self._number.items():
+                for kind, tokens in zip(("prompt", "generated"), self._class_tokens[c], strict=True):
+                    values[f'class_tokens_total{{class="{name}",kind="{kind}"}}'] = tokens
+        if self._rules.tenants is not None:
+            for tenant, counts in self._tenant_tokens.items():
+                for kind, tokens in zip(("prompt", "cached", "generated"), counts, strict=True):
+                    values[f'tenant_tokens_total{{tenant="{tenant}",kind="{kind}"}}'] = tokens
+            for reason, count in self._throttled.items():
+                values[f'tenant_throttled_total{{reason="{reason}"}}'] = count
+            values["tenants_forgotten_total"] = sum(counters.forgotten for counters in self._counters)
+        return values

@@ -1,0 +1,353 @@
+"""Pages of sequences: who holds which, what the tree keeps, and how many more are going to be needed.
+
+A sequence's pages, in the order of its tokens:
+
+    [ shared with the tree, locked through seq.node | private ........ ]
+    0                                    seq.published          len(seq.pages)
+
+(private pages below `published` exist too: where the tree already had the same tokens, both copies live on.)
+
+Behind the device's pages stands the host tier, if there is one: what the tree evicts goes there (`vacate` with mode
+offload: at once), and a sequence that is admitted gets its continuation from there (`restore`).
+
+Prompt tokens that need no computing are counted where a sequence gets them (`share`, `restore`), by source.
+
+Invariants: free + cached + locked + private = capacity; new pages and copies are handed to exactly one plan, the next.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Sequence
+
+from baton.cache.host import CopyRun, HostPage, HostTier
+from baton.cache.kv_events import KvEventLog
+from baton.cache.pages import PageAllocator
+from baton.cache.radix import TOKEN_BYTES, Match, Node, RadixCache
+from baton.sched.memory.demand import KnownAnswer, NewTokenRatio, peak_growth
+from baton.sched.policies.base import cached_tokens
+from baton.sched.types.limits import Limits
+from baton.sched.types.sequence import Seq, SeqState
+
+HIT_SOURCES = ("device", "in_flight", "host", "decode_tree", "rematch")
+"""Where the pages came from that a sequence did not compute:
+
+device       this node's tree, computed earlier (admission, or between two chunks of a prompt)
+in_flight    this node's tree, scheduled by a step that had not committed yet: prompts that arrive together
+host         the host tier: evicted from this node's tree, and copied back
+decode_tree  D: its own tree, so that P does not send them
+rematch      found again by a request that had let go of its pages (retraction, preemption, suspension): no saving over
+             a run without them, and counted in no request's cached_tokens
+"""
+
+COPY_RATE_SMOOTHING = 0.1
+
+
+def ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+class Memory:
+    def __init__(self, limits: Limits) -> None:
+        self.page_size = limits.page_size
+        self.quarantined_pages = 0
+        """Cached pages taken out of use since the start (`quarantine`)."""
+        self.allocator = PageAllocator(limits.num_pages)
+        keep = limits.kv_event_batches
+        self.kv_events = KvEventLog(limits.page_size * TOKEN_BYTES, keep) if keep else None
+        self.cache = RadixCache(
+            limits.page_size, self.allocator, limits.radix_cache, eviction=limits.eviction, log=self.kv_events
+        )
+        self._priority = limits.priority
+        self.ratio = NewTokenRatio(limits.conservativeness, limits.clip_new_tokens)
+        self.watermark = int(limits.watermark * limits.num_pages)
+        """Pages that stay available when a request is admitted beside others."""
+        self.hit_tokens = dict.fromkeys(HIT_SOURCES, 0)
+        self.host: HostTier | None = None
+        if limits.host_pages and limits.radix_cache:
+            self.host = HostTier(limits.host_pages, limits.page_size, limits.eviction)
+            self.cache.on_remove = self.host.on_remove
+        self.host_pages_per_s = limits.host_pages_per_s
+        self._new_pages: array[int] = array("i")
+
+    # ------------------------------------------------------------------ what the next plan takes along
+
+    @property
+    def has_copies(self) -> bool:
+        """Must a plan be made even if it has no rows?"""
+        return self.host is not None and self.host.has_copies
+
+    def take_new_pages(self) -> array[int]:
+        """Pages that got a new owner since the last call, each once."""
+        taken, self._new_pages = self._new_pages, array("i")
+        return array("i", dict.fromkeys(taken))
+
+    def take_copies(self) -> tuple[CopyRun, ...]:
+        return () if self.host is None else self.host.take_copies()
+
+    def observe_copies(self, copies: Iterable[CopyRun], seconds: float) -> None:
+        pages = sum(len(run.pages) for run in copies)
+        if pages and seconds > 0:
+            self.host_pages_per_s += COPY_RATE_SMOOTHING * (pages / seconds - self.host_pages_per_s)
+
+    # ------------------------------------------------------------------ how much there is, and will be needed
+
+    @property
+    def available(self) -> int:
+        """Pages that an allocation can get: free or evictable."""
+        return self.allocator.free_count + self.cache.evictable_pages
+
+    def pages(self, tokens: int) -> int:
+        """Pages that so many tokens fill, the last one perhaps in part."""
+        return ceil_div(tokens, self.page_size)
+
+    def cached_pages(self, seq: Seq) -> int:
+        """Pages of a waiting sequence that the tree holds now."""
+        return cached_tokens(seq, self.cache) // self.page_size
+
+    def answer_tokens(self, seq: Seq) -> int:
+        """Tokens that the rest of the answer is expected to have; exactly those that ignore_eos makes it have."""
+        left = seq.max_new_tokens - seq.generated
+        if seq.is_lease:
+            return 0
+        return left if seq.ends_by_length else self.ratio.estimate(left)
+
+    def growth(self, seq: Seq) -> int:
+        """Pages that a sequence is expected to still take."""
+        return max(self.pages(seq.total_len + self.answer_tokens(seq)) - len(seq.pages), 0)
+
+    def pages_at_end(self, seq: Seq) -> int:
+        """Pages that a sequence is expected to hold at its end."""
+        return self.pages(seq.total_len + self.answer_tokens(seq))
+
+    def total_growth(self, seqs: Iterable[Seq]) -> int:
+        """The sum of `growth`, without a call per sequence: it is taken in every step that a waiting request sees."""
+        page_size, clip, ratio = self.page_size, self.ratio.clip, self.ratio.value
+        longest = int(clip * ratio)
+        total = 0
+        for seq in seqs:
+            tokens = most = seq.most_tokens
+            if not seq.ends_by_length:
+                tokens = len(seq.tokens) + seq.inflight
+                if not seq.is_lease:
+                    left = most - tokens
+                    tokens += int(left * ratio) if left < clip else longest
+            beyond = tokens - len(seq.pages) * page_size
+            if beyond > 0:
+                total -= -beyond // page_size
+        return total
+
+    def peak_growth(self, seqs: Sequence[Seq]) -> int:
+        """Like `total_growth`, less what decoding answers of known length give back before others need it.
+
+        When a prompt under way will end is not known: it counts in full and gives nothing back.
+        """
+        known: list[Seq] = []
+        others: list[Seq] = []
+        for seq in seqs:
+            is_known = seq.ends_by_length and seq.is_decoding
+            (known if is_known else others).append(seq)
+        coming = [self.pages(seq.total_len) - len(seq.pages) for seq in known]  # for tokens in flight, not held yet
+        answers = (
+            KnownAnswer(seq.total_len, seq.max_new_tokens - seq.generated, self._held_alone(seq) + more)
+            for seq, more in zip(known, coming, strict=True)
+        )
+        return max(sum(coming) + peak_growth(answers, self.page_size), 0) + self.total_growth(others)
+
+    def freed_by(self, seq: Seq) -> tuple[int, int]:
+        """(pages that become available, tokens to compute again) if this running sequence let go of everything.
+
+        Available are its private pages, the tree's pages that only it locks, and what was reserved for its growth.
+        """
+        alone = self._locked_alone(seq)
+        stay = seq.published - alone
+        return len(seq.private) + alone + self.growth(seq), max(seq.computed - stay * self.page_size, 0)
+
+    def _locked_alone(self, seq: Seq) -> int:
+        return self.cache.pages_locked_once(seq.node) if seq.node is not None else 0
+
+    def _held_alone(self, seq: Seq) -> int:
+        """Pages that become available when this sequence ends."""
+        return len(seq.private) + self._locked_alone(seq)
+
+    # ------------------------------------------------------------------ taking
+
+    def allocate(self, n: int) -> array[int] | None:
+        """n pages with a new owner, evicting cached ones if need be; None when there are not so many."""
+        short = n - self.allocator.free_count
+        if short > 0:
+            self.cache.evict(short)
+        pages = self.allocator.alloc(n)
+        if pages is not None:
+            self._new_pages.extend(pages)
+        return pages
+
+    def match(self, seq: Seq, max_tokens: int) -> Match:
+        """The cached prefix of a sequence, locked: the caller hands it to `share` or unlocks its node."""
+        if seq.node is not None and self.cache.is_quarantined(seq.node):
+            self.cache.lock(seq.node)  # what it has stays; the tree has nothing that continues it
+            return Match(seq.node, seq.pages[: seq.published], seq.published * self.page_size)
+        match = self.cache.match(seq.key, seq.req.namespace, max_tokens)
+        self.cache.lock(match.node)
+        return match
+
+    def share(self, seq: Seq, match: Match) -> None:
+        """Let a sequence use a locked prefix in place of, and beyond, the pages it has."""
+        self._count_hit(seq, match)
+        if seq.node is not None:
+            self.cache.unlock(seq.node)
+        seq.node, seq.published = match.node, len(match.pages)
+        seq.pages.extend(match.pages[len(seq.pages) :])
+
+    def _count_hit(self, seq: Seq, match: Match) -> None:
+        tokens = (len(match.pages) - len(seq.pages)) * self.page_size
+        if seq.has_let_go:
+            self.hit_tokens["rematch"] += tokens
+            return
+        fresh = self.cache.reuse(match.node, self._priority.base(seq), beyond=seq.node) * self.page_size
+        if seq.state is SeqState.TRANSFER:
+            self.hit_tokens["decode_tree"] += tokens
+            return
+        self.hit_tokens["in_flight"] += fresh
+        self.hit_tokens["device"] += tokens - fresh
+        seq.cached_tokens = max(seq.cached_tokens, 0) + tokens
+
+    def restore(self, seq: Seq, max_tokens: int) -> None:
+        """Bring back from the host what follows the sequence's shared prefix: copied before the next step's rows."""
+        if self.host is None:
+            return
+        first = len(seq.pages)
+        assert seq.node is not None, "share comes first"
+        found = self.host.find(seq.node, seq.key, seq.req.namespace, first, max_tokens // self.page_size)
+        if found:
+            self.host.pin(found)  # the allocation below may evict, and evicting makes room on the host
+            pages = self.allocate(len(found))
+            if pages is not None:
+                self.host.copy_in(found, pages)
+                self._share_restored(seq, pages, found[0])
+            self.host.unpin(found)
+        self._unpin(seq)
+
+    def _share_restored(self, seq: Seq, pages: array[int], like: HostPage) -> None:
+        first = len(seq.pages)
+        priority = max(self._priority.base(seq), like.priority)
+        done = self.cache.insert(seq.key, pages, seq.req.namespace, first, priority, like)
+        self.cache.lock(done.node)
+        assert seq.node is not None, "share comes first"
+        tokens = len(pages) * self.page_size
+        self.hit_tokens["rematch" if seq.has_let_go else "host"] += tokens
+        if not seq.has_let_go:
+            self.cache.reuse(done.node, priority, beyond=seq.node)
+            if seq.state is not SeqState.TRANSFER:
+                seq.cached_tokens = max(seq.cached_tokens, 0) + tokens
+        self.cache.unlock(seq.node)
+        seq.node, seq.published = done.node, first + len(pages)
+        seq.pages.extend(pages)
+
+    def _unpin(self, seq: Seq) -> None:
+        if seq.pinned:
+            assert self.host is not None, "nothing is pinned without a host tier"
+            self.host.unpin(seq.pinned)
+            seq.pinned = []
+
+    def extend(self, seq: Seq, tokens: int) -> bool:
+        """Make room for the sequence's first `tokens` tokens. False: there is none, nothing changed."""
+        need = -(-tokens // self.page_size) - len(seq.pages)
+        if need <= 0:
+            return True
+        pages = self.allocate(need)
+        if pages is None:
+            return False
+        seq.pages.extend(pages)
+        seq.private.update(pages)
+        return True
+
+    def adopt_prefix(self, seq: Seq) -> None:
+        """Between two chunks of a prompt: take over pages that another sequence computed meanwhile."""
+        if seq.computed % self.page_size or len(seq.pages) * self.page_size != seq.computed:
+            return
+        match = self.match(seq, len(seq.tokens) - 1)
+        if match.num_tokens <= seq.computed:
+            self.cache.unlock(match.node)
+            return
+        self.share(seq, match)
+        seq.computed = match.num_tokens
+
+    # ------------------------------------------------------------------ giving
+
+    def publish(self, seq: Seq) -> None:
+        """Offer every whole page of known tokens whose computation is scheduled to the tree."""
+        first = seq.published
+        last = min(seq.computed, len(seq.tokens)) // self.page_size
+        if last <= first or not self.cache.enabled:
+            return
+        if seq.node is not None and self.cache.is_quarantined(seq.node):
+            return  # what follows a damaged page is of no use to others
+        priority = self._priority.base(seq)
+        done = self.cache.insert(seq.key, seq.pages[first:last], seq.req.namespace, first, priority)
+        self.cache.lock(done.node)
+        if seq.node is not None:
+            self.cache.unlock(seq.node)
+        seq.node = done.node
+        seq.published = last
+        # Where the tree had the same tokens already, its pages stay and ours remain private.
+        seq.private.difference_update(seq.pages[first + len(done.existing_pages) : last])
+
+    def vacate(self, seq: Seq, mode: str, prefill_rate: float) -> None:
+        """Let go of everything a sequence holds that is going to come back.
+
+        Args:
+            mode: recompute: the KV is lost, but for what was published. cache: it stays in the tree, evictable.
+                offload: what no other sequence uses goes to the host now, so that its pages are free, and stays there
+                until the sequence is back; without room there, as cache. auto: offload if copying the pages takes less
+                time than computing them at `prefill_rate` [tokens/s], else cache.
+
+        The last page, if it is not full, is always computed again: it goes into the same forward pass as the token that
+        has to be computed anyway, and a page that is not full has no place in the tree.
+        """
+        if mode != "recompute":
+            self.publish(seq)
+        node = seq.node
+        self.let_go(seq)
+        pays = mode == "offload" or (mode == "auto" and prefill_rate < self.host_pages_per_s * self.page_size)
+        if self.host is not None and node is not None and pays:
+            self._offload(seq, node, self.host)
+
+    def _offload(self, seq: Seq, node: Node, host: HostTier) -> None:
+        """Send the end of a branch that nobody uses to the host, and keep it there for this sequence."""
+        count = self.cache.branch_pages(node)
+        if not count or not host.reserve(count):
+            return
+        keys = host.path_keys(node)[-count:]
+        self.cache.evict_branch(node)
+        seq.pinned = host.only_here(keys)
+        host.pin(seq.pinned)
+
+    def let_go(self, seq: Seq) -> None:
+        """Free what a sequence holds; what it published stays cached."""
+        seq.has_let_go = True
+        self._unpin(seq)
+        if seq.private:
+            self.allocator.free(array("i", sorted(seq.private)))
+            seq.private.clear()
+        if seq.node is not None:
+            self.cache.unlock(seq.node)
+            seq.node = None
+            seq.published = 0
+        seq.pages = array("i")
+
+    def quarantine(self, seq: Seq) -> None:
+        """Keep the cached pages of this sequence from all others, those on the host too.
+
+        The transfer peer found one of them damaged, or the model computed NaN or infinity from them.
+        """
+        self._unpin(seq)
+        self.quarantined_pages += self.cache.quarantine(seq.key, seq.req.namespace)
+        if self.host is not None:
+            self.quarantined_pages += self.host.quarantine(seq.key, seq.req.namespace)
+
+    def flush(self) -> int:
+        """Drop every cached page that nobody uses, on the host too; returns how many of the device."""
+        if self.host is not None:
+            self.host.clear()
+        return self.cache.flush()

@@ -1,0 +1,78 @@
+"""Who has to give way: choices only; the planner carries them out.
+
+Retraction is for memory that the estimate did not foresee, preemption for a waiting request of clearly higher priority.
+Both take what is cheapest to compute again, and never a prompt with pages promised to a decode node: it was admitted
+with room for all of it. Neither can go on for ever: the oldest running sequence (of the most important ones) is never
+retracted for another, only a strictly higher base priority preempts, and a sequence that was preempted
+`max_preemptions_per_request` times is immune.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+
+from baton.sched.memory.min_cost_cover import cheapest_cover
+from baton.sched.queue.priority import PriorityRule
+from baton.sched.types.limits import Limits
+from baton.sched.types.sequence import Seq
+
+
+def retraction_victim(running: Collection[Seq], keep: Seq, rule: PriorityRule) -> Seq | None:
+    """The running sequence to send back so that `keep` can grow: `keep` itself when it is the last but the first.
+
+    Less important ones go before more important ones, then the cheapest to compute again, then the newest.
+    None: only the first in (importance, age) is left, which stays, and prompts of which D is reading pages.
+    """
+
+    def base(seq: Seq) -> int:
+        return rule.base(seq) if rule.enabled else 0
+
+    first = min(running, key=lambda s: (not s.is_promised, -base(s), s.req.arrival, s.handle))
+    victims = [s for s in running if s is not first and s is not keep and s.pages and not s.is_promised]
+    if not victims:
+        return None if keep is first or keep.is_promised else keep
+    return min(victims, key=lambda s: (base(s), s.computed, -s.req.arrival, -s.handle))
+
+
+def may_preempt(seq: Seq, limits: Limits) -> bool:
+    left = seq.max_new_tokens - seq.generated
+    return (
+        seq.preemptions < limits.max_preemptions_per_request
+        and (left >= limits.preemption_min_remaining_tokens or not seq.is_decoding)
+        and not seq.is_lease
+    )
+
+
+def priority_victims(
+    head: Seq,
+    short: int,
+    running: Collection[Seq],
+    limits: Limits,
+    freed: Callable[[Seq], tuple[int, int]],
+    place: tuple[float, float, int],
+) -> list[Seq]:
+    """Running sequences to suspend so that `head` gets a slot and `short` more pages; none if that cannot be had.
+
+    All or nothing, and of all sets that are enough the one with the fewest tokens to compute again (`cheapest_cover`);
+    among equals the least important, then the newest. A victim's base priority is lower by more than the threshold, so
+    that an aged request never evicts, and it is behind `head` in the order, so that it is not admitted again before it:
+    no two can evict each other in turn.
+
+    Args:
+        place: of `head` among the running (PriorityRule.place).
+        freed: (pages that become available, tokens to compute again) when this sequence alone is suspended. What two
+            victims share with nobody else is not counted for either: the set frees at least what it promises.
+    """
+    rule = limits.priority
+    below = rule.base(head) - rule.preemption_threshold
+    candidates = sorted(
+        (s for s in running if rule.base(s) < below and s.place > place and may_preempt(s, limits)),
+        key=lambda s: (rule.base(s), -s.req.arrival, -s.handle),
+    )
+    gains, costs = [], []
+    for seq in candidates:
+        pages, tokens = freed(seq)
+        gains.append(pages)
+        costs.append(tokens)
+    chosen = cheapest_cover(costs, gains, short)
+    return [] if chosen is None else [candidates[i] for i in chosen]

@@ -1,0 +1,356 @@
+"""What the scheduler tells operators: who waits too long, who gave way to whom, what it cost.
+
+The scheduler calls one hook per event; `counters`, `gauges` and `histograms` render the sums under the names of
+docs/metrics.md. Nothing here influences a decision.
+
+1. `on_queued`: a request waits, for the first time or again (retracted, preempted).
+2. `on_admitted`: its next row is planned. Waiting time and overtaking are observed once, at the first admission.
+3. `on_suspended`, `on_step`, `on_first_token`, `on_timeout`: on its way.
+4. `on_ended`: forgotten.
+
+The same hooks write the stories of traced requests (sched.metrics.request_timeline); with none of them traced that
+costs nothing.
+
+A request is *overtaken* when one that arrived later is admitted (for the first time) before it. It is *starving* while
+it waits for longer than the threshold and has been overtaken; it counts once in priority_starvation.
+
+Cost: O(log n) per admission in the number of waiting requests; per step one set of the step's handles, and of the
+waits that have become too long at most MAX_DUE_PER_PLAN: those of a burst are counted over several steps.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from baton.sched.metrics.bypass_counter import Key, Overtaking
+from baton.sched.metrics.histogram import GAP_BUCKETS, REQUEST_BUCKETS, SLACK_BUCKETS, STAGE_BUCKETS, Histogram
+from baton.sched.metrics.request_timeline import FirstTokenStages, Pulled, Story
+from baton.sched.types.plan import StepPlan
+from baton.sched.types.sequence import Seq, SeqState
+
+HISTOGRAMS = {
+    "priority_waiting_time_seconds": STAGE_BUCKETS,
+    "request_overtaken": REQUEST_BUCKETS,
+    "decode_stall_seconds": GAP_BUCKETS,
+    "deadline_slack_seconds": SLACK_BUCKETS,
+    "kv_pull_duration_seconds": STAGE_BUCKETS,
+}
+"""Upper bounds of the buckets, by name: the front renders what the rank counted with these."""
+
+
+RATE_SMOOTHING = 0.1
+MAX_DUE_PER_PLAN = 256
+"""Waits that a plan finds to have become too long: some 0.7 ms."""
+
+SENT_BACK = {"memory": "retracted", "priority": "preempted", "slots": "preempted", "admin": "suspended"}
+"""What a story calls it, by reason."""
+
+
+@dataclass(slots=True)
+class _Life:
+    """What is remembered of a live request."""
+
+    cls: str
+    key: Key
+    since: float
+    """When it began to wait, this time."""
+    waits: bool = True
+    was_admitted: bool = False
+    is_starving: bool = False
+    has_starved: bool = False
+    lost_tokens: int = 0
+    """Tokens whose KV it had when it was sent back."""
+    queue_seconds: float = 0.0
+    """From arrival to the first admission."""
+    pulled: Pulled | None = None
+
+
+class SchedStats:
+    """Build with the wait [s] beyond which an overtaken request starves, and what labels a request in metrics."""
+
+    def __init__(self, starvation_secs: float, class_of: Callable[[Seq], str]) -> None:
+        self._starvation_secs = starvation_secs
+        self.class_of = class_of
+        self._lives: dict[int, _Life] = {}
+        self._order = Overtaking()
+        self._due: list[tuple[float, int]] = []
+        """(when the wait gets too long, handle): a heap; entries of waits that are over stay until their time."""
+        self._overdue: list[tuple[Key, int]] = []
+        """(arrival, handle) of those that wait too long and were not overtaken yet: a heap."""
+        self._last_step: set[int] = set()
+        """Handles that got a token from the step committed last, at `_last_step_at`."""
+        self._last_step_at = 0.0
+        self._last_token_at: dict[int, float] = {}
+        """Of requests that were not in the last step."""
+        self.now = 0.0
+        """Time as far as it has come, for hooks that are not told."""
+        self._stories: dict[int, Story] = {}
+        """Of traced requests that live."""
+        self.queued: Counter[str] = Counter()
+        """Waiting requests by class."""
+        self.starving: Counter[str] = Counter()
+        self.starved: Counter[str] = Counter()
+        self.suspensions: Counter[tuple[str, str, str]] = Counter()
+        """(class, class it gave way to, reason) → requests sent back to the queue."""
+        self.sent_back: list[tuple[int, str]] = []
+        """(handle, reason) since the last record of a decision, which clears it."""
+        self.decode_rate = 0.0
+        """Tokens of decode rows per second of steps that had some, smoothed."""
+        self.recomputed_tokens = 0
+        self.deadlines_missed = {"ttft": 0, "total": 0}
+        self.waiting_time: dict[str, Histogram] = {}
+        self.overtaken = Histogram(HISTOGRAMS["request_overtaken"])
+        self.decode_stall = Histogram(HISTOGRAMS["decode_stall_seconds"])
+        self.deadline_slack = Histogram(HISTOGRAMS["deadline_slack_seconds"])
+        self.pull_durations: dict[str, Histogram] = {}
+        """D: durations of pulls by transport."""
+        self._leased_at: dict[int, float] = {}
+        """P: start of each live lease by handle, in the order in which the leases began."""
+
+    # ------------------------------------------------------------------ waiting
+
+    def on_queued(self, seq: Seq, now: float) -> None:
+        """A request waits; one that waits already (an admission was taken back) keeps its place."""
+        life = self._lives.get(seq.handle)
+        if life is None:
+            arrival = seq.req.arrival
+            life = _Life(self.class_of(seq), (arrival, seq.handle), arrival)
+            self._lives[seq.handle] = life
+            if seq.req.trace:
+                self._stories[seq.handle] = Story(seq.handle, seq.req.trace, seq.prompt_len)
+        elif life.waits:
+            return
+        else:
+            life.waits, life.since = True, now
+            if seq.state is SeqState.OPENING and (story := self._stories.get(seq.handle)) is not None:
+                story.note(self.now, "revoked", 0)
+        self.queued[life.cls] += 1
+        self._order.enter(seq.handle, seq.req.arrival)
+        heapq.heappush(self._due, (life.since + self._starvation_secs, seq.handle))
+        if len(self._due) > 1024 + 4 * len(self._lives):
+            self._due = [entry for entry in self._due if self._is_due(*entry)]
+            heapq.heapify(self._due)
+
+    def _is_due(self, at: float, handle: int) -> bool:
+        """Does this entry of `_due` speak of a wait that goes on?"""
+        life = self._lives.get(handle)
+        return life is not None and life.waits and life.since + self._starvation_secs == at
+
+    def on_plan(self, now: float) -> None:
+        """Time has come to `now`: who waits too long from here on?"""
+        self.now = now
+        for _ in range(MAX_DUE_PER_PLAN):
+            if not self._due or self._due[0][0] >= now:
+                return
+            at, handle = heapq.heappop(self._due)
+            if not self._is_due(at, handle):
+                continue
+            life = self._lives[handle]
+            if self._order.count(handle):
+                self._starve(life)
+            else:
+                heapq.heappush(self._overdue, (life.key, handle))
+
+    def _starve(self, life: _Life) -> None:
+        life.is_starving = True
+        self.starving[life.cls] += 1
+        if not life.has_starved:
+            life.has_starved = True
+            self.starved[life.cls] += 1
+
+    def on_admitted(self, seq: Seq, now: float) -> None:
+        """A waiting request got its row; `seq.computed` tokens of it come from the cache."""
+        life = self._lives[seq.handle]
+        if life.was_admitted:
+            self._order.leave(seq.handle)
+        else:
+            life.was_admitted = True
+            self._overtake_overdue(life.key, now)
+            self.overtaken.observe(self._order.admit(seq.handle))
+            times = self.waiting_time.setdefault(life.cls, Histogram(HISTOGRAMS["priority_waiting_time_seconds"]))
+            life.queue_seconds = max(now - seq.req.arrival, 0.0)
+            times.observe(life.queue_seconds)
+        self._stop_waiting(life)
+        if (story := self._stories.get(seq.handle)) is not None:
+            if story.admitted_at is None:
+                story.admitted_at, story.is_transfer = now, seq.state is SeqState.TRANSFER
+            else:
+                story.note(now, "admitted", seq.computed)
+        if life.lost_tokens:
+            self.recomputed_tokens += max(life.lost_tokens - seq.computed, 0)
+            life.lost_tokens = 0
+
+    def _overtake_overdue(self, key: Key, now: float) -> None:
+        """Those who wait too long and arrived before `key` are overtaken now."""
+        while self._overdue and self._overdue[0][0] < key:
+            _, handle = heapq.heappop(self._overdue)
+            life = self._lives.get(handle)
+            # The wait of this entry may be over, and another one have begun.
+            waits = life is not None and life.waits and not life.is_starving
+            if life is not None and waits and now - life.since > self._starvation_secs:
+                self._starve(life)
+
+    def _stop_waiting(self, life: _Life) -> None:
+        life.waits = False
+        self.queued[life.cls] -= 1
+        if life.is_starving:
+            life.is_starving = False
+            self.starving[life.cls] -= 1
+
+    # ------------------------------------------------------------------ running
+
+    def on_suspended(self, seq: Seq, reason: str, by: Seq | None = None) -> None:
+        """A request is about to give way, to `by` if to one.
+
+        Args:
+            reason: memory (retracted), priority (preempted for its pages), slots (for its slot), or admin, which takes
+                waiting ones too.
+        """
+        life = self._lives[seq.handle]
+        if (story := self._stories.get(seq.handle)) is not None:
+            story.note(self.now, SENT_BACK[reason], seq.computed)
+        if life.waits:
+            self.on_withdrawn(seq)
+            return
+        self.sent_back.append((seq.handle, reason))
+        other = None if by is None else self._lives.get(by.handle)
+        self.suspensions[life.cls, other.cls if other else "", reason] += 1
+        life.lost_tokens = seq.computed
+
+    def on_computed(self, plan: StepPlan, now: float) -> None:
+        """A step is done; its tokens have not been handed out yet."""
+        self.now = now
+        if self._stories:
+            for row in plan.rows[plan.num_decode :]:
+                if (story := self._stories.get(row.handle)) is not None:
+                    story.computed(now, row.n)
+
+    def on_step(self, plan: StepPlan, now: float) -> None:
+        """A step is committed: how long did running requests wait for its token because of other work?
+
+        A gap counts when one of its steps computed prompt tokens or went without the request.
+        """
+        current = {row.handle for row in plan.rows if row.sample}
+        last, last_at = self._last_step, self._last_step_at
+        stayed = len(current)
+        if current != last:
+            for handle in last - current:
+                if handle in self._lives:
+                    self._last_token_at[handle] = last_at
+            for handle in current - last:
+                stayed -= 1
+                since = self._last_token_at.pop(handle, None)
+                if since is not None:
+                    self.decode_stall.observe(now - since)
+        if stayed and plan.num_decode < len(plan.rows):
+            self.decode_stall.observe(now - last_at, stayed)
+        self._last_step, self._last_step_at = current, now
+
+    def on_observed(self, plan: StepPlan, seconds: float) -> None:
+        """How long a step took on the device."""
+        if plan.num_decode and seconds > 0:
+            rate = plan.num_decode / seconds
+            self.decode_rate += RATE_SMOOTHING * (rate - self.decode_rate) if self.decode_rate else rate
+
+    def on_first_token(self, seq: Seq, now: float) -> FirstTokenStages:
+        """By the step that ended `now`; or, on D, it came with the pages, after the last plan was made."""
+        now = max(now, self.now)
+        if (story := self._stories.get(seq.handle)) is not None:
+            story.first_token_at = now
+        if seq.req.ttft_deadline is not None:
+            slack = seq.req.ttft_deadline - now
+            self.deadline_slack.observe(slack)
+            self.deadlines_missed["ttft"] += slack < 0
+        life = self._lives[seq.handle]
+        return FirstTokenStages(life.queue_seconds, life.pulled)
+
+    def on_announced(self, seq: Seq) -> None:
+        """D: P holds pages of it."""
+        if (story := self._stories.get(seq.handle)) is not None:
+            story.announced_at = self.now
+
+    def on_pulled(self, seq: Seq, pulled: Pulled | None) -> None:
+        """D: its pages are here."""
+        self._lives[seq.handle].pulled = pulled
+        if pulled is not None:
+            times = self.pull_durations.setdefault(pulled.transport, Histogram(HISTOGRAMS["kv_pull_duration_seconds"]))
+            times.observe(pulled.pull_seconds)
+        if (story := self._stories.get(seq.handle)) is not None:
+            story.pulled = pulled
+
+    def on_leased(self, seq: Seq, pages: int) -> None:
+        """P: its prompt is computed, and waits for D."""
+        self._leased_at[seq.handle] = self.now
+        if (story := self._stories.get(seq.handle)) is not None:
+            story.leased_pages = pages
+
+    def on_released(self, seq: Seq, code: str) -> None:
+        """P: nobody reads its pages any more; why."""
+        if (story := self._stories.get(seq.handle)) is not None:
+            story.finish = code
+
+    def on_failed(self, seq: Seq, code: str) -> None:
+        """It is about to end with this error."""
+        if (story := self._stories.get(seq.handle)) is not None:
+            story.error = code
+
+    def on_timeout(self) -> None:
+        """A request ended because its deadline passed."""
+        self.deadlines_missed["total"] += 1
+
+    def on_withdrawn(self, seq: Seq) -> None:
+        """A request waits no longer, if it did, and was not admitted."""
+        life = self._lives.get(seq.handle)
+        if life is not None and life.waits:
+            self._order.leave(seq.handle)
+            self._stop_waiting(life)
+
+    def on_ended(self, seq: Seq) -> Story | None:
+        """Returns its story, once, if it was traced."""
+        self.on_withdrawn(seq)
+        self._lives.pop(seq.handle, None)
+        self._last_token_at.pop(seq.handle, None)
+        self._leased_at.pop(seq.handle, None)
+        story = self._stories.pop(seq.handle, None)
+        if story is not None:
+            story.ended_at = self.now
+            story.cached_tokens = max(seq.cached_tokens, 0)
+            story.output_tokens = len(seq.tokens) - seq.prompt_len
+            story.retractions, story.preemptions = seq.retractions, seq.preemptions
+            if seq.finish is not None:
+                story.finish = seq.finish.name.lower()
+        return story
+
+    # ------------------------------------------------------------------ reports
+
+    def gauges(self) -> dict[str, float]:
+        return {f'starving_requests{{class="{cls}"}}': float(n) for cls, n in self.starving.items()}
+
+    def oldest_lease_seconds(self, now: float) -> float:
+        """Returns the age of the oldest live lease on P; 0 without leases."""
+        return max(now - next(iter(self._leased_at.values()), now), 0.0)
+
+    def counters(self) -> dict[str, float]:
+        values = {f'priority_starvation_total{{class="{cls}"}}': float(n) for cls, n in self.starved.items()}
+        reasons: Counter[str] = Counter()
+        for (cls, by, reason), n in self.suspensions.items():
+            values[f'priority_preemption_total{{class="{cls}",by="{by}",reason="{reason}"}}'] = float(n)
+            reasons[reason] += n
+        for reason, n in reasons.items():
+            values[f'request_retraction_reasons_total{{reason="{reason}"}}'] = float(n)
+        for kind, n in self.deadlines_missed.items():
+            values[f'deadline_missed_total{{kind="{kind}"}}'] = float(n)
+        values["recomputed_tokens_total"] = float(self.recomputed_tokens)
+        return values
+
+    def histograms(self) -> dict[str, Histogram]:
+        return {
+            "request_overtaken": self.overtaken,
+            "decode_stall_seconds": self.decode_stall,
+            "deadline_slack_seconds": self.deadline_slack,
+            **{f'priority_waiting_time_seconds{{class="{cls}"}}': h for cls, h in self.waiting_time.items()},
+            **{f'kv_pull_duration_seconds{{transport="{name}"}}': h for name, h in self.pull_durations.items()},
+        }

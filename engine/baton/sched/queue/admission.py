@@ -1,0 +1,200 @@
+"""The door of the waiting queue: who may wait, for how long, and when those turned away should come back.
+
+1. A new request passes `make_room`. At the limits (`--max-queued-requests`, `--max-queued-tokens`) it is refused, or,
+   with priorities, takes the place of waiting requests of strictly lower priority: least important first, newest first
+   among equals (as SGLang 0.5.7 does). Only base priorities count: an aged request must not be immune.
+2. It `enter`s, and `leave`s when it is admitted or ended; the door measures how fast the queue moves.
+3. Whoever has waited longer than `--queue-timeout-secs` without having started is `overdue`.
+
+A request that has started (preempted, retracted, suspended) is never turned away and never overdue: its work is paid.
+`retry_after` is the time until the queue is expected to have room, from the rate at which it moves, within bounds.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from typing import Any, TypeVar
+
+from baton.errors import QueueFull
+from baton.sched.types.limits import Limits
+from baton.sched.types.request import Validated
+from baton.sched.types.sequence import Seq
+
+Entry = TypeVar("Entry", bound=tuple[Any, ...])
+
+MIN_RETRY_SECS, MAX_RETRY_SECS = 1, 60
+"""Bounds of Retry-After [s]: sooner would be a busy loop over HTTP, later nobody believes."""
+HORIZON_SECS = 30.0
+"""The rate at which the queue moves is an average over about so long [s]."""
+
+
+class MovingRate:
+    """Requests and prompt tokens that left the queue per second, recent ones counting more (1/e per horizon)."""
+
+    def __init__(self, horizon_secs: float = HORIZON_SECS) -> None:
+        self._horizon = horizon_secs
+        self._since: float | None = None
+        self._at = 0.0
+        self._requests = 0.0
+        self._tokens = 0.0
+
+    def start(self, now: float) -> None:
+        """The queue has something in it: time counts from now on."""
+        if self._since is None:
+            self._since = self._at = now
+
+    def left(self, tokens: int, now: float) -> None:
+        self.start(now)
+        self._decay(now)
+        self._requests += 1
+        self._tokens += tokens
+
+    def per_second(self, now: float) -> tuple[float, float]:
+        """(requests, tokens); zeros while nothing is known."""
+        if self._since is None or now <= self._since:
+            return 0.0, 0.0
+        self._decay(now)
+        weight = self._horizon * -math.expm1((self._since - self._at) / self._horizon)
+        return (self._requests / weight, self._tokens / weight) if weight > 0 else (0.0, 0.0)
+
+    def _decay(self, now: float) -> None:
+        if now > self._at:
+            kept = math.exp((self._at - now) / self._horizon)
+            self._requests *= kept
+            self._tokens *= kept
+            self._at = now
+
+
+def _pop(heap: list[Entry]) -> int:
+    """The handle of the first entry, which is there once for each time that its request came in."""
+    entry = heapq.heappop(heap)
+    while heap and heap[0] == entry:
+        heapq.heappop(heap)
+    handle: int = entry[-1]
+    return handle
+
+
+class Door:
+    """Counts include requests that started and came back: they use the room, but cannot be turned away."""
+
+    def __init__(self, limits: Limits) -> None:
+        self.queued_tokens = 0
+        """Prompt tokens of the requests that wait to be computed here (not of those that wait for another's KV)."""
+        self.refused = 0
+        self.evicted = 0
+        self.timed_out = 0
+        self._limits = limits
+        self._inside: dict[int, tuple[Seq, int]] = {}
+        """With what it adds to `queued_tokens`."""
+        self._rate = MovingRate()
+        self._least: list[tuple[int, float, int, int]] = []
+        """(base priority, -arrival, -handle, handle): the first is the first to be turned away."""
+        self._due: list[tuple[float, int]] = []
+
+    def __len__(self) -> int:
+        return len(self._inside)
+
+    def enter(self, seq: Seq, tokens: int, now: float) -> None:
+        """`tokens` counts towards --max-queued-tokens."""
+        self._inside[seq.handle] = seq, tokens
+        self.queued_tokens += tokens
+        self._rate.start(now)
+        if seq.has_started:
+            return
+        if self._limits.priority.enabled:
+            self._least = self._compact(self._least)
+            self._offer(seq)
+        if self._limits.queue_timeout_secs:
+            self._due = self._compact(self._due)
+            heapq.heappush(self._due, (seq.req.arrival + self._limits.queue_timeout_secs, seq.handle))
+
+    def leave(self, seq: Seq, now: float) -> None:
+        """One that is not inside is ignored."""
+        _, tokens = self._inside.pop(seq.handle, (None, -1))
+        if tokens >= 0:
+            self.queued_tokens -= tokens
+            self._rate.left(tokens, now)
+
+    def make_room(self, req: Validated, now: float, prefill_rate: float) -> list[Seq]:
+        """Who has to go so that `req` may enter: nobody, or requests of lower priority.
+
+        Raises:
+            QueueFull: the limits are reached by requests that are as important; nothing has changed.
+        """
+        limits, prompt = self._limits, len(req.prompt)
+        most = math.inf if limits.max_queued_tokens is None else limits.max_queued_tokens
+        requests = len(self._inside) + 1 - limits.max_queued_requests
+        waiting = self.queued_tokens
+        victims: list[Seq] = []
+        # A prompt longer than the token limit may wait alone: it would be refused for ever.
+        while requests > len(victims) or (waiting and waiting + prompt > most):
+            victim = self._pop_least(limits.priority.base_of(req))
+            if victim is None:
+                for seq in victims:
+                    self._offer(seq)
+                self.refused += 1
+                raise self._full(requests, prompt, now, prefill_rate)
+            victims.append(victim)
+            waiting -= self._inside[victim.handle][1]
+        self.evicted += len(victims)
+        return victims
+
+    def overdue(self, now: float) -> list[Seq]:
+        """Requests that have waited too long without having started; each is named once, however often it came in."""
+        found: dict[int, Seq] = {}
+        while self._due and self._due[0][0] <= now:
+            seq, _ = self._inside.get(_pop(self._due), (None, 0))
+            if seq is not None and not seq.has_started:
+                found[seq.handle] = seq
+        self.timed_out += len(found)
+        return list(found.values())
+
+    def next_due(self) -> float | None:
+        return self._due[0][0] if self._due else None
+
+    def retry_after(self, now: float, prefill_rate: float, requests: int = 1, tokens: int = 0) -> int:
+        """Seconds until so many requests and prompt tokens are expected to have left the queue.
+
+        Before the queue has moved, tokens at `prefill_rate` stand for the rate.
+        """
+        moved, moved_tokens = self._rate.per_second(now)
+        mean = self.queued_tokens / len(self._inside) if self._inside else 0.0
+        wait = requests / moved if moved else requests * mean / prefill_rate
+        if tokens > 0:
+            wait = max(wait, tokens / (moved_tokens or prefill_rate))
+        return min(max(math.ceil(wait), MIN_RETRY_SECS), MAX_RETRY_SECS)
+
+    def _pop_least(self, above: int) -> Seq | None:
+        """The first to be turned away, if it is less important than `above`."""
+        while self._least and self._least[0][0] < above:
+            seq, _ = self._inside.get(_pop(self._least), (None, 0))
+            if seq is not None and not seq.has_started:
+                return seq
+        return None
+
+    def _full(self, requests: int, prompt: int, now: float, prefill_rate: float) -> QueueFull:
+        limits, queued = self._limits, self.queued_tokens
+        if requests > 0:
+            retry = self.retry_after(now, prefill_rate, requests)
+            what = f"{len(self._inside)} requests are waiting, the limit is {limits.max_queued_requests}"
+            flag = "--max-queued-requests"
+        else:
+            assert limits.max_queued_tokens is not None
+            retry = self.retry_after(now, prefill_rate, 1, min(queued, queued + prompt - limits.max_queued_tokens))
+            what = f"{queued} prompt tokens are waiting and this request brings {prompt}"
+            what += f", the limit is {limits.max_queued_tokens}"
+            flag = "--max-queued-tokens"
+        return QueueFull(f"{what}; retry after {retry} s or raise {flag}", retry_after_secs=retry)
+
+    def _offer(self, seq: Seq) -> None:
+        entry = (self._limits.priority.base(seq), -seq.req.arrival, -seq.handle, seq.handle)
+        heapq.heappush(self._least, entry)
+
+    def _compact(self, heap: list[Entry]) -> list[Entry]:
+        """Drop what has left, once it is the larger part."""
+        if len(heap) <= 1024 + 2 * len(self._inside):
+            return heap
+        kept = [entry for entry in heap if entry[-1] in self._inside]
+        heapq.heapify(kept)
+        return kept

@@ -1,0 +1,46 @@
+"""When requests run out of time: one heap for the deadlines of all live requests, of both kinds.
+
+Every request has a limit for its whole answer (`--request-timeout-secs`, the field `deadline_ms`); under
+`--deadline-miss-action abort` the time that its client gave for the first token (`ttft_deadline_ms`) is one too.
+"""
+
+from __future__ import annotations
+
+import enum
+import heapq
+from collections.abc import Container
+
+from baton.sched.types.request import Validated
+
+
+class Kind(enum.IntEnum):
+    FIRST_TOKEN = 0
+    WHOLE = 1
+
+
+class Deadlines:
+    """Entries of requests that have ended stay until their time comes, or until they are the larger part."""
+
+    def __init__(self, *, with_first_token: bool) -> None:
+        self._with_first_token = with_first_token
+        self._heap: list[tuple[float, Kind, int]] = []
+
+    def watch(self, req: Validated, alive: Container[int], alive_count: int) -> None:
+        if req.deadline is not None:
+            heapq.heappush(self._heap, (req.deadline, Kind.WHOLE, req.handle))
+        if self._with_first_token and req.ttft_deadline is not None:
+            heapq.heappush(self._heap, (req.ttft_deadline, Kind.FIRST_TOKEN, req.handle))
+        if len(self._heap) > 1024 + 4 * alive_count:
+            self._heap = [entry for entry in self._heap if entry[2] in alive]
+            heapq.heapify(self._heap)
+
+    def passed(self, now: float) -> list[tuple[int, Kind]]:
+        """Handles whose time is over, perhaps after they ended; each entry is given once."""
+        found = []
+        while self._heap and self._heap[0][0] <= now:
+            _, kind, handle = heapq.heappop(self._heap)
+            found.append((handle, kind))
+        return found
+
+    def next(self) -> float | None:
+        return self._heap[0][0] if self._heap else None

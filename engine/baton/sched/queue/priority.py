@@ -1,0 +1,100 @@
+"""Priority of a request, its aging, and the whole sort key that it is part of."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+from baton.sched.policies.base import Policy, View
+from baton.sched.types.request import Validated
+from baton.sched.types.sequence import Seq
+
+LOWEST_PRIORITY = -(2**31)
+
+
+@dataclass(frozen=True, slots=True)
+class PriorityRule:
+    """How a request's priority enters the order. `sign` is applied once: after it, larger is better in both directions.
+
+    With aging a request gains `aging_rate` units per second of waiting, up to `aging_max`. Until then
+    P + R * (now - t0) orders like the constant P - R * t0, so keys never change while a request waits (queue.py keeps
+    those that have reached the maximum, whose key is constant too, in a second list). That constant is rounded down to
+    whole units: requests of one unit are equally important, and among them the policy decides. Preemption compares the
+    unaged priority.
+    """
+
+    enabled: bool = False
+    low_values_first: bool = False
+    aging_rate: float = 0.0
+    aging_max: float = math.inf
+    preemption_threshold: int = 10
+    default: int | None = None
+    """Priority of requests that state none; None: below every stated one (State.start_priority where they age)."""
+
+    def base(self, seq: Seq) -> int:
+        """Priority with larger meaning better: what preemption and queue limits compare."""
+        return self.base_of(seq.req)
+
+    def base_of(self, req: Validated) -> int:
+        stated = self.default if req.priority is None else req.priority
+        if stated is None:
+            return LOWEST_PRIORITY
+        return -stated if self.low_values_first else stated
+
+    def unaged(self, seq: Seq) -> float:
+        """Priority that the order starts from: the base, or as --priority-adjustment-function adjusted it."""
+        if seq.adjusted_priority is not None:
+            return seq.adjusted_priority
+        return self.base(seq) if seq.start_priority is None else seq.start_priority
+
+    def ageing_key(self, seq: Seq) -> float:
+        """Smaller is earlier, among requests that still age; true at all times."""
+        if not self.enabled:
+            return 0.0
+        if not self.aging_rate:
+            return -self.unaged(seq)
+        return -math.floor(self.unaged(seq) - self.aging_rate * seq.req.arrival)
+
+    def capped_key(self, seq: Seq) -> float:
+        """Smaller is earlier, among requests that have gained all they can."""
+        return -(self.unaged(seq) + self.aging_max)
+
+    def capped_from(self, seq: Seq) -> float:
+        """When a request stops to age."""
+        if not self.enabled or not self.aging_rate:
+            return math.inf
+        return seq.req.arrival + self.aging_max / self.aging_rate
+
+    def key(self, seq: Seq, now: float) -> float:
+        """The definition, for any two requests at one time."""
+        if now >= self.capped_from(seq):
+            return self.capped_key(seq)
+        return self.ageing_key(seq) - (self.aging_rate * now if self.enabled else 0.0)
+
+    @property
+    def is_capped(self) -> bool:
+        """Requests age up to a maximum, so that the order of two may change with time."""
+        return self.enabled and self.aging_rate > 0 and self.aging_max < math.inf
+
+    def place(self, seq: Seq, now: float) -> tuple[float, float, int]:
+        """Where no policy decides: (priority, arrival, handle). Without a cap it never changes."""
+        key = self.key(seq, now) if self.is_capped else self.ageing_key(seq)
+        return key, seq.req.arrival, seq.handle
+
+
+Rank = tuple[float, float, float, int]
+
+
+def ranks(queue: Sequence[Seq], policy: Policy, priority: PriorityRule, view: View, inputs: Hashable) -> list[Rank]:
+    """The whole sort key of every sequence: (priority, policy, arrival, handle), all different."""
+    keys = policy.keys(queue, view, inputs)
+    aged = [priority.key(seq, view.now) for seq in queue]
+    return [(p, key, seq.req.arrival, seq.handle) for p, key, seq in zip(aged, keys, queue, strict=True)]
+
+
+def ordered(queue: Sequence[Seq], policy: Policy, priority: PriorityRule, view: View) -> list[Seq]:
+    """The queue in the order in which the planner should look at it, computed afresh."""
+    found = ranks(queue, policy, priority, view, policy.inputs(len(queue), view))
+    entries = sorted(zip(found, queue, strict=True), key=lambda entry: entry[0])
+    return [seq for _, seq in entries]

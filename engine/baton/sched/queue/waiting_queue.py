@@ -1,0 +1,433 @@
+"""The waiting queue: sequences that hold nothing, in the order of a policy, kept sorted at a bounded cost per look.
+
+A look (`in_order`) of a queue of at most `EXACT_UP_TO` gives exactly the order that the policy defines. In a longer one
+it brings `KEYS_PER_LOOK` sequences up to date, so that thousands cost a step no more than these.
+
+1. A sequence that joins gets its number at the next look; of many that join together the most important first. Should
+   a caller want more than those in order, it gets the next ones.
+2. When the radix tree changes, sequences whose cached prefix may be another one move (`ProbeWatch`), and so do those
+   whose number changes at a moment known before (`Policy.expiries`).
+3. When the policy's `inputs` change (a measured rate for srpt-aging, the work done for hrrn, ...), a second order is
+   built from the new ones beside the one in force, and takes its place when it is complete.
+
+A policy whose numbers depend on who else waits (dfs-weight, lpm with in-batch thresholds) sorts all anew, a long queue
+over many looks: a second order is built as under 3, and those that join meanwhile go last in both.
+
+Priority ageing with a maximum needs two lists: among requests that still age the order never changes, among those that
+have aged all they can neither does; a look merges the two at the present time. A request moves from the first to the
+second at arrival + maximum / rate.
+"""
+
+from __future__ import annotations
+
+import bisect
+import heapq
+import itertools
+import math
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from typing import Protocol
+
+from baton.cache.radix import ProbeWatch
+from baton.sched.policies.base import NEVER, Policy, View, cached_tokens
+from baton.sched.queue.priority import PriorityRule
+from baton.sched.types.events import OrderReviewed
+from baton.sched.types.sequence import Seq
+
+EXACT_UP_TO = 64
+"""A queue of so many is brought up to date as a whole at each look."""
+KEYS_PER_LOOK = 32
+"""In a longer one so many sequences are given a place or another one: some 0.2 ms."""
+KINDS = 4
+"""Reasons for that; each gets a share of KEYS_PER_LOOK at least, and what those before it left."""
+MAX_DEAD_ENTRIES = 64
+"""Superseded entries of a heap that are tolerated beside one per sequence."""
+
+Entry = tuple[float, float, float, int, Seq]
+"""(priority, policy, arrival, handle, sequence): handles differ, so comparing never reaches the sequence."""
+
+
+class Watcher(Protocol):
+    """Hears of everything that begins or ceases to wait."""
+
+    def entered(self, seq: Seq) -> None: ...
+    def left(self, seq: Seq) -> None: ...
+
+
+class _Order:
+    """Sequences sorted for one value of the policy's inputs."""
+
+    def __init__(self, rule: PriorityRule, inputs: Hashable) -> None:
+        self.inputs = inputs
+        self.entries: dict[int, Entry] = {}
+        self.ageing: list[Entry] = []
+        self.aged: list[Entry] = []
+        self.changes = 0
+        """Grows with every change of a sorted list."""
+        self._rule = rule
+        self._due: dict[int, float] = {}
+        self._moves: list[tuple[float, int]] = []
+        """(time, handle): when a sequence has to be entered again; valid if `_due` says so."""
+
+    def enter(self, seqs: Iterable[Seq], keys: Iterable[float], expiries: Iterable[float], now: float) -> None:
+        """Put in sequences, or move them to other places. `expiries`: when their keys are other ones."""
+        rule, entries = self._rule, self.entries
+        has_priority, is_capped = rule.enabled, rule.is_capped
+        for seq, key, due in zip(seqs, keys, expiries, strict=False):  # expiries may have no end
+            handle, lane = seq.handle, self.ageing
+            if handle in entries:
+                self.remove(handle)
+            rank = rule.ageing_key(seq) if has_priority else 0.0
+            if is_capped:
+                capped_from = rule.capped_from(seq)
+                if capped_from <= now:
+                    rank, lane = rule.capped_key(seq), self.aged
+                elif capped_from < due:
+                    due = capped_from
+            entry = entries[handle] = (rank, key, seq.req.arrival, handle, seq)
+            bisect.insort(lane, entry)
+            if due < math.inf:
+                self._enter_again(handle, due)
+            self.changes += 1
+
+    def _enter_again(self, handle: int, due: float) -> None:
+        self._due[handle] = due
+        heapq.heappush(self._moves, (due, handle))
+        if len(self._moves) > 2 * len(self.entries) + MAX_DEAD_ENTRIES:
+            self._moves = [(at, handle) for handle, at in self._due.items()]
+            heapq.heapify(self._moves)
+
+    def remove(self, handle: int) -> None:
+        """Take a request out; a handle that is not in the queue is ignored."""
+        self._due.pop(handle, None)
+        entry = self.entries.pop(handle, None)
+        if entry is None:
+            return
+        for lane in (self.ageing, self.aged):
+            at = bisect.bisect_left(lane, entry)
+            if at < len(lane) and lane[at][3] == handle:
+                del lane[at]
+        self.changes += 1
+
+    def take_due(self, now: float, most: int) -> list[Seq]:
+        """Up to so many that have to be entered again by now."""
+        found: list[Seq] = []
+        while self._moves and self._moves[0][0] <= now and len(found) < most:
+            due, handle = heapq.heappop(self._moves)
+            if self._due.get(handle) == due:
+                del self._due[handle]
+                found.append(self.entries[handle][4])
+        return found
+
+
+class WaitingQueue:
+    """`view` is called when an order is needed; it must not change the queue."""
+
+    def __init__(
+        self, policy: Policy, priority: PriorityRule, view: Callable[[], View], watcher: Watcher | None = None
+    ) -> None:
+        self.policy = policy
+        self.priority = priority
+        self._view = view
+        self._watcher = watcher
+        self._seqs: dict[int, Seq] = {}
+        self._joined: dict[int, int] = {}
+        """Those that are in no order yet, with the number of their arrival here."""
+        self._joins = 0
+        self._to_join: list[tuple[float, float, int, int]] = []
+        """(priority, arrival, handle, number of its arrival here): a heap; valid if `_joined` says so."""
+        self._order = _Order(priority, None)
+        """The order in force."""
+        self._next: _Order | None = None
+        """The one that is being built, for other inputs."""
+        self._to_build: list[int] = []
+        """Those that `_next` lacks, and others that have left."""
+        self._tree: int | None = None
+        """The tree's version that the order in force knows, if all is sorted anew for another one."""
+        self._sorting: Iterator[Iterable[tuple[Seq, float]]] | None = None
+        """Sorted parts that `_next` is built from; None when nothing is being sorted."""
+        self._probes: ProbeWatch | None = None
+
+    def __len__(self) -> int:
+        return len(self._seqs)
+
+    def __contains__(self, seq: Seq) -> bool:
+        return seq.handle in self._seqs
+
+    def __iter__(self) -> Iterator[Seq]:
+        """In order of arrival here."""
+        return iter(list(self._seqs.values()))
+
+    @property
+    def inputs(self) -> Hashable:
+        """The policy's inputs of the order in force."""
+        return self._order.inputs
+
+    def add(self, seq: Seq) -> None:
+        seq.probe = None  # it may have run meanwhile, and have more tokens
+        self._seqs[seq.handle] = seq
+        self._joins += 1
+        self._await_place(seq, self._joins)
+        if not self.policy.each_alone:
+            self._tree = None
+        if self._watcher is not None:
+            self._watcher.entered(seq)
+
+    def discard(self, seq: Seq) -> None:
+        """Take a sequence out; one that is not waiting is ignored."""
+        handle = seq.handle
+        if self._seqs.pop(handle, None) is None:
+            return
+        self._joined.pop(handle, None)
+        self._order.remove(handle)
+        if self._next is not None:
+            self._next.remove(handle)
+        if self._probes is not None:
+            self._probes.forget(handle)
+        if not self.policy.each_alone:
+            self._tree = None
+        if self._watcher is not None:
+            self._watcher.left(seq)
+
+    def reprioritise(self, seq: Seq) -> None:
+        """To be called after a change of the sequence's adjusted priority."""
+        view = self._view()
+        if seq.handle in self._joined:
+            self._await_place(seq, self._joined[seq.handle])
+        for order in self._orders():
+            if seq.handle in order.entries:
+                key = order.entries[seq.handle][1]
+                order.enter((seq,), (key,), self.policy.expiries((seq,), view, order.inputs), view.now)
+
+    def on_tokens(self, seq: Seq) -> None:
+        """A waiting sequence has more tokens than when its cached prefix was looked up."""
+        seq.probe = None
+        if self._probes is not None and seq.handle in self._order.entries:
+            self._probes.stale[seq.handle] = None
+
+    def in_order(self, under_way: Sequence[Seq] = ()) -> Iterator[Seq]:
+        """Sequences as the planner should try them, among them those `under_way`, which do not wait any more.
+
+        These compete with waiting ones if the policy re-decides chunks; else they come first among equal priorities.
+        The queue may change while the caller iterates: who left is not given, nor is who joins.
+        """
+        view = self._view()
+        self._update(view)
+        order = self._order
+        gained = self.priority.aging_rate * view.now if self.priority.enabled else 0.0
+        lanes = [_Lane(self, order, order.ageing, -gained), _Lane(self, order, order.aged, 0.0)]
+        if under_way:
+            others = self._entries_of(under_way, view, order.inputs)
+            lanes.append(_Lane(None, order, others, 0.0))
+        return self._walk(lanes, order, view, self._joins)
+
+    def sorted_of(self, seqs: Iterable[Seq]) -> list[Seq]:
+        """Some that wait, in order; those that have no place yet go last. O(n log n) in their number."""
+        now, entries = self._view().now, self._order.entries
+
+        def rank(seq: Seq) -> tuple[bool, float, float, float, int]:
+            entry = entries.get(seq.handle)
+            key = entry[1] if entry is not None else 0.0
+            return entry is None, self.priority.key(seq, now), key, seq.req.arrival, seq.handle
+
+        return sorted(seqs, key=rank)
+
+    def sorted_alone(self, under_way: Sequence[Seq]) -> list[Seq]:
+        """Those under way in the order in which `in_order` gives them."""
+        return [entry[4] for entry in self._entries_of(under_way, self._view(), self._order.inputs)]
+
+    def review(self) -> OrderReviewed | None:
+        """Let the policy look at the queue as a whole, before a plan."""
+        return self.policy.review(self._seqs.values(), self._view()) if self.policy.reviews else None
+
+    def is_waiting(self, handle: int) -> bool:
+        return handle in self._seqs
+
+    def _entries_of(self, under_way: Sequence[Seq], view: View, inputs: Hashable) -> list[Entry]:
+        is_alike = self.policy.redecides_chunks
+        keys = self.policy.keys(under_way, view, inputs) if is_alike else [-math.inf] * len(under_way)
+        return sorted(
+            (self.priority.key(seq, view.now), key, seq.req.arrival, seq.handle, seq)
+            for seq, key in zip(under_way, keys, strict=True)
+        )
+
+    def _walk(self, lanes: list[_Lane], order: _Order, view: View, last_join: int) -> Iterator[Seq]:
+        while True:
+            best: _Lane | None = None
+            waits = False
+            for lane in lanes:
+                lane.advance()
+                waits |= lane.rank is not None and lane.queue is not None
+                if lane.rank is not None and (best is None or best.rank is None or lane.rank < best.rank):
+                    best = lane
+            if not waits and order is self._order and (joined := self._join(view, last_join)):
+                keys = ((self.priority.key(seq, view.now), order.entries[seq.handle][1], seq) for seq in joined)
+                more = sorted((rank, key, seq.req.arrival, seq.handle, seq) for rank, key, seq in keys)
+                lanes = [*(lane for lane in lanes if lane.queue is None), _Lane(self, order, more, 0.0)]
+                continue
+            if best is None:
+                return
+            yield best.take()
+
+    # ------------------------------------------------------------------ keeping it sorted
+
+    def _orders(self) -> tuple[_Order, ...]:
+        return (self._order,) if self._next is None else (self._order, self._next)
+
+    def _await_place(self, seq: Seq, number: int) -> None:
+        self._joined[seq.handle] = number
+        heapq.heappush(self._to_join, (self.priority.ageing_key(seq), seq.req.arrival, seq.handle, number))
+        if len(self._to_join) > 2 * len(self._joined) + MAX_DEAD_ENTRIES:
+            self._to_join = [entry for entry in self._to_join if self._joined.get(entry[2]) == entry[3]]
+            heapq.heapify(self._to_join)
+
+    def _update(self, view: View) -> None:
+        inputs = self.policy.inputs(len(self._seqs), view)
+        if self._probes is None:
+            self._probes = view.index.watch()
+        if not self.policy.each_alone:
+            self._sort_all(view, inputs)
+            return
+        if not self._order.entries:
+            self._order, self._next = _Order(self.priority, inputs), None
+        elif inputs == self._order.inputs:
+            self._next = None
+        elif self._next is None:
+            self._next = _Order(self.priority, inputs)
+            self._to_build = list(self._order.entries)
+        left = KINDS * EXACT_UP_TO if len(self._seqs) <= EXACT_UP_TO else KEYS_PER_LOOK
+        share = left // KINDS
+        left -= self._build(view, left - 3 * share)
+        due = self._order.take_due(view.now, left - 2 * share)
+        self._enter(self._order, due, view)
+        left -= len(due)
+        left -= self._move_stale(self._probes, view, left - share)
+        self._join(view, self._joins, left)
+
+    def _build(self, view: View, most: int) -> int:
+        """Continue with the next order. Returns by how many sequences."""
+        if self._next is None:
+            return 0
+        handles = self._to_build[-most:]
+        del self._to_build[-most:]
+        entries = self._order.entries
+        self._enter(self._next, [entries[handle][4] for handle in handles if handle in entries], view)
+        if not self._to_build:
+            self._order, self._next = self._next, None
+        return len(handles)
+
+    def _move_stale(self, probes: ProbeWatch, view: View, most: int) -> int:
+        """Bring those to their places whose cached prefix may have changed. Returns how many."""
+        stale = [self._seqs[handle] for handle in itertools.islice(probes.stale, most)]
+        for order in self._orders() if stale else ():
+            self._enter(order, [seq for seq in stale if seq.handle in order.entries], view)
+        for seq in stale:
+            probes.stale.pop(seq.handle, None)
+        return len(stale)
+
+    def _join(self, view: View, last_join: int, most: int = KEYS_PER_LOOK) -> list[Seq]:
+        """Give those a place that came last so far back, the `most` most important. Returns them."""
+        found: list[Seq] = []
+        later: list[tuple[float, float, int, int]] = []
+        while self._to_join and len(found) < most:
+            entry = heapq.heappop(self._to_join)
+            _, _, handle, number = entry
+            if self._joined.get(handle) != number:
+                continue  # it has left, or has another priority
+            if number > last_join:
+                later.append(entry)
+                continue
+            del self._joined[handle]
+            found.append(self._seqs[handle])
+        for entry in later:
+            heapq.heappush(self._to_join, entry)
+        for order in self._orders() if found else ():
+            self._enter(order, found, view)
+        return found
+
+    def _enter(self, order: _Order, seqs: Sequence[Seq], view: View) -> None:
+        if not seqs:
+            return
+        policy = self.policy
+        if policy.each_alone:
+            keys = policy.keys(seqs, view, order.inputs)
+        else:
+            keys = [math.inf] * len(seqs)
+            for seq in seqs:
+                cached_tokens(seq, view.index)  # so that sorting all finds most of them looked up
+        order.enter(seqs, keys, policy.expiries(seqs, view, order.inputs), view.now)
+        if policy.each_alone and self._probes is not None:
+            for seq in seqs:
+                if seq.probe is not None:
+                    self._probes.watch(seq.handle, seq.probe, seq.req.namespace)
+
+    def _sort_all(self, view: View, inputs: Hashable) -> None:
+        """Where each number depends on all: sort everything, a long queue over many looks."""
+        if self._join(view, self._joins, EXACT_UP_TO):
+            self._tree = None
+        due = self._order.take_due(view.now, KEYS_PER_LOOK)
+        self._order.enter(due, [self._order.entries[seq.handle][1] for seq in due], NEVER, view.now)
+        is_long = len(self._order.entries) >= 2 * EXACT_UP_TO
+        if not is_long:
+            self._sorting = self._next = None
+        if self._sorting is None:
+            if inputs == self._order.inputs and self._tree == view.index.version:
+                return
+            self._tree = view.index.version  # a request that joins or leaves meanwhile resets it
+            seqs = [entry[4] for entry in self._order.entries.values()]
+            if not is_long:
+                self._order = _Order(self.priority, inputs)
+                self._order.enter(seqs, self.policy.keys(seqs, view, inputs), NEVER, view.now)
+                return
+            self._sorting = self.policy.keys_in_parts(seqs, EXACT_UP_TO, self._view, inputs)
+            self._next = _Order(self.priority, inputs)
+        self._continue_sorting(self._sorting, view)
+
+    def _continue_sorting(self, sorting: Iterator[Iterable[tuple[Seq, float]]], view: View) -> None:
+        assert self._next is not None, "it is made when sorting starts"
+        ready = next(sorting, None)
+        if ready is None:
+            self._order, self._next, self._sorting = self._next, None, None
+            return
+        # A request that left and returned meanwhile is in `_next` already.
+        found = [entry for entry in ready if self._is_placed(entry[0]) and entry[0].handle not in self._next.entries]
+        self._next.enter([seq for seq, _ in found], [key for _, key in found], NEVER, view.now)
+
+    def _is_placed(self, seq: Seq) -> bool:
+        return seq.handle in self._order.entries
+
+
+class _Lane:
+    """Walks a sorted list that may change meanwhile. `queue` None: a list of our own, which does not."""
+
+    __slots__ = ("_at", "_last", "_order", "_seen", "_shift", "entries", "queue", "rank")
+
+    def __init__(self, queue: WaitingQueue | None, order: _Order, entries: list[Entry], shift: float) -> None:
+        self.queue = queue
+        self.entries = entries
+        self.rank: tuple[float, float, float, int] | None = None
+        """Of the sequence that `take` would return; None at the end."""
+        self._order = order
+        self._shift = shift
+        """Makes priorities of the list comparable with those of other lists at the present time."""
+        self._seen = order.changes
+        self._last: Entry | None = None
+        self._at = 0
+
+    def advance(self) -> None:
+        """Look for the first sequence behind the last one taken that still waits."""
+        queue = self.queue
+        if queue is not None and self._order.changes != self._seen:
+            self._seen = self._order.changes
+            self._at = bisect.bisect_right(self.entries, self._last) if self._last is not None else 0
+        while self._at < len(self.entries):
+            entry = self.entries[self._at]
+            if queue is None or queue.is_waiting(entry[3]):
+                self.rank = (entry[0] + self._shift, entry[1], entry[2], entry[3])
+                return
+            self._at += 1
+        self.rank = None
+
+    def take(self) -> Seq:
+        entry = self._last = self.entries[self._at]
+        self._at += 1
+        return entry[4]

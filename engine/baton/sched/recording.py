@@ -1,0 +1,243 @@
+"""Every input of a scheduler as lines, and the same decisions again from them.
+
+1. `RecordingScheduler` writes each call that changes a scheduler as one JSON line: first a header with the flags, then
+   [name, arguments...]. After a plan comes ["=", digest of the plan].
+2. `replay` makes a scheduler from the header, repeats the calls and compares the digests.
+
+The scheduler is pure, so equal inputs give equal plans, byte for byte; a difference is a bug (a hidden clock, an order
+that depends on memory addresses) or another version of the code. Lines hold prompts as token ids: treat the file like
+prompts. Log-probabilities decide nothing and are left out.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import functools
+import hashlib
+import inspect
+import json
+from array import array
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from baton.config import SECRETS, EngineConfig, tenants
+from baton.errors import EngineError, by_code
+from baton.sched import setup
+from baton.sched.scheduler import Scheduler
+from baton.sched.types import request
+from baton.sched.types.limits import Limits
+from baton.sched.types.plan import StepPlan, StepResult
+
+VERSION = 1
+INPUTS = (
+    "add", "abort", "suspend", "resume", "expire", "fail", "transfer_announced", "transfer_committed",
+    "transfer_failed", "transfer_closed", "grant_revoked", "release", "adjust_priorities", "plan", "observe", "commit",
+    "flush_cache",
+)  # fmt: skip
+"""Methods of Scheduler that change what it decides. All its other public members only look (a test compares)."""
+
+_CLASSES: dict[str, Any] = {name: cls for name, cls in vars(request).items() if dataclasses.is_dataclass(cls)}
+
+Write = Callable[[str], None]
+
+
+class ReplayError(ValueError):
+    """A line that no recorder wrote; the message has its number."""
+
+
+def to_plain(value: Any) -> Any:
+    """Anything that a plan or an argument is made of as JSON values that say what they were."""
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value.value if isinstance(value, enum.Enum) else value
+    if isinstance(value, enum.Enum):
+        return value.value
+    if isinstance(value, array):
+        return {"array": value.tolist()}
+    if isinstance(value, bytes):
+        return {"bytes": value.hex()}
+    if isinstance(value, EngineError):
+        return {"error": [value.code, value.message]}
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {f.name: to_plain(v) for f in dataclasses.fields(value) if (v := getattr(value, f.name)) != f.default}
+        return {"class": type(value).__name__, "fields": fields}
+    if isinstance(value, (list, tuple)):
+        return {"tuple" if isinstance(value, tuple) else "list": [to_plain(item) for item in value]}
+    if isinstance(value, dict):
+        return {"dict": [[to_plain(k), to_plain(v)] for k, v in value.items()]}
+    raise TypeError(f"a {type(value).__name__} cannot be recorded")
+
+
+def from_plain(plain: Any) -> Any:
+    """The inverse for arguments: of dataclasses it knows those of baton.sched.types.request."""
+    if not isinstance(plain, dict):
+        return plain
+    ((kind, content),) = [(k, v) for k, v in plain.items() if k != "fields"]
+    if kind == "array":
+        return array("i", content)
+    if kind == "bytes":
+        return bytes.fromhex(content)
+    if kind == "error":
+        return by_code(content[0])(content[1])
+    if kind == "class":
+        return _CLASSES[content](**{name: from_plain(value) for name, value in plain["fields"].items()})
+    if kind == "dict":
+        return {from_plain(key): from_plain(value) for key, value in content}
+    items = [from_plain(item) for item in content]
+    return tuple(items) if kind == "tuple" else items
+
+
+def plan_bytes(plan: StepPlan) -> bytes:
+    """A plan as bytes: equal plans, equal bytes, on any machine."""
+    return json.dumps(to_plain(plan), separators=(",", ":")).encode()
+
+
+def digest(plan: StepPlan) -> str:
+    return hashlib.sha256(plan_bytes(plan)).hexdigest()[:16]
+
+
+def header(
+    config: EngineConfig, num_pages: int, host_pages: int = 0, page_bytes: int = setup.ASSUMED_PAGE_BYTES
+) -> str:
+    """The first line: all that the limits are made from, without secrets."""
+    flags = {k: v for k, v in dataclasses.asdict(config).items() if k not in SECRETS}
+    if config.tenant_config is not None:
+        flags["tenant_config"] = tenants.text_of(config.tenant_config)  # the file may be another one by then
+    sizes = {"num_pages": num_pages, "host_pages": host_pages, "page_bytes": page_bytes}
+    return json.dumps({"version": VERSION, "sizes": sizes, "flags": flags})
+
+
+# ---------------------------------------------------------------------- recording
+
+
+def _recorded(name: str) -> Callable[..., Any]:
+    original = getattr(Scheduler, name)
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def method(self: RecordingScheduler, *args: Any, **kwargs: Any) -> Any:
+        if self._inside:  # one of the scheduler's methods calls another
+            return original(self, *args, **kwargs)
+        bound = signature.bind(self, *args, **kwargs)
+        bound.apply_defaults()
+        self._write(json.dumps([name, *map(_argument, list(bound.arguments.values())[1:])]))
+        self._inside = True
+        try:
+            result = original(self, *args, **kwargs)
+        finally:
+            self._inside = False
+        if isinstance(result, StepPlan):
+            self._write(json.dumps(["=", digest(result)]))
+        return result
+
+    return method
+
+
+def _argument(value: Any) -> Any:
+    if isinstance(value, StepPlan):
+        return value.step
+    if isinstance(value, StepResult):
+        return list(value.tokens)
+    if dataclasses.is_dataclass(value) and type(value).__name__ not in _CLASSES:
+        return None  # log-probabilities
+    return to_plain(value)
+
+
+class RecordingScheduler(Scheduler):
+    """A scheduler that writes its inputs. `write` gets one line at a time, before the call takes effect."""
+
+    def __init__(self, limits: Limits, write: Write) -> None:
+        self._inside = False
+        self._write = write
+        super().__init__(limits)
+
+
+for _name in INPUTS:
+    setattr(RecordingScheduler, _name, _recorded(_name))
+
+
+# ---------------------------------------------------------------------- replaying
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Difference:
+    """The first plan that came out differently. `got` is None where nothing was planned."""
+
+    line: int
+    now: float
+    expected: str | None
+    got: StepPlan | None
+
+
+@dataclasses.dataclass(slots=True)
+class Replayed:
+    inputs: int = 0
+    plans: int = 0
+    requests: int = 0
+    difference: Difference | None = None
+
+
+def replay(lines: Iterable[str], on_plan: Callable[[Scheduler, StepPlan], None] = lambda _s, _p: None) -> Replayed:
+    """Repeat what a RecordingScheduler wrote; stops at the first difference. Raises ReplayError."""
+    numbered = iter(enumerate(lines, 1))
+    sched = _scheduler(next(numbered, (1, ""))[1])
+    done = Replayed()
+    flight: dict[int, StepPlan] = {}
+    pending: tuple[int, float, StepPlan | None] | None = None
+    for number, line in numbered:
+        try:
+            name, *args = json.loads(line)
+            if name == "=":
+                expected: str | None = args[0]
+            elif name in INPUTS:
+                expected = None
+            else:
+                raise ReplayError(f"line {number}: {name!r} is no input of a scheduler")
+        except (ValueError, TypeError) as err:
+            raise ReplayError(f"line {number}: not a line of a scheduler trace ({err})") from err
+        if pending is not None:
+            at, now, plan = pending
+            pending = None
+            if (None if plan is None else digest(plan)) != expected:
+                done.difference = Difference(at, now, expected, plan)
+                return done
+        if name == "=":
+            continue
+        done.inputs += 1
+        done.requests += name == "add"
+        result = _call(sched, name, args, flight)
+        sched.drain_events()
+        if name == "plan":
+            pending = (number, args[0], result)
+            if result is not None:
+                done.plans += 1
+                flight[result.step] = result
+                on_plan(sched, result)
+    # A trace that ends right after a plan line was cut there: nothing to compare with.
+    return done
+
+
+def _scheduler(line: str) -> Scheduler:
+    try:
+        first = json.loads(line)
+        version, flags, sizes = first["version"], first["flags"], first["sizes"]
+    except (ValueError, TypeError, KeyError) as err:
+        raise ReplayError("line 1: not the header of a scheduler trace") from err
+    if version != VERSION:
+        raise ReplayError(f"line 1: version {version}, this program reads {VERSION}")
+    if unknown := sorted(set(flags) - set(EngineConfig.__dataclass_fields__)):
+        raise ReplayError(f"line 1: flags {unknown} are unknown here; use the version that recorded this file")
+    return Scheduler(setup.limits(EngineConfig(**flags), **sizes))
+
+
+def _call(sched: Scheduler, name: str, args: list[Any], flight: dict[int, StepPlan]) -> Any:
+    if name == "commit":
+        step, tokens, now = args
+        return sched.commit(flight[step], StepResult(tokens), now)
+    if name == "observe":
+        step, seconds, copy_seconds = args
+        return sched.observe(flight.pop(step), seconds, copy_seconds)
+    try:
+        return getattr(sched, name)(*map(from_plain, args))
+    except EngineError:
+        return None  # it was refused then, too, or the next plan differs

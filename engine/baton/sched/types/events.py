@@ -1,0 +1,102 @@
+"""What the scheduler tells its shell: values, in the order in which they must be carried out."""
+
+from __future__ import annotations
+
+import functools
+from array import array
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from baton.sched.metrics.request_timeline import FirstTokenStages, Story
+from baton.sched.types.plan import TokenLogprobs
+from baton.sched.types.request import FinishReason, Validated
+
+
+class Emitted(NamedTuple):
+    """New output of a request: zero or one token, and its end if this is it. `new_token` makes one faster."""
+
+    handle: int
+    tokens: tuple[int, ...]
+    finish: FinishReason | None
+    cached_tokens: int
+    logprobs: TokenLogprobs | None = None
+    error: tuple[str, str] | None = None
+    """(error code, message) when finish is ERROR."""
+    retry_after_secs: int | None = None
+    """With an error of overload: when to come back."""
+    stages: FirstTokenStages | None = None
+    """With the first token."""
+
+
+NewToken = tuple[int, tuple[int], FinishReason | None, int, TokenLogprobs | None, None, None, FirstTokenStages | None]
+"""Fields of an Emitted that has a token and no error."""
+new_token: Callable[[NewToken], Emitted] = functools.partial(tuple.__new__, Emitted)
+"""An Emitted of its fields in order, without the Python call of the generated `__new__`: a step makes hundreds."""
+
+
+@dataclass(frozen=True, slots=True)
+class PagesFinal:
+    """P: prompt pages [first_page, first_page + len(pages)) are computed and stay the same while the request lives."""
+
+    req: Validated
+    first_page: int
+    pages: array[int]
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillDone:
+    """P: the whole prompt is computed and its first token drawn; the pages stay locked until `release`."""
+
+    req: Validated
+    total_pages: int
+    last_page_tokens: int
+    token: int
+    cached_tokens: int
+    logprobs: TokenLogprobs | None
+
+
+@dataclass(frozen=True, slots=True)
+class OpenTransfer:
+    """D: meet P and learn which pages of the prompt are ready."""
+
+    req: Validated
+
+
+@dataclass(frozen=True, slots=True)
+class GrantPages:
+    """D: the prompt's pages before `start_page` are here already; the rest may be written into `pages`."""
+
+    req: Validated
+    start_page: int
+    pages: array[int]
+
+
+@dataclass(frozen=True, slots=True)
+class RevokeGrant:
+    """D: take the granted pages back if nothing has come for them; `grant_revoked` or `transfer_announced` answers."""
+
+    req: Validated
+
+
+@dataclass(frozen=True, slots=True)
+class AbortTransfer:
+    """Tell the peer that this room is over. On D the pages stay reserved until `transfer_closed`."""
+
+    req: Validated
+    code: str
+
+
+@dataclass(frozen=True, slots=True)
+class OrderReviewed:
+    """--schedule-policy adaptive compared the candidates."""
+
+    before: str
+    after: str
+    line: Callable[[], str]
+    """Returns a line that replays the decision (policies.adaptive.replay_line); to make it takes some ms."""
+
+
+Event = (
+    Emitted | PagesFinal | PrefillDone | OpenTransfer | GrantPages | RevokeGrant | AbortTransfer | OrderReviewed | Story
+)

@@ -1,0 +1,121 @@
+"""What one forward pass does, and what it produced: integers only, so that a plan can be logged, sent and replayed."""
+
+from __future__ import annotations
+
+import enum
+import functools
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from baton.cache.host import CopyRun
+from baton.sched.types.request import SamplingParams
+
+UNKNOWN_TOKEN = -1
+"""In Row.tokens: the token sampled by the step before, which the runner reads from its token table."""
+
+INVALID_TOKEN = -2
+"""In StepResult.tokens: the row's logits hold NaN or infinity, so no token was chosen. No input to a later step."""
+
+
+class ForwardMode(enum.Enum):
+    """Which phases a step holds; an IDLE step has no rows and is executed for its copies."""
+
+    IDLE = "idle"
+    EXTEND = "extend"
+    DECODE = "decode"
+    MIXED = "mixed"
+
+
+class Stop(enum.Enum):
+    """Why planning took no further prompt tokens: a label of metrics, logs and tests."""
+
+    QUEUE_EMPTY = "queue_empty"
+    TOKEN_BUDGET = "token_budget"
+    NO_PAGES = "no_pages"
+    NO_SLOT = "no_slot"
+    MAX_REQUESTS = "max_requests"
+    PREEMPTED = "preempted"
+    DECODE_ONLY = "decode_only"
+
+
+class Row(NamedTuple):
+    """Tokens [start, start + n) of one sequence.
+
+    `tokens` holds the n input ids (UNKNOWN_TOKEN for the one still being sampled). `pages` continue the slot's page
+    table at index `page_base`: only what the runner has not been told yet. `sample`: draw the next token after it.
+    A tuple: a step makes hundreds, and frozen dataclasses take three times as long to make. `new_row` halves it again.
+    """
+
+    handle: int
+    slot: int
+    start: int
+    n: int
+    sample: bool
+    tokens: array[int]
+    page_base: int
+    pages: array[int]
+
+
+new_row: Callable[[tuple[int, int, int, int, bool, array[int], int, array[int]]], Row] = functools.partial(
+    tuple.__new__, Row
+)
+"""A Row of its fields in order, without the Python call of the generated `__new__`: for the loop over decode rows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Admitted:
+    """A sequence took `slot`: what sampling needs to know about it. `history` = all tokens known so far."""
+
+    handle: int
+    slot: int
+    params: SamplingParams
+    prompt_tokens: int
+    history: array[int]
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    step: int
+    rows: tuple[Row, ...]
+    """Decode rows first, by priority and arrival; then prompt chunks, by priority and in policy order."""
+    num_decode: int
+    admitted: tuple[Admitted, ...]
+    new_pages: array[int]
+    """Pages that got a new owner in this plan: their old content is void from now on."""
+    stopped_by: Stop
+    retracted: int = 0
+    copies: tuple[CopyRun, ...] = ()
+    """Pages to move between device and host before the rows run, in this order."""
+
+    @property
+    def mode(self) -> ForwardMode:
+        if not self.rows:
+            return ForwardMode.IDLE
+        if self.num_decode == len(self.rows):
+            return ForwardMode.DECODE
+        return ForwardMode.MIXED if self.num_decode else ForwardMode.EXTEND
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_decode + sum(row.n for row in self.rows[self.num_decode :])
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Logprob of one sampled token and the k most likely alternatives at its position."""
+
+    chosen: float
+    top_ids: Sequence[int] = ()
+    top_logprobs: Sequence[float] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """One token per row of the plan with `sample`, in row order; logprobs by index into `tokens` where asked for."""
+
+    tokens: Sequence[int]
+    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
+    copy_seconds: float = 0.0
+    """How long the plan's copies took; 0 when it is not known."""

@@ -1,0 +1,189 @@
+"""One request inside the scheduler: its tokens, its pages and where it stands.
+
+Life of a sequence, by node role (`pages` in brackets = what it holds):
+
+    null     WAITING ─▶ RUNNING [tree lock + private] ─▶ FINISHED
+    prefill  WAITING ─▶ RUNNING ─▶ LEASED [same pages, for D to pull] ─▶ FINISHED
+    decode   OPENING ─▶ TRANSFER [tree lock + private pages being filled] ─▶ RUNNING ─▶ FINISHED
+    revoke   TRANSFER ─▶ OPENING (D: nothing had come; pages that P holds already go first)
+    retract  RUNNING ─▶ WAITING (pages published to the tree, nothing held)
+    suspend  WAITING | RUNNING ─▶ SUSPENDED ─▶ WAITING (by an operator; a prompt already announced to D keeps its pages)
+    abort    OPENING | TRANSFER ─▶ ABORTING (until the transfer runtime has let go of the pages) ─▶ FINISHED
+
+Invariants: `pages` only grows while RUNNING; `private` ⊆ pages; pages not in `private` belong to the radix tree and are
+locked through `node`; computed ≤ len(tokens) + inflight.
+"""
+
+from __future__ import annotations
+
+import enum
+from array import array
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from baton.sched.types.request import FinishReason, Validated
+
+if TYPE_CHECKING:
+    from baton.cache.host import HostPage
+    from baton.cache.radix import Node, Probe
+
+
+class SeqState(enum.Enum):
+    WAITING = "waiting"
+    OPENING = "opening"
+    TRANSFER = "transfer"
+    RUNNING = "running"
+    SUSPENDED = "suspended"
+    LEASED = "leased"
+    ABORTING = "aborting"
+    FINISHED = "finished"
+
+
+LEGAL: dict[SeqState, frozenset[SeqState]] = {
+    SeqState.WAITING: frozenset({SeqState.RUNNING, SeqState.SUSPENDED, SeqState.LEASED, SeqState.FINISHED}),
+    SeqState.OPENING: frozenset({SeqState.TRANSFER, SeqState.ABORTING, SeqState.FINISHED}),
+    SeqState.TRANSFER: frozenset({SeqState.RUNNING, SeqState.OPENING, SeqState.ABORTING, SeqState.FINISHED}),
+    SeqState.RUNNING: frozenset({SeqState.WAITING, SeqState.SUSPENDED, SeqState.LEASED, SeqState.FINISHED}),
+    SeqState.SUSPENDED: frozenset({SeqState.WAITING, SeqState.LEASED, SeqState.FINISHED}),
+    SeqState.LEASED: frozenset({SeqState.FINISHED}),
+    SeqState.ABORTING: frozenset({SeqState.FINISHED}),
+    SeqState.FINISHED: frozenset(),
+}
+
+
+class IllegalTransition(RuntimeError):
+    """A programmer error: the scheduler tried to move a sequence along an edge that does not exist."""
+
+
+@dataclass(slots=True, eq=False)
+class Seq:
+    req: Validated
+    tokens: array[int]
+    """Prompt and every generated token that is known."""
+    max_new_tokens: int
+    """The request's limit, cut so that prompt + answer fit the KV pool."""
+    handle: int = field(init=False)
+    prompt_len: int = field(init=False)
+    most_tokens: int = field(init=False)
+    """Prompt and the longest allowed answer."""
+    ends_by_length: bool = field(init=False)
+    """The answer has exactly as many tokens as it may (ignore_eos), and is generated here."""
+    is_lease: bool = False
+    """The request ends here with a lease on its pages: a prompt prefilled for a D node."""
+    state: SeqState = SeqState.WAITING
+    slot: int = -1
+    pages: array[int] = field(default_factory=lambda: array("i"))
+    private: set[int] = field(default_factory=set)
+    node: Node | None = None
+    computed: int = 0
+    """Tokens whose KV exists or is being computed by a step in flight."""
+    committed: int = 0
+    """Tokens whose KV was computed by a committed step."""
+    inflight: int = 0
+    """1 while a step in flight samples this sequence's next token."""
+    inflight_steps: int = 0
+    """Steps in flight that hold a row of this sequence."""
+    published: int = 0
+    """Pages of this sequence's prefix that the tree holds and `node` locks."""
+    sent_pages: int = 0
+    """How much of `pages` the runner knows."""
+    is_released: bool = False
+    """P: its room ended before the prompt was computed; no lease follows."""
+    announced_pages: int = 0
+    """P: prompt pages already offered to D."""
+    is_announced: bool = False
+    """D: P holds pages of it, and will finish it whatever happens here."""
+    is_revoking: bool = False
+    """D: it was asked to give its pages back."""
+    cached_tokens: int = -1
+    """Prompt tokens that this request got from the cache instead of computing them; -1: has not run."""
+    has_let_go: bool = False
+    """It had pages and gave them up: what it finds in the cache now may be its own work."""
+    admitted_step: int = -1
+    """Steps that had been planned when it was last admitted."""
+    born_tokens: int = 0
+    """Prompt tokens the engine had computed when this request arrived."""
+    has_started: bool = False
+    """A step has computed some of it, its KV has arrived, or an operator suspended it: it is never turned away."""
+    pinned: list[HostPage] = field(default_factory=list)
+    """While preempted: pages of it that the host tier must not drop."""
+    retractions: int = 0
+    preemptions: int = 0
+    finish: FinishReason | None = None
+    place: tuple[float, float, int] = (0.0, 0.0, 0)
+    """While it runs: its place among the running (PriorityRule.place), kept because each plan compares them all."""
+    adjusted_priority: float | None = None
+    """Replaces the priority in the queue order, larger is better (--priority-adjustment-function)."""
+    start_priority: float | None = None
+    """Replaces the base priority in the queue order of a request that states none, where requests age."""
+    probe: Probe | None = None
+    """What the radix tree had of this sequence when an order last asked."""
+    _key: bytes = b""
+
+    def __post_init__(self) -> None:
+        self.handle = self.req.handle
+        self.prompt_len = len(self.req.prompt)
+        self.most_tokens = self.prompt_len + self.max_new_tokens
+        self.ends_by_length = self.req.params.ignore_eos and not self.is_lease
+
+    @property
+    def key(self) -> bytes:
+        """`tokens` as the radix tree spells them (little-endian int32); made once per length."""
+        if len(self._key) != len(self.tokens) * self.tokens.itemsize:
+            self._key = self.tokens.tobytes()
+        return self._key
+
+    @property
+    def generated(self) -> int:
+        """Tokens generated so far, the one in flight included."""
+        return len(self.tokens) - self.prompt_len + self.inflight
+
+    @property
+    def total_len(self) -> int:
+        """Known tokens plus the one in flight."""
+        return len(self.tokens) + self.inflight
+
+    @property
+    def extend_tokens(self) -> int:
+        """Tokens to compute before the next sample; 1 for a decoding sequence."""
+        return len(self.tokens) + self.inflight - self.computed
+
+    @property
+    def is_decoding(self) -> bool:
+        total = len(self.tokens) + self.inflight
+        return total - self.computed == 1 and total > self.prompt_len
+
+    @property
+    def is_promised(self) -> bool:
+        """P: D may be reading some of its pages, so they stay where they are."""
+        return self.is_lease and self.announced_pages > 0
+
+    def to(self, state: SeqState) -> None:
+        if state not in LEGAL[self.state]:
+            raise IllegalTransition(f"request {self.req.rid}: {self.state.value} -> {state.value}")
+        self.state = state
+
+
+def wants_row(seq: Seq) -> bool:
+    """Is there anything left to compute? A sequence whose last token is in flight waits for it."""
+    return seq.extend_tokens > 0 and seq.generated < seq.max_new_tokens
+
+
+def is_ready_to_decode(seq: Seq) -> bool:
+    """True if a step may compute the next token of the answer: one token is left to compute, the answer goes on."""
+    return seq.extend_tokens == 1 and seq.prompt_len < seq.total_len < seq.most_tokens
+
+
+def is_partial(seq: Seq) -> bool:
+    """Is part of the prompt still to be computed by a later step?"""
+    return not seq.is_decoding and wants_row(seq)
+
+
+def partial_of(seqs: Iterable[Seq]) -> list[Seq]:
+    """Those of `seqs` that are partial. Most decode: they are told apart without a call."""
+    return [
+        seq
+        for seq in seqs
+        if (seq.computed < seq.prompt_len or len(seq.tokens) + seq.inflight - seq.computed > 1) and is_partial(seq)
+    ]

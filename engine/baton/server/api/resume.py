@@ -1,0 +1,65 @@
+"""Going on with an answer that another engine began: what the router asks of D nodes (docs/protocol.md §2).
+
+1. The router asks for it with the header `x-baton-emit-tokens`; before each event of the stream stands a comment with
+   the tokens that are out with the event: `: baton {"ids": [...]}`, in the first one also the seed and the time.
+2. D dies. The same request goes to another pair with `baton_resume`: `{"ids": [...], "seed": ..., "created": ...}`.
+3. The tokens become the end of the prompt; nothing of them is shown again, and counts go on behind them.
+
+Invariant: token i depends on the tokens before it, (seed, position i) and the parameters, so the answer is the one that
+the first engine would have given.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from baton.server.api.fields import INT64_MAX, Fields
+
+EMIT_HEADER = "x-baton-emit-tokens"
+_encode = msgspec.json.Encoder().encode
+
+
+@dataclass(frozen=True, slots=True)
+class Resume:
+    """The beginning of an answer."""
+
+    ids: tuple[int, ...]
+    seed: int
+    created: int
+    """Unix seconds: what the first engine's events say."""
+
+
+def read(f: Fields, most: int, vocab_size: int) -> Resume | None:
+    """`baton_resume`. Raises BadRequest."""
+    if f.get("baton_resume") is None:
+        return None
+    r = Fields(f.object("baton_resume"), "baton_resume.")
+    ids = r.integers("ids", most, 0, vocab_size - 1)
+    seed, created = r.integer("seed", None, 0), r.integer("created", None, 0)
+    if not ids or seed is None or created is None:
+        raise f.bad("baton_resume", "must have ids (at least one), seed and created")
+    return Resume(ids, seed & INT64_MAX, created)
+
+
+class Teller:
+    """Writes the comments of one stream."""
+
+    def __init__(self, seed: int, created: int) -> None:
+        self._first: dict[str, Any] = {"seed": seed, "created": created}
+        self._ids: list[int] = []
+
+    def took(self, ids: list[int]) -> None:
+        self._ids += ids
+
+    def mark(self, data: bytes) -> bytes:
+        """`data` (events) with the comment in front of its last event; empty data leaves the tokens for later."""
+        if not data:
+            return data
+        at = data.rfind(b"\n\ndata: ", 0, -2)
+        at = 0 if at < 0 else at + 2
+        comment = b": baton " + _encode({"ids": self._ids, **self._first}) + b"\n"
+        self._ids, self._first = [], {}
+        return data[:at] + comment + data[at:]

@@ -1,0 +1,52 @@
+"""Request fields we know and do not serve: refused when they would change the answer, never swallowed.
+
+Each table maps a name to the values with which it changes nothing (null always does not).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from baton.errors import UnsupportedParameter
+from baton.server.api.fields import Fields
+
+CHAT: dict[str, tuple[Any, ...]] = {
+    "tools": ([],), "tool_choice": ("none", "auto"), "functions": ([],), "function_call": ("none", "auto"),
+    "audio": (), "modalities": (["text"],), "prediction": (), "web_search_options": (), "echo": (False,),
+    "chat_template": (), "documents": ([],),
+}  # fmt: skip
+COMPLETION: dict[str, tuple[Any, ...]] = {"suffix": ("",)}
+OPENAI: dict[str, tuple[Any, ...]] = {
+    "response_format": ({"type": "text"},), "structured_outputs": (), "guided_json": (), "guided_regex": (),
+    "guided_choice": (), "guided_grammar": (), "prompt_logprobs": (), "truncate_prompt_tokens": (),
+    "allowed_token_ids": ([],), "bad_words": ([],), "use_beam_search": (False,), "length_penalty": (1.0,),
+    "kv_transfer_params": (), "return_tokens_as_token_ids": (False,), "logits_processors": ([],), "store": (False,),
+    "prompt_embeds": (), "separate_reasoning": (False,), "stream_reasoning": (False,), "include_reasoning": (True,),
+    "thinking": (), "thinking_token_budget": (), "enable_thinking": (), "reasoning": ({},), "watermark": (False,),
+    "watermarking": (False,), "repetition_detection": (), "truncation_side": (),
+}  # fmt: skip
+SHARED: dict[str, tuple[Any, ...]] = {
+    "regex": (), "ebnf": (), "json_schema": (), "structural_tag": (), "stop_regex": ([], ""), "lora_path": (),
+    "lora_id": (), "session_params": (), "custom_params": (), "custom_logit_processor": (),
+    "return_hidden_states": (False,), "spaces_between_special_tokens": (True,),
+}  # fmt: skip
+GENERATE: dict[str, tuple[Any, ...]] = {
+    "input_embeds": (), "image_data": ([],), "video_data": ([],), "audio_data": ([],), "token_ids_logprob": ([],),
+    "return_prompt_logprobs": (False,),
+}  # fmt: skip
+# Names without effect on the answer of this engine.
+IGNORED = (
+    "user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls",
+    "custom_labels", "no_logs", "log_metrics", "session_id", "background",
+    "vllm_xargs", "return_text_in_logprobs", "prompt_cache_retention", "verbosity",
+)  # fmt: skip
+
+
+def refuse(f: Fields, *tables: dict[str, tuple[Any, ...]]) -> None:
+    for table in tables:
+        for name, harmless in table.items():
+            value = f.get(name)
+            if value is not None and value not in harmless:
+                raise UnsupportedParameter(
+                    f"{f.name(name)} is not supported by this version; leave it out", param=f.name(name)
+                )

@@ -1,0 +1,636 @@
+"""From a wire body to `Accepted`: tokens, sampling parameters and placement, or a typed 400 that names the field.
+
+1. the body is a JSON object (http.py decoded it);
+2. fields are read with types and ranges; names we know but do not serve are refused when they would change the answer;
+3. text becomes tokens (chat template, tokenizer), the prompt is measured against the context;
+4. one `Item` per prompt × choice, each with its own seed, bootstrap room and DP rank.
+
+Input is checked here and nowhere behind: the scheduler trusts what it gets.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from baton.config import EngineConfig
+from baton.errors import (
+    BadRequest,
+    InvalidJson,
+    MissingField,
+    ModelNotFound,
+    PayloadTooLarge,
+    PromptTooLong,
+    UnsupportedParameter,
+)
+from baton.sched.types.request import Rendezvous, SamplingParams
+from baton.server.api import unsupported_fields
+from baton.server.api.fields import INT64_MAX, Fields
+from baton.server.api.placement import place, seed_for
+from baton.server.api.resume import Resume
+from baton.server.api.resume import read as read_resume
+from baton.server.api.tenancy import Asked, Tenancy
+from baton.server.text.chat_template import ChatTemplate, chars_of, read_messages
+from baton.server.text.model_info import ModelFacts
+from baton.server.text.tokenizer import Tokenizer, TooManyTokens
+
+MAX_CHOICES = 16
+MAX_STOPS = 16
+MAX_STOP_CHARS = 1024
+MAX_LOGPROBS = 20
+MAX_BIAS = 1024
+MAX_STOP_IDS = 256
+CHARS_PER_MESSAGE = 4
+"""Reading a message takes 1 us, as long as tokenizing so many characters."""
+MAX_ITEMS = 1024
+"""Prompts times n in one request: as many rows as the largest batches of the evaluation suites."""
+COMPLETION_MAX_TOKENS = 16
+"""OpenAI's default for /v1/completions."""
+GENERATE_MAX_TOKENS = 128
+"""SGLang's default for /generate."""
+MAX_DEADLINE_MS = 86_400_000
+"""One day: beyond it a deadline says nothing."""
+DEADLINE_HEADER = "x-deadline-remaining-ms"
+TTFT_HEADERS = ("x-slo-ttft-ms", "x-llm-d-slo-ttft-ms")
+
+
+@dataclass(frozen=True, slots=True)
+class TextRules:
+    """How tokens become the text a client sees."""
+
+    stops: tuple[str, ...] = ()
+    include_stop: bool = False
+    skip_special_tokens: bool = True
+    min_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One generation: choice `choice` of prompt `prompt_index`."""
+
+    prompt_index: int
+    choice: int
+    prompt: array[int]
+    params: SamplingParams
+    rendezvous: Rendezvous | None = None
+    dp_rank: int | None = None
+    """None: the front picks the least loaded rank."""
+
+    @property
+    def asked_tokens(self) -> int:
+        """Length of the client's prompt."""
+        return len(self.prompt) - self.params.resumed
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """A request that may run. Items are ordered prompt by prompt, choices within."""
+
+    rid: str | None
+    items: tuple[Item, ...]
+    n: int
+    text: TextRules
+    stream: bool = False
+    include_usage: bool = False
+    continuous_usage: bool = False
+    logprobs: int = -1
+    echo: tuple[str, ...] | None = None
+    """Completions with echo: the text of each prompt."""
+    max_tokens_zero: bool = False
+    """echo with max_tokens 0: nothing to generate, the answer is the prompt."""
+    return_token_ids: bool = False
+    priority: int | None = None
+    asked: Asked = field(default_factory=Asked)
+    """Class and tenant as the body names them; `Tenancy.resolve` decides."""
+    priority_class: str = ""
+    tenant: str = ""
+    ttft_deadline_secs: float | None = None
+    """Wanted time to the first token, from arrival."""
+    deadline_secs: float | None = None
+    """The client's own limit for the whole answer, from arrival."""
+    namespace: bytes = b""
+    is_batch: bool = False
+    """/generate answers a list when it was asked with one."""
+    resume: Resume | None = None
+    ignored: tuple[str, ...] = field(default=(), compare=False)
+
+    @property
+    def prompt_tokens(self) -> int:
+        """To be computed: each prompt once, however many choices it has."""
+        return 0 if self.max_tokens_zero else sum(len(item.prompt) for item in self.items if item.choice == 0)
+
+
+class Validator:
+    """Holds what a check needs to know. `context_length` may shrink once, when the ranks report their pool."""
+
+    def __init__(self, config: EngineConfig, facts: ModelFacts, tokenizer: Tokenizer) -> None:
+        self._config = config
+        self._facts = facts
+        self._tokenizer = tokenizer
+        self._template = ChatTemplate(facts.chat_template, facts.special_tokens)
+        self.tenancy = Tenancy(config)
+        self.model_names = sorted({facts.name, config.model_path, str(facts.path), "default"})
+        self.context_length = facts.context_length
+        eos = {tokenizer.id_of(t) for t in (facts.special_tokens.get("eos_token"),) if t is not None}
+        self.eos_token_ids = tuple(sorted({*facts.eos_token_ids, *(i for i in eos if i is not None)}))
+
+    @property
+    def max_prompt_chars(self) -> int:
+        """Longest text of a prompt, whatever its tokens. Routers read it in /get_server_info."""
+        return self.context_length * self._tokenizer.max_chars_per_token
+
+    def refuse_oversized(self, path: str, body: bytes) -> None:
+        """Raise PromptTooLong or PayloadTooLarge for JSON that is too long for any answer, by the router's rule.
+
+        Raises InvalidJson for such a body that is no JSON object. Cost: about 1 ns per byte, without the GIL; nothing
+        for bodies with fewer bytes than a prompt may have tokens.
+        """
+        if len(body) <= self.context_length:
+            return
+        from baton._native import oversized_body  # launch reports a missing extension in a sentence
+
+        try:
+            refusal = oversized_body(path, body, self.context_length, self.max_prompt_chars)
+        except ValueError as err:
+            raise InvalidJson(str(err)) from err
+        if refusal is not None:
+            code, message, param = refusal
+            raise {e.code: e for e in (PromptTooLong, PayloadTooLarge)}[code](message, param=param)
+
+    # ---- the three request forms -------------------------------------------------------------------------------
+
+    async def chat(self, body: dict[str, Any]) -> Accepted:
+        f = Fields(body)
+        self._check_model(f)
+        unsupported_fields.refuse(f, unsupported_fields.CHAT, unsupported_fields.OPENAI, unsupported_fields.SHARED)
+        messages = await self._messages(f)
+        template_kwargs = dict(f.object("chat_template_kwargs"))
+        if (effort := f.string("reasoning_effort")) is not None:
+            template_kwargs.setdefault("reasoning_effort", effort)
+        continue_final = f.boolean("continue_final_message", False)
+        generation_prompt = f.boolean("add_generation_prompt", not continue_final)
+        if continue_final and generation_prompt:
+            raise f.bad("continue_final_message", "and add_generation_prompt exclude each other")
+        logprobs = -1
+        top = f.integer("top_logprobs", None, 0, MAX_LOGPROBS)
+        if f.boolean("logprobs", False):
+            logprobs = top or 0
+        elif top:
+            raise f.bad("top_logprobs", "needs logprobs: true")
+        special = f.boolean("add_special_tokens", False)
+
+        def tokens() -> list[int]:
+            text = self._template.render(
+                messages,
+                add_generation_prompt=generation_prompt,
+                continue_final_message=continue_final,
+                kwargs=template_kwargs,
+            )
+            self._refuse_too_long([text], "messages")
+            return self._encode_prompt(text, special, "messages")
+
+        common = self._common(f)
+        max_tokens = f.integer(f.first("max_completion_tokens", "max_tokens"), None, 1)
+        prompts = self._tokenized(f, 1, "messages", many=False)
+        if prompts is None:
+            prompts = [await self._tokenizer.offload(chars_of(messages), tokens)]
+        return self._accept(f, prompts, common, max_tokens, None, logprobs, "messages")
+
+    async def completion(self, body: dict[str, Any]) -> Accepted:
+        f = Fields(body)
+        self._check_model(f)
+        unsupported_fields.refuse(
+            f, unsupported_fields.COMPLETION, unsupported_fields.OPENAI, unsupported_fields.SHARED
+        )
+        n = f.integer("n", 1, 1, MAX_CHOICES)
+        if f.integer("best_of", n, 1) != n:
+            raise UnsupportedParameter("best_of other than n is not supported; leave it out", param="best_of")
+        wanted = f.integer("logprobs", None, 0, MAX_LOGPROBS)
+        echo = f.boolean("echo", False)
+        if echo and wanted is not None:
+            raise UnsupportedParameter("echo together with logprobs is not supported by this version", param="logprobs")
+        special = f.boolean("add_special_tokens", True)
+        max_tokens = f.integer(f.first("max_tokens", "max_completion_tokens"), None, 0 if echo else 1)
+        common = self._common(f)
+        given = f.require("prompt")
+        raw = _prompt_list(f, "prompt")
+        prompts = self._tokenized(f, len(raw), "prompt", many=_is_batch(given))
+        prompts = prompts or await self._prompts(raw, "prompt", special)
+        accepted = self._accept(
+            f, prompts, common, max_tokens, COMPLETION_MAX_TOKENS, -1 if wanted is None else wanted, "prompt"
+        )
+        if echo:
+            texts = raw if isinstance(raw[0], str) else await self._decode(prompts, common.text.skip_special_tokens)
+            accepted = replace(accepted, echo=tuple(texts), max_tokens_zero=max_tokens == 0)
+        return accepted
+
+    async def generate(self, body: dict[str, Any]) -> Accepted:
+        f = Fields(body)
+        unsupported_fields.refuse(f, unsupported_fields.GENERATE, unsupported_fields.SHARED)
+        if f.string("model") != "unknown":  # smg 1.13 adds this one: the native body has no such field in SGLang
+            self._check_model(f)
+        nested = f.get("sampling_params")
+        if type(nested) is list:
+            raise UnsupportedParameter("sampling_params must be one object for all prompts", param="sampling_params")
+        s = Fields(f.object("sampling_params"), "sampling_params.")
+        unsupported_fields.refuse(s, unsupported_fields.SHARED)
+        name = f.first("text", "prompt", "input_ids")
+        if f.get(name) is None:
+            raise MissingField("text or input_ids is required", param="text")
+        value = f.get(name)
+        raw = _prompt_list(f, name)
+        is_batch = _is_batch(value)
+        logprobs = -1
+        top = f.integer("top_logprobs_num", 0, 0, MAX_LOGPROBS)
+        if f.boolean("return_logprob", False):
+            logprobs = top or 0
+        start = f.integer("logprob_start_len", -1, -1)
+        if logprobs >= 0 and start not in (-1, None):
+            raise UnsupportedParameter(
+                "logprobs of the prompt are not supported by this version", param="logprob_start_len"
+            )
+        max_tokens = s.integer(s.first("max_new_tokens", "max_tokens"), None, 1)
+        common = self._common(f, s)
+        prompts = self._tokenized(f, len(raw), name, many=is_batch) if name != "input_ids" else None
+        prompts = prompts or await self._prompts(raw, name, True)
+        accepted = self._accept(f, prompts, common, max_tokens, GENERATE_MAX_TOKENS, logprobs, name, s)
+        return replace(accepted, is_batch=is_batch or accepted.n > 1)
+
+    async def tokenize(self, body: dict[str, Any]) -> list[int] | list[list[int]]:
+        """/tokenize: `prompt` (string or array of strings) or `messages`."""
+        f = Fields(body)
+        self._check_model(f)
+        if f.get("messages") is not None:
+            messages = await self._messages(f)
+            generation_prompt = f.boolean("add_generation_prompt", True)
+            special = f.boolean("add_special_tokens", False)
+
+            def tokens() -> list[int]:
+                text = self._template.render(messages, add_generation_prompt=generation_prompt)
+                self._refuse_too_long([text], "messages")
+                return self._tokenizer.encode(text, add_special_tokens=special)
+
+            return await self._tokenizer.offload(chars_of(messages), tokens)
+        prompt = f.require(f.first("prompt", "text"))
+        special = f.boolean("add_special_tokens", True)
+        texts = [prompt] if isinstance(prompt, str) else prompt
+        if type(texts) is not list or not all(type(t) is str for t in texts) or len(texts) > MAX_ITEMS:
+            raise f.bad("prompt", f"must be a string or an array of at most {MAX_ITEMS} strings")
+        ids = await self._encode(texts, special, "prompt")
+        return ids[0] if isinstance(prompt, str) else ids
+
+    async def detokenize(self, body: dict[str, Any]) -> str | list[str]:
+        f = Fields(body)
+        self._check_model(f)
+        value = f.require(f.first("tokens", "input_ids"))
+        skip = f.boolean("skip_special_tokens", True)
+        if type(value) is not list:
+            raise f.bad("tokens", "must be an array of token ids")
+        nested = bool(value) and type(value[0]) is list
+        rows = value if nested else [value]
+        for row in rows:
+            self._check_ids(row, "tokens")
+        texts = await self._decode(rows, skip)
+        return texts if nested else texts[0]
+
+    # ---- parts -------------------------------------------------------------------------------------------------
+
+    def _check_model(self, f: Fields) -> None:
+        model = f.string("model")
+        if model is not None and model not in self.model_names:
+            raise ModelNotFound(
+                f"model {model[:200]!r} is not served here; this engine serves {self._facts.name!r}", param="model"
+            )
+
+    def _check_ids(self, ids: Any, param: str) -> None:
+        vocab = self._tokenizer.vocab_size
+        if type(ids) is not list or (ids and not (set(map(type, ids)) == {int} and 0 <= min(ids) <= max(ids) < vocab)):
+            raise BadRequest(f"{param} must hold token ids from 0 to {vocab - 1}", param=param)
+
+    def _check_prompt_ids(self, ids: Any, param: str, *, sent: str | None = None) -> None:
+        if type(ids) is list and len(ids) > self.context_length:
+            raise self._too_long(f"has {len(ids)}", sent or param)
+        self._check_ids(ids, param)
+
+    async def _messages(self, f: Fields) -> list[dict[str, Any]]:
+        """Checked messages. Many are read in a thread: 100,000 take 0.1 s, in which the event loop gets its turns."""
+        given = f.get("messages")
+        count = len(given) if type(given) is list else 0
+        return await self._tokenizer.offload(count * CHARS_PER_MESSAGE, lambda: read_messages(f))
+
+    def _encode_prompt(self, text: str, special: bool, param: str) -> list[int]:
+        try:
+            return self._tokenizer.encode_within(text, self.context_length, add_special_tokens=special)
+        except TooManyTokens as err:
+            raise self._too_long(f"has {err.count}", param) from err
+
+    async def _encode(self, texts: list[str], special: bool, param: str) -> list[list[int]]:
+        self._refuse_too_long(texts, param)
+        return await self._tokenizer.offload(
+            sum(map(len, texts)), lambda: self._tokenizer.encode_batch(texts, add_special_tokens=special)
+        )
+
+    async def _decode(self, rows: Sequence[Sequence[int]], skip_special: bool) -> list[str]:
+        return await self._tokenizer.offload(
+            sum(map(len, rows)), lambda: self._tokenizer.decode_batch(rows, skip_special_tokens=skip_special)
+        )
+
+    def _refuse_too_long(self, texts: Iterable[str], param: str) -> None:
+        """Raise PromptTooLong for a text that cannot fit, whatever its tokens: tokenizing it would be in vain."""
+        longest = max(map(len, texts), default=0)
+        if longest > self.max_prompt_chars:
+            least = -(-longest // self._tokenizer.max_chars_per_token)
+            raise self._too_long(f"has {longest} characters, at least {least} tokens", param)
+
+    def _too_long(self, size: str, param: str) -> PromptTooLong:
+        return PromptTooLong(
+            # OpenAI's words first: litellm's fallbacks (seen in 1.106) know the error by them, not by its code.
+            f"this model's maximum context length is {self.context_length} tokens here, but the prompt {size}; "
+            "shorten it, or start the engine with a larger --context-length or --max-total-tokens",
+            param=param,
+        )
+
+    def _tokenized(self, f: Fields, count: int, param: str, *, many: bool) -> list[list[int]] | None:
+        """`input_ids` beside messages or texts: one list of ids, or one for each prompt where the body holds `many`.
+
+        They are the same prompts, tokenized by a router with this engine's tokenizer and template (it compares
+        fingerprints), and take the place of the texts. A prompt that is too long is reported as `param`, which the
+        client sent.
+        """
+        value = f.get("input_ids")
+        if value is None:
+            return None
+        rows = value if many else [value]
+        if type(rows) is not list or len(rows) != count or count > MAX_ITEMS:
+            wanted = f"an array of {min(count, MAX_ITEMS)} arrays of token ids" if many else "an array of token ids"
+            raise f.bad("input_ids", f"must be {wanted}, the prompts as they are tokenized")
+        for ids in rows:
+            self._check_prompt_ids(ids, "input_ids", sent=param)
+            if not ids:
+                raise f.bad("input_ids", "is empty; give at least one token")
+        return rows
+
+    async def _prompts(self, raw: list[Any], param: str, special: bool) -> list[list[int]]:
+        """Token ids of each prompt; texts are encoded, ids are checked."""
+        if len(raw) > MAX_ITEMS:
+            raise BadRequest(f"{param} holds {len(raw)} prompts, at most {MAX_ITEMS} are accepted", param=param)
+        if raw and isinstance(raw[0], str):
+            if not all(isinstance(t, str) for t in raw):
+                raise BadRequest(f"{param} must not mix texts and token ids", param=param)
+            self._refuse_too_long(raw, param)
+            return await self._tokenizer.offload(
+                sum(map(len, raw)), lambda: [self._encode_prompt(text, special, param) for text in raw]
+            )
+        for ids in raw:
+            self._check_prompt_ids(ids, param)
+        return raw
+
+    def _common(self, f: Fields, sampling: Fields | None = None) -> _Common:
+        """Everything the three forms share. `sampling` holds the sampling fields when they are nested (/generate)."""
+        s = sampling or f
+        defaults = {} if sampling else self._facts.sampling_defaults
+        ignore_eos = s.boolean("ignore_eos", False)
+        stop_ids = s.integers("stop_token_ids", MAX_STOP_IDS, 0, self._tokenizer.vocab_size - 1)
+        top_k = s.integer("top_k", int(defaults.get("top_k", 0)), -1) or 0
+        stops = s.strings("stop", MAX_STOPS)
+        if any(len(t) > MAX_STOP_CHARS for t in stops):
+            raise s.bad("stop", f"has a string of more than {MAX_STOP_CHARS} characters")
+        min_name = s.first("min_tokens", "min_new_tokens")
+        min_tokens = s.integer(min_name, 0, 0) or 0
+        params = SamplingParams(
+            min_new_tokens=min_tokens,
+            temperature=s.number("temperature", defaults.get("temperature", 1.0), 0.0, math.inf),
+            top_p=s.number("top_p", defaults.get("top_p", 1.0), 0.0, 1.0, above_low=True),
+            top_k=max(top_k, 0),
+            min_p=s.number("min_p", defaults.get("min_p", 0.0), 0.0, 1.0),
+            presence_penalty=s.number("presence_penalty", 0.0, -2.0, 2.0),
+            frequency_penalty=s.number("frequency_penalty", 0.0, -2.0, 2.0),
+            repetition_penalty=s.number(
+                "repetition_penalty", defaults.get("repetition_penalty", 1.0), 0.0, 2.0, above_low=True
+            ),
+            stop_token_ids=stop_ids if ignore_eos else tuple(dict.fromkeys((*stop_ids, *self.eos_token_ids))),
+            ignore_eos=ignore_eos,
+            logit_bias=self._logit_bias(s),
+        )
+        seed_name = s.first("seed", "sampling_seed")
+        options = Fields(f.object("stream_options"), "stream_options.")
+        usage = [options.boolean(name, False) for name in ("include_usage", "continuous_usage_stats")]
+        keys = [f.string(name, max_chars=1024) for name in ("cache_salt", "extra_key")]
+        f.ignore(unsupported_fields.IGNORED)
+        return _Common(
+            params=params,
+            min_name=s.name(min_name),
+            seed=s.integer(seed_name, None, -INT64_MAX - 1),
+            n=s.integer("n", 1, 1, MAX_CHOICES) or 1,
+            text=TextRules(
+                stops=stops,
+                include_stop=s.boolean("include_stop_str_in_output", False) | s.boolean("no_stop_trim", False),
+                skip_special_tokens=s.boolean("skip_special_tokens", True),
+                min_tokens=min_tokens,
+            ),
+            rid=self._rid(f),
+            stream=f.boolean("stream", False),
+            include_usage=usage[0],
+            continuous_usage=usage[1],
+            unknown_options=tuple(map(options.name, options.unknown())),
+            priority=self._priority(f),
+            asked=self.tenancy.read(f),
+            ttft_deadline_secs=_secs(f.integer("ttft_deadline_ms", None, 1, MAX_DEADLINE_MS)),
+            deadline_secs=_secs(f.integer("deadline_ms", None, 1, MAX_DEADLINE_MS)),
+            namespace="\0".join(k or "" for k in keys).encode() if any(keys) else b"",
+            return_token_ids=f.boolean("return_token_ids", False),
+        )
+
+    def _priority(self, f: Fields) -> int | None:
+        value = f.integer("priority", None, -(2**31), 2**31 - 1)
+        config = self._config
+        if value is not None and config.abort_on_priority_when_disabled and not config.enable_priority_scheduling:
+            raise UnsupportedParameter(
+                "this engine runs without --enable-priority-scheduling and refuses requests with a priority; "
+                "leave priority out",
+                param="priority",
+            )
+        return value
+
+    def _rid(self, f: Fields) -> str | None:
+        value = f.get(f.first("rid", "request_id"))
+        if type(value) is list and len(value) == 1:
+            value = value[0]
+        if type(value) is list:
+            raise UnsupportedParameter("rid must be one string for the whole request", param="rid")
+        if value is None:
+            return None
+        if type(value) is not str or not 0 < len(value) <= 256 or not value.isprintable():
+            raise f.bad("rid", "must be a printable string of 1 to 256 characters")
+        return value
+
+    def _logit_bias(self, s: Fields) -> tuple[tuple[int, float], ...]:
+        table = s.object("logit_bias")
+        if len(table) > MAX_BIAS:
+            raise s.bad("logit_bias", f"has {len(table)} entries, at most {MAX_BIAS} are accepted")
+        out = []
+        for key, value in table.items():
+            if not key.isascii() or not key.isdigit() or int(key[:12]) >= self._tokenizer.vocab_size:
+                raise s.bad(
+                    "logit_bias", f"has the key {key[:50]!r}, which is no token id below {self._tokenizer.vocab_size}"
+                )
+            if type(value) not in (int, float) or not -100 <= value <= 100:
+                raise s.bad("logit_bias", f"of token {key} must be a number from -100 to 100")
+            out.append((int(key), float(value)))
+        return tuple(out)
+
+    def _accept(
+        self,
+        f: Fields,
+        prompts: Sequence[Sequence[int]],
+        common: _Common,
+        max_tokens: int | None,
+        default_max_tokens: int | None,
+        logprobs: int,
+        param: str,
+        sampling: Fields | None = None,
+    ) -> Accepted:
+        count = len(prompts) * common.n
+        if count > MAX_ITEMS:
+            raise BadRequest(
+                f"{len(prompts)} prompts with n {common.n} give {count} answers, at most {MAX_ITEMS} are accepted",
+                param="n",
+            )
+        placements = place(f, len(prompts), common.n, self._config.disaggregation_mode, self._config.dp_size)
+        items = []
+        for i, ids in enumerate(prompts):
+            prompt = array("i", ids)
+            new = self._max_new_tokens(len(prompt), max_tokens, default_max_tokens, param)
+            if common.params.min_new_tokens > new:
+                raise BadRequest(
+                    f"{common.min_name} is {common.params.min_new_tokens}, but the answer may have {new} tokens only",
+                    param=common.min_name,
+                )
+            for choice in range(common.n):
+                where = placements[i * common.n + choice]
+                seed = seed_for(common.seed, where.rendezvous, choice)
+                params = replace(common.params, max_new_tokens=new, seed=seed, logprobs=logprobs)
+                items.append(Item(i, choice, prompt, params, where.rendezvous, where.dp_rank))
+        resume = read_resume(f, self.context_length, self._tokenizer.vocab_size)
+        if resume is not None:
+            items = [_resumed(f, items, common.stream, resume)]
+        unknown = (
+            f.unknown()
+            + list(common.unknown_options)
+            + ([sampling.name(u) for u in sampling.unknown()] if sampling else [])
+        )
+        return Accepted(
+            rid=common.rid,
+            items=tuple(items),
+            n=common.n,
+            text=common.text,
+            stream=common.stream,
+            include_usage=common.include_usage,
+            continuous_usage=common.continuous_usage,
+            logprobs=logprobs,
+            return_token_ids=common.return_token_ids,
+            priority=common.priority,
+            asked=common.asked,
+            ttft_deadline_secs=common.ttft_deadline_secs,
+            deadline_secs=common.deadline_secs,
+            namespace=common.namespace,
+            resume=resume,
+            ignored=tuple(unknown),
+        )
+
+    def _max_new_tokens(self, prompt_tokens: int, asked: int | None, default: int | None, param: str) -> int:
+        """The answer's limit. `asked` must fit; without it the default, or all that is left."""
+        if prompt_tokens == 0:
+            raise BadRequest(f"{param} is empty; give at least one token", param=param)
+        left = self.context_length - prompt_tokens
+        if left < 1 or (asked is not None and asked > left):
+            wish = "" if asked is None else f" and max_tokens asks for {asked} more"
+            raise self._too_long(f"has {prompt_tokens}{wish}", param)
+        if asked is not None:
+            return asked
+        return left if default is None else min(default, left)
+
+
+@dataclass(frozen=True, slots=True)
+class _Common:
+    params: SamplingParams
+    min_name: str
+    seed: int | None
+    n: int
+    text: TextRules
+    rid: str | None
+    stream: bool
+    include_usage: bool
+    continuous_usage: bool
+    unknown_options: tuple[str, ...]
+    priority: int | None
+    asked: Asked
+    ttft_deadline_secs: float | None
+    deadline_secs: float | None
+    namespace: bytes
+    return_token_ids: bool
+
+
+def _secs(milliseconds: int | None) -> float | None:
+    return None if milliseconds is None else milliseconds / 1000
+
+
+def with_deadline_headers(accepted: Accepted, headers: Mapping[str, str]) -> Accepted:
+    """Deadlines that proxies state as headers: remaining time of the whole request, wanted time to first token [ms].
+
+    The smaller of field and header counts. Raises BadRequest for a header that is not a number of milliseconds.
+    """
+    ttft = [accepted.ttft_deadline_secs, *(_header_secs(headers, name) for name in TTFT_HEADERS)]
+    total = [accepted.deadline_secs, _header_secs(headers, DEADLINE_HEADER)]
+    return replace(accepted, ttft_deadline_secs=_least(ttft), deadline_secs=_least(total))
+
+
+def _header_secs(headers: Mapping[str, str], name: str) -> float | None:
+    text = headers.get(name)
+    if text is None:
+        return None
+    if not text.isascii() or not text.isdigit() or not 1 <= int(text) <= MAX_DEADLINE_MS:
+        raise BadRequest(f"header {name} is {text[:32]!r}, must be 1 to {MAX_DEADLINE_MS} milliseconds", param=name)
+    return int(text) / 1000
+
+
+def _least(values: Iterable[float | None]) -> float | None:
+    return min((v for v in values if v is not None), default=None)
+
+
+def _is_batch(value: Any) -> bool:
+    """Several prompts, or a list of one: anything but a text or an array of token ids."""
+    return type(value) is list and len(value) > 0 and type(value[0]) is not int
+
+
+def _resumed(f: Fields, items: list[Item], stream: bool, resume: Resume) -> Item:
+    """The one item of a request, behind the tokens it has already."""
+    if len(items) != 1 or not stream:
+        raise f.bad("baton_resume", "goes with one streamed answer")
+    (item,) = items
+    done, params = len(resume.ids), item.params
+    if done >= params.max_new_tokens:
+        raise f.bad("baton_resume", f"has {done} tokens, the answer may have {params.max_new_tokens}")
+    params = replace(
+        params,
+        max_new_tokens=params.max_new_tokens - done,
+        min_new_tokens=max(params.min_new_tokens - done, 0),
+        seed=resume.seed,
+        resumed=done,
+    )
+    return replace(item, prompt=item.prompt + array("i", resume.ids), params=params)
+
+
+def _prompt_list(f: Fields, name: str) -> list[Any]:
+    """The four forms of a prompt as a list of texts or of id lists."""
+    value = f.require(name)
+    if type(value) is str or (type(value) is list and value and type(value[0]) is int):
+        value = [value]
+    if type(value) is not list or not all(type(v) in (str, list) for v in value):
+        raise f.bad(name, "must be a string, an array of strings, an array of token ids, or an array of such arrays")
+    if not value or any(len(v) == 0 for v in value):
+        raise f.bad(name, "is empty; give at least one token")
+    return value

@@ -1,0 +1,478 @@
+"""The HTTP server of an engine: its routes, who may call them, and what the node says about itself.
+
+Every request passes `_guard`: it gets an id, its key is checked, and every exception becomes our error object.
+Generation is answering.py's; here are the other endpoints: tokens, facts, health, control.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import hmac
+import logging
+import re
+import time
+from array import array
+from collections.abc import Callable
+from importlib import metadata
+from typing import Any
+
+from aiohttp import web
+from aiohttp.typedefs import Handler
+
+from baton import DISTRIBUTION
+from baton.config import SECRETS, EngineConfig, kv_events
+from baton.errors import (
+    Aborted,
+    BadRequest,
+    EngineDead,
+    EngineError,
+    InvalidApiKey,
+    MethodNotAllowed,
+    ModelNotFound,
+    NotFound,
+    NotReady,
+    WrongState,
+)
+from baton.sched.metrics import step_log
+from baton.sched.types.request import SamplingParams
+from baton.server.api.fields import INT64_MAX, Fields
+from baton.server.api.openai import ChatFormat, CompletionFormat
+from baton.server.api.sglang_format import GenerateFormat
+from baton.server.api.validation import MAX_ITEMS, Accepted, Item, TextRules, Validator
+from baton.server.http.generation import Generation
+from baton.server.http.http_utils import REQUEST_ID, error_response, json_response, new_id, read_object
+from baton.server.http.lifecycle import Lifecycle, NodeCondition, NodeState
+from baton.server.http.request_handler import Answering
+from baton.server.kv_events.http_stream import KvStreams
+from baton.server.observability import diagnosis, load_report, tracer
+from baton.server.observability.fingerprint import fingerprint, tokenizer_hash
+from baton.server.observability.metrics import Metrics
+from baton.server.text.model_info import ModelFacts
+from baton.server.text.tokenizer import Tokenizer
+from baton.server.worker.client import Rank, Ranks
+
+log = logging.getLogger("baton.front")
+
+CONTROL_SECS = 10.0
+HEALTH_GENERATE_SECS = 20.0
+NONFINITE_IN_A_ROW = 3
+"""So many answers that ended in NaN or infinity, with none that did not between them, make the node unhealthy."""
+NONFINITE_SECS = 30.0
+"""Seconds until an unhealthy node is tried again; the next such answer makes it unhealthy at once."""
+OPEN_PATHS = frozenset({"/health", "/livez", "/readyz", "/health_generate", "/ping", "/metrics"})
+_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,256}")
+FEATURES = {"null": ["resume"], "prefill": ["reopen", "resume"], "decode": ["local_prefill", "resume"]}
+"""By mode, what a router may rely on (docs/protocol.md §2)."""
+
+
+def version() -> str:
+    try:
+        return metadata.version(DISTRIBUTION)
+    except metadata.PackageNotFoundError:  # run from a source tree
+        return "0+source"
+
+
+class Front:
+    """The front process's state and handlers. `ranks` appears when the sockets are bound."""
+
+    def __init__(self, config: EngineConfig, facts: ModelFacts, tokenizer: Tokenizer, ranks: Ranks) -> None:
+        self.config = config
+        self.facts = facts
+        self.tokenizer = tokenizer
+        self.ranks = ranks
+        self._tokenizer_hash = tokenizer_hash(facts.tokenizer_path)
+        self.validator = Validator(config, facts, tokenizer)
+        self.metrics = Metrics(
+            version(), config.disaggregation_mode, facts.name, config.page_size, config.metrics_compat
+        )
+        self.lifecycle = Lifecycle(ranks)
+        self.bootstrap_port: int | None = None
+        self.bootstrap_refused: Callable[[], int] = lambda: 0
+        """P nodes: requests that the bootstrap server has refused."""
+        self._counted_refused = 0
+        self.started_at = int(time.time())
+        self.tracer = tracer.start(config)
+        self.answering = Answering(
+            ranks, tokenizer, self.metrics, facts.name, config.request_timeout_secs, self._refuse_if_not_accepting,
+            self.validator.refuse_oversized, self.validator.tenancy, self.tracer,
+        )  # fmt: skip
+        self.lifecycle.answers = self.answering
+        if self.tracer is not None:
+            ranks.on_stories = self.tracer.told
+        self.kv_streams = KvStreams(ranks, kv_events.read(config.kv_events_config).enable_kv_cache_events)
+        ranks.on_stats = self._on_stats
+
+    def _on_stats(self, rank: Rank) -> None:
+        self.metrics.report(rank.dp_rank, rank.gauges, rank.counters, rank.histograms)
+        if rank.dead is not None:
+            self.kv_streams.on_death(rank.dp_rank)
+
+    # ---- state -------------------------------------------------------------------------------------------------
+
+    def became_ready(self) -> None:
+        """All ranks have loaded: the pool may hold less than the model's context."""
+        pools = [i for r in self.ranks.ranks if isinstance(i := r.info.get("max_total_num_tokens"), int)]
+        self.validator.context_length = min([self.facts.context_length, *pools])
+        self.lifecycle.is_loaded = True
+
+    def _nonfinite(self) -> EngineError | None:
+        """Keeps routers away from a rank that computes NaN or infinity, for a while; requests are still accepted."""
+        since = time.monotonic() - NONFINITE_SECS
+        for rank in self.ranks.ranks:
+            if rank.nonfinite >= NONFINITE_IN_A_ROW and rank.nonfinite_at > since:
+                return EngineDead(
+                    f"the last {rank.nonfinite} answers of rank {rank.dp_rank} ended because the model computed NaN or "
+                    "infinity; check the checkpoint and --dtype, or restart the engine",
+                    retry_after_secs=int(NONFINITE_SECS),
+                )
+        return None
+
+    # ---- generation --------------------------------------------------------------------------------------------
+
+    async def chat(self, request: web.Request) -> web.StreamResponse:
+        return await self.answering.answer(request, "chat", self.validator.chat, ChatFormat)
+
+    async def completion(self, request: web.Request) -> web.StreamResponse:
+        return await self.answering.answer(request, "completions", self.validator.completion, CompletionFormat)
+
+    async def generate(self, request: web.Request) -> web.StreamResponse:
+        return await self.answering.answer(request, "generate", self.validator.generate, GenerateFormat)
+
+    def _refuse_if_not_accepting(self) -> None:
+        if (refusal := self.lifecycle.condition().refusal) is not None:
+            raise refusal
+
+    # ---- tokens ------------------------------------------------------------------------------------------------
+
+    async def tokenize(self, request: web.Request) -> web.Response:
+        ids = await self.validator.tokenize(await read_object(request))
+        nested = bool(ids) and isinstance(ids[0], list)
+        count = [len(row) for row in ids] if nested else len(ids)  # type: ignore[arg-type]
+        return json_response({"tokens": ids, "count": count, "max_model_len": self.validator.context_length})
+
+    async def detokenize(self, request: web.Request) -> web.Response:
+        text = await self.validator.detokenize(await read_object(request))
+        # SGLang says `text`, vLLM says `prompt`; clients of both exist.
+        return json_response({"text": text, "prompt": text})
+
+    # ---- facts -------------------------------------------------------------------------------------------------
+
+    def _model_card(self) -> dict[str, Any]:
+        return {
+            "id": self.facts.name,
+            "object": "model",
+            "created": self.started_at,
+            # Routers of this family decide by this word how to dispatch to a P/D pair: smg 1.13 sends both legs at
+            # once to "sglang", which is our protocol, and vLLM's sequential form to everything else.
+            "owned_by": "sglang",
+            "root": self.facts.name,
+            "parent": None,
+            "max_model_len": self.validator.context_length,
+        }
+
+    async def models(self, request: web.Request) -> web.Response:
+        return json_response({"object": "list", "data": [self._model_card()]})
+
+    async def model(self, request: web.Request) -> web.Response:
+        name = request.match_info["name"]
+        if name != self.facts.name:
+            raise ModelNotFound(
+                f"model {name[:200]!r} is not served here; this engine serves {self.facts.name!r}", param="model"
+            )
+        return json_response(self._model_card())
+
+    async def model_info(self, request: web.Request) -> web.Response:
+        return json_response(
+            {
+                "model_path": str(self.facts.path),
+                "tokenizer_path": str(self.facts.tokenizer_path),
+                "served_model_name": self.facts.name,
+                "is_generation": True,
+                "model_type": self.facts.model_type,
+                "architectures": self.facts.architectures,
+                "context_length": self.validator.context_length,
+                "has_chat_template": self.facts.chat_template is not None,
+            }
+        )
+
+    async def server_info(self, request: web.Request) -> web.Response:
+        config = {k: v for k, v in dataclasses.asdict(self.config).items() if k not in SECRETS}
+        config["model_path"] = str(self.facts.path)
+        config["served_model_name"] = self.facts.name
+        config["served_model_names"] = self.validator.model_names
+        if self.bootstrap_port is not None:
+            config["disaggregation_bootstrap_port"] = self.bootstrap_port
+        ranks, now = self.ranks.ranks, self.lifecycle.condition()
+        layout = ranks[0].info.get("layout")  # absent until the rank has loaded
+        if isinstance(layout, dict):
+            config["fingerprint"] = fingerprint(self.facts, self._tokenizer_hash, layout)
+        return json_response(
+            {
+                **config,
+                **ranks[0].info,  # max_total_num_tokens, dtype, layout: equal on all ranks
+                "context_length": self.validator.context_length,  # a rank's pool may hold less than it says
+                "max_prompt_chars": self.validator.max_prompt_chars,
+                "engine": "baton",
+                "tokenizer_fingerprint": self.facts.tokenizer_fingerprint,
+                "baton_features": FEATURES.get(self.config.disaggregation_mode, []),
+                "state": now.state.value,
+                "status": now.state.value,  # SGLang's name
+                "load_progress": self.lifecycle.load_progress,
+                "version": version(),
+                "priority_order": "lower first" if self.config.schedule_low_priority_values_first else "higher first",
+                "internal_states": [{"dp_rank": r.dp_rank, "ready": r.ready, "dead": r.dead, **r.info} for r in ranks],
+            }
+        )
+
+    async def load(self, request: web.Request) -> web.Response:
+        ranks = self.ranks.ranks
+        if request.path == "/get_load":  # SGLang's
+            return json_response([load_report.short(rank) for rank in ranks])
+        return json_response({"dp_rank_count": len(ranks), "loads": [load_report.full(rank) for rank in ranks]})
+
+    async def metrics_text(self, request: web.Request) -> web.Response:
+        if self.tracer is not None:
+            self.tracer.count(self.metrics.trace_spans)
+        refused = self.bootstrap_refused()
+        self.metrics.kv_routes_refused.inc(refused - self._counted_refused)
+        self._counted_refused = refused
+        now = self.lifecycle.condition()
+        self.metrics.ready.set(now.refusal is None)
+        for state in NodeState:
+            self.metrics.state.labels(state.value).set(state is now.state)
+        self.metrics.load_progress.set(self.lifecycle.load_progress)
+        self.metrics.ranks_alive.set(sum(r.dead is None for r in self.ranks.ranks))
+        return web.Response(
+            body=self.metrics.text(), headers={"content-type": "text/plain; version=0.0.4; charset=utf-8"}
+        )
+
+    # ---- health ------------------------------------------------------------------------------------------------
+
+    async def livez(self, request: web.Request) -> web.Response:
+        return json_response({"status": "alive"})
+
+    async def health(self, request: web.Request) -> web.Response:
+        now = self.lifecycle.condition()
+        if now.refusal is None and (nonfinite := self._nonfinite()) is not None:
+            now = NodeCondition(now.state, "nonfinite_logits", nonfinite)
+        if now.refusal is None:
+            return json_response({"status": "ok", "state": now.state.value})
+        return error_response(now.refusal, {"state": now.state.value, "reason": now.reason})
+
+    async def health_generate(self, request: web.Request) -> web.Response:
+        """One real token on every rank, on the path that requests take."""
+        self._refuse_if_not_accepting()
+        token = self.validator.eos_token_ids[0] if self.validator.eos_token_ids else 0
+        params = SamplingParams(max_new_tokens=1, temperature=0.0, ignore_eos=True)
+        items = tuple(Item(r.dp_rank, 0, array("i", [token]), params, None, r.dp_rank) for r in self.ranks.ranks)
+        probe = Generation(
+            "health-" + new_id(), Accepted(rid=None, items=items, n=1, text=TextRules()), self.ranks, self.tokenizer,
+            Metrics(), "health", time.monotonic(), HEALTH_GENERATE_SECS,
+        )  # fmt: skip
+        try:
+            probe.start()
+            while not probe.finished:
+                await probe.next()
+        finally:
+            probe.close()
+        return json_response({"status": "ok"})
+
+    # ---- control -----------------------------------------------------------------------------------------------
+
+    async def drain(self, request: web.Request) -> web.Response:
+        """POST: refuse new requests and finish the others. GET: what is left of them."""
+        if request.method == "POST":
+            self.lifecycle.begin_drain()
+        return json_response(await self.lifecycle.report())
+
+    async def undrain(self, request: web.Request) -> web.Response:
+        self.lifecycle.end_drain()
+        return json_response(await self.lifecycle.report())
+
+    async def flush_cache(self, request: web.Request) -> web.Response:
+        replies = await self._ask_all("flush_cache")
+        if not all(ok for ok, _ in replies):
+            raise BadRequest(
+                f"the cache was not flushed on every rank: {[r for ok, r in replies if not ok]}; "
+                "wait for running requests"
+            )
+        return json_response({"success": True, "ranks": [r for _, r in replies]})
+
+    async def ledger(self, request: web.Request) -> web.Response:
+        return json_response({"ranks": [r for _, r in await self._ask_all("ledger")]})
+
+    async def rooms(self, request: web.Request) -> web.Response:
+        """Timelines of live KV transfers; ?room=N for one."""
+        raw = request.query.get("room")
+        if raw is not None and not (raw.isascii() and raw.isdigit() and len(raw) < 20):
+            raise BadRequest(f"room {raw[:50]!r} is no integer", param="room")
+        args = {} if raw is None else {"room": int(raw)}
+        replies = await self._ask_all("ledger", **args)
+        return json_response({"ranks": [{"dp_rank": r["dp_rank"], "rooms": r.get("rooms", [])} for _, r in replies]})
+
+    async def diagnose(self, request: web.Request) -> web.Response:
+        """Facts for `baton doctor`; the ranks' ledgers without timelines, whose room 0 is never drawn."""
+        books = [r for _, r in await self._ask_all("ledger", room=0)] if any(r.ready for r in self.ranks.ranks) else []
+        return json_response(await diagnosis.diagnose(self.config, await read_object(request), books))
+
+    async def steps(self, request: web.Request) -> web.Response:
+        """The scheduler's last decisions per rank; ?n= at most so many, newest last."""
+        raw = request.query.get("n", str(step_log.RING))
+        if not (raw.isascii() and raw.isdigit() and 1 <= int(raw[:9]) <= step_log.RING):
+            raise BadRequest(f"n is {raw[:50]!r}; give 1 to {step_log.RING}", param="n")
+        return json_response({"ranks": [r for _, r in await self._ask_all("steps", n=int(raw))]})
+
+    async def _ask_all(self, op: str, **args: Any) -> list[tuple[bool, dict[str, Any]]]:
+        if not any(r.ready for r in self.ranks.ranks):
+            raise NotReady("no rank is ready", retry_after_secs=2)
+
+        async def ask(rank: Rank) -> tuple[bool, dict[str, Any]]:
+            reply = await self.ranks.control(rank, op, CONTROL_SECS, **args)
+            return reply.ok, {"dp_rank": rank.dp_rank, **reply.result}
+
+        return list(await asyncio.gather(*(ask(r) for r in self.ranks.ranks if r.dead is None)))
+
+    async def abort_request(self, request: web.Request) -> web.Response:
+        f = Fields(await read_object(request))
+        everything = f.boolean("abort_all", False)
+        rid = f.string(f.first("rid", "request_id"))
+        rooms = f.integers("bootstrap_room", MAX_ITEMS, 0, INT64_MAX)
+        if not everything and rid is None and not rooms:
+            raise BadRequest("give rid, bootstrap_room, or abort_all: true", param="rid")
+        count = self.answering.cancel(None if everything else rid) if everything or rid is not None else 0
+        if any(r.ready for r in self.ranks.ranks):
+            replies = await self._ask_all("abort", rooms=list(rooms), rid=rid, all=everything)
+            count += sum(reply["aborted"] for _, reply in replies)
+        return json_response({"success": True, "aborted": count})
+
+    async def suspend_request(self, request: web.Request) -> web.Response:
+        """All items of the request, or none: what one rank suspended is resumed when another one cannot."""
+        rid, items = self._items_of(request)
+        replies = await self._ask_items("suspend", items)
+        refused = [r["message"] for ok, r in replies.values() if not ok]
+        if refused:
+            await self._ask_items("resume", {dp_rank: items[dp_rank] for dp_rank, (ok, _) in replies.items() if ok})
+            raise WrongState(refused[0])
+        return self._changed(rid, "suspended", replies)
+
+    async def resume_request(self, request: web.Request) -> web.Response:
+        rid, items = self._items_of(request)
+        return self._changed(rid, "resumed", await self._ask_items("resume", items))
+
+    def _items_of(self, request: web.Request) -> tuple[str, dict[int, list[int]]]:
+        """The request's rid, and the handles of its unfinished items by rank."""
+        rid = request.match_info["rid"]
+        items: dict[int, list[int]] = {}
+        for generation in self.answering.live(rid):
+            for track in generation.tracks:
+                if track.rank is not None and not track.done:
+                    items.setdefault(track.rank.dp_rank, []).append(track.handle)
+        if not items:
+            raise _no_such_request(rid)
+        return rid, items
+
+    async def _ask_items(self, op: str, items: dict[int, list[int]]) -> dict[int, tuple[bool, dict[str, Any]]]:
+        async def ask(dp_rank: int, handles: list[int]) -> tuple[bool, dict[str, Any]]:
+            reply = await self.ranks.control(self.ranks.ranks[dp_rank], op, CONTROL_SECS, handles=handles)
+            return reply.ok, reply.result
+
+        replies = await asyncio.gather(*(ask(dp_rank, handles) for dp_rank, handles in items.items()))
+        return dict(zip(items, replies, strict=True))
+
+    @staticmethod
+    def _changed(rid: str, state: str, replies: dict[int, tuple[bool, dict[str, Any]]]) -> web.Response:
+        found = sum(int(r["found"]) for _, r in replies.values())
+        if not found:  # it ended while the question was on its way
+            raise _no_such_request(rid)
+        return json_response({"rid": rid, "state": state, "items": found})
+
+    # ---- the application ---------------------------------------------------------------------------------------
+
+    def application(self) -> web.Application:
+        app = web.Application(middlewares=[self._guard])
+        app.on_response_prepare.append(_common_headers)
+        app.on_shutdown.append(self.kv_streams.close)
+        get, post = app.router.add_get, app.router.add_post
+        post("/v1/chat/completions", self.chat)
+        post("/v1/completions", self.completion)
+        post("/generate", self.generate)
+        app.router.add_put("/generate", self.generate)
+        get("/v1/models", self.models)
+        get("/v1/models/{name:.+}", self.model)
+        for path in ("/tokenize", "/v1/tokenize"):
+            post(path, self.tokenize)
+        for path in ("/detokenize", "/v1/detokenize"):
+            post(path, self.detokenize)
+        for path in ("/health", "/readyz", "/ping"):
+            get(path, self.health)
+        get("/livez", self.livez)
+        get("/health_generate", self.health_generate)
+        for path in ("/get_model_info", "/model_info"):
+            get(path, self.model_info)
+        for path in ("/get_server_info", "/server_info"):
+            get(path, self.server_info)
+        for path in ("/v1/loads", "/get_load"):
+            get(path, self.load)
+        get("/drain", self.drain)
+        post("/drain", self.drain)
+        post("/undrain", self.undrain)
+        get("/flush_cache", self.flush_cache)
+        post("/flush_cache", self.flush_cache)
+        post("/abort_request", self.abort_request)
+        post("/v1/requests/{rid:.+}/suspend", self.suspend_request)
+        post("/v1/requests/{rid:.+}/resume", self.resume_request)
+        get("/v1/kv_events", self.kv_streams.serve)
+        get("/metrics", self.metrics_text)
+        get("/debug/ledger", self.ledger)
+        get("/debug/rooms", self.rooms)
+        post("/debug/diagnosis", self.diagnose)
+        get("/v1/scheduler/steps", self.steps)
+        return app
+
+    @web.middleware
+    async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        given = request.headers.get("x-request-id", "")
+        request[REQUEST_ID] = given if _REQUEST_ID.fullmatch(given) else new_id()
+        try:
+            self._check_key(request)
+            return await handler(request)
+        except EngineError as err:
+            return error_response(err)
+        except web.HTTPNotFound:
+            return error_response(NotFound(f"no such path: {request.path[:200]}"))
+        except web.HTTPMethodNotAllowed as err:
+            allowed = ", ".join(sorted(err.allowed_methods))
+            response = error_response(
+                MethodNotAllowed(f"{request.path[:200]} does not accept {request.method}; it accepts {allowed}")
+            )
+            response.headers["allow"] = allowed
+            return response
+        except web.HTTPException as err:
+            return error_response(BadRequest(f"{err.reason}"))
+        except ConnectionError:
+            # The client is gone and nobody reads this; an exception would be logged by aiohttp as ours.
+            return error_response(Aborted("the client closed the connection"))
+        except Exception:
+            log.exception("rid=%s %s %s failed", request[REQUEST_ID], request.method, request.path)
+            return error_response(EngineError("internal error; the engine's log has the details"))
+
+    def _check_key(self, request: web.Request) -> None:
+        key = self.config.api_key
+        if key is None or request.path in OPEN_PATHS:
+            return
+        scheme, _, given = request.headers.get("authorization", "").partition(" ")
+        if scheme.lower() != "bearer" or not hmac.compare_digest(given.strip().encode(), key.encode()):
+            raise InvalidApiKey("send the engine's --api-key as 'Authorization: Bearer KEY'")
+
+
+def _no_such_request(rid: str) -> NotFound:
+    return NotFound(
+        f"no request {rid[:200]!r} is being answered here; give the rid (or the x-request-id header) it was sent with",
+        param="rid",
+    )
+
+
+async def _common_headers(request: web.BaseRequest, response: web.StreamResponse) -> None:
+    response.headers["server"] = "baton"
+    response.headers["x-request-id"] = request[REQUEST_ID]

@@ -1,0 +1,88 @@
+"""Small pieces of HTTP shared by the handlers: the body as an object, JSON answers, errors, request ids.
+
+All streams wait while the event loop works on a body, so generation requests are checked by size before they are
+parsed: those above INLINE_BYTES in a thread, without the GIL.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from baton.errors import EngineError, InvalidJson, PayloadTooLarge, UnsupportedMediaType
+from baton.server.api.openai import encode_json
+
+MAX_BODY_BYTES = 32 * 2**20
+"""A 128k-token prompt as JSON numbers is about 1 MiB; this leaves room for batches of them."""
+MAX_BODY_COMMAS = 2**21
+"""Bounds the values in a body before it is parsed: that many take 20 to 130 ms, and all requests wait meanwhile."""
+
+INLINE_BYTES = 64 * 2**10
+"""Size checks up to here take 0.1 ms, about as long as the way to a thread and back."""
+
+Check = Callable[[str, bytes], None]
+"""Raises EngineError for a request path and its body."""
+
+_threads = ThreadPoolExecutor(1, thread_name_prefix="large-body")
+
+REQUEST_ID: web.RequestKey[str] = web.RequestKey("request_id", str)
+
+
+def new_id() -> str:
+    return uuid.uuid4().hex
+
+
+def error_response(err: EngineError, more: dict[str, Any] | None = None) -> web.Response:
+    """The error object, with `more` fields beside it."""
+    headers = {} if err.retry_after_secs is None else {"retry-after": str(err.retry_after_secs)}
+    return json_response(err.body() | (more or {}), err.status, headers)
+
+
+def json_response(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
+    return web.Response(body=encode_json(value), status=status, headers=headers, content_type="application/json")
+
+
+async def read_object(request: web.Request, check: Check | None = None) -> dict[str, Any]:
+    """The body as a JSON object. Raises InvalidJson, PayloadTooLarge, UnsupportedMediaType, and what `check` raises."""
+    coding = request.headers.get("content-encoding", "identity").lower()
+    if coding not in ("", "identity"):
+        raise UnsupportedMediaType(f"the body has content-encoding {coding[:50]}; send it as plain JSON")
+    if request.content_type.startswith("multipart/"):
+        raise UnsupportedMediaType(f"the body is {request.content_type[:50]}; send application/json")
+    raw = await _read(request)
+    if check is not None and len(raw) <= INLINE_BYTES:
+        check(request.path, raw)
+    elif check is not None:
+        await asyncio.get_running_loop().run_in_executor(_threads, check, request.path, raw)
+    try:
+        value = msgspec.json.decode(raw)
+    except UnicodeDecodeError as err:
+        raise InvalidJson(f"the body is not UTF-8: {err.reason} at byte {err.start}") from err
+    except (msgspec.DecodeError, RecursionError) as err:
+        raise InvalidJson(f"the body ({len(raw)} bytes) is not JSON: {err}") from err
+    if type(value) is not dict:
+        raise InvalidJson("the body must be a JSON object")
+    return value
+
+
+async def _read(request: web.Request) -> bytes:
+    """The body, piece by piece as it arrives: `request.read` takes all of it in one turn of the event loop."""
+    length = request.content_length or 0
+    pieces: list[bytes] = []
+    read = commas = 0
+    while max(length, read) <= MAX_BODY_BYTES and commas <= MAX_BODY_COMMAS:
+        piece = await request.content.readany()
+        if not piece:
+            return b"".join(pieces)
+        pieces.append(piece)
+        read += len(piece)
+        commas += piece.count(b",")
+    if commas > MAX_BODY_COMMAS:
+        raise PayloadTooLarge(f"the body has more than {MAX_BODY_COMMAS} commas; split the batch")
+    raise PayloadTooLarge(f"the body is larger than {MAX_BODY_BYTES} bytes; split the batch")

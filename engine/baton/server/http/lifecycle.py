@@ -1,0 +1,229 @@
+"""State of a node, drain included: what it does now, whether it takes requests, and what is left before it can stop.
+
+1. starting → loading (weights are being read) → ready; dead when a rank died or can no longer serve;
+2. `Lifecycle.begin_drain`: new requests are refused with `draining`, those that run finish, a P node keeps its leases
+   until the decode nodes have pulled them. POST /drain does that, and so does SIGTERM, which makes it final;
+3. `Lifecycle.end_drain` (POST /undrain) takes requests again, unless the drain is final;
+4. `Lifecycle.until_finished` waits until nothing is left; then the process can be stopped without a loss.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from baton.errors import Draining, EngineDead, EngineError, NotReady, QueueFull, WrongState
+from baton.server.worker.client import Rank, Ranks
+
+log = logging.getLogger("baton.front")
+
+ASK_SECS = 10.0
+"""For a rank's answer to what it has left."""
+POLL_SECS = 0.05
+"""Between two looks at what the ranks have left: nothing announces to the front that D has pulled."""
+RETRY_SECS = 2
+
+
+class NodeState(enum.Enum):
+    STARTING = "starting"
+    LOADING = "loading"
+    READY = "ready"
+    DRAINING = "draining"
+    DEAD = "dead"
+
+
+@dataclass(frozen=True, slots=True)
+class NodeCondition:
+    """State of the node with its reason."""
+
+    state: NodeState
+    reason: str | None = None
+    """Short and stable, for people and probes; None in state ready."""
+    refusal: EngineError | None = None
+    """Error that refuses a request sent now; None: it is accepted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Unfinished work of a node."""
+
+    requests: int
+    """HTTP answers in progress."""
+    streams: int
+    """Those of them that are streams."""
+    oldest_secs: float | None
+    """Age of the oldest request or lease; None: there is none."""
+    by_state: Counter[str] = field(default_factory=Counter)
+    """Requests on the ranks by scheduler state (baton_requests)."""
+    rooms: int = 0
+    """KV transfers that the runtimes of the ranks know and have not ended."""
+
+    @property
+    def is_finished(self) -> bool:
+        return not (self.requests or self.rooms or any(self.by_state.values()))
+
+    def as_json(self) -> dict[str, Any]:
+        states = self.by_state
+        return {
+            "requests": self.requests,
+            "streams": self.streams,
+            "waiting": states["waiting"] + states["opening"],
+            "running": states["running"] + states["suspended"] + states["aborting"],
+            "transfers": states["transfer"],
+            "leases": states["leased"],
+            "rooms": self.rooms,
+            "oldest_secs": None if self.oldest_secs is None else round(self.oldest_secs, 3),
+        }
+
+
+class Answers(Protocol):
+    """The answers that the front is giving (server.http.request_handler.Answering)."""
+
+    @property
+    def active(self) -> int: ...
+    @property
+    def streams(self) -> int: ...
+    @property
+    def oldest_at(self) -> float | None: ...
+    async def idle(self) -> None: ...
+
+
+class Lifecycle:
+    """The node's state. `answers` is set when the front can answer."""
+
+    answers: Answers
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self._drained_since: float | None = None
+        self._final_reason: str | None = None
+        self.is_loaded = False
+        """All ranks have reported ready once."""
+        self.bootstrap_healthy: Callable[[], bool] = lambda: True
+        """P nodes: True while the bootstrap server answers; without it no D node finds the ranks."""
+
+    # ---- state -------------------------------------------------------------------------------------------------
+
+    @property
+    def is_draining(self) -> bool:
+        return self._drained_since is not None
+
+    def condition(self) -> NodeCondition:
+        """The state in force: death before drain, drain before loading."""
+        ranks = self._ranks.ranks
+        if dead := [r for r in ranks if r.dead is not None]:
+            return self._dead("rank_dead", f"rank {dead[0].dp_rank} of this engine is gone ({dead[0].dead})")
+        if ill := [r for r in ranks if r.trouble is not None]:
+            return self._dead(
+                "rank_failed",
+                f"rank {ill[0].dp_rank} of this engine takes no new requests: {ill[0].trouble}; restart the node",
+            )
+        if not self.bootstrap_healthy():
+            return self._dead(
+                "bootstrap_stopped", "the bootstrap server of this prefill node has stopped; restart the node"
+            )
+        if self.is_draining:
+            return NodeCondition(NodeState.DRAINING, "draining", self._drain_refusal())
+        if not self.is_loaded:
+            ready = sum(r.ready for r in ranks)
+            state = NodeState.LOADING if any(r.loading for r in ranks) else NodeState.STARTING
+            count = f"{ready} of {len(ranks)} ranks are ready"
+            refusal = NotReady(
+                f"the model is loading: {count}, {self.load_progress:.0%} of the weights are in memory",
+                retry_after_secs=RETRY_SECS,
+            )
+            return NodeCondition(state, f"loading {ready}/{len(ranks)}", refusal)
+        return NodeCondition(NodeState.READY)
+
+    def _dead(self, reason: str, why: str) -> NodeCondition:
+        """A draining node that died says `draining` to requests: it is leaving, whatever else it is."""
+        refusal = self._drain_refusal() if self.is_draining else EngineDead(why, retry_after_secs=5)
+        return NodeCondition(NodeState.DEAD, reason, refusal)
+
+    @staticmethod
+    def _drain_refusal() -> Draining:
+        return Draining("this node is draining; send the request to another", retry_after_secs=RETRY_SECS)
+
+    @property
+    def load_progress(self) -> float:
+        """Share of the weights that are in memory, 0 to 1, over all processes of the engine."""
+        ranks = self._ranks.ranks
+        return sum(r.load_progress for r in ranks) / len(ranks)
+
+    # ---- drain -------------------------------------------------------------------------------------------------
+
+    def begin_drain(self, final_reason: str | None = None) -> None:
+        """Refuse new requests from now on. Idempotent.
+
+        Args:
+            final_reason: why the process ends when all is finished; None: the drain can be undone.
+        """
+        if self._drained_since is None:
+            self._drained_since = time.monotonic()
+            log.info("draining: no new requests; %d in flight", self._ranks.in_flight)
+        self._final_reason = self._final_reason or final_reason
+
+    def end_drain(self) -> None:
+        """Take requests again. Idempotent. Raises WrongState when the process is about to end."""
+        if self._final_reason is not None:
+            raise WrongState(
+                f"this node cannot return to service: {self._final_reason}, and it exits when its work is finished; "
+                "start it again"
+            )
+        if self._drained_since is not None:
+            log.info("drain undone after %.1f s: new requests are taken", time.monotonic() - self._drained_since)
+            self._drained_since = None
+
+    async def work_left(self) -> Work:
+        """Returns the unfinished work. Raises EngineError when a living rank does not answer."""
+        asked = [r for r in self._ranks.ranks if r.ready and r.dead is None]
+        replies = await asyncio.gather(*(self._ranks.control(r, "left", ASK_SECS) for r in asked))
+        now = time.monotonic()
+        ages = [reply.result["oldest_secs"] for reply in replies]
+        if (arrived := self.answers.oldest_at) is not None:
+            ages.append(now - arrived)
+        by_state: Counter[str] = Counter()
+        for reply in replies:
+            by_state.update(reply.result["requests"])
+        rooms = sum(reply.result["rooms"] for reply in replies)
+        oldest = max((age for age in ages if age is not None), default=None)
+        return Work(self.answers.active, self.answers.streams, oldest, by_state, rooms)
+
+    async def report(self) -> dict[str, Any]:
+        """The answer of /drain and /undrain."""
+        work = await self.work_left()
+        now = self.condition()
+        return {
+            "state": now.state.value,
+            "reason": now.reason,
+            "is_final": self._final_reason is not None,
+            "is_drained": self.is_draining and work.is_finished,
+            "draining_secs": None if self._drained_since is None else round(time.monotonic() - self._drained_since, 3),
+            "left": work.as_json(),
+        }
+
+    async def until_finished(self) -> None:
+        """Wait until no answer is in progress and no living rank has a request, lease or transfer left."""
+        await self.answers.idle()
+        await asyncio.gather(*(self._until_rank_finished(r) for r in self._ranks.ranks if r.dead is None))
+
+    async def _until_rank_finished(self, rank: Rank) -> None:
+        """A P rank's answers are out before D has pulled the pages: wait until its books are empty."""
+        try:
+            while True:
+                # A rank that has just become ready may not be connected in this direction yet: ask again.
+                try:
+                    books = (await self._ranks.control(rank, "left", ASK_SECS)).result
+                    if not (books["rooms"] or any(books["requests"].values())):
+                        return
+                except QueueFull as err:
+                    log.debug("rank %d: %s", rank.dp_rank, err.message)
+                await asyncio.sleep(POLL_SECS)
+        except EngineError as err:
+            log.warning("rank %d did not drain: %s", rank.dp_rank, err.message)

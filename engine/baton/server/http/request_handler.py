@@ -1,0 +1,318 @@
+"""Answering a generation request: body in, validated, run on the ranks, one JSON or a stream of events out.
+
+1. the body is read and validated; a Generation is entered in the table of live ones and started;
+2. a whole answer collects deltas until the end; a stream sends them as they come, its headers with the first token,
+   error or keep-alive, so that an error before it still has its HTTP status;
+3. whatever happens (end, error, disconnect = cancellation by aiohttp), `finally` closes the Generation, frees the
+   ranks, counts the outcome and writes the request's one log line.
+
+Invariant: a stream ends with one finish_reason per choice or one error event, then [DONE].
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import replace
+from typing import Any, Protocol
+
+from aiohttp import web
+
+from baton.errors import Draining, EngineError, RateLimited
+from baton.server.api.openai import sse
+from baton.server.api.resume import EMIT_HEADER, Teller
+from baton.server.api.tenancy import Tenancy
+from baton.server.api.validation import Accepted, with_deadline_headers
+from baton.server.http.generation import Delta, Generation
+from baton.server.http.http_utils import REQUEST_ID, Check, json_response, read_object
+from baton.server.observability.load_report import LOAD_HEADER, STAGES_HEADER, stages_header
+from baton.server.observability.load_report import header as load_header
+from baton.server.observability.metrics import Metrics
+from baton.server.observability.tracer import Tracer
+from baton.server.text.tokenizer import Tokenizer
+from baton.server.worker.client import Ranks
+
+log = logging.getLogger("baton.front")
+
+KEEPALIVE_SECS = 15.0
+"""Idle proxies cut connections after 30 to 60 s (nginx, cloud load balancers)."""
+SLOW_CLIENT_SECS = 60.0
+"""After the request's own timeout the client has this long to read the answer; then its connection is cut."""
+DONE = b"data: [DONE]\n\n"
+SSE_HEADERS = {
+    "content-type": "text/event-stream; charset=utf-8",
+    "cache-control": "no-cache",
+    "x-accel-buffering": "no",
+}
+_PLAIN_NAME = re.compile(r"[^A-Za-z0-9_.\-]")
+
+
+class Format(Protocol):
+    id: str
+
+    def __init__(self, generation: Generation, request_id: str, model: str) -> None: ...
+    def take(self, delta: Delta) -> None: ...
+    def event(self, delta: Delta) -> bytes: ...
+    def end(self) -> bytes: ...
+    def whole(self) -> Any: ...
+
+
+Validate = Callable[[dict[str, Any]], Awaitable[Accepted]]
+
+
+class Answering:
+    """The live requests of this process, and how they are answered."""
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        tokenizer: Tokenizer,
+        metrics: Metrics,
+        model_name: str,
+        timeout_secs: float,
+        admit: Callable[[], None],
+        refuse_oversized: Check,
+        tenancy: Tenancy,
+        tracer: Tracer | None,
+    ) -> None:
+        """`admit` raises when the node does not take requests now (loading, draining, dead)."""
+        self._tracer = tracer
+        self._tenancy = tenancy
+        self._ranks = ranks
+        self._tokenizer = tokenizer
+        self._metrics = metrics
+        self._model_name = model_name
+        self._timeout_secs = timeout_secs
+        self._admit = admit
+        self._refuse_oversized = refuse_oversized
+        self._live: dict[str, set[Generation]] = {}
+        self._arrivals: dict[object, float] = {}
+        """Requests from before their body is read until their answer is out, oldest first (monotonic seconds)."""
+        self.streams = 0
+        """Answers in progress that are streams."""
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    @property
+    def active(self) -> int:
+        """Requests that are being read or answered."""
+        return len(self._arrivals)
+
+    @property
+    def oldest_at(self) -> float | None:
+        """When the oldest of them arrived (monotonic seconds)."""
+        return next(iter(self._arrivals.values()), None)
+
+    async def idle(self) -> None:
+        """Wait until no request is being answered."""
+        await self._idle.wait()
+
+    def cut_all(self) -> None:
+        """End every live request with an error: this process is about to go."""
+        for generation in [g for same in self._live.values() for g in same]:
+            generation.fail(Draining("this node was shut down before the answer was finished", retry_after_secs=2))
+
+    def cancel(self, rid: str | None) -> int:
+        """End the live requests with this rid (None: all) as aborted; returns how many."""
+        found = [g for key, same in self._live.items() if rid is None or key == rid for g in same]
+        for generation in found:
+            generation.cancel()
+        return len(found)
+
+    def live(self, rid: str) -> list[Generation]:
+        """The requests with this rid that are being worked on."""
+        return list(self._live.get(rid, ()))
+
+    async def answer(
+        self, request: web.Request, endpoint: str, validate: Validate, format: type[Format]
+    ) -> web.StreamResponse:
+        """The whole life of one request. Raises EngineError when no byte of the answer was sent."""
+        arrived = time.monotonic()
+        status: int | None = 500
+        outcome = "internal_error"
+        parent = None if self._tracer is None else self._tracer.begin(request.headers)
+        generation: Generation | None = None
+        limit = self._timeout_secs
+        cut = asyncio.get_running_loop().call_later(limit + SLOW_CLIENT_SECS, _cut_connection, request)
+        self._metrics.in_flight.labels(endpoint).inc()
+        ticket = object()
+        self._arrivals[ticket] = arrived
+        self._idle.clear()
+        try:
+            self._admit()
+            body = await read_object(request, self._refuse_oversized)
+            accepted = with_deadline_headers(await validate(body), request.headers)
+            accepted = self._take_tokens(accepted, request.headers)
+            limit = min(limit, accepted.deadline_secs or limit)
+            if accepted.ignored:
+                self._metrics.ignored.inc(len(accepted.ignored))
+            request_id = request[REQUEST_ID]
+            generation = Generation(
+                accepted.rid or request_id,
+                accepted,
+                self._ranks,
+                self._tokenizer,
+                self._metrics,
+                endpoint,
+                arrived,
+                limit,
+                lambda count: self._tenancy.spend(accepted.tenant, count, time.monotonic()),
+                parent,
+            )
+            self._enter(generation)
+            generation.start()
+            shape = format(generation, request_id, self._model_name)
+            headers = _ignored_header(accepted)
+            if accepted.stream:
+                self.streams += 1
+                try:
+                    response, outcome = await self._stream(request, generation, shape, headers)
+                finally:
+                    self.streams -= 1
+                status = 200
+                return response
+            while not generation.finished:
+                for delta in await generation.next() or ():
+                    shape.take(delta)
+            status, outcome = 200, "ok"
+            return json_response(shape.whole(), headers=headers | _router_headers(generation))
+        except EngineError as err:
+            status, outcome = err.status, err.code
+            if generation is not None and generation.first_token_at is None and err.status == 503:
+                self._tenancy.spend(accepted.tenant, -accepted.prompt_tokens, time.monotonic())
+            raise
+        except (asyncio.CancelledError, ConnectionError):
+            status, outcome = None, "client_disconnected"
+            waiting = generation is None or generation.first_token_at is None
+            self._metrics.disconnects.labels("before_first_token" if waiting else "streaming").inc()
+            raise
+        finally:
+            cut.cancel()
+            del self._arrivals[ticket]
+            if not self._arrivals:
+                self._idle.set()
+            self._metrics.in_flight.labels(endpoint).dec()
+            self._metrics.requests.labels(endpoint, outcome).inc()
+            if generation is not None:
+                generation.close()
+                self._leave(generation)
+                self._account(generation, endpoint, outcome, arrived)
+            if self._tracer is not None and parent is not None:
+                self._tracer.answered(parent, request, generation, status, outcome, arrived)
+
+    def _take_tokens(self, accepted: Accepted, headers: Mapping[str, str]) -> Accepted:
+        """Its class and tenant, and the tenant's tokens for its prompt. Raises RateLimited."""
+        placed = self._tenancy.resolve(accepted.asked, accepted.priority, headers)
+        try:
+            self._tenancy.admit(placed.tenant, accepted.prompt_tokens, time.monotonic())
+        except RateLimited:
+            self._metrics.rate_limited.inc()
+            raise
+        return replace(accepted, priority=placed.priority, priority_class=placed.priority_class, tenant=placed.tenant)
+
+    async def _stream(
+        self, request: web.Request, generation: Generation, shape: Format, headers: dict[str, str]
+    ) -> tuple[web.StreamResponse, str]:
+        """Send events until the end; returns the outcome's code. Errors before the first byte are raised."""
+        response = web.StreamResponse(headers={**SSE_HEADERS, **headers})
+        teller = None
+        if EMIT_HEADER in request.headers and len(generation.tracks) == 1:
+            teller = Teller(generation.tracks[0].item.params.seed, generation.created)
+
+        async def send(data: bytes) -> None:
+            if not response.prepared:
+                response.headers.update(_router_headers(generation))
+                await response.prepare(request)
+            await response.write(data)
+
+        outcome = "ok"
+        try:
+            while not generation.finished:
+                deltas = await generation.next(KEEPALIVE_SECS)
+                if deltas is None:
+                    self._metrics.keepalives.inc()
+                    await send(b": waiting\n\n")
+                    continue
+                data = b"".join(shape.event(d) for d in deltas)
+                if teller is not None and not generation.finished:
+                    for delta in deltas:
+                        teller.took(delta.tokens)
+                    data = teller.mark(data)
+                if generation.finished:
+                    data += shape.end() + DONE
+                if data:
+                    await send(data)
+        except EngineError as err:
+            if not response.prepared:
+                raise
+            outcome = err.code
+            await send(sse(err.body()) + DONE)
+        except ConnectionError:
+            raise
+        except Exception:
+            if not response.prepared:
+                raise
+            log.exception("rid=%s failed in mid-stream", generation.rid)
+            outcome = "internal_error"
+            await send(sse(EngineError("internal error; the engine's log has the details").body()) + DONE)
+        await response.write_eof()
+        return response, outcome
+
+    def _enter(self, generation: Generation) -> None:
+        self._live.setdefault(generation.rid, set()).add(generation)
+
+    def _leave(self, generation: Generation) -> None:
+        same = self._live.get(generation.rid)
+        if same is not None:
+            same.discard(generation)
+            if not same:
+                del self._live[generation.rid]
+
+    def _account(self, g: Generation, endpoint: str, outcome: str, arrived: float) -> None:
+        now = time.monotonic()
+        m = self._metrics
+        m.prompt_tokens.inc(g.prompt_tokens)
+        m.cached_tokens.inc(g.cached_tokens)
+        m.completion_tokens.inc(g.completion_tokens)
+        if outcome == "ok":
+            m.e2e.labels(endpoint).observe(now - arrived)
+            m.prompt_length.observe(g.prompt_tokens)
+            m.completion_length.observe(g.completion_tokens)
+        ttft = None if g.first_token_at is None else g.first_token_at - arrived
+        after_first = max(g.completion_tokens - len(g.tracks), 0)
+        first = g.tracks[0]
+        meet = first.item.rendezvous
+        log.info(
+            "request rid=%s endpoint=%s outcome=%s rank=%s room=%s items=%d prompt_tokens=%d cached_tokens=%d "
+            "completion_tokens=%d ttft_ms=%s tpot_ms=%s e2e_ms=%.1f",
+            g.rid, endpoint, outcome, "-" if first.rank is None else first.rank.dp_rank,
+            "-" if meet is None else meet.room, len(g.tracks), g.prompt_tokens, g.cached_tokens, g.completion_tokens,
+            "-" if ttft is None else f"{ttft * 1e3:.1f}",
+            "-" if ttft is None or not after_first else f"{(now - arrived - ttft) / after_first * 1e3:.2f}",
+            (now - arrived) * 1e3,
+        )  # fmt: skip
+
+
+def _ignored_header(accepted: Accepted) -> dict[str, str]:
+    """Names of fields that had no effect, made safe for a header."""
+    if not accepted.ignored:
+        return {}
+    return {"x-ignored-params": ",".join(_PLAIN_NAME.sub("?", name[:64]) for name in accepted.ignored[:32])}
+
+
+def _router_headers(generation: Generation) -> dict[str, str]:
+    """For routers: load of the rank that answers (the first item's) when the headers leave, way to its first token."""
+    first = generation.tracks[0]
+    headers = {} if first.rank is None else {LOAD_HEADER: load_header(first.rank)}
+    if first.stages is not None:
+        headers[STAGES_HEADER] = stages_header(first.stages)
+    return headers
+
+
+def _cut_connection(request: web.Request) -> None:
+    if request.transport is not None:
+        log.warning("rid=%s: the client does not read its answer; closing the connection", request[REQUEST_ID])
+        request.transport.abort()

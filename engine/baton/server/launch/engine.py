@@ -1,0 +1,361 @@
+"""Start an engine: the front in this process, one scheduler process per DP rank, and on P nodes the bootstrap server.
+
+1. read the model directory, bind the HTTP port (503 `not_ready` from now on), bind the ZMQ sockets, spawn the ranks,
+   with --tp-size several processes each;
+2. every rank loads the model and sends Ready; the last one turns /health to 200 and prints the READY line;
+3. SIGTERM or SIGINT drains: no new requests, running ones finish, leases end, ranks are told to go; a second signal
+   ends at once;
+4. a rank that dies fails its requests, and is dead when one of its processes is; the other ranks finish theirs, then
+   the process exits with 1 and a supervisor starts it again.
+
+Ranks run in their own sessions, so that Ctrl-C reaches this process alone and is handled once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import errno
+import itertools
+import json
+import logging
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import zmq
+from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
+
+import baton
+from baton.config import LOOPBACK, UNSPECIFIED_HOSTS, EngineConfig, uses_four_bytes
+from baton.errors import ConfigError, EngineError
+from baton.models import checkpoint
+from baton.server.http.app import Front
+from baton.server.text import model_info
+from baton.server.text.four_byte_tokenizer import FourByteTokenizer
+from baton.server.text.tokenizer import Tokenizer
+from baton.server.worker import transfer_setup
+from baton.server.worker.client import SEND_QUEUE, Rank, Ranks
+
+log = logging.getLogger("baton.launch")
+
+RANK_COMMAND = (sys.executable, "-m", "baton.server.worker.process")
+EXIT_GRACE_SECS = 5.0
+"""From SIGTERM to SIGKILL for a rank that should go."""
+LAST_ANSWERS_SECS = 2.0
+"""For error events to leave before the HTTP server closes."""
+PROGRESS_SECS = 10.0
+TRANSFER_END_SECS = 2.0
+"""For a rank to refuse the KV transfers that begin after all its requests have ended."""
+
+
+def run_engine(config: EngineConfig, rank_command: Sequence[str] = RANK_COMMAND) -> int:
+    """Run until a signal or the last rank's death; returns the exit code (0 drained, 1 died, 2 cannot start)."""
+    logging.basicConfig(
+        stream=sys.stderr,
+        level=config.log_level.upper(),
+        format="%(asctime)s %(levelname)s %(name)s %(message)s",
+    )
+    logging.getLogger("aiohttp.server").addFilter(_one_line_for_no_request)
+    try:
+        if config.simulate is None and rank_command is RANK_COMMAND:  # ranks of tests have no model
+            checkpoint.check(config, model_info.resolve(config.model_path))
+        return asyncio.run(_Launcher(config, rank_command).run())
+    except ConfigError as err:
+        print(f"baton engine: {err.message}", file=sys.stderr)
+        return 2
+
+
+def _one_line_for_no_request(record: logging.LogRecord) -> bool:
+    """A port scan, or a router that tries HTTP/2 for gRPC, is refused in one line, not in a traceback."""
+    if record.exc_info and isinstance(record.exc_info[1], HttpProcessingError):
+        record.msg, record.exc_info = record.msg + ": this is no HTTP/1.1 request", None
+        record.levelno, record.levelname = logging.INFO, logging.getLevelName(logging.INFO)
+    return True
+
+
+class _Launcher:
+    """Owns the processes, sockets and servers of one engine; `run` is its whole life."""
+
+    def __init__(self, config: EngineConfig, rank_command: Sequence[str]) -> None:
+        self._config = config
+        self._rank_command = rank_command
+        self._children: dict[tuple[int, int], asyncio.subprocess.Process] = {}
+        """By DP and TP rank."""
+        self._watchers: list[asyncio.Task[None]] = []
+        self._exit_codes: list[int] = []
+        self._signals = 0
+        self._signalled = asyncio.Event()
+        self._hurry = asyncio.Event()
+        self._closing = False
+
+    async def run(self) -> int:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._on_signal)
+        started = time.monotonic()
+        facts = model_info.load(self._config)
+        tokenizer = FourByteTokenizer() if uses_four_bytes(self._config) else Tokenizer(facts.tokenizer_path)
+        async with contextlib.AsyncExitStack() as stack:
+            stack.callback(tokenizer.close)
+            folder = Path(tempfile.mkdtemp(prefix="baton-"))
+            stack.callback(shutil.rmtree, folder, ignore_errors=True)
+            context, addresses, ranks = self._open_sockets(folder)
+            stack.callback(context.destroy, 0)
+            stack.callback(ranks.close)
+            front = Front(self._config, facts, tokenizer, ranks)
+            if front.tracer is not None:
+                stack.push_async_callback(front.tracer.flush)
+            url = await self._serve_http(stack, front)
+            transfer_setup.warn_of_reach(self._config)
+            bootstrap = self._start_bootstrap(stack)
+            if bootstrap is not None:
+                front.bootstrap_port = bootstrap.port
+                front.lifecycle.bootstrap_healthy = lambda: bool(bootstrap.healthy)
+                front.bootstrap_refused = lambda: int(bootstrap.refused)
+            stack.push_async_callback(self._end_children)
+            for dp_rank, tp_rank in itertools.product(range(self._config.dp_size), range(self._config.tp_size)):
+                await self._spawn(dp_rank, tp_rank, folder, addresses, ranks, bootstrap)
+            log.info("%s: loading %s in %d processes", url, facts.path, len(self._children))
+            if not await self._wait_ready(ranks, started):
+                return await self._give_up(ranks)
+            front.became_ready()
+            log.info("ready after %.1f s: %s serves %s", time.monotonic() - started, url, facts.name)
+            line = {"url": url, "pid": os.getpid(), "bootstrap_port": front.bootstrap_port}
+            print("READY " + json.dumps(line), flush=True)
+            return await self._serve_until_end(front, ranks)
+
+    # ---- parts of the start ------------------------------------------------------------------------------------
+
+    def _open_sockets(self, folder: Path) -> tuple[zmq.Context[Any], list[str], Ranks]:
+        """PUSH to each rank and a shared PULL from all, as ipc sockets in a directory only this user can enter."""
+        context: zmq.Context[Any] = zmq.Context()
+        pull = context.socket(zmq.PULL)
+        pull.set_hwm(SEND_QUEUE)
+        pull.bind(f"ipc://{folder}/front")
+        pushes, addresses = [], [f"ipc://{folder}/front"]
+        for rank in range(self._config.dp_size):
+            push = context.socket(zmq.PUSH)
+            push.set_hwm(SEND_QUEUE)
+            addresses.append(f"ipc://{folder}/rank{rank}")
+            push.bind(addresses[-1])
+            pushes.append(push)
+        limit = self._config.max_running_requests + self._config.max_queued_requests
+        return context, addresses, Ranks(context, pull, pushes, limit, self._config.tp_size)
+
+    async def _serve_http(self, stack: contextlib.AsyncExitStack, front: Front) -> str:
+        runner = web.AppRunner(
+            front.application(), handler_cancellation=True, access_log=None, shutdown_timeout=LAST_ANSWERS_SECS
+        )
+        await runner.setup()
+        stack.push_async_callback(runner.cleanup)
+        host, port = self._config.host, self._config.port
+        try:
+            await web.TCPSite(runner, host, port, backlog=1024).start()
+        except OSError as err:
+            why = "is already in use" if err.errno == errno.EADDRINUSE else f"cannot be bound ({err.strerror or err})"
+            raise ConfigError(f"--host {host} --port {port} {why}; choose another, or 0 for a free port") from err
+        bound = runner.addresses[0]
+        return url_of(host, bound[1])
+
+    def _start_bootstrap(self, stack: contextlib.AsyncExitStack) -> Any:
+        """On a P node the server where D's transfer runtime finds our ranks."""
+        if self._config.disaggregation_mode != "prefill":
+            return None
+        try:
+            from baton._native import BootstrapServer
+        except ImportError as err:
+            raise ConfigError(
+                f"--disaggregation-mode prefill needs the native extension ({err}); build it with maturin"
+            ) from err
+        port = self._config.disaggregation_bootstrap_port
+        try:
+            server = BootstrapServer(
+                self._config.bootstrap_listen_host, port, self._config.cluster_key, self._config.second_cluster_key
+            )
+        except OSError as err:
+            raise ConfigError(
+                f"--disaggregation-bootstrap-port {port} cannot be bound ({err}); choose another, or 0"
+            ) from err
+        stack.callback(server.stop)
+        return server
+
+    async def _spawn(
+        self, dp_rank: int, tp_rank: int, folder: Path, addresses: list[str], ranks: Ranks, bootstrap: Any
+    ) -> None:
+        # A rank finds the package where this process found it, installed or not.
+        package_root = str(Path(baton.__path__[0]).parent)
+        path = os.environ.get("PYTHONPATH")
+        env = {**os.environ, "PYTHONPATH": package_root + (os.pathsep + path if path else "")}
+        child = await asyncio.create_subprocess_exec(
+            *self._rank_command,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=sys.stderr.fileno(),
+            env=env,
+            start_new_session=True,
+        )
+        self._children[dp_rank, tp_rank] = child
+        order = {
+            "config": dataclasses.asdict(self._config),
+            "dp_rank": dp_rank,
+            "tp_rank": tp_rank,
+            "folder": str(folder),
+            "front_pid": os.getpid(),
+            "to_rank": addresses[1 + dp_rank],
+            "to_front": addresses[0],
+            "bootstrap_host": None if bootstrap is None else _reachable(self._config.bootstrap_listen_host),
+            "bootstrap_port": None if bootstrap is None else bootstrap.port,
+        }
+        assert child.stdin is not None  # asked for above
+        child.stdin.write(json.dumps(order).encode() + b"\n")
+        with contextlib.suppress(ConnectionError):  # it died already: its watcher reports that
+            await child.stdin.drain()
+        child.stdin.close()
+        self._watchers.append(asyncio.create_task(self._watch(dp_rank, tp_rank, ranks)))
+
+    async def _watch(self, dp_rank: int, tp_rank: int, ranks: Ranks) -> None:
+        child = self._children[dp_rank, tp_rank]
+        code = await child.wait()
+        self._exit_codes.append(code)
+        if not self._closing:
+            how = f"was killed by signal {-code}" if code < 0 else f"exited with {code}"
+            which = f"process {child.pid}" + (f" (tensor-parallel rank {tp_rank})" if self._config.tp_size > 1 else "")
+            ranks.died(dp_rank, f"{which} {how}")
+        if code or not self._closing:  # else it ended in order, and so do those that compute with it
+            self._kill([c for (dp, _), c in self._children.items() if dp == dp_rank])
+
+    @staticmethod
+    def _kill(children: Iterable[asyncio.subprocess.Process]) -> None:
+        for child in children:
+            if child.returncode is None:
+                with contextlib.suppress(ProcessLookupError):
+                    child.kill()
+
+    async def _wait_ready(self, ranks: Ranks, started: float) -> bool:
+        """True when all ranks are ready; False on a death or a signal."""
+        while True:
+            ranks.changed.clear()
+            if ranks.all_ready:
+                return True
+            if self._signalled.is_set() or not ranks.all_alive:
+                return False
+            await self._first(ranks.changed, self._signalled, timeout_secs=PROGRESS_SECS)
+            if not ranks.all_alive:
+                return False
+            ready = sum(r.ready for r in ranks.ranks)
+            log.info("%d of %d ranks ready after %.1f s", ready, len(ranks.ranks), time.monotonic() - started)
+
+    async def _give_up(self, ranks: Ranks) -> int:
+        """A signal or a rank's death before everything was ready."""
+        dead = [f"rank {r.dp_rank}: {r.dead}" for r in ranks.ranks if r.dead is not None]
+        if not dead:
+            return 0
+        print("baton engine: could not start\n" + "\n".join(dead), file=sys.stderr)
+        # A rank exits with 2 when the configuration is at fault: a supervisor should not try again. It has sent its
+        # message and is about to exit: let it.
+        await asyncio.wait(self._watchers, timeout=EXIT_GRACE_SECS, return_when=asyncio.FIRST_COMPLETED)
+        await self._end_children()
+        return 2 if 2 in self._exit_codes else 1
+
+    @staticmethod
+    async def _first(*events: asyncio.Event, timeout_secs: float | None = None) -> None:
+        """Wait until one of the events is set."""
+        tasks = [asyncio.create_task(e.wait()) for e in events]
+        await asyncio.wait(tasks, timeout=timeout_secs, return_when=asyncio.FIRST_COMPLETED)
+        for task in tasks:
+            task.cancel()
+
+    # ---- the end -----------------------------------------------------------------------------------------------
+
+    def _on_signal(self) -> None:
+        self._signals += 1
+        self._signalled.set()
+        if self._signals > 1:
+            self._hurry.set()
+
+    async def _serve_until_end(self, front: Front, ranks: Ranks) -> int:
+        while True:
+            ranks.changed.clear()
+            if self._signalled.is_set() or not ranks.all_alive:
+                break
+            await self._first(ranks.changed, self._signalled)
+        is_whole = ranks.all_alive
+        if not is_whole:
+            alive, total = sum(r.dead is None for r in ranks.ranks), len(ranks.ranks)
+            log.error("%d of %d ranks are alive: exiting with 1 so that a supervisor starts all again", alive, total)
+        if ranks.any_alive:
+            await self._drain(front, ranks, "it got a signal to end" if is_whole else "one of its ranks died")
+        else:
+            await _within(front.answering.idle(), LAST_ANSWERS_SECS)  # the error events leave
+        return 0 if is_whole else 1
+
+    async def _drain(self, front: Front, ranks: Ranks, why: str) -> None:
+        """POST /drain that cannot be undone, then the end: at most --drain-timeout-secs, or until a second signal."""
+        limit = self._config.drain_timeout_secs
+        log.info("ending, because %s: at most %g s; a second signal ends at once", why, limit)
+        front.lifecycle.begin_drain(final_reason=why)
+        work = asyncio.create_task(self._finish_work(front, ranks))
+        hurry = asyncio.create_task(self._hurry.wait())
+        await asyncio.wait((work, hurry), timeout=limit, return_when=asyncio.FIRST_COMPLETED)
+        for task in (work, hurry):
+            task.cancel()
+        await asyncio.gather(work, hurry, return_exceptions=True)
+        if ranks.in_flight:
+            log.warning("%d requests did not finish in time and are cut", ranks.in_flight)
+            front.answering.cut_all()
+            await _within(front.answering.idle(), LAST_ANSWERS_SECS)
+        log.info("drained")
+
+    @staticmethod
+    async def _finish_work(front: Front, ranks: Ranks) -> None:
+        """Wait until nothing is left, then have the transfer runtimes refuse what D nodes still ask for."""
+
+        async def end_transfers(rank: Rank) -> None:
+            try:
+                await ranks.control(rank, "drain", TRANSFER_END_SECS)
+            except EngineError as err:
+                log.warning("rank %d did not end its transfers: %s", rank.dp_rank, err.message)
+
+        await front.lifecycle.until_finished()
+        await asyncio.gather(*(end_transfers(r) for r in ranks.ranks if r.dead is None))
+
+    async def _end_children(self) -> None:
+        """SIGTERM, a short grace, SIGKILL; every child is reaped."""
+        self._closing = True
+        alive = [c for c in self._children.values() if c.returncode is None]
+        for child in alive:
+            with contextlib.suppress(ProcessLookupError):
+                child.send_signal(signal.SIGTERM)
+        if alive and not await _within(asyncio.gather(*(c.wait() for c in alive)), EXIT_GRACE_SECS):
+            stubborn = [c for c in alive if c.returncode is None]
+            log.warning("rank processes %s ignore SIGTERM; killing them", [c.pid for c in stubborn])
+            self._kill(stubborn)
+        await asyncio.gather(*self._watchers, return_exceptions=True)
+
+
+async def _within(work: Any, secs: float) -> bool:
+    """Await `work` for at most `secs`; whether it ended."""
+    try:
+        await asyncio.wait_for(work, secs)
+    except asyncio.TimeoutError:
+        return False
+    return True
+
+
+def url_of(host: str, port: int) -> str:
+    """URL of a server on this machine that listens on `host`. asyncio's sockets on :: take no IPv4."""
+    shown = {"0.0.0.0": LOOPBACK, "": LOOPBACK, "::": "::1"}.get(host, host)
+    return f"http://[{shown}]:{port}" if ":" in shown else f"http://{shown}:{port}"
+
+
+def _reachable(host: str) -> str:
+    """Where our own ranks find the bootstrap server."""
+    return LOOPBACK if host in UNSPECIFIED_HOSTS else host

@@ -1,0 +1,43 @@
+"""What two nodes must have in common before one decodes what the other prefilled: a short hash per aspect.
+
+`GET /get_server_info` tells them under `fingerprint`, the router pairs P and D only when all that both tell are equal
+(docs/protocol.md §2). Two nodes would notice later too, when the pages do not fit or the prompts' hashes differ: per
+request, as an error.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+
+from baton.server.text.model_info import ModelFacts
+
+LAYOUT_FIELDS = ("order", "layers", "kv_heads", "head_dim", "tp_size")
+"""As far as a layout has them: `tp_size` is told where pages are divided among several processes."""
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "added_tokens.json")
+
+
+def _short(*parts: bytes) -> str:
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(len(part).to_bytes(8, "big") + part)
+    return digest.hexdigest()[:16]
+
+
+def tokenizer_hash(path: Path) -> str:
+    """Of the files that decide which text is which ids, as far as the directory has them."""
+    files = [path / name for name in TOKENIZER_FILES]
+    return _short(*(part for file in files if file.is_file() for part in (file.name.encode(), file.read_bytes())))
+
+
+def fingerprint(facts: ModelFacts, tokenizer: str, layout: Mapping[str, object]) -> dict[str, str]:
+    """`tokenizer` is `tokenizer_hash`; `layout` is what a rank reports of its KV pool. The keys are the router's."""
+    return {
+        "model": str(layout["model_hash"]),
+        "tokenizer": tokenizer,
+        "chat_template": _short((facts.chat_template or "").encode()),
+        "page_size": str(layout["page_size"]),
+        "dtype": str(layout["dtype"]),
+        "kv_layout": _short(*(f"{name}={layout[name]}".encode() for name in LAYOUT_FIELDS if name in layout)),
+    }

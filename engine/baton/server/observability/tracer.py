@@ -1,0 +1,122 @@
+"""--enable-trace: this process's door to the span exporter, which sends from a native thread of its own.
+
+Spans are made when a request has ended (front) or a rank has told its story, so a running request pays for ids only.
+The exporter's queue is bounded: a slow or dead collector costs spans, counted in the metric, never a request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from aiohttp import web
+from prometheus_client import Counter
+
+from baton.config import EngineConfig
+from baton.errors import ConfigError
+from baton.server.http.generation import Generation
+from baton.server.http.http_utils import REQUEST_ID
+from baton.server.observability.spans import Answered, Parent, ToUnix, continue_trace, request_span, story_spans
+from baton.server.worker.messages import Stories
+
+if TYPE_CHECKING:
+    from baton._native import SpanExporter
+
+SERVICE = {"null": "baton-engine", "prefill": "baton-prefill", "decode": "baton-decode"}
+"""service.name by --disaggregation-mode."""
+LAST_SPANS_SECS = 2.0
+"""A collector gets this long to take the spans of the last requests."""
+CLOCKS_APART_NS = 1_000_000
+"""The wall clock was set when it moves by more than this against the monotonic one."""
+
+
+def start(config: EngineConfig) -> Tracer | None:
+    """None without --enable-trace. Raises ConfigError."""
+    if not config.enable_trace:
+        return None
+    try:
+        from baton._native import SpanExporter
+    except ImportError as err:
+        raise ConfigError(f"--enable-trace needs the native extension of this version ({err}); build it") from err
+    role = config.disaggregation_mode
+    resource = [("baton.role", role), ("service.instance.id", f"{socket.gethostname()}-{os.getpid()}")]
+    try:
+        exporter = SpanExporter(config.otlp_traces_endpoint, SERVICE[role], resource)
+    except ValueError as err:
+        raise ConfigError(f"--otlp-traces-endpoint {config.otlp_traces_endpoint}: {err}") from err
+    return Tracer(exporter)
+
+
+class Tracer:
+    def __init__(self, exporter: SpanExporter) -> None:
+        self._exporter = exporter
+        self._offset = 0
+        self._counted: dict[str, int] = {}
+
+    def begin(self, headers: Mapping[str, str]) -> Parent | None:
+        """The span of a request that has just come; None: it is not to be traced."""
+        return continue_trace(headers.get("traceparent"))
+
+    def answered(
+        self,
+        parent: Parent,
+        request: web.Request,
+        generation: Generation | None,
+        status: int | None,
+        outcome: str,
+        arrived: float,
+    ) -> None:
+        """A request has ended."""
+        more: list[tuple[str, str | int]] = []
+        if generation is not None:
+            first = generation.tracks[0]
+            more += [
+                ("gen_ai.usage.input_tokens", generation.prompt_tokens),
+                ("gen_ai.usage.output_tokens", generation.completion_tokens),
+                ("baton.cached_tokens", generation.cached_tokens),
+                ("baton.items", len(generation.tracks)),
+            ]
+            if first.rank is not None:
+                more.append(("baton.dp_rank", first.rank.dp_rank))
+            if first.item.rendezvous is not None:
+                more.append(("baton.room", first.item.rendezvous.room))
+        told = Answered(
+            method=request.method,
+            route=request.path,
+            request_id=request[REQUEST_ID],
+            status=status,
+            outcome=outcome,
+            arrived=arrived,
+            ended=time.monotonic(),
+            submitted=None if generation is None else generation.submitted_at,
+            first_token=None if generation is None else generation.first_token_at,
+            more=tuple(more),
+        )
+        self._exporter.put([request_span(parent, told, self._to_unix())])
+
+    def told(self, message: Stories) -> None:
+        """A rank is through with some requests."""
+        unix = self._to_unix()
+        self._exporter.put([span for story in message.stories for span in story_spans(story, message.dp_rank, unix)])
+
+    def count(self, metric: Counter) -> None:
+        """Bring the metric's series up to what the exporter has counted."""
+        for result, total in self._exporter.counts().items():
+            metric.labels(result).inc(total - self._counted.get(result, 0))
+            self._counted[result] = total
+
+    async def flush(self) -> None:
+        """Send what is queued; before the process ends."""
+        await asyncio.to_thread(self._exporter.flush, LAST_SPANS_SECS)
+
+    def _to_unix(self) -> ToUnix:
+        """One offset for all spans as long as nobody sets the clock, so that children lie within their parents."""
+        offset = time.time_ns() - time.monotonic_ns()
+        if abs(offset - self._offset) > CLOCKS_APART_NS:
+            self._offset = offset
+        fixed = self._offset
+        return lambda at: round(at * 1e9) + fixed

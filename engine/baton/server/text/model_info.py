@@ -1,0 +1,203 @@
+"""What the front needs to know of a model directory, read from its JSON files alone (no torch, no transformers).
+
+1. `resolve(path)` turns `--model-path` into a directory ('demo' is the model inside the package);
+2. `load(config)` reads config.json, generation_config.json, tokenizer_config.json and the chat template into a
+   frozen `ModelFacts`.
+
+Every problem is a ConfigError that names the file and what to do, because it is the first thing a new user meets.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import os
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from baton.config import EngineConfig, uses_four_bytes
+from baton.config.simulated import CONTEXT_LENGTH
+from baton.errors import ConfigError
+
+SAMPLING_DEFAULT_KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
+"""Owner and name of a model on the Hugging Face hub."""
+FALLBACK_CONTEXT_LENGTH = 2048
+"""Used when config.json names no limit: the shortest context of the model families we load."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """What the directory says; nothing here changes while the engine runs."""
+
+    path: Path
+    tokenizer_path: Path
+    name: str
+    context_length: int
+    """Longest prompt + answer: the model's limit, lowered by --context-length [tokens]."""
+    eos_token_ids: tuple[int, ...]
+    """config.json, generation_config.json and the tokenizer's eos_token together, as both peers do."""
+    chat_template: str | None
+    special_tokens: dict[str, str] = field(default_factory=dict)
+    """bos_token, eos_token, pad_token …: chat templates read them as variables."""
+    sampling_defaults: dict[str, float] = field(default_factory=dict)
+    """From generation_config.json, for the OpenAI endpoints (matches SGLang 0.5.7 and vLLM)."""
+    tokenizer_fingerprint: str = ""
+    """Equal where tokenizer.json, template and special tokens are (`_fingerprint`); empty with --simulate's own."""
+    model_type: str = ""
+    architectures: tuple[str, ...] = ()
+
+
+def resolve(model_path: str) -> Path:
+    """The directory for `--model-path`. Raises ConfigError when it does not exist."""
+    if model_path == "demo":
+        # find_spec does not execute baton.models, which would import torch.
+        spec = importlib.util.find_spec("baton.models")
+        if spec is None or not spec.submodule_search_locations:
+            raise ConfigError("the package baton.models is missing, so there is no demo model; give --model-path DIR")
+        path = Path(next(iter(spec.submodule_search_locations))) / "demo"
+    else:
+        path = _directory("--model-path", model_path)
+    if not (path / "config.json").is_file():
+        raise ConfigError(f"--model-path {model_path}: {path} has no config.json; give a Hugging Face model directory")
+    return path.resolve()
+
+
+def resolve_tokenizer(tokenizer_path: str) -> Path:
+    """The directory for `--tokenizer-path`. Raises ConfigError when it does not exist."""
+    return _directory("--tokenizer-path", tokenizer_path)
+
+
+def _directory(flag: str, given: str) -> Path:
+    """A directory given as a path, or as an id of the Hugging Face hub. Raises ConfigError when there is none."""
+    path = Path(given).expanduser()
+    if not path.is_dir() and HUB_ID.fullmatch(given):
+        path = _from_hub_cache(flag, given)
+    if not path.is_dir():
+        raise ConfigError(f"{flag} {given}: {path} is not a directory; give a Hugging Face model directory")
+    return path
+
+
+def _from_hub_cache(flag: str, model_id: str) -> Path:
+    """Where `hf download` has put a model. Raises ConfigError when it has not."""
+    home = os.environ.get("HF_HOME", "~/.cache/huggingface")
+    cache = Path(os.environ.get("HF_HUB_CACHE", f"{home}/hub")).expanduser()
+    folder = cache / f"models--{model_id.replace('/', '--')}"
+    try:
+        return folder / "snapshots" / (folder / "refs" / "main").read_text().strip()
+    except OSError:
+        raise ConfigError(
+            f"{flag} {model_id}: there is no such directory here, nor such a model in {cache}; to download it: "
+            f"hf download {model_id}"
+        ) from None
+
+
+def load(config: EngineConfig) -> ModelFacts:
+    """Read the directory that `config` names. Raises ConfigError."""
+    path = resolve(config.model_path)
+    tokenizer_path = resolve_tokenizer(config.tokenizer_path) if config.tokenizer_path else path
+    model = _read_json(path / "config.json", required=True)
+    generation = _read_json(path / "generation_config.json")
+    tokenizer = _read_json(tokenizer_path / "tokenizer_config.json")
+    nested = model.get("text_config")  # multimodal checkpoints keep the decoder's part here
+    text: dict[str, Any] = nested if isinstance(nested, dict) else model
+    limit = text.get("max_position_embeddings") or FALLBACK_CONTEXT_LENGTH
+    if config.simulate is not None:  # there is no model: only its tokenizer, template and name
+        limit = CONTEXT_LENGTH
+    if config.context_length is not None and config.context_length > limit:
+        raise ConfigError(f"--context-length {config.context_length}: the model's limit is {limit} tokens")
+    four_bytes = uses_four_bytes(config)
+    special_tokens = _special_tokens(tokenizer_path, tokenizer)
+    chat_template = _chat_template(config, tokenizer_path, tokenizer)
+    return ModelFacts(
+        path=path,
+        tokenizer_path=tokenizer_path,
+        name=config.served_model_name or (config.model_path if "snapshots" in path.parts[-2:-1] else path.name),
+        context_length=config.context_length or limit,
+        eos_token_ids=_union(_ids(text.get("eos_token_id")), _ids(generation.get("eos_token_id"))),
+        chat_template=chat_template,
+        special_tokens=special_tokens,
+        tokenizer_fingerprint="" if four_bytes else _fingerprint(tokenizer_path, chat_template, special_tokens),
+        sampling_defaults={
+            k: float(generation[k]) for k in SAMPLING_DEFAULT_KEYS if isinstance(generation.get(k), int | float)
+        },
+        model_type=str(model.get("model_type", "")),
+        architectures=tuple(str(a) for a in model.get("architectures") or ()),
+    )
+
+
+def _read_json(path: Path, *, required: bool = False) -> dict[str, Any]:
+    try:
+        value = msgspec.json.decode(path.read_bytes())
+    except FileNotFoundError:
+        if required:
+            raise ConfigError(f"{path} is missing") from None
+        return {}
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError) as err:
+        raise ConfigError(f"{path} cannot be read: {err}") from err
+    if not isinstance(value, dict):
+        raise ConfigError(f"{path} should hold a JSON object")
+    return value
+
+
+def _ids(value: Any) -> tuple[int, ...]:
+    values = value if isinstance(value, list) else [value]
+    return tuple(v for v in values if isinstance(v, int))
+
+
+def _union(*parts: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(dict.fromkeys(i for part in parts for i in part))
+
+
+def _content(token: Any) -> str | None:
+    """A token in tokenizer_config.json is a string or an AddedToken object."""
+    if isinstance(token, dict):
+        token = token.get("content")
+    return token if isinstance(token, str) else None
+
+
+def _special_tokens(path: Path, tokenizer: dict[str, Any]) -> dict[str, str]:
+    merged = {**_read_json(path / "special_tokens_map.json"), **tokenizer}
+    names = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+    return {name: text for name in names if (text := _content(merged.get(name))) is not None}
+
+
+def _fingerprint(path: Path, chat_template: str | None, special_tokens: dict[str, str]) -> str:
+    """SHA-256 over all that decides the ids of a prompt, as the router computes it (request/tokenize/files.rs).
+
+    Parts, each preceded by its length: tokenizer.json, names and texts of the special tokens by name, the template if
+    there is one. Empty without a tokenizer.json: loading the tokenizer says so.
+    """
+    try:
+        parts = [(path / "tokenizer.json").read_bytes()]
+    except OSError:
+        return ""
+    for name, text in sorted(special_tokens.items()):
+        parts += [name.encode(), text.encode()]
+    if chat_template is not None:
+        parts.append(chat_template.encode())
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(len(part).to_bytes(8, "little") + part)
+    return digest.hexdigest()
+
+
+def _chat_template(config: EngineConfig, path: Path, tokenizer: dict[str, Any]) -> str | None:
+    """--chat-template, else chat_template.jinja, chat_template.json, tokenizer_config.json (a string or a list)."""
+    if config.chat_template:
+        try:
+            return Path(config.chat_template).expanduser().read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as err:
+            raise ConfigError(f"--chat-template {config.chat_template}: {err}") from err
+    jinja = path / "chat_template.jinja"
+    if jinja.is_file():
+        return jinja.read_text(encoding="utf-8")
+    value = _read_json(path / "chat_template.json").get("chat_template", tokenizer.get("chat_template"))
+    if isinstance(value, list):
+        named = {t.get("name"): t.get("template") for t in value if isinstance(t, dict)}
+        value = named.get("default")
+    return value if isinstance(value, str) else None

@@ -1,0 +1,344 @@
+"""The front's end of the ZMQ sockets: sends to the scheduler processes, hands their messages to whoever waits.
+
+1. `submit` sends one item to one rank and remembers its sink under a fresh handle;
+2. every TokenBatch row is given to the sink of its handle, in the event loop, in the order it was sent;
+3. a row with a finish, an `abort`, or the rank's death removes the handle; exactly one of them happens.
+
+Invariants: a handle is never reused; rows of unknown handles (just aborted) are dropped; what is in flight is bounded
+by `limit` per rank, so the sockets' queues are too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import time
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import msgspec
+import zmq
+
+from baton.errors import EngineDead, EngineError, NonfiniteLogits, NotReady, QueueFull, RequestTimeout, by_code
+from baton.sched.metrics.request_timeline import FirstTokenStages
+from baton.sched.types.request import FinishReason
+from baton.server.worker.messages import (
+    Abort,
+    Control,
+    HistogramColumns,
+    KvEvents,
+    Loading,
+    Logprobs,
+    Ready,
+    Reply,
+    Stats,
+    Stories,
+    Submit,
+    ToFront,
+    TokenBatch,
+    encoder,
+    to_front_decoder,
+)
+
+log = logging.getLogger("baton.front")
+
+DRAIN_BURST = 64
+"""Messages taken from the socket before other tasks get their turn."""
+SEND_QUEUE = 100_000
+"""Messages a rank may be behind by (its submits are bounded by `limit`); more means it hangs."""
+
+
+class Sink(Protocol):
+    """Receives one item's rows."""
+
+    def on_stages(self, stages: FirstTokenStages) -> None:
+        """Times of the way to the first token; its tokens follow with `on_tokens`."""
+
+    def on_tokens(
+        self, tokens: Sequence[int], cached_tokens: int, logprobs: Logprobs | None, finish: FinishReason | None
+    ) -> None: ...
+
+    def on_error(self, error: EngineError) -> None: ...
+
+
+@dataclass(slots=True)
+class Rank:
+    """One scheduler process as the front sees it."""
+
+    dp_rank: int
+    socket: zmq.Socket[bytes]
+    ready: bool = False
+    dead: str | None = None
+    """Why it is gone; None while it lives."""
+    trouble: str | None = None
+    """Why it should get no new requests although it lives."""
+    info: dict[str, Any] = field(default_factory=dict)
+    loading: dict[int, float] = field(default_factory=dict)
+    """Share of its weights that each process has read, by TP rank; empty before the first has begun."""
+    tp_size: int = 1
+    gauges: dict[str, float] = field(default_factory=dict)
+    counters: dict[str, float] = field(default_factory=dict)
+    histograms: dict[str, HistogramColumns] = field(default_factory=dict)
+    load: dict[str, Any] = field(default_factory=dict)
+    """sched.metrics.load_report.Load, as reported at `reported_at` (monotonic seconds)."""
+    reported_at: float = 0.0
+    sinks: dict[int, Sink] = field(default_factory=dict)
+    nonfinite: int = 0
+    """Answers in a row that ended because the model computed NaN or infinity."""
+    nonfinite_at: float = 0.0
+    """When the last of them ended (monotonic seconds)."""
+    tokens_in_flight: int = 0
+    """Prompt tokens + answer limit of what it works on: the load that balancing compares."""
+
+    @property
+    def load_progress(self) -> float:
+        """Share of its weights that are in memory, 0 to 1."""
+        return 1.0 if self.ready else sum(self.loading.values()) / self.tp_size
+
+
+class Ranks:
+    """All ranks of this node."""
+
+    def __init__(
+        self,
+        context: zmq.Context[Any],
+        pull: zmq.Socket[bytes],
+        pushes: Sequence[zmq.Socket[bytes]],
+        limit: int,
+        tp_size: int = 1,
+    ) -> None:
+        self._context = context
+        self._pull = pull
+        self._limit = limit
+        self.ranks = [Rank(i, socket, tp_size=tp_size) for i, socket in enumerate(pushes)]
+        self._of_handle: dict[int, Rank] = {}
+        self._weights: dict[int, int] = {}
+        self._handles = itertools.count(1)
+        self._controls: dict[int, tuple[Rank, asyncio.Future[Reply]]] = {}
+        self._control_ids = itertools.count(1)
+        self._next = 0
+        self.changed = asyncio.Event()
+        """Set at every Ready and death. Clear it, then look, then wait: nothing is missed."""
+        self._loop = asyncio.get_running_loop()
+        self.on_stats: Callable[[Rank], None] = lambda rank: None
+        """Called after a report, and with empty tables after a death."""
+        self.on_kv_events: Callable[[KvEvents], None] = lambda message: None
+        self.on_stories: Callable[[Stories], None] = lambda message: None
+        self._loop.add_reader(self._pull.FD, self._readable)
+        # ZMQ's descriptor is edge-triggered: look once for what came before the reader was there.
+        self._loop.call_soon(self._readable)
+
+    # ---- state -------------------------------------------------------------------------------------------------
+
+    @property
+    def all_ready(self) -> bool:
+        return all(r.ready and r.dead is None for r in self.ranks)
+
+    @property
+    def any_alive(self) -> bool:
+        return any(r.dead is None for r in self.ranks)
+
+    @property
+    def all_alive(self) -> bool:
+        return all(r.dead is None for r in self.ranks)
+
+    @property
+    def in_flight(self) -> int:
+        return len(self._of_handle)
+
+    # ---- to the ranks ------------------------------------------------------------------------------------------
+
+    def choose(self, wanted: int | None) -> Rank:
+        """The rank asked for, else the least loaded one that lives; ties go round. Raises NotReady or EngineDead."""
+        if wanted is not None:
+            rank = self.ranks[wanted]
+        else:
+            alive = [r for r in self.ranks if r.dead is None]
+            if not alive:
+                raise EngineDead(f"no rank of this engine is alive ({self.ranks[0].dead})", retry_after_secs=5)
+            self._next += 1
+            turn = self._next
+            rank = min(alive, key=lambda r: (r.tokens_in_flight, (r.dp_rank - turn) % len(self.ranks)))
+        if rank.dead is not None:
+            raise EngineDead(f"rank {rank.dp_rank} of this engine is gone ({rank.dead})", retry_after_secs=5)
+        if not rank.ready:
+            raise NotReady(f"rank {rank.dp_rank} is still loading the model", retry_after_secs=2)
+        return rank
+
+    def submit(self, rank: Rank, message: Submit, sink: Sink) -> int:
+        """Send one item; returns its handle. Raises QueueFull."""
+        if len(rank.sinks) >= self._limit:
+            raise QueueFull(
+                f"rank {rank.dp_rank} has {len(rank.sinks)} requests in flight, its limit is {self._limit}; "
+                "try again later, or raise --max-queued-requests",
+                retry_after_secs=1,
+            )
+        handle = next(self._handles)
+        weight = len(message.prompt) // 4 + message.params.max_new_tokens
+        self._send(rank, msgspec.structs.replace(message, handle=handle))
+        rank.sinks[handle] = sink
+        rank.tokens_in_flight += weight
+        self._of_handle[handle] = rank
+        self._weights[handle] = weight
+        return handle
+
+    def abort(self, handles: Sequence[int]) -> None:
+        """Forget these items and tell their ranks. Unknown handles (already finished) are ignored."""
+        per_rank: dict[int, list[int]] = {}
+        for handle in handles:
+            if (rank := self._forget(handle)) is not None:
+                per_rank.setdefault(rank.dp_rank, []).append(handle)
+        for dp_rank, mine in per_rank.items():
+            rank = self.ranks[dp_rank]
+            if rank.dead is None:
+                try:
+                    self._send(rank, Abort(mine))
+                except QueueFull as err:
+                    log.error("abort lost: %s", err.message)  # the rank hangs; its deadline frees the requests
+
+    async def control(self, rank: Rank, op: str, timeout_secs: float, **args: Any) -> Reply:
+        """One question to one rank. Raises EngineDead or RequestTimeout."""
+        if rank.dead is not None:
+            raise EngineDead(f"rank {rank.dp_rank} of this engine is gone ({rank.dead})")
+        id = next(self._control_ids)
+        future: asyncio.Future[Reply] = self._loop.create_future()
+        self._controls[id] = (rank, future)
+        try:
+            self._send(rank, Control(id, op, args))
+            return await asyncio.wait_for(future, timeout_secs)
+        except asyncio.TimeoutError:
+            raise RequestTimeout(f"rank {rank.dp_rank} did not answer {op!r} within {timeout_secs:g} s") from None
+        finally:
+            del self._controls[id]
+
+    def _send(self, rank: Rank, message: Submit | Abort | Control) -> None:
+        try:
+            rank.socket.send(encoder.encode(message), zmq.DONTWAIT)
+        except zmq.Again:
+            raise QueueFull(
+                f"rank {rank.dp_rank} does not take messages; it hangs or is gone", retry_after_secs=5
+            ) from None
+
+    # ---- from the ranks ----------------------------------------------------------------------------------------
+
+    def _readable(self) -> None:
+        if self._pull.closed:  # the loop had planned this call already
+            return
+        for _ in range(DRAIN_BURST):
+            try:
+                raw = self._pull.recv(zmq.DONTWAIT)
+            except zmq.Again:
+                return
+            try:
+                message = to_front_decoder.decode(raw)
+            except msgspec.DecodeError:
+                log.exception("a rank sent a message that cannot be decoded (%d bytes)", len(raw))
+                continue
+            self._dispatch(message)
+        self._loop.call_soon(self._readable)
+
+    def _dispatch(self, message: ToFront) -> None:
+        if isinstance(message, TokenBatch):
+            self._tokens(message)
+        elif isinstance(message, Stats):
+            rank = self.ranks[message.dp_rank]
+            rank.gauges, rank.counters, rank.histograms = message.gauges, message.counters, message.histograms
+            rank.load, rank.reported_at, rank.trouble = message.load, time.monotonic(), message.trouble
+            self.on_stats(rank)
+        elif isinstance(message, Reply):
+            _, future = self._controls.get(message.id, (None, None))
+            if future is not None and not future.done():  # else the question timed out
+                future.set_result(message)
+        elif isinstance(message, Loading):
+            self.ranks[message.dp_rank].loading[message.tp_rank] = message.done / max(message.total, 1)
+        elif isinstance(message, Ready):
+            rank = self.ranks[message.dp_rank]
+            rank.ready, rank.info = True, message.info
+            self.changed.set()
+        elif isinstance(message, KvEvents):
+            self.on_kv_events(message)
+        elif isinstance(message, Stories):
+            self.on_stories(message)
+        else:
+            self.died(message.dp_rank, message.message)
+
+    def _tokens(self, batch: TokenBatch) -> None:
+        counts, tokens, cached, finishes = array("i"), array("i"), array("i"), array("b")
+        counts.frombytes(batch.counts)
+        tokens.frombytes(batch.tokens)
+        cached.frombytes(batch.cached_tokens)
+        finishes.frombytes(batch.finish)
+        at = 0
+        for row, handle in enumerate(batch.handles):
+            mine = tokens[at : at + counts[row]]
+            at += counts[row]
+            rank = self._of_handle.get(handle)
+            if rank is None:
+                continue  # aborted while this batch was on its way
+            sink = rank.sinks[handle]
+            finish = FinishReason(finishes[row]) if finishes[row] else None
+            if finish is not None:
+                self._forget(handle)
+            try:
+                if finish in (FinishReason.ERROR, FinishReason.ABORT):
+                    error = _error(finish, batch.errors.get(row), batch.retry_after.get(row, 1))
+                    if isinstance(error, NonfiniteLogits):
+                        rank.nonfinite, rank.nonfinite_at = rank.nonfinite + 1, time.monotonic()
+                    sink.on_error(error)
+                else:
+                    rank.nonfinite = 0
+                    if (stages := batch.stages.get(row)) is not None:
+                        sink.on_stages(stages)
+                    sink.on_tokens(mine, cached[row], batch.logprobs.get(row), finish)
+            except Exception:  # one request's trouble must not cost the other rows of the batch
+                log.exception("handle %d: its tokens could not be processed", handle)
+                self.abort([handle])
+                sink.on_error(EngineError("internal error; the engine's log has the details"))
+
+    def died(self, dp_rank: int, why: str) -> None:
+        """The rank's process is gone: everything it worked on fails now. Idempotent.
+
+        A death before the rank was ready is reported by the launcher, which then gives up.
+        """
+        rank = self.ranks[dp_rank]
+        if rank.dead is not None:
+            return
+        if rank.ready:
+            log.error("rank %d is gone: %s; %d requests fail", dp_rank, why, len(rank.sinks))
+        rank.dead, rank.ready = why, False
+        rank.gauges, rank.counters, rank.histograms, rank.load = {}, {}, {}, {}
+        self.on_stats(rank)
+        for handle, sink in list(rank.sinks.items()):
+            self._forget(handle)
+            sink.on_error(EngineDead(f"rank {dp_rank} of this engine died while it worked on this request ({why})"))
+        for asked, future in self._controls.values():
+            if asked is rank and not future.done():
+                future.set_exception(EngineDead(f"rank {dp_rank} of this engine died ({why})"))
+        self.changed.set()
+
+    def _forget(self, handle: int) -> Rank | None:
+        rank = self._of_handle.pop(handle, None)
+        if rank is not None:
+            del rank.sinks[handle]
+            rank.tokens_in_flight -= self._weights.pop(handle)
+        return rank
+
+    def close(self) -> None:
+        if self._pull.closed:
+            return
+        self._loop.remove_reader(self._pull.FD)
+        for socket in (self._pull, *(r.socket for r in self.ranks)):
+            socket.close(linger=0)
+
+
+def _error(finish: FinishReason, given: tuple[str, str] | None, retry_after_secs: int) -> EngineError:
+    """The rank's code and message as the exception that carries them to the client."""
+    default = ("aborted", "the request was aborted")
+    if finish is FinishReason.ERROR:
+        default = ("internal_error", "the rank gave no reason")
+    code, text = given or default
+    cls = by_code(code)
+    return cls(text, retry_after_secs=retry_after_secs if cls.status in (429, 503) else None)

@@ -1,0 +1,163 @@
+"""Messages between the front process and a scheduler process (one per DP rank), over ZMQ.
+
+Encoded with msgspec's msgpack; token ids travel as little-endian int32 bytes, rows of a step as columns: one message
+per step whatever the batch size. No pickle. Front → rank: `ToRank`; rank → front: `ToFront`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from baton.sched.metrics.request_timeline import FirstTokenStages, Story
+from baton.sched.types.request import FinishReason, Rendezvous, SamplingParams
+
+__all__ = ["FinishReason", "Rendezvous", "SamplingParams"]
+
+
+class Submit(msgspec.Struct, tag="submit"):
+    """One checked request (request.Validated on the wire). `age_secs`: time it already spent in the front."""
+
+    handle: int
+    rid: str
+    prompt: bytes
+    params: SamplingParams
+    priority: int | None = None
+    namespace: bytes = b""
+    rendezvous: Rendezvous | None = None
+    age_secs: float = 0.0
+    timeout_secs: float | None = None
+    ttft_deadline_secs: float | None = None
+    """Like timeout_secs from the request's arrival in the front."""
+    priority_class: str = ""
+    tenant: str = ""
+    trace: bytes = b""
+    """server.observability.spans.Parent, packed; empty: not traced."""
+
+
+class Abort(msgspec.Struct, tag="abort"):
+    """Stop these requests and free what they hold. No TokenBatch row follows for them; unknown handles are ignored."""
+
+    handles: list[int]
+
+
+class Control(msgspec.Struct, tag="control"):
+    """`op`: flush_cache | info | ledger | left | steps | drain | suspend | resume (args: handles) | kv_snapshot.
+
+    The rank answers with one Reply carrying the same `id`.
+    """
+
+    id: int
+    op: str
+    args: dict[str, Any] = {}
+
+
+ToRank = Submit | Abort | Control
+
+
+class Logprobs(msgspec.Struct, array_like=True):
+    """Logprob columns of one row's new tokens: chosen[n], and per token the k most likely (ids, logprobs)."""
+
+    chosen: list[float]
+    top_ids: list[list[int]]
+    top_logprobs: list[list[float]]
+
+
+class TokenBatch(msgspec.Struct, tag="tokens"):
+    """What one step produced. Columns of equal length, one entry per row that has something to say."""
+
+    handles: list[int]
+    counts: bytes
+    """int32[rows]: how many of `tokens` belong to each row (0 is legal with a finish)."""
+    tokens: bytes
+    """int32[sum(counts)]."""
+    finish: bytes
+    """int8[rows]: 0 or a FinishReason."""
+    cached_tokens: bytes
+    """int32[rows]: prompt tokens that were not computed by this cluster's prefill for this request."""
+    logprobs: dict[int, Logprobs] = {}
+    """Row index → logprobs, only for rows that asked."""
+    errors: dict[int, tuple[str, str]] = {}
+    """Row index → (error code of baton.errors, message), for rows with finish = ERROR."""
+    retry_after: dict[int, int] = {}
+    """Row index → seconds, for errors of overload that say when to come back."""
+    stages: dict[int, FirstTokenStages] = {}
+    """Row index → times, for rows with a request's first token."""
+
+
+class Reply(msgspec.Struct, tag="reply"):
+    id: int
+    ok: bool
+    result: dict[str, Any] = {}
+
+
+class Loading(msgspec.Struct, tag="loading"):
+    """Parameters of the model that one process of a rank has in memory, at the start of loading and while it lasts."""
+
+    dp_rank: int
+    tp_rank: int
+    done: int
+    total: int
+
+
+class Ready(msgspec.Struct, tag="ready"):
+    """The rank has loaded its model and accepts requests. `info`: what /get_server_info adds (pool size, dtype …)."""
+
+    dp_rank: int
+    info: dict[str, Any]
+
+
+class HistogramColumns(msgspec.Struct, array_like=True):
+    """A histogram's state: observations per bucket (the last one unbounded), not cumulated, and their sum."""
+
+    counts: list[int]
+    sum: float
+
+
+class Stats(msgspec.Struct, tag="stats"):
+    """Gauges, counters and histograms of one rank, every second and whenever it turns idle.
+
+    `gauges` / `counters` are keyed by the metric's name with labels already rendered, e.g. 'kv_pages{state="free"}';
+    the front adds the prefix `baton_` and the dp_rank label.
+    """
+
+    dp_rank: int
+    gauges: dict[str, float]
+    counters: dict[str, float]
+    histograms: dict[str, HistogramColumns] = {}
+    """Keyed like the others; the buckets' bounds are those of the metric's name in
+    server.observability.metrics.RANK."""
+    load: dict[str, Any] = {}
+    """sched.metrics.load_report.Load."""
+    trouble: str | None = None
+    """Why the rank should get no new requests although it lives."""
+
+
+class Fatal(msgspec.Struct, tag="fatal"):
+    """The rank is about to exit (or could not start); the front fails its requests and turns unready."""
+
+    dp_rank: int
+    message: str
+
+
+class KvEvents(msgspec.Struct, tag="kv_events"):
+    """One batch of KV events, in order of `seq`; only with --kv-events-config. `payload`: kv_wire.EventBatch."""
+
+    dp_rank: int
+    seq: int
+    payload: bytes
+
+
+class Stories(msgspec.Struct, tag="stories"):
+    """What traced requests went through, after their end: on P that is when D has pulled."""
+
+    dp_rank: int
+    stories: list[Story]
+
+
+ToFront = TokenBatch | Reply | Loading | Ready | Stats | Fatal | KvEvents | Stories
+
+encoder = msgspec.msgpack.Encoder()
+to_rank_decoder: msgspec.msgpack.Decoder[ToRank] = msgspec.msgpack.Decoder(ToRank)
+to_front_decoder: msgspec.msgpack.Decoder[ToFront] = msgspec.msgpack.Decoder(ToFront)

@@ -1,0 +1,485 @@
+"""The scheduler process of one DP rank: ZMQ messages in, engine turns, ZMQ messages out.
+
+1. The front starts it with one JSON line on stdin (config, addresses); it loads the model and sends Ready.
+2. Loop: take all messages that are there, advance the engine, send one TokenBatch per turn. When the engine has nothing
+   to do it sleeps on its socket and the transfer runtime's event descriptor: an idle rank uses no CPU.
+3. SIGTERM ends it; the front's death ends it (PR_SET_PDEATHSIG); an error it cannot explain is sent as Fatal first.
+
+With --tp-size there are more processes per DP rank: this is the first, the others are started by the same command and
+follow it (server.tensor_parallel.channel). Only these processes of an engine import torch, and not with --simulate.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import json
+import logging
+import os
+import signal
+import sys
+import time
+from array import array
+from collections.abc import Callable
+from dataclasses import asdict
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+import zmq
+
+from baton.config import EngineConfig, kv_events
+from baton.config.flags import flag_name
+from baton.disagg.relay import DecodeRelay, PrefillRelay, Relay
+from baton.errors import ConfigError, EngineError, WrongState
+from baton.sched.types.events import Emitted
+from baton.sched.types.request import FinishReason, Validated
+from baton.server.kv_events.publisher import KvPublisher
+from baton.server.observability.log_file import LOG_BYTES, TRACE_BYTES, LogFile, path_of_rank
+from baton.server.tensor_parallel import channel
+from baton.server.tensor_parallel.process import follow, lead
+from baton.server.tensor_parallel.transfer_node import TeamNode
+from baton.server.text import model_info
+from baton.server.worker import transfer_setup
+from baton.server.worker.messages import (
+    Abort,
+    Control,
+    Fatal,
+    HistogramColumns,
+    Loading,
+    Logprobs,
+    Ready,
+    Reply,
+    Stats,
+    Stories,
+    Submit,
+    ToFront,
+    TokenBatch,
+    encoder,
+    to_rank_decoder,
+)
+
+if TYPE_CHECKING:
+    from baton.runtime.build import Loaded
+    from baton.runtime.simulated.engine import SimLoaded
+
+log = logging.getLogger("baton.rank")
+
+PR_SET_PDEATHSIG = 1
+STATS_EVERY_SECS = 1.0
+QUIET_STATS_SECS = 5.0
+"""Further wait of an idle rank with a transfer runtime, whose counters peers and strangers move."""
+LOADING_EVERY_SECS = 0.25
+INGEST_BURST = 256
+"""Messages taken per turn: a flood of requests must not keep running ones from their next token."""
+
+
+def main() -> int:
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the front decides when we end
+    sys.setswitchinterval(0.0005)  # planning and compute threads hand the GIL over within half a millisecond
+    line = sys.stdin.readline()
+    if not line:
+        return 1  # the front died before it could say what to do
+    job = json.loads(line)
+    if os.getppid() != job["front_pid"]:
+        return 1  # it died before prctl: importing torch takes seconds
+    config = EngineConfig(**job["config"])
+    team = channel.Team.of(job, config)
+    name = f"rank{job['dp_rank']}" + (f".{team.tp_rank}" if team else "")
+    logging.basicConfig(
+        level=config.log_level.upper(), format=f"%(asctime)s {name} %(levelname)s %(name)s: %(message)s"
+    )
+    context: zmq.Context[Any] = zmq.Context()
+    pull, push = context.socket(zmq.PULL), context.socket(zmq.PUSH)
+    if team is None or team.tp_rank == 0:
+        pull.connect(job["to_rank"])
+    push.connect(job["to_front"])
+    try:
+        if team is not None and team.tp_rank:
+            report = LoadReports(push, job["dp_rank"], team.tp_rank)
+            follow(config, team, context, transfer_setup.Bootstrap.of(job), report)
+        else:
+            rank = RankProcess(config, job, pull, push, team)
+            gc.collect()
+            gc.freeze()  # modules and the model: a full collection within the loop would walk them for tens of ms
+            rank.run()
+        return 0
+    except ConfigError as err:
+        push.send(encoder.encode(Fatal(job["dp_rank"], err.message)))
+        return 2
+    except Exception as err:
+        log.exception("%s cannot go on", name)
+        push.send(encoder.encode(Fatal(job["dp_rank"], f"{type(err).__name__}: {err}")))
+        return 1
+    finally:
+        context.destroy(linger=1000)
+
+
+class LoadReports:
+    """Tells the front how much of the model this process has read: at once, then at most every LOADING_EVERY_SECS."""
+
+    def __init__(self, push: zmq.Socket[bytes], dp_rank: int, tp_rank: int) -> None:
+        self._push = push
+        self._place = (dp_rank, tp_rank)
+        self._next = 0.0
+
+    def __call__(self, done: int, total: int) -> None:
+        if (now := time.monotonic()) >= self._next or done >= total:
+            self._next = now + LOADING_EVERY_SECS
+            self._push.send(encoder.encode(Loading(*self._place, done, total)))
+
+
+def _load(config: EngineConfig, report: LoadReports) -> Loaded | SimLoaded:
+    if config.simulate is not None:
+        from baton.runtime.simulated import engine
+
+        return engine.load(config)
+    from baton.runtime import build  # torch: seconds, and half a gigabyte
+
+    return build.load(config, str(model_info.resolve(config.model_path)), on_progress=report)
+
+
+class RankProcess:
+    def __init__(
+        self,
+        config: EngineConfig,
+        job: dict[str, Any],
+        pull: zmq.Socket[bytes],
+        push: zmq.Socket[bytes],
+        team: channel.Team | None = None,
+    ) -> None:
+        self.config = config
+        self.dp_rank: int = job["dp_rank"]
+        self._pull = pull
+        self._push = push
+        self._stop = False
+        # A handler alone does not end a wait: Python resumes poll() after it. The byte in this pipe does.
+        woken, wake = os.pipe()
+        os.set_blocking(wake, False)
+        signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+        signal.signal(signal.SIGTERM, self._on_sigterm)
+        self._followers: channel.Followers | None = None
+        loaded: Loaded | SimLoaded
+        pids = [os.getpid()]
+        report = LoadReports(push, self.dp_rank, 0)
+        if team is None:
+            loaded = _load(config, report)
+        else:
+            loaded, self._followers = lead(config, team, pull.context, report)
+            pids += self._followers.pids
+        self._info = {**loaded.info, "pids": pids}
+        self._node: Any = None
+        relay = None
+        if config.disaggregation_mode != "null":
+            relay = self._attach_transfer(loaded, job, team)
+        self._decision_log = self._log_file("decision_log", lambda made: json.dumps(made._asdict()), LOG_BYTES)
+        self._trace = self._log_file("scheduler_trace", str, TRACE_BYTES, must_be_whole=True)
+        self.engine = loaded.engine(relay, self._trace.put if self._trace else None)
+        if self._decision_log:
+            self.engine.sched.decisions.sink = self._decision_log.put
+        self._poller = zmq.Poller()
+        self._poller.register(pull, zmq.POLLIN)
+        self._poller.register(woken, zmq.POLLIN)
+        if self._node is not None:
+            self._poller.register(self._node.event_fd, zmq.POLLIN)
+        if self._followers is not None:
+            self._poller.register(self._followers.reports, zmq.POLLIN)
+        self._kv = self._announce_cache(pull.context)
+        self._next_stats = 0.0
+        self._last_stats: tuple[float, float] | None = None
+        """When the last report was made, and how many tokens had been generated by then."""
+        self._reported_rest = False
+        self._has_dumped_rooms = False
+        """The last report said that nothing is generated any more."""
+        self._stream = StreamBuffer(config.stream_interval)
+
+    def _log_file(
+        self, field: str, render: Callable[[Any], str], limit: int, *, must_be_whole: bool = False
+    ) -> LogFile | None:
+        path = getattr(self.config, field)
+        if path is None:
+            return None
+        mine = path_of_rank(path, self.dp_rank, self.config.dp_size)
+        return LogFile(flag_name(field), mine, render, limit, must_be_whole=must_be_whole)
+
+    def _announce_cache(self, context: zmq.Context[Any]) -> KvPublisher | None:
+        """--kv-events-config: the publisher, with its replay socket in the poller."""
+        config = kv_events.read(self.config.kv_events_config)
+        if not config.enable_kv_cache_events:
+            return None
+        kv = KvPublisher(config, self.engine.sched, self.dp_rank, context, self._send, time.time)
+        if kv.replay is not None:
+            self._poller.register(kv.replay, zmq.POLLIN)
+        self._info = {**self._info, "kv_events": kv.info()}
+        return kv
+
+    def _on_sigterm(self, _signum: int, _frame: FrameType | None) -> None:
+        self._stop = True
+
+    def _attach_transfer(self, loaded: Loaded | SimLoaded, job: dict[str, Any], team: channel.Team | None) -> Relay:
+        c = self.config
+        bootstrap = transfer_setup.Bootstrap.of(job)
+        self._node = transfer_setup.start(c, loaded.native_pool, loaded.layout, self.dp_rank, 0, bootstrap)
+        if self._followers is not None and team is not None:
+            late_secs = c.kv_transfer_timeout_secs + c.kv_lease_secs + c.dist_timeout
+            self._node = TeamNode(self._node, self._followers, team, late_secs)
+        if c.disaggregation_mode == "decode":
+            return DecodeRelay(self._node, c.request_timeout_secs, loaded.vocab_size)
+        node = loaded.paced(self._node) if c.simulate is not None else self._node
+        return PrefillRelay(node, c.request_timeout_secs)
+
+    # ------------------------------------------------------------------ the loop
+
+    def run(self) -> None:
+        self._send(Ready(self.dp_rank, self._info))
+        busy = True
+        while not self._stop:
+            self._ingest(wait=not busy)
+            outputs, busy = self.engine.advance(time.monotonic())
+            if outputs := self._stream.take(outputs):
+                self._send(token_batch(outputs))
+            if stories := self.engine.take_stories():
+                self._send(Stories(self.dp_rank, stories))
+            if self._kv is not None:
+                self._kv.publish()
+            now = time.monotonic()
+            if now >= self._next_stats or (not busy and self._next_stats > now - STATS_EVERY_SECS):
+                was_well = self.engine.trouble is None
+                self._send_stats(now)
+                busy = busy or (was_well and self.engine.trouble is not None)  # it ended requests: their errors leave
+        log.info("rank %d stops", self.dp_rank)
+        if self._node is not None:
+            self._node.close()
+        if self._followers is not None:
+            self.engine.close()  # after the step that runs: the others are in it too
+            self._followers.stop()
+        for file in (self._decision_log, self._trace):
+            if file is not None:
+                file.close()
+
+    def _wait_ms(self) -> int | None:
+        """How long to sleep without messages: until the next deadline or report; None when nothing can change."""
+        now = time.monotonic()
+        if self.engine.sched.is_idle:
+            due = next_idle_report(self._next_stats, is_at_rest=self._reported_rest, has_peers=self._node is not None)
+            return None if due is None else max(int((due - now) * 1000) + 1, 1)
+        until = now + STATS_EVERY_SECS
+        deadline = self.engine.sched.next_deadline()
+        if deadline is not None:
+            until = min(until, deadline)
+        return max(int((until - now) * 1000) + 1, 1)
+
+    def _ingest(self, *, wait: bool) -> None:
+        if wait:
+            self._poller.poll(self._wait_ms())
+        self.engine.at(time.monotonic())
+        if self._kv is not None and self._kv.replay is not None:
+            self._kv.serve_replays()
+        for _ in range(INGEST_BURST):
+            try:
+                raw = self._pull.recv(zmq.DONTWAIT)
+            except zmq.Again:
+                return
+            message = to_rank_decoder.decode(raw)
+            if isinstance(message, Submit):
+                self._submit(message)
+            elif isinstance(message, Abort):
+                for handle in message.handles:
+                    self.engine.abort(handle)
+                    self._stream.forget(handle)
+            else:
+                self._send(self._control(message))
+
+    def _submit(self, message: Submit) -> None:
+        prompt = array("i")
+        prompt.frombytes(message.prompt)
+        arrival = time.monotonic() - message.age_secs
+        req = Validated(
+            handle=message.handle,
+            rid=message.rid,
+            prompt=prompt,
+            params=message.params,
+            priority=message.priority,
+            namespace=message.namespace,
+            arrival=arrival,
+            rendezvous=message.rendezvous,
+            deadline=None if message.timeout_secs is None else arrival + message.timeout_secs,
+            ttft_deadline=None if message.ttft_deadline_secs is None else arrival + message.ttft_deadline_secs,
+            priority_class=message.priority_class,
+            tenant=message.tenant,
+            trace=message.trace,
+        )
+        try:
+            self.engine.submit(req)
+        except EngineError as err:
+            given = (err.code, err.message)
+            refused = Emitted(req.handle, (), FinishReason.ERROR, 0, error=given, retry_after_secs=err.retry_after_secs)
+            self._send(token_batch([refused]))
+
+    def _control(self, message: Control) -> Reply:
+        if message.op == "flush_cache":
+            return Reply(message.id, True, {"pages": self.engine.sched.flush_cache()})
+        if message.op == "kv_snapshot" and self._kv is not None:
+            return Reply(message.id, True, self._kv.snapshot())
+        if message.op == "info":
+            return Reply(message.id, True, {**self._info, **self.engine.sched.counts()})
+        if message.op == "ledger":
+            result: dict[str, Any] = {
+                "pages": self.engine.page_gauges(),
+                "requests": self.engine.sched.counts(),
+            }
+            if self._node is not None:
+                result["rooms"] = json.loads(self._node.rooms_json(message.args.get("room")))
+                result["transfer"] = json.loads(self._node.stats_json())
+            return Reply(message.id, True, result)
+        if message.op == "left":
+            return Reply(message.id, True, self._left())
+        if message.op == "steps":
+            return Reply(message.id, True, {"steps": self.engine.sched.decisions.recent(message.args["n"])})
+        if message.op == "abort":
+            asked = message.args
+            count = self.engine.abort_where(asked["rooms"], asked["rid"], all_leases=asked["all"])
+            return Reply(message.id, True, {"aborted": count})
+        if message.op == "drain":
+            if self._node is not None:
+                self._node.drain()
+            return Reply(message.id, True, dict(self.engine.sched.counts()))
+        if message.op in ("suspend", "resume"):
+            change = self.engine.sched.suspend if message.op == "suspend" else self.engine.sched.resume
+            try:
+                return Reply(message.id, True, {"found": change(message.args["handles"])})
+            except WrongState as err:
+                return Reply(message.id, False, {"message": err.message})
+        return Reply(message.id, False, {"message": f"unknown control operation {message.op!r}"})
+
+    def _left(self) -> dict[str, Any]:
+        """Work that must end before this process can stop without a loss."""
+        sched = self.engine.sched
+        oldest = sched.oldest_arrival()
+        rooms = 0 if self._node is None else json.loads(self._node.stats_json())["detail"]["rooms_live"]
+        age = None if oldest is None else time.monotonic() - oldest
+        return {"requests": sched.counts(), "rooms": rooms, "oldest_secs": age}
+
+    # ------------------------------------------------------------------ reports
+
+    def _send(self, message: ToFront) -> None:
+        self._push.send(encoder.encode(message))
+
+    def _send_stats(self, now: float) -> None:
+        self._next_stats = now + STATS_EVERY_SECS
+        gauges = self.engine.gauges()
+        counters = dict(self.engine.counters)
+        generated = counters["generated_tokens_total"]
+        then, before = self._last_stats or (now, generated)
+        rate = (generated - before) / (now - then) if now > then else 0.0
+        gauges["generated_tokens_per_s"] = rate
+        self._last_stats, self._reported_rest = (now, generated), not rate
+        counters["retractions_total"] = self.engine.sched.retractions
+        counters["preemptions_total"] = self.engine.sched.preemptions
+        if self._kv is not None:
+            counters["kv_event_batches_total"] = self._kv.batches
+        for source, tokens in self.engine.sched.hit_tokens.items():
+            counters[f'cached_prompt_tokens_by_source_total{{source="{source}"}}'] = tokens
+        if self._followers is not None:
+            counters.update(self._followers.counters())
+        counters["suspensions_total"] = self.engine.sched.suspensions
+        counters["priority_hook_errors_total"] = self.engine.hook_errors
+        counters["schedule_policy_degraded_total"] = self.engine.sched.policy_degraded
+        counters.update(self.engine.sched.turned_away())
+        counters.update(self.engine.relay_counters)
+        counters["kv_quarantined_pages_total"] = self.engine.sched.quarantined_pages
+        trouble = self.engine.trouble
+        if self._node is not None:
+            if trouble is not None and not self._has_dumped_rooms:
+                self._has_dumped_rooms = True
+                log.error("KV transfers and their last events: %s", self._node.rooms_json(None))
+            failed = flatten_transfer_stats(json.loads(self._node.stats_json()), gauges, counters)
+            trouble = trouble or failed
+        stats = self.engine.sched.stats
+        gauges.update(stats.gauges())
+        if self.config.disaggregation_mode == "prefill":
+            gauges["kv_oldest_lease_seconds"] = stats.oldest_lease_seconds(now)
+        counters.update(stats.counters())
+        if (fair := self.engine.sched.fair) is not None:
+            gauges.update(fair.gauges())
+            counters.update(fair.counters())
+        counters.update(self.engine.sched.decisions.counters())
+        for name, file in (("decisions", self._decision_log), ("trace", self._trace)):
+            if file is not None:
+                counters[f'log_lines_dropped_total{{log="{name}"}}'] = file.dropped
+        histograms = {name: HistogramColumns(h.counts, h.sum) for name, h in stats.histograms().items()}
+        load = asdict(self.engine.sched.load())
+        self._send(Stats(self.dp_rank, gauges, counters, histograms, load, trouble))
+
+
+def flatten_transfer_stats(stats: dict[str, Any], gauges: dict[str, float], counters: dict[str, float]) -> str | None:
+    """Put the transfer runtime's numbers (kv_transfer's stats_json) under their metric names.
+
+    Returns why the rank should get no new requests; None while the runtime works.
+    """
+    gauges.update(stats["gauges"])
+    counters.update(stats["counters"])
+    return None if stats["healthy"] else f"its KV transfer runtime has failed: {stats['unhealthy_reason']}"
+
+
+def next_idle_report(next_stats: float, *, is_at_rest: bool, has_peers: bool) -> float | None:
+    """When an idle rank reports again; None: not before it has worked."""
+    if not is_at_rest:
+        return next_stats
+    return next_stats + QUIET_STATS_SECS if has_peers else None
+
+
+class StreamBuffer:
+    """--stream-interval: a request's tokens leave in groups of `interval`; its first one and its end leave at once."""
+
+    def __init__(self, interval: int) -> None:
+        self._interval = interval
+        self._held: dict[int, list[Emitted]] = {}
+
+    def take(self, outputs: list[Emitted]) -> list[Emitted]:
+        """Add a turn's outputs; returns those that may leave now, in order."""
+        if self._interval == 1:
+            return outputs
+        leaving: list[Emitted] = []
+        for out in outputs:
+            is_first = out.handle not in self._held
+            held = self._held.setdefault(out.handle, [])
+            held.append(out)
+            if out.finish is not None:
+                leaving.extend(self._held.pop(out.handle))
+            elif is_first or len(held) >= self._interval:
+                leaving.extend(held)
+                held.clear()
+        return leaving
+
+    def forget(self, handle: int) -> None:
+        self._held.pop(handle, None)
+
+
+def token_batch(outputs: list[Emitted]) -> TokenBatch:
+    """One message of columns for everything a turn produced. A handle may have several rows, in order."""
+    tokens = array("i")
+    logprobs: dict[int, Logprobs] = {}
+    errors: dict[int, tuple[str, str]] = {}
+    for row, out in enumerate(outputs):
+        tokens.extend(out.tokens)
+        if out.logprobs is not None:
+            lp = out.logprobs
+            logprobs[row] = Logprobs([lp.chosen], [list(lp.top_ids)], [list(lp.top_logprobs)])
+        if out.error is not None:
+            errors[row] = out.error
+    return TokenBatch(
+        handles=[out.handle for out in outputs],
+        counts=array("i", [len(out.tokens) for out in outputs]).tobytes(),
+        tokens=tokens.tobytes(),
+        finish=array("b", [out.finish or 0 for out in outputs]).tobytes(),
+        cached_tokens=array("i", [out.cached_tokens for out in outputs]).tobytes(),
+        logprobs=logprobs,
+        errors=errors,
+        retry_after={row: out.retry_after_secs for row, out in enumerate(outputs) if out.retry_after_secs is not None},
+        stages={row: out.stages for row, out in enumerate(outputs) if out.stages is not None},
+    )
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
