@@ -97,6 +97,8 @@ class TestCluster:
             "kube-controller-manager", str(self._kube), "kube-controller-manager", *flags,
             f"--service-account-private-key-file={self.certificates}/sa.key",
             f"--root-ca-file={self.certificates}/apiserver.crt", "--horizontal-pod-autoscaler-sync-period=2s",
+            # Kubelets that could not reach a stopped API server, or got no CPU, do not take their pods out of Services.
+            "--node-monitor-grace-period=600s",
         )  # fmt: skip
         self._spawn("kube-scheduler", str(self._kube), "kube-scheduler", *flags)
         for i, name in enumerate(NODES):
