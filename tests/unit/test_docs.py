@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from pathlib import Path
 
@@ -82,7 +83,7 @@ def test_places_in_the_code_map_exist() -> None:
 
 def test_engine_flags_in_the_docs_exist() -> None:
     """Every --flag that the pages name is an engine flag, a flag of `baton up`, or in the router's source."""
-    fields_of = config.EngineConfig.__dataclass_fields__
+    fields_of = {f.name: f for f in dataclasses.fields(config.EngineConfig)}
     known = {config.flag_name(name) for name in fields_of} | {n for f in fields_of.values() for n in f.metadata["also"]}
     known |= {config.flag_name(name) for name in drain.DrainConfig.__dataclass_fields__}
     up = (ROOT / "engine" / "baton" / "server" / "launch" / "local_cluster.py").read_text(encoding="utf-8")
@@ -106,3 +107,14 @@ def test_engine_flags_in_the_docs_exist() -> None:
             continue
         named = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+[a-z0-9]", page.read_text(encoding="utf-8")))
         assert named - known == set(), page.name
+
+
+def test_chains_of_the_architecture_page_resolve() -> None:
+    """Each `file:function` of "Follow one thing" is a function that this file defines."""
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    section = page.split("## 6. Follow one thing\n")[1].split("\n## ")[0]
+    steps = re.findall(r"^\d\. `(\S+):(\w+)`", section, re.MULTILINE)
+    assert len(re.findall(r"^\d\. ", section, re.MULTILINE)) == len(steps) == 25
+    for path, function in steps:
+        defined = rf"^ *(?:pub(?:\(\w+\))? )?(?:async )?(?:unsafe )?(?:def|fn) {function}\b"
+        assert re.search(defined, (ROOT / path).read_text(encoding="utf-8"), re.MULTILINE), f"{path}: no {function}"

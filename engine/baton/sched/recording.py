@@ -225,7 +225,7 @@ def _scheduler(line: str) -> Scheduler:
         raise ReplayError("line 1: not the header of a scheduler trace") from err
     if version != VERSION:
         raise ReplayError(f"line 1: version {version}, this program reads {VERSION}")
-    if unknown := sorted(set(flags) - set(EngineConfig.__dataclass_fields__)):
+    if unknown := sorted(set(flags) - {f.name for f in dataclasses.fields(EngineConfig)}):
         raise ReplayError(f"line 1: flags {unknown} are unknown here; use the version that recorded this file")
     return Scheduler(setup.limits(EngineConfig(**flags), **sizes))
 
