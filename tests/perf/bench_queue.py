@@ -40,7 +40,7 @@ def bench(name: str, page_size: int, requests: int, tokens: int) -> None:
     step = 0
 
     def view() -> View:
-        return View(0.0, step, cache, 1e4, step, lambda n: n // 2)
+        return View(0.0, step, cache, 1e4, step, 0.5)
 
     params = PolicyParams(lpm_degrade_threshold=0)
     queue = WaitingQueue(POLICIES[name](params), PriorityRule(), view)

@@ -222,7 +222,7 @@ def waiting_line() -> tuple[list[Seq], RadixCache, PageAllocator]:
 
 def bench_order(seconds: float) -> None:
     queue, cache, allocator = waiting_line()
-    view = View(5000.0, 1, cache, 2000.0, 0, lambda tokens: tokens // 2)
+    view = View(5000.0, 1, cache, 2000.0, 0, 0.5)
     rng = random.Random(7)
 
     def forget() -> None:

@@ -239,7 +239,7 @@ def test_an_empty_queue_breaks_the_row() -> None:
     at = state.view()
 
     def view(now: float) -> View:
-        return View(now, 0, at.index, 100.0, 0, at.estimate, 400)
+        return View(now, 0, at.index, 100.0, 0, at.answer_share, 400)
 
     queue = []
     for handle, length in enumerate([200, 4, 4, 4]):

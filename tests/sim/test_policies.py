@@ -47,7 +47,7 @@ class FixedIndex:
 
 
 def view(now: float = 0.0, step: int = 0, cached: dict[int, int] | None = None, computed: int = 0) -> View:
-    return View(now, step, FixedIndex(cached or {}), 1000.0, computed, lambda tokens: tokens // 2)
+    return View(now, step, FixedIndex(cached or {}), 1000.0, computed, 0.5)
 
 
 def seq(handle: int, length: int, max_new: int = 4, *, first: int = 1, arrival: float = 0.0, born: int = 0) -> Seq:

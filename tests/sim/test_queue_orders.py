@@ -39,7 +39,7 @@ class World:
         self.made = 0
 
     def view(self) -> View:
-        return View(self.now, self.step, self.cache, self.rate, self.computed, lambda n: int(n * self.ratio), 120)
+        return View(self.now, self.step, self.cache, self.rate, self.computed, self.ratio, 120)
 
     def prompt(self) -> list[int]:
         return [self.rng.randrange(2) for _ in range(self.rng.randint(1, 14))]

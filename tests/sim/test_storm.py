@@ -22,6 +22,12 @@ def test_every_promise_holds_in_a_storm(weather: Weather) -> None:
     assert log.steps > 0 or log.endings.keys() <= {"REFUSED", "ERROR", "GONE"}
 
 
+@pytest.mark.parametrize("weather", weathers(300, is_tight=True)[::5], ids=str)
+def test_every_promise_holds_with_short_queues_and_priorities_that_change(weather: Weather) -> None:
+    log = ride(weather, TURNS)
+    assert log.steps > 0 or log.endings.keys() <= {"REFUSED", "ERROR", "GONE"}
+
+
 @pytest.mark.parametrize("weather", weathers(100)[::17], ids=str)
 def test_the_same_weather_gives_the_same_plans_and_another_seed_others(weather: Weather) -> None:
     first, again = ride(weather, TURNS), ride(weather, TURNS)
@@ -56,7 +62,8 @@ def test_two_hundred_thousand_random_steps(capsys: pytest.CaptureFixture[str]) -
     first_seed = 10_000
     while total.steps < LONG_STEPS:
         for policy in POLICIES:
-            for weather in [w for w in weathers(first_seed) if w.policy == policy]:
+            many = weathers(first_seed) + weathers(first_seed + 5_000, is_tight=True)
+            for weather in [w for w in many if w.policy == policy]:
                 log = ride(weather, 400)
                 total.steps += log.steps
                 total.checked += log.checked
@@ -65,7 +72,7 @@ def test_two_hundred_thousand_random_steps(capsys: pytest.CaptureFixture[str]) -
                 print(f"\n{total.steps} of {LONG_STEPS} steps, {policy}: {dict(total.endings)}", end="", flush=True)
         first_seed += 10_000
     assert {"STOP", "LENGTH", "ERROR", "GONE", "REFUSED"} <= total.endings.keys()
-    for kind in ("gap", "order", "admission refused", "preemption", "no page to grow"):
+    for kind in ("gap", "order", "admission refused", "preemption", "no page to grow", "priorities adjusted"):
         assert total.checked[kind] > 10, kind
     assert {key.removesuffix(" in flight") for key in total.checked if key.startswith("abort")} >= {
         "abort null waiting", "abort null running", "abort prefill waiting", "abort prefill leased",

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from baton.cache.eviction import EVICTION_POLICIES
 from baton.config.classes import parse_classes
 from baton.config.tenants import TenantRule, TenantRules
-from baton.errors import PromptTooLong, WrongState
+from baton.errors import PromptTooLong, QueueFull, TenantQueueFull, WrongState
 from baton.sched.fairness.fair_queue import FairnessRules
 from baton.sched.policies import POLICIES, PolicyParams
 from baton.sched.queue.priority import PriorityRule
@@ -46,12 +46,14 @@ class Weather:
     page: int
     depth: int
     priority: bool
+    is_tight: bool = False
+    """Short queues, short clips and many or few unfinished prompts at once; priorities change while requests live."""
 
     def limits(self, rng: random.Random, role: str) -> Limits:
         # 100 %: the whole crowd fits. 1 %: hardly one request does, the longest are refused.
         share = rng.choice([0.01, 0.05, 0.1, 0.2, 0.4, 0.7, 1.0])
         full = CROWD * -(-(LONGEST_PROMPT + LONGEST_ANSWER) // self.page)
-        return Limits(
+        limits = Limits(
             num_pages=max(round(full * share), 2),
             page_size=self.page,
             max_running_requests=rng.choice([1, 2, 4, 8, CROWD]),
@@ -94,9 +96,19 @@ class Weather:
             aborts_missed_deadlines=rng.random() < 0.1,
             fairness=FAIR if rng.random() < 0.25 else FairnessRules(),
         )
+        if not self.is_tight:
+            return limits
+        return dataclasses.replace(
+            limits,
+            max_queued_requests=rng.choice([3, 6, 10_000]),
+            max_queued_tokens=rng.choice([None, None, 60]),
+            clip_new_tokens=rng.choice([1, 5, 4096]),
+            kv_event_batches=rng.choice([0, 4]),
+            max_partial_prefills=rng.choice([1, 2, 64]),
+        )
 
 
-def weathers(first_seed: int) -> list[Weather]:
+def weathers(first_seed: int, is_tight: bool = False) -> list[Weather]:
     """Every policy x role x page size x overlap x priority, each with its own seed."""
     combinations = [
         (policy, role, page, depth, priority)
@@ -106,7 +118,7 @@ def weathers(first_seed: int) -> list[Weather]:
         for depth in (1, 2)
         for priority in (False, True)
     ]
-    return [Weather(first_seed + i, *values) for i, values in enumerate(combinations)]
+    return [Weather(first_seed + i, *values, is_tight) for i, values in enumerate(combinations)]
 
 
 @dataclass
@@ -164,6 +176,8 @@ class Ride:
                 self.suspend()
             if self.rng.random() < 0.01:
                 self.rng.choice(self.nodes).sched.flush_cache()
+            if self.weather.is_tight:
+                self.adjust_priorities()
         for node in self.nodes:
             node.sched.resume(list(self.want))
         for _ in range(5000):
@@ -222,8 +236,8 @@ class Ride:
             fits = len(req.prompt) + 1 <= node.limits.capacity_tokens
             try:
                 node.sched.add(req)
-            except PromptTooLong:
-                assert not fits
+            except (PromptTooLong, QueueFull, TenantQueueFull) as refusal:
+                assert self.weather.is_tight if fits else isinstance(refusal, PromptTooLong)
                 for other in nodes:
                     other.absorb()
                     other.sched.abort(req.handle)
@@ -269,6 +283,18 @@ class Ride:
         node.sched.resume([handle for handle in recent if self.rng.random() < 0.5])
         node.sched.ledger()
 
+    def adjust_priorities(self) -> None:
+        """As --priority-adjustment-function does, on every node; and the KV events are read."""
+        alive = sorted(self.alive())
+        if self.weather.priority and alive and self.rng.random() < 0.2:
+            for node in self.nodes:
+                chosen = self.rng.sample(alive, min(3, len(alive)))
+                node.sched.adjust_priorities({h: self.rng.choice([None, -5.0, 0.5, 20.0]) for h in chosen})
+                self.log.checked["priorities adjusted"] += 1
+        for node in self.nodes:
+            if node.sched.kv_events is not None:
+                node.sched.kv_events.take(0.0)
+
     # ------------------------------------------------------------------ the end
 
     def finish(self) -> None:
@@ -285,7 +311,9 @@ class Ride:
                 assert got == tokens[: len(got)], f"request {handle}: {got} is no beginning of {tokens}"
             elif end is FinishReason.ERROR:
                 room_broke = self.relay is not None and 1000 + handle in self.relay.broken
-                assert handle in self.may_fail or room_broke, front.errors[handle]
+                error = front.errors[handle]
+                left_full_queue = self.weather.is_tight and self.weather.priority and "queue_full" in error
+                assert handle in self.may_fail or room_broke or left_full_queue, error
                 assert got == tokens[: len(got)]
             else:
                 assert got == tokens, f"request {handle}: {got} instead of {tokens}"

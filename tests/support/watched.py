@@ -54,6 +54,7 @@ class Before:
     preemptions: dict[int, int]
     waiting: set[int]
     opening: set[int]
+    parked: set[int]
     decoding: set[int]
     evictions: int
     reservation: Reservation | None
@@ -135,6 +136,7 @@ class WatchedScheduler(Scheduler):
             preemptions={seq.handle: seq.preemptions for seq in running},
             waiting={seq.handle for seq in state.waiting},
             opening={seq.handle for seq in state.opening},
+            parked=set(state.parked),
             decoding={seq.handle for seq in running if _decodes(seq)},
             evictions=self._evictions,
             reservation=copy.copy(self._planner._reservation),
@@ -142,7 +144,7 @@ class WatchedScheduler(Scheduler):
 
     def _facts(self) -> list[Fact]:
         """What the orders read of the waiting requests."""
-        state = self._state
+        state, clip = self._state, self.limits.clip_new_tokens
 
         def cached(seq: Seq) -> int:
             if seq.pages:  # parked: it has these, whether or not the tree has them
@@ -154,7 +156,7 @@ class WatchedScheduler(Scheduler):
                 seq,
                 cached=cached(seq),
                 total=len(seq.tokens) + seq.inflight,
-                rest=min(seq.max_new_tokens - (len(seq.tokens) - seq.prompt_len) - seq.inflight, 4096),
+                rest=min(seq.max_new_tokens - (len(seq.tokens) - seq.prompt_len) - seq.inflight, clip),
                 waited=self.clock - seq.req.arrival,
                 overtaken_work=state.computed_tokens - seq.born_tokens,
                 drawn=uniform(state.planned_step, seq.handle),
@@ -211,10 +213,13 @@ class WatchedScheduler(Scheduler):
         rule, given = self.limits.priority, seq.req.priority
         if not rule.enabled:
             return 0.0
-        base = LOWEST_PRIORITY if given is None else (-given if rule.low_values_first else given)
+        start = LOWEST_PRIORITY if given is None else (-given if rule.low_values_first else given)
+        if seq.adjusted_priority is not None:
+            start = seq.adjusted_priority
+        elif rule.aging_rate and seq.start_priority is not None:
+            start = seq.start_priority
         if not rule.aging_rate:
-            return base
-        start = base if seq.start_priority is None else seq.start_priority
+            return start
         if rule.aging_rate * (self.clock - seq.req.arrival) >= rule.aging_max:
             return start + rule.aging_max
         return math.floor(start - rule.aging_rate * seq.req.arrival) + rule.aging_rate * self.clock
@@ -336,8 +341,9 @@ class WatchedScheduler(Scheduler):
         """
         if first.pages or self._is_capped(first, plan) or self._leaves_pages(first, before):
             return
-        need = self._need(first, before.ratio, without=came)
-        available = self._available_to(first) + sum(len(self._state.seqs[h].private) for h in came)
+        new = [h for h in came if h not in before.parked]  # what a parked one will need was kept for it already
+        need = self._need(first, before.ratio, without=new)
+        available = self._available_to(first) + sum(len(self._state.seqs[h].private) for h in new)
         assert need > available, f"request {first.handle} needs {need} of {available} pages and was passed by {came}"
 
     def _is_capped(self, seq: Seq, plan: StepPlan | None) -> bool:

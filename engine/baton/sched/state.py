@@ -91,7 +91,7 @@ class State:
             self.memory.cache,
             self.prefill_rate,
             self.computed_tokens,
-            self.memory.ratio.estimate,
+            self.memory.ratio.value,
             self.limits.capacity_tokens,
             self.limits.clip_new_tokens,
             self.door.queued_tokens,

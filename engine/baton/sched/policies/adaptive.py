@@ -131,7 +131,7 @@ def snapshot_in_parts(
         block *= 2
     weight = params.short_first_output_weight
     if weight is None:
-        weight = view.estimate(view.clip_new_tokens) / view.clip_new_tokens
+        weight = view.answer_share
     numbers: dict[tuple[int, bytes], int] = {}
     requests = []
     for seq in oldest:

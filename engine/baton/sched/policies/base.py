@@ -53,8 +53,8 @@ class View:
     """Prompt tokens the engine computes per second, measured."""
     computed_tokens: int
     """Prompt tokens the engine has computed since it started."""
-    estimate: Callable[[int], int]
-    """Tokens a request with so many allowed tokens is expected to generate."""
+    answer_share: float
+    """Share of its allowed tokens that a request is expected to generate, measured."""
     pool_tokens: int = 0
     """Capacity of the KV pool [tokens]."""
     clip_new_tokens: int = 4096

@@ -18,7 +18,7 @@ class ShortFirst(Policy):
 
     def inputs(self, count: int, view: View) -> Hashable:
         if self.params.short_first_output_weight is None:
-            return self._ratio(view.estimate(view.clip_new_tokens) / view.clip_new_tokens)
+            return self._ratio(view.answer_share)
         return self.params.short_first_output_weight
 
     @property
