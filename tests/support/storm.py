@@ -237,7 +237,8 @@ class Ride:
             try:
                 node.sched.add(req)
             except (PromptTooLong, QueueFull, TenantQueueFull) as refusal:
-                assert self.weather.is_tight if fits else isinstance(refusal, PromptTooLong)
+                is_right = self.weather.is_tight if fits else isinstance(refusal, PromptTooLong)
+                assert is_right, "a request that fits was refused, or one that does not with another error"
                 for other in nodes:
                     other.absorb()
                     other.sched.abort(req.handle)
