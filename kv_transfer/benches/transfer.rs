@@ -5,10 +5,7 @@
 //! printed: a time measured beside other work is no property of the code.
 //!
 //! `cargo bench -p baton-kv-transfer --bench transfer [-- --reps 15 --mib 256 --page-kib 64]`
-#![allow(
-    clippy::unwrap_used,
-    reason = "a benchmark may stop at the first surprise"
-)]
+#![allow(clippy::unwrap_used, reason = "a benchmark may stop at the first surprise")]
 
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{TcpListener, TcpStream};
@@ -38,11 +35,7 @@ impl Shape {
             at.map_or(default, |i| args[i + 1].parse().expect("a number"))
         };
         let page_bytes = get("--page-kib", 64) << 10;
-        Self {
-            reps: get("--reps", 15),
-            pages: (get("--mib", 256) << 20) / page_bytes,
-            page_bytes,
-        }
+        Self { reps: get("--reps", 15), pages: (get("--mib", 256) << 20) / page_bytes, page_bytes }
     }
 
     fn node(&self, pool: &Arc<KvPool>, role: &str, transports: &[&str]) -> TransferNode {
@@ -60,9 +53,7 @@ impl Shape {
     /// Pages in an order without runs, as a cache that has been in use hands them out. The same in both processes.
     fn order(&self, step: usize) -> Vec<u32> {
         let step = (step..).find(|step| gcd(*step, self.pages) == 1).unwrap();
-        (0..self.pages)
-            .map(|i| (i * step % self.pages) as u32)
-            .collect()
+        (0..self.pages).map(|i| (i * step % self.pages) as u32).collect()
     }
 }
 
@@ -71,15 +62,11 @@ fn gcd(a: usize, b: usize) -> usize {
 }
 
 fn ids(pages: &[u32]) -> Vec<u8> {
-    pages
-        .iter()
-        .flat_map(|&p| (p as i32).to_le_bytes())
-        .collect()
+    pages.iter().flat_map(|&p| (p as i32).to_le_bytes()).collect()
 }
 
 fn page_ptr(pool: &KvPool, page: u32) -> *mut u8 {
-    pool.data_ptr()
-        .wrapping_add(page as usize * pool.page_bytes())
+    pool.data_ptr().wrapping_add(page as usize * pool.page_bytes())
 }
 
 // ---- the child: prefill node and plain sender ------------------------------------------------------------------------
@@ -136,10 +123,7 @@ struct Bench {
 impl Bench {
     fn start(shape: Shape) -> Self {
         let server = BootstrapServer::start("127.0.0.1", 0, None).unwrap();
-        let args: Vec<String> = std::env::args()
-            .skip(1)
-            .filter(|arg| arg != "--bench")
-            .collect();
+        let args: Vec<String> = std::env::args().skip(1).filter(|arg| arg != "--bench").collect();
         let mut child = Command::new(std::env::current_exe().unwrap())
             .args(args)
             .env("BATON_BENCH_CHILD", server.port().to_string())
@@ -148,9 +132,7 @@ impl Bench {
             .spawn()
             .unwrap();
         let mut line = String::new();
-        BufReader::new(child.stdout.take().unwrap())
-            .read_line(&mut line)
-            .unwrap();
+        BufReader::new(child.stdout.take().unwrap()).read_line(&mut line).unwrap();
         let dst = shape.pool();
         Self {
             shape,
@@ -186,13 +168,8 @@ impl Bench {
         self.room += 1;
         let room = self.room;
         self.say(&format!("room {room}"));
-        let node = if transport == "shm" {
-            &self.shm
-        } else {
-            &self.tcp
-        };
-        node.open(room, 0, "127.0.0.1", self.server.port(), 0, b"", 60_000)
-            .unwrap();
+        let node = if transport == "shm" { &self.shm } else { &self.tcp };
+        node.open(room, 0, "127.0.0.1", self.server.port(), 0, b"", 60_000).unwrap();
         let deadline = Instant::now() + PATIENCE;
         while !node.rooms_json(Some(room)).contains("FINAL") {
             assert!(Instant::now() < deadline, "{}", node.rooms_json(Some(room)));
@@ -209,10 +186,7 @@ impl Bench {
         let took = start.elapsed().as_secs_f64();
         match end {
             NodeEvent::Committed { stats, .. } => {
-                assert_eq!(
-                    (stats.transport, stats.pages),
-                    (transport, self.shape.pages as u64)
-                );
+                assert_eq!((stats.transport, stats.pages), (transport, self.shape.pages as u64));
             }
             other => panic!("{other:?}"),
         }
@@ -304,18 +278,8 @@ fn main() {
     );
     let mut report = json!({"pages": shape.pages, "page_bytes": shape.page_bytes, "n": shape.reps});
     for (name, pull, plain, what) in [
-        (
-            "shm",
-            0,
-            1,
-            "a verified shm pull, of a plain non-temporal copy",
-        ),
-        (
-            "copy_with_hash",
-            4,
-            1,
-            "copy with checksum in one process, of the plain copy",
-        ),
+        ("shm", 0, 1, "a verified shm pull, of a plain non-temporal copy"),
+        ("copy_with_hash", 4, 1, "copy with checksum in one process, of the plain copy"),
         ("tcp", 2, 3, "a verified tcp pull, of a plain socket loop"),
     ] {
         let (low, median, high) = quartiles(times.iter().map(|t| t[plain] / t[pull]).collect());

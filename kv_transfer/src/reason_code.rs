@@ -64,10 +64,7 @@ codes! {
 
 impl ReasonCode {
     pub fn parse(text: &str) -> Option<ReasonCode> {
-        ReasonCode::ALL
-            .iter()
-            .copied()
-            .find(|code| code.as_str() == text)
+        ReasonCode::ALL.iter().copied().find(|code| code.as_str() == text)
     }
 }
 

@@ -121,11 +121,7 @@ impl App {
 
     /// Roles without which nothing can be answered.
     pub(crate) fn serving_roles(&self) -> &'static [Role] {
-        if self.is_pd() {
-            &[Role::Prefill, Role::Decode]
-        } else {
-            &[Role::Regular]
-        }
+        if self.is_pd() { &[Role::Prefill, Role::Decode] } else { &[Role::Regular] }
     }
 
     pub(crate) fn is_draining(&self) -> bool {

@@ -43,9 +43,7 @@ struct PySpan {
 
 fn owned(attributes: PyAttributes) -> Vec<(baton_router::trace::Name, Value)> {
     let named = attributes.into_iter();
-    named
-        .map(|(name, value)| (name.into(), value.into()))
-        .collect()
+    named.map(|(name, value)| (name.into(), value.into())).collect()
 }
 
 impl From<PySpan> for Span {
@@ -89,10 +87,7 @@ impl SpanExporter {
     #[new]
     fn new(endpoint: &str, service: String, attributes: Vec<(String, String)>) -> PyResult<Self> {
         log_to_stderr();
-        let service = Service {
-            name: service,
-            attributes,
-        };
+        let service = Service { name: service, attributes };
         let inner = Background::start(endpoint, service).map_err(PyValueError::new_err)?;
         Ok(Self { inner })
     }

@@ -47,9 +47,7 @@ impl BootstrapServer {
         let listener = TcpListener::bind((host, port))?;
         listener.set_nonblocking(true)?;
         let addr = listener.local_addr()?;
-        let runtime = tokio::runtime::Builder::new_current_thread()
-            .enable_all()
-            .build()?;
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
         let (stop, stopped) = oneshot::channel();
         let state = Arc::new(State {
             table: Mutex::default(),
@@ -67,12 +65,7 @@ impl BootstrapServer {
                 }
             });
         })?;
-        Ok(Self {
-            addr,
-            state,
-            stop: Some(stop),
-            thread: Some(thread),
-        })
+        Ok(Self { addr, state, stop: Some(stop), thread: Some(thread) })
     }
 
     pub fn port(&self) -> u16 {
@@ -87,9 +80,7 @@ impl BootstrapServer {
 
     /// True while its thread serves; part of the node's health.
     pub fn is_serving(&self) -> bool {
-        self.thread
-            .as_ref()
-            .is_some_and(|thread| !thread.is_finished())
+        self.thread.as_ref().is_some_and(|thread| !thread.is_finished())
     }
 
     pub fn stop(&mut self) {
@@ -153,8 +144,7 @@ async fn connection(stream: TcpStream, state: Arc<State>) {
         async move { Ok::<_, Infallible>(state.answer(request).await) }
     });
     let mut http = hyper::server::conn::http1::Builder::new();
-    http.timer(TokioTimer::new())
-        .header_read_timeout(READ_TIMEOUT);
+    http.timer(TokioTimer::new()).header_read_timeout(READ_TIMEOUT);
     if let Err(err) = http.serve_connection(TokioIo::new(stream), service).await {
         tracing::debug!(%err, "a bootstrap connection ended badly");
     }
@@ -163,10 +153,9 @@ async fn connection(stream: TcpStream, state: Arc<State>) {
 fn reply(status: StatusCode, body: &serde_json::Value) -> Response<Full<Bytes>> {
     let mut response = Response::new(Full::new(Bytes::from(body.to_string())));
     *response.status_mut() = status;
-    response.headers_mut().insert(
-        http::header::CONTENT_TYPE,
-        http::HeaderValue::from_static("application/json"),
-    );
+    response
+        .headers_mut()
+        .insert(http::header::CONTENT_TYPE, http::HeaderValue::from_static("application/json"));
     response
 }
 
@@ -289,10 +278,7 @@ impl State {
         match serde_json::from_slice(body) {
             Ok(registration) if head.method == Method::PUT => self.put(registration),
             Ok(registration) => self.delete(&registration),
-            Err(err) => refuse(
-                StatusCode::BAD_REQUEST,
-                format!("not a registration: {err}"),
-            ),
+            Err(err) => refuse(StatusCode::BAD_REQUEST, format!("not a registration: {err}")),
         }
     }
 
@@ -310,23 +296,19 @@ impl State {
 
     fn get(&self, query: &str) -> Response<Full<Bytes>> {
         let param = |name: &str| {
-            let value = query
-                .split('&')
-                .find_map(|pair| pair.strip_prefix(name)?.strip_prefix('='));
+            let value =
+                query.split('&').find_map(|pair| pair.strip_prefix(name)?.strip_prefix('='));
             value
                 .and_then(|value| value.parse::<i64>().ok())
                 .ok_or(format!("the query needs an integer {name}"))
         };
-        let (tp, dp_group, pp) = match (
-            param("engine_rank"),
-            param("target_dp_group"),
-            param("target_pp_rank"),
-        ) {
-            (Ok(tp), Ok(dp), Ok(pp)) => (tp, dp, pp),
-            (Err(why), ..) | (_, Err(why), _) | (.., Err(why)) => {
-                return refuse(StatusCode::BAD_REQUEST, why);
-            }
-        };
+        let (tp, dp_group, pp) =
+            match (param("engine_rank"), param("target_dp_group"), param("target_pp_rank")) {
+                (Ok(tp), Ok(dp), Ok(pp)) => (tp, dp, pp),
+                (Err(why), ..) | (_, Err(why), _) | (.., Err(why)) => {
+                    return refuse(StatusCode::BAD_REQUEST, why);
+                }
+            };
         let mut table = self.table.lock();
         table.expire(self.now_ms());
         if (tp, dp_group, pp) == (-1, -1, -1) {
@@ -340,11 +322,7 @@ impl State {
             };
         }
         let rank = |value: i64| u32::try_from(value).unwrap_or(u32::MAX);
-        match table.get(RankPosition {
-            dp_group: rank(dp_group),
-            tp: rank(tp),
-            pp: rank(pp),
-        }) {
+        match table.get(RankPosition { dp_group: rank(dp_group), tp: rank(tp), pp: rank(pp) }) {
             Some(found) => reply(
                 StatusCode::OK,
                 &json!({"rank_ip": found.rank_ip, "rank_port": found.rank_port, "instance_id": found.instance_id, "proto_ver": found.proto_ver,

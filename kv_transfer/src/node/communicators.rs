@@ -77,8 +77,7 @@ impl Staged {
 
     fn least_used_idle(&self) -> Option<CommKey> {
         let idle = self.comms.iter().filter(|(_, comm)| comm.is_idle());
-        idle.min_by_key(|(_, comm)| comm.last_used)
-            .map(|(&key, _)| key)
+        idle.min_by_key(|(_, comm)| comm.last_used).map(|(&key, _)| key)
     }
 
     fn submit(&self, key: CommKey, job: CommJob) {
@@ -134,23 +133,17 @@ impl DerefMut for LoopContext {
 
 impl LoopContext {
     pub fn new(node: NodeContext, backend: Option<Arc<dyn CommBackend>>) -> Self {
-        let NodeConfig {
-            max_communicators, ..
-        } = node.config;
+        let NodeConfig { max_communicators, .. } = node.config;
         let limits = node.config.slab_limits(node.pool.page_bytes());
-        let staged = node
-            .config
-            .staged()
-            .zip(backend)
-            .map(|(via, backend)| Staged {
-                via,
-                backend,
-                comms: BTreeMap::new(),
-                next: 0,
-                limits,
-                max: max_communicators,
-                aborts: mpsc::channel(),
-            });
+        let staged = node.config.staged().zip(backend).map(|(via, backend)| Staged {
+            via,
+            backend,
+            comms: BTreeMap::new(),
+            next: 0,
+            limits,
+            max: max_communicators,
+            aborts: mpsc::channel(),
+        });
         Self { node, staged }
     }
 
@@ -205,8 +198,7 @@ impl LoopContext {
         staged.next += 1;
         let (key, limits) = ((peer, staged.next), staged.limits);
         let (receiver, actions) = SlabReceiver::new(limits, now);
-        self.start_comm(key, Half::Receiver(receiver), limits)
-            .ok()?;
+        self.start_comm(key, Half::Receiver(receiver), limits).ok()?;
         if let Some(conn) = self.connections.get_mut(&peer) {
             conn.comm = Some(key);
         }
@@ -259,8 +251,7 @@ impl LoopContext {
             claims: HashMap::new(),
             last_used: 0,
         };
-        node.timers
-            .set(&NodeTimer::Comm(key), comm.life().next_due());
+        node.timers.set(&NodeTimer::Comm(key), comm.life().next_due());
         staged.comms.insert(key, comm);
         Ok(())
     }
@@ -272,11 +263,7 @@ impl LoopContext {
             return self.step_receiver(key, ReceiverEvent::Pull { pull: id, pages });
         }
         let result = Err(PullError::Broken("the communicator is gone".into()));
-        self.end_pull(PullEnd {
-            id,
-            bytes: 0,
-            result,
-        });
+        self.end_pull(PullEnd { id, bytes: 0, result });
     }
 
     pub fn cancel_staged_pull(&mut self, peer: ConnectionId, pull: u64) {
@@ -304,33 +291,17 @@ impl LoopContext {
 
     pub fn on_comm_message(&mut self, peer: ConnectionId, msg: Msg) {
         match msg {
-            Msg::CommOpen {
-                comm,
-                transport,
-                slabs,
-                pages_per_slab,
-            } => self.on_comm_open((peer, comm), &transport, slabs, pages_per_slab),
+            Msg::CommOpen { comm, transport, slabs, pages_per_slab } => {
+                self.on_comm_open((peer, comm), &transport, slabs, pages_per_slab)
+            }
             Msg::CommId { comm, id } => self.step_receiver((peer, comm), ReceiverEvent::Id(id)),
             Msg::CommEnd { comm, code, why } => self.on_comm_end((peer, comm), code, &why),
-            Msg::SlabRead {
-                comm,
-                ticket,
-                ids,
-                gens,
-            } => {
+            Msg::SlabRead { comm, ticket, ids, gens } => {
                 let conn = self.connections.get(&peer);
                 let inc = conn.map_or("", |conn| &conn.peer.inc);
                 if let Some(page) = self.shared.announced.first_refused(inc, &ids, &gens) {
                     let code = Some(ReasonCode::LeaseExpired);
-                    return self.send(
-                        peer,
-                        Msg::SlabStale {
-                            comm,
-                            ticket,
-                            page,
-                            code,
-                        },
-                    );
+                    return self.send(peer, Msg::SlabStale { comm, ticket, page, code });
                 }
                 let pages = ids.into_iter().zip(gens).collect();
                 self.step_sender((peer, comm), SenderEvent::Read { ticket, pages });
@@ -338,12 +309,7 @@ impl LoopContext {
             Msg::SlabSend { comm, ticket, seq } => {
                 self.step_receiver((peer, comm), ReceiverEvent::Announced { ticket, seq });
             }
-            Msg::SlabStale {
-                comm,
-                ticket,
-                page,
-                code,
-            } => {
+            Msg::SlabStale { comm, ticket, page, code } => {
                 self.step_receiver((peer, comm), ReceiverEvent::Stale { ticket, page, code });
             }
             _ => {}
@@ -352,10 +318,7 @@ impl LoopContext {
 
     fn on_comm_end(&mut self, key: CommKey, code: Option<ReasonCode>, why: &str) {
         let now = self.now();
-        let conn = self
-            .connections
-            .get_mut(&key.0)
-            .filter(|conn| conn.comm == Some(key));
+        let conn = self.connections.get_mut(&key.0).filter(|conn| conn.comm == Some(key));
         if let (Some(conn), Some(code)) = (conn, code) {
             match code {
                 ReasonCode::NoCapacity => conn.breaker.full(now),
@@ -391,10 +354,7 @@ impl LoopContext {
         pages_per_slab: u32,
     ) -> Result<(), (ReasonCode, String)> {
         let broken = |why| (ReasonCode::TransportBroken, why);
-        let staged = self
-            .staged
-            .as_ref()
-            .filter(|staged| staged.via.as_str() == transport);
+        let staged = self.staged.as_ref().filter(|staged| staged.via.as_str() == transport);
         let Some(limits) = staged.map(|staged| SlabLimits {
             slabs: slabs as usize,
             pages_per_slab: pages_per_slab as usize,
@@ -519,15 +479,7 @@ impl LoopContext {
                 ReceiverAction::Read { ticket, pages } => {
                     let ids = pages.iter().map(|p| p.src.page).collect();
                     let gens = pages.iter().map(|p| p.src.generation).collect();
-                    self.send(
-                        peer,
-                        Msg::SlabRead {
-                            comm,
-                            ticket,
-                            ids,
-                            gens,
-                        },
-                    );
+                    self.send(peer, Msg::SlabRead { comm, ticket, ids, gens });
                 }
                 ReceiverAction::Receive(receive) => {
                     let claim = Arc::<WriteClaim>::default();
@@ -537,16 +489,10 @@ impl LoopContext {
                     self.submit(key, CommJob::Receive(receive, claim));
                 }
                 ReceiverAction::Revoke { ticket } => {
-                    let claim = self
-                        .comm_mut(key)
-                        .and_then(|comm| comm.claims.remove(&ticket));
+                    let claim = self.comm_mut(key).and_then(|comm| comm.claims.remove(&ticket));
                     revoked.extend(claim.filter(|claim| claim.revoke()).map(|_| ticket));
                 }
-                ReceiverAction::End {
-                    pull,
-                    pages,
-                    outcome,
-                } => ends.push((pull, pages, outcome)),
+                ReceiverAction::End { pull, pages, outcome } => ends.push((pull, pages, outcome)),
                 ReceiverAction::Comm(action) => self.act_either(key, action),
             }
         }
@@ -577,15 +523,7 @@ impl LoopContext {
                 }
                 SenderAction::SendStale { ticket, page } => {
                     let code = None;
-                    self.send(
-                        peer,
-                        Msg::SlabStale {
-                            comm,
-                            ticket,
-                            page,
-                            code,
-                        },
-                    );
+                    self.send(peer, Msg::SlabStale { comm, ticket, page, code });
                 }
                 SenderAction::Comm(action) => self.act_either(key, action),
             }

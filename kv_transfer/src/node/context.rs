@@ -107,10 +107,7 @@ pub(super) enum LoopMessage {
     HelloRefused(ReasonCode),
     /// A connection without a finished HELLO was closed to make space for another one.
     HelloEvicted,
-    Connected(
-        RankAddress,
-        Box<Result<EstablishedConnection, ConnectFailure>>,
-    ),
+    Connected(RankAddress, Box<Result<EstablishedConnection, ConnectFailure>>),
     /// More rooms wait for this rank, which is connected as this peer.
     OpenWaiting(RankAddress, ConnectionId),
     Sizes {
@@ -239,10 +236,7 @@ impl NodeContext {
             pulled: Vec::new(),
             events: Vec::new(),
         };
-        let inboxes = LoopInboxes {
-            internal: internal_inbox,
-            peer_inbox: peer_messages,
-        };
+        let inboxes = LoopInboxes { internal: internal_inbox, peer_inbox: peer_messages };
         Ok((context, inboxes))
     }
 
@@ -259,11 +253,7 @@ impl NodeContext {
         remote: Option<Arc<RemotePool>>,
         transport: &'static str,
     ) -> ConnectionId {
-        let OpenedConnection {
-            peer: hello,
-            sealer,
-            opener,
-        } = opened;
+        let OpenedConnection { peer: hello, sealer, opener } = opened;
         let peer = self.next_conn;
         self.next_conn += 1;
         let now = self.now();
@@ -307,10 +297,7 @@ impl NodeContext {
             progressed_at: now,
         };
         self.connections.insert(peer, conn);
-        self.timers.set(
-            &NodeTimer::Heartbeat(peer),
-            Some(now + self.config.heartbeat_ms),
-        );
+        self.timers.set(&NodeTimer::Heartbeat(peer), Some(now + self.config.heartbeat_ms));
         peer
     }
 
@@ -331,10 +318,9 @@ impl NodeContext {
     }
 
     fn count_rooms(&self, peer: ConnectionId) {
-        if let (Some(conn), Some(view)) = (
-            self.connections.get(&peer),
-            self.shared.gauges.lock().peers.get_mut(&peer),
-        ) {
+        if let (Some(conn), Some(view)) =
+            (self.connections.get(&peer), self.shared.gauges.lock().peers.get_mut(&peer))
+        {
             view.rooms = conn.rooms.len();
         }
     }
@@ -409,14 +395,7 @@ impl NodeContext {
         note: String,
     ) -> RoomRecord {
         let at_ms = self.now();
-        RoomRecord {
-            at_ms,
-            room,
-            side,
-            attempt,
-            state,
-            note,
-        }
+        RoomRecord { at_ms, room, side, attempt, state, note }
     }
 
     /// Record a state change of a room.
@@ -478,12 +457,5 @@ pub(super) fn mapped_by(remote: &RemotePool) -> Transport {
 pub(super) fn uuid() -> String {
     let bits = (rand::random::<u128>() & !(0xF << 76) & !(0x3 << 62)) | (4 << 76) | (2 << 62);
     let hex = format!("{bits:032x}");
-    format!(
-        "{}-{}-{}-{}-{}",
-        &hex[..8],
-        &hex[8..12],
-        &hex[12..16],
-        &hex[16..20],
-        &hex[20..]
-    )
+    format!("{}-{}-{}-{}-{}", &hex[..8], &hex[8..12], &hex[12..16], &hex[16..20], &hex[20..])
 }

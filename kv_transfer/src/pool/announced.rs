@@ -28,10 +28,7 @@ pub struct AnnouncedPages {
 impl AnnouncedPages {
     pub fn announce(&self, room: u64, inc: &str, pages: impl Iterator<Item = Page>) {
         let tables = &mut *self.tables.lock();
-        let (inc, known) = tables
-            .rooms
-            .entry(room)
-            .or_insert_with(|| (inc.into(), Vec::new()));
+        let (inc, known) = tables.rooms.entry(room).or_insert_with(|| (inc.into(), Vec::new()));
         let readable = tables.readable.entry(inc.clone()).or_default();
         for page in pages {
             known.push(page);
@@ -71,8 +68,7 @@ impl AnnouncedPages {
                 !readable.is_some_and(|r| r.contains_key(&(id, generation)))
             })
             .map(|(&id, _)| id);
-        self.refused
-            .fetch_add(u64::from(refused.is_some()), Ordering::Relaxed);
+        self.refused.fetch_add(u64::from(refused.is_some()), Ordering::Relaxed);
         refused
     }
 

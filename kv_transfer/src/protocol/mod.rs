@@ -316,68 +316,35 @@ impl Msg {
     pub fn decode(body: &[u8]) -> Result<Msg, DecodeError> {
         let msg: Msg =
             rmp_serde::from_slice(body).map_err(|err| DecodeError::Malformed(err.to_string()))?;
-        msg.check().map_err(|what| DecodeError::Invalid {
-            name: msg.name(),
-            what,
-        })?;
+        msg.check().map_err(|what| DecodeError::Invalid { name: msg.name(), what })?;
         Ok(msg)
     }
 
     fn check(&self) -> Result<(), String> {
         match self {
-            Msg::Progress {
-                first_page,
-                ids,
-                gens,
-                sums,
-                ..
-            } => {
+            Msg::Progress { first_page, ids, gens, sums, .. } => {
                 check_lists(ids, gens, Some(sums))?;
                 if gens.iter().any(|g| g % 2 == 1) {
                     let why = "an announced page has an odd generation (it is being written)";
                     return Err(why.into());
                 }
-                at_most(
-                    "last page",
-                    *first_page as usize + ids.len(),
-                    i32::MAX as usize,
-                )?;
+                at_most("last page", *first_page as usize + ids.len(), i32::MAX as usize)?;
                 at_most("pages", ids.len(), MAX_PROGRESS_PAGES)
             }
             Msg::Read { ids, gens, .. } | Msg::SlabRead { ids, gens, .. } => {
                 check_lists(ids, gens, None)?;
                 at_most("pages", ids.len(), MAX_READ_PAGES)
             }
-            Msg::Open {
-                prompt_hash,
-                start_page,
-                d_inc,
-                p_inc_expected,
-                layout_hash,
-                ..
-            } => {
+            Msg::Open { prompt_hash, start_page, d_inc, p_inc_expected, layout_hash, .. } => {
                 check_names([d_inc, p_inc_expected, layout_hash])?;
                 at_most("start_page", *start_page as usize, i32::MAX as usize)?;
-                at_most(
-                    "prompt_hash bytes",
-                    prompt_hash.len(),
-                    MAX_PROMPT_HASH_BYTES,
-                )
+                at_most("prompt_hash bytes", prompt_hash.len(), MAX_PROMPT_HASH_BYTES)
             }
-            Msg::Final {
-                payload,
-                total_pages,
-                ..
-            } => {
+            Msg::Final { payload, total_pages, .. } => {
                 at_most("total_pages", *total_pages as usize, i32::MAX as usize)?;
                 at_most("payload bytes", payload.len(), MAX_PAYLOAD_BYTES)
             }
-            Msg::CommOpen {
-                slabs,
-                pages_per_slab,
-                transport,
-                ..
-            } => {
+            Msg::CommOpen { slabs, pages_per_slab, transport, .. } => {
                 check_names([transport])?;
                 if *slabs == 0 || *pages_per_slab == 0 {
                     return Err(format!("{slabs} slabs of {pages_per_slab} pages"));
@@ -402,12 +369,7 @@ impl Msg {
 
 impl Hello {
     fn check(&self) -> Result<(), String> {
-        let names = [
-            &self.inc,
-            &self.addr,
-            &self.boot_id,
-            &self.network_namespace,
-        ];
+        let names = [&self.inc, &self.addr, &self.boot_id, &self.network_namespace];
         let names = names.into_iter().chain([&self.layout_hash, &self.sums]);
         check_names(names.chain(&self.expected_inc).chain(&self.transports))?;
         at_most("nonce bytes", self.nonce.len(), 64)?;

@@ -51,10 +51,7 @@ impl DecodePhase {
     }
 
     pub fn is_over(&self) -> bool {
-        matches!(
-            self,
-            DecodePhase::Committed | DecodePhase::Failed(_) | DecodePhase::Aborted
-        )
+        matches!(self, DecodePhase::Committed | DecodePhase::Failed(_) | DecodePhase::Aborted)
     }
 }
 
@@ -320,18 +317,8 @@ impl DecodeRoom {
 
     /// (pages announced, pages verified), for the timeline.
     pub fn progress(&self) -> (usize, usize) {
-        let known = self
-            .pages
-            .iter()
-            .filter(|state| **state != PageState::Unknown)
-            .count();
-        (
-            known,
-            self.pages
-                .iter()
-                .filter(|state| matches!(state, PageState::Verified(_)))
-                .count(),
-        )
+        let known = self.pages.iter().filter(|state| **state != PageState::Unknown).count();
+        (known, self.pages.iter().filter(|state| matches!(state, PageState::Verified(_))).count())
     }
 
     pub fn verified_pages(&self) -> usize {
@@ -370,10 +357,7 @@ impl DecodeRoom {
                 self.moved_at = now;
                 return Ok(vec![DecodeAction::Open { peer }]);
             }
-            DecodeEvent::Grant {
-                start_page,
-                ref pages,
-            } => {
+            DecodeEvent::Grant { start_page, ref pages } => {
                 if self.grant.is_some() {
                     return Err(self.invalid(&event, "pages were granted before"));
                 }
@@ -402,16 +386,13 @@ impl DecodeRoom {
             }
             DecodeEvent::PullStopped { ticket } => {
                 self.in_flight.remove(&ticket);
-                return Ok(self.fail(
-                    ReasonCode::TransportBroken,
-                    "a pull was stopped from outside",
-                ));
+                return Ok(
+                    self.fail(ReasonCode::TransportBroken, "a pull was stopped from outside")
+                );
             }
             DecodeEvent::Accepted { .. } => self.admit(),
             DecodeEvent::OpenPending { .. } => {}
-            DecodeEvent::Progress {
-                first_page, pages, ..
-            } => {
+            DecodeEvent::Progress { first_page, pages, .. } => {
                 self.admit();
                 let is_first_news = self.grant.is_none() && !self.is_announced();
                 if let Err(why) = self.announce(first_page, &pages) {
@@ -435,10 +416,12 @@ impl DecodeRoom {
             DecodeEvent::PeerAbort { peer, code, .. } => {
                 let mut actions = vec![DecodeAction::AckAbort { peer }];
                 self.peer = None;
-                actions.extend(self.end(
-                    RoomEnd::Fail(code, "the prefill side gave the request up".into()),
-                    None,
-                ));
+                actions.extend(
+                    self.end(
+                        RoomEnd::Fail(code, "the prefill side gave the request up".into()),
+                        None,
+                    ),
+                );
                 return Ok(actions);
             }
             DecodeEvent::PeerGone { code, readable, .. } => {
@@ -474,11 +457,7 @@ impl DecodeRoom {
     }
 
     fn invalid(&self, event: &DecodeEvent, why: &str) -> InvalidTransition {
-        InvalidTransition {
-            phase: self.phase.name(),
-            event: event.name(),
-            why: why.into(),
-        }
+        InvalidTransition { phase: self.phase.name(), event: event.name(), why: why.into() }
     }
 
     /// Note that the peer accepted the room, by OPEN_OK or by a PROGRESS that overtook it.
@@ -519,18 +498,14 @@ impl DecodeRoom {
     }
 
     fn needed(&self) -> Option<usize> {
-        self.fin
-            .as_ref()
-            .map(|fin| fin.total_pages.saturating_sub(self.start_page) as usize)
+        self.fin.as_ref().map(|fin| fin.total_pages.saturating_sub(self.start_page) as usize)
     }
 
     /// Everything that is needed from the peer's control connection is here.
     fn all_announced(&self) -> bool {
         self.needed().is_some_and(|n| {
             self.pages.len() >= n
-                && self.pages[..n]
-                    .iter()
-                    .all(|state| *state != PageState::Unknown)
+                && self.pages[..n].iter().all(|state| *state != PageState::Unknown)
         })
     }
 
@@ -559,9 +534,7 @@ impl DecodeRoom {
         let mut actions = self.start_pulls(now);
         if self.grant.is_some()
             && self.all_announced()
-            && self
-                .needed()
-                .is_some_and(|n| self.verified_pages() + self.held == n)
+            && self.needed().is_some_and(|n| self.verified_pages() + self.held == n)
         {
             self.phase = DecodePhase::Verifying;
             actions.extend(self.commit());
@@ -570,11 +543,7 @@ impl DecodeRoom {
     }
 
     fn advance_with(&mut self, is_first_news: bool, now: u64) -> Vec<DecodeAction> {
-        let mut actions = if is_first_news {
-            vec![DecodeAction::Announced]
-        } else {
-            vec![]
-        };
+        let mut actions = if is_first_news { vec![DecodeAction::Announced] } else { vec![] };
         actions.extend(self.advance(now));
         actions
     }
@@ -597,10 +566,7 @@ impl DecodeRoom {
             let mut pages = Vec::with_capacity(indices.len());
             for &i in &indices {
                 if let PageState::Announced(src) = self.pages[i] {
-                    pages.push(PullPage {
-                        src,
-                        dst: grant[i - self.held],
-                    });
+                    pages.push(PullPage { src, dst: grant[i - self.held] });
                     self.pages[i] = PageState::Pulling(src);
                 }
             }
@@ -633,9 +599,7 @@ impl DecodeRoom {
         }
         self.phase = DecodePhase::Committed;
         let done = self.peer.map(|peer| DecodeAction::Done { peer, root });
-        done.into_iter()
-            .chain([DecodeAction::Commit(fin)])
-            .collect()
+        done.into_iter().chain([DecodeAction::Commit(fin)]).collect()
     }
 
     /// Fail with `code`, which is sent to the peer.

@@ -45,10 +45,7 @@ impl PrefillPhase {
     }
 
     pub fn is_over(&self) -> bool {
-        matches!(
-            self,
-            PrefillPhase::Released | PrefillPhase::Aborted(_) | PrefillPhase::Expired
-        )
+        matches!(self, PrefillPhase::Released | PrefillPhase::Aborted(_) | PrefillPhase::Expired)
     }
 }
 
@@ -229,18 +226,8 @@ impl PrefillRoom {
 
     /// (pages published, pages with a checksum), for the timeline.
     pub fn progress(&self) -> (usize, usize) {
-        let ready = self
-            .pages
-            .iter()
-            .filter(|state| matches!(state, PageState::Ready(_)))
-            .count();
-        (
-            self.pages
-                .iter()
-                .filter(|state| **state != PageState::Missing)
-                .count(),
-            ready,
-        )
+        let ready = self.pages.iter().filter(|state| matches!(state, PageState::Ready(_))).count();
+        (self.pages.iter().filter(|state| **state != PageState::Missing).count(), ready)
     }
 
     /// The transition function: on `Err` the room is as it was.
@@ -259,22 +246,17 @@ impl PrefillRoom {
             PrefillEvent::Abort(code) => {
                 Ok(self.end(PrefillPhase::Aborted(code), Some(code), true))
             }
-            PrefillEvent::Open {
-                peer,
-                attempt,
-                prompt_hash,
-                start_page,
-            } => Ok(self.open(peer, attempt, &prompt_hash, start_page, now)),
+            PrefillEvent::Open { peer, attempt, prompt_hash, start_page } => {
+                Ok(self.open(peer, attempt, &prompt_hash, start_page, now))
+            }
             PrefillEvent::Done { peer, attempt }
                 if self.is_reader(peer) && attempt == self.attempt && self.final_sent() =>
             {
                 Ok(self.end(PrefillPhase::Released, None, false))
             }
-            PrefillEvent::PeerAbort {
-                peer,
-                attempt,
-                code,
-            } if self.is_reader(peer) && attempt == self.attempt => {
+            PrefillEvent::PeerAbort { peer, attempt, code }
+                if self.is_reader(peer) && attempt == self.attempt =>
+            {
                 let mut actions = vec![PrefillAction::AckAbort { peer }];
                 actions.extend(self.lose_reader(peer, code, now));
                 Ok(actions)
@@ -320,11 +302,7 @@ impl PrefillRoom {
     }
 
     fn invalid(&self, event: &'static str, why: impl Into<String>) -> InvalidTransition {
-        InvalidTransition {
-            phase: self.phase.name(),
-            event,
-            why: why.into(),
-        }
+        InvalidTransition { phase: self.phase.name(), event, why: why.into() }
     }
 
     fn after_the_end(&self, event: &PrefillEvent) -> Result<Vec<PrefillAction>, InvalidTransition> {
@@ -363,15 +341,8 @@ impl PrefillRoom {
             match self.pages.get(index as usize) {
                 None | Some(PageState::Missing) => fresh.push((index, page, generation)),
                 Some(
-                    PageState::Hashing {
-                        page: p,
-                        generation: g,
-                    }
-                    | PageState::Ready(PageDigest {
-                        page: p,
-                        generation: g,
-                        ..
-                    }),
+                    PageState::Hashing { page: p, generation: g }
+                    | PageState::Ready(PageDigest { page: p, generation: g, .. }),
                 ) => {
                     if (*p, *g) != (page, generation) {
                         return Err(self.invalid("publish", format!("prompt page {index} was published as page {p} generation {g}, now as page {page} generation {generation}")));
@@ -387,21 +358,14 @@ impl PrefillRoom {
             self.pages[index as usize] = PageState::Hashing { page, generation };
         }
         self.phase = PrefillPhase::Prefilling;
-        Ok(if fresh.is_empty() {
-            vec![]
-        } else {
-            vec![PrefillAction::Hash(fresh)]
-        })
+        Ok(if fresh.is_empty() { vec![] } else { vec![PrefillAction::Hash(fresh)] })
     }
 
     fn hashed(&mut self, sums: &[(u32, PageDigest)]) -> Vec<PrefillAction> {
         let mut ready: Vec<(u32, PageDigest)> = Vec::with_capacity(sums.len());
         for &(index, digest) in sums {
             // Compared with the request: the answer may belong to an earlier room of this number.
-            let asked = PageState::Hashing {
-                page: digest.page,
-                generation: digest.generation,
-            };
+            let asked = PageState::Hashing { page: digest.page, generation: digest.generation };
             if let Some(state) = self.pages.get_mut(index as usize)
                 && *state == asked
             {
@@ -426,11 +390,7 @@ impl PrefillRoom {
         if self.finish.is_some() {
             return Err(self.invalid("finish", "it was called before"));
         }
-        let published = self
-            .pages
-            .iter()
-            .take_while(|state| **state != PageState::Missing)
-            .count();
+        let published = self.pages.iter().take_while(|state| **state != PageState::Missing).count();
         if published != finish.total_pages as usize || self.pages.len() != published {
             return Err(self.invalid(
                 "finish",
@@ -442,9 +402,7 @@ impl PrefillRoom {
             ));
         }
         self.finish = Some(finish);
-        self.phase = PrefillPhase::Leased {
-            until: now + self.lease_ms,
-        };
+        self.phase = PrefillPhase::Leased { until: now + self.lease_ms };
         Ok(self.try_final())
     }
 
@@ -460,10 +418,7 @@ impl PrefillRoom {
         if attempt != self.attempt {
             return reject(
                 ReasonCode::DupRoom,
-                format!(
-                    "the room is in use by attempt {}, not {attempt}",
-                    self.attempt
-                ),
+                format!("the room is in use by attempt {}, not {attempt}", self.attempt),
             );
         }
         let before = self.reader.as_ref().map(|reader| reader.peer);
@@ -488,17 +443,10 @@ impl PrefillRoom {
         let mut actions = Vec::new();
         if let Some(before) = before.filter(|before| *before != peer) {
             // The router sent the request to another decode node: the previous one is dead or was given up.
-            actions.push(PrefillAction::SendAbort {
-                peer: before,
-                code: ReasonCode::DupRoom,
-            });
+            actions.push(PrefillAction::SendAbort { peer: before, code: ReasonCode::DupRoom });
             actions.push(PrefillAction::ReaderLeft { peer: before });
         }
-        self.reader = Some(Reader {
-            peer,
-            start_page,
-            final_sent: false,
-        });
+        self.reader = Some(Reader { peer, start_page, final_sent: false });
         self.renew(now);
         let ready: Vec<(u32, PageDigest)> = (0u32..)
             .zip(&self.pages)
@@ -516,11 +464,7 @@ impl PrefillRoom {
         let (Some(finish), Some(reader)) = (&self.finish, &mut self.reader) else {
             return vec![];
         };
-        if reader.final_sent
-            || self
-                .pages
-                .iter()
-                .any(|state| !matches!(state, PageState::Ready(_)))
+        if reader.final_sent || self.pages.iter().any(|state| !matches!(state, PageState::Ready(_)))
         {
             return vec![];
         }
@@ -566,10 +510,7 @@ impl PrefillRoom {
     ) -> Vec<PrefillAction> {
         let mut actions = Vec::with_capacity(2);
         if let (true, Some(reader), Some(code)) = (notify, &self.reader, code) {
-            actions.push(PrefillAction::SendAbort {
-                peer: reader.peer,
-                code,
-            });
+            actions.push(PrefillAction::SendAbort { peer: reader.peer, code });
         }
         self.phase = phase;
         actions.push(PrefillAction::Released(code));

@@ -27,9 +27,7 @@ const IN_FLIGHT: u64 = 512;
 
 fn letters(seed: u64, bytes: usize) -> String {
     let mut rng = StdRng::seed_from_u64(seed);
-    (0..bytes)
-        .map(|_| char::from(b'a' + rng.random_range(0..26u8)))
-        .collect()
+    (0..bytes).map(|_| char::from(b'a' + rng.random_range(0..26u8))).collect()
 }
 
 struct Prompts {
@@ -40,14 +38,8 @@ struct Prompts {
 
 impl Prompts {
     fn new(bytes: usize) -> Self {
-        let system = (0..SYSTEM_PROMPTS)
-            .map(|i| letters(u64::from(i), bytes / 2))
-            .collect();
-        Self {
-            system,
-            own: letters(99, bytes / 2 - 20),
-            made: 0,
-        }
+        let system = (0..SYSTEM_PROMPTS).map(|i| letters(u64::from(i), bytes / 2)).collect();
+        Self { system, own: letters(99, bytes / 2 - 20), made: 0 }
     }
 
     fn next(&mut self) -> String {
@@ -110,12 +102,7 @@ impl Setting {
     }
 
     fn view<'a>(&self, text: &'a str, blocks: &'a Blocks) -> RequestView<'a> {
-        RequestView {
-            text,
-            prompt: blocks.prompt(),
-            routing_key: None,
-            now_ms: self.tickets,
-        }
+        RequestView { text, prompt: blocks.prompt(), routing_key: None, now_ms: self.tickets }
     }
 
     fn route(&mut self, text: &str, blocks: &Blocks, worker: WorkerId) {
@@ -153,11 +140,7 @@ impl Setting {
         if let Some(oldest) = self.tickets.checked_sub(IN_FLIGHT) {
             let (ticket, worker) = (Ticket(oldest), self.chosen[oldest as usize]);
             let now_ms = self.tickets;
-            self.policy.observe(&Event::FirstToken {
-                ticket,
-                worker,
-                now_ms,
-            });
+            self.policy.observe(&Event::FirstToken { ticket, worker, now_ms });
             self.policy.observe(&Event::Finished {
                 ticket,
                 worker,

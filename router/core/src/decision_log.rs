@@ -184,22 +184,13 @@ impl CacheNews {
     pub(crate) fn of(news: &News<'_>) -> Self {
         match *news {
             News::Begin => CacheNews::Begin,
-            News::Changed {
-                changes,
-                page_tokens,
-                bytes,
-            } => {
+            News::Changed { changes, page_tokens, bytes } => {
                 let parts = changes.iter().map(|change| match change {
                     Change::Hold(hash) => (*hash, '+'),
                     Change::Drop(hash) => (*hash, '-'),
                 });
                 let (hashes, signs) = parts.unzip();
-                CacheNews::Changed {
-                    hashes: Hashes(hashes),
-                    signs,
-                    page_tokens,
-                    bytes,
-                }
+                CacheNews::Changed { hashes: Hashes(hashes), signs, page_tokens, bytes }
             }
             News::Serve { is_exact } => CacheNews::Serve { is_exact },
             News::Doubt => CacheNews::Doubt,
@@ -211,26 +202,15 @@ impl CacheNews {
     pub fn news<'a>(&self, room: &'a mut Vec<Change>) -> News<'a> {
         match self {
             CacheNews::Begin => News::Begin,
-            CacheNews::Changed {
-                hashes,
-                signs,
-                page_tokens,
-                bytes,
-            } => {
+            CacheNews::Changed { hashes, signs, page_tokens, bytes } => {
                 let parts = hashes.0.iter().zip(signs.bytes());
                 room.extend(parts.map(|(hash, sign)| match sign {
                     b'+' => Change::Hold(*hash),
                     _ => Change::Drop(*hash),
                 }));
-                News::Changed {
-                    changes: room,
-                    page_tokens: *page_tokens,
-                    bytes: *bytes,
-                }
+                News::Changed { changes: room, page_tokens: *page_tokens, bytes: *bytes }
             }
-            CacheNews::Serve { is_exact } => News::Serve {
-                is_exact: *is_exact,
-            },
+            CacheNews::Serve { is_exact } => News::Serve { is_exact: *is_exact },
             CacheNews::Doubt => News::Doubt,
             CacheNews::Forget => News::Forget,
         }
@@ -275,10 +255,7 @@ impl Line {
                 let text = asked.text.as_ref().map_or(0, String::len);
                 8 * asked.hashes.0.len() + 24 * ready + text
             }
-            Entry::Cached {
-                news: CacheNews::Changed { hashes, .. },
-                ..
-            } => 9 * hashes.0.len(),
+            Entry::Cached { news: CacheNews::Changed { hashes, .. }, .. } => 9 * hashes.0.len(),
             Entry::Told { .. } | Entry::Cached { .. } | Entry::Evict { .. } => 0,
         };
         size_of::<Self>() + more
@@ -293,12 +270,7 @@ impl Asked {
         secret: u64,
         reads_text: bool,
     ) -> Self {
-        let RequestView {
-            text,
-            prompt,
-            routing_key,
-            now_ms,
-        } = sending.request;
+        let RequestView { text, prompt, routing_key, now_ms } = sending.request;
         let sides = sides.iter().map(|(ready, ticket)| Side {
             ticket: ticket.0,
             ready: ready.iter().map(|w| (w.id.0, w.load, w.host)).collect(),
@@ -338,11 +310,8 @@ impl Asked {
 
 impl Side {
     pub fn views(&self) -> Vec<WorkerView> {
-        let views = self.ready.iter().map(|&(id, load, host)| WorkerView {
-            id: WorkerId(id),
-            load,
-            host,
-        });
+        let views =
+            self.ready.iter().map(|&(id, load, host)| WorkerView { id: WorkerId(id), load, host });
         views.collect()
     }
 }
@@ -352,52 +321,26 @@ impl Told {
     pub(crate) fn of(event: &Event<'_>, name: Option<&str>) -> Option<Self> {
         Some(match *event {
             Event::Routed { .. } => return None,
-            Event::FirstToken {
-                ticket,
-                worker,
-                now_ms,
-            } => Told::FirstToken {
-                ticket: ticket.0,
-                worker,
-                now_ms,
-            },
-            Event::Usage {
-                ticket,
-                worker,
-                usage,
-            } => Told::Usage {
+            Event::FirstToken { ticket, worker, now_ms } => {
+                Told::FirstToken { ticket: ticket.0, worker, now_ms }
+            }
+            Event::Usage { ticket, worker, usage } => Told::Usage {
                 ticket: ticket.0,
                 worker,
                 prompt_tokens: usage.prompt_tokens,
                 cached_tokens: usage.cached_tokens,
                 completion_tokens: usage.completion_tokens,
             },
-            Event::Finished {
-                ticket,
-                worker,
-                is_kept,
-                hashes,
-                now_ms,
-            } => Told::Finished {
+            Event::Finished { ticket, worker, is_kept, hashes, now_ms } => Told::Finished {
                 ticket: ticket.0,
                 worker,
                 is_kept,
                 has_hashes: !hashes.is_empty(),
                 now_ms,
             },
-            Event::Reported {
-                worker,
-                queued_tokens,
-                running,
-                age_ms,
-                now_ms,
-            } => Told::Reported {
-                worker,
-                queued_tokens,
-                running,
-                age_ms,
-                now_ms,
-            },
+            Event::Reported { worker, queued_tokens, running, age_ms, now_ms } => {
+                Told::Reported { worker, queued_tokens, running, age_ms, now_ms }
+            }
             Event::WorkerAdded { worker, facts } => Told::Added {
                 worker,
                 name: name.unwrap_or_default().to_owned(),
@@ -413,72 +356,32 @@ impl Told {
     /// The event again; `hashes` are the prompt's of its ticket.
     pub fn event<'a>(&self, hashes: &'a [u64]) -> Event<'a> {
         match *self {
-            Told::FirstToken {
-                ticket,
-                worker,
-                now_ms,
-            } => Event::FirstToken {
-                ticket: Ticket(ticket),
-                worker,
-                now_ms,
-            },
-            Told::Usage {
-                ticket,
-                worker,
-                prompt_tokens,
-                cached_tokens,
-                completion_tokens,
-            } => Event::Usage {
-                ticket: Ticket(ticket),
-                worker,
-                usage: Usage {
-                    prompt_tokens,
-                    cached_tokens,
-                    completion_tokens,
-                },
-            },
-            Told::Finished {
-                ticket,
-                worker,
-                is_kept,
-                has_hashes,
-                now_ms,
-            } => Event::Finished {
+            Told::FirstToken { ticket, worker, now_ms } => {
+                Event::FirstToken { ticket: Ticket(ticket), worker, now_ms }
+            }
+            Told::Usage { ticket, worker, prompt_tokens, cached_tokens, completion_tokens } => {
+                Event::Usage {
+                    ticket: Ticket(ticket),
+                    worker,
+                    usage: Usage { prompt_tokens, cached_tokens, completion_tokens },
+                }
+            }
+            Told::Finished { ticket, worker, is_kept, has_hashes, now_ms } => Event::Finished {
                 ticket: Ticket(ticket),
                 worker,
                 is_kept,
                 hashes: if has_hashes { hashes } else { &[] },
                 now_ms,
             },
-            Told::Reported {
-                worker,
-                queued_tokens,
-                running,
-                age_ms,
-                now_ms,
-            } => Event::Reported {
-                worker,
-                queued_tokens,
-                running,
-                age_ms,
-                now_ms,
-            },
-            Told::Added {
-                worker,
-                capacity_tokens,
-                order,
-                is_cacheless,
-                domain,
-                ..
-            } => Event::WorkerAdded {
-                worker,
-                facts: WorkerFacts {
-                    capacity_tokens,
-                    order,
-                    is_cacheless,
-                    domain,
-                },
-            },
+            Told::Reported { worker, queued_tokens, running, age_ms, now_ms } => {
+                Event::Reported { worker, queued_tokens, running, age_ms, now_ms }
+            }
+            Told::Added { worker, capacity_tokens, order, is_cacheless, domain, .. } => {
+                Event::WorkerAdded {
+                    worker,
+                    facts: WorkerFacts { capacity_tokens, order, is_cacheless, domain },
+                }
+            }
             Told::Gone { worker } => Event::WorkerGone { worker },
         }
     }
@@ -530,10 +433,7 @@ mod tests {
         let hashes = Hashes(vec![0, u64::MAX, 5]);
         let text = serde_json::to_string(&hashes).expect("plain data");
         assert_eq!(text, "\"0000000000000000ffffffffffffffff0000000000000005\"");
-        assert_eq!(
-            serde_json::from_str::<Hashes>(&text).expect("its own"),
-            hashes
-        );
+        assert_eq!(serde_json::from_str::<Hashes>(&text).expect("its own"), hashes);
         for wrong in ["\"12\"", "\"zzzzzzzzzzzzzzzz\"", "5"] {
             assert!(serde_json::from_str::<Hashes>(wrong).is_err(), "{wrong}");
         }

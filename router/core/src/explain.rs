@@ -133,10 +133,6 @@ impl Explanation {
             load: worker.load,
             terms: terms(worker),
         });
-        Self {
-            policy,
-            basis,
-            candidates: weighed.collect(),
-        }
+        Self { policy, basis, candidates: weighed.collect() }
     }
 }

@@ -208,10 +208,7 @@ impl Why {
 impl fmt::Display for Why {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Why::PrefixHit {
-                matched_chars,
-                total_chars,
-            } => {
+            Why::PrefixHit { matched_chars, total_chars } => {
                 write!(f, "prefix_hit {matched_chars}/{total_chars} chars")
             }
             other => match other.forecast() {
@@ -333,17 +330,10 @@ mod tests {
 
     #[test]
     fn too_late_is_what_a_queue_makes_too_late() {
-        let ahead = |queue_ms, prefill_ms| Ahead {
-            queue_ms,
-            prefill_ms,
-        };
+        let ahead = |queue_ms, prefill_ms| Ahead { queue_ms, prefill_ms };
         assert_eq!(ahead(900.0, 100.0).excess_ms(1000), None);
         assert_eq!(ahead(900.0, 101.0).excess_ms(1000), Some(1));
-        assert_eq!(
-            ahead(0.0, 5000.0).excess_ms(1000),
-            None,
-            "no queue, no wait"
-        );
+        assert_eq!(ahead(0.0, 5000.0).excess_ms(1000), None, "no queue, no wait");
         assert_eq!(
             ahead(10.0, 5000.0).excess_ms(1000),
             Some(10),

@@ -39,20 +39,13 @@ impl FromStr for ControlKey {
             "admin" => KeyRole::Admin,
             "user" => KeyRole::User,
             _ => {
-                return Err(format!(
-                    "key {id}: the third part is the role; give admin or user"
-                ));
+                return Err(format!("key {id}: the third part is the role; give admin or user"));
             }
         };
         if id.is_empty() || key.is_empty() {
             return Err("ID and KEY may not be empty; give ID:NAME:ROLE:KEY".to_owned());
         }
-        Ok(Self {
-            id: id.to_owned(),
-            name: name.to_owned(),
-            role,
-            key: key.to_owned(),
-        })
+        Ok(Self { id: id.to_owned(), name: name.to_owned(), role, key: key.to_owned() })
     }
 }
 

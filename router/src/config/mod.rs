@@ -134,12 +134,7 @@ pub struct Routing {
     #[arg(long, default_value_t = Miss::SmallestTree, value_name = "RULE")]
     pub cache_miss: Miss,
     /// cache_aware, manual: pause between two evictions [s]
-    #[arg(
-        long,
-        alias = "eviction-interval",
-        default_value_t = 60,
-        value_name = "SECS"
-    )]
+    #[arg(long, alias = "eviction-interval", default_value_t = 60, value_name = "SECS")]
     pub eviction_interval_secs: u64,
     /// cache_aware: characters remembered per worker
     #[arg(long, default_value_t = 67_108_864, value_name = "CHARS")]
@@ -275,12 +270,8 @@ const MIN_INDEX_BYTES: usize = 1 << 20;
 const MIN_LOG_BYTES: u64 = 1 << 20;
 
 /// Headers searched for a request id when --request-id-headers is absent.
-const REQUEST_ID_HEADERS: [&str; 4] = [
-    "x-request-id",
-    "x-correlation-id",
-    "x-trace-id",
-    "request-id",
-];
+const REQUEST_ID_HEADERS: [&str; 4] =
+    ["x-request-id", "x-correlation-id", "x-trace-id", "request-id"];
 
 /// vllm-router has one flag for pairs of vLLM workers, here it is two.
 fn spelled_out(argv: &[String]) -> Vec<String> {
@@ -362,11 +353,7 @@ impl RouterConfig {
             config.listen.request_id_headers = REQUEST_ID_HEADERS.map(str::to_owned).to_vec();
         }
         config.check(&mut bad);
-        if bad.is_empty() {
-            Ok(config)
-        } else {
-            Err(ParseStop::Bad(bad.join("\n")))
-        }
+        if bad.is_empty() { Ok(config) } else { Err(ParseStop::Bad(bad.join("\n"))) }
     }
 
     /// Every rule between fields and ranges; each message names the flag, the value and what to do.
@@ -382,10 +369,7 @@ impl RouterConfig {
             format!("--cache-threshold {fraction}: give a fraction from 0 to 1"),
         );
         let ratio = self.routing.balance_rel_threshold;
-        rule(
-            ratio >= 1.0,
-            format!("--balance-rel-threshold {ratio}: give a ratio of at least 1"),
-        );
+        rule(ratio >= 1.0, format!("--balance-rel-threshold {ratio}: give a ratio of at least 1"));
         rule(
             self.routing.default_capacity_tokens >= 1,
             "--default-capacity-tokens 0: must be at least 1".to_owned(),
@@ -428,46 +412,16 @@ impl RouterConfig {
             format!("--retry-budget-ratio {ratio}: give retries per request, at least 0"),
         );
         for (flag, value) in [
-            (
-                "--retry-max-retries",
-                u64::from(self.retry.retry_max_retries),
-            ),
-            (
-                "--failover-concurrency",
-                self.retry.failover_concurrency as u64,
-            ),
-            (
-                "--cb-failure-threshold",
-                u64::from(self.breaker.cb_failure_threshold),
-            ),
-            (
-                "--cb-success-threshold",
-                u64::from(self.breaker.cb_success_threshold),
-            ),
-            (
-                "--health-failure-threshold",
-                u64::from(self.health.health_failure_threshold),
-            ),
-            (
-                "--health-success-threshold",
-                u64::from(self.health.health_success_threshold),
-            ),
-            (
-                "--health-check-timeout-secs",
-                self.health.health_check_timeout_secs,
-            ),
-            (
-                "--health-check-interval-secs",
-                self.health.health_check_interval_secs,
-            ),
-            (
-                "--worker-startup-check-interval",
-                self.workers.worker_startup_check_interval,
-            ),
-            (
-                "--eviction-interval-secs",
-                self.routing.eviction_interval_secs,
-            ),
+            ("--retry-max-retries", u64::from(self.retry.retry_max_retries)),
+            ("--failover-concurrency", self.retry.failover_concurrency as u64),
+            ("--cb-failure-threshold", u64::from(self.breaker.cb_failure_threshold)),
+            ("--cb-success-threshold", u64::from(self.breaker.cb_success_threshold)),
+            ("--health-failure-threshold", u64::from(self.health.health_failure_threshold)),
+            ("--health-success-threshold", u64::from(self.health.health_success_threshold)),
+            ("--health-check-timeout-secs", self.health.health_check_timeout_secs),
+            ("--health-check-interval-secs", self.health.health_check_interval_secs),
+            ("--worker-startup-check-interval", self.workers.worker_startup_check_interval),
+            ("--eviction-interval-secs", self.routing.eviction_interval_secs),
             ("--max-idle-secs", self.routing.max_idle_secs),
         ] {
             rule(value >= 1, format!("{flag} {value}: must be at least 1"));
@@ -559,11 +513,7 @@ impl RouterConfig {
         while let Some(url) = prefill.next() {
             // An occurrence is URL or URL PORT; clap hands over the flat list, and no URL looks like a port.
             let port = prefill.next_if(|next| workers::is_port_or_none(next));
-            keep(WorkerSpec::new(
-                url,
-                Role::Prefill,
-                port.map(String::as_str),
-            ));
+            keep(WorkerSpec::new(url, Role::Prefill, port.map(String::as_str)));
         }
         for url in &self.workers.decode {
             keep(WorkerSpec::new(url, Role::Decode, None));
@@ -626,11 +576,7 @@ impl RouterConfig {
 
     pub fn retry(&self) -> RetryConfig {
         RetryConfig {
-            max_attempts: if self.retry.disable_retries {
-                1
-            } else {
-                self.retry.retry_max_retries
-            },
+            max_attempts: if self.retry.disable_retries { 1 } else { self.retry.retry_max_retries },
             initial_backoff_ms: self.retry.retry_initial_backoff_ms,
             max_backoff_ms: self.retry.retry_max_backoff_ms,
             multiplier: self.retry.retry_backoff_multiplier,

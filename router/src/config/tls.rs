@@ -35,9 +35,7 @@ impl Tls {
             ("--client-cert-path", &self.client_cert_path),
             ("--client-key-path", &self.client_key_path),
         ];
-        let named = one
-            .into_iter()
-            .filter_map(|(flag, path)| Some((flag, path.as_deref()?)));
+        let named = one.into_iter().filter_map(|(flag, path)| Some((flag, path.as_deref()?)));
         let roots = self.ca_cert_paths.iter();
         named.chain(roots.map(|path| ("--ca-cert-paths", path.as_str())))
     }
@@ -45,10 +43,7 @@ impl Tls {
     /// What is wrong between these flags.
     pub fn complaints(&self) -> Vec<String> {
         let pairs = [
-            (
-                ("--tls-cert-path", &self.tls_cert_path),
-                ("--tls-key-path", &self.tls_key_path),
-            ),
+            (("--tls-cert-path", &self.tls_cert_path), ("--tls-key-path", &self.tls_key_path)),
             (
                 ("--client-cert-path", &self.client_cert_path),
                 ("--client-key-path", &self.client_key_path),
@@ -76,9 +71,7 @@ impl Tls {
                 ));
             }
             if let Err(err) = ServerName::try_from(name.as_str()) {
-                bad.push(format!(
-                    "--worker-tls-name {name}: {err}; give a DNS name or an address"
-                ));
+                bad.push(format!("--worker-tls-name {name}: {err}; give a DNS name or an address"));
             }
         }
         bad
@@ -96,32 +89,19 @@ mod tests {
         assert!(none.complaints().is_empty());
         for (tls, part) in [
             (
-                Tls {
-                    tls_cert_path: some("c"),
-                    ..Tls::default()
-                },
+                Tls { tls_cert_path: some("c"), ..Tls::default() },
                 "--tls-cert-path c: give its --tls-key-path too",
             ),
             (
-                Tls {
-                    tls_key_path: some("k"),
-                    ..Tls::default()
-                },
+                Tls { tls_key_path: some("k"), ..Tls::default() },
                 "--tls-key-path k: give its --tls-cert-path too",
             ),
             (
-                Tls {
-                    client_cert_path: some("c"),
-                    client_key_path: some("k"),
-                    ..Tls::default()
-                },
+                Tls { client_cert_path: some("c"), client_key_path: some("k"), ..Tls::default() },
                 "give --ca-cert-paths",
             ),
             (
-                Tls {
-                    worker_tls_name: some("engine"),
-                    ..Tls::default()
-                },
+                Tls { worker_tls_name: some("engine"), ..Tls::default() },
                 "--worker-tls-name engine: is for https:// workers only",
             ),
             (

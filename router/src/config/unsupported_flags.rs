@@ -16,19 +16,10 @@ pub const REFUSED: &[Refused] = &[
         "there is no bucket policy; use --prefill-policy cost, which weighs prompts by their length",
     ),
     refused(
-        &[
-            "enable-igw",
-            "model-id-from",
-            "model-alias",
-            "model",
-            "kv-event-model",
-        ],
+        &["enable-igw", "model-id-from", "model-alias", "model", "kv-event-model"],
         "one router serves one model, under the name its workers tell; run one router per model",
     ),
-    refused(
-        &["mini-lb"],
-        "use --pd-disaggregation with --policy round_robin",
-    ),
+    refused(&["mini-lb"], "use --pd-disaggregation with --policy round_robin"),
     refused(
         &["log-dir"],
         "logs go to standard error; redirect it, or let journald or the container runtime keep it",
@@ -47,18 +38,10 @@ pub const REFUSED: &[Refused] = &[
         "a kept connection that the worker has closed is noticed, and another taken; drop the flag",
     ),
     refused(
-        &[
-            "reasoning-parser",
-            "tool-call-parser",
-            "parser",
-            "disable-tokenizer-autoload",
-        ],
+        &["reasoning-parser", "tool-call-parser", "parser", "disable-tokenizer-autoload"],
         "answers pass through untouched; give the parser to the engine",
     ),
-    refused(
-        &["mcp-config-path"],
-        "the router runs no tools; drop the flag",
-    ),
+    refused(&["mcp-config-path"], "the router runs no tools; drop the flag"),
     refused(
         &[
             "enable-wasm",
@@ -69,21 +52,13 @@ pub const REFUSED: &[Refused] = &[
         ],
         "the router runs no plugins; put a proxy in front that does",
     ),
-    refused(
-        &["backend"],
-        "workers speak SGLang's HTTP protocol; drop the flag",
-    ),
+    refused(&["backend"], "workers speak SGLang's HTTP protocol; drop the flag"),
     refused(
         &["extra-generate-paths"],
         "the paths that go to a worker are fixed, docs/protocol.md lists them; call the worker for others",
     ),
     refused(
-        &[
-            "epd-disaggregation",
-            "encode",
-            "encode-policy",
-            "encode-selector",
-        ],
+        &["epd-disaggregation", "encode", "encode-policy", "encode-selector"],
         "there are no encode workers, prefill workers encode images themselves; use --pd-disaggregation",
     ),
     refused(
@@ -136,13 +111,7 @@ pub const REFUSED: &[Refused] = &[
         "each use of a key of --control-plane-api-keys is logged anyway; drop the flag",
     ),
     refused(
-        &[
-            "jwt-issuer",
-            "jwt-audience",
-            "jwt-jwks-uri",
-            "jwt-role-mapping",
-            "tenant-api-key",
-        ],
+        &["jwt-issuer", "jwt-audience", "jwt-jwks-uri", "jwt-role-mapping", "tenant-api-key"],
         "there are only fixed keys; use --api-key and --control-plane-api-keys",
     ),
     refused(
@@ -198,10 +167,7 @@ pub const REFUSED: &[Refused] = &[
         &["kv-event-replay-source"],
         "use --kv-events-replay-endpoint, a template for all workers",
     ),
-    refused(
-        &["kv-event-block-size"],
-        "events tell the size of their blocks; drop the flag",
-    ),
+    refused(&["kv-event-block-size"], "events tell the size of their blocks; drop the flag"),
     refused(
         &[
             "kv-penalty-host",
@@ -217,10 +183,7 @@ pub const REFUSED: &[Refused] = &[
         "the policy cost weighs what is cached against what is to be done, in seconds; drop the flag",
     ),
     refused(
-        &[
-            "enable-program-scheduling",
-            "program-scheduling-config-json",
-        ],
+        &["enable-program-scheduling", "program-scheduling-config-json"],
         "requests are placed one by one; drop the flag",
     ),
     refused(
@@ -301,10 +264,7 @@ pub const REFUSED: &[Refused] = &[
         ],
         "an unhealthy worker stays registered, is probed, and comes back by itself; drop the flag",
     ),
-    refused(
-        &["health-check-port"],
-        "probes go to the port that serves; drop the flag",
-    ),
+    refused(&["health-check-port"], "probes go to the port that serves; drop the flag"),
     refused(
         &[
             "load-monitor-interval",
@@ -319,17 +279,10 @@ pub const REFUSED: &[Refused] = &[
         "a body is held until its request ends; see --max-payload-size and --max-total-body-bytes",
     ),
     refused(
-        &[
-            "enable-rl",
-            "rl-control-timeout-secs",
-            "rl-fanout-concurrency",
-        ],
+        &["enable-rl", "rl-control-timeout-secs", "rl-fanout-concurrency"],
         "there is no control plane for training; call the workers for it",
     ),
-    refused(
-        &["zmq-engine-count"],
-        "workers are reached over HTTP; drop the flag",
-    ),
+    refused(&["zmq-engine-count"], "workers are reached over HTTP; drop the flag"),
     refused(
         &["jemalloc-prof-dir"],
         "the allocator has no profiler; use perf or heaptrack, and drop the flag",
@@ -340,12 +293,7 @@ pub const REFUSED: &[Refused] = &[
 const POLICIES: &[Refused] = &[
     refused(&["bucket"], "cost, which weighs prompts by their length"),
     refused(
-        &[
-            "consistent_hash",
-            "consistent_hashing",
-            "sticky_least_loaded",
-            "sticky_round_robin",
-        ],
+        &["consistent_hash", "consistent_hashing", "sticky_least_loaded", "sticky_round_robin"],
         "manual, which keeps what has the same x-smg-routing-key on one worker",
     ),
     refused(&["kv_aware"], "cost with --kv-events on"),
@@ -376,10 +324,7 @@ pub fn complaints(args: &[String]) -> Vec<String> {
             && let Some(value) = value
             && let Some(hit) = find(POLICIES, value)
         {
-            bad.push(format!(
-                "--{name} {value} is not supported: use {}",
-                hit.instead
-            ));
+            bad.push(format!("--{name} {value} is not supported: use {}", hit.instead));
         }
     }
     bad

@@ -93,19 +93,13 @@ pub struct Failure {
 
 /// Reasons that mean a worker has gone.
 pub fn is_loss(reason: &str) -> bool {
-    matches!(
-        reason,
-        "connect" | "reset" | "hung" | "engine_dead" | "draining" | "not_ready"
-    )
+    matches!(reason, "connect" | "reset" | "hung" | "engine_dead" | "draining" | "not_ready")
 }
 
 /// Reasons that mean a worker, or the prefill worker of a decode worker that reports it, has gone.
 pub fn is_loss_of_any(reason: &str) -> bool {
     is_loss(reason)
-        || matches!(
-            reason,
-            "kv_transfer_failed" | "prefill_failed" | "bootstrap_unreachable"
-        )
+        || matches!(reason, "kv_transfer_failed" | "prefill_failed" | "bootstrap_unreachable")
 }
 
 /// Reasons that mean a worker, or its connection, ended with the request in hand.
@@ -114,12 +108,8 @@ pub fn is_break(reason: &str) -> bool {
 }
 
 /// Codes by which a decode worker reports trouble that is more likely its prefill worker's.
-const PARTNERS_FAULT: [&str; 4] = [
-    "kv_transfer_failed",
-    "kv_transfer_timeout",
-    "prefill_failed",
-    "bootstrap_unreachable",
-];
+const PARTNERS_FAULT: [&str; 4] =
+    ["kv_transfer_failed", "kv_transfer_timeout", "prefill_failed", "bootstrap_unreachable"];
 
 impl Failure {
     /// True if the worker has gone, as far as the failure tells, rather than refused the request.
@@ -158,9 +148,7 @@ impl Failure {
             SendError::Refused(_) | SendError::Connect(_) => "connect",
             SendError::Broken(_) => "reset",
             SendError::Exhausted(cause) => {
-                let told = RouteError::Exhausted {
-                    cause: cause.clone(),
-                };
+                let told = RouteError::Exhausted { cause: cause.clone() };
                 return Self::error(leg, told.code(), RetryClass::Refused, told);
             }
         };
@@ -178,10 +166,8 @@ impl Failure {
     }
 
     fn hung(leg: &LoadGuard, cause: &str) -> Self {
-        let told = upstream_error(
-            leg,
-            format!("no answer, and it fails its health checks: {cause}"),
-        );
+        let told =
+            upstream_error(leg, format!("no answer, and it fails its health checks: {cause}"));
         Self::error(leg, "hung", RetryClass::Broken, told)
     }
 
@@ -195,11 +181,7 @@ impl Failure {
             reason,
             class,
             broke_alone: None,
-            told: Told::Answer {
-                status,
-                headers,
-                body,
-            },
+            told: Told::Answer { status, headers, body },
         }
     }
 
@@ -563,9 +545,7 @@ impl Leg {
                 match stream_start(&text) {
                     StreamStart::Error(at) => {
                         let first = Bytes::from(text).slice(at..);
-                        return Err(self
-                            .error_in_stream(head.headers, first, Some(answer))
-                            .await);
+                        return Err(self.error_in_stream(head.headers, first, Some(answer)).await);
                     }
                     // Whole comments are left out; a part of one may hold the tokens of the event behind it.
                     StreamStart::Comment if text.ends_with(b"\n\n") => {

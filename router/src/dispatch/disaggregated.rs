@@ -48,16 +48,11 @@ pub struct RoomLease {
 impl RoomLease {
     fn take(app: &App, count: usize, prefill: &Candidate) -> Result<Self, RouteError> {
         // With a rank the room is drawn so that room % dp_size is that rank: unmodified SGLang nodes place by it.
-        let dp = prefill
-            .rank
-            .map(|rank| (u64::from(prefill.worker.dp_size()), u64::from(rank)));
+        let dp = prefill.rank.map(|rank| (u64::from(prefill.worker.dp_size()), u64::from(rank)));
         let mut live = app.rooms.lock();
         let rooms = live.draw(count, &mut rand::rng(), dp);
         let rooms = rooms.ok_or_else(|| RouteError::TooManyRooms { live: live.len() })?;
-        Ok(Self {
-            rooms,
-            live: app.rooms.clone(),
-        })
+        Ok(Self { rooms, live: app.rooms.clone() })
     }
 }
 
@@ -202,10 +197,7 @@ async fn try_attempt(
     let body = prefilled.meeting.decode_body(request, candidate, ids);
     observe_overhead(app, request);
     let prefill_id = prefilled.meeting.prefill.id;
-    let pair = (
-        prefilled.meeting.prefill.worker.id,
-        decode.guard.candidate.worker.id,
-    );
+    let pair = (prefilled.meeting.prefill.worker.id, decode.guard.candidate.worker.id);
     let decode_id = decode.guard.candidate.id;
     let decode = leg(app, request, decode, body).open();
     tokio::pin!(decode);
@@ -292,11 +284,7 @@ fn second_reader(
 ) -> Result<Option<(Prefilled, Chosen)>, RouteError> {
     let registry = &app.registry;
     let decode = registry.choose(Role::Decode, &request.wanted(), &request.avoid)?;
-    let is_fit = prefilled
-        .meeting
-        .prefill
-        .make
-        .fits(&decode.guard.candidate.make);
+    let is_fit = prefilled.meeting.prefill.make.fits(&decode.guard.candidate.make);
     Ok(is_fit.then_some((prefilled, decode)))
 }
 
@@ -319,19 +307,11 @@ fn choose(app: &App, request: &Inbound) -> Result<Placed, RouteError> {
                 None => Placed::Pair(prefill, decode),
             })
         }
-        Err(
-            err @ RouteError::NoWorker {
-                role: Role::Prefill,
-                ..
-            },
-        ) => {
+        Err(err @ RouteError::NoWorker { role: Role::Prefill, .. }) => {
             let Ok(decode) = app.registry.choose(Role::Decode, &wanted, &request.avoid) else {
                 return Err(err);
             };
-            let view = LocalView {
-                has_prefill: false,
-                ..view(request, &decode)
-            };
+            let view = LocalView { has_prefill: false, ..view(request, &decode) };
             match rule.decide(&view) {
                 Some(why) if can_prefill(app, &decode) => Ok(Placed::Local(decode, why)),
                 _ => Err(err),
@@ -439,11 +419,7 @@ impl Meeting {
         )
         .expect("writing to a String cannot fail");
         let with_ranks = with_ranks && prefill.rank.is_some();
-        Self {
-            prefill,
-            shared,
-            with_ranks,
-        }
+        Self { prefill, shared, with_ranks }
     }
 
     fn prefill_body(&self, request: &Inbound, ids: Option<&Bytes>) -> Parts {

@@ -147,10 +147,7 @@ async fn try_until_committed(
                     && app.registry.lacks_model(*role, model)
                 {
                     let (model, role) = (model.clone(), *role);
-                    return Err(Unanswered::Refused(RouteError::ModelNotFound {
-                        model,
-                        role,
-                    }));
+                    return Err(Unanswered::Refused(RouteError::ModelNotFound { model, role }));
                 }
                 if may_come(app, request, &err)
                     && WorkerWait::for_change(&mut wait, app, request).await
@@ -168,9 +165,7 @@ async fn try_until_committed(
         app.metrics.upstream_errors.with_label_values(&labels).inc();
         let mut avoid = request.avoid.clone();
         avoid.add(failure.role, failure.worker);
-        let has_other = app
-            .registry
-            .has_other(failure.role, &request.wanted(), &avoid);
+        let has_other = app.registry.has_other(failure.role, &request.wanted(), &avoid);
         let is_second = had_second_opinion;
         let may_retry = match failure.class {
             RetryClass::Refused => {
@@ -186,9 +181,8 @@ async fn try_until_committed(
             }
         };
         request.count_failure(failure.reason);
-        let is_poison = failure
-            .broke_alone
-            .is_some_and(|alone| request.add_break(app, failure.worker, alone));
+        let is_poison =
+            failure.broke_alone.is_some_and(|alone| request.add_break(app, failure.worker, alone));
         let may_retry = may_retry && !is_poison;
         let has_budget = |request: &mut Inbound| is_stale || has_budget(app, request, &failure);
         let is_tried_again = may_retry && has_tries(app, request) && has_budget(request);
@@ -213,18 +207,13 @@ async fn try_until_committed(
             reason = failure.reason,
             "trying again"
         );
-        app.metrics
-            .retries
-            .with_label_values(&[failure.reason])
-            .inc();
+        app.metrics.retries.with_label_values(&[failure.reason]).inc();
         if is_stale {
             continue;
         }
         request.avoid = avoid;
         if failure.class == RetryClass::Overloaded || !has_other {
-            let pause_ms = app
-                .retry
-                .backoff_ms(request.failed.count(), &mut rand::rng());
+            let pause_ms = app.retry.backoff_ms(request.failed.count(), &mut rand::rng());
             tokio::time::sleep(Duration::from_millis(pause_ms)).await;
         }
     }
@@ -359,19 +348,12 @@ pub fn refuse(mut request: Inbound, err: RouteError) -> Response {
 fn tell(mut request: Inbound, failure: Failure) -> Response {
     match failure.told {
         Told::Error(err) => refuse(request, err),
-        Told::Answer {
-            status,
-            headers,
-            body,
-        } => {
+        Told::Answer { status, headers, body } => {
             request.record.end(status, failure.reason);
             let mut response = Response::new(axum::body::Body::from(body));
             *response.status_mut() = status;
             *response.headers_mut() = end_to_end(&headers);
-            if matches!(
-                status,
-                StatusCode::TOO_MANY_REQUESTS | StatusCode::SERVICE_UNAVAILABLE
-            ) {
+            if matches!(status, StatusCode::TOO_MANY_REQUESTS | StatusCode::SERVICE_UNAVAILABLE) {
                 let retry_after = response.headers_mut().entry(header::RETRY_AFTER);
                 retry_after.or_insert(HeaderValue::from_static("1"));
             }

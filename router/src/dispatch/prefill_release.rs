@@ -38,10 +38,9 @@ pub fn release(app: &Arc<App>, worker: &Arc<Worker>, rooms: &[u64]) {
         app.metrics.releases.with_label_values(&labels).inc();
     };
     // No runtime: the process ends.
-    let (Ok(runtime), Ok(place)) = (
-        Handle::try_current(),
-        app.releases.0.clone().try_acquire_owned(),
-    ) else {
+    let (Ok(runtime), Ok(place)) =
+        (Handle::try_current(), app.releases.0.clone().try_acquire_owned())
+    else {
         return count(app, "skipped");
     };
     let body = serde_json::json!({"bootstrap_room": rooms}).to_string();
@@ -50,20 +49,10 @@ pub fn release(app: &Arc<App>, worker: &Arc<Worker>, rooms: &[u64]) {
         let mut headers = app.worker_headers();
         let json = HeaderValue::from_static("application/json");
         headers.insert(header::CONTENT_TYPE, json);
-        let head = Head {
-            method: Method::POST,
-            uri: Uri::from_static("/abort_request"),
-            headers,
-        };
+        let head = Head { method: Method::POST, uri: Uri::from_static("/abort_request"), headers };
         let telling = async {
-            let sent = worker
-                .pool
-                .send(&head, Parts::from(Bytes::from(body)), &|| ())
-                .await;
-            let mut answer = sent
-                .ok()
-                .filter(|sent| sent.status().is_success())?
-                .into_body();
+            let sent = worker.pool.send(&head, Parts::from(Bytes::from(body)), &|| ()).await;
+            let mut answer = sent.ok().filter(|sent| sent.status().is_success())?.into_body();
             while let Some(piece) = answer.piece().await {
                 piece.ok()?; // read to its end, the connection can be used again
             }

@@ -73,10 +73,7 @@ impl WorkerWait {
         let since = Instant::now();
         let Some(wait) = wait else {
             // The change may have come before this subscription: the caller looks once more.
-            *wait = Some(Self {
-                until: since + limit,
-                changes: app.registry.changes(),
-            });
+            *wait = Some(Self { until: since + limit, changes: app.registry.changes() });
             return true;
         };
         let mut cut = app.cut.clone();

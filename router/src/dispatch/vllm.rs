@@ -38,10 +38,7 @@ pub async fn attempt(
     let params = if request.scan.batch.is_some() {
         request.record.prefill = None;
         drop(prefill);
-        app.metrics
-            .local_prefills
-            .with_label_values(&["batch"])
-            .inc();
+        app.metrics.local_prefills.with_label_values(&["batch"]).inc();
         None
     } else {
         request.record.prefill = Some((prefill.guard.candidate.name.clone(), prefill.why));
@@ -92,9 +89,7 @@ pub fn ranked(app: &App, request: &Inbound, chosen: Chosen, body: Parts) -> Leg 
     let rank = chosen.guard.candidate.rank;
     let mut leg = leg(app, request, chosen, body);
     if let Some(rank) = rank {
-        leg.head
-            .headers
-            .insert(RANK_HEADER, HeaderValue::from(rank));
+        leg.head.headers.insert(RANK_HEADER, HeaderValue::from(rank));
     }
     leg
 }

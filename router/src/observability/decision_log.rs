@@ -82,15 +82,8 @@ pub fn start(
         .name("decision-log".into())
         .spawn(move || writing.run(&received))
         .map_err(|err| format!("--decision-log: cannot start its thread: {err}"))?;
-    let queue = Queue {
-        lines: lines.clone(),
-        waiting_bytes,
-        counts,
-    };
-    let writer = Writer {
-        lines,
-        thread: Some(thread),
-    };
+    let queue = Queue { lines: lines.clone(), waiting_bytes, counts };
+    let writer = Writer { lines, thread: Some(thread) };
     Ok((queue, writer))
 }
 
@@ -156,8 +149,7 @@ impl Writing {
             match message {
                 Ok(Message::Line(line)) => {
                     is_dirty = true;
-                    self.waiting_bytes
-                        .fetch_sub(line.bytes(), Ordering::Relaxed);
+                    self.waiting_bytes.fetch_sub(line.bytes(), Ordering::Relaxed);
                     let written = self.files.write(&line);
                     self.note(written);
                 }
@@ -211,12 +203,7 @@ impl Files {
             shift(&place.path, place.max_files)?;
         }
         let out = BufWriter::new(create(&place.path)?);
-        let mut files = Self {
-            place,
-            header,
-            out,
-            bytes: 0,
-        };
+        let mut files = Self { place, header, out, bytes: 0 };
         files.begin()?;
         files.out.flush()?;
         Ok(files)
@@ -245,11 +232,7 @@ impl Files {
 }
 
 fn create(path: &Path) -> io::Result<File> {
-    OpenOptions::new()
-        .write(true)
-        .create(true)
-        .truncate(true)
-        .open(path)
+    OpenOptions::new().write(true).create(true).truncate(true).open(path)
 }
 
 /// PATH becomes PATH.1, PATH.1 becomes PATH.2, and so on; `files` in all, the last one is overwritten.
@@ -305,11 +288,7 @@ mod tests {
     fn files_are_shifted_at_the_limit_and_each_begins_with_the_header() {
         let folder = folder("shift");
         let path = folder.join("log");
-        let place = || Place {
-            path: path.clone(),
-            max_bytes: 400,
-            max_files: 3,
-        };
+        let place = || Place { path: path.clone(), max_bytes: 400, max_files: 3 };
         let counted = counts();
         let (queue, writer) = start(place(), vec!["--policy".into()], counted.clone()).unwrap();
         (0..40).for_each(|n| queue.put(line(n)));
@@ -322,9 +301,8 @@ mod tests {
             let mut lines = text.lines();
             let header: Header = serde_json::from_str(lines.next().unwrap()).unwrap();
             assert_eq!(header.flags, ["--policy"]);
-            let numbers: Vec<u64> = lines
-                .map(|l| serde_json::from_str::<Line>(l).unwrap().n)
-                .collect();
+            let numbers: Vec<u64> =
+                lines.map(|l| serde_json::from_str::<Line>(l).unwrap().n).collect();
             assert_eq!(*numbers.last().unwrap() + 1, next);
             assert!(numbers.is_sorted());
             next = numbers[0];
@@ -342,11 +320,7 @@ mod tests {
     fn a_full_queue_drops_and_counts_and_never_waits() {
         let counted = counts();
         let (lines, _unread) = sync_channel(2);
-        let queue = Queue {
-            lines,
-            waiting_bytes: Arc::default(),
-            counts: counted.clone(),
-        };
+        let queue = Queue { lines, waiting_bytes: Arc::default(), counts: counted.clone() };
         (0..5).for_each(|n| queue.put(line(n)));
         assert_eq!(counted.with_label_values(&["dropped"]).get(), 3);
         let two = 2 * line(0).bytes();
@@ -355,15 +329,8 @@ mod tests {
 
     #[test]
     fn a_place_that_cannot_be_written_is_refused_with_its_name() {
-        let place = Place {
-            path: "/proc/nowhere/log".into(),
-            max_bytes: 1 << 20,
-            max_files: 2,
-        };
+        let place = Place { path: "/proc/nowhere/log".into(), max_bytes: 1 << 20, max_files: 2 };
         let refusal = start(place, Vec::new(), counts()).err().unwrap();
-        assert!(
-            refusal.starts_with("--decision-log /proc/nowhere/log: "),
-            "{refusal}"
-        );
+        assert!(refusal.starts_with("--decision-log /proc/nowhere/log: "), "{refusal}");
     }
 }

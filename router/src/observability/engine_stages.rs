@@ -58,10 +58,7 @@ fn read(value: &HeaderValue) -> EngineStages {
             pull_ms: ms("pull_us")?,
         })
     };
-    EngineStages {
-        queue_ms: ms("queue_us"),
-        pull: pull(),
-    }
+    EngineStages { queue_ms: ms("queue_us"), pull: pull() }
 }
 
 #[cfg(test)]
@@ -82,12 +79,7 @@ mod tests {
         let told =
             taken("bytes=4096;pages=2; transport=shm;new=7;pull_us=1500;queue_us=20").unwrap();
         assert_eq!(told.queue_ms, Some(0.02));
-        let pull = PagePull {
-            transport: "shm".into(),
-            pages: 2,
-            bytes: 4096,
-            pull_ms: 1.5,
-        };
+        let pull = PagePull { transport: "shm".into(), pages: 2, bytes: 4096, pull_ms: 1.5 };
         assert_eq!(told.pull, Some(pull));
         assert_eq!(take(&mut HeaderMap::new()), None);
     }

@@ -88,20 +88,9 @@ pub fn named(explanation: &Explanation, candidates: &[Arc<Candidate>]) -> Option
         basis: &'a B,
         candidates: Vec<Named<'a, T>>,
     }
-    let Explanation {
-        policy,
-        basis,
-        candidates: weighed,
-    } = explanation;
-    let weighed = weighed.iter().map(|told| Named {
-        worker: name_of(candidates, told.id),
-        told,
-    });
-    let told = Told {
-        policy,
-        basis,
-        candidates: weighed.collect(),
-    };
+    let Explanation { policy, basis, candidates: weighed } = explanation;
+    let weighed = weighed.iter().map(|told| Named { worker: name_of(candidates, told.id), told });
+    let told = Told { policy, basis, candidates: weighed.collect() };
     match to_raw_value(&told) {
         Ok(json) => Some(json),
         Err(err) => {

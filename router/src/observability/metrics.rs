@@ -188,15 +188,8 @@ specs! {
 }
 
 /// Label values of [`STAGES`], as `Metrics::stages` has them.
-const STAGE_NAMES: [&str; 7] = [
-    "read",
-    "queue",
-    "parse",
-    "tokenise",
-    "decide",
-    "connect",
-    "first_token",
-];
+const STAGE_NAMES: [&str; 7] =
+    ["read", "queue", "parse", "tokenise", "decide", "connect", "first_token"];
 
 /// Handles of everything in [`METRICS`].
 pub struct Metrics {
@@ -298,9 +291,7 @@ fn histograms(exposed: &Exposed, spec: &Spec) -> prometheus::Result<HistogramVec
 impl Metrics {
     pub fn new() -> prometheus::Result<Self> {
         let exposed = Exposed::new();
-        gauges(&exposed, &BUILD)?
-            .with_label_values(&[env!("CARGO_PKG_VERSION")])
-            .set(1.0);
+        gauges(&exposed, &BUILD)?.with_label_values(&[env!("CARGO_PKG_VERSION")]).set(1.0);
         let no_labels: &[&str] = &[];
         let stages = histograms(&exposed, &STAGES)?;
         Ok(Self {
@@ -404,11 +395,7 @@ impl Metrics {
         };
         observe(&self.forecast, predicted_ms);
         observe(&self.observed, took_ms);
-        let sign = if took_ms < predicted_ms {
-            "early"
-        } else {
-            "late"
-        };
+        let sign = if took_ms < predicted_ms { "early" } else { "late" };
         let best_ms = u64::from(forecast.best_ttft_ms);
         observe(&self.regret, took_ms.saturating_sub(best_ms));
         let error = self.forecast_error.with_label_values(&[role, sign]);
@@ -422,27 +409,19 @@ impl Metrics {
     }
 
     pub fn kv_batch(&self, role: Role, result: &str) {
-        self.kv_batches
-            .with_label_values(&[role.label(), result])
-            .inc();
+        self.kv_batches.with_label_values(&[role.label(), result]).inc();
     }
 
     pub fn kv_resync(&self, role: Role, how: &str) {
-        self.kv_resyncs
-            .with_label_values(&[role.label(), how])
-            .inc();
+        self.kv_resyncs.with_label_values(&[role.label(), how]).inc();
     }
 
     pub fn kv_failure(&self, role: Role, reason: &str) {
-        self.kv_failures
-            .with_label_values(&[role.label(), reason])
-            .inc();
+        self.kv_failures.with_label_values(&[role.label(), reason]).inc();
     }
 
     pub fn kv_lag(&self, role: Role, seconds: f64) {
-        self.kv_lag
-            .with_label_values(&[role.label()])
-            .observe(seconds);
+        self.kv_lag.with_label_values(&[role.label()]).observe(seconds);
     }
 
     /// A worker reported what it counted of a prompt whose cached tokens had been predicted.
@@ -485,9 +464,7 @@ impl Metrics {
             family.reset();
         }
         for worker in registry.workers() {
-            self.workers
-                .with_label_values(&[worker.role().label(), worker.state().label()])
-                .inc();
+            self.workers.with_label_values(&[worker.role().label(), worker.state().label()]).inc();
             if registry.misfit(&worker).is_some() {
                 let role = worker.role().label();
                 self.unpaired.with_label_values(&[role]).inc();
@@ -501,12 +478,8 @@ impl Metrics {
                 let labels = [role, c.name.as_str()];
                 let state = c.feed.status().state.label();
                 self.kv_ranks.with_label_values(&[role, state]).inc();
-                self.worker_load
-                    .with_label_values(&labels)
-                    .set(c.load() as f64);
-                self.circuit
-                    .with_label_values(&labels)
-                    .set(f64::from(c.circuit() as u8));
+                self.worker_load.with_label_values(&labels).set(c.load() as f64);
+                self.circuit.with_label_values(&labels).set(f64::from(c.circuit() as u8));
                 (c.id, c)
             })
             .collect();
@@ -531,11 +504,7 @@ impl Metrics {
             }
             for rank in stats.ranks {
                 show(&self.backlog, rank.worker, rank.backlog_ms / 1e3);
-                show(
-                    &self.prefill_speed,
-                    rank.worker,
-                    rank.ms_per_kilotoken / 1e3,
-                );
+                show(&self.prefill_speed, rank.worker, rank.ms_per_kilotoken / 1e3);
                 show(&self.confidence, rank.worker, rank.confidence);
                 show(&self.index_blocks, rank.worker, rank.index_blocks as f64);
             }
@@ -573,12 +542,7 @@ mod tests {
     fn names_carry_prefix_and_unit() {
         for spec in METRICS {
             assert!(spec.name.starts_with("baton_router_"), "{}", spec.name);
-            assert_eq!(
-                spec.kind == Kind::Counter,
-                spec.name.ends_with("_total"),
-                "{}",
-                spec.name
-            );
+            assert_eq!(spec.kind == Kind::Counter, spec.name.ends_with("_total"), "{}", spec.name);
             // A gauge may be seconds too, a counter may not: it counts.
             let is_seconds = spec.name.ends_with("_seconds");
             match spec.kind {
@@ -602,10 +566,7 @@ mod tests {
     #[test]
     fn all_of_the_table_registers() {
         let metrics = Metrics::new().unwrap();
-        metrics
-            .requests
-            .with_label_values(&["a", "b", "c", "d"])
-            .inc();
+        metrics.requests.with_label_values(&["a", "b", "c", "d"]).inc();
         assert!(metrics.exposed.gather().len() > 1);
     }
 }

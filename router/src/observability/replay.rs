@@ -74,11 +74,7 @@ pub fn run(args: &[String]) -> Result<(String, i32), String> {
 
 fn configured(recorded: &[String], given: &[String]) -> Result<RouterConfig, String> {
     let name = "baton replay".to_owned();
-    let argv: Vec<String> = std::iter::once(&name)
-        .chain(recorded)
-        .chain(given)
-        .cloned()
-        .collect();
+    let argv: Vec<String> = std::iter::once(&name).chain(recorded).chain(given).cloned().collect();
     RouterConfig::parse(&argv).map_err(|stop| match stop {
         ParseStop::Help(text) | ParseStop::Bad(text) => text,
     })
@@ -95,11 +91,7 @@ fn open(name: &String) -> Result<Opened, String> {
     let header: Header = serde_json::from_str(&text)
         .map_err(|err| format!("{name}: not a file of --decision-log: {err}"))?;
     match header.decision_log {
-        FORMAT => Ok(Opened {
-            name: name.clone(),
-            header,
-            lines,
-        }),
+        FORMAT => Ok(Opened { name: name.clone(), header, lines }),
         other => Err(format!(
             "{name}: format {other} of the decision log; this program reads format {FORMAT}"
         )),

@@ -228,10 +228,7 @@ impl Story {
             stages: None,
             explanation,
         });
-        LegStory {
-            story: self.clone(),
-            at: told.legs.len() - 1,
-        }
+        LegStory { story: self.clone(), at: told.legs.len() - 1 }
     }
 
     /// The pair that was chosen last meets in this room.
@@ -380,10 +377,7 @@ impl Story {
             attributes: vec![
                 ("http.request.method".into(), Value::Text(method.to_owned())),
                 ("http.route".into(), Value::Text(self.route.to_owned())),
-                (
-                    "http.response.status_code".into(),
-                    Value::Int(status.into()),
-                ),
+                ("http.response.status_code".into(), Value::Int(status.into())),
                 ("baton.request_id".into(), Value::Text(told.rid.clone())),
                 ("baton.outcome".into(), Value::Text(outcome.to_owned())),
                 (
@@ -394,13 +388,8 @@ impl Story {
             events: Vec::new(),
             error: (status >= 500 || outcome == "error_event").then(|| outcome.to_owned()),
         };
-        let failovers = told
-            .failures
-            .iter()
-            .filter(|f| f.failover_at_token.is_some());
-        request
-            .events
-            .extend(failovers.map(|failed| Event::new(at(failed.at_ms), "failover")));
+        let failovers = told.failures.iter().filter(|f| f.failover_at_token.is_some());
+        request.events.extend(failovers.map(|failed| Event::new(at(failed.at_ms), "failover")));
         for (name, ms) in [
             ("read", stage(Stage::Read)),
             ("admitted", stage(Stage::Admitted)),
@@ -426,39 +415,23 @@ impl Story {
         for leg in &told.legs {
             if attempt != leg.attempt {
                 attempt = leg.attempt;
-                let failed = told
-                    .failures
-                    .iter()
-                    .find(|failed| failed.attempt + 1 == attempt);
-                let from = failed
-                    .map(|failed| failed.at_ms)
-                    .or(stage(Stage::Tokenised));
+                let failed = told.failures.iter().find(|failed| failed.attempt + 1 == attempt);
+                let from = failed.map(|failed| failed.at_ms).or(stage(Stage::Tokenised));
                 let from = from.unwrap_or(leg.chosen_ms);
-                let mut decide = child(
-                    otlp::new_id(),
-                    "decide",
-                    Kind::Internal,
-                    from,
-                    leg.chosen_ms,
-                );
-                decide
-                    .attributes
-                    .push(("baton.attempt".into(), Value::Int(attempt.into())));
+                let mut decide =
+                    child(otlp::new_id(), "decide", Kind::Internal, from, leg.chosen_ms);
+                decide.attributes.push(("baton.attempt".into(), Value::Int(attempt.into())));
                 spans.push(decide);
             }
             let to = leg.ended_ms.unwrap_or(ended_ms);
             let mut span = child(leg.span, leg.role.label(), Kind::Client, leg.chosen_ms, to);
             span.attributes = leg.attributes();
             let events = [("sent", leg.sent_ms), ("first_token", leg.first_token_ms)];
-            let events = events
-                .into_iter()
-                .filter_map(|(name, ms)| Some(Event::new(at(ms?), name)));
+            let events =
+                events.into_iter().filter_map(|(name, ms)| Some(Event::new(at(ms?), name)));
             span.events = events.collect();
             span.error = (leg.outcome == Some("failed")).then(|| {
-                let failed = told
-                    .failures
-                    .iter()
-                    .find(|failed| failed.attempt == leg.attempt);
+                let failed = told.failures.iter().find(|failed| failed.attempt == leg.attempt);
                 failed.map_or("failed", |failed| failed.reason).to_owned()
             });
             spans.push(span);
@@ -486,20 +459,11 @@ impl Leg {
             ("baton.worker".into(), text(&self.worker)),
             ("baton.why".into(), text(self.why.label())),
         ];
-        told.extend(
-            self.room
-                .map(|room| ("baton.room".into(), Value::Int(room as i64))),
-        );
-        told.extend(
-            self.outcome
-                .map(|outcome| ("baton.outcome".into(), text(outcome))),
-        );
+        told.extend(self.room.map(|room| ("baton.room".into(), Value::Int(room as i64))));
+        told.extend(self.outcome.map(|outcome| ("baton.outcome".into(), text(outcome))));
         if let Some(forecast) = self.why.forecast() {
             let cached = Value::Int(forecast.cached_tokens.into());
-            told.push((
-                "baton.predicted_ttft_ms".into(),
-                Value::Int(forecast.ttft_ms.into()),
-            ));
+            told.push(("baton.predicted_ttft_ms".into(), Value::Int(forecast.ttft_ms.into())));
             told.push(("baton.predicted_cached_tokens".into(), cached));
         }
         if let Some(usage) = self.usage {
@@ -543,17 +507,9 @@ impl LegStory {
     }
 
     pub fn usage(&self, usage: Usage) {
-        let Usage {
-            prompt_tokens,
-            cached_tokens,
-            completion_tokens,
-        } = usage;
+        let Usage { prompt_tokens, cached_tokens, completion_tokens } = usage;
         self.leg(|leg, _| {
-            leg.usage = Some(Counted {
-                prompt_tokens,
-                cached_tokens,
-                completion_tokens,
-            });
+            leg.usage = Some(Counted { prompt_tokens, cached_tokens, completion_tokens });
         });
     }
 
@@ -591,11 +547,7 @@ struct Shelf {
 
 impl Requests {
     pub fn new(kept: usize) -> Self {
-        Self {
-            kept,
-            next: AtomicU64::new(0),
-            shelf: Mutex::default(),
-        }
+        Self { kept, next: AtomicU64::new(0), shelf: Mutex::default() }
     }
 
     pub fn begin(&self, route: &'static str, rid: &str, trace: Option<Context>) -> Arc<Story> {
@@ -662,25 +614,17 @@ mod tests {
     #[test]
     fn running_and_ended_requests_are_found_and_the_oldest_forgotten() {
         let requests = Requests::new(2);
-        let stories: Vec<_> = ["a", "b", "c"]
-            .map(|rid| requests.begin("/x", rid, None))
-            .into();
+        let stories: Vec<_> = ["a", "b", "c"].map(|rid| requests.begin("/x", rid, None)).into();
         assert_eq!(requests.find("a").unwrap()["state"], "running");
         for story in &stories {
             requests.end(story, 200, "ok");
         }
         assert!(requests.find("a").is_none());
         let found = requests.find("c").unwrap();
-        assert_eq!(
-            (&found["state"], &found["outcome"]),
-            (&"ended".into(), &"ok".into())
-        );
+        assert_eq!((&found["state"], &found["outcome"]), (&"ended".into(), &"ok".into()));
         let running = requests.begin("/x", "d", None);
         let recent = requests.recent(2);
-        assert_eq!(
-            (&recent[0]["id"], &recent[1]["id"]),
-            (&"d".into(), &"c".into())
-        );
+        assert_eq!((&recent[0]["id"], &recent[1]["id"]), (&"d".into(), &"c".into()));
         assert_eq!(
             (&recent[0]["outcome"], &recent[1]["outcome"]),
             (&serde_json::Value::Null, &"ok".into())
@@ -700,11 +644,7 @@ mod tests {
             requests.end(&story, 200, "ok");
         }
         let shelf = requests.shelf.lock();
-        assert!(
-            shelf.bytes <= MAX_BYTES && shelf.ended.len() == 15,
-            "{}",
-            shelf.ended.len()
-        );
+        assert!(shelf.bytes <= MAX_BYTES && shelf.ended.len() == 15, "{}", shelf.ended.len());
     }
 
     #[test]

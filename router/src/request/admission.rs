@@ -68,10 +68,7 @@ impl Admission {
     /// A place in the queue for a request that waits for a worker. `None`: --queue-size places are taken.
     pub fn queue_place(&self, metrics: &Metrics) -> Option<QueuePlace> {
         let place = self.queue.clone().try_acquire_owned().ok()?;
-        Some(QueuePlace {
-            _place: place,
-            _shown: Shown::new(&metrics.queued),
-        })
+        Some(QueuePlace { _place: place, _shown: Shown::new(&metrics.queued) })
     }
 
     /// Refuse a request that would find the queue full, before its body is read.
@@ -86,10 +83,7 @@ impl Admission {
     }
 
     fn queue_full(&self) -> RouteError {
-        RouteError::QueueFull {
-            running: self.running,
-            queued: self.queue_size,
-        }
+        RouteError::QueueFull { running: self.running, queued: self.queue_size }
     }
 
     /// Wait for a place. Dropping the future leaves the queue.
@@ -111,10 +105,9 @@ impl Admission {
         match place {
             Ok(Ok(place)) => Ok(Some(place)),
             Ok(Err(_closed)) => Err(RouteError::Draining),
-            Err(_) => Err(RouteError::QueueTimeout {
-                waited_ms: ms_since(since),
-                running: self.running,
-            }),
+            Err(_) => {
+                Err(RouteError::QueueTimeout { waited_ms: ms_since(since), running: self.running })
+            }
         }
     }
 }
@@ -161,11 +154,7 @@ mod tests {
         owed += 0.25;
         assert_eq!(fill(&mut owed, 2, 8), (1, 0));
         owed += 100.0;
-        assert_eq!(
-            (fill(&mut owed, 7, 8), owed),
-            ((1, 0), 0.0),
-            "a full bucket overflows"
-        );
+        assert_eq!((fill(&mut owed, 7, 8), owed), ((1, 0), 0.0), "a full bucket overflows");
         assert_eq!(fill(&mut owed, 11, 8), (0, 3));
     }
 }

@@ -29,14 +29,8 @@ const MAX_ITEMS: usize = 4096;
 const MAX_ROUTING_TEXT: usize = 4 << 20;
 
 /// Members beside the prompt's text that change its KV, or say who may share it.
-const SCOPE: [&str; 6] = [
-    "model",
-    "lora_path",
-    "cache_salt",
-    "extra_key",
-    "tools",
-    "chat_template_kwargs",
-];
+const SCOPE: [&str; 6] =
+    ["model", "lora_path", "cache_salt", "extra_key", "tools", "chat_template_kwargs"];
 
 /// The three endpoints that generate. They differ in where the prompt is and in the id they give.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -144,9 +138,7 @@ impl Scan {
         let mut members = Members::new(body);
         serde_json::Deserializer::from_slice(body)
             .deserialize_end(&mut members)
-            .map_err(|err| RouteError::InvalidJson {
-                detail: err.to_string(),
-            })?;
+            .map_err(|err| RouteError::InvalidJson { detail: err.to_string() })?;
         members.finish(api)
     }
 
@@ -220,10 +212,7 @@ impl Scan {
         added: Option<&Bytes>,
         fields: &str,
     ) -> Parts {
-        let out = self
-            .ours
-            .iter()
-            .filter(|(group, _)| replaced.contains(group));
+        let out = self.ours.iter().filter(|(group, _)| replaced.contains(group));
         let out: Vec<_> = out.map(|(_, span)| span.clone()).collect();
         let has_members = self.count > out.len();
         let mut parts = Parts::default();
@@ -373,13 +362,9 @@ impl<'a> Members<'a> {
     }
 
     fn finish(self, api: Api) -> Result<Scan, RouteError> {
-        let close =
-            self.body
-                .iter()
-                .rposition(|b| *b == b'}')
-                .ok_or_else(|| RouteError::Internal {
-                    detail: "a JSON object without a closing brace".into(),
-                })?;
+        let close = self.body.iter().rposition(|b| *b == b'}').ok_or_else(|| {
+            RouteError::Internal { detail: "a JSON object without a closing brace".into() }
+        })?;
         let prompt = match api {
             Api::Chat => self.messages,
             Api::Completions => self.prompt,
@@ -531,9 +516,7 @@ fn batch_len(prompt: &RawValue) -> Option<usize> {
     if !inside.starts_with(['"', '[']) {
         return None;
     }
-    serde_json::from_str::<Vec<IgnoredAny>>(prompt.get())
-        .ok()
-        .map(|items| items.len())
+    serde_json::from_str::<Vec<IgnoredAny>>(prompt.get()).ok().map(|items| items.len())
 }
 
 #[cfg(test)]
@@ -587,11 +570,7 @@ mod tests {
                     let value: serde_json::Value = serde_json::from_str(&out)
                         .unwrap_or_else(|err| panic!("{body} became {out}: {err}"));
                     let kept = len - mask.count_ones() as usize;
-                    assert_eq!(
-                        value.as_object().unwrap().len(),
-                        kept + 1,
-                        "{body} became {out}"
-                    );
+                    assert_eq!(value.as_object().unwrap().len(), kept + 1, "{body} became {out}");
                     assert_eq!(value["bootstrap_room"], 9);
                     assert_eq!(out.matches("bootstrap").count(), 1, "{body} became {out}");
                 }
@@ -623,17 +602,11 @@ mod tests {
             );
             // Beside a text they are the same prompt.
             assert_eq!(
-                read(
-                    Api::Generate,
-                    &format!("{{\"text\":\"a\",\"input_ids\":{prompt}}}")
-                ),
+                read(Api::Generate, &format!("{{\"text\":\"a\",\"input_ids\":{prompt}}}")),
                 ids
             );
             assert_eq!(
-                read(
-                    Api::Chat,
-                    &format!("{{\"messages\":[],\"input_ids\":{prompt}}}")
-                ),
+                read(Api::Chat, &format!("{{\"messages\":[],\"input_ids\":{prompt}}}")),
                 ids
             );
         }
@@ -652,11 +625,7 @@ mod tests {
         assert_eq!(bare, blocks(r#"{"cache_salt":null,"extra_key":7}"#));
         let salted = blocks(r#"{"cache_salt":"a"}"#);
         assert_eq!(salted, blocks(r#"{"cache_salt":"\u0061"}"#));
-        for other in [
-            &bare,
-            &blocks(r#"{"extra_key":"a"}"#),
-            &blocks(r#"{"cache_salt":"b"}"#),
-        ] {
+        for other in [&bare, &blocks(r#"{"extra_key":"a"}"#), &blocks(r#"{"cache_salt":"b"}"#)] {
             assert_ne!(salted.prompt().hashes[0], other.prompt().hashes[0]);
         }
     }
@@ -684,14 +653,8 @@ mod tests {
             let parts = scan.splice(&body, replaced, None, r#""x":0"#);
             String::from_utf8(parts.into_pieces().concat()).unwrap()
         };
-        assert_eq!(
-            spliced(&[Ours::Bootstrap]),
-            r#"{"routed_dp_rank":1,"a":3,"x":0}"#
-        );
-        assert_eq!(
-            spliced(&[Ours::Rank]),
-            r#"{"bootstrap_room":2,"a":3,"x":0}"#
-        );
+        assert_eq!(spliced(&[Ours::Bootstrap]), r#"{"routed_dp_rank":1,"a":3,"x":0}"#);
+        assert_eq!(spliced(&[Ours::Rank]), r#"{"bootstrap_room":2,"a":3,"x":0}"#);
         assert_eq!(spliced(&[Ours::Rank, Ours::Bootstrap]), r#"{"a":3,"x":0}"#);
     }
 
@@ -714,16 +677,10 @@ mod tests {
         assert_eq!(batch(Api::Completions, r#"{"prompt":"a"}"#), None);
         assert_eq!(batch(Api::Completions, r#"{"prompt":[1,2,3]}"#), None);
         assert_eq!(batch(Api::Completions, r#"{"prompt":["a"]}"#), Some(1));
-        assert_eq!(
-            batch(Api::Completions, r#"{"prompt":[ [1],[2]],"n":2}"#),
-            Some(4)
-        );
+        assert_eq!(batch(Api::Completions, r#"{"prompt":[ [1],[2]],"n":2}"#), Some(4));
         assert_eq!(batch(Api::Generate, r#"{"text":["a","b"]}"#), Some(2));
         assert_eq!(batch(Api::Generate, r#"{"input_ids":[1,2]}"#), None);
-        assert_eq!(
-            batch(Api::Generate, r#"{"text":"a","sampling_params":{"n":2}}"#),
-            Some(2)
-        );
+        assert_eq!(batch(Api::Generate, r#"{"text":"a","sampling_params":{"n":2}}"#), Some(2));
         let err = Scan::of(br#"{"n":99999999999}"#, Api::Chat).unwrap_err();
         assert_eq!(err.code(), "invalid_value");
     }
@@ -733,10 +690,7 @@ mod tests {
         let body = r#"{"messages":[{"role":"user","content":"hé\n"}],"stream":true}"#;
         let scan = Scan::of(body.as_bytes(), Api::Chat).unwrap();
         assert!(scan.stream);
-        assert_eq!(
-            scan.routing_text(body.as_bytes()),
-            r#"[{"role":"user","content":"hé\n"}]"#
-        );
+        assert_eq!(scan.routing_text(body.as_bytes()), r#"[{"role":"user","content":"hé\n"}]"#);
     }
 
     #[test]
@@ -751,17 +705,9 @@ mod tests {
 
     #[test]
     fn what_is_not_a_json_object_is_refused() {
-        for body in [
-            "",
-            " ",
-            "[]",
-            "1",
-            "{",
-            "{} x",
-            r#"{"a":tru}"#,
-            r#"{"a":1,}"#,
-            "{\"a\":\"\u{1}\"}",
-        ] {
+        for body in
+            ["", " ", "[]", "1", "{", "{} x", r#"{"a":tru}"#, r#"{"a":1,}"#, "{\"a\":\"\u{1}\"}"]
+        {
             let err = Scan::of(body.as_bytes(), Api::Chat).unwrap_err();
             assert_eq!(err.code(), "invalid_json", "{body:?}");
         }

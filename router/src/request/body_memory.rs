@@ -22,11 +22,7 @@ pub struct BodyMemory {
 
 impl BodyMemory {
     pub fn new(limit: usize, shown: Gauge) -> Arc<Self> {
-        Arc::new(Self {
-            held: AtomicUsize::new(0),
-            limit,
-            shown,
-        })
+        Arc::new(Self { held: AtomicUsize::new(0), limit, shown })
     }
 
     /// True if a body of this length could be held now.
@@ -34,19 +30,13 @@ impl BodyMemory {
         let held_bytes = self.held.load(Ordering::Relaxed);
         match bytes <= self.limit.saturating_sub(held_bytes) {
             true => Ok(()),
-            false => Err(RouteError::BodyMemoryFull {
-                held_bytes,
-                limit_bytes: self.limit,
-            }),
+            false => Err(RouteError::BodyMemoryFull { held_bytes, limit_bytes: self.limit }),
         }
     }
 
     /// A share without bytes yet.
     pub fn share(self: &Arc<Self>) -> BodyShare {
-        BodyShare {
-            memory: self.clone(),
-            bytes: 0,
-        }
+        BodyShare { memory: self.clone(), bytes: 0 }
     }
 }
 
@@ -62,10 +52,7 @@ impl BodyShare {
         let fits = |held: usize| held.checked_add(bytes).filter(|sum| *sum <= limit_bytes);
         let order = Ordering::Relaxed;
         let taken = memory.held.fetch_update(order, order, fits);
-        taken.map_err(|held_bytes| RouteError::BodyMemoryFull {
-            held_bytes,
-            limit_bytes,
-        })?;
+        taken.map_err(|held_bytes| RouteError::BodyMemoryFull { held_bytes, limit_bytes })?;
         memory.shown.add(bytes as f64);
         self.bytes += bytes;
         Ok(())
@@ -108,10 +95,7 @@ mod tests {
         share.grow(6).unwrap();
         assert_eq!((memory.check(4), gauge.get()), (Ok(()), 6.0));
         let refused = memory.share().grow(5).unwrap_err();
-        assert_eq!(
-            (refused.code(), refused.status().as_u16()),
-            ("body_memory_full", 503)
-        );
+        assert_eq!((refused.code(), refused.status().as_u16()), ("body_memory_full", 503));
         assert_eq!(memory.check(5), Err(refused));
         let body = share.keep_with(Bytes::from_static(b"abcdef"));
         let slice = body.slice(2..4);

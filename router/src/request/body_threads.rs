@@ -23,9 +23,7 @@ pub struct BodyThreads {
 impl Default for BodyThreads {
     fn default() -> Self {
         let cores = available_parallelism().map_or(1, NonZeroUsize::get);
-        Self {
-            places: Arc::new(Semaphore::new((cores / 2).max(1))),
-        }
+        Self { places: Arc::new(Semaphore::new((cores / 2).max(1))) }
     }
 }
 
@@ -66,11 +64,7 @@ pub mod tests {
     /// Takes all places: work on large bodies waits until the answer is dropped.
     pub fn occupy(threads: &BodyThreads) -> OwnedSemaphorePermit {
         let places = u32::try_from(threads.places.available_permits()).unwrap();
-        threads
-            .places
-            .clone()
-            .try_acquire_many_owned(places)
-            .unwrap()
+        threads.places.clone().try_acquire_many_owned(places).unwrap()
     }
 
     #[tokio::test]

@@ -210,11 +210,7 @@ impl Inbound {
             .zip(left(self.scan.deadlines))
             .filter_map(|(name, ms)| Some(format!("\"{name}\":{}", ms?)));
         let resume = begun.map(|begun| begun.resume.clone());
-        self.again = resume
-            .into_iter()
-            .chain(members)
-            .collect::<Vec<_>>()
-            .join(",");
+        self.again = resume.into_iter().chain(members).collect::<Vec<_>>().join(",");
         let told = left(self.told);
         let headers = &mut self.head.headers;
         for name in TTFT_HEADERS {
@@ -239,8 +235,5 @@ fn body_hash(body: &Bytes) -> u64 {
 /// What the headers of a request say about its time.
 pub fn told_deadlines(headers: &HeaderMap) -> Deadlines {
     let ms = |name: &str| headers.get(name)?.to_str().ok()?.parse().ok();
-    Deadlines {
-        ttft: TTFT_HEADERS.into_iter().filter_map(ms).min(),
-        whole: ms(DEADLINE_HEADER),
-    }
+    Deadlines { ttft: TTFT_HEADERS.into_iter().filter_map(ms).min(), whole: ms(DEADLINE_HEADER) }
 }

@@ -102,11 +102,8 @@ mod tests {
     #[test]
     fn bare_base64_is_found_wherever_it_begins() {
         for before in [0, 1, 8_191, 8_192, 20_000] {
-            let text = format!(
-                "{}\"{}\" and text",
-                "word ".repeat(before / 5),
-                base64(MIN_BASE64, 3)
-            );
+            let text =
+                format!("{}\"{}\" and text", "word ".repeat(before / 5), base64(MIN_BASE64, 3));
             let spans = spans(text.as_bytes());
             assert_eq!(spans.len(), 1, "{before}");
             assert_eq!(spans[0].len(), MIN_BASE64, "{before}");

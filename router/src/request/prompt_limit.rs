@@ -39,18 +39,12 @@ impl PromptLimit {
 
     /// Limit of a request that any of two workers may take.
     pub fn or(self, other: Self) -> Self {
-        Self {
-            tokens: self.tokens.max(other.tokens),
-            chars: self.chars.max(other.chars),
-        }
+        Self { tokens: self.tokens.max(other.tokens), chars: self.chars.max(other.chars) }
     }
 
     /// Limit of a request that two workers must take.
     pub fn and(self, other: Self) -> Self {
-        Self {
-            tokens: self.tokens.min(other.tokens),
-            chars: self.chars.min(other.chars),
-        }
+        Self { tokens: self.tokens.min(other.tokens), chars: self.chars.min(other.chars) }
     }
 
     /// Most JSON of a conversation. Templates may drop text, so its characters are not compared with `chars`, which
@@ -106,11 +100,9 @@ impl OversizedBody {
     /// The answer to such a request.
     pub fn refusal(self, limit: PromptLimit) -> RouteError {
         match self {
-            Self::Prompt { param, size } => RouteError::PromptTooLong {
-                param,
-                size,
-                limit_tokens: limit.tokens.get(),
-            },
+            Self::Prompt { param, size } => {
+                RouteError::PromptTooLong { param, size, limit_tokens: limit.tokens.get() }
+            }
             Self::Rest { bytes, limit_bytes } => RouteError::RestTooLarge { bytes, limit_bytes },
         }
     }
@@ -192,9 +184,7 @@ fn chars_of(json: &[u8]) -> Option<u64> {
         let digits = text.get(at + 2..at + 4).unwrap_or_default();
         let begins = |with: &[u8]| {
             digits.first().is_some_and(|digit| digit | 0x20 == b'd')
-                && digits
-                    .get(1)
-                    .is_some_and(|digit| with.contains(&(digit | 0x20)))
+                && digits.get(1).is_some_and(|digit| with.contains(&(digit | 0x20)))
         };
         // Digits keep their value under `| 0x20`.
         if is_high == Some(at) && begins(b"cdef") {
@@ -214,10 +204,7 @@ mod tests {
 
     use super::*;
 
-    const LIMIT: PromptLimit = PromptLimit {
-        tokens: NonZeroU64::new(4).unwrap(),
-        chars: 40,
-    };
+    const LIMIT: PromptLimit = PromptLimit { tokens: NonZeroU64::new(4).unwrap(), chars: 40 };
 
     fn find(api: Api, body: &str) -> Option<(&'static str, String)> {
         let found = oversized_body(api.path(), body.as_bytes(), LIMIT).unwrap();
@@ -305,17 +292,9 @@ mod tests {
             assert_eq!(find(Api::Chat, &body), expected);
         }
         let texts = json!({"prompt": vec!["x".repeat(40); 1 + most / 40]}).to_string();
-        assert_eq!(
-            find(Api::Completions, &texts),
-            None,
-            "many prompts are no excess"
-        );
+        assert_eq!(find(Api::Completions, &texts), None, "many prompts are no excess");
         let ids = json!({"prompt": vec![vec![1; 4]; 1 + most / 8]}).to_string();
-        assert_eq!(
-            find(Api::Completions, &ids),
-            None,
-            "many prompts are no excess"
-        );
+        assert_eq!(find(Api::Completions, &ids), None, "many prompts are no excess");
     }
 
     #[test]
@@ -324,12 +303,9 @@ mod tests {
         let (small, large) = (limit(8, 64), limit(9, 60));
         assert_eq!(small.or(large), limit(9, 64));
         assert_eq!(small.and(large), limit(8, 60));
-        for (tokens, chars) in [
-            (None, Some(1)),
-            (Some(1), None),
-            (Some(0), Some(1)),
-            (Some(1), Some(0)),
-        ] {
+        for (tokens, chars) in
+            [(None, Some(1)), (Some(1), None), (Some(0), Some(1)), (Some(1), Some(0))]
+        {
             assert_eq!(PromptLimit::of(tokens, chars), None);
         }
     }

@@ -64,10 +64,7 @@ pub struct Memory {
 
 impl Memory {
     pub fn new(limit: usize) -> Self {
-        Self {
-            used: AtomicUsize::new(0),
-            limit,
-        }
+        Self { used: AtomicUsize::new(0), limit }
     }
 }
 
@@ -423,10 +420,7 @@ mod tests {
         let cut = STREAM.find("data: {\"b\"").unwrap() + 8;
         pass(&mut said, &STREAM[..cut]).unwrap();
         said.cut();
-        assert_eq!(
-            said.member(),
-            "\"baton_resume\":{\"ids\":[5,6],\"seed\":7,\"created\":9}"
-        );
+        assert_eq!(said.member(), "\"baton_resume\":{\"ids\":[5,6],\"seed\":7,\"created\":9}");
         // The next worker tells seed and time again; the first ones stay.
         let next = ": baton {\"ids\":[8,9],\"seed\":1,\"created\":1}\ndata: {\"b\":2}\n\n";
         assert_eq!(pass(&mut said, next).unwrap(), "data: {\"b\":2}\n\n");
@@ -462,10 +456,7 @@ mod tests {
     fn what_is_lost_passes_on_as_it_comes() {
         let mut said = said();
         let plain = "data: {\"a\":1}\n\n";
-        assert_eq!(
-            pass(&mut said, &format!(": baton what\n{plain}")).unwrap(),
-            plain
-        );
+        assert_eq!(pass(&mut said, &format!(": baton what\n{plain}")).unwrap(), plain);
         assert_eq!(said.lost(), Some(Lost::Malformed));
         assert!(!said.can_resume());
         assert_eq!(pass(&mut said, plain).unwrap(), plain);

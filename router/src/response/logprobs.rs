@@ -109,10 +109,7 @@ fn merge(from: &Value, to: &mut Value) {
     let Some(meta) = meta else { return };
     let first = first.cloned().unwrap_or_default();
     let second = meta.get(FIELD).and_then(Value::as_array);
-    let all: Vec<_> = first
-        .into_iter()
-        .chain(second.into_iter().flatten().cloned())
-        .collect();
+    let all: Vec<_> = first.into_iter().chain(second.into_iter().flatten().cloned()).collect();
     meta.insert(FIELD.to_owned(), all.into());
 }
 
@@ -124,10 +121,8 @@ mod tests {
     const FIRST: &str = "data: {\"text\":\"a\",\"meta_info\":{\"input_token_logprobs\":[[-0.25,3,null]]}}\n\ndata: {\"text\":\"ab\"}\n\n";
 
     fn streamed(words: &str, pieces: &[&str]) -> Option<String> {
-        let pieces: Vec<_> = pieces
-            .iter()
-            .map(|piece| Bytes::copy_from_slice(piece.as_bytes()))
-            .collect();
+        let pieces: Vec<_> =
+            pieces.iter().map(|piece| Bytes::copy_from_slice(piece.as_bytes())).collect();
         let merged = merge_first_event(words.as_bytes(), &pieces)?;
         Some(String::from_utf8(merged.concat()).unwrap())
     }

@@ -73,10 +73,7 @@ impl Asker {
     }
 
     fn rest(request: Inbound) -> Self {
-        Asker::Rest {
-            record: request.record,
-            _permit: request.permit,
-        }
+        Asker::Rest { record: request.record, _permit: request.permit }
     }
 
     /// Let go of what is needed to ask again.
@@ -230,11 +227,7 @@ impl Relay {
         }
         if let (Some(lost), Asker::Whole(_)) = (said.lost(), &self.asker) {
             let labels = [lost.label()];
-            self.app
-                .metrics
-                .unresumable
-                .with_label_values(&labels)
-                .inc();
+            self.app.metrics.unresumable.with_label_values(&labels).inc();
             self.asker.slim();
         }
         result
@@ -430,10 +423,7 @@ impl Relay {
         let (role, tokens) = (guard.candidate.worker.role(), said.tokens());
         request.record.story.fails_over(role, reason, tokens);
         tracing::info!(rid = request.record.rid, worker = %guard.candidate.name, reason, tokens, "another worker goes on");
-        let detail = format!(
-            "{reason} after {tokens} tokens of request {}",
-            request.record.rid
-        );
+        let detail = format!("{reason} after {tokens} tokens of request {}", request.record.rid);
         let url = guard.candidate.worker.url().to_string();
         let events = &self.app.registry.events;
         events.add("failover", role, &url, Some(detail));
@@ -487,10 +477,7 @@ impl Relay {
             }
             Err(Unanswered::Refused(err)) => err.to_string(),
             Err(Unanswered::Failed(failure)) => {
-                format!(
-                    "the last one asked, a {} worker: {}",
-                    failure.role, failure.reason
-                )
+                format!("the last one asked, a {} worker: {}", failure.role, failure.reason)
             }
         };
         resuming.outcome = "failed";
@@ -514,9 +501,7 @@ impl Relay {
             false => self.limit,
         };
         let (limit, next) = (self.last_piece + self.limit, self.last_piece + pause);
-        let timer = self
-            .silence
-            .get_or_insert_with(|| Box::pin(sleep_until(next)));
+        let timer = self.silence.get_or_insert_with(|| Box::pin(sleep_until(next)));
         while timer.as_mut().poll(cx).is_ready() {
             let now = Instant::now();
             if now >= limit {

@@ -38,10 +38,7 @@ pub struct Tail {
 
 impl Tail {
     pub fn new(many: bool) -> Self {
-        Self {
-            many,
-            ..Self::default()
-        }
+        Self { many, ..Self::default() }
     }
 
     /// Take a piece from the worker, put what may go to the client into `out`.
@@ -175,19 +172,13 @@ mod tests {
         assert_eq!(passed(&[open, finished], false).1, Ending::Finished);
         assert_eq!(passed(&[finished, usage], false).1, Ending::Finished);
         assert_eq!(passed(&[finished], true).1, Ending::Open);
-        assert_eq!(
-            passed(&[finished, usage, "data: [DO", "NE]\n\n"], true).1,
-            Ending::Done
-        );
+        assert_eq!(passed(&[finished, usage, "data: [DO", "NE]\n\n"], true).1, Ending::Done);
         assert_eq!(
             passed(&["data: {\"text\":\"\",\"meta_info\":{\"finish_reason\":{\"type\":\"length\"}}}\n\n"], false).1,
             Ending::Finished
         );
         // the model may write the word itself
-        assert_eq!(
-            passed(&["data: {\"text\":\"data: [DONE]\"}\n\n"], false).1,
-            Ending::Open
-        );
+        assert_eq!(passed(&["data: {\"text\":\"data: [DONE]\"}\n\n"], false).1, Ending::Open);
     }
 
     #[test]

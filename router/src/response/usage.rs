@@ -45,10 +45,8 @@ mod tests {
     use super::*;
 
     fn told(pieces: &[&str]) -> Option<Usage> {
-        let pieces: Vec<Bytes> = pieces
-            .iter()
-            .map(|piece| Bytes::copy_from_slice(piece.as_bytes()))
-            .collect();
+        let pieces: Vec<Bytes> =
+            pieces.iter().map(|piece| Bytes::copy_from_slice(piece.as_bytes())).collect();
         usage_in(pieces.iter())
     }
 
@@ -56,20 +54,14 @@ mod tests {
     fn both_dialects_are_read() {
         let openai = "data: {\"choices\":[],\"usage\":{\"prompt_tokens\": 70,\"completion_tokens\":5,\"total_tokens\":75,\
             \"prompt_tokens_details\":{\"cached_tokens\":64}}}\n\ndata: [DONE]\n\n";
-        let usage = Usage {
-            prompt_tokens: 70,
-            cached_tokens: Some(64),
-            completion_tokens: Some(5),
-        };
+        let usage =
+            Usage { prompt_tokens: 70, cached_tokens: Some(64), completion_tokens: Some(5) };
         assert_eq!(told(&[openai]), Some(usage));
         let (a, b) = openai.split_at(60); // a name cut in two
         assert_eq!(told(&["data: {}\n\n", a, b]), Some(usage));
         let native = "{\"text\":\"x\",\"meta_info\":{\"prompt_tokens\":9,\"completion_tokens\":1,\"cached_tokens\":0}}";
         let usage = told(&[native]);
-        assert_eq!(
-            usage.map(|u| (u.prompt_tokens, u.cached_tokens)),
-            Some((9, Some(0)))
-        );
+        assert_eq!(usage.map(|u| (u.prompt_tokens, u.cached_tokens)), Some((9, Some(0))));
         assert_eq!(
             told(&["{\"usage\":{\"prompt_tokens\":9}}"]).map(|u| u.cached_tokens),
             Some(None)

@@ -33,12 +33,7 @@ pub struct HeadErrors<S> {
 
 impl<S: AsyncWrite + Unpin> HeadErrors<S> {
     pub fn new(stream: S, max_header_bytes: usize, metrics: Arc<Metrics>) -> Self {
-        Self {
-            stream,
-            answer: Bytes::new(),
-            max_header_bytes,
-            metrics,
-        }
+        Self { stream, answer: Bytes::new(), max_header_bytes, metrics }
     }
 
     fn poll_answer(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
@@ -56,9 +51,7 @@ impl<S: AsyncWrite + Unpin> HeadErrors<S> {
             "400" => RouteError::MalformedHead {
                 problem: "the request line or a header is not valid HTTP/1.1",
             },
-            "414" => RouteError::TargetTooLong {
-                limit_bytes: MAX_TARGET_BYTES,
-            },
+            "414" => RouteError::TargetTooLong { limit_bytes: MAX_TARGET_BYTES },
             "431" => RouteError::HeadTooLarge {
                 limit_bytes: self.max_header_bytes,
                 limit_headers: MAX_HEADERS,

@@ -23,11 +23,7 @@ pub struct Patience {
 
 impl Patience {
     pub fn new(idle: Duration, head: Duration) -> Self {
-        Self {
-            idle,
-            head,
-            has_begun: Arc::default(),
-        }
+        Self { idle, head, has_begun: Arc::default() }
     }
 
     /// What hyper is to be told: it starts the timer, this one decides how long it runs.
@@ -41,10 +37,7 @@ impl Patience {
     }
 
     pub fn watch<S>(&self, stream: S) -> Heard<S> {
-        Heard {
-            stream,
-            has_begun: self.has_begun.clone(),
-        }
+        Heard { stream, has_begun: self.has_begun.clone() }
     }
 }
 

@@ -422,9 +422,7 @@ impl http_body::Body for Watched {
 
     fn size_hint(&self) -> SizeHint {
         let body = self.0.body.lock();
-        body.as_ref()
-            .map(http_body::Body::size_hint)
-            .unwrap_or_default()
+        body.as_ref().map(http_body::Body::size_hint).unwrap_or_default()
     }
 }
 

@@ -111,9 +111,7 @@ fn init_logs(config: &RouterConfig) -> Result<(), String> {
     let level = config.observe.log_filter();
     let filter = tracing_subscriber::EnvFilter::try_new(&level)
         .map_err(|err| format!("--log-level {level}: {err}"))?;
-    let logs = tracing_subscriber::fmt()
-        .with_env_filter(filter)
-        .with_writer(std::io::stderr);
+    let logs = tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr);
     // An error means the process has a subscriber already (a test, an embedding program): it stays.
     let _ = if config.observe.log_format == "json" {
         logs.json().flatten_event(true).try_init()
@@ -125,10 +123,7 @@ fn init_logs(config: &RouterConfig) -> Result<(), String> {
 }
 
 async fn until_signal(config: RouterConfig) -> i32 {
-    let signals = (
-        signal(SignalKind::terminate()),
-        signal(SignalKind::interrupt()),
-    );
+    let signals = (signal(SignalKind::terminate()), signal(SignalKind::interrupt()));
     let (Ok(mut term), Ok(mut int)) = signals else {
         eprintln!("baton-router: cannot listen for signals");
         return 1;
@@ -192,10 +187,7 @@ impl Running {
         let observe = &config.observe;
         let tracer = observe.enable_trace.then(|| {
             let endpoint = observe.otlp_traces_endpoint.clone();
-            let service = Service {
-                name: "baton-router".to_owned(),
-                attributes: Vec::new(),
-            };
+            let service = Service { name: "baton-router".to_owned(), attributes: Vec::new() };
             let counts = metrics.trace_spans.clone();
             Arc::new(Exporter::start(endpoint, service, counts))
         });
@@ -233,16 +225,7 @@ impl Running {
         if let Some(text) = exposure_warning(&app.config.listen, addr) {
             tracing::warn!("{text}");
         }
-        Ok(Self {
-            addr,
-            metrics_addr,
-            _metrics_open,
-            app,
-            log,
-            cut,
-            close,
-            accepting,
-        })
+        Ok(Self { addr, metrics_addr, _metrics_open, app, log, cut, close, accepting })
     }
 
     /// The way down; returns when all requests are answered or the grace is over.
@@ -283,11 +266,7 @@ impl Running {
 /// Make --max-connections fit the limit of open files.
 fn share_descriptors(config: &mut RouterConfig) {
     let limit = descriptors::raise_limit();
-    let legs = if config.workers.pd_disaggregation {
-        2
-    } else {
-        1
-    };
+    let legs = if config.workers.pd_disaggregation { 2 } else { 1 };
     let wanted = config.limits.max_connections;
     let given = descriptors::client_connections(limit, wanted, legs);
     if given < wanted {
@@ -359,12 +338,7 @@ async fn bind(host: &str, port: u16, flag: &str) -> Result<TcpListener, String> 
 }
 
 fn terms(app: &App, routes: Router, tls: Option<ClientTls>) -> Terms {
-    Terms {
-        routes,
-        tls,
-        limits: app.config.limits.clone(),
-        metrics: app.metrics.clone(),
-    }
+    Terms { routes, tls, limits: app.config.limits.clone(), metrics: app.metrics.clone() }
 }
 
 fn evict_regularly(app: &Arc<App>) {
@@ -399,20 +373,11 @@ mod tests {
             let listen = RouterConfig::parse(&argv).unwrap().listen;
             exposure_warning(&listen, addr.parse().unwrap())
         };
-        let (key, control) = (
-            ["--api-key", "k"],
-            ["--control-plane-api-keys", "a:b:admin:c"],
-        );
+        let (key, control) = (["--api-key", "k"], ["--control-plane-api-keys", "a:b:admin:c"]);
         let open = warning("0.0.0.0:8000", &[]).unwrap();
-        assert!(
-            open.contains("0.0.0.0:8000") && open.contains("--api-key and"),
-            "{open}"
-        );
+        assert!(open.contains("0.0.0.0:8000") && open.contains("--api-key and"), "{open}");
         let control_open = warning("10.0.0.1:8000", &key).unwrap();
-        assert!(
-            control_open.contains("set --control-plane-api-keys"),
-            "{control_open}"
-        );
+        assert!(control_open.contains("set --control-plane-api-keys"), "{control_open}");
         let client_open = warning("[::]:8000", &control).unwrap();
         assert!(client_open.contains("set --api-key"), "{client_open}");
         assert_eq!(warning("0.0.0.0:8000", &[key, control].concat()), None);

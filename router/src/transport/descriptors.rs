@@ -17,10 +17,7 @@ pub fn raise_limit() -> Option<u64> {
     if current == maximum {
         return current;
     }
-    let raised = Rlimit {
-        current: maximum,
-        maximum,
-    };
+    let raised = Rlimit { current: maximum, maximum };
     match setrlimit(Resource::Nofile, raised) {
         Ok(()) => maximum,
         Err(err) => {
@@ -39,15 +36,9 @@ pub fn client_connections(limit: Option<u64>, wanted: usize, legs: u64) -> usize
 /// True if a connection failed for lack of something on this machine: descriptors, ports, memory.
 pub fn is_exhausted(err: &io::Error) -> bool {
     let errno = Errno::from_io_error(err);
-    [
-        Errno::MFILE,
-        Errno::NFILE,
-        Errno::ADDRNOTAVAIL,
-        Errno::NOBUFS,
-        Errno::NOMEM,
-    ]
-    .into_iter()
-    .any(|lack| errno == Some(lack))
+    [Errno::MFILE, Errno::NFILE, Errno::ADDRNOTAVAIL, Errno::NOBUFS, Errno::NOMEM]
+        .into_iter()
+        .any(|lack| errno == Some(lack))
 }
 
 #[cfg(test)]

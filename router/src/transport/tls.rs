@@ -100,9 +100,7 @@ fn certificates(flag: &str, path: &str) -> Result<Vec<CertificateDer<'static>>, 
     let read = CertificateDer::pem_file_iter(path).map_err(refused)?;
     let certs: Vec<_> = read.collect::<Result<_, _>>().map_err(refused)?;
     match certs.is_empty() {
-        true => Err(format!(
-            "{flag} {path}: holds no certificate; give a PEM file with one"
-        )),
+        true => Err(format!("{flag} {path}: holds no certificate; give a PEM file with one")),
         false => Ok(certs),
     }
 }

@@ -107,14 +107,7 @@ impl Pool {
         let tls = tls.filter(|_| url.is_tls);
         let host =
             HeaderValue::try_from(url.authority()).unwrap_or(HeaderValue::from_static("worker"));
-        Arc::new(Self {
-            url,
-            host,
-            tls,
-            idle: Mutex::default(),
-            heard: AtomicU64::new(0),
-            cut,
-        })
+        Arc::new(Self { url, host, tls, idle: Mutex::default(), heard: AtomicU64::new(0), cut })
     }
 
     /// Heads and pieces of answers received so far: while it grows, the worker lives.
@@ -132,10 +125,7 @@ impl Pool {
     ) -> Result<Response<Answer>, SendError> {
         if let Some(connection) = self.take_idle().await {
             on_sent();
-            match self
-                .exchange(connection, Keep::Yes, head, body.clone())
-                .await
-            {
+            match self.exchange(connection, Keep::Yes, head, body.clone()).await {
                 Ok(answer) => return Ok(answer),
                 Err(err) => {
                     tracing::debug!(worker = %self.url, %err, "reused connection broke, sending again");
@@ -150,8 +140,7 @@ impl Pool {
     /// Like `send`, on a new connection that is not kept: a health probe must see whether the worker still accepts.
     pub async fn send_alone(self: &Arc<Self>, head: &Head) -> Result<Response<Answer>, SendError> {
         let connection = self.connect().await?;
-        self.exchange(connection, Keep::No, head, Parts::default())
-            .await
+        self.exchange(connection, Keep::No, head, Parts::default()).await
     }
 
     async fn connect(&self) -> Result<Connection, SendError> {
@@ -211,10 +200,7 @@ impl Pool {
                 _ = cut.wait_for(|is_cut| *is_cut) => {}
             }
         });
-        Ok(Connection {
-            sender,
-            task: task.abort_handle(),
-        })
+        Ok(Connection { sender, task: task.abort_handle() })
     }
 
     async fn exchange(
@@ -224,18 +210,12 @@ impl Pool {
         head: &Head,
         body: Parts,
     ) -> Result<Response<Answer>, SendError> {
-        let mut lease = Lease {
-            connection: Some(connection),
-            keep,
-            pool: self.clone(),
-        };
+        let mut lease = Lease { connection: Some(connection), keep, pool: self.clone() };
         let mut request = Request::new(Pieces::from(body));
         *request.method_mut() = head.method.clone();
         *request.uri_mut() = head.uri.clone();
         *request.headers_mut() = head.headers.clone();
-        request
-            .headers_mut()
-            .insert(header::HOST, self.host.clone());
+        request.headers_mut().insert(header::HOST, self.host.clone());
         let Some(connection) = lease.connection.as_mut() else {
             return Err(SendError::Broken("no connection".into()));
         };
@@ -250,10 +230,7 @@ impl Pool {
 
     async fn take_idle(&self) -> Option<Connection> {
         loop {
-            let Idle {
-                mut connection,
-                since,
-            } = self.idle.lock().pop()?;
+            let Idle { mut connection, since } = self.idle.lock().pop()?;
             // Last in, first out: the others are older still.
             if since.elapsed() >= IDLE {
                 self.idle.lock().clear();
@@ -280,10 +257,7 @@ impl Pool {
         let fresh_from = idle.partition_point(|i| i.since.elapsed() >= IDLE);
         idle.drain(..fresh_from);
         if idle.len() < MAX_IDLE {
-            idle.push(Idle {
-                connection,
-                since: Instant::now(),
-            });
+            idle.push(Idle { connection, since: Instant::now() });
         }
     }
 }
@@ -329,10 +303,7 @@ pub struct Answer {
 
 impl Answer {
     fn new(incoming: Incoming, lease: Lease) -> Self {
-        let mut answer = Self {
-            incoming,
-            lease: Some(lease),
-        };
+        let mut answer = Self { incoming, lease: Some(lease) };
         answer.release_at_end();
         answer
     }
@@ -392,10 +363,7 @@ pub struct Pieces {
 
 impl From<Parts> for Pieces {
     fn from(parts: Parts) -> Self {
-        Self {
-            left: parts.len(),
-            pieces: parts.into_pieces().into_iter(),
-        }
+        Self { left: parts.len(), pieces: parts.into_pieces().into_iter() }
     }
 }
 

@@ -145,14 +145,8 @@ impl Watch {
                 app.registry.set_state(worker, State::Draining, None);
                 return self.recovery_pause(app);
             }
-            Probe::Bad(_)
-            | Probe::Silent {
-                is_certain: false, ..
-            } => counter.record(false),
-            Probe::Refused(_)
-            | Probe::Silent {
-                is_certain: true, ..
-            } => settled(counter),
+            Probe::Bad(_) | Probe::Silent { is_certain: false, .. } => counter.record(false),
+            Probe::Refused(_) | Probe::Silent { is_certain: true, .. } => settled(counter),
         };
         let is_silent = matches!(probe, Probe::Silent { .. });
         match (change, probe) {
@@ -161,10 +155,7 @@ impl Watch {
                 Some(HealthChange::BecameUnhealthy),
                 Probe::Bad(reason) | Probe::Refused(reason) | Probe::Silent { reason, .. },
             ) => {
-                let state = State::Unhealthy {
-                    reason,
-                    is_hung: is_silent,
-                };
+                let state = State::Unhealthy { reason, is_hung: is_silent };
                 app.registry.set_state(worker, state, None);
             }
             // A rejected one may have been restarted with other flags, a draining one was undrained.
@@ -212,8 +203,7 @@ impl Watch {
                     tracing::error!(url = %worker.url(), waited_s, reason, "worker did not start in time; still trying");
                 }
                 let reason = Some(reason);
-                app.registry
-                    .set_state(worker, State::Starting { reason }, None);
+                app.registry.set_state(worker, State::Starting { reason }, None);
                 self.longer_pause(app)
             }
         }
@@ -265,10 +255,7 @@ async fn probe(app: &App, worker: &Worker, patience: Duration, mut is_silent: bo
     };
     let probe = match answer {
         Err(_) if worker.pool.heard() == heard => Probe::Silent {
-            reason: format!(
-                "{path} gave no answer for {:.1} s",
-                begin.elapsed().as_secs_f64()
-            ),
+            reason: format!("{path} gave no answer for {:.1} s", begin.elapsed().as_secs_f64()),
             is_certain: is_silent,
         },
         Err(_) => Probe::Bad(format!("{path} gave no answer, but requests got some")),
@@ -305,11 +292,7 @@ enum GetError {
 
 async fn get(app: &App, worker: &Worker, path: &str) -> Result<Vec<u8>, GetError> {
     let uri = Uri::try_from(path).map_err(|err| GetError::Body(err.to_string()))?;
-    let head = Head {
-        method: Method::GET,
-        uri,
-        headers: app.worker_headers(),
-    };
+    let head = Head { method: Method::GET, uri, headers: app.worker_headers() };
     let response = worker.pool.send_alone(&head).await?;
     let status = response.status().as_u16();
     let mut answer = response.into_body();
@@ -317,9 +300,7 @@ async fn get(app: &App, worker: &Worker, path: &str) -> Result<Vec<u8>, GetError
     while let Some(piece) = answer.piece().await {
         body.extend_from_slice(&piece.map_err(|err| GetError::Body(err.to_string()))?);
         if body.len() > MAX_DESCRIPTION {
-            return Err(GetError::Body(format!(
-                "answer is longer than {MAX_DESCRIPTION} bytes"
-            )));
+            return Err(GetError::Body(format!("answer is longer than {MAX_DESCRIPTION} bytes")));
         }
     }
     match status {
@@ -380,10 +361,7 @@ async fn ask_models(app: &App, worker: &Arc<Worker>) {
     };
     let known = worker.description();
     if known.served_model_names != names {
-        let told = Description {
-            served_model_names: names,
-            ..(*known).clone()
-        };
+        let told = Description { served_model_names: names, ..(*known).clone() };
         app.registry.set_state(worker, State::Ready, Some(told));
     }
 }

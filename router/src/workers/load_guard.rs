@@ -192,15 +192,10 @@ impl LoadGuard {
         if let Some(story) = &self.story {
             story.usage(usage);
         }
-        self.observe(&Event::Usage {
-            ticket: self.sent.ticket,
-            worker: self.candidate.id,
-            usage,
-        });
+        self.observe(&Event::Usage { ticket: self.sent.ticket, worker: self.candidate.id, usage });
         if let (Some(forecast), Some(cached)) = (self.sent.forecast, usage.cached_tokens) {
             let role = self.candidate.worker.role().label();
-            self.metrics
-                .counted(role, usage.prompt_tokens, forecast, cached);
+            self.metrics.counted(role, usage.prompt_tokens, forecast, cached);
         }
         let counted = self.sent.blocks.as_ref().map(|blocks| blocks.prompt());
         if let Some(tokens) = counted.and_then(|prompt| prompt.tokens) {

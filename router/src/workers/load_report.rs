@@ -95,13 +95,7 @@ pub fn of_header(value: &HeaderValue) -> Result<Option<Report>, Malformed> {
     let Some(queued) = queued else {
         return Ok(None);
     };
-    let running = || {
-        Some(running_load(
-            running?.saturating_add(waiting?),
-            pages_free?,
-            pages?,
-        ))
-    };
+    let running = || Some(running_load(running?.saturating_add(waiting?), pages_free?, pages?));
     Ok(Some(Report {
         rank,
         queued_tokens: started.ok_or(Malformed)?.saturating_add(queued),
@@ -109,10 +103,7 @@ pub fn of_header(value: &HeaderValue) -> Result<Option<Report>, Malformed> {
         queued_requests: waiting,
         totals: prefilled
             .zip(generated)
-            .map(|(prefilled, generated)| TokenTotals {
-                prefilled,
-                generated,
-            }),
+            .map(|(prefilled, generated)| TokenTotals { prefilled, generated }),
         age_ms: age_ms.ok_or(Malformed)?,
     }))
 }
@@ -149,9 +140,7 @@ pub fn of_loads(body: &[u8]) -> Result<Vec<Report>, serde_json::Error> {
     }
     let running = |told: Running| {
         let requests = [told.queued_requests, told.transfer_requests];
-        let requests = requests
-            .iter()
-            .fold(told.running_requests, |sum, n| sum.saturating_add(*n));
+        let requests = requests.iter().fold(told.running_requests, |sum, n| sum.saturating_add(*n));
         let free = told.pages_free.saturating_add(told.pages_evictable);
         running_load(requests, free, told.pages)
     };
@@ -166,10 +155,7 @@ pub fn of_loads(body: &[u8]) -> Result<Vec<Report>, serde_json::Error> {
             totals: of
                 .prefilled_tokens
                 .zip(of.generated_tokens)
-                .map(|(prefilled, generated)| TokenTotals {
-                    prefilled,
-                    generated,
-                }),
+                .map(|(prefilled, generated)| TokenTotals { prefilled, generated }),
             age_ms: of.age_ms?,
         })
     });
@@ -177,11 +163,7 @@ pub fn of_loads(body: &[u8]) -> Result<Vec<Report>, serde_json::Error> {
 }
 
 fn running_load(requests: u64, pages_free: u64, pages: u64) -> RunningLoad {
-    RunningLoad {
-        requests,
-        pages_used: pages.saturating_sub(pages_free),
-        pages,
-    }
+    RunningLoad { requests, pages_used: pages.saturating_sub(pages_free), pages }
 }
 
 fn add_running((a, b): (RunningLoad, RunningLoad)) -> RunningLoad {
@@ -203,18 +185,14 @@ fn add_totals((a, b): (TokenTotals, TokenTotals)) -> TokenTotals {
 pub fn sum(reports: &[Report]) -> Option<Report> {
     let mut all = reports.iter().copied();
     let first = all.next()?;
-    Some(all.fold(first, |sum, report| {
-        Report {
-            rank: sum.rank,
-            queued_tokens: sum.queued_tokens.saturating_add(report.queued_tokens),
-            running: sum.running.zip(report.running).map(add_running),
-            queued_requests: sum
-                .queued_requests
-                .zip(report.queued_requests)
-                .map(|(a, b)| a.saturating_add(b)),
-            totals: sum.totals.zip(report.totals).map(add_totals),
-            age_ms: sum.age_ms.max(report.age_ms),
-        }
+    Some(all.fold(first, |sum, report| Report {
+        rank: sum.rank,
+        queued_tokens: sum.queued_tokens.saturating_add(report.queued_tokens),
+        running: sum.running.zip(report.running).map(add_running),
+        queued_requests:
+            sum.queued_requests.zip(report.queued_requests).map(|(a, b)| a.saturating_add(b)),
+        totals: sum.totals.zip(report.totals).map(add_totals),
+        age_ms: sum.age_ms.max(report.age_ms),
     }))
 }
 
@@ -235,16 +213,9 @@ mod tests {
         let wanted = Report {
             rank: 3,
             queued_tokens: 570,
-            running: Some(RunningLoad {
-                requests: 2,
-                pages_used: 52,
-                pages: 64,
-            }),
+            running: Some(RunningLoad { requests: 2, pages_used: 52, pages: 64 }),
             queued_requests: Some(1),
-            totals: Some(TokenTotals {
-                prefilled: 700,
-                generated: 80,
-            }),
+            totals: Some(TokenTotals { prefilled: 700, generated: 80 }),
             age_ms: 40,
         };
         assert_eq!(read(FULL), Ok(Some(wanted)));
@@ -290,16 +261,9 @@ mod tests {
         let all = sum(&told[..2]).unwrap();
         assert_eq!((all.queued_tokens, all.age_ms), (20, 30));
         assert_eq!(all.queued_requests, Some(2));
-        let totals = TokenTotals {
-            prefilled: 105,
-            generated: 21,
-        };
+        let totals = TokenTotals { prefilled: 105, generated: 21 };
         assert_eq!(all.totals, Some(totals));
-        let running = RunningLoad {
-            requests: 7,
-            pages_used: 7,
-            pages: 32,
-        };
+        let running = RunningLoad { requests: 7, pages_used: 7, pages: 32 };
         assert_eq!(all.running, Some(running));
         assert_eq!(sum(&told).unwrap().running, None, "one rank does not tell");
         assert_eq!(sum(&[]), None);

@@ -99,11 +99,7 @@ impl Wanted<'_> {
     fn view(&self, now_ms: u64) -> RequestView<'_> {
         RequestView {
             text: &self.text,
-            prompt: self
-                .blocks
-                .as_deref()
-                .map(Blocks::prompt)
-                .unwrap_or_default(),
+            prompt: self.blocks.as_deref().map(Blocks::prompt).unwrap_or_default(),
             routing_key: self.routing_key,
             now_ms,
         }
@@ -150,11 +146,7 @@ fn views(
     let heirs = candidates.iter().filter(|c| c.is_heir(heir_of));
     let judged: Vec<_> = heirs
         .map(|c| {
-            let view = WorkerView {
-                id: c.id,
-                load: c.load(),
-                host: c.host,
-            };
+            let view = WorkerView { id: c.id, load: c.load(), host: c.host };
             (view, c.objection(avoid, now_ms))
         })
         .collect();
@@ -226,10 +218,8 @@ impl Registry {
             next_ticket: AtomicU64::new(1),
             workers: RwLock::default(),
             deciders: Arc::new(deciders),
-            tables: ROLES.map(|_| RoleTable {
-                turn: Mutex::default(),
-                candidates: RwLock::default(),
-            }),
+            tables: ROLES
+                .map(|_| RoleTable { turn: Mutex::default(), candidates: RwLock::default() }),
             all_fit: AtomicBool::new(true),
             has_served: AtomicBool::new(false),
             changing: Mutex::default(),
@@ -330,10 +320,8 @@ impl Registry {
     /// Longest context of all workers [tokens]. `None`: there is no worker, or one does not tell.
     pub fn context_tokens(&self) -> Option<u64> {
         let workers = self.workers.read();
-        let told: Option<Vec<u64>> = workers
-            .iter()
-            .map(|worker| worker.description().context_length)
-            .collect();
+        let told: Option<Vec<u64>> =
+            workers.iter().map(|worker| worker.description().context_length).collect();
         told?.into_iter().max()
     }
 
@@ -361,9 +349,7 @@ impl Registry {
 
     pub fn candidates(&self) -> Vec<Arc<Candidate>> {
         let tables = self.tables.iter();
-        tables
-            .flat_map(|t| t.candidates.read().iter().cloned().collect::<Vec<_>>())
-            .collect()
+        tables.flat_map(|t| t.candidates.read().iter().cloned().collect::<Vec<_>>()).collect()
     }
 
     /// What is known of the caches of a worker's ranks, in their order.
@@ -375,9 +361,7 @@ impl Registry {
 
     pub fn policy_stats(&self) -> Vec<(Role, PolicyStats)> {
         let now_ms = now_ms();
-        ROLES
-            .map(|role| (role, self.policy(role).stats(now_ms)))
-            .to_vec()
+        ROLES.map(|role| (role, self.policy(role).stats(now_ms))).to_vec()
     }
 
     /// Told from here on when candidates come or go.
@@ -403,9 +387,7 @@ impl Registry {
     pub fn count(&self, role: Role) -> (usize, usize) {
         let workers = self.workers.read();
         let known = workers.iter().filter(|w| w.role() == role);
-        known.fold((0, 0), |(known, ready), w| {
-            (known + 1, ready + usize::from(w.is_ready()))
-        })
+        known.fold((0, 0), |(known, ready), w| (known + 1, ready + usize::from(w.is_ready())))
     }
 
     /// The only place where a worker changes state. Candidates and policies follow. False: nothing changed.
@@ -466,11 +448,8 @@ impl Registry {
     }
 
     fn candidates_of(&self, worker: &Arc<Worker>) -> Vec<Arc<Candidate>> {
-        let ranks: Vec<Option<u32>> = if self.dp_aware {
-            (0..worker.dp_size()).map(Some).collect()
-        } else {
-            vec![None]
-        };
+        let ranks: Vec<Option<u32>> =
+            if self.dp_aware { (0..worker.dp_size()).map(Some).collect() } else { vec![None] };
         let told = worker.description();
         let (ranks, make) = (ranks.into_iter(), told.make());
         ranks
@@ -486,11 +465,7 @@ impl Registry {
                     make,
                     host: worker.host_number(),
                     load: worker.load_of(rank),
-                    breaker: self
-                        .breaker
-                        .clone()
-                        .map(CircuitBreaker::new)
-                        .map(Mutex::new),
+                    breaker: self.breaker.clone().map(CircuitBreaker::new).map(Mutex::new),
                     penalty: Mutex::default(),
                     activity: Mutex::default(),
                     feed: Feed::default(),
@@ -509,8 +484,7 @@ impl Registry {
             self.has_served.store(true, Ordering::Relaxed);
         }
         let fits_all = |p: &Arc<Candidate>| d_list.iter().all(|d| p.make.fits(&d.make));
-        self.all_fit
-            .store(p_list.iter().all(fits_all), Ordering::Relaxed);
+        self.all_fit.store(p_list.iter().all(fits_all), Ordering::Relaxed);
         self.changed.send_replace(());
     }
 
@@ -616,10 +590,7 @@ impl Registry {
             let (_p_turn, _d_turn) = (prefill.turn.lock(), decode.turn.lock());
             let sending = wanted.sending(now_ms());
             let now_ms = sending.request.now_ms;
-            let (p_list, d_list) = (
-                prefill.list_for(wanted.model),
-                decode.list_for(wanted.model),
-            );
+            let (p_list, d_list) = (prefill.list_for(wanted.model), decode.list_for(wanted.model));
             let p_views = views(&p_list, wanted.heir_of, &avoid.prefill, now_ms);
             let d_views = views(&d_list, wanted.heir_of, &avoid.worker, now_ms);
             let tickets = [self.ticket(), self.ticket()];
@@ -662,9 +633,7 @@ impl Registry {
         let told = worker.description();
         let make = told.make();
         let others = self.workers();
-        let others = others
-            .iter()
-            .filter(|w| w.role() == other_role && w.is_ready());
+        let others = others.iter().filter(|w| w.role() == other_role && w.is_ready());
         let theirs = |w: &Arc<Worker>| w.description().make();
         if others.clone().any(|w| make.fits(&theirs(w))) {
             return None;
@@ -689,9 +658,7 @@ impl Registry {
     pub fn has_pair(&self) -> bool {
         let [_, prefill, decode] = &self.tables;
         let (p_list, d_list) = (prefill.list(), decode.list());
-        p_list
-            .iter()
-            .any(|p| d_list.iter().any(|d| p.make.fits(&d.make)))
+        p_list.iter().any(|p| d_list.iter().any(|d| p.make.fits(&d.make)))
     }
 
     /// True from the first moment on at which ready workers could answer a request.
@@ -701,10 +668,7 @@ impl Registry {
 
     /// What would be chosen for each of these roles (prefill and decode are chosen together), and why. Nothing is sent.
     pub fn dry_run(&self, roles: &[Role], wanted: &Wanted<'_>) -> Result<Vec<DryRun>, RouteError> {
-        let turns: Vec<_> = roles
-            .iter()
-            .map(|role| self.table(*role).turn.lock())
-            .collect();
+        let turns: Vec<_> = roles.iter().map(|role| self.table(*role).turn.lock()).collect();
         let sending = wanted.sending(now_ms());
         let (request, seed) = (&sending.request, sending.seed);
         let sides: Vec<_> = roles

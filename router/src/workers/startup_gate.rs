@@ -89,10 +89,7 @@ mod tests {
             is_ready.store(true, Ordering::SeqCst);
             drop(first);
         };
-        tokio::join!(
-            newcomers.wait_unless(|| is_ready.load(Ordering::SeqCst)),
-            first_answers
-        );
+        tokio::join!(newcomers.wait_unless(|| is_ready.load(Ordering::SeqCst)), first_answers);
         drop(second);
         assert!(ends_at_once(false).is_some(), "all were asked");
     }

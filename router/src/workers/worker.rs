@@ -320,10 +320,7 @@ impl Worker {
     }
 
     pub fn dp_size(&self) -> u32 {
-        self.description()
-            .dp_size
-            .unwrap_or(1)
-            .clamp(1, MAX_DP_SIZE)
+        self.description().dp_size.unwrap_or(1).clamp(1, MAX_DP_SIZE)
     }
 }
 

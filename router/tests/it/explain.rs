@@ -29,25 +29,15 @@ async fn story(router: &Router, id: &str) -> Value {
 #[tokio::test]
 async fn a_dry_run_shows_every_candidate_and_sends_nothing() {
     timed(async {
-        let (p, q, d) = (
-            Mock::start(&[]).await,
-            Mock::start(&[]).await,
-            Mock::start(&[]).await,
-        );
+        let (p, q, d) = (Mock::start(&[]).await, Mock::start(&[]).await, Mock::start(&[]).await);
         let router = Router::pd(&[&p, &q], &[&d], &["--policy", "cost"]).await;
         let reply = ask(&router, &prompt("a", 1), &[("x-baton-explain", "dry-run")]).await;
         assert_eq!(reply.status, 200);
         let told = reply.json();
         assert_eq!(told["dry_run"], true);
         let [prefill, decode] = [&told["decisions"][0], &told["decisions"][1]];
-        assert_eq!(
-            (&prefill["role"], &decode["role"]),
-            (&json!("prefill"), &json!("decode"))
-        );
-        assert_eq!(
-            (&prefill["why"], &decode["why"]),
-            (&json!("no_prefix"), &json!("only"))
-        );
+        assert_eq!((&prefill["role"], &decode["role"]), (&json!("prefill"), &json!("decode")));
+        assert_eq!((&prefill["why"], &decode["why"]), (&json!("no_prefix"), &json!("only")));
         assert_eq!(decode["worker"], d.url());
         let explanation = &prefill["explanation"];
         assert_eq!(
@@ -55,13 +45,8 @@ async fn a_dry_run_shows_every_candidate_and_sends_nothing() {
             (&json!("cost"), &json!("least_cost"))
         );
         assert_eq!(explanation["equals"], 2);
-        let names: Vec<&Value> = [0, 1]
-            .map(|at| &explanation["candidates"][at]["worker"])
-            .into();
-        assert!(
-            names.contains(&&json!(p.url())) && names.contains(&&json!(q.url())),
-            "{told}"
-        );
+        let names: Vec<&Value> = [0, 1].map(|at| &explanation["candidates"][at]["worker"]).into();
+        assert!(names.contains(&&json!(p.url())) && names.contains(&&json!(q.url())), "{told}");
         for term in [
             "cost_ms",
             "backlog_ms",
@@ -71,23 +56,12 @@ async fn a_dry_run_shows_every_candidate_and_sends_nothing() {
             "uncached_tokens",
             "load",
         ] {
-            assert!(
-                explanation["candidates"][0][term].is_number(),
-                "{term} in {told}"
-            );
+            assert!(explanation["candidates"][0][term].is_number(), "{term} in {told}");
         }
-        assert_eq!(
-            (
-                p.count() + q.count() + d.count(),
-                told["decisions"][2].is_null()
-            ),
-            (0, true)
-        );
+        assert_eq!((p.count() + q.count() + d.count(), told["decisions"][2].is_null()), (0, true));
         // Nobody learned of it either.
-        let backlog = format!(
-            "baton_router_backlog_seconds{{role=\"prefill\",worker=\"{}\"}}",
-            p.url()
-        );
+        let backlog =
+            format!("baton_router_backlog_seconds{{role=\"prefill\",worker=\"{}\"}}", p.url());
         assert_eq!(router.metric(&backlog).await, 0.0);
     })
     .await;
@@ -112,29 +86,15 @@ async fn an_explained_request_is_served_and_its_story_told() {
         );
 
         let story = story(&router, "mine").await;
-        assert_eq!(
-            (&story["outcome"], &story["status"]),
-            (&json!("ok"), &json!(200))
-        );
+        assert_eq!((&story["outcome"], &story["status"]), (&json!("ok"), &json!(200)));
         let leg = &story["legs"][0];
         assert_eq!(leg["worker"], told["legs"][0]["worker"]);
-        assert_eq!(
-            leg["explanation"]["candidates"].as_array().unwrap().len(),
-            2
-        );
+        assert_eq!(leg["explanation"]["candidates"].as_array().unwrap().len(), 2);
         let timeline = &story["timeline"];
-        let stages = [
-            "read_ms",
-            "admitted_ms",
-            "parsed_ms",
-            "tokenised_ms",
-            "first_byte_ms",
-            "ended_ms",
-        ];
-        let mut at: Vec<f64> = stages
-            .iter()
-            .map(|stage| timeline[stage].as_f64().unwrap())
-            .collect();
+        let stages =
+            ["read_ms", "admitted_ms", "parsed_ms", "tokenised_ms", "first_byte_ms", "ended_ms"];
+        let mut at: Vec<f64> =
+            stages.iter().map(|stage| timeline[stage].as_f64().unwrap()).collect();
         for time in ["chosen_ms", "sent_ms", "first_token_ms"] {
             at.insert(at.len() - 2, leg[time].as_f64().unwrap());
         }
@@ -150,9 +110,7 @@ async fn an_explained_request_is_served_and_its_story_told() {
         assert!(story["legs"][0]["cached_tokens"].as_u64().unwrap() > 100);
         assert!(story["legs"][0]["explanation"].is_null());
         assert_eq!(
-            router
-                .metric("baton_router_stage_seconds_count{stage=\"first_token\"}")
-                .await,
+            router.metric("baton_router_stage_seconds_count{stage=\"first_token\"}").await,
             2.0
         );
         assert_eq!(router.get("/v1/requests/unheard-of").await.status, 404);
@@ -166,31 +124,17 @@ async fn attempts_that_failed_stay_in_the_story() {
         let (a, b) = (Mock::start(&[Act::Drop]).await, Mock::start(&[]).await);
         let router = Router::regular(&[&a, &b], &[]).await;
         for id in ["one", "two"] {
-            assert_eq!(
-                ask(&router, &prompt("a", 1), &[("x-request-id", id)])
-                    .await
-                    .status,
-                200
-            );
+            assert_eq!(ask(&router, &prompt("a", 1), &[("x-request-id", id)]).await.status, 200);
         }
         let stories = [story(&router, "one").await, story(&router, "two").await];
-        let retried = stories
-            .iter()
-            .find(|story| story["legs"][1].is_object())
-            .unwrap();
+        let retried = stories.iter().find(|story| story["legs"][1].is_object()).unwrap();
         assert_eq!(retried["failed_attempts"][0]["reason"], "reset");
         assert_eq!(
-            (
-                &retried["legs"][0]["worker"],
-                &retried["legs"][0]["outcome"]
-            ),
+            (&retried["legs"][0]["worker"], &retried["legs"][0]["outcome"]),
             (&json!(a.url()), &json!("failed"))
         );
         assert_eq!(
-            (
-                &retried["legs"][1]["worker"],
-                &retried["legs"][1]["attempt"]
-            ),
+            (&retried["legs"][1]["worker"], &retried["legs"][1]["attempt"]),
             (&json!(b.url()), &json!(2))
         );
     })
@@ -203,17 +147,10 @@ async fn wrong_header_is_refused_and_control_keys_guard_what_shows_the_fleet() {
         let mock = Mock::start(&[]).await;
         let router = Router::regular(&[&mock], &[]).await;
         let reply = ask(&router, &prompt("a", 1), &[("x-baton-explain", "all")]).await;
-        assert_eq!(
-            (reply.status, reply.code().as_str()),
-            (400, "invalid_value")
-        );
+        assert_eq!((reply.status, reply.code().as_str()), (400, "invalid_value"));
 
-        let keys = [
-            "--worker-urls",
-            &mock.url(),
-            "--control-plane-api-keys",
-            "id:ops:admin:opskey",
-        ];
+        let keys =
+            ["--worker-urls", &mock.url(), "--control-plane-api-keys", "id:ops:admin:opskey"];
         let router = Router::start(&keys).await;
         let ops = ("authorization", "Bearer opskey");
         eventually("the worker is ready", || async {
@@ -221,28 +158,15 @@ async fn wrong_header_is_refused_and_control_keys_guard_what_shows_the_fleet() {
         })
         .await;
         let reply = ask(&router, &prompt("a", 1), &[("x-baton-explain", "dry-run")]).await;
-        assert_eq!(
-            (reply.status, reply.code().as_str()),
-            (401, "invalid_api_key")
-        );
-        let reply = ask(
-            &router,
-            &prompt("a", 1),
-            &[("x-baton-explain", "dry-run"), ops],
-        )
-        .await;
+        assert_eq!((reply.status, reply.code().as_str()), (401, "invalid_api_key"));
+        let reply = ask(&router, &prompt("a", 1), &[("x-baton-explain", "dry-run"), ops]).await;
         assert_eq!(reply.json()["dry_run"], true);
-        let reply = ask(
-            &router,
-            &prompt("a", 1),
-            &[("x-baton-explain", "1"), ("x-request-id", "it")],
-        )
-        .await;
+        let reply =
+            ask(&router, &prompt("a", 1), &[("x-baton-explain", "1"), ("x-request-id", "it")])
+                .await;
         assert!(reply.status == 200 && !reply.headers.contains_key("x-baton-explain"));
         assert_eq!(router.get("/v1/requests/it").await.status, 401);
-        let reply = router
-            .send(Method::GET, "/v1/requests/it", &[ops], "")
-            .await;
+        let reply = router.send(Method::GET, "/v1/requests/it", &[ops], "").await;
         assert!(reply.json()["legs"][0]["explanation"].is_object());
     })
     .await;

@@ -80,14 +80,7 @@ impl DecodeSide {
     }
 
     pub fn open(&mut self, ctx: &mut LoopContext, room: u64, request: OpenRequest) {
-        let OpenRequest {
-            attempt,
-            host,
-            port,
-            dp_rank,
-            prompt_hash,
-            deadline_ms,
-        } = request;
+        let OpenRequest { attempt, host, port, dp_rank, prompt_hash, deadline_ms } = request;
         let limits = PullLimits {
             pages_per_pull: (PULL_BYTES / ctx.pool.page_bytes()).max(1),
             pulls_in_flight: PULLS_IN_FLIGHT,
@@ -122,15 +115,7 @@ impl DecodeSide {
         self.rooms.insert(room, entry);
         match rank {
             Some(dp_rank) => {
-                self.request_connection(
-                    ctx,
-                    room,
-                    RankAddress {
-                        host,
-                        port,
-                        dp_rank,
-                    },
-                );
+                self.request_connection(ctx, room, RankAddress { host, port, dp_rank });
             }
             None => self.request_sizes(ctx, room),
         }
@@ -189,15 +174,7 @@ impl DecodeSide {
                 let (host, port) = (unranked.host.clone(), unranked.port);
                 let dp_rank = (room % u64::from(size.max(1))) as u32;
                 entry.unranked = None;
-                self.request_connection(
-                    ctx,
-                    room,
-                    RankAddress {
-                        host,
-                        port,
-                        dp_rank,
-                    },
-                );
+                self.request_connection(ctx, room, RankAddress { host, port, dp_rank });
             }
             (Err(ConnectFailure { err, is_silent }), Some(unranked)) => {
                 let started = unranked.tried_at;
@@ -264,13 +241,7 @@ impl DecodeSide {
         let mapped = established.remote.as_deref().map(mapped_by);
         let transport = mapped.or_else(|| ctx.transport_with(&opened.peer));
         let transport = transport.unwrap_or(Transport::Tcp).as_str();
-        let EstablishedConnection {
-            stream,
-            addr,
-            opened,
-            remote,
-            ..
-        } = established;
+        let EstablishedConnection { stream, addr, opened, remote, .. } = established;
         let key = Some(address.clone());
         let peer = ctx.add_connection(stream, addr, opened, key, remote, transport);
         self.ranks.set_up(&address, peer);
@@ -316,46 +287,15 @@ impl DecodeSide {
             Msg::OpenPending { room, attempt, .. } => {
                 (room, DecodeEvent::OpenPending { peer, attempt })
             }
-            Msg::Reject {
-                room,
-                attempt,
-                code,
-                message: why,
-                ..
-            } => (
-                room,
-                DecodeEvent::Rejected {
-                    peer,
-                    attempt,
-                    code,
-                    why,
-                },
-            ),
-            Msg::Final {
-                room,
-                attempt,
-                total_pages,
-                last_page_tokens,
-                root,
-                payload,
-            } => {
+            Msg::Reject { room, attempt, code, message: why, .. } => {
+                (room, DecodeEvent::Rejected { peer, attempt, code, why })
+            }
+            Msg::Final { room, attempt, total_pages, last_page_tokens, root, payload } => {
                 self.note(ctx, room, attempt, format!("FINAL: {total_pages} pages"));
-                let fin = FinalMessage {
-                    total_pages,
-                    last_page_tokens,
-                    root,
-                    payload,
-                };
+                let fin = FinalMessage { total_pages, last_page_tokens, root, payload };
                 (room, DecodeEvent::Final { peer, attempt, fin })
             }
-            Msg::Progress {
-                room,
-                attempt,
-                first_page,
-                ids,
-                gens,
-                sums,
-            } => {
+            Msg::Progress { room, attempt, first_page, ids, gens, sums } => {
                 let conn = ctx.connections.get(&peer);
                 let known = conn.map_or(0, |conn| conn.peer.num_pages);
                 if let Some(id) = ids.iter().find(|&&id| u64::from(id) >= known) {
@@ -367,21 +307,10 @@ impl DecodeSide {
                 let note = format!("PROGRESS: pages {first_page}..{end}");
                 self.note(ctx, room, attempt, note);
                 let pages = ids.into_iter().zip(gens).zip(sums);
-                let pages = pages.map(|((page, generation), sum)| PageDigest {
-                    page,
-                    generation,
-                    sum,
-                });
+                let pages =
+                    pages.map(|((page, generation), sum)| PageDigest { page, generation, sum });
                 let pages = pages.collect();
-                (
-                    room,
-                    DecodeEvent::Progress {
-                        peer,
-                        attempt,
-                        first_page,
-                        pages,
-                    },
-                )
+                (room, DecodeEvent::Progress { peer, attempt, first_page, pages })
             }
             _ => return,
         };
@@ -402,20 +331,9 @@ impl DecodeSide {
         room: u64,
         code: ReasonCode,
     ) {
-        let remote = self
-            .rooms
-            .get(&room)
-            .and_then(|entry| entry.remote.as_ref());
+        let remote = self.rooms.get(&room).and_then(|entry| entry.remote.as_ref());
         let readable = remote.is_some_and(|remote| remote.device().is_none());
-        self.step(
-            ctx,
-            room,
-            DecodeEvent::PeerGone {
-                peer,
-                code,
-                readable,
-            },
-        );
+        self.step(ctx, room, DecodeEvent::PeerGone { peer, code, readable });
     }
 
     // ---- pulls ----
@@ -483,8 +401,7 @@ impl DecodeSide {
             let record = ctx.record_of(RoomSide::Decode, room, attempt, phase.name(), note);
             ctx.record(record, phase.is_over());
         }
-        ctx.timers
-            .set(&NodeTimer::Decode(room), entry.room.next_due());
+        ctx.timers.set(&NodeTimer::Decode(room), entry.room.next_due());
         for action in actions {
             self.act(ctx, room, attempt, action);
         }
@@ -499,25 +416,10 @@ impl DecodeSide {
             DecodeAction::Revoked => ctx.push(NodeEvent::Revoked { room }),
             DecodeAction::Done { peer, root } => {
                 let bytes = self.rooms.get(&room).map_or(0, |entry| entry.bytes);
-                ctx.send(
-                    peer,
-                    Msg::Done {
-                        room,
-                        attempt,
-                        bytes,
-                        root,
-                    },
-                );
+                ctx.send(peer, Msg::Done { room, attempt, bytes, root });
             }
             DecodeAction::SendAbort { peer, code } => {
-                ctx.send(
-                    peer,
-                    Msg::Abort {
-                        room,
-                        attempt,
-                        code,
-                    },
-                );
+                ctx.send(peer, Msg::Abort { room, attempt, code });
             }
             DecodeAction::AckAbort { peer } => ctx.send(peer, Msg::AbortAck { room, attempt }),
             DecodeAction::Commit(fin) => self.committed(ctx, room, fin),
@@ -529,11 +431,7 @@ impl DecodeSide {
                 if let (ReasonCode::Checksum, Some(address)) = (code, &entry.address) {
                     self.ranks.record_damaged_room(ctx, address, entry.opened);
                 }
-                ctx.push(NodeEvent::Failed {
-                    room,
-                    code,
-                    message: why,
-                });
+                ctx.push(NodeEvent::Failed { room, code, message: why });
             }
             DecodeAction::Aborted => {
                 if self.remove_room(ctx, room).is_some() {

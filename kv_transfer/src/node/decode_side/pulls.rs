@@ -48,9 +48,7 @@ impl PullJob {
             started: Instant::now(),
         };
         let mapped = job.mapped(ctx);
-        job.via = mapped
-            .or_else(|| ctx.transport_for(peer))
-            .unwrap_or(Transport::Tcp);
+        job.via = mapped.or_else(|| ctx.transport_for(peer)).unwrap_or(Transport::Tcp);
         job
     }
 
@@ -98,11 +96,7 @@ impl PullJobs {
     pub fn submit(&mut self, ctx: &mut LoopContext, job: PullJob) -> Result<(), DecodeEvent> {
         let id = self.next_job;
         self.next_job += 1;
-        let pull = Pull {
-            id,
-            pages: job.pages.clone(),
-            cancel: job.cancel.clone(),
-        };
+        let pull = Pull { id, pages: job.pages.clone(), cancel: job.cancel.clone() };
         let (peer, via) = (job.peer, job.via);
         if via.is_mapped() {
             let Some(from) = job.remote.clone() else {

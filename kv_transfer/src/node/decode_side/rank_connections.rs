@@ -135,19 +135,16 @@ impl RankConnections {
     /// Find the connection for a room, or let the room wait for it.
     pub fn request(&mut self, ctx: &NodeContext, room: u64, address: &RankAddress) -> RankAnswer {
         let now = ctx.now();
-        let rank = self
-            .ranks
-            .entry(address.clone())
-            .or_insert_with(|| RankConnection {
-                state: RankState::Broken { until: now },
-                waiting: BTreeSet::new(),
-                failures: 0,
-                outage: Outage::default(),
-                tried_at: 0,
-                breaks: 0,
-                last_error: "no answer yet".into(),
-                damage: Damage::default(),
-            });
+        let rank = self.ranks.entry(address.clone()).or_insert_with(|| RankConnection {
+            state: RankState::Broken { until: now },
+            waiting: BTreeSet::new(),
+            failures: 0,
+            outage: Outage::default(),
+            tried_at: 0,
+            breaks: 0,
+            last_error: "no answer yet".into(),
+            damage: Damage::default(),
+        });
         match rank.state {
             RankState::Up(_) if !rank.damage.quarantine.allows(now) => {
                 let (code, why) = (ReasonCode::Quarantined, QUARANTINED.into());
@@ -234,8 +231,7 @@ impl RankConnections {
         rank.state = RankState::Pausing;
         let pause = (FIRST_PAUSE_MS << rank.failures.min(10)).min(LAST_PAUSE_MS);
         rank.failures += 1;
-        ctx.timers
-            .set(&NodeTimer::Connect(address), Some(now + pause));
+        ctx.timers.set(&NodeTimer::Connect(address), Some(now + pause));
         None
     }
 

@@ -68,10 +68,7 @@ impl NodeEvent {
 
     /// True for the last event of a room.
     pub fn is_end(&self) -> bool {
-        !matches!(
-            self,
-            NodeEvent::Announced { .. } | NodeEvent::Revoked { .. }
-        )
+        !matches!(self, NodeEvent::Announced { .. } | NodeEvent::Revoked { .. })
     }
 
     fn side(&self) -> RoomSide {
@@ -143,11 +140,8 @@ impl EventQueue {
     pub fn push(&self, event: NodeEvent) -> bool {
         let mut inner = self.inner.lock();
         let room = (event.side(), event.room());
-        let is_live = if event.is_end() {
-            inner.live.remove(&room)
-        } else {
-            inner.live.contains(&room)
-        };
+        let is_live =
+            if event.is_end() { inner.live.remove(&room) } else { inner.live.contains(&room) };
         if !is_live {
             return false;
         }
@@ -176,10 +170,8 @@ impl EventQueue {
     /// Wait until there is an event; false after `timeout`.
     pub fn wait(&self, timeout: Duration) -> bool {
         let mut fds = [PollFd::new(&self.fd, PollFlags::IN)];
-        let timeout = Timespec {
-            tv_sec: timeout.as_secs() as i64,
-            tv_nsec: timeout.subsec_nanos().into(),
-        };
+        let timeout =
+            Timespec { tv_sec: timeout.as_secs() as i64, tv_nsec: timeout.subsec_nanos().into() };
         matches!(poll(&mut fds, Some(&timeout)), Ok(n) if n > 0)
     }
 }
@@ -211,18 +203,13 @@ mod tests {
         let events = EventQueue::new(3).expect("eventfd");
         let ready = || events.wait(Duration::ZERO);
         for room in 1..=3 {
-            events
-                .claim(RoomSide::Decode, room)
-                .expect("room for three");
+            events.claim(RoomSide::Decode, room).expect("room for three");
         }
         assert_eq!(events.claim(RoomSide::Decode, 1), Err(ClaimError::Live));
         assert_eq!(events.claim(RoomSide::Decode, 4), Err(ClaimError::Full(3)));
         assert!(!ready());
         assert!(events.push(NodeEvent::Aborted { room: 1 }));
-        assert!(
-            !events.push(NodeEvent::Aborted { room: 1 }),
-            "one end per room"
-        );
+        assert!(!events.push(NodeEvent::Aborted { room: 1 }), "one end per room");
         assert!(events.push(NodeEvent::Aborted { room: 2 }));
         assert_eq!(
             events.claim(RoomSide::Decode, 4),
@@ -233,8 +220,6 @@ mod tests {
         assert!(ready(), "one is left");
         assert_eq!(events.poll(9), vec![NodeEvent::Aborted { room: 2 }]);
         assert!(!ready());
-        events
-            .claim(RoomSide::Decode, 1)
-            .expect("the number may be used again");
+        events.claim(RoomSide::Decode, 1).expect("the number may be used again");
     }
 }

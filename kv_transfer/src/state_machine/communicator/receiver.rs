@@ -220,20 +220,9 @@ impl SlabReceiver {
             }
             let ticket = self.next_ticket;
             self.next_ticket += 1;
-            out.push(ReceiverAction::Read {
-                ticket,
-                pages: pages.clone(),
-            });
+            out.push(ReceiverAction::Read { ticket, pages: pages.clone() });
             let usage = SlabUse::Asked;
-            self.chunks.insert(
-                ticket,
-                Chunk {
-                    pull,
-                    slab,
-                    pages,
-                    usage,
-                },
-            );
+            self.chunks.insert(ticket, Chunk { pull, slab, pages, usage });
         }
     }
 
@@ -287,10 +276,7 @@ impl SlabReceiver {
             return;
         }
         let is_asked = self.chunks.get(&ticket).is_some_and(|chunk| {
-            matches!(
-                chunk.usage,
-                SlabUse::Asked | SlabUse::Dropped { receiving: false }
-            )
+            matches!(chunk.usage, SlabUse::Asked | SlabUse::Dropped { receiving: false })
         });
         if !is_asked {
             let why = format!("SLAB_STALE for ticket {ticket}, which is not asked for");
@@ -377,11 +363,7 @@ impl SlabReceiver {
         {
             let pages = state.pages;
             self.pulls.remove(&pull);
-            out.push(ReceiverAction::End {
-                pull,
-                pages,
-                outcome,
-            });
+            out.push(ReceiverAction::End { pull, pages, outcome });
         }
     }
 
@@ -406,8 +388,7 @@ impl SlabReceiver {
             .map(|(&ticket, _)| ticket)
             .collect();
         for ticket in asked {
-            self.free
-                .extend(self.chunks.remove(&ticket).map(|c| c.slab));
+            self.free.extend(self.chunks.remove(&ticket).map(|c| c.slab));
         }
         out.push(ReceiverAction::Comm(CommAction::Abort));
     }
@@ -417,11 +398,7 @@ impl SlabReceiver {
         if !self.life.thread_ended() {
             return;
         }
-        self.free.extend(
-            std::mem::take(&mut self.chunks)
-                .into_values()
-                .map(|c| c.slab),
-        );
+        self.free.extend(std::mem::take(&mut self.chunks).into_values().map(|c| c.slab));
         let pulls: Vec<u64> = self.pulls.keys().copied().collect();
         for pull in pulls {
             self.end_pull_if_quiet(pull, out);
@@ -435,10 +412,9 @@ impl SlabReceiver {
             Ok(leak) => return out.extend(leak.map(ReceiverAction::Comm)),
             Err(CommPhase::Asking) => format!("no COMM_ID within {open_ms} ms"),
             Err(CommPhase::Opening) => format!("the communicator was not open within {open_ms} ms"),
-            Err(_) => format!(
-                "none of {} slabs requested came within {op_ms} ms",
-                self.chunks.len()
-            ),
+            Err(_) => {
+                format!("none of {} slabs requested came within {op_ms} ms", self.chunks.len())
+            }
         };
         self.fail(CommEnd::Failed(why), now, out);
     }

@@ -120,8 +120,7 @@ impl SlabSender {
             SenderEvent::Comm(CommEvent::Close) => self.fail(CommEnd::Closed, now, &mut out),
             SenderEvent::Comm(CommEvent::ThreadEnded) => {
                 if self.life.thread_ended() {
-                    self.free
-                        .extend(std::mem::take(&mut self.busy).into_values());
+                    self.free.extend(std::mem::take(&mut self.busy).into_values());
                     out.push(SenderAction::Comm(CommAction::Forget));
                 }
             }
@@ -142,10 +141,7 @@ impl SlabSender {
             return; // its end was sent already
         }
         let wrong = if ticket != self.next_ticket {
-            Some(format!(
-                "SLAB_READ {ticket} came out of order: {} is next",
-                self.next_ticket
-            ))
+            Some(format!("SLAB_READ {ticket} came out of order: {} is next", self.next_ticket))
         } else if pages.is_empty() || pages.len() > self.life.limits.pages_per_slab {
             Some(format!(
                 "SLAB_READ for {} pages: a slab holds 1 to {}",
@@ -153,10 +149,7 @@ impl SlabSender {
                 self.life.limits.pages_per_slab
             ))
         } else if self.waiting.len() >= self.life.limits.slabs {
-            Some(format!(
-                "more SLAB_READs than the decode node's {} slabs",
-                self.life.limits.slabs
-            ))
+            Some(format!("more SLAB_READs than the decode node's {} slabs", self.life.limits.slabs))
         } else {
             None
         };
@@ -178,11 +171,7 @@ impl SlabSender {
                 self.life.progress(true, now);
             }
             self.busy.insert(ticket, slab);
-            out.push(SenderAction::Send(SlabSend {
-                ticket,
-                slab,
-                pages,
-            }));
+            out.push(SenderAction::Send(SlabSend { ticket, slab, pages }));
         }
     }
 
@@ -209,10 +198,9 @@ impl SlabSender {
         let SlabLimits { open_ms, op_ms, .. } = self.life.limits;
         let why = match self.life.tick(now) {
             Ok(leak) => return out.extend(leak.map(SenderAction::Comm)),
-            Err(CommPhase::Open) => format!(
-                "none of {} sends was received within {op_ms} ms",
-                self.busy.len()
-            ),
+            Err(CommPhase::Open) => {
+                format!("none of {} sends was received within {op_ms} ms", self.busy.len())
+            }
             Err(_) => format!("the communicator was not open within {open_ms} ms"),
         };
         self.fail(CommEnd::Failed(why), now, out);

@@ -82,16 +82,11 @@ async fn connect(
         Ok(Ok(stream)) => stream,
         Ok(Err(err)) => return Err(unreachable(err.to_string())),
         Err(_) => {
-            return Err(unreachable(format!(
-                "no connection within {CONNECT_TIMEOUT:?}"
-            )));
+            return Err(unreachable(format!("no connection within {CONNECT_TIMEOUT:?}")));
         }
     };
     tune(&stream);
-    let opened = context
-        .identity
-        .initiate(&mut stream, Channel::Data, Some(inc))
-        .await?;
+    let opened = context.identity.initiate(&mut stream, Channel::Data, Some(inc)).await?;
     Ok((stream, opened))
 }
 
@@ -103,10 +98,7 @@ struct Job {
 
 impl Job {
     fn new(pull: &Pull) -> Self {
-        Self {
-            pages_left: pull.pages.len(),
-            bytes: 0,
-        }
+        Self { pages_left: pull.pages.len(), bytes: 0 }
     }
 }
 
@@ -128,10 +120,7 @@ enum Reading {
 
 impl Reading {
     fn head() -> Self {
-        Reading::Head {
-            buffer: Vec::new(),
-            expect: HEADER_BYTES,
-        }
+        Reading::Head { buffer: Vec::new(), expect: HEADER_BYTES }
     }
 }
 
@@ -155,11 +144,7 @@ impl Client {
         opened: OpenedConnection,
         inbox: &mut mpsc::UnboundedReceiver<ClientCommand>,
     ) -> Option<ConnectionError> {
-        let OpenedConnection {
-            mut sealer,
-            mut opener,
-            ..
-        } = opened;
+        let OpenedConnection { mut sealer, mut opener, .. } = opened;
         let mut reading = Reading::head();
         let mut scratch = vec![0u8; SCRATCH_BYTES];
         let mut stalled_at = Instant::now() + STALL;
@@ -226,11 +211,7 @@ impl Client {
             chunk.ticket = self.next_ticket;
             let ids = chunk.pages.iter().map(|p| p.src.page).collect();
             let gens = chunk.pages.iter().map(|p| p.src.generation).collect();
-            self.out.extend(sealer.seal(&Msg::Read {
-                ticket: chunk.ticket,
-                ids,
-                gens,
-            }));
+            self.out.extend(sealer.seal(&Msg::Read { ticket: chunk.ticket, ids, gens }));
             self.waiting_bytes += chunk.pages.len() * self.context.pool.page_bytes();
             self.waiting.push_back(chunk);
         }
@@ -309,12 +290,7 @@ impl Client {
         let (page, offset) = (chunk.pages[done / page_bytes], done % page_bytes);
         stream.try_io(Interest::READABLE, || {
             let iovec = libc::iovec {
-                iov_base: self
-                    .context
-                    .pool
-                    .page_ptr(page.dst)
-                    .wrapping_add(offset)
-                    .cast(),
+                iov_base: self.context.pool.page_ptr(page.dst).wrapping_add(offset).cast(),
                 iov_len: page_bytes - offset,
             };
             // SAFETY: dst is a page of our pool that the engine granted to this pull, which has not ended; no other thread uses it.
@@ -363,10 +339,7 @@ impl Client {
             return is_done;
         }
         if self.jobs.contains_key(&chunk.job) && before / page_bytes != after / page_bytes {
-            let dst = self
-                .context
-                .pool
-                .page_ptr(chunk.pages[before / page_bytes].dst);
+            let dst = self.context.pool.page_ptr(chunk.pages[before / page_bytes].dst);
             // SAFETY: the page is granted to this pull, which has not ended; this thread alone uses it.
             let sum = unsafe {
                 if self.context.faults.flip_page() {
@@ -384,17 +357,10 @@ impl Client {
     fn on_frame(&mut self, msg: Msg) -> Result<Reading, ConnectionError> {
         let page_bytes = self.context.pool.page_bytes();
         let Some(chunk) = self.waiting.front() else {
-            return Err(ConnectionError::broken(format!(
-                "{} without a READ",
-                msg.name()
-            )));
+            return Err(ConnectionError::broken(format!("{} without a READ", msg.name())));
         };
         match msg {
-            Msg::Data {
-                ticket,
-                pages,
-                page_bytes: theirs,
-            } if ticket == chunk.ticket => {
+            Msg::Data { ticket, pages, page_bytes: theirs } if ticket == chunk.ticket => {
                 if pages as usize != chunk.pages.len() || theirs != page_bytes as u64 {
                     return Err(ConnectionError::broken(format!(
                         "{pages} pages of {theirs} bytes came, {} of {page_bytes} were asked for",
@@ -403,28 +369,19 @@ impl Client {
                 }
                 Ok(Reading::Pages { done: 0 })
             }
-            Msg::Stale {
-                ticket,
-                page,
-                code: Some(code),
-            } if ticket == chunk.ticket => {
+            Msg::Stale { ticket, page, code: Some(code) } if ticket == chunk.ticket => {
                 let why = format!("the prefill node leases page {page} to this node no more");
                 self.answered(Err(PullError::Failed(code, why)));
                 Ok(Reading::head())
             }
-            Msg::Stale { ticket, page, .. }
-            | Msg::DataEnd {
-                ticket,
-                stale: Some(page),
-            } if ticket == chunk.ticket => {
+            Msg::Stale { ticket, page, .. } | Msg::DataEnd { ticket, stale: Some(page) }
+                if ticket == chunk.ticket =>
+            {
                 let why = format!("page {page} of the prefill node was given to another request");
                 self.answered(Err(PullError::Failed(ReasonCode::StalePage, why)));
                 Ok(Reading::head())
             }
-            Msg::DataEnd {
-                ticket,
-                stale: None,
-            } if ticket == chunk.ticket => {
+            Msg::DataEnd { ticket, stale: None } if ticket == chunk.ticket => {
                 let checked = self.check_oldest();
                 self.answered(checked);
                 Ok(Reading::head())
@@ -484,11 +441,7 @@ impl Client {
     /// End a pull: none of its pages is written from now on.
     fn end(&mut self, id: u64, result: Result<(), PullError>) {
         if let Some(job) = self.jobs.remove(&id) {
-            (self.context.report)(PullEnd {
-                id,
-                bytes: job.bytes,
-                result,
-            });
+            (self.context.report)(PullEnd { id, bytes: job.bytes, result });
         }
     }
 }

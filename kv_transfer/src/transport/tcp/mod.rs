@@ -48,12 +48,7 @@ pub type Report = Arc<dyn Fn(PullEnd) + Send + Sync>;
 
 enum Command {
     Serve(std::net::TcpStream, Box<OpenedConnection>),
-    Connect(
-        SocketAddr,
-        String,
-        SumKind,
-        mpsc::UnboundedReceiver<ClientCommand>,
-    ),
+    Connect(SocketAddr, String, SumKind, mpsc::UnboundedReceiver<ClientCommand>),
 }
 
 enum ClientCommand {
@@ -100,22 +95,15 @@ impl DataPlane {
         context: DataContext,
         dead: impl FnOnce(String) + Send + 'static,
     ) -> io::Result<Self> {
-        let runtime = tokio::runtime::Builder::new_current_thread()
-            .enable_all()
-            .build()?;
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
         let (commands, inbox) = mpsc::unbounded_channel();
-        let thread = std::thread::Builder::new()
-            .name("kv-data".into())
-            .spawn(move || {
-                let run = std::panic::AssertUnwindSafe(|| runtime.block_on(run(context, inbox)));
-                if let Err(panic) = std::panic::catch_unwind(run) {
-                    dead(panic_text(panic.as_ref()));
-                }
-            })?;
-        Ok(Self {
-            commands: Some(commands),
-            thread: Some(thread),
-        })
+        let thread = std::thread::Builder::new().name("kv-data".into()).spawn(move || {
+            let run = std::panic::AssertUnwindSafe(|| runtime.block_on(run(context, inbox)));
+            if let Err(panic) = std::panic::catch_unwind(run) {
+                dead(panic_text(panic.as_ref()));
+            }
+        })?;
+        Ok(Self { commands: Some(commands), thread: Some(thread) })
     }
 
     /// Answer the READs of a peer whose HELLO asked for a data stream.

@@ -41,11 +41,7 @@ pub enum Broken {
     )]
     NotAPrefixHash { hash: EngineHash },
     #[error("{hashes} blocks of {block_tokens} tokens came with {tokens} tokens")]
-    WrongLength {
-        hashes: usize,
-        block_tokens: u32,
-        tokens: usize,
-    },
+    WrongLength { hashes: usize, block_tokens: u32, tokens: usize },
 }
 
 #[derive(Debug)]
@@ -146,10 +142,7 @@ impl Mirror {
 
     /// There are no blocks, and that is certain.
     pub fn clear(&mut self) {
-        *self = Self {
-            page_tokens: self.page_tokens,
-            ..Self::new(self.block_tokens)
-        };
+        *self = Self { page_tokens: self.page_tokens, ..Self::new(self.block_tokens) };
     }
 
     /// Take in one batch. Appends to `changes` in the order they hold; returns whether the batch began anew (`Cleared`), in
@@ -390,10 +383,7 @@ impl Rest {
         match (done, tail) {
             ([_], []) if is_alone => Rest::Whole,
             ([], [token]) => Rest::Token(*token),
-            _ => Rest::Other(Box::new(Other {
-                done: done.into(),
-                tail: tail.into(),
-            })),
+            _ => Rest::Other(Box::new(Other { done: done.into(), tail: tail.into() })),
         }
     }
 

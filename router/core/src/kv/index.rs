@@ -255,11 +255,7 @@ impl KvIndex {
                 }
                 Ok(())
             }
-            News::Changed {
-                changes,
-                page_tokens,
-                bytes,
-            } => {
+            News::Changed { changes, page_tokens, bytes } => {
                 let rank = self.ranks.get_mut(&worker).ok_or(NewsError::Forgotten)?;
                 rank.page_tokens = page_tokens;
                 self.mirror_bytes = self.mirror_bytes - rank.mirror_bytes + bytes;
@@ -308,9 +304,7 @@ impl KvIndex {
         }
         match self.bytes() <= self.max_bytes {
             true => Ok(()),
-            false => Err(NewsError::Full {
-                max_bytes: self.max_bytes,
-            }),
+            false => Err(NewsError::Full { max_bytes: self.max_bytes }),
         }
     }
 
@@ -466,9 +460,7 @@ impl KvIndex {
             let shard = &mut self.shards[self.sweep_at];
             shard.retain(|_, holders| {
                 let bytes = holders.heap_bytes();
-                let is_left = !dead
-                    .iter()
-                    .any(|set| holders.has(*set) && holders.remove(*set));
+                let is_left = !dead.iter().any(|set| holders.has(*set) && holders.remove(*set));
                 *heap_bytes -= if is_left { 0 } else { bytes };
                 is_left
             });

@@ -195,11 +195,7 @@ impl Replica {
         }
         let (page_tokens, bytes) = (self.mirror.page_tokens(), self.mirror.bytes());
         for changes in self.changes.chunks(PIECE) {
-            tell(News::Changed {
-                changes,
-                page_tokens,
-                bytes,
-            })?;
+            tell(News::Changed { changes, page_tokens, bytes })?;
         }
         Ok(())
     }

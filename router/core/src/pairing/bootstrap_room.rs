@@ -16,10 +16,7 @@ pub fn draw_room(rng: &mut dyn RngCore, prefill_dp: Option<(u64, u64)>) -> u64 {
         Some((dp_size, rank)) if dp_size > 0 => (dp_size.min(ROOMS), rank),
         _ => (1, 0),
     };
-    debug_assert!(
-        rank < dp_size,
-        "DP rank {rank} of a node with {dp_size} ranks"
-    );
+    debug_assert!(rank < dp_size, "DP rank {rank} of a node with {dp_size} ranks");
     let rank = rank % dp_size;
     let rounds = (ROOMS - 1 - rank) / dp_size + 1; // how many rooms below ROOMS have this remainder
     rng.random_range(0..rounds) * dp_size + rank
@@ -39,10 +36,7 @@ pub struct LiveRooms {
 
 impl LiveRooms {
     pub fn new(limit: usize) -> Self {
-        Self {
-            live: HashSet::new(),
-            limit,
-        }
+        Self { live: HashSet::new(), limit }
     }
 
     /// Take `count` rooms that nobody uses, drawn as by [`draw_room`]. `None`: there would be more than the limit, or
@@ -58,9 +52,8 @@ impl LiveRooms {
         }
         let mut rooms = Vec::with_capacity(count);
         for _ in 0..count {
-            let free = (0..DRAWS)
-                .map(|_| draw_room(rng, prefill_dp))
-                .find(|room| self.live.insert(*room));
+            let free =
+                (0..DRAWS).map(|_| draw_room(rng, prefill_dp)).find(|room| self.live.insert(*room));
             match free {
                 Some(room) => rooms.push(room),
                 None => {
@@ -147,10 +140,7 @@ mod tests {
                 counts[(draw_room(&mut rng, prefill_dp) >> 59) as usize] += 1;
             }
             // 1000 each, standard deviation 31; six of them.
-            assert!(
-                counts.iter().all(|&n| n.abs_diff(1_000) < 184),
-                "{counts:?}"
-            );
+            assert!(counts.iter().all(|&n| n.abs_diff(1_000) < 184), "{counts:?}");
         }
     }
 

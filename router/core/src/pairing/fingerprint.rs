@@ -5,14 +5,8 @@ use std::hash::{DefaultHasher, Hash, Hasher};
 use serde::{Deserialize, Serialize};
 
 /// What a worker may tell of itself under `fingerprint`, in the order of a [`Make`].
-pub const ASPECTS: [&str; 6] = [
-    "model",
-    "tokenizer",
-    "chat_template",
-    "page_size",
-    "dtype",
-    "kv_layout",
-];
+pub const ASPECTS: [&str; 6] =
+    ["model", "tokenizer", "chat_template", "page_size", "dtype", "kv_layout"];
 
 /// One number per aspect; 0 is one the worker did not tell, which fits every other: SGLang's and vLLM's tell none.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
@@ -32,8 +26,7 @@ impl Make {
     pub fn differs(&self, other: &Make) -> impl Iterator<Item = &'static str> + use<> {
         let pairs: [(u64, u64); ASPECTS.len()] = std::array::from_fn(|i| (self.0[i], other.0[i]));
         let all = ASPECTS.into_iter().zip(pairs);
-        all.filter(|(_, (a, b))| *a != 0 && *b != 0 && a != b)
-            .map(|(aspect, _)| aspect)
+        all.filter(|(_, (a, b))| *a != 0 && *b != 0 && a != b).map(|(aspect, _)| aspect)
     }
 }
 

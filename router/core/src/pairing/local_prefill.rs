@@ -64,10 +64,7 @@ mod tests {
 
     #[test]
     fn few_tokens_to_compute_stay_and_without_prefill_all_do() {
-        let rule = |max_tokens, when_no_prefill| LocalRule {
-            max_tokens,
-            when_no_prefill,
-        };
+        let rule = |max_tokens, when_no_prefill| LocalRule { max_tokens, when_no_prefill };
         let view = |prompt_tokens, cached_tokens, has_prefill| LocalView {
             prompt_tokens,
             cached_tokens,
@@ -76,31 +73,15 @@ mod tests {
         for (rule, view, why) in [
             (rule(32, true), view(32, 0, true), Some(LocalWhy::Short)),
             (rule(32, true), view(33, 0, true), None),
-            (
-                rule(32, true),
-                view(1_000, 968, true),
-                Some(LocalWhy::PrefixHere),
-            ),
+            (rule(32, true), view(1_000, 968, true), Some(LocalWhy::PrefixHere)),
             (rule(32, true), view(1_000, 967, true), None),
             // An index may expect more than the prompt has.
-            (
-                rule(32, true),
-                view(100, 4_000, true),
-                Some(LocalWhy::PrefixHere),
-            ),
-            (
-                rule(32, true),
-                view(100_000, 0, false),
-                Some(LocalWhy::NoPrefill),
-            ),
+            (rule(32, true), view(100, 4_000, true), Some(LocalWhy::PrefixHere)),
+            (rule(32, true), view(100_000, 0, false), Some(LocalWhy::NoPrefill)),
             (rule(32, false), view(1, 0, false), None),
             (rule(0, true), view(0, 0, true), None),
             (rule(0, true), view(10, 10, true), None),
-            (
-                rule(0, true),
-                view(10, 10, false),
-                Some(LocalWhy::NoPrefill),
-            ),
+            (rule(0, true), view(10, 10, false), Some(LocalWhy::NoPrefill)),
         ] {
             assert_eq!(rule.decide(&view), why, "{rule:?} {view:?}");
         }

@@ -131,26 +131,15 @@ impl CacheAware {
         let total_chars = text.chars().count();
         // An empty text divides to NaN, which is above nothing.
         if matched.units as f32 / total_chars as f32 > self.params.cache_threshold {
-            let holders = ready
-                .iter()
-                .copied()
-                .filter(|worker| matched.is_held_by(worker.id));
-            let why = Why::PrefixHit {
-                matched_chars: matched.units,
-                total_chars,
-            };
-            return least_loaded(holders, rng).map(|worker| Choice {
-                worker: worker.id,
-                why,
-            });
+            let holders = ready.iter().copied().filter(|worker| matched.is_held_by(worker.id));
+            let why = Why::PrefixHit { matched_chars: matched.units, total_chars };
+            return least_loaded(holders, rng).map(|worker| Choice { worker: worker.id, why });
         }
         match self.params.miss {
             Miss::SmallestTree => {
                 let ids = ready.iter().map(|worker| worker.id);
-                min_by_key_random_tie(ids, |id| tree.units_of(id), rng).map(|worker| Choice {
-                    worker,
-                    why: Why::SmallestTree,
-                })
+                min_by_key_random_tie(ids, |id| tree.units_of(id), rng)
+                    .map(|worker| Choice { worker, why: Why::SmallestTree })
             }
             Miss::LeastLoad => choose_least_loaded(ready, rng),
         }
@@ -206,10 +195,7 @@ impl Policy for CacheAware {
     ) -> Option<Choice> {
         match ready {
             [] => None,
-            [only] => Some(Choice {
-                worker: only.id,
-                why: Why::Only,
-            }),
+            [only] => Some(Choice { worker: only.id, why: Why::Only }),
             _ if self.is_unbalanced(ready) => choose_least_loaded(ready, rng),
             _ => self.choose_by_prefix(req.text, ready, rng),
         }
@@ -242,9 +228,7 @@ impl Policy for CacheAware {
 
     fn observe(&self, event: &Event<'_>) {
         match *event {
-            Event::Routed {
-                worker, request, ..
-            } => self.remember(worker, request.text),
+            Event::Routed { worker, request, .. } => self.remember(worker, request.text),
             Event::WorkerAdded { worker, .. } => {
                 self.write().add(worker, self.params.max_tree_size);
             }
@@ -273,10 +257,8 @@ impl Policy for CacheAware {
 }
 
 fn choose_least_loaded(ready: &[WorkerView], rng: &mut dyn RngCore) -> Option<Choice> {
-    least_loaded(ready.iter().copied(), rng).map(|worker| Choice {
-        worker: worker.id,
-        why: Why::LeastLoaded,
-    })
+    least_loaded(ready.iter().copied(), rng)
+        .map(|worker| Choice { worker: worker.id, why: Why::LeastLoaded })
 }
 
 #[cfg(test)]
@@ -306,32 +288,14 @@ mod tests {
 
     #[test]
     fn prefix_above_the_threshold_wins_at_it_does_not() {
-        let policy = policy_for(
-            2,
-            CacheAwareParams {
-                cache_threshold: 0.5,
-                ..Default::default()
-            },
-        );
+        let policy = policy_for(2, CacheAwareParams { cache_threshold: 0.5, ..Default::default() });
         routed(&policy, 0, "0123456789");
         let ready = views(&[3, 0]);
         let hit = chosen(&policy, "01234567é🦀", &ready, &mut rng(1));
         assert_eq!(hit.worker, WorkerId(0));
-        assert_eq!(
-            hit.why,
-            Why::PrefixHit {
-                matched_chars: 8,
-                total_chars: 10
-            }
-        );
+        assert_eq!(hit.why, Why::PrefixHit { matched_chars: 8, total_chars: 10 });
         let at_threshold = chosen(&policy, "01234éèéèé", &ready, &mut rng(1));
-        assert_eq!(
-            at_threshold,
-            Choice {
-                worker: WorkerId(1),
-                why: Why::SmallestTree
-            }
-        );
+        assert_eq!(at_threshold, Choice { worker: WorkerId(1), why: Why::SmallestTree });
     }
 
     #[test]
@@ -340,12 +304,7 @@ mod tests {
         for worker in [0, 1, 3] {
             routed(&policy, worker, "shared prompt");
         }
-        let taken = chosen(
-            &policy,
-            "shared prompt, more",
-            &views(&[5, 2, 0, 4]),
-            &mut rng(1),
-        );
+        let taken = chosen(&policy, "shared prompt, more", &views(&[5, 2, 0, 4]), &mut rng(1));
         assert_eq!(taken.worker, WorkerId(1));
     }
 
@@ -356,17 +315,8 @@ mod tests {
         routed(&policy, 1, "abcdef__");
         let ready = views(&[0, 0, 0])[1..].to_vec();
         let taken = chosen(&policy, "abcdefgh", &ready, &mut rng(1));
-        let why = Why::PrefixHit {
-            matched_chars: 6,
-            total_chars: 8,
-        };
-        assert_eq!(
-            taken,
-            Choice {
-                worker: WorkerId(1),
-                why
-            }
-        );
+        let why = Why::PrefixHit { matched_chars: 6, total_chars: 8 };
+        assert_eq!(taken, Choice { worker: WorkerId(1), why });
     }
 
     #[test]
@@ -380,11 +330,7 @@ mod tests {
             (300, 230, false), // 70 > 64 but 300 < 345
         ];
         for (max, min, expected) in cases {
-            assert_eq!(
-                policy.is_unbalanced(&views(&[min, max])),
-                expected,
-                "{max} {min}"
-            );
+            assert_eq!(policy.is_unbalanced(&views(&[min, max])), expected, "{max} {min}");
         }
     }
 
@@ -393,13 +339,7 @@ mod tests {
         let policy = policy_for(2, CacheAwareParams::default());
         routed(&policy, 0, "hot prompt");
         let taken = chosen(&policy, "hot prompt", &views(&[65, 0]), &mut rng(1));
-        assert_eq!(
-            taken,
-            Choice {
-                worker: WorkerId(1),
-                why: Why::LeastLoaded
-            }
-        );
+        assert_eq!(taken, Choice { worker: WorkerId(1), why: Why::LeastLoaded });
         routed(&policy, 1, "hot prompt");
         let again = chosen(&policy, "hot prompt", &views(&[60, 0]), &mut rng(1));
         assert_eq!(again.worker, WorkerId(1));
@@ -407,27 +347,14 @@ mod tests {
 
     #[test]
     fn miss_goes_to_the_smallest_tree_or_the_least_load() {
-        for (miss, worker, why) in [
-            (Miss::SmallestTree, 1, Why::SmallestTree),
-            (Miss::LeastLoad, 0, Why::LeastLoaded),
-        ] {
-            let policy = policy_for(
-                2,
-                CacheAwareParams {
-                    miss,
-                    ..Default::default()
-                },
-            );
+        for (miss, worker, why) in
+            [(Miss::SmallestTree, 1, Why::SmallestTree), (Miss::LeastLoad, 0, Why::LeastLoaded)]
+        {
+            let policy = policy_for(2, CacheAwareParams { miss, ..Default::default() });
             routed(&policy, 0, "a longer text");
             routed(&policy, 1, "b text");
             let taken = chosen(&policy, "something new", &views(&[0, 3]), &mut rng(1));
-            assert_eq!(
-                taken,
-                Choice {
-                    worker: WorkerId(worker),
-                    why
-                }
-            );
+            assert_eq!(taken, Choice { worker: WorkerId(worker), why });
             let empty = chosen(&policy, "", &views(&[0, 3]), &mut rng(1));
             assert_eq!(empty.why, why);
         }
@@ -460,19 +387,11 @@ mod tests {
     /// such requests to one worker at 16 and at 48 in flight, because the absolute threshold of 64 cannot be exceeded.
     #[test]
     fn hot_prompt_pins_one_worker() {
-        for (concurrency, miss) in [
-            (16, Miss::SmallestTree),
-            (48, Miss::SmallestTree),
-            (48, Miss::LeastLoad),
-        ] {
-            let mut counts = hot_prompt(
-                CacheAwareParams {
-                    miss,
-                    ..Default::default()
-                },
-                400,
-                concurrency,
-            );
+        for (concurrency, miss) in
+            [(16, Miss::SmallestTree), (48, Miss::SmallestTree), (48, Miss::LeastLoad)]
+        {
+            let mut counts =
+                hot_prompt(CacheAwareParams { miss, ..Default::default() }, 400, concurrency);
             counts.sort_unstable();
             assert_eq!(counts, [0, 0, 0, 400], "{concurrency} in flight");
         }
@@ -482,10 +401,7 @@ mod tests {
     fn hot_prompt_spreads_once_more_are_in_flight_than_the_threshold() {
         let counts = hot_prompt(CacheAwareParams::default(), 400, 128);
         assert!(counts.iter().all(|&count| count > 0), "{counts:?}");
-        let lower = CacheAwareParams {
-            balance_abs_threshold: 4,
-            ..Default::default()
-        };
+        let lower = CacheAwareParams { balance_abs_threshold: 4, ..Default::default() };
         let counts = hot_prompt(lower, 400, 48);
         assert!(counts.iter().all(|&count| count > 50), "{counts:?}");
     }
@@ -556,26 +472,15 @@ mod tests {
     fn late_events_of_a_worker_that_is_gone_leave_nothing() {
         let policy = policy_for(2, CacheAwareParams::default());
         routed(&policy, 0, "abc");
-        policy.observe(&Event::WorkerGone {
-            worker: WorkerId(0),
-        });
+        policy.observe(&Event::WorkerGone { worker: WorkerId(0) });
         routed(&policy, 0, "abc");
         let stats = policy.stats(0);
-        assert_eq!(
-            (policy.read().stats().nodes, stats.chars),
-            (0, vec![(WorkerId(1), 0)])
-        );
+        assert_eq!((policy.read().stats().nodes, stats.chars), (0, vec![(WorkerId(1), 0)]));
     }
 
     #[test]
     fn threads_leave_a_tree_within_its_limits() {
-        let policy = policy_for(
-            4,
-            CacheAwareParams {
-                max_tree_size: 400,
-                ..Default::default()
-            },
-        );
+        let policy = policy_for(4, CacheAwareParams { max_tree_size: 400, ..Default::default() });
         std::thread::scope(|scope| {
             for thread in 0..4u64 {
                 let policy = &policy;
@@ -590,11 +495,7 @@ mod tests {
             }
         });
         assert!(policy.stats(0).chars.iter().all(|&(_, chars)| chars <= 400));
-        (0..4).for_each(|id| {
-            policy.observe(&Event::WorkerGone {
-                worker: WorkerId(id),
-            })
-        });
+        (0..4).for_each(|id| policy.observe(&Event::WorkerGone { worker: WorkerId(id) }));
         let left = policy.read().stats();
         assert_eq!((left.nodes, left.label_bytes), (0, 0));
     }
@@ -611,14 +512,8 @@ mod tests {
             thread.join()
         });
         assert!(panicked.is_err() && policy.tree.is_poisoned());
-        assert_eq!(
-            chosen(&policy, "abc", &views(&[0, 0]), &mut rng(1)).why,
-            Why::SmallestTree
-        );
+        assert_eq!(chosen(&policy, "abc", &views(&[0, 0]), &mut rng(1)).why, Why::SmallestTree);
         routed(&policy, 1, "abc");
-        assert_eq!(
-            chosen(&policy, "abc", &views(&[0, 0]), &mut rng(1)).worker,
-            WorkerId(1)
-        );
+        assert_eq!(chosen(&policy, "abc", &views(&[0, 0]), &mut rng(1)).worker, WorkerId(1));
     }
 }

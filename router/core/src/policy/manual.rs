@@ -41,11 +41,7 @@ pub struct ManualParams {
 
 impl Default for ManualParams {
     fn default() -> Self {
-        Self {
-            assignment_mode: AssignmentMode::Random,
-            max_idle_secs: 14_400,
-            max_keys: 1_000_000,
-        }
+        Self { assignment_mode: AssignmentMode::Random, max_idle_secs: 14_400, max_keys: 1_000_000 }
     }
 }
 
@@ -220,14 +216,8 @@ impl Policy for Manual {
             workers.and_then(|ids| ids.iter().find(is_ready).copied())
         };
         match known {
-            Some(worker) => Some(Choice {
-                worker,
-                why: Why::Sticky,
-            }),
-            None => self.assign(ready, rng).map(|worker| Choice {
-                worker,
-                why: Why::NewKey,
-            }),
+            Some(worker) => Some(Choice { worker, why: Why::Sticky }),
+            None => self.assign(ready, rng).map(|worker| Choice { worker, why: Why::NewKey }),
         }
     }
 
@@ -252,13 +242,10 @@ impl Policy for Manual {
 
     fn observe(&self, event: &Event<'_>) {
         match *event {
-            Event::Routed {
-                worker, request, ..
-            } => {
+            Event::Routed { worker, request, .. } => {
                 if let Some(key) = request.routing_key.filter(|key| !key.is_empty()) {
                     let max_keys = self.params.max_keys;
-                    self.lock()
-                        .seen(hashed(key), worker, request.now_ms, max_keys);
+                    self.lock().seen(hashed(key), worker, request.now_ms, max_keys);
                 }
             }
             Event::WorkerAdded { worker, .. } => {
@@ -325,29 +312,13 @@ mod tests {
         assert_eq!(first.why, Why::NewKey);
         for load in 0..20 {
             let again = sender.keyed(&policy, "session", &views(&[load, 9, 3]), &mut rng);
-            assert_eq!(
-                again,
-                Choice {
-                    worker: first.worker,
-                    why: Why::Sticky
-                }
-            );
+            assert_eq!(again, Choice { worker: first.worker, why: Why::Sticky });
         }
-        let others: Vec<_> = all
-            .iter()
-            .copied()
-            .filter(|w| w.id != first.worker)
-            .collect();
+        let others: Vec<_> = all.iter().copied().filter(|w| w.id != first.worker).collect();
         let stand_in = sender.keyed(&policy, "session", &others, &mut rng);
         assert_eq!(stand_in.why, Why::NewKey);
-        assert_eq!(
-            sender.keyed(&policy, "session", &others, &mut rng).worker,
-            stand_in.worker
-        );
-        assert_eq!(
-            sender.keyed(&policy, "session", &all, &mut rng).worker,
-            first.worker
-        );
+        assert_eq!(sender.keyed(&policy, "session", &others, &mut rng).worker, stand_in.worker);
+        assert_eq!(sender.keyed(&policy, "session", &all, &mut rng).worker, first.worker);
     }
 
     #[test]
@@ -355,13 +326,8 @@ mod tests {
         let (mut sender, mut rng) = (Sender::default(), rng(5));
         for mode in AssignmentMode::ALL {
             assert_eq!(mode.to_string().parse(), Ok(mode));
-            let policy = policy_for(
-                3,
-                ManualParams {
-                    assignment_mode: mode,
-                    ..Default::default()
-                },
-            );
+            let policy =
+                policy_for(3, ManualParams { assignment_mode: mode, ..Default::default() });
             let mut counts = [0usize; 3];
             for i in 0..300 {
                 let loads = [counts[0], counts[1] + 50, counts[2]];
@@ -376,21 +342,10 @@ mod tests {
                 AssignmentMode::MinGroup => assert_eq!(counts, [100, 100, 100]),
             }
             for key in ["", "unused"].map(|key| (!key.is_empty()).then_some(key)) {
-                let request = RequestView {
-                    routing_key: key,
-                    ..Default::default()
-                };
-                let why = policy
-                    .choose(&request, &views(&[0, 0]), &mut rng)
-                    .map(|choice| choice.why);
-                assert_eq!(
-                    why,
-                    Some(if key.is_none() {
-                        Why::NoKey
-                    } else {
-                        Why::NewKey
-                    })
-                );
+                let request = RequestView { routing_key: key, ..Default::default() };
+                let why =
+                    policy.choose(&request, &views(&[0, 0]), &mut rng).map(|choice| choice.why);
+                assert_eq!(why, Some(if key.is_none() { Why::NoKey } else { Why::NewKey }));
             }
         }
         assert!("least".parse::<AssignmentMode>().is_err());
@@ -398,25 +353,12 @@ mod tests {
 
     #[test]
     fn idle_keys_are_forgotten() {
-        let policy = policy_for(
-            2,
-            ManualParams {
-                max_idle_secs: 10,
-                ..Default::default()
-            },
-        );
+        let policy = policy_for(2, ManualParams { max_idle_secs: 10, ..Default::default() });
         let (mut sender, mut rng, all) = (Sender::default(), rng(1), views(&[0, 0]));
         sender.keyed(&policy, "a", &all, &mut rng);
         sender.now_ms = 6_000;
         sender.keyed(&policy, "b", &all, &mut rng);
-        assert_eq!(
-            (
-                policy.evict(9_999),
-                policy.evict(10_000),
-                policy.stats(0).keys
-            ),
-            (0, 1, 1)
-        );
+        assert_eq!((policy.evict(9_999), policy.evict(10_000), policy.stats(0).keys), (0, 1, 1));
         assert_eq!((policy.evict(16_000), policy.stats(0).keys), (1, 0));
     }
 

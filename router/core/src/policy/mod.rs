@@ -210,9 +210,7 @@ fn with_partner(
     decode_ready: &[WorkerView],
     fits: &Fits<'_>,
 ) -> Vec<WorkerView> {
-    passing(prefill_ready, |p| {
-        decode_ready.iter().any(|d| fits(p, d.id))
-    })
+    passing(prefill_ready, |p| decode_ready.iter().any(|d| fits(p, d.id)))
 }
 
 /// Prefill workers that fit whatever `p` fits, and the decode workers that it fits.
@@ -295,11 +293,7 @@ impl UnknownName {
         let mut found = all.iter().copied().filter(|item| name_of(*item) == name);
         found.next().ok_or_else(|| {
             let known: Vec<_> = all.iter().map(|item| name_of(*item)).collect();
-            UnknownName {
-                what,
-                name: name.to_owned(),
-                known: known.join(", "),
-            }
+            UnknownName { what, name: name.to_owned(), known: known.join(", ") }
         })
     }
 }
@@ -385,20 +379,12 @@ mod tests {
             assert!(busy.queue_ms > 100.0 && busy.prefill_ms > 0.0, "{busy:?}");
             assert_eq!((either.queue_ms, either.prefill_ms), (0.0, busy.prefill_ms));
         }
-        let other = build(
-            PolicyKind::RoundRobin,
-            Role::Regular,
-            &PolicyParams::default(),
-        );
+        let other = build(PolicyKind::RoundRobin, Role::Regular, &PolicyParams::default());
         assert_eq!(ask(&*other, &Sender::default(), 0..2), None);
     }
 
     fn view(id: u64) -> WorkerView {
-        WorkerView {
-            id: WorkerId(id),
-            load: 0,
-            host: 0,
-        }
+        WorkerView { id: WorkerId(id), load: 0, host: 0 }
     }
 
     proptest! {

@@ -101,10 +101,7 @@ mod tests {
         }
         // 12 ordered pairs, 1000 each, standard deviation 30; six of them.
         assert_eq!(counts.len(), 12);
-        assert!(
-            counts.values().all(|&n| n.abs_diff(1_000) < 182),
-            "{counts:?}"
-        );
+        assert!(counts.values().all(|&n| n.abs_diff(1_000) < 182), "{counts:?}");
     }
 
     #[test]

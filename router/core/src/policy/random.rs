@@ -22,10 +22,7 @@ impl Policy for Random {
     ) -> Option<Choice> {
         match ready {
             [] => None,
-            [only] => Some(Choice {
-                worker: only.id,
-                why: Why::Only,
-            }),
+            [only] => Some(Choice { worker: only.id, why: Why::Only }),
             _ => Some(Choice {
                 worker: ready[rng.random_range(0..ready.len())].id,
                 why: Why::Random,
@@ -47,9 +44,6 @@ mod tests {
             counts[chosen(&Random, "", &ready, &mut rng).worker.0 as usize] += 1;
         }
         // 1000 each, standard deviation 27; six of them.
-        assert!(
-            counts.iter().all(|&n| n.abs_diff(1_000) < 164),
-            "{counts:?}"
-        );
+        assert!(counts.iter().all(|&n| n.abs_diff(1_000) < 164), "{counts:?}");
     }
 }

@@ -32,16 +32,10 @@ impl Policy for RoundRobin {
         self.had_choice.store(ready.len() > 1, Ordering::Relaxed);
         match ready {
             [] => None,
-            [only] => Some(Choice {
-                worker: only.id,
-                why: Why::Only,
-            }),
+            [only] => Some(Choice { worker: only.id, why: Why::Only }),
             _ => {
                 let turn = self.turn.load(Ordering::Relaxed);
-                Some(Choice {
-                    worker: ready[turn % ready.len()].id,
-                    why: Why::RoundRobin,
-                })
+                Some(Choice { worker: ready[turn % ready.len()].id, why: Why::RoundRobin })
             }
         }
     }

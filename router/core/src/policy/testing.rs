@@ -13,14 +13,7 @@ pub fn rng(seed: u64) -> StdRng {
 
 /// Workers 0, 1, 2 … with these loads.
 pub fn views(loads: &[usize]) -> Vec<WorkerView> {
-    (0..)
-        .zip(loads)
-        .map(|(id, &load)| WorkerView {
-            id: WorkerId(id),
-            load,
-            host: 0,
-        })
-        .collect()
+    (0..).zip(loads).map(|(id, &load)| WorkerView { id: WorkerId(id), load, host: 0 }).collect()
 }
 
 /// A prompt of one block of 100 tokens per letter.
@@ -31,9 +24,7 @@ pub fn blocks(text: &str) -> Blocks {
 
 /// The choice for `text`; there must be candidates.
 pub fn chosen(policy: &dyn Policy, text: &str, ready: &[WorkerView], rng: &mut StdRng) -> Choice {
-    Sender::default()
-        .choose(policy, text, ready, rng)
-        .expect("there are candidates")
+    Sender::default().choose(policy, text, ready, rng).expect("there are candidates")
 }
 
 /// A shell in small: gives out tickets, builds views and events.
@@ -80,11 +71,7 @@ impl Sender {
 
     pub fn first_token(&self, policy: &dyn Policy, ticket: Ticket, worker: u64) {
         let (worker, now_ms) = (WorkerId(worker), self.now_ms);
-        policy.observe(&Event::FirstToken {
-            ticket,
-            worker,
-            now_ms,
-        });
+        policy.observe(&Event::FirstToken { ticket, worker, now_ms });
     }
 
     pub fn finished(&self, policy: &dyn Policy, ticket: Ticket, worker: u64, text: &str, ok: bool) {
@@ -105,11 +92,8 @@ impl Sender {
         ready: &[WorkerView],
         rng: &mut StdRng,
     ) -> Choice {
-        let request = RequestView {
-            routing_key: Some(key),
-            now_ms: self.now_ms,
-            ..RequestView::default()
-        };
+        let request =
+            RequestView { routing_key: Some(key), now_ms: self.now_ms, ..RequestView::default() };
         let choice = policy.choose(&request, ready, rng).expect("candidates");
         self.tickets += 1;
         policy.observe(&Event::Routed {

@@ -51,11 +51,7 @@ impl Deciders {
 
     /// Write down everything from here on: call it before anything happens.
     pub fn with_journal(mut self, sink: Box<dyn Sink>, secret: u64) -> Self {
-        self.journal = Some(Journal {
-            sink,
-            turn: Mutex::new(0),
-            secret,
-        });
+        self.journal = Some(Journal { sink, turn: Mutex::new(0), secret });
         self
     }
 
@@ -85,9 +81,7 @@ impl Deciders {
         let turn = self.turn();
         let rng = &mut Seeded(sending.seed);
         let decided = match sending.explains {
-            false => policy
-                .choose(&sending.request, ready, rng)
-                .map(|c| (c, None)),
+            false => policy.choose(&sending.request, ready, rng).map(|c| (c, None)),
             true => {
                 let told = policy.explain(&sending.request, ready, rng);
                 told.map(|(choice, told)| (choice, Some(told)))
@@ -112,10 +106,7 @@ impl Deciders {
         let sides = [(ready[0], tickets[0]), (ready[1], tickets[1])];
         let asked = self
             .asked(Role::Prefill, sending, sides)
-            .map(|asked| Asked {
-                makes: makes.map(|makes| makes.map(<[Make]>::to_vec)),
-                ..asked
-            });
+            .map(|asked| Asked { makes: makes.map(|makes| makes.map(<[Make]>::to_vec)), ..asked });
         let fits = makes.map(|makes| fits_by(ready, makes));
         let turn = self.turn();
         let (request, rng) = (&sending.request, &mut Seeded(sending.seed));
@@ -262,11 +253,7 @@ pub fn fits_by<'a>(ready: [&'a [WorkerView]; 2], makes: Makes<'a>) -> Box<Fits<'
         let at = ready[side].iter().position(|worker| worker.id == id);
         at.and_then(|at| makes[side].get(at)).copied()
     };
-    Box::new(move |p, d| {
-        make(0, p)
-            .unwrap_or_default()
-            .fits(&make(1, d).unwrap_or_default())
-    })
+    Box::new(move |p, d| make(0, p).unwrap_or_default().fits(&make(1, d).unwrap_or_default()))
 }
 
 /// A pair, of those that fit if not all do.

@@ -206,11 +206,7 @@ impl Replay {
         };
         self.policies[role.index()].observe(&event);
         self.judges[role.index()].observe(&event);
-        let in_flight = InFlight {
-            role,
-            hashes: asked.hashes.0.clone(),
-            sent_ms: asked.now_ms,
-        };
+        let in_flight = InFlight { role, hashes: asked.hashes.0.clone(), sent_ms: asked.now_ms };
         self.in_flight.insert(side.ticket, in_flight);
     }
 
@@ -225,13 +221,7 @@ impl Replay {
         self.policies[role.index()].observe(&event);
         self.judges[role.index()].observe(&match event {
             // The judge reads hashes whether or not the recorded policy did.
-            Event::Finished {
-                ticket,
-                worker,
-                is_kept,
-                now_ms,
-                ..
-            } => Event::Finished {
+            Event::Finished { ticket, worker, is_kept, now_ms, .. } => Event::Finished {
                 ticket,
                 worker,
                 is_kept,
@@ -273,8 +263,7 @@ impl Decisions {
             true => self.other_why += 1,
             false => self.other_worker += 1,
         }
-        self.first_difference
-            .get_or_insert(Difference { n, recorded, again });
+        self.first_difference.get_or_insert(Difference { n, recorded, again });
     }
 
     fn total(&self) -> u64 {
@@ -301,11 +290,7 @@ impl Judged {
                 self.times += 1;
                 self.ttft_ms += now_ms.saturating_sub(sent.sent_ms) as f64;
             }
-            Told::Usage {
-                prompt_tokens,
-                cached_tokens: Some(cached),
-                ..
-            } => {
+            Told::Usage { prompt_tokens, cached_tokens: Some(cached), .. } => {
                 self.counts += 1;
                 self.prompt_tokens += f64::from(*prompt_tokens);
                 self.cached_tokens += f64::from(*cached);
@@ -361,11 +346,7 @@ impl Decisions {
         ] {
             writeln!(f, "  {what:<26} {count:>9}  {:>6.2} %", percent(count))?;
         }
-        writeln!(
-            f,
-            "  {:<26} {:>9} {:>9} {:>9}",
-            "", "recorded", "again", "observed"
-        )?;
+        writeln!(f, "  {:<26} {:>9} {:>9} {:>9}", "", "recorded", "again", "observed")?;
         let sides = [&self.recorded, &self.again, &self.observed];
         let row = |f: &mut fmt::Formatter<'_>, what: &str, values: [Option<f64>; 3]| {
             write!(f, "  {what:<26}")?;
@@ -448,9 +429,8 @@ mod tests {
             let written = Written::default();
             let deciders = Deciders::new(|_| kind, &PolicyParams::default())
                 .with_journal(Box::new(written.clone()), 99);
-            for (role, id) in Role::ALL
-                .into_iter()
-                .flat_map(|role| (0..4).map(move |id| (role, id)))
+            for (role, id) in
+                Role::ALL.into_iter().flat_map(|role| (0..4).map(move |id| (role, id)))
             {
                 deciders.added(
                     role,
@@ -459,13 +439,7 @@ mod tests {
                     &format!("http://w{id}"),
                 );
             }
-            Self {
-                deciders,
-                written,
-                tickets: 0,
-                now_ms: 0,
-                in_flight: Vec::new(),
-            }
+            Self { deciders, written, tickets: 0, now_ms: 0, in_flight: Vec::new() }
         }
 
         fn send(&mut self, is_pair: bool, text: &str, seed: u64) {
@@ -484,8 +458,7 @@ mod tests {
             };
             let ready = views(&[0, seed as usize % 5, 1, 0]);
             let mut sent = |role, ticket, choice: Choice| {
-                self.in_flight
-                    .push((role, ticket, choice.worker, text.to_owned()));
+                self.in_flight.push((role, ticket, choice.worker, text.to_owned()));
             };
             self.tickets += 2;
             let (p, d) = (Ticket(self.tickets - 1), Ticket(self.tickets));
@@ -496,8 +469,7 @@ mod tests {
                 let makes = [16, 32, 16, 32].map(make);
                 let makes = seed.is_multiple_of(5).then_some([&makes[..], &makes[1..]]);
                 let pair =
-                    self.deciders
-                        .decide_pair(&sending, [&ready, &ready[1..]], makes, [p, d]);
+                    self.deciders.decide_pair(&sending, [&ready, &ready[1..]], makes, [p, d]);
                 let [(first, _), (second, _)] = pair.expect("candidates");
                 sent(Role::Prefill, p, first);
                 sent(Role::Decode, d, second);
@@ -515,11 +487,7 @@ mod tests {
             let (role, ticket, worker, text) = self.in_flight[0].clone();
             let now_ms = self.now_ms;
             let event = match what {
-                0 => Event::FirstToken {
-                    ticket,
-                    worker,
-                    now_ms,
-                },
+                0 => Event::FirstToken { ticket, worker, now_ms },
                 1 => {
                     let prompt_tokens = 100 * text.len() as u32;
                     let usage = Usage {
@@ -527,11 +495,7 @@ mod tests {
                         cached_tokens: Some(50),
                         completion_tokens: Some(7),
                     };
-                    Event::Usage {
-                        ticket,
-                        worker,
-                        usage,
-                    }
+                    Event::Usage { ticket, worker, usage }
                 }
                 2 => Event::Reported {
                     worker,
@@ -547,13 +511,7 @@ mod tests {
                     let is_kept = what % 2 == 1;
                     self.deciders.observe(
                         role,
-                        &Event::Finished {
-                            ticket,
-                            worker,
-                            is_kept,
-                            hashes,
-                            now_ms,
-                        },
+                        &Event::Finished { ticket, worker, is_kept, hashes, now_ms },
                     );
                     return;
                 }
@@ -564,20 +522,10 @@ mod tests {
         /// A worker announces its cache, exactly or not.
         fn announces(&mut self, text: &str, seed: u64) {
             let blocks = blocks(text);
-            let hold = blocks
-                .prompt()
-                .hashes
-                .iter()
-                .map(|hash| Change::Hold(*hash));
+            let hold = blocks.prompt().hashes.iter().map(|hash| Change::Hold(*hash));
             let changes: Vec<Change> = hold.collect();
-            let changed = News::Changed {
-                changes: &changes,
-                page_tokens: 16,
-                bytes: 64,
-            };
-            let serve = News::Serve {
-                is_exact: seed.is_multiple_of(2),
-            };
+            let changed = News::Changed { changes: &changes, page_tokens: 16, bytes: 64 };
+            let serve = News::Serve { is_exact: seed.is_multiple_of(2) };
             for news in [News::Begin, changed, serve] {
                 let worker = WorkerId(seed % 4);
                 let _: Result<(), NewsError> =
@@ -587,14 +535,8 @@ mod tests {
 
         fn comes_back(&mut self, worker: u64) {
             for role in Role::ALL {
-                self.deciders.observe(
-                    role,
-                    &Event::WorkerGone {
-                        worker: WorkerId(worker),
-                    },
-                );
-                self.deciders
-                    .added(role, WorkerId(worker), WorkerFacts::default(), "back");
+                self.deciders.observe(role, &Event::WorkerGone { worker: WorkerId(worker) });
+                self.deciders.added(role, WorkerId(worker), WorkerFacts::default(), "back");
             }
             self.deciders.evict(self.now_ms);
         }
@@ -661,33 +603,23 @@ mod tests {
         let (was, is) = (regular.recorded.hit_rate(), regular.again.hit_rate());
         assert!(is > was, "{was:?} {is:?}");
         let shown = report.to_string();
-        for part in [
-            "regular: round_robin recorded, cost again",
-            "other worker",
-            "first difference: line ",
-        ] {
+        for part in
+            ["regular: round_robin recorded, cost again", "other worker", "first difference: line "]
+        {
             assert!(shown.contains(part), "{part} not in {shown}");
         }
         // It reads no text, and the log holds none: blocks stand for it.
         let report = replayed(&lines, PolicyKind::RoundRobin, PolicyKind::CacheAware);
-        assert!(
-            report.roles["regular"].whys["prefix_hit"].1 > 20,
-            "{report}"
-        );
+        assert!(report.roles["regular"].whys["prefix_hit"].1 > 20, "{report}");
     }
 
     #[test]
     fn gaps_are_counted_and_old_lines_refused() {
         let lines = conversations();
-        let mut replay = Replay::new(
-            |_| PolicyKind::Cost,
-            |_| PolicyKind::Cost,
-            &PolicyParams::default(),
-        );
-        let parsed: Vec<Line> = lines
-            .iter()
-            .map(|l| serde_json::from_str(l).expect("a line"))
-            .collect();
+        let mut replay =
+            Replay::new(|_| PolicyKind::Cost, |_| PolicyKind::Cost, &PolicyParams::default());
+        let parsed: Vec<Line> =
+            lines.iter().map(|l| serde_json::from_str(l).expect("a line")).collect();
         assert!(replay.line(&parsed[0]) && replay.line(&parsed[5]));
         assert!(!replay.line(&parsed[3]));
         assert_eq!((replay.report().missing, replay.report().lines), (4, 2));

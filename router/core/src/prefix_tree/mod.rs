@@ -216,10 +216,7 @@ where
         let held =
             path.partition_point(|step| ready.iter().any(|worker| step.is_held_by(worker.id)));
         path.truncate(held);
-        path.pop().unwrap_or(PrefixMatch {
-            units: 0,
-            holders: &[],
-        })
+        path.pop().unwrap_or(PrefixMatch { units: 0, holders: &[] })
     }
 
     /// How many units of `path` each of `workers` holds, into `held`; `workers` are sorted. Returns how many somebody
@@ -380,9 +377,7 @@ where
     pub fn stats(&self) -> TreeStats {
         let tenants = self.tenants.iter();
         TreeStats {
-            tenants: tenants
-                .map(|(&worker, tenant)| (worker, tenant.units))
-                .collect(),
+            tenants: tenants.map(|(&worker, tenant)| (worker, tenant.units)).collect(),
             nodes: self.nodes.len() - self.free.len() - 1,
             label_bytes: self.label_bytes,
             bytes: self.bytes(),
@@ -469,11 +464,7 @@ where
     }
 
     fn oldest_leaf(&self, worker: WorkerId) -> Option<(u64, NodeId)> {
-        self.tenants
-            .get(&worker)?
-            .leaves
-            .first_key_value()
-            .map(|(&key, &leaf)| (key, leaf))
+        self.tenants.get(&worker)?.leaves.first_key_value().map(|(&key, &leaf)| (key, leaf))
     }
 
     /// `worker` forgets `leaf`, one of its leaves. The parent may become its leaf; nodes are freed and joined as due.
@@ -505,10 +496,7 @@ where
     /// Free a node without holders; it has no children then.
     fn unlink(&mut self, id: NodeId) {
         let node = self.take(id);
-        debug_assert!(
-            node.children.is_empty(),
-            "a child's holders hold its parent"
-        );
+        debug_assert!(node.children.is_empty(), "a child's holders hold its parent");
         self.label_bytes -= node.label.bytes();
         if let Some(first) = node.label.first() {
             let siblings = &mut self.nodes[node.parent as usize].children;
@@ -598,12 +586,8 @@ where
                     node.holders.reserve_exact((before / 2).max(1)); // most nodes have one holder
                 }
                 self.holder_slots += node.holders.capacity() - before;
-                let holder = Holder {
-                    worker,
-                    stamp: AtomicU64::new(stamp),
-                    queued: NOT_QUEUED,
-                    below: 0,
-                };
+                let holder =
+                    Holder { worker, stamp: AtomicU64::new(stamp), queued: NOT_QUEUED, below: 0 };
                 node.holders.insert(at, holder);
                 self.tenant_mut(worker).units += units;
                 if parent != ROOT {
@@ -621,10 +605,7 @@ where
         let stamp = holder.stamp();
         holder.queued = stamp;
         let before = self.tenant_mut(worker).leaves.insert(stamp, leaf);
-        debug_assert!(
-            before.is_none(),
-            "two ends of one worker with stamp {stamp}"
-        );
+        debug_assert!(before.is_none(), "two ends of one worker with stamp {stamp}");
     }
 
     fn dequeue(&mut self, leaf: NodeId, worker: WorkerId) {
@@ -671,22 +652,14 @@ where
     }
 
     fn tenant_mut(&mut self, worker: WorkerId) -> &mut Tenant {
-        self.tenants
-            .get_mut(&worker)
-            .expect("holders are tenants until the last node is released")
+        self.tenants.get_mut(&worker).expect("holders are tenants until the last node is released")
     }
 }
 
 impl<S: Segment + ?Sized> Node<S> {
     /// Without children and holders.
     fn new(label: Box<S>, parent: NodeId) -> Self {
-        Self {
-            units: label.units(),
-            label,
-            parent,
-            children: BTreeMap::new(),
-            holders: Vec::new(),
-        }
+        Self { units: label.units(), label, parent, children: BTreeMap::new(), holders: Vec::new() }
     }
 
     fn child_for(&self, rest: &S) -> Option<NodeId> {

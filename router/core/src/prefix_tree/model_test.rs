@@ -106,11 +106,7 @@ impl Model {
             held.push((prefix.to_owned(), self.stamp));
         }
         while held.len() > self.limit {
-            let oldest = held
-                .iter()
-                .map(|(_, stamp)| *stamp)
-                .min()
-                .expect("not empty");
+            let oldest = held.iter().map(|(_, stamp)| *stamp).min().expect("not empty");
             let longest = held
                 .iter()
                 .filter(|(_, stamp)| *stamp == oldest)
@@ -133,10 +129,7 @@ impl Model {
     fn held_by(&self, worker: u64, text: &str) -> usize {
         let held = self.held.get(&worker).into_iter().flatten();
         let of_text = held.filter(|(prefix, _)| text.starts_with(prefix.as_str()));
-        of_text
-            .map(|(prefix, _)| prefix.chars().count())
-            .max()
-            .unwrap_or(0)
+        of_text.map(|(prefix, _)| prefix.chars().count()).max().unwrap_or(0)
     }
 
     fn longest_match(&self, text: &str, ready: &[u64]) -> (usize, Vec<u64>) {
@@ -158,18 +151,11 @@ impl Model {
 
 /// Non-empty prefixes, shortest first.
 fn prefixes(text: &str) -> impl Iterator<Item = &str> {
-    text.char_indices()
-        .map(|(at, c)| &text[..at + c.len_utf8()])
+    text.char_indices().map(|(at, c)| &text[..at + c.len_utf8()])
 }
 
 fn views(ids: &[u64]) -> Vec<WorkerView> {
-    ids.iter()
-        .map(|&id| WorkerView {
-            id: WorkerId(id),
-            load: 0,
-            host: 0,
-        })
-        .collect()
+    ids.iter().map(|&id| WorkerView { id: WorkerId(id), load: 0, host: 0 }).collect()
 }
 
 /// What the tree says a worker holds: every prefix, character by character.
@@ -185,9 +171,7 @@ where
             if position(&node.holders, WorkerId(worker)).is_ok() {
                 let whole = format!("{above}{}", node.label.read());
                 found.extend(
-                    prefixes(&whole)
-                        .filter(|prefix| prefix.len() > above.len())
-                        .map(str::to_owned),
+                    prefixes(&whole).filter(|prefix| prefix.len() > above.len()).map(str::to_owned),
                 );
                 todo.push((child, whole));
             }
@@ -233,10 +217,7 @@ where
             assert!(holder.queued <= holder.stamp());
             *units.entry(holder.worker).or_default() += node.units;
             if below == 0 {
-                leaves
-                    .entry(holder.worker)
-                    .or_default()
-                    .insert(holder.queued, id);
+                leaves.entry(holder.worker).or_default().insert(holder.queued, id);
             }
             if node.parent != ROOT {
                 let above = &tree.node(node.parent).holders;
@@ -245,15 +226,8 @@ where
             }
         }
     }
-    assert_eq!(
-        seen,
-        tree.nodes.len() - tree.free.len(),
-        "every slot is reachable or free"
-    );
-    assert_eq!(
-        (label_bytes, slots, inner),
-        (tree.label_bytes, tree.holder_slots, tree.inner)
-    );
+    assert_eq!(seen, tree.nodes.len() - tree.free.len(), "every slot is reachable or free");
+    assert_eq!((label_bytes, slots, inner), (tree.label_bytes, tree.holder_slots, tree.inner));
     for (worker, tenant) in &tree.tenants {
         assert_eq!(tenant.units, units.remove(worker).unwrap_or(0));
         assert!(tenant.units <= tenant.limit);
@@ -281,11 +255,7 @@ where
             }
             model.send(*worker, text);
         }
-        Op::SendAndRetract {
-            worker,
-            text,
-            between,
-        } => {
+        Op::SendAndRetract { worker, text, between } => {
             let (path, keep) = (S::spell(text), model.held_by(*worker, text));
             let stamp = tree.insert(WorkerId(*worker), &path);
             model.send(*worker, text);
@@ -330,10 +300,7 @@ where
     Box<S>: Default,
 {
     let mut tree = PrefixTree::<S>::new(usize::MAX);
-    let mut model = Model {
-        limit,
-        ..Model::default()
-    };
+    let mut model = Model { limit, ..Model::default() };
     for worker in 0..WORKERS - 1 {
         step(&mut tree, &mut model, &Op::Add(worker)); // the last one comes later or never
     }
@@ -351,15 +318,7 @@ where
         step(&mut tree, &mut model, &Op::Retire { worker, batch: 2 });
     }
     let left = tree.stats();
-    assert_eq!(
-        (
-            left.nodes,
-            left.label_bytes,
-            left.tenants.len(),
-            tree.holder_slots
-        ),
-        (0, 0, 0, 0)
-    );
+    assert_eq!((left.nodes, left.label_bytes, left.tenants.len(), tree.holder_slots), (0, 0, 0, 0));
 }
 
 proptest! {
@@ -422,10 +381,7 @@ fn oldest_text_is_forgotten_first_from_its_end() {
     assert!(tree.touch(WorkerId(0), "aaaa"));
     tree.insert(WorkerId(0), "dddddd");
     let matched = |text| tree.longest_match(text, &views(&[0])).units;
-    assert_eq!(
-        ["aaaa", "bbbb", "cccc", "dddddd"].map(matched),
-        [4, 0, 2, 6]
-    );
+    assert_eq!(["aaaa", "bbbb", "cccc", "dddddd"].map(matched), [4, 0, 2, 6]);
     assert_eq!(tree.stats().evicted_units_total, 6);
 }
 
@@ -440,11 +396,7 @@ fn text_above_the_limit_keeps_its_start() {
 #[test]
 fn split_is_undone_when_the_branch_is_gone() {
     let mut tree = tree_of(1000, 2);
-    for text in [
-        "system prompt, question one",
-        "system prompt, answer",
-        "system",
-    ] {
+    for text in ["system prompt, question one", "system prompt, answer", "system"] {
         tree.insert(WorkerId(1), text);
     }
     tree.insert(WorkerId(0), "system prompt, question one");
@@ -468,13 +420,7 @@ fn depth_costs_no_stack() {
     for end in (1..=depth).rev() {
         tree.insert(WorkerId(0), &text[..end]); // every prefix once: a chain of one-character nodes
     }
-    assert_eq!(
-        (
-            tree.stats().nodes,
-            tree.longest_match(&text, &views(&[0])).units
-        ),
-        (depth, depth)
-    );
+    assert_eq!((tree.stats().nodes, tree.longest_match(&text, &views(&[0])).units), (depth, depth));
     while tree.retire(WorkerId(0), 100) {}
     assert_eq!(tree.stats().nodes, 0);
 }

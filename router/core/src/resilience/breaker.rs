@@ -32,12 +32,7 @@ pub struct BreakerConfig {
 
 impl Default for BreakerConfig {
     fn default() -> Self {
-        Self {
-            failure_threshold: 10,
-            success_threshold: 3,
-            timeout_ms: 60_000,
-            window_ms: 120_000,
-        }
+        Self { failure_threshold: 10, success_threshold: 3, timeout_ms: 60_000, window_ms: 120_000 }
     }
 }
 
@@ -101,12 +96,7 @@ pub struct CircuitBreaker {
 impl CircuitBreaker {
     /// A closed breaker.
     pub fn new(config: BreakerConfig) -> Self {
-        Self {
-            config,
-            state: State::Closed {
-                failures_ms: VecDeque::new(),
-            },
-        }
+        Self { config, state: State::Closed { failures_ms: VecDeque::new() } }
     }
 
     pub fn state(&self, now_ms: u64) -> BreakerState {
@@ -136,16 +126,9 @@ impl CircuitBreaker {
     pub fn on_sent(&mut self, now_ms: u64) {
         if self.state(now_ms) == BreakerState::HalfOpen {
             let trials = self.trials_in_flight(now_ms) + 1;
-            let successes = if let State::HalfOpen { successes, .. } = self.state {
-                successes
-            } else {
-                0
-            };
-            self.state = State::HalfOpen {
-                successes,
-                trials,
-                last_trial_ms: now_ms,
-            };
+            let successes =
+                if let State::HalfOpen { successes, .. } = self.state { successes } else { 0 };
+            self.state = State::HalfOpen { successes, trials, last_trial_ms: now_ms };
         }
     }
 
@@ -167,17 +150,13 @@ impl CircuitBreaker {
             },
             // Sent before it opened: too late to prove anything.
             State::Open { .. } => {}
-            State::HalfOpen {
-                successes, trials, ..
-            } => {
+            State::HalfOpen { successes, trials, .. } => {
                 *trials = trials.saturating_sub(1);
                 match outcome {
                     Outcome::Success => {
                         *successes += 1;
                         if *successes >= self.config.success_threshold {
-                            self.state = State::Closed {
-                                failures_ms: VecDeque::new(),
-                            };
+                            self.state = State::Closed { failures_ms: VecDeque::new() };
                         }
                     }
                     Outcome::Failure => self.state = State::Open { since_ms: now_ms },
@@ -193,11 +172,11 @@ impl CircuitBreaker {
     /// reports cannot keep the worker out for ever.
     fn trials_in_flight(&self, now_ms: u64) -> u32 {
         match self.state {
-            State::HalfOpen {
-                trials,
-                last_trial_ms,
-                ..
-            } if now_ms.saturating_sub(last_trial_ms) < self.config.timeout_ms => trials,
+            State::HalfOpen { trials, last_trial_ms, .. }
+                if now_ms.saturating_sub(last_trial_ms) < self.config.timeout_ms =>
+            {
+                trials
+            }
             _ => 0,
         }
     }
@@ -227,21 +206,14 @@ mod tests {
             let before = breaker.state(now_ms);
             let change = breaker.on_result(outcome, now_ms);
             after.push(breaker.state(now_ms));
-            assert_eq!(
-                change,
-                (before != breaker.state(now_ms)).then(|| breaker.state(now_ms))
-            );
+            assert_eq!(change, (before != breaker.state(now_ms)).then(|| breaker.state(now_ms)));
         }
         after
     }
 
     #[test]
     fn transitions() {
-        type Case = (
-            &'static str,
-            &'static [(u64, Outcome)],
-            &'static [BreakerState],
-        );
+        type Case = (&'static str, &'static [(u64, Outcome)], &'static [BreakerState]);
         let cases: [Case; 9] = [
             (
                 "opens at the threshold",
@@ -250,34 +222,17 @@ mod tests {
             ),
             (
                 "a success in between starts over",
-                &[
-                    (1, Failure),
-                    (2, Failure),
-                    (3, Success),
-                    (4, Failure),
-                    (5, Failure),
-                ],
+                &[(1, Failure), (2, Failure), (3, Success), (4, Failure), (5, Failure)],
                 &[Closed; 5],
             ),
             (
                 "an unknown end neither counts nor starts over",
-                &[
-                    (1, Failure),
-                    (2, Unknown),
-                    (3, Failure),
-                    (4, Unknown),
-                    (5, Failure),
-                ],
+                &[(1, Failure), (2, Unknown), (3, Failure), (4, Unknown), (5, Failure)],
                 &[Closed, Closed, Closed, Closed, Open],
             ),
             (
                 "failures older than the window do not count",
-                &[
-                    (1, Failure),
-                    (1_000, Failure),
-                    (1_002, Failure),
-                    (1_003, Failure),
-                ],
+                &[(1, Failure), (1_000, Failure), (1_002, Failure), (1_003, Failure)],
                 &[Closed, Closed, Closed, Open],
             ),
             (
@@ -294,13 +249,7 @@ mod tests {
             ),
             (
                 "successes after the timeout close it",
-                &[
-                    (1, Failure),
-                    (1, Failure),
-                    (1, Failure),
-                    (101, Success),
-                    (102, Success),
-                ],
+                &[(1, Failure), (1, Failure), (1, Failure), (101, Success), (102, Success)],
                 &[Closed, Closed, Open, HalfOpen, Closed],
             ),
             (
@@ -351,24 +300,15 @@ mod tests {
         let mut breaker = CircuitBreaker::new(BreakerConfig::default());
         let states = run(&mut breaker, &[(0, Failure); 10]);
         assert_eq!(states.iter().filter(|&&state| state == Open).count(), 1);
-        assert_eq!(
-            [59_999, 60_000].map(|now_ms| breaker.state(now_ms)),
-            [Open, HalfOpen]
-        );
-        assert_eq!(
-            run(&mut breaker, &[(60_000, Success); 3]),
-            [HalfOpen, HalfOpen, Closed]
-        );
+        assert_eq!([59_999, 60_000].map(|now_ms| breaker.state(now_ms)), [Open, HalfOpen]);
+        assert_eq!(run(&mut breaker, &[(60_000, Success); 3]), [HalfOpen, HalfOpen, Closed]);
     }
 
     #[test]
     fn half_open_lets_few_through_at_a_time() {
         let mut breaker = small();
         run(&mut breaker, &[(1, Failure); 3]);
-        assert_eq!(
-            [1, 100, 101].map(|now_ms| breaker.allows(now_ms)),
-            [false, false, true]
-        );
+        assert_eq!([1, 100, 101].map(|now_ms| breaker.allows(now_ms)), [false, false, true]);
         breaker.on_sent(101);
         assert!(breaker.allows(101));
         breaker.on_sent(102);
@@ -383,10 +323,7 @@ mod tests {
         run(&mut breaker, &[(1, Failure); 3]);
         breaker.on_sent(101);
         breaker.on_sent(101);
-        assert_eq!(
-            [101, 200, 201].map(|now_ms| breaker.allows(now_ms)),
-            [false, false, true]
-        );
+        assert_eq!([101, 200, 201].map(|now_ms| breaker.allows(now_ms)), [false, false, true]);
     }
 
     #[test]
@@ -398,9 +335,6 @@ mod tests {
             window_ms: 0,
         };
         let mut breaker = CircuitBreaker::new(config);
-        assert_eq!(
-            run(&mut breaker, &[(1, Failure), (11, Success)]),
-            [Open, Closed]
-        );
+        assert_eq!(run(&mut breaker, &[(1, Failure), (11, Success)]), [Open, Closed]);
     }
 }

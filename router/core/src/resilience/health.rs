@@ -12,10 +12,7 @@ pub struct HealthConfig {
 
 impl Default for HealthConfig {
     fn default() -> Self {
-        Self {
-            failure_threshold: 3,
-            success_threshold: 2,
-        }
+        Self { failure_threshold: 3, success_threshold: 2 }
     }
 }
 
@@ -37,11 +34,7 @@ pub struct HealthCounter {
 
 impl HealthCounter {
     pub fn new(config: HealthConfig, is_healthy: bool) -> Self {
-        Self {
-            config,
-            is_healthy,
-            against: 0,
-        }
+        Self { config, is_healthy, against: 0 }
     }
 
     pub fn is_healthy(&self) -> bool {
@@ -55,21 +48,14 @@ impl HealthCounter {
             return None;
         }
         self.against += 1;
-        let needed = if probe_ok {
-            self.config.success_threshold
-        } else {
-            self.config.failure_threshold
-        };
+        let needed =
+            if probe_ok { self.config.success_threshold } else { self.config.failure_threshold };
         if self.against < needed {
             return None;
         }
         self.against = 0;
         self.is_healthy = probe_ok;
-        Some(if probe_ok {
-            HealthChange::BecameHealthy
-        } else {
-            HealthChange::BecameUnhealthy
-        })
+        Some(if probe_ok { HealthChange::BecameHealthy } else { HealthChange::BecameUnhealthy })
     }
 }
 
@@ -107,10 +93,8 @@ mod tests {
     #[test]
     fn threshold_of_one_or_zero_turns_at_once() {
         for threshold in [0, 1] {
-            let config = HealthConfig {
-                failure_threshold: threshold,
-                success_threshold: threshold,
-            };
+            let config =
+                HealthConfig { failure_threshold: threshold, success_threshold: threshold };
             let mut counter = HealthCounter::new(config, true);
             assert_eq!(counter.record(false), Some(HealthChange::BecameUnhealthy));
             assert!(!counter.is_healthy());

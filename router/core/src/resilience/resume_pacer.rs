@@ -20,11 +20,7 @@ pub struct ResumePacer<W> {
 
 impl<W> Default for ResumePacer<W> {
     fn default() -> Self {
-        Self {
-            running: 0,
-            waiting: VecDeque::new(),
-            next: 0,
-        }
+        Self { running: 0, waiting: VecDeque::new(), next: 0 }
     }
 }
 
@@ -57,10 +53,7 @@ impl<W> ResumePacer<W> {
         let free = limit.max(1).saturating_sub(self.running);
         let count = free.min(self.waiting.len());
         self.running += count;
-        self.waiting
-            .drain(..count)
-            .map(|(_, waker)| waker)
-            .collect()
+        self.waiting.drain(..count).map(|(_, waker)| waker).collect()
     }
 }
 

@@ -66,18 +66,11 @@ impl RetryConfig {
 
     /// How long to wait after `attempts` (1 = only the first) failed, never above `max_backoff_ms`.
     pub fn backoff_ms(&self, attempts: u32, rng: &mut dyn RngCore) -> u64 {
-        let growth = self
-            .multiplier
-            .max(1.0)
-            .powf(f64::from(attempts.saturating_sub(1)));
+        let growth = self.multiplier.max(1.0).powf(f64::from(attempts.saturating_sub(1)));
         let cap_ms = self.max_backoff_ms as f64;
         let base_ms = (self.initial_backoff_ms as f64 * growth).min(cap_ms);
         let jitter = self.jitter.clamp(0.0, 1.0);
-        let factor = if jitter > 0.0 {
-            rng.random_range(1.0 - jitter..=1.0 + jitter)
-        } else {
-            1.0
-        };
+        let factor = if jitter > 0.0 { rng.random_range(1.0 - jitter..=1.0 + jitter) } else { 1.0 };
         (base_ms * factor).min(cap_ms).round() as u64
     }
 }
@@ -185,11 +178,7 @@ pub struct BudgetConfig {
 
 impl Default for BudgetConfig {
     fn default() -> Self {
-        Self {
-            ratio: 0.1,
-            floor: 64,
-            window_ms: 30_000,
-        }
+        Self { ratio: 0.1, floor: 64, window_ms: 30_000 }
     }
 }
 
@@ -208,11 +197,7 @@ pub struct RetryBudget {
 
 impl RetryBudget {
     pub fn new(config: BudgetConfig) -> Self {
-        Self {
-            config,
-            slices: [(0, 0); SLICES],
-            newest: 0,
-        }
+        Self { config, slices: [(0, 0); SLICES], newest: 0 }
     }
 
     /// A request came in.
@@ -260,26 +245,17 @@ mod tests {
 
     #[test]
     fn waits_grow_by_half_up_to_the_cap() {
-        let config = RetryConfig {
-            jitter: 0.0,
-            ..RetryConfig::default()
-        };
+        let config = RetryConfig { jitter: 0.0, ..RetryConfig::default() };
         let wait_ms = |attempts| config.backoff_ms(attempts, &mut StdRng::seed_from_u64(1));
         assert_eq!([1, 2, 3, 4, 5].map(wait_ms), [50, 75, 113, 169, 253]);
-        assert_eq!(
-            [16, 17, 1_000, u32::MAX].map(wait_ms),
-            [21_895, 30_000, 30_000, 30_000]
-        );
+        assert_eq!([16, 17, 1_000, u32::MAX].map(wait_ms), [21_895, 30_000, 30_000, 30_000]);
     }
 
     #[test]
     fn jitter_spreads_waits_over_its_whole_range_and_no_further() {
         let (config, mut rng) = (RetryConfig::default(), StdRng::seed_from_u64(1));
         let waits: Vec<u64> = (0..2_000).map(|_| config.backoff_ms(1, &mut rng)).collect();
-        assert_eq!(
-            (waits.iter().min(), waits.iter().max()),
-            (Some(&40), Some(&60))
-        );
+        assert_eq!((waits.iter().min(), waits.iter().max()), (Some(&40), Some(&60)));
         let capped = (0..2_000).map(|_| config.backoff_ms(100, &mut rng)).max();
         assert_eq!(capped, Some(30_000));
     }
@@ -295,11 +271,9 @@ mod tests {
 
     #[test]
     fn only_the_loss_of_a_worker_that_had_the_request_for_long_counts_less() {
-        for (held_ms, lost_worker, counts) in [
-            (HELD_MS, true, 1),
-            (HELD_MS - 1, true, 4),
-            (HELD_MS, false, 4),
-        ] {
+        for (held_ms, lost_worker, counts) in
+            [(HELD_MS, true, 1), (HELD_MS - 1, true, 4), (HELD_MS, false, 4)]
+        {
             let mut failed = FailedAttempts::default();
             (0..4).for_each(|_| failed.add(held_ms, lost_worker));
             assert_eq!(failed.count(), counts, "{held_ms} {lost_worker}");
@@ -309,14 +283,10 @@ mod tests {
     #[test]
     fn every_code_of_the_protocol_has_a_class() {
         let page = include_str!("../../../../docs/protocol.md");
-        let (_, errors) = page
-            .split_once("\n## 5. Errors")
-            .expect("the page has the section");
+        let (_, errors) = page.split_once("\n## 5. Errors").expect("the page has the section");
         let (table, _) = errors.split_once("\n## ").expect("it is not the last");
-        let codes: Vec<_> = table
-            .lines()
-            .filter_map(|row| row.strip_prefix("| `")?.split_once("` | "))
-            .collect();
+        let codes: Vec<_> =
+            table.lines().filter_map(|row| row.strip_prefix("| `")?.split_once("` | ")).collect();
         assert!(codes.len() > 30, "the table has moved");
         for (code, rest) in codes {
             let (known, class) =
@@ -339,9 +309,8 @@ mod tests {
             (RetryClass::Overloaded, vec![429]),
             (RetryClass::Leaving, vec![]),
         ] {
-            let of_class: Vec<u16> = (100..600)
-                .filter(|&status| RetryClass::of_status(status) == class)
-                .collect();
+            let of_class: Vec<u16> =
+                (100..600).filter(|&status| RetryClass::of_status(status) == class).collect();
             assert_eq!(of_class, expected, "{class:?}");
         }
     }
@@ -378,11 +347,7 @@ mod tests {
 
     #[test]
     fn a_budget_used_up_comes_back_when_the_window_has_passed() {
-        let mut budget = RetryBudget::new(BudgetConfig {
-            ratio: 0.1,
-            floor: 2,
-            window_ms: 1_600,
-        });
+        let mut budget = RetryBudget::new(BudgetConfig { ratio: 0.1, floor: 2, window_ms: 1_600 });
         (0..10).for_each(|_| budget.on_request(1_000));
         let granted =
             |budget: &mut RetryBudget, now_ms| (0..10).filter(|_| budget.try_retry(now_ms)).count();

@@ -94,10 +94,7 @@ impl WorkerPenalty {
     pub fn share(&self, now_ms: u64) -> DenialShare {
         let age_ms = now_ms.saturating_sub(self.share_at_ms) as f64;
         let keep = (-age_ms / MEMORY_MS).exp();
-        DenialShare {
-            denied: self.share.denied * keep,
-            answered: self.share.answered * keep,
-        }
+        DenialShare { denied: self.share.denied * keep, answered: self.share.answered * keep }
     }
 
     fn count(&mut self, denied: f64, now_ms: u64) {
@@ -174,10 +171,7 @@ mod tests {
             penalty.overloaded(Some(asked_ms), 5_000);
             penalty.left_ms(5_000)
         };
-        assert_eq!(
-            [0, 7_000, u64::MAX].map(left_ms),
-            [0, 7_000, MAX_PENALTY_MS]
-        );
+        assert_eq!([0, 7_000, u64::MAX].map(left_ms), [0, 7_000, MAX_PENALTY_MS]);
     }
 
     #[test]
@@ -254,11 +248,8 @@ mod tests {
                 (*view, objection)
             });
             let ready = least_objection(judged);
-            let request = RequestView {
-                text: "all say the same",
-                now_ms,
-                ..RequestView::default()
-            };
+            let request =
+                RequestView { text: "all say the same", now_ms, ..RequestView::default() };
             let choice = policy.choose(&request, &ready, &mut rng);
             let worker = choice.expect("a candidate").worker;
             let ticket = Ticket(turn);

@@ -29,9 +29,7 @@ impl WorkerUrl {
             return Err(bad("has a path"));
         }
         if authority.contains('@') {
-            return Err(bad(
-                "has an '@'; ranks are found by --dp-aware, never given",
-            ));
+            return Err(bad("has an '@'; ranks are found by --dp-aware, never given"));
         }
         let authority: http::uri::Authority =
             authority.parse().map_err(|_| bad("has no valid host"))?;
@@ -111,12 +109,7 @@ impl WorkerSpec {
                 }
             },
         };
-        Ok(Self {
-            url: WorkerUrl::parse(url)?,
-            role,
-            bootstrap,
-            topology: None,
-        })
+        Ok(Self { url: WorkerUrl::parse(url)?, role, bootstrap, topology: None })
     }
 
     pub fn in_topology(self, topology: Option<String>) -> Self {
@@ -147,16 +140,9 @@ mod tests {
 
     #[test]
     fn paths_ranks_and_nonsense_are_refused() {
-        for given in [
-            "ftp://a",
-            "http://a:1/v1",
-            "http://a:1@3",
-            "",
-            "http://",
-            "a:0",
-            "a:99999",
-            "a b",
-        ] {
+        for given in
+            ["ftp://a", "http://a:1/v1", "http://a:1@3", "", "http://", "a:0", "a:99999", "a b"]
+        {
             assert!(WorkerUrl::parse(given).is_err(), "{given:?} was accepted");
         }
     }

@@ -6,12 +6,7 @@ fn codes_are_read_from_the_nested_object_only() {
         code_of(br#"{"error":{"message":"m","code":"queue_full"}}"#).as_deref(),
         Some("queue_full")
     );
-    for body in [
-        &b"oops"[..],
-        b"{}",
-        br#"{"error":"x"}"#,
-        br#"{"error":{"code":500}}"#,
-    ] {
+    for body in [&b"oops"[..], b"{}", br#"{"error":"x"}"#, br#"{"error":{"code":500}}"#] {
         assert_eq!(code_of(body), None);
     }
 }
@@ -33,10 +28,7 @@ fn retry_after_is_read_in_seconds_and_as_a_date() {
 #[test]
 fn error_events_are_recognised_at_the_front() {
     let event = b"data: {\"error\":{\"code\":\"draining\"}}\n\ndata: [DONE]\n\n";
-    assert_eq!(
-        code_of(error_event(event).unwrap()).as_deref(),
-        Some("draining")
-    );
+    assert_eq!(code_of(error_event(event).unwrap()).as_deref(), Some("draining"));
     assert!(error_event(b"event: error\ndata: {\"error\": {}}\n\n").is_some());
     assert!(error_event(b"data: {\"choices\":[\"error\"]}\n\n").is_none());
     assert!(error_event(b": keep-alive\n\n").is_none());
@@ -45,11 +37,9 @@ fn error_events_are_recognised_at_the_front() {
 #[test]
 fn error_behind_other_events_is_found_however_the_stream_is_cut() {
     let error = "data: {\"error\":{\"code\":\"draining\"}}\n\ndata: [DONE]\n\n";
-    for before in [
-        "",
-        "data: {\"choices\":[]}\n\n",
-        ": keep-alive\n\ndata: {\"a\":1}\r\n\r\n: x\n\n",
-    ] {
+    for before in
+        ["", "data: {\"choices\":[]}\n\n", ": keep-alive\n\ndata: {\"a\":1}\r\n\r\n: x\n\n"]
+    {
         for error in [error.to_owned(), format!("event: error\n{error}")] {
             let text = format!("{before}{error}");
             for cut in 0..text.len() {
@@ -75,13 +65,9 @@ fn error_behind_other_events_is_found_however_the_stream_is_cut() {
 #[test]
 fn start_of_a_stream_is_told_however_it_is_cut() {
     let error = "data: {\"error\":{\"code\":\"draining\"}}\n\n";
-    for (before, event) in [
-        ("", error.to_owned()),
-        (
-            ": keep-alive\n\n: x\r\n\r\n",
-            format!("event: error\n{error}"),
-        ),
-    ] {
+    for (before, event) in
+        [("", error.to_owned()), (": keep-alive\n\n: x\r\n\r\n", format!("event: error\n{error}"))]
+    {
         let text = format!("{before}{event}");
         for cut in 1..text.len() - 1 {
             let expected = match cut > before.len() {
@@ -93,12 +79,7 @@ fn start_of_a_stream_is_told_however_it_is_cut() {
         let whole = stream_start(text.as_bytes());
         assert_eq!(whole, StreamStart::Error(before.len()));
     }
-    for answer in [
-        "data: {\"choices\":[",
-        "data: {}\n\n",
-        "id: 1\n",
-        "event: x\n",
-    ] {
+    for answer in ["data: {\"choices\":[", "data: {}\n\n", "id: 1\n", "event: x\n"] {
         assert_eq!(stream_start(answer.as_bytes()), StreamStart::Answer);
     }
 }

@@ -43,11 +43,7 @@ pub struct Event {
 
 impl Event {
     pub fn new(at: u64, name: &'static str) -> Self {
-        Self {
-            at,
-            name: name.into(),
-            attributes: Vec::new(),
-        }
+        Self { at, name: name.into(), attributes: Vec::new() }
     }
 }
 
@@ -67,10 +63,8 @@ pub enum Value {
 /// One request for all these spans.
 pub fn encode(service: &Service, spans: &[Span]) -> Vec<u8> {
     let mut resource = Message::default();
-    let own = [
-        ("service.name", service.name.as_str()),
-        ("service.version", env!("CARGO_PKG_VERSION")),
-    ];
+    let own =
+        [("service.name", service.name.as_str()), ("service.version", env!("CARGO_PKG_VERSION"))];
     let more = service.attributes.iter();
     let more = more.map(|(key, value)| (key.as_str(), value.as_str()));
     for (key, value) in own.into_iter().chain(more) {
@@ -200,11 +194,7 @@ mod tests {
             }],
             error: Some("reset".into()),
         };
-        let hex: String = message(&span)
-            .0
-            .iter()
-            .map(|b| format!("{b:02x}"))
-            .collect();
+        let hex: String = message(&span).0.iter().map(|b| format!("{b:02x}")).collect();
         assert_eq!(hex, include_str!("span.hex").trim());
     }
 }

@@ -78,12 +78,7 @@ impl std::str::FromStr for Endpoint {
             (Protocol::Http, "" | "/") => "/v1/traces",
             (Protocol::Http, path) => path,
         };
-        Ok(Self {
-            protocol,
-            host: host.to_owned(),
-            port,
-            path: path.to_owned(),
-        })
+        Ok(Self { protocol, host: host.to_owned(), port, path: path.to_owned() })
     }
 }
 
@@ -186,12 +181,7 @@ async fn send_all(
 
 /// One batch over a connection of its own: there is one a second at most.
 async fn send(endpoint: &Endpoint, message: Vec<u8>) -> Result<(), String> {
-    let Endpoint {
-        protocol,
-        host,
-        port,
-        path,
-    } = endpoint;
+    let Endpoint { protocol, host, port, path } = endpoint;
     let stream = TcpStream::connect((host.as_str(), *port)).await;
     let io = TokioIo::new(stream.map_err(|err| err.to_string())?);
     match protocol {
@@ -201,9 +191,8 @@ async fn send(endpoint: &Endpoint, message: Vec<u8>) -> Result<(), String> {
                 .header(header::CONTENT_TYPE, "application/x-protobuf")
                 .body(Full::new(Bytes::from(message)))
                 .map_err(|err| err.to_string())?;
-            let (mut sender, connection) = hyper::client::conn::http1::handshake(io)
-                .await
-                .map_err(|err| err.to_string())?;
+            let (mut sender, connection) =
+                hyper::client::conn::http1::handshake(io).await.map_err(|err| err.to_string())?;
             let _connection = Driven(tokio::spawn(connection).abort_handle());
             answered(sender.send_request(request).await, *protocol).await
         }
@@ -257,10 +246,7 @@ async fn answered(
             Some(b"0") => {}
             status => {
                 let status = status.map(String::from_utf8_lossy);
-                return Err(format!(
-                    "gRPC status {}",
-                    status.unwrap_or("missing".into())
-                ));
+                return Err(format!("gRPC status {}", status.unwrap_or("missing".into())));
             }
         }
     }

@@ -59,10 +59,7 @@ impl TextCache {
         }
         self.clock += 1;
         let key: Arc<str> = Arc::from(text);
-        let entry = Entry {
-            ids: ids.clone(),
-            used: self.clock,
-        };
+        let entry = Entry { ids: ids.clone(), used: self.clock };
         self.order.insert(self.clock, key.clone());
         self.entries.insert(key, entry);
         self.bytes += bytes;

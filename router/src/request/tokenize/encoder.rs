@@ -54,9 +54,7 @@ impl Encoder {
     pub fn new(json: &[u8], config: &TokensConfig, lookups: IntCounterVec) -> Result<Self, String> {
         let json = std::str::from_utf8(json).map_err(|err| err.to_string())?;
         // (Its `from_bytes` is generic, and would be compiled in this crate a second time.)
-        let mut hf: Tokenizer = json
-            .parse()
-            .map_err(|err: tokenizers::Error| err.to_string())?;
+        let mut hf: Tokenizer = json.parse().map_err(|err: tokenizers::Error| err.to_string())?;
         // A checkpoint may come with them switched on; the prompt is the whole text and only it.
         hf.with_truncation(None).map_err(|err| err.to_string())?;
         hf.with_padding(None);
@@ -75,10 +73,7 @@ impl Encoder {
         let shrinks = hf.get_normalizer().map_or(1, |_| NORMALIZER_SHRINKS);
         let segments = cuts.map(|cuts| {
             let cache = TextCache::new(config.tokenizer_cache_l1_max_memory, MAX_SEGMENTS);
-            Segments {
-                cuts,
-                cache: Mutex::new(cache),
-            }
+            Segments { cuts, cache: Mutex::new(cache) }
         });
         Ok(Self {
             hf,
@@ -174,10 +169,7 @@ impl Cuts {
             .build(raw.iter().map(|token| &token.content))
             .map_err(|err| err.to_string())?;
         let is_plain = raw.iter().map(|token| !token.rstrip && !token.single_word);
-        Ok(Some(Self {
-            tokens,
-            is_plain: is_plain.collect(),
-        }))
+        Ok(Some(Self { tokens, is_plain: is_plain.collect() }))
     }
 
     /// Ends of the segments of at least [`MIN_SEGMENT`] bytes; what is behind the last is no segment.

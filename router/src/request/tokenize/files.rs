@@ -13,15 +13,8 @@ use sha2::{Digest, Sha256};
 use crate::config::Tokens as TokensConfig;
 
 /// Names of the special tokens that templates read as variables.
-const SPECIAL_TOKENS: [&str; 7] = [
-    "bos_token",
-    "eos_token",
-    "unk_token",
-    "sep_token",
-    "pad_token",
-    "cls_token",
-    "mask_token",
-];
+const SPECIAL_TOKENS: [&str; 7] =
+    ["bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"];
 
 #[derive(Debug)]
 pub struct TokenizerFiles {
@@ -122,9 +115,7 @@ fn chat_template(
     let jinja = dir.join("chat_template.jinja");
     if jinja.is_file() {
         let text = std::fs::read_to_string(&jinja);
-        return text
-            .map(Some)
-            .map_err(|err| format!("{}: {err}", jinja.display()));
+        return text.map(Some).map_err(|err| format!("{}: {err}", jinja.display()));
     }
     let own = read_object(&dir.join("chat_template.json"))?;
     let value = own.get("chat_template").or(settings.get("chat_template"));

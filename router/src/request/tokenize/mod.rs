@@ -72,11 +72,7 @@ impl PromptIds {
 
     /// `,"input_ids":[…]`: one list, or a list of lists where the body holds a list of prompts.
     pub fn member(&self) -> Bytes {
-        let len = self
-            .prompts
-            .iter()
-            .map(|ids| 2 + 7 * ids.len())
-            .sum::<usize>();
+        let len = self.prompts.iter().map(|ids| 2 + 7 * ids.len()).sum::<usize>();
         let mut out = String::with_capacity(len + 16);
         out += ",\"input_ids\":";
         if self.is_list {
@@ -205,25 +201,17 @@ impl Tokens {
             }
         }
         let encode = |text: &String| {
-            self.encoder
-                .encode(text, given.add_special_tokens)
-                .map_err(|err| {
-                    tracing::debug!(err, "the tokenizer fails on a prompt");
-                    Fallback::Failed
-                })
+            self.encoder.encode(text, given.add_special_tokens).map_err(|err| {
+                tracing::debug!(err, "the tokenizer fails on a prompt");
+                Fallback::Failed
+            })
         };
         let prompts = given.texts.iter().map(encode).collect::<Result<_, _>>()?;
         for (cache, bytes) in ["l0", "l1"].into_iter().zip(self.encoder.cache_bytes()) {
-            let gauge = self
-                .metrics
-                .tokenizer_cache_bytes
-                .with_label_values(&[cache]);
+            let gauge = self.metrics.tokenizer_cache_bytes.with_label_values(&[cache]);
             gauge.set(bytes as f64);
         }
-        Ok(PromptIds {
-            prompts,
-            is_list: given.is_list,
-        })
+        Ok(PromptIds { prompts, is_list: given.is_list })
     }
 }
 

@@ -216,9 +216,8 @@ fn message(message: &Value) -> Result<Value, Fallback> {
         }
         ValueKind::Seq => {
             let parts = content.try_iter().map_err(|_| Fallback::Unread)?;
-            let texts: Vec<String> = parts
-                .map(|part| text_part(&part))
-                .collect::<Result<_, _>>()?;
+            let texts: Vec<String> =
+                parts.map(|part| text_part(&part)).collect::<Result<_, _>>()?;
             with_content(message, Value::from(texts.join("\n")))
         }
         _ => Err(Fallback::Unread),

@@ -37,10 +37,7 @@ impl Template {
         env.add_function("strftime_now", strftime_now);
         env.add_filter("tojson", tojson);
         env.add_template_owned(NAME, without_generation_tags(source))?;
-        Ok(Self {
-            env,
-            special_tokens,
-        })
+        Ok(Self { env, special_tokens })
     }
 
     /// `variables` go before the special tokens of the same name.
@@ -91,9 +88,7 @@ fn tojson(value: &Value, options: Kwargs) -> Result<Value, Error> {
     let separators: Option<Vec<String>> = options.get("separators")?;
     let mut writer = JsonWriter {
         out: String::new(),
-        ascii: options
-            .get::<Option<bool>>("ensure_ascii")?
-            .unwrap_or(false),
+        ascii: options.get::<Option<bool>>("ensure_ascii")?.unwrap_or(false),
         sort_keys: options.get::<Option<bool>>("sort_keys")?.unwrap_or(false),
         indent,
         item: if indent.is_some() { "," } else { ", " }.to_owned(),
@@ -223,11 +218,7 @@ fn float(value: f64) -> String {
     let exponent: i32 = exponent.parse().unwrap_or(0);
     if value == 0.0 || (-4..16).contains(&exponent) {
         let plain = value.to_string();
-        return if plain.contains('.') {
-            plain
-        } else {
-            plain + ".0"
-        };
+        return if plain.contains('.') { plain } else { plain + ".0" };
     }
     let sign = if exponent < 0 { '-' } else { '+' };
     format!("{digits}e{sign}{:02}", exponent.abs())

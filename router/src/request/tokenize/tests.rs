@@ -50,9 +50,7 @@ fn load(name: &str, flags: &[&str]) -> Arc<Tokens> {
         style => root().join("tests/contract/golden/tokens").join(style),
     };
     let path = dir.display().to_string();
-    let argv = ["baton-router", "--tokenizer-path", &path]
-        .into_iter()
-        .chain(flags.iter().copied());
+    let argv = ["baton-router", "--tokenizer-path", &path].into_iter().chain(flags.iter().copied());
     let argv: Vec<String> = argv.map(str::to_owned).collect();
     let config = RouterConfig::parse(&argv).unwrap().tokens;
     let metrics = Arc::new(Metrics::new().unwrap());
@@ -71,21 +69,13 @@ fn rendered_text_is_transformers() {
     for (name, model) in models() {
         let tokens = load(&name, NO_CACHE);
         for case in &model.chats {
-            let made = prompt::texts_of(
-                case.body.get().as_bytes(),
-                Api::Chat,
-                tokens.template.as_ref(),
-            );
+            let made =
+                prompt::texts_of(case.body.get().as_bytes(), Api::Chat, tokens.template.as_ref());
             let expected = match &case.text {
                 Some(text) => Ok(vec![text.clone()]),
                 None => Err(Fallback::Template),
             };
-            assert_eq!(
-                made.map(|made| made.texts),
-                expected,
-                "{name}: {}",
-                case.body
-            );
+            assert_eq!(made.map(|made| made.texts), expected, "{name}: {}", case.body);
         }
     }
 }
@@ -98,36 +88,18 @@ fn ids_are_transformers_with_and_without_caches() {
             // Twice: what the caches give back must be the same.
             for _ in 0..2 {
                 for case in model.chats.iter().filter(|case| case.text.is_some()) {
-                    let made = tokens
-                        .ids_of(Api::Chat, case.body.get().as_bytes(), None)
-                        .unwrap();
-                    assert_eq!(
-                        Some(made.joined()),
-                        case.ids,
-                        "{name} {flags:?}: {}",
-                        case.body
-                    );
+                    let made = tokens.ids_of(Api::Chat, case.body.get().as_bytes(), None).unwrap();
+                    assert_eq!(Some(made.joined()), case.ids, "{name} {flags:?}: {}", case.body);
                 }
                 for case in &model.texts {
                     let text = &case.text;
                     let ids =
                         |api, body: &Value| tokens.ids_of(api, &json(body), None).unwrap().joined();
                     let completion = serde_json::json!({"prompt": text});
-                    assert_eq!(
-                        ids(Api::Completions, &completion),
-                        case.ids,
-                        "{name} {text:?}"
-                    );
+                    assert_eq!(ids(Api::Completions, &completion), case.ids, "{name} {text:?}");
                     let bare = serde_json::json!({"prompt": text, "add_special_tokens": false});
-                    assert_eq!(
-                        ids(Api::Completions, &bare),
-                        case.bare_ids,
-                        "{name} {text:?}"
-                    );
-                    assert_eq!(
-                        ids(Api::Generate, &serde_json::json!({"text": text})),
-                        case.ids
-                    );
+                    assert_eq!(ids(Api::Completions, &bare), case.bare_ids, "{name} {text:?}");
+                    assert_eq!(ids(Api::Generate, &serde_json::json!({"text": text})), case.ids);
                 }
             }
         }
@@ -155,13 +127,7 @@ fn a_second_turn_is_mostly_found_in_the_cache() {
         });
         serde_json::json!({"messages": turns.collect::<Vec<_>>()})
     };
-    let count = |result| {
-        tokens
-            .metrics
-            .tokenizer_lookups
-            .with_label_values(&["l1", result])
-            .get()
-    };
+    let count = |result| tokens.metrics.tokenizer_lookups.with_label_values(&["l1", result]).get();
     tokens.ids_of(Api::Chat, &json(&messages(5)), None).unwrap();
     assert_eq!((count("hit"), count("miss")), (0, 6)); // the template's own system prompt is the sixth
     tokens.ids_of(Api::Chat, &json(&messages(7)), None).unwrap();
@@ -208,16 +174,8 @@ fn what_cannot_be_read_falls_back_with_its_reason() {
     for (api, body, why) in [
         (Api::Chat, r#"{"messages":[]}"#, Fallback::Unread),
         (Api::Chat, r#"{"messages":"Hi"}"#, Fallback::Unread),
-        (
-            Api::Chat,
-            r#"{"messages":[{"content":"x"}]}"#,
-            Fallback::Unread,
-        ),
-        (
-            Api::Chat,
-            r#"{"messages":[{"role":"user"}]}"#,
-            Fallback::Unread,
-        ),
+        (Api::Chat, r#"{"messages":[{"content":"x"}]}"#, Fallback::Unread),
+        (Api::Chat, r#"{"messages":[{"role":"user"}]}"#, Fallback::Unread),
         (
             Api::Chat,
             r#"{"messages":[{"role":"user","content":[{"type":"image_url","image_url":{}}]}]}"#,
@@ -232,11 +190,7 @@ fn what_cannot_be_read_falls_back_with_its_reason() {
         (Api::Completions, r#"{"prompt":["a",1]}"#, Fallback::Unread),
         (Api::Generate, r#"{"input_ids":7}"#, Fallback::Unread),
     ] {
-        assert_eq!(
-            tokens.ids_of(api, body.as_bytes(), None),
-            Err(why),
-            "{body}"
-        );
+        assert_eq!(tokens.ids_of(api, body.as_bytes(), None), Err(why), "{body}");
     }
     let refuses = r#"{"messages":[{"role":"tool","content":"x"},{"role":"user","content":"y"}]}"#;
     assert_eq!(
@@ -249,37 +203,17 @@ fn what_cannot_be_read_falls_back_with_its_reason() {
 async fn reading_is_bounded_and_counted() {
     let tokens = load("demo", &[]);
     let body = Bytes::from_static(br#"{"prompt":"Hi there"}"#);
-    let made = tokens
-        .read(Api::Completions, &body, 10, || None)
-        .await
-        .unwrap();
-    assert_eq!(
-        made.member(),
-        format!(",\"input_ids\":{:?}", made.joined()).replace(' ', "")
-    );
-    let too_long = tokens
-        .read(Api::Completions, &body, MAX_BYTES + 1, || None)
-        .await;
+    let made = tokens.read(Api::Completions, &body, 10, || None).await.unwrap();
+    assert_eq!(made.member(), format!(",\"input_ids\":{:?}", made.joined()).replace(' ', ""));
+    let too_long = tokens.read(Api::Completions, &body, MAX_BYTES + 1, || None).await;
     assert_eq!(too_long, Err(Fallback::TooLong));
     // As many wait as may.
     tokens.waiting.store(MAX_WAITING, Ordering::Relaxed);
-    assert_eq!(
-        tokens.read(Api::Completions, &body, 10, || None).await,
-        Err(Fallback::Busy)
-    );
+    assert_eq!(tokens.read(Api::Completions, &body, 10, || None).await, Err(Fallback::Busy));
     assert_eq!(tokens.waiting.load(Ordering::Relaxed), MAX_WAITING);
-    let fallbacks = |why| {
-        tokens
-            .metrics
-            .tokenize_fallbacks
-            .with_label_values(&[why])
-            .get()
-    };
+    let fallbacks = |why| tokens.metrics.tokenize_fallbacks.with_label_values(&[why]).get();
     assert_eq!((fallbacks("too_long"), fallbacks("busy")), (1, 1));
-    let took = tokens
-        .metrics
-        .tokenize
-        .with_label_values(&["/v1/completions"]);
+    let took = tokens.metrics.tokenize.with_label_values(&["/v1/completions"]);
     assert_eq!(took.get_sample_count(), 1);
 }
 
@@ -299,9 +233,7 @@ async fn the_context_length_is_asked_for_where_a_prompt_is_long() {
     let tokens = load("demo", &[]);
     let body = json(&serde_json::json!({"prompt": "x".repeat(UNCHECKED_BYTES + 1)}));
     for (bytes, read) in [(UNCHECKED_BYTES, true), (UNCHECKED_BYTES + 1, false)] {
-        let made = tokens
-            .read(Api::Completions, &body, bytes, || Some(100))
-            .await;
+        let made = tokens.read(Api::Completions, &body, bytes, || Some(100)).await;
         assert_eq!(made.is_ok(), read);
     }
 }
@@ -312,10 +244,7 @@ async fn a_place_that_does_not_come_free_is_not_waited_for_long() {
     let all = tokens.places.available_permits() as u32;
     let _held = tokens.places.clone().acquire_many_owned(all).await.unwrap();
     let body = Bytes::from_static(br#"{"prompt":"Hi"}"#);
-    assert_eq!(
-        tokens.read(Api::Completions, &body, 4, || None).await,
-        Err(Fallback::Busy)
-    );
+    assert_eq!(tokens.read(Api::Completions, &body, 4, || None).await, Err(Fallback::Busy));
     assert_eq!(tokens.waiting.load(Ordering::Relaxed), 0);
 }
 
@@ -323,21 +252,13 @@ async fn a_place_that_does_not_come_free_is_not_waited_for_long() {
 fn a_batch_has_a_list_for_each_prompt() {
     let tokens = load("demo", &[]);
     let made = tokens
-        .ids_of(
-            Api::Completions,
-            br#"{"prompt":["a","b"],"add_special_tokens":false}"#,
-            None,
-        )
+        .ids_of(Api::Completions, br#"{"prompt":["a","b"],"add_special_tokens":false}"#, None)
         .unwrap();
     let [a, b] =
         [&made.prompts[0], &made.prompts[1]].map(|ids| format!("{ids:?}").replace(' ', ""));
     assert_eq!(made.member(), format!(",\"input_ids\":[{a},{b}]"));
     let one = tokens
-        .ids_of(
-            Api::Completions,
-            br#"{"prompt":["a"],"add_special_tokens":false}"#,
-            None,
-        )
+        .ids_of(Api::Completions, br#"{"prompt":["a"],"add_special_tokens":false}"#, None)
         .unwrap();
     assert_eq!(one.member(), format!(",\"input_ids\":[{a}]"));
 }
@@ -354,10 +275,7 @@ fn what_is_missing_at_the_start_is_named_with_the_remedy() {
     };
     assert_eq!(load(&[]), Ok(false));
     let hub = load(&["--model-path", "meta-llama/Llama-3"]).unwrap_err();
-    assert!(
-        hub.contains("--model-path meta-llama/Llama-3: not a directory"),
-        "{hub}"
-    );
+    assert!(hub.contains("--model-path meta-llama/Llama-3: not a directory"), "{hub}");
     let empty = env!("CARGO_MANIFEST_DIR");
     let empty = load(&["--tokenizer-path", empty]).unwrap_err();
     assert!(empty.contains("tokenizer.json cannot be read"), "{empty}");

@@ -111,10 +111,7 @@ pub async fn health_generate(State(app): State<Arc<App>>) -> Result<Response, Ro
 pub async fn metrics(State(app): State<Arc<App>>) -> Response {
     match app.metrics.render(&app.registry) {
         Ok(text) => ([(header::CONTENT_TYPE, "text/plain; version=0.0.4")], text).into_response(),
-        Err(err) => RouteError::Internal {
-            detail: err.to_string(),
-        }
-        .into_response(),
+        Err(err) => RouteError::Internal { detail: err.to_string() }.into_response(),
     }
 }
 
@@ -164,9 +161,7 @@ pub async fn list_workers(State(app): State<Arc<App>>) -> Response {
 pub fn find(app: &App, id: &str) -> Result<Arc<Worker>, RouteError> {
     let found = match id.parse() {
         Ok(number) => app.registry.worker(number),
-        Err(_) => WorkerUrl::parse(id)
-            .ok()
-            .and_then(|url| with_url(app, &url)),
+        Err(_) => WorkerUrl::parse(id).ok().and_then(|url| with_url(app, &url)),
     };
     found.ok_or_else(|| RouteError::UnknownWorker { id: id.to_owned() })
 }
@@ -267,10 +262,8 @@ fn register(
             problem: format!("{role} has no use here: the router runs {mode} --pd-disaggregation"),
         });
     }
-    let spec = WorkerSpec::new(url, role, port).map_err(|problem| RouteError::InvalidValue {
-        param: "url",
-        problem,
-    })?;
+    let spec = WorkerSpec::new(url, role, port)
+        .map_err(|problem| RouteError::InvalidValue { param: "url", problem })?;
     app.register(spec.in_topology(topology))
 }
 
@@ -283,10 +276,9 @@ pub struct LegacyQuery {
 
 impl LegacyQuery {
     fn url(&self) -> Result<&str, RouteError> {
-        self.url.as_deref().ok_or(RouteError::MissingField {
-            param: "url",
-            hint: "give ?url=http://HOST:PORT",
-        })
+        self.url
+            .as_deref()
+            .ok_or(RouteError::MissingField { param: "url", hint: "give ?url=http://HOST:PORT" })
     }
 }
 
@@ -296,18 +288,9 @@ pub async fn legacy_add(
 ) -> Result<Response, RouteError> {
     let Query(query) = query?;
     let role = query.worker_type.unwrap_or(Role::Regular);
-    let worker = register(
-        &app,
-        query.url()?,
-        role,
-        query.bootstrap_port.as_deref(),
-        None,
-    )?;
+    let worker = register(&app, query.url()?, role, query.bootstrap_port.as_deref(), None)?;
     let message = format!("Successfully added worker: {}", worker.url());
-    Ok(answer(
-        StatusCode::OK,
-        &json!({"message": message, "id": worker.id.to_string()}),
-    ))
+    Ok(answer(StatusCode::OK, &json!({"message": message, "id": worker.id.to_string()})))
 }
 
 pub async fn legacy_remove(
@@ -316,13 +299,10 @@ pub async fn legacy_remove(
 ) -> Result<Response, RouteError> {
     let Query(query) = query?;
     let given = query.url()?;
-    let url = WorkerUrl::parse(given).map_err(|problem| RouteError::InvalidValue {
-        param: "url",
-        problem,
-    })?;
-    let worker = with_url(&app, &url).ok_or_else(|| RouteError::UnknownWorker {
-        id: url.to_string(),
-    })?;
+    let url = WorkerUrl::parse(given)
+        .map_err(|problem| RouteError::InvalidValue { param: "url", problem })?;
+    let worker =
+        with_url(&app, &url).ok_or_else(|| RouteError::UnknownWorker { id: url.to_string() })?;
     app.registry.remove(worker.id);
     let message = format!("Successfully removed worker: {url}");
     Ok(answer(StatusCode::OK, &json!({"message": message})))

@@ -91,9 +91,7 @@ fn bearer(headers: &HeaderMap) -> Option<&[u8]> {
 fn control_key<'a>(app: &'a App, given: &[u8]) -> Option<&'a ControlKey> {
     // All are compared: the time does not tell which one is nearly right.
     let keys = app.config.listen.control_plane_api_keys.iter();
-    keys.fold(None, |found, key| {
-        is_same(given, key.key.as_bytes()).then_some(key).or(found)
-    })
+    keys.fold(None, |found, key| is_same(given, key.key.as_bytes()).then_some(key).or(found))
 }
 
 /// Compare in a time that does not depend on where the difference is.

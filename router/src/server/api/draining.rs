@@ -158,11 +158,8 @@ async fn order(
         worker: worker.url().to_string(),
         cause: format!("{method} {path}: {cause}"),
     };
-    let head = Head {
-        method: method.clone(),
-        uri: Uri::from_static(path),
-        headers: app.worker_headers(),
-    };
+    let head =
+        Head { method: method.clone(), uri: Uri::from_static(path), headers: app.worker_headers() };
     let asking = async {
         let response = worker.pool.send_alone(&head).await?;
         let status = response.status();
@@ -194,9 +191,7 @@ async fn order(
         ))),
         409 if told["error"].is_object() => Ok(Ordered::Refused(status, told["error"].clone())),
         _ => {
-            let said = told["error"]["message"]
-                .as_str()
-                .unwrap_or("no reason given");
+            let said = told["error"]["message"].as_str().unwrap_or("no reason given");
             Err(failed(format!("{status}, {said}")))
         }
     }

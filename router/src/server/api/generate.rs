@@ -55,11 +55,7 @@ pub async fn generate(State(app): State<Arc<App>>, request: Request) -> Response
 }
 
 async fn serve(app: Arc<App>, api: Api, request: Request) -> Response {
-    let method = if request.method() == Method::PUT {
-        "PUT"
-    } else {
-        "POST"
-    };
+    let method = if request.method() == Method::PUT { "PUT" } else { "POST" };
     let rid = text_header(request.headers(), REQUEST_ID).unwrap_or_default();
     let record = Record::new(&app, api.path(), method, request.headers(), rid);
     let asks = match Asks::of(request.headers()) {
@@ -138,15 +134,8 @@ fn dry_run(app: &App, mut inbound: Inbound) -> Response {
     }
 }
 
-type TakenIn = (
-    Head,
-    Option<String>,
-    Bytes,
-    Arc<Scan>,
-    Instant,
-    Duration,
-    Option<OwnedSemaphorePermit>,
-);
+type TakenIn =
+    (Head, Option<String>, Bytes, Arc<Scan>, Instant, Duration, Option<OwnedSemaphorePermit>);
 
 /// A dry run takes a place like any other: it may cost as much of the tokenizer.
 async fn take_in(
@@ -177,11 +166,7 @@ async fn take_in(
     // It was read as JSON, whatever the client called it (curl -d calls it a form).
     let json = HeaderValue::from_static("application/json");
     headers.insert(CONTENT_TYPE, json);
-    let head = Head {
-        method: Method::POST,
-        uri: Uri::from_static(api.path()),
-        headers,
-    };
+    let head = Head { method: Method::POST, uri: Uri::from_static(api.path()), headers };
     Ok((head, routing_key, body, scan, ready_at, queued, permit))
 }
 
@@ -200,12 +185,7 @@ fn shed(app: &App, request: &Inbound) -> Result<(), RouteError> {
         return Ok(());
     };
     app.metrics.shed.with_label_values(&[role.label()]).inc();
-    Err(RouteError::TooLate {
-        role,
-        predicted_ms: ahead.ttft_ms(),
-        limit_ms,
-        excess_ms,
-    })
+    Err(RouteError::TooLate { role, predicted_ms: ahead.ttft_ms(), limit_ms, excess_ms })
 }
 
 /// What is known of a prompt before anybody is chosen.
@@ -256,14 +236,7 @@ async fn prompt_of(
     let config = &app.config.tokens;
     let block_size = config.block_size;
     let (its, bytes) = (scan.clone(), body.clone());
-    let reading = move || {
-        Some(known_of_ids(
-            &its,
-            &its.ids(&bytes)?,
-            block_size,
-            needs_blocks,
-        ))
-    };
+    let reading = move || Some(known_of_ids(&its, &its.ids(&bytes)?, block_size, needs_blocks));
     if let Some(known) = app.body_threads.run(scan.prompt_len(), reading).await? {
         return Ok(known);
     }
@@ -299,11 +272,7 @@ fn known_of_ids(scan: &Scan, ids: &[u32], block_size: usize, needs_blocks: bool)
 
 /// A generation request is JSON without a content coding. Its declared type is not insisted on: `curl -d` calls JSON a form.
 fn check_media_type(headers: &HeaderMap) -> Result<(), RouteError> {
-    let text = |name| {
-        headers
-            .get(name)
-            .map(|value| String::from_utf8_lossy(value.as_bytes()))
-    };
+    let text = |name| headers.get(name).map(|value| String::from_utf8_lossy(value.as_bytes()));
     let refuse = |problem| Err(RouteError::UnsupportedMediaType { problem });
     match text(CONTENT_ENCODING) {
         Some(coding) if !coding.is_empty() && !coding.eq_ignore_ascii_case("identity") => {
@@ -377,9 +346,7 @@ pub async fn read_at_most(
             });
         };
         let Some(frame) = frame else { break };
-        let frame = frame.map_err(|err| RouteError::BodyBroken {
-            detail: err.to_string(),
-        })?;
+        let frame = frame.map_err(|err| RouteError::BodyBroken { detail: err.to_string() })?;
         let Ok(piece) = frame.into_data() else {
             continue; // trailers
         };
@@ -439,14 +406,9 @@ mod tests {
             let occupied = occupy(&app.body_threads);
             let mut scanning = Box::pin(scanned(&app, &body, api));
             let mut reading = Box::pin(prompt_of(&app, api, &scan, &body, true));
-            let (early_scan, early_prompt) = (
-                (&mut scanning).now_or_never(),
-                (&mut reading).now_or_never(),
-            );
-            assert_eq!(
-                (early_scan.is_some(), early_prompt.is_some()),
-                (is_inline, is_inline)
-            );
+            let (early_scan, early_prompt) =
+                ((&mut scanning).now_or_never(), (&mut reading).now_or_never());
+            assert_eq!((early_scan.is_some(), early_prompt.is_some()), (is_inline, is_inline));
             drop(occupied);
             let prompt = match early_prompt {
                 Some(prompt) => prompt.unwrap(),

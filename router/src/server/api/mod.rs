@@ -77,11 +77,7 @@ fn routes() -> Vec<Route> {
     let mut routes: Vec<Route> = vec![
         (Api::Chat.path(), Client, post(generate::chat)),
         (Api::Completions.path(), Client, post(generate::completions)),
-        (
-            Api::Generate.path(),
-            Client,
-            post(generate::generate).put(generate::generate),
-        ),
+        (Api::Generate.path(), Client, post(generate::generate).put(generate::generate)),
         ("/tokenize", Client, post(proxy::forward)),
         ("/v1/tokenize", Client, post(proxy::forward)),
         ("/detokenize", Client, post(proxy::forward)),
@@ -104,22 +100,10 @@ fn routes() -> Vec<Route> {
         ("/ui/{file}", Open, get(ui::file)),
         ("/ui/feed", Control, get(ui::feed)),
         ("/health_generate", Control, get(admin::health_generate)),
-        (
-            "/workers",
-            Control,
-            get(admin::list_workers).post(admin::add_worker),
-        ),
+        ("/workers", Control, get(admin::list_workers).post(admin::add_worker)),
         ("/workers/{id}", Control, worker),
-        (
-            "/workers/{id}/drain",
-            Control,
-            get(draining::show_drain).post(draining::drain_worker),
-        ),
-        (
-            "/workers/{id}/undrain",
-            Control,
-            post(draining::undrain_worker),
-        ),
+        ("/workers/{id}/drain", Control, get(draining::show_drain).post(draining::drain_worker)),
+        ("/workers/{id}/undrain", Control, post(draining::undrain_worker)),
         ("/add_worker", Control, post(admin::legacy_add)),
         ("/remove_worker", Control, post(admin::legacy_remove)),
         ("/list_workers", Control, get(admin::legacy_list)),
@@ -130,16 +114,8 @@ fn routes() -> Vec<Route> {
         ("/start_profile", Control, post(proxy::fan_out)),
         ("/stop_profile", Control, post(proxy::fan_out)),
         ("/v1/requests/{id}", Control, get(admin::show_request)),
-        (
-            "/v1/requests/{id}/suspend",
-            Control,
-            post(proxy::about_request),
-        ),
-        (
-            "/v1/requests/{id}/resume",
-            Control,
-            post(proxy::about_request),
-        ),
+        ("/v1/requests/{id}/suspend", Control, post(proxy::about_request)),
+        ("/v1/requests/{id}/resume", Control, post(proxy::about_request)),
         ("/v1/requests/{id}/{*rest}", Control, any(no_request_path)),
     ];
     let passed = proxy::PASSED.into_iter();
@@ -150,9 +126,7 @@ fn routes() -> Vec<Route> {
 /// Every path of the router with the key it needs: open, client or control.
 pub fn route_access() -> Vec<(&'static str, &'static str)> {
     let routes = routes().into_iter();
-    routes
-        .map(|(path, level, _)| (path, level.label()))
-        .collect()
+    routes.map(|(path, level, _)| (path, level.label())).collect()
 }
 
 /// State of the middleware `edge`.
@@ -165,10 +139,7 @@ struct EdgeState {
 pub fn router(app: Arc<App>) -> Router {
     let routes = routes();
     let levels = routes.iter().map(|(path, level, _)| (*path, *level));
-    let state = EdgeState {
-        app: app.clone(),
-        levels: Arc::new(levels.collect()),
-    };
+    let state = EdgeState { app: app.clone(), levels: Arc::new(levels.collect()) };
     let add = |all: Router<Arc<App>>, (path, _, methods): Route| all.route(path, methods);
     let all = routes.into_iter().fold(Router::new(), add);
     all.fallback(not_found)
@@ -187,15 +158,11 @@ pub fn metrics_router(app: Arc<App>) -> Router {
 }
 
 async fn not_found(request: Request) -> RouteError {
-    RouteError::NotFound {
-        path: request.uri().path().to_owned(),
-    }
+    RouteError::NotFound { path: request.uri().path().to_owned() }
 }
 
 async fn no_request_path(request: Request) -> RouteError {
-    RouteError::NoRequestPath {
-        path: request.uri().path().to_owned(),
-    }
+    RouteError::NoRequestPath { path: request.uri().path().to_owned() }
 }
 
 async fn method_not_allowed(request: Request) -> RouteError {
@@ -212,9 +179,7 @@ async fn edge(State(state): State<EdgeState>, mut request: Request, next: Next) 
     let origin = allowed_origin(app, request.headers());
     let is_preflight = request.method() == Method::OPTIONS && origin.is_some();
     let path = request.extensions().get::<MatchedPath>().cloned();
-    let level = path
-        .as_ref()
-        .and_then(|path| state.levels.get(path.as_str()));
+    let level = path.as_ref().and_then(|path| state.levels.get(path.as_str()));
     let level = level.copied().unwrap_or(AccessLevel::Client);
     let access = check_host(&request).and_then(|()| auth::check(app, level, &request));
     let is_recorded = access.is_ok() && !is_preflight && keeps_record(&request);
@@ -236,10 +201,7 @@ async fn edge(State(state): State<EdgeState>, mut request: Request, next: Next) 
     if let Some(origin) = origin {
         headers.insert(header::ACCESS_CONTROL_ALLOW_ORIGIN, origin);
         headers.insert(header::VARY, HeaderValue::from_static("origin"));
-        headers.insert(
-            header::ACCESS_CONTROL_EXPOSE_HEADERS,
-            HeaderValue::from_static(REQUEST_ID),
-        );
+        headers.insert(header::ACCESS_CONTROL_EXPOSE_HEADERS, HeaderValue::from_static(REQUEST_ID));
     }
     response
 }
@@ -260,9 +222,9 @@ fn keeps_record(request: &Request) -> bool {
 fn check_host(request: &Request) -> Result<(), RouteError> {
     let hosts = request.headers().get_all(header::HOST).iter().count();
     match request.version() == Version::HTTP_11 && hosts != 1 {
-        true => Err(RouteError::MalformedHead {
-            problem: "an HTTP/1.1 request needs one Host header",
-        }),
+        true => {
+            Err(RouteError::MalformedHead { problem: "an HTTP/1.1 request needs one Host header" })
+        }
         false => Ok(()),
     }
 }
@@ -312,21 +274,14 @@ fn request_id(app: &App, request: &Request) -> HeaderValue {
 pub fn new_request_id(prefix: &str) -> HeaderValue {
     let mut id = String::with_capacity(prefix.len() + 24);
     id.push_str(prefix);
-    id.extend(
-        rand::rng()
-            .sample_iter(Alphanumeric)
-            .take(24)
-            .map(char::from),
-    );
+    id.extend(rand::rng().sample_iter(Alphanumeric).take(24).map(char::from));
     HeaderValue::try_from(id).unwrap_or(HeaderValue::from_static("req-unknown"))
 }
 
 fn allowed_origin(app: &App, headers: &HeaderMap) -> Option<HeaderValue> {
     let origin = headers.get(header::ORIGIN)?;
     let allowed = &app.config.listen.cors_allowed_origins;
-    let is_allowed = allowed
-        .iter()
-        .any(|a| a == "*" || a.as_bytes() == origin.as_bytes());
+    let is_allowed = allowed.iter().any(|a| a == "*" || a.as_bytes() == origin.as_bytes());
     is_allowed.then(|| origin.clone())
 }
 
@@ -343,10 +298,7 @@ fn preflight(asked: &HeaderMap) -> Response {
         header::ACCESS_CONTROL_ALLOW_HEADERS,
         wanted.unwrap_or(HeaderValue::from_static("content-type, authorization")),
     );
-    headers.insert(
-        header::ACCESS_CONTROL_MAX_AGE,
-        HeaderValue::from_static("3600"),
-    );
+    headers.insert(header::ACCESS_CONTROL_MAX_AGE, HeaderValue::from_static("3600"));
     response
 }
 

@@ -65,10 +65,7 @@ pub async fn forward(
 /// The same for work: it takes a place like a generation, may take as long, and is recorded.
 pub async fn forward_work(State(app): State<Arc<App>>, request: Request) -> Response {
     let path = request.uri().path();
-    let path = PASSED
-        .into_iter()
-        .find(|one| *one == path)
-        .unwrap_or("other");
+    let path = PASSED.into_iter().find(|one| *one == path).unwrap_or("other");
     let rid = text_header(request.headers(), REQUEST_ID).unwrap_or_default();
     let mut record = Record::new(&app, path, "POST", request.headers(), rid);
     match work(&app, request, &mut record).await {
@@ -136,11 +133,9 @@ async fn to_one(
         }
         return match failure.told {
             Told::Error(err) => Err(err),
-            Told::Answer {
-                status,
-                headers,
-                body,
-            } => Ok(passed_on(status, end_to_end(&headers), body)),
+            Told::Answer { status, headers, body } => {
+                Ok(passed_on(status, end_to_end(&headers), body))
+            }
         };
     }
 }
@@ -260,11 +255,7 @@ fn no_worker(app: &App) -> Option<RouteError> {
     let known = counts.iter().map(|count| count.0).sum();
     let role = app.serving_roles()[0];
     let none = counts.iter().all(|count| count.1 == 0);
-    none.then_some(RouteError::NoWorker {
-        role,
-        known,
-        ready: 0,
-    })
+    none.then_some(RouteError::NoWorker { role, known, ready: 0 })
 }
 
 /// What goes to workers of a client's request: the path without what belongs to the client's connection.
@@ -272,9 +263,8 @@ fn head_of(parts: http::request::Parts) -> Result<Head, RouteError> {
     let uri = parts.uri.path_and_query().map(|pq| pq.as_str().to_owned());
     Ok(Head {
         method: parts.method,
-        uri: Uri::try_from(uri.unwrap_or_default()).map_err(|err| RouteError::Internal {
-            detail: err.to_string(),
-        })?,
+        uri: Uri::try_from(uri.unwrap_or_default())
+            .map_err(|err| RouteError::Internal { detail: err.to_string() })?,
         headers: forwarded(parts.headers),
     })
 }
@@ -356,12 +346,7 @@ impl Asked {
         let json = (self.text.len() <= MAX_REPEATED).then(|| serde_json::from_str(&self.text));
         match json {
             Some(Ok(value)) => value,
-            _ => self
-                .text
-                .chars()
-                .take(MAX_REPEATED)
-                .collect::<String>()
-                .into(),
+            _ => self.text.chars().take(MAX_REPEATED).collect::<String>().into(),
         }
     }
 
@@ -402,12 +387,7 @@ async fn ask_each(app: &Arc<App>, head: &Head, body: &Bytes) -> Vec<Asked> {
                     Err(cause) => (None, HeaderMap::new(), cause),
                 };
                 let url = worker.url().to_string();
-                Asked {
-                    url,
-                    status,
-                    headers,
-                    text,
-                }
+                Asked { url, status, headers, text }
             });
         }
     }

@@ -78,14 +78,8 @@ impl Asset {
         put(header::REFERRER_POLICY, "no-referrer");
         // Asked about with each load: files of two versions of the router must not be mixed.
         put(header::CACHE_CONTROL, "no-cache");
-        headers.insert(
-            "cross-origin-opener-policy",
-            HeaderValue::from_static("same-origin"),
-        );
-        headers.insert(
-            "cross-origin-resource-policy",
-            HeaderValue::from_static("same-origin"),
-        );
+        headers.insert("cross-origin-opener-policy", HeaderValue::from_static("same-origin"));
+        headers.insert("cross-origin-resource-policy", HeaderValue::from_static("same-origin"));
         headers.insert(header::ETAG, self.etag.clone());
         response
     }
@@ -110,9 +104,7 @@ pub async fn file(
 ) -> Result<Response, RouteError> {
     let Path(name) = name?;
     let asset = ASSETS.iter().find(|asset| asset.name == name);
-    let asset = asset.ok_or_else(|| RouteError::NotFound {
-        path: uri.path().to_owned(),
-    })?;
+    let asset = asset.ok_or_else(|| RouteError::NotFound { path: uri.path().to_owned() })?;
     Ok(asset.answer(&headers))
 }
 
@@ -144,14 +136,9 @@ mod tests {
     fn pages_have_no_inline_script_or_style_and_name_no_other_origin() {
         for asset in ASSETS.iter() {
             let text = std::str::from_utf8(asset.bytes).unwrap();
-            for absolute in [
-                "https://",
-                "//cdn",
-                "innerHTML",
-                "outerHTML",
-                "insertAdjacentHTML",
-                "eval(",
-            ] {
+            for absolute in
+                ["https://", "//cdn", "innerHTML", "outerHTML", "insertAdjacentHTML", "eval("]
+            {
                 assert!(!text.contains(absolute), "{} has {absolute}", asset.name);
             }
             let plain = text.replace("http://www.w3.org/2000/svg", "");

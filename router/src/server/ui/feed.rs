@@ -120,8 +120,7 @@ impl FeedHub {
             self.state.lock().has_ended = is_last;
             let event = rendered.map_or_else(Bytes::new, |(json, _)| event_of(&json));
             self.snapshots.inc();
-            self.latest
-                .send_replace(RenderedSnapshot { event, is_last });
+            self.latest.send_replace(RenderedSnapshot { event, is_last });
             if is_last {
                 return;
             }
@@ -153,24 +152,21 @@ fn events(
     place: FeedPlace,
     updates: watch::Receiver<RenderedSnapshot>,
 ) -> impl stream::Stream<Item = Result<Bytes, Infallible>> {
-    stream::unfold(
-        (place, updates, false),
-        |(place, mut updates, is_over)| async move {
-            if is_over {
+    stream::unfold((place, updates, false), |(place, mut updates, is_over)| async move {
+        if is_over {
+            return None;
+        }
+        loop {
+            updates.changed().await.ok()?;
+            let latest = updates.borrow_and_update().clone();
+            if !latest.event.is_empty() {
+                return Some((Ok(latest.event), (place, updates, latest.is_last)));
+            }
+            if latest.is_last {
                 return None;
             }
-            loop {
-                updates.changed().await.ok()?;
-                let latest = updates.borrow_and_update().clone();
-                if !latest.event.is_empty() {
-                    return Some((Ok(latest.event), (place, updates, latest.is_last)));
-                }
-                if latest.is_last {
-                    return None;
-                }
-            }
-        },
-    )
+        }
+    })
 }
 
 pub async fn feed(State(app): State<Arc<App>>) -> Result<Response, RouteError> {
@@ -229,14 +225,8 @@ mod tests {
         fn new(period: Duration) -> Self {
             let clients = Gauge::new("clients", "c").unwrap();
             let snapshots = IntCounter::new("snapshots", "s").unwrap();
-            let hub = FeedHub {
-                period,
-                ..FeedHub::new(clients, snapshots)
-            };
-            Self {
-                hub: Arc::new(hub),
-                renders: Arc::default(),
-            }
+            let hub = FeedHub { period, ..FeedHub::new(clients, snapshots) };
+            Self { hub: Arc::new(hub), renders: Arc::default() }
         }
 
         /// A page; the snapshots count up, and the one with the number `last` ends the feed.
@@ -276,10 +266,7 @@ mod tests {
     async fn pages_share_snapshots_and_a_late_one_gets_the_latest_at_once() {
         let scene = Scene::new(LONG);
         let (mut first, mut second) = (scene.page(0).unwrap(), scene.page(0).unwrap());
-        assert_eq!(
-            (next(&mut first).await, next(&mut second).await),
-            (Some(1), Some(1))
-        );
+        assert_eq!((next(&mut first).await, next(&mut second).await), (Some(1), Some(1)));
         let mut late = scene.page(0).unwrap();
         assert_eq!(next(&mut late).await, Some(1));
         assert_eq!((scene.rendered(), scene.hub.snapshots.get()), (1, 1));
@@ -292,10 +279,7 @@ mod tests {
         assert!(next(&mut page).await.is_some());
         let before = scene.rendered();
         scene.until(|scene| scene.rendered() > before + 10).await;
-        assert!(
-            next(&mut page).await > Some(before + 9),
-            "one snapshot waits, not ten"
-        );
+        assert!(next(&mut page).await > Some(before + 9), "one snapshot waits, not ten");
     }
 
     #[tokio::test]
@@ -307,9 +291,7 @@ mod tests {
         assert_eq!(scene.hub.clients.get(), 1.0);
         drop(first);
         assert_eq!(scene.hub.clients.get(), 0.0);
-        scene
-            .until(|scene| !scene.hub.state.lock().is_ticking)
-            .await;
+        scene.until(|scene| !scene.hub.state.lock().is_ticking).await;
         let before = scene.rendered();
         let mut again = scene.page(0).unwrap();
         assert!(next(&mut again).await > Some(before), "a new snapshot");

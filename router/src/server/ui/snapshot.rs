@@ -92,9 +92,7 @@ impl FleetSnapshot {
             is_disaggregated: app.is_pd(),
             is_draining: app.is_draining(),
             queued_requests: app.metrics.queued.get() as u64,
-            nodes: nodes
-                .map(|worker| NodeView::of(app, worker, &candidates, now_ms))
-                .collect(),
+            nodes: nodes.map(|worker| NodeView::of(app, worker, &candidates, now_ms)).collect(),
             nodes_left_out: workers.len().saturating_sub(MAX_NODES),
             pairs: pairs.take(MAX_PAIRS).map(PairView::of).collect(),
             events: app.registry.events.recent(),
@@ -138,12 +136,7 @@ impl RankView {
             kv_pages: report.running.map(|running| running.pages),
             kv_pages_used: report.running.map(|running| running.pages_used),
         });
-        Self {
-            rank: candidate.rank,
-            load: candidate.load(),
-            report,
-            rates: activity.rates(),
-        }
+        Self { rank: candidate.rank, load: candidate.load(), report, rates: activity.rates() }
     }
 }
 

@@ -45,11 +45,7 @@ pub(super) fn start(
     let text = read(&path).map_err(refused)?;
     answers.set_to_now();
     match parse(&text, roles) {
-        Ok(workers) => feed.apply(Found {
-            named: workers.len(),
-            workers,
-            ..Found::default()
-        }),
+        Ok(workers) => feed.apply(Found { named: workers.len(), workers, ..Found::default() }),
         Err(Bad::Nobody) => feed.failed(Bad::Nobody.to_string()),
         Err(bad) => return Err(refused(bad.to_string())),
     }
@@ -88,11 +84,7 @@ async fn follow(
         }
         let parsed = now.as_ref().map_err(String::clone);
         match parsed.and_then(|text| parse(text, roles).map_err(|bad| bad.to_string())) {
-            Ok(workers) => feed.apply(Found {
-                named: workers.len(),
-                workers,
-                ..Found::default()
-            }),
+            Ok(workers) => feed.apply(Found { named: workers.len(), workers, ..Found::default() }),
             Err(why) => feed.failed(format!("{}: {why}", path.display())),
         }
         taken = now;
@@ -106,9 +98,7 @@ fn read(path: &Path) -> Result<String, String> {
         format!("cannot be read: {err}; give a readable JSON or YAML list of workers")
     })?;
     match text.len() as u64 > MAX_FILE {
-        true => Err(format!(
-            "is larger than {MAX_FILE} bytes; list fewer workers"
-        )),
+        true => Err(format!("is larger than {MAX_FILE} bytes; list fewer workers")),
         false => Ok(text),
     }
 }
@@ -154,10 +144,7 @@ fn parse(text: &str, roles: &[Role]) -> Result<Vec<WorkerSpec>, Bad> {
         let spec =
             entry(value, roles).map_err(|why| Bad::Text(format!("worker {}: {why}", at + 1)))?;
         if specs.iter().any(|known| known.url == spec.url) {
-            return Err(Bad::Text(format!(
-                "{} is listed twice; list it once",
-                spec.url
-            )));
+            return Err(Bad::Text(format!("{} is listed twice; list it once", spec.url)));
         }
         specs.push(spec);
     }
@@ -167,21 +154,12 @@ fn parse(text: &str, roles: &[Role]) -> Result<Vec<WorkerSpec>, Bad> {
 fn entry(value: Value, roles: &[Role]) -> Result<WorkerSpec, String> {
     let entry: Entry = serde_json::from_value(value)
         .map_err(|err| format!("{err}; expected url, role, bootstrap_port, topology"))?;
-    let known = || {
-        roles
-            .iter()
-            .map(|role| role.label())
-            .collect::<Vec<_>>()
-            .join(" or ")
-    };
+    let known = || roles.iter().map(|role| role.label()).collect::<Vec<_>>().join(" or ");
     let role = match (entry.role, roles) {
         (Some(role), _) if roles.contains(&role) => role,
         (None, [only]) => *only,
         (Some(role), _) => {
-            return Err(format!(
-                "role {role} has no use in this router; give {}",
-                known()
-            ));
+            return Err(format!("role {role} has no use in this router; give {}", known()));
         }
         (None, _) => return Err(format!("has no role; give {}", known())),
     };
@@ -202,10 +180,7 @@ mod tests {
 
     fn shown(text: &str, roles: &[Role]) -> Vec<String> {
         let specs = parse(text, roles).unwrap();
-        specs
-            .iter()
-            .map(|s| format!("{} {} {:?}", s.role, s.url, s.bootstrap))
-            .collect()
+        specs.iter().map(|s| format!("{} {} {:?}", s.role, s.url, s.bootstrap)).collect()
     }
 
     #[test]
@@ -221,10 +196,7 @@ mod tests {
         ];
         assert_eq!(shown(json, PD), expected);
         assert_eq!(shown(yaml, PD), expected);
-        assert_eq!(
-            shown("- url: a:1", &[Role::Regular]),
-            ["regular http://a:1 FromWorker"]
-        );
+        assert_eq!(shown("- url: a:1", &[Role::Regular]), ["regular http://a:1 FromWorker"]);
     }
 
     #[test]
@@ -244,10 +216,7 @@ mod tests {
                 "- {url: a:1, role: regular}",
                 "role regular has no use in this router; give prefill or decode",
             ),
-            (
-                "- {url: a:1, role: decode, port: 3}",
-                "unknown field `port`",
-            ),
+            ("- {url: a:1, role: decode, port: 3}", "unknown field `port`"),
             (
                 "- {url: a:1, role: prefill, bootstrap_port: 70000}",
                 "bootstrap port '70000' of a:1: give 1 to 65535",

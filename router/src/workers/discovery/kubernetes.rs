@@ -171,9 +171,7 @@ async fn follow(mut feed: Feed, client: Client, wanted: Wanted, answers: AnswerT
         }
     };
     tracing::info!(role = %wanted.role, selector = wanted.selector, place, "watching pods");
-    let config = watcher::Config::default()
-        .labels(&wanted.selector)
-        .timeout(WATCH_SECS);
+    let config = watcher::Config::default().labels(&wanted.selector).timeout(WATCH_SECS);
     let mut events = pin!(watcher(api, config).default_backoff());
     let mut pods = Pods::new(&wanted);
     let mut turn = interval(RECHECK);
@@ -221,11 +219,7 @@ struct Pods<'a> {
 
 impl<'a> Pods<'a> {
     fn new(wanted: &'a Wanted) -> Self {
-        Self {
-            wanted,
-            known: HashMap::new(),
-            relisted: HashMap::new(),
-        }
+        Self { wanted, known: HashMap::new(), relisted: HashMap::new() }
     }
 
     /// `Some` when the set of workers may have changed.
@@ -262,11 +256,7 @@ impl<'a> Pods<'a> {
                 Seen::Nothing => {}
             }
         }
-        Some(Found {
-            workers,
-            named: self.known.len(),
-            deleted,
-        })
+        Some(Found { workers, named: self.known.len(), deleted })
     }
 }
 
@@ -277,11 +267,7 @@ fn uid(pod: &Pod) -> String {
 
 fn address(pod: &Pod, wanted: &Wanted) -> Option<WorkerUrl> {
     let ip = pod.status.as_ref()?.pod_ip.clone()?;
-    (!ip.is_empty()).then_some(WorkerUrl {
-        host: ip,
-        port: wanted.port,
-        is_tls: wanted.is_tls,
-    })
+    (!ip.is_empty()).then_some(WorkerUrl { host: ip, port: wanted.port, is_tls: wanted.is_tls })
 }
 
 fn is_ready(pod: &Pod) -> bool {
@@ -307,11 +293,7 @@ fn seen(pod: &Pod, wanted: &Wanted) -> Seen {
     match WorkerSpec::new(&url.to_string(), wanted.role, port) {
         Ok(spec) => Seen::Serving(spec.in_topology(topology(pod))),
         Err(why) => {
-            tracing::error!(
-                pod = pod.name_any(),
-                why,
-                "pod is not used, correct its annotation"
-            );
+            tracing::error!(pod = pod.name_any(), why, "pod is not used, correct its annotation");
             Seen::Nothing
         }
     }
@@ -321,16 +303,12 @@ fn seen(pod: &Pod, wanted: &Wanted) -> Seen {
 fn topology(pod: &Pod) -> Option<String> {
     let (notes, labels) = (&pod.metadata.annotations, &pod.metadata.labels);
     let named = |from: &Option<BTreeMap<String, String>>, key| from.as_ref()?.get(key).cloned();
-    named(notes, TOPOLOGY)
-        .or_else(|| named(labels, TOPOLOGY))
-        .or_else(|| named(labels, ZONE))
+    named(notes, TOPOLOGY).or_else(|| named(labels, TOPOLOGY)).or_else(|| named(labels, ZONE))
 }
 
 fn bootstrap_port(pod: &Pod) -> Option<&str> {
     let annotations = pod.metadata.annotations.as_ref()?;
-    let given = BOOTSTRAP_PORT
-        .iter()
-        .find_map(|name| annotations.get(*name));
+    let given = BOOTSTRAP_PORT.iter().find_map(|name| annotations.get(*name));
     given.map(|port| port.trim())
 }
 
@@ -360,13 +338,7 @@ mod tests {
     use super::*;
 
     fn wanted(role: Role) -> Wanted {
-        Wanted {
-            role,
-            selector: String::new(),
-            port: 30000,
-            is_tls: false,
-            namespace: None,
-        }
+        Wanted { role, selector: String::new(), port: 30000, is_tls: false, namespace: None }
     }
 
     fn pod(changes: serde_json::Value) -> Pod {
@@ -390,10 +362,7 @@ mod tests {
     #[test]
     fn only_ready_pods_with_an_address_serve() {
         let role = Role::Decode;
-        assert_eq!(
-            spec(&pod(json!({})), role).url.to_string(),
-            "http://10.0.0.1:30000"
-        );
+        assert_eq!(spec(&pod(json!({})), role).url.to_string(), "http://10.0.0.1:30000");
         let v6 = pod(json!({"/status/podIP": "fd00::1"}));
         assert_eq!(spec(&v6, role).url.to_string(), "http://[fd00::1]:30000");
         for changes in [
@@ -417,24 +386,15 @@ mod tests {
         let with = |annotations| pod(json!({"/metadata/annotations": annotations}));
         for (annotations, port) in [
             (json!({}), Bootstrap::FromWorker),
-            (
-                json!({"sglang.ai/bootstrap-port": "8998"}),
-                Bootstrap::Port(8998),
-            ),
+            (json!({"sglang.ai/bootstrap-port": "8998"}), Bootstrap::Port(8998)),
             (json!({"baton.dev/bootstrap-port": "none"}), Bootstrap::Null),
             (
                 json!({"sglang.ai/bootstrap-port": "1", "baton.dev/bootstrap-port": "2"}),
                 Bootstrap::Port(2),
             ),
         ] {
-            assert_eq!(
-                spec(&with(annotations.clone()), Role::Prefill).bootstrap,
-                port
-            );
-            assert_eq!(
-                spec(&with(annotations), Role::Decode).bootstrap,
-                Bootstrap::FromWorker
-            );
+            assert_eq!(spec(&with(annotations.clone()), Role::Prefill).bootstrap, port);
+            assert_eq!(spec(&with(annotations), Role::Decode).bootstrap, Bootstrap::FromWorker);
         }
         let bad = with(json!({"baton.dev/bootstrap-port": "x"}));
         assert_eq!(seen(&bad, &wanted(Role::Prefill)), Seen::Nothing);
@@ -461,18 +421,10 @@ mod tests {
         let status = |code: u16| {
             let status = json!({"code": code, "message": "told so"});
             let status: Box<kube::core::Status> = serde_json::from_value(status).unwrap();
-            explained(
-                &watcher::Error::InitialListFailed(kube::Error::Api(status)),
-                "namespace x",
-            )
+            explained(&watcher::Error::InitialListFailed(kube::Error::Api(status)), "namespace x")
         };
         let text = status(403);
-        for part in [
-            "(403)",
-            "namespace x",
-            "told so",
-            "verbs list and watch on pods",
-        ] {
+        for part in ["(403)", "namespace x", "told so", "verbs list and watch on pods"] {
             assert!(text.contains(part), "{text}");
         }
         assert!(status(500).contains("answered 500"));

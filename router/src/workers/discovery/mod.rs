@@ -37,12 +37,7 @@ pub async fn start(app: &Arc<App>) -> Result<(), String> {
     let flags = &app.config.discovery;
     if let Some(path) = &flags.discovery_file {
         let answers = AnswerTime::new(app, "file");
-        file::start(
-            Feed::new(app, "file"),
-            path.into(),
-            app.serving_roles(),
-            answers,
-        )?;
+        file::start(Feed::new(app, "file"), path.into(), app.serving_roles(), answers)?;
     }
     let selectors = flags.selectors(app.is_pd());
     if !selectors.is_empty() {
@@ -79,11 +74,7 @@ struct AnswerTime {
 impl AnswerTime {
     fn new(app: &App, source: &'static str) -> Self {
         let gauges = app.metrics.discovery_answered.clone();
-        Self {
-            gauges,
-            source,
-            last: Arc::new(Mutex::new(Instant::now())),
-        }
+        Self { gauges, source, last: Arc::new(Mutex::new(Instant::now())) }
     }
 
     /// Time of the last answer, or of the start before the first.
@@ -93,12 +84,8 @@ impl AnswerTime {
 
     fn set_to_now(&self) {
         // Before 1970 only on a host without a clock.
-        let now = SystemTime::now()
-            .duration_since(UNIX_EPOCH)
-            .unwrap_or_default();
-        self.gauges
-            .with_label_values(&[self.source])
-            .set(now.as_secs_f64());
+        let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+        self.gauges.with_label_values(&[self.source]).set(now.as_secs_f64());
         *self.last.lock() = Instant::now();
     }
 }
@@ -165,11 +152,8 @@ impl Feed {
         }
         self.count(&app, "applied");
         self.clear_failure(&app);
-        let named: BTreeMap<WorkerUrl, WorkerSpec> = found
-            .workers
-            .into_iter()
-            .map(|spec| (spec.url.clone(), spec))
-            .collect();
+        let named: BTreeMap<WorkerUrl, WorkerSpec> =
+            found.workers.into_iter().map(|spec| (spec.url.clone(), spec)).collect();
         for (url, spec) in &named {
             match self.own.get(url) {
                 Some(own) if own.spec == *spec => {}
@@ -220,10 +204,7 @@ impl Feed {
                  /readyz) and whether a proxy or network policy holds its answers back",
                 silent.as_secs()
             ));
-        } else if self
-            .failure
-            .as_ref()
-            .is_some_and(|failure| last_answer > failure.at)
+        } else if self.failure.as_ref().is_some_and(|failure| last_answer > failure.at)
             && let Some(app) = self.app.upgrade()
         {
             self.clear_failure(&app);
@@ -309,11 +290,7 @@ impl Feed {
         let of_kept = self.kept.difference(&self.fresh);
         let of_kept = of_kept.filter_map(|url| self.own.get(url));
         let kept = of_kept.filter(|own| own.worker.is_ready()).count();
-        let gauge = |state| {
-            app.metrics
-                .discovered
-                .with_label_values(&[self.source, state])
-        };
+        let gauge = |state| app.metrics.discovered.with_label_values(&[self.source, state]);
         let (was, shown) = (gauge("kept").get(), kept as f64);
         gauge("named").set((self.own.len() - self.kept.len()) as f64);
         gauge("kept").set(shown);
@@ -403,11 +380,7 @@ mod tests {
         world.all_ready();
         assert_eq!(world.urls(), ["d c:1", "p a:1", "p b:1"]);
         world.apply(&["p b:1", "d c:1", "d e:1"], &[]);
-        assert_eq!(
-            world.urls(),
-            ["d c:1", "d e:1", "p a:1", "p b:1"],
-            "it is probed first"
-        );
+        assert_eq!(world.urls(), ["d c:1", "d e:1", "p a:1", "p b:1"], "it is probed first");
         world.feed.recheck();
         assert_eq!(world.urls(), ["d c:1", "d e:1", "p b:1"]);
     }
@@ -459,10 +432,7 @@ mod tests {
         assert_eq!(world.urls(), ["d c:1"]);
         let worker = world.app.registry.workers().pop().unwrap();
         let reason = String::new();
-        let state = State::Unhealthy {
-            reason,
-            is_hung: false,
-        };
+        let state = State::Unhealthy { reason, is_hung: false };
         world.app.registry.set_state(&worker, state, None);
         world.feed.recheck();
         assert!(world.urls().is_empty());
@@ -510,10 +480,7 @@ mod tests {
         let mut world = World::new();
         world.feed.apply(Found::default());
         assert!(world.app.discovered.lock().is_empty());
-        world.feed.apply(Found {
-            named: 1,
-            ..Found::default()
-        });
+        world.feed.apply(Found { named: 1, ..Found::default() });
         assert_eq!(world.app.discovered.lock().len(), 1);
     }
 
@@ -544,10 +511,7 @@ mod tests {
         let before = Instant::now();
         world.feed.failed("refused".into());
         world.feed.check_silence(before, before, limit);
-        assert!(
-            world.feed.failure.is_some(),
-            "an older answer proves nothing"
-        );
+        assert!(world.feed.failure.is_some(), "an older answer proves nothing");
         let later = Instant::now() + Duration::from_secs(1);
         world.feed.check_silence(later, later, limit);
         assert!(world.feed.failure.is_none());

@@ -45,10 +45,7 @@ impl<'de> Deserialize<'de> for Batch {
                 let events: Vec<Written> = seq.next_element()?.ok_or_else(|| short(1))?;
                 while seq.next_element::<IgnoredAny>()?.is_some() {}
                 let events = events.into_iter().filter_map(|written| written.0);
-                Ok(Batch {
-                    ts,
-                    events: events.collect(),
-                })
+                Ok(Batch { ts, events: events.collect() })
             }
         }
         from.deserialize_any(Either)
@@ -143,10 +140,7 @@ impl Fields {
         ) -> Result<T, A::Error> {
             Ok(seq.next_element()?.unwrap_or_default())
         }
-        let mut fields = Fields {
-            r#type: next(&mut seq)?,
-            ..Fields::default()
-        };
+        let mut fields = Fields { r#type: next(&mut seq)?, ..Fields::default() };
         match fields.r#type.as_str() {
             "BlockStored" => {
                 fields.block_hashes = next(&mut seq)?;
@@ -171,10 +165,8 @@ impl Fields {
     }
 
     fn event(self) -> Result<Option<KvEvent>, String> {
-        let is_device = self
-            .medium
-            .as_deref()
-            .is_none_or(|medium| medium.eq_ignore_ascii_case("gpu"));
+        let is_device =
+            self.medium.as_deref().is_none_or(|medium| medium.eq_ignore_ascii_case("gpu"));
         let is_ours = is_device && self.group_idx.unwrap_or(0) == 0;
         match self.r#type.as_str() {
             "AllBlocksCleared" => Ok(Some(KvEvent::Cleared)),
@@ -332,35 +324,20 @@ mod tests {
             read(
                 r#"["BlockRemoved",[7],"GPU",0,"more"],{"type":"BlockRemoved","block_hashes":[8]},["AllBlocksCleared"]"#
             ),
-            Ok(vec![
-                KvEvent::Removed(vec![7]),
-                KvEvent::Removed(vec![8]),
-                KvEvent::Cleared
-            ])
+            Ok(vec![KvEvent::Removed(vec![7]), KvEvent::Removed(vec![8]), KvEvent::Cleared])
         );
         let map = rmp_serde::to_vec(
             &serde_json::json!({"ts": 2.0, "events": [{"type": "AllBlocksCleared"}], "data_parallel_rank": 3}),
         );
-        assert_eq!(
-            of_msgpack(&map.unwrap()).unwrap().events,
-            [KvEvent::Cleared]
-        );
+        assert_eq!(of_msgpack(&map.unwrap()).unwrap().events, [KvEvent::Cleared]);
     }
 
     #[test]
     fn other_tiers_and_groups_are_left_out_and_nonsense_is_refused() {
         let elsewhere = r#"["BlockStored",[1],null,[5],1,null,"CPU"],["BlockRemoved",[1],"DISK"],["BlockRemoved",[1],null,1]"#;
         assert_eq!(read(elsewhere), Ok(vec![]));
-        for bad in [
-            r#"["BlockMoved",[1]]"#,
-            "[]",
-            "7",
-            r#"["BlockStored",[1],null,["a"],1]"#,
-        ] {
-            assert!(
-                serde_json::from_str::<Batch>(&format!("[1.5,[{bad}]]")).is_err(),
-                "{bad}"
-            );
+        for bad in [r#"["BlockMoved",[1]]"#, "[]", "7", r#"["BlockStored",[1],null,["a"],1]"#] {
+            assert!(serde_json::from_str::<Batch>(&format!("[1.5,[{bad}]]")).is_err(), "{bad}");
         }
         assert!(of_msgpack(b"\x93\xcb").is_err());
     }
@@ -377,10 +354,7 @@ mod tests {
                 other => panic!("{other:?}"),
             })
             .collect();
-        assert!(
-            names[0].0.contains("sql") && names[1].0.starts_with('\u{1}'),
-            "{names:?}"
-        );
+        assert!(names[0].0.contains("sql") && names[1].0.starts_with('\u{1}'), "{names:?}");
         assert_eq!(names[2], (String::new(), 1));
     }
 

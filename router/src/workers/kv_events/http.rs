@@ -45,9 +45,7 @@ async fn run(
             .map_err(|err| End::Connect(err.to_string()))?,
         headers: headers.clone(),
     };
-    let silent = || End::Silent {
-        secs: SILENCE.as_secs(),
-    };
+    let silent = || End::Silent { secs: SILENCE.as_secs() };
     let sent = timeout(SILENCE, pool.send_alone(&head)).await;
     let response = sent.map_err(|_| silent())?;
     let response = response.map_err(|err| End::Connect(err.to_string()))?;
@@ -60,10 +58,7 @@ async fn run(
         while let Some(line) = lines.next() {
             take(reader, line).await?;
         }
-        match timeout(SILENCE, answer.piece())
-            .await
-            .map_err(|_| silent())?
-        {
+        match timeout(SILENCE, answer.piece()).await.map_err(|_| silent())? {
             None => return Ok(()),
             Some(Err(err)) => return Err(End::Connect(err.to_string())),
             Some(Ok(piece)) => lines.add(&piece)?,
@@ -84,9 +79,7 @@ impl Lines {
         self.buffer.extend_from_slice(piece);
         match self.buffer.len() {
             0..=MAX_LINE => Ok(()),
-            _ => Err(End::Malformed(format!(
-                "a line of more than {MAX_LINE} bytes"
-            ))),
+            _ => Err(End::Malformed(format!("a line of more than {MAX_LINE} bytes"))),
         }
     }
 
@@ -127,14 +120,11 @@ async fn take(reader: &mut Reader, line: BytesMut) -> Result<(), End> {
         Kind::Snapshot => reader.snapshot(line.seq, &line.events),
         Kind::Batch => match reader.batch(line.seq, &line.events, Some(line.ts))? {
             Took::Applied | Took::Old => Ok(()),
-            Took::Gap { first } => Err(End::Malformed(format!(
-                "batch {} came where {first} was due",
-                line.seq
-            ))),
+            Took::Gap { first } => {
+                Err(End::Malformed(format!("batch {} came where {first} was due", line.seq)))
+            }
         },
-        Kind::Error => Err(End::Connect(
-            line.error.map_or_else(String::new, |told| told.message),
-        )),
+        Kind::Error => Err(End::Connect(line.error.map_or_else(String::new, |told| told.message))),
     }
 }
 

@@ -69,9 +69,7 @@ impl Feed {
 
 /// Say once what will not happen.
 pub fn announce(app: &App) {
-    let uses = ROLES
-        .iter()
-        .any(|role| app.registry.policy(*role).as_cost().is_some());
+    let uses = ROLES.iter().any(|role| app.registry.policy(*role).as_cost().is_some());
     let flags = &app.config.kv_events;
     if uses && flags.kv_events == KvEventsMode::Auto && !has_tokenizer(&app.config) {
         tracing::info!(
@@ -160,12 +158,7 @@ async fn run(mut reader: Reader, source: Source, pool: Arc<Pool>, headers: Heade
             tracing::warn!(worker = %reader.name, %source, why, "no events of its cache; trying again");
             told = why;
         }
-        sleep(if end.is_lasting() {
-            LASTING_PAUSE
-        } else {
-            pause
-        })
-        .await;
+        sleep(if end.is_lasting() { LASTING_PAUSE } else { pause }).await;
         pause = (pause * 2).min(LONGEST_PAUSE);
     }
 }

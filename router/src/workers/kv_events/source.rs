@@ -13,10 +13,7 @@ pub enum Source {
     /// `GET /v1/kv_events` of our engines.
     Http { rank: u32 },
     /// vLLM's and SGLang's sockets, host:port.
-    Zmq {
-        events: String,
-        replay: Option<String>,
-    },
+    Zmq { events: String, replay: Option<String> },
 }
 
 impl fmt::Display for Source {
@@ -96,24 +93,17 @@ pub fn of(candidate: &Candidate, flags: &KvEvents) -> Result<Source, String> {
             Some(events) => (events.clone(), flags.kv_events_replay_endpoint.clone()),
             None => {
                 return Err(
-                    "it does not say where it publishes; see --kv-events-endpoint".to_owned(),
+                    "it does not say where it publishes; see --kv-events-endpoint".to_owned()
                 );
             }
         },
     };
-    Ok(Source::Zmq {
-        events: address(&events)?,
-        replay: replay.as_ref().map(address).transpose()?,
-    })
+    Ok(Source::Zmq { events: address(&events)?, replay: replay.as_ref().map(address).transpose()? })
 }
 
 /// What SGLang's flag says, if the worker shows it.
 fn sglang(told: &Description) -> Result<Option<(Endpoint, Option<Endpoint>)>, String> {
-    let Some(text) = told
-        .kv_events_config
-        .as_deref()
-        .filter(|text| !text.is_empty())
-    else {
+    let Some(text) = told.kv_events_config.as_deref().filter(|text| !text.is_empty()) else {
         return Ok(None);
     };
     let config: SglangConfig = serde_json::from_str(text)
@@ -121,9 +111,6 @@ fn sglang(told: &Description) -> Result<Option<(Endpoint, Option<Endpoint>)>, St
     if config.publisher.as_deref() != Some("zmq") {
         return Err("its --kv-events-config has no \"publisher\": \"zmq\"".to_owned());
     }
-    let replay = config
-        .replay_endpoint
-        .map(|text| text.parse())
-        .transpose()?;
+    let replay = config.replay_endpoint.map(|text| text.parse()).transpose()?;
     Ok(Some((config.endpoint.parse()?, replay)))
 }

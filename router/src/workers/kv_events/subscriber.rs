@@ -87,10 +87,7 @@ impl End {
 
     /// Trying again soon would end the same way.
     pub fn is_lasting(&self) -> bool {
-        matches!(
-            self.label(),
-            "refused" | "malformed" | "contradiction" | "full"
-        )
+        matches!(self.label(), "refused" | "malformed" | "contradiction" | "full")
     }
 }
 
@@ -112,15 +109,7 @@ impl Reader {
         status: Arc<Mutex<Status>>,
         block_tokens: usize,
     ) -> Self {
-        Self {
-            name,
-            role,
-            id,
-            deciders,
-            metrics,
-            status,
-            replica: Replica::new(block_tokens),
-        }
+        Self { name, role, id, deciders, metrics, status, replica: Replica::new(block_tokens) }
     }
 
     /// Let the replica tell the worker's policy.
@@ -152,10 +141,7 @@ impl Reader {
         self.metrics.kv_batch(self.role, result);
         if let (Some(ts), Took::Applied) = (ts, took) {
             let now = SystemTime::now().duration_since(UNIX_EPOCH);
-            self.metrics.kv_lag(
-                self.role,
-                (now.unwrap_or_default().as_secs_f64() - ts).max(0.0),
-            );
+            self.metrics.kv_lag(self.role, (now.unwrap_or_default().as_secs_f64() - ts).max(0.0));
         }
         if let Took::Gap { first } = took
             && was_exact

@@ -95,19 +95,14 @@ async fn replayed(reader: &mut Reader, replay: &str, last: &mut Option<Last>) ->
     let first = known.map_or(0, |last| last.number);
     peer.send(&[b"", &first.to_be_bytes()]).await?;
     loop {
-        let silent = |_| End::Silent {
-            secs: REPLAY_SILENCE.as_secs(),
-        };
+        let silent = |_| End::Silent { secs: REPLAY_SILENCE.as_secs() };
         let message = timeout(REPLAY_SILENCE, peer.receive()).await;
         let (number, payload) = numbered(&message.map_err(silent)??)?;
         if number == END_OF_REPLAY {
             break;
         }
         let batch = codec::of_msgpack(&payload).map_err(End::Malformed)?;
-        let this = Last {
-            number,
-            ts: batch.ts,
-        };
+        let this = Last { number, ts: batch.ts };
         if known.take().is_some_and(|known| known != this) {
             return Ok(false);
         }

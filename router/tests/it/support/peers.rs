@@ -72,18 +72,12 @@ impl Peer {
     pub async fn vllm() -> Peer {
         let routes = Router::new()
             .route("/health", get(|| async { StatusCode::OK }))
-            .route(
-                "/version",
-                get(|| async { axum::Json(json!({"version": "0.14.0"})) }),
-            )
+            .route("/version", get(|| async { axum::Json(json!({"version": "0.14.0"})) }))
             .route("/v1/models", get(|| async { models("vllm") }))
             .route("/v1/chat/completions", post(vllm_openai))
             .route("/v1/completions", post(vllm_openai))
             .fallback(|| async {
-                (
-                    StatusCode::NOT_FOUND,
-                    axum::Json(json!({"detail": "Not Found"})),
-                )
+                (StatusCode::NOT_FOUND, axum::Json(json!({"detail": "Not Found"})))
             });
         Peer::start("null", &Rooms::new(), routes).await
     }
@@ -91,11 +85,7 @@ impl Peer {
     async fn start(mode: &'static str, rooms: &Rooms, routes: Router<Worker>) -> Peer {
         let listener = TcpListener::bind("127.0.0.1:0").await.expect("a port");
         let addr = listener.local_addr().expect("an address");
-        let worker = Worker {
-            mode,
-            rooms: rooms.clone(),
-            seen: Arc::default(),
-        };
+        let worker = Worker { mode, rooms: rooms.clone(), seen: Arc::default() };
         let app = routes.with_state(worker.clone());
         let task = tokio::spawn(async move {
             axum::serve(listener, app).await.expect("it serves");
@@ -119,10 +109,7 @@ fn models(owner: &str) -> Response {
 }
 
 fn sse(events: &[Value]) -> Response {
-    let mut text: String = events
-        .iter()
-        .map(|event| format!("data: {event}\n\n"))
-        .collect();
+    let mut text: String = events.iter().map(|event| format!("data: {event}\n\n")).collect();
     text.push_str("data: [DONE]\n\n");
     let kind = [(header::CONTENT_TYPE, "text/event-stream; charset=utf-8")];
     (kind, text).into_response()
@@ -151,10 +138,7 @@ async fn sglang_takes(
     headers: HeaderMap,
     body: &Value,
 ) -> Result<(), Response> {
-    worker
-        .seen
-        .lock()
-        .push((uri.path().to_owned(), headers, body.clone()));
+    worker.seen.lock().push((uri.path().to_owned(), headers, body.clone()));
     if worker.mode == "null" {
         return Ok(());
     }
@@ -202,11 +186,7 @@ async fn sglang_openai(
     };
     if body["stream"] == true {
         let mut events = vec![
-            chunk(
-                json!({"role": "assistant", "content": ""}),
-                Value::Null,
-                Value::Null,
-            ),
+            chunk(json!({"role": "assistant", "content": ""}), Value::Null, Value::Null),
             chunk(json!({"content": "a"}), Value::Null, Value::Null),
             chunk(json!({"content": "\u{e9}"}), Value::Null, Value::Null),
             chunk(json!({"content": null}), json!("stop"), Value::Null),

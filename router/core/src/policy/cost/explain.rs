@@ -31,34 +31,14 @@ impl<'a> Weighing<'a> {
         options: &'a [Estimate],
         deepest: usize,
     ) -> Self {
-        Self {
-            policy,
-            state,
-            req,
-            options,
-            deepest,
-        }
+        Self { policy, state, req, options, deepest }
     }
 }
 
 pub(super) fn explain(weighing: &Weighing<'_>, picked: &Picked) -> Explanation {
-    let Weighing {
-        policy,
-        state,
-        req,
-        options,
-        deepest,
-    } = *weighing;
-    let Price {
-        utilisation,
-        beta,
-        heat,
-        price,
-    } = state.price(policy, req, deepest);
-    let Size {
-        tokens,
-        tokens_per_block,
-    } = state.size_of(&req.prompt);
+    let Weighing { policy, state, req, options, deepest } = *weighing;
+    let Price { utilisation, beta, heat, price } = state.price(policy, req, deepest);
+    let Size { tokens, tokens_per_block } = state.size_of(&req.prompt);
     let weighed = options.iter().map(|option| Weighed {
         id: option.id,
         load: option.load,

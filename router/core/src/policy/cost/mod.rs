@@ -155,11 +155,7 @@ pub struct Cost {
 
 impl Cost {
     pub fn new(params: CostParams, role: Role) -> Self {
-        Self {
-            state: Mutex::new(State::new(&params)),
-            params,
-            role,
-        }
+        Self { state: Mutex::new(State::new(&params)), params, role }
     }
 
     /// Choose a prefill and a decode worker together, by the sum of their costs. `self` is the prefill side's policy.
@@ -278,12 +274,10 @@ impl Cost {
             }
         }
         let is_stale = self.role != Role::Decode && state.is_stale(&self.params, req.now_ms as f64);
-        let decided = self
-            .pick(&options, deepest, size, is_stale, rng)
-            .map(|picked| {
-                let told = tell(&Weighing::of(self, &state, req, &options, deepest), &picked);
-                (picked.choice, told)
-            });
+        let decided = self.pick(&options, deepest, size, is_stale, rng).map(|picked| {
+            let told = tell(&Weighing::of(self, &state, req, &options, deepest), &picked);
+            (picked.choice, told)
+        });
         state.scratch.options = options;
         decided
     }
@@ -349,15 +343,10 @@ impl Cost {
     fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(|poisoned| {
             let mut state = poisoned.into_inner();
-            let workers: Vec<(WorkerId, WorkerFacts)> = state
-                .ranks
-                .iter()
-                .map(|(&id, rank)| (id, rank.facts))
-                .collect();
+            let workers: Vec<(WorkerId, WorkerFacts)> =
+                state.ranks.iter().map(|(&id, rank)| (id, rank.facts)).collect();
             *state = State::new(&self.params);
-            workers
-                .into_iter()
-                .for_each(|(id, facts)| state.add(id, facts));
+            workers.into_iter().for_each(|(id, facts)| state.add(id, facts));
             self.state.clear_poison();
             state
         })
@@ -371,9 +360,7 @@ fn cheapest(
     rng: &mut dyn RngCore,
 ) -> Option<(Estimate, usize)> {
     let passing = || options.iter().filter(|option| passes(option));
-    let least = passing()
-        .map(|option| option.cost_ms)
-        .min_by(f64::total_cmp)?;
+    let least = passing().map(|option| option.cost_ms).min_by(f64::total_cmp)?;
     let limit = least + TIE_MS.max(TIE_FRACTION * least);
     let rank = |a: &Estimate, b: &Estimate| {
         let counts = (a.size, a.load).cmp(&(b.size, b.load));
@@ -467,10 +454,9 @@ impl Policy for Cost {
         }
         let mut state = self.lock();
         let (options, _) = state.estimate(self, req, ready);
-        let ahead = options.iter().map(|option| Ahead {
-            queue_ms: option.backlog_ms,
-            prefill_ms: option.prefill_ms,
-        });
+        let ahead = options
+            .iter()
+            .map(|option| Ahead { queue_ms: option.backlog_ms, prefill_ms: option.prefill_ms });
         let soonest = ahead.min_by(|a, b| {
             let sum = |ahead: &Ahead| ahead.queue_ms + ahead.prefill_ms;
             sum(a).total_cmp(&sum(b))
@@ -482,41 +468,18 @@ impl Policy for Cost {
     fn observe(&self, event: &Event<'_>) {
         let mut state = self.lock();
         match *event {
-            Event::Routed {
-                ticket,
-                worker,
-                request,
-                tells_first_token,
-            } => state.routed(self, ticket, worker, request, tells_first_token),
-            Event::FirstToken {
-                ticket,
-                worker,
-                now_ms,
-            } => state.first_token(ticket, worker, now_ms as f64),
-            Event::Usage {
-                ticket,
-                worker,
-                usage,
-            } => state.usage(self.role, ticket, worker, usage),
-            Event::Finished {
-                ticket,
-                worker,
-                is_kept,
-                hashes,
-                now_ms,
-            } => state.finished(ticket, worker, is_kept, hashes, now_ms as f64),
-            Event::Reported {
-                worker,
-                queued_tokens,
-                running,
-                age_ms,
-                now_ms,
-            } => {
-                let told = Reported {
-                    queued_tokens,
-                    running,
-                    age_ms,
-                };
+            Event::Routed { ticket, worker, request, tells_first_token } => {
+                state.routed(self, ticket, worker, request, tells_first_token)
+            }
+            Event::FirstToken { ticket, worker, now_ms } => {
+                state.first_token(ticket, worker, now_ms as f64)
+            }
+            Event::Usage { ticket, worker, usage } => state.usage(self.role, ticket, worker, usage),
+            Event::Finished { ticket, worker, is_kept, hashes, now_ms } => {
+                state.finished(ticket, worker, is_kept, hashes, now_ms as f64)
+            }
+            Event::Reported { worker, queued_tokens, running, age_ms, now_ms } => {
+                let told = Reported { queued_tokens, running, age_ms };
                 state.reported(self, worker, told, now_ms as f64);
             }
             Event::WorkerAdded { worker, facts } => state.add(worker, facts),
@@ -537,9 +500,7 @@ impl Policy for Cost {
             announced: state.holdings.announced(worker),
             backlog_ms: rank.queued_ms(now_ms as f64),
             confidence: rank.confidence,
-            ms_per_kilotoken: rank
-                .speed(state.speed, now_ms as f64)
-                .ms(Work::of(1e3, 0.0)),
+            ms_per_kilotoken: rank.speed(state.speed, now_ms as f64).ms(Work::of(1e3, 0.0)),
         });
         PolicyStats {
             ranks: ranks.collect(),

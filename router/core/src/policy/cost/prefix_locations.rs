@@ -50,11 +50,7 @@ impl Held {
             Source::Announced(rank) => {
                 let block_tokens = tokens_per_block.round() as usize;
                 let cached = rank.cached_tokens(self.blocks, block_tokens, tokens as usize) as f64;
-                if confidence >= TRUSTED {
-                    cached
-                } else {
-                    cached * confidence
-                }
+                if confidence >= TRUSTED { cached } else { cached * confidence }
             }
         }
     }
@@ -145,10 +141,7 @@ impl Holdings {
         found.resize(workers.len(), 0);
         let mut deepest = self.remembered.held_by(prompt.hashes, workers, found);
         held.clear();
-        held.extend(found.iter().map(|&blocks| Held {
-            blocks,
-            source: Source::Remembered,
-        }));
+        held.extend(found.iter().map(|&blocks| Held { blocks, source: Source::Remembered }));
         if self.announced.is_idle() || !prompt.is_of_tokens() {
             return deepest;
         }
@@ -156,16 +149,10 @@ impl Holdings {
         for ((worker, held), &announced) in workers.iter().zip(held.iter_mut()).zip(&*found) {
             match self.announced.rank(*worker) {
                 Some(rank) if rank.is_exact => {
-                    *held = Held {
-                        blocks: announced,
-                        source: Source::Announced(rank),
-                    };
+                    *held = Held { blocks: announced, source: Source::Announced(rank) };
                 }
                 Some(_) => {
-                    *held = Held {
-                        blocks: announced.max(held.blocks),
-                        source: Source::Doubtful,
-                    };
+                    *held = Held { blocks: announced.max(held.blocks), source: Source::Doubtful };
                 }
                 None => {}
             }

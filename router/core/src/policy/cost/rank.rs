@@ -122,11 +122,7 @@ impl Report {
 
 impl Rank {
     pub fn new(facts: WorkerFacts) -> Self {
-        Self {
-            facts,
-            confidence: 1.0,
-            ..Self::default()
-        }
+        Self { facts, confidence: 1.0, ..Self::default() }
     }
 
     /// Its speed, given the fleet's.
@@ -162,11 +158,7 @@ impl Rank {
             let used = running.pages_used as f64 / running.pages.max(1) as f64;
             self.not_booked(requests as usize, used.min(1.0) * capacity_tokens, at_ms)
         });
-        self.report = Some(Report {
-            others_ms,
-            others: others.unwrap_or_default(),
-            at_ms,
-        });
+        self.report = Some(Report { others_ms, others: others.unwrap_or_default(), at_ms });
     }
 
     /// The part of a load at `at_ms` that this router's requests do not explain.
@@ -371,9 +363,7 @@ impl Rank {
 
     fn others_ms(&self, now_ms: f64) -> f64 {
         let report = self.report.filter(|report| report.is_current(now_ms));
-        report.map_or(0.0, |report| {
-            (report.others_ms - (now_ms - report.at_ms)).max(0.0)
-        })
+        report.map_or(0.0, |report| (report.others_ms - (now_ms - report.at_ms)).max(0.0))
     }
 }
 
@@ -400,14 +390,8 @@ mod tests {
     }
 
     fn rank(order: QueueOrder) -> Rank {
-        let facts = WorkerFacts {
-            order,
-            ..WorkerFacts::default()
-        };
-        Rank {
-            is_warm: true,
-            ..Rank::new(facts)
-        }
+        let facts = WorkerFacts { order, ..WorkerFacts::default() };
+        Rank { is_warm: true, ..Rank::new(facts) }
     }
 
     #[test]
@@ -448,10 +432,7 @@ mod tests {
         rank.sent(pending(3, 10.0, 300.0, true));
         rank.first_token(Ticket(3), 330.0);
         rank.sent(pending(4, 10.0, 400.0, true));
-        assert_eq!(
-            rank.first_token(Ticket(4), 430.0),
-            Some((Work::of(100.0, 0.0), 30.0))
-        );
+        assert_eq!(rank.first_token(Ticket(4), 430.0), Some((Work::of(100.0, 0.0), 30.0)));
         assert!(!rank.ended(Ticket(1), 500.0) && !rank.ended(Ticket(4), 500.0));
     }
 
@@ -503,10 +484,7 @@ mod tests {
         }
         rank.sent(pending(99, 10.0, 200.0, true));
         let seen: Vec<bool> = (10..10 + BUSY_PERIOD as u64)
-            .map(|ticket| {
-                rank.first_token(Ticket(ticket), 200.0 + ticket as f64)
-                    .is_some()
-            })
+            .map(|ticket| rank.first_token(Ticket(ticket), 200.0 + ticket as f64).is_some())
             .collect();
         assert_eq!(seen.iter().position(|is| *is), Some(BUSY_PERIOD - 1));
     }
@@ -514,11 +492,8 @@ mod tests {
     #[test]
     fn work_of_other_routers_counts_and_runs_off() {
         let mut rank = rank(QueueOrder::Arrival);
-        rank.report = Some(Report {
-            others_ms: 500.0,
-            others: OthersLoad::default(),
-            at_ms: 1_000.0,
-        });
+        rank.report =
+            Some(Report { others_ms: 500.0, others: OthersLoad::default(), at_ms: 1_000.0 });
         assert_eq!(rank.backlog_ms(0.0, 1_200.0), 300.0);
         assert_eq!(rank.backlog_ms(0.0, 2_000.0), 0.0);
     }
@@ -527,10 +502,7 @@ mod tests {
     fn reports_are_believed_within_bounds_and_for_a_while() {
         let mut rank = rank(QueueOrder::Arrival);
         let backlog_ms = |rank: &mut Rank, queued_tokens, now_ms| {
-            let told = Reported {
-                queued_tokens,
-                ..Reported::default()
-            };
+            let told = Reported { queued_tokens, ..Reported::default() };
             rank.reported(told, 1e6, Speed::default(), now_ms);
             rank.backlog_ms(0.0, now_ms)
         };
@@ -538,10 +510,6 @@ mod tests {
         assert_eq!(backlog_ms(&mut rank, u64::MAX, 2_000.0), 0.0);
         assert_eq!(backlog_ms(&mut rank, 1_000_000, 3_000.0), 100_000.0);
         assert_eq!(rank.backlog_ms(0.0, 3_000.0 + REPORT_LIFE_MS), 70_000.0);
-        assert_eq!(
-            rank.backlog_ms(0.0, 3_001.0 + REPORT_LIFE_MS),
-            0.0,
-            "it was not renewed"
-        );
+        assert_eq!(rank.backlog_ms(0.0, 3_001.0 + REPORT_LIFE_MS), 0.0, "it was not renewed");
     }
 }

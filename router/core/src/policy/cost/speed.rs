@@ -131,10 +131,7 @@ impl Fit {
     /// `work` took `ms`.
     pub fn observe(&mut self, work: Work, ms: f64) {
         let keep = 1.0 - 1.0 / MEMORY;
-        self.xx
-            .as_flattened_mut()
-            .iter_mut()
-            .for_each(|sum| *sum *= keep);
+        self.xx.as_flattened_mut().iter_mut().for_each(|sum| *sum *= keep);
         self.xy.iter_mut().for_each(|sum| *sum *= keep);
         self.add(work, ms, weight(work));
     }
@@ -209,9 +206,7 @@ fn solve(mut xx: [[f64; 4]; 4], mut xy: [f64; 4], is_free: [bool; 4]) -> Option<
     }
     let mut found = [0.0; 4];
     for at in (0..4).rev() {
-        let known: f64 = (at + 1..4)
-            .map(|column| xx[at][column] * found[column])
-            .sum();
+        let known: f64 = (at + 1..4).map(|column| xx[at][column] * found[column]).sum();
         found[at] = (xy[at] - known) / xx[at][at];
     }
     Some(found)
@@ -268,10 +263,7 @@ mod tests {
     fn without_observations_the_prior_speaks_and_one_size_scales_it() {
         let near = |a: f64, b: f64| (a - b).abs() <= 0.05 * b;
         let speed = Fit::default().solve(Speed::default());
-        assert!(
-            near(speed.ms(Work::of(10_000.0, 0.0)), 1_005.0),
-            "{speed:?}"
-        );
+        assert!(near(speed.ms(Work::of(10_000.0, 0.0)), 1_005.0), "{speed:?}");
         // Ten times as fast at one size: believed at that size, and at others too.
         let speed = fitted(Speed::new(0.5, 10.0, 0.0), &[(500.0, 0.0); 30]);
         assert!(near(speed.ms(Work::of(500.0, 0.0)), 5.5), "{speed:?}");
@@ -292,11 +284,7 @@ mod tests {
         }
         assert!(paced(1_000.0, 1).factor(0.0) < 1.8);
         let slow = paced(4.0, 200);
-        assert!(
-            (2.8..3.2).contains(&slow.factor(0.0)),
-            "{}",
-            slow.factor(0.0)
-        );
+        assert!((2.8..3.2).contains(&slow.factor(0.0)), "{}", slow.factor(0.0));
         assert!(slow.factor(600_000.0) < 1.001);
         let fast = paced(0.25, 200).factor(0.0);
         assert!((0.3..0.45).contains(&fast), "{fast}");
@@ -308,10 +296,8 @@ mod tests {
         let truth = Speed::new(2.0, 50.0, 0.0);
         let mut fit = Fit::default();
         for i in 1..60 {
-            let (a, b) = (
-                Work::of(f64::from(i) * 40.0, 0.0),
-                Work::of(f64::from(i % 7) * 300.0, 0.0),
-            );
+            let (a, b) =
+                (Work::of(f64::from(i) * 40.0, 0.0), Work::of(f64::from(i % 7) * 300.0, 0.0));
             fit.observe(a.and(b), truth.ms(a) + truth.ms(b));
         }
         let speed = fit.solve(Speed::default());
@@ -322,10 +308,8 @@ mod tests {
     #[test]
     fn an_engine_that_changes_is_followed() {
         let mut fit = Fit::default();
-        for (truth, times) in [
-            (Speed::new(1.0, 20.0, 0.0), 500),
-            (Speed::new(1.0, 80.0, 0.0), 500),
-        ] {
+        for (truth, times) in [(Speed::new(1.0, 20.0, 0.0), 500), (Speed::new(1.0, 80.0, 0.0), 500)]
+        {
             for i in 0..times {
                 let work = Work::of(f64::from(i % 20) * 100.0, 0.0);
                 fit.observe(work, truth.ms(work));

@@ -134,10 +134,7 @@ impl State {
             None => prompt.units as f64 * ratio,
         };
         let blocks = prompt.units as f64 / prompt.block_units.max(1) as f64;
-        Size {
-            tokens,
-            tokens_per_block: if blocks > 0.0 { tokens / blocks } else { 0.0 },
-        }
+        Size { tokens, tokens_per_block: if blocks > 0.0 { tokens / blocks } else { 0.0 } }
     }
 
     /// Candidates with their costs, in no order, and how many blocks of the prompt anybody holds. The list is the
@@ -150,10 +147,8 @@ impl State {
     ) -> (Vec<Estimate>, usize) {
         let (now_ms, size) = (req.now_ms as f64, self.size_of(&req.prompt));
         let mut options = std::mem::take(&mut self.scratch.options);
-        let (mut ids, mut held) = (
-            std::mem::take(&mut self.scratch.ids),
-            std::mem::take(&mut self.scratch.held),
-        );
+        let (mut ids, mut held) =
+            (std::mem::take(&mut self.scratch.ids), std::mem::take(&mut self.scratch.held));
         ids.clear();
         ids.extend(ready.iter().map(|worker| worker.id));
         ids.sort_unstable();
@@ -220,12 +215,7 @@ impl State {
         };
         let shared = deepest.checked_sub(1).map(|at| req.prompt.hashes[at]);
         let heat = shared.map_or(0.0, |hash| self.heat.of(hash, now_ms));
-        Price {
-            utilisation,
-            beta,
-            heat,
-            price: (1.0 + beta) / (1.0 + 0.1 * heat),
-        }
+        Price { utilisation, beta, heat, price: (1.0 + beta) / (1.0 + 0.1 * heat) }
     }
 
     /// Prefill work dispatched per worker and second, 1 = as much as they can do.
@@ -275,14 +265,7 @@ impl State {
         }
         if policy.role != Role::Decode {
             let predicted_ms = rank.speed(speed, now_ms).ms(Work::of(uncached, cached));
-            rank.sent(Pending {
-                ticket,
-                uncached,
-                cached,
-                predicted_ms,
-                sent_ms: now_ms,
-                tells,
-            });
+            rank.sent(Pending { ticket, uncached, cached, predicted_ms, sent_ms: now_ms, tells });
             if tells {
                 rank.stream_began(now_ms);
             }
@@ -326,10 +309,7 @@ impl State {
     fn count(&mut self, tokens: f64, units: f64) {
         if units > 0.0 {
             const KEEP: f64 = 0.99;
-            self.counted = (
-                self.counted.0 * KEEP + tokens,
-                self.counted.1 * KEEP + units,
-            );
+            self.counted = (self.counted.0 * KEEP + tokens, self.counted.1 * KEEP + units);
         }
     }
 

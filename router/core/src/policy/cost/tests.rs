@@ -13,10 +13,7 @@ use crate::types::{QueueOrder, RunningLoad, Ticket, Usage};
 pub(super) fn cost(role: Role, workers: u64, params: CostParams) -> Cost {
     let policy = Cost::new(params, role);
     for id in 0..workers {
-        policy.observe(&Event::WorkerAdded {
-            worker: WorkerId(id),
-            facts: WorkerFacts::default(),
-        });
+        policy.observe(&Event::WorkerAdded { worker: WorkerId(id), facts: WorkerFacts::default() });
     }
     policy
 }
@@ -45,18 +42,12 @@ fn a_prefix_wins_until_its_holders_queue_is_longer_than_the_prompt() {
     );
     // Half a second queued there: still cheaper than computing a second of prefix again.
     sender.routed(&policy, 0, &"x".repeat(50));
-    assert_eq!(
-        chosen_at(&sender, &policy, &long, &ready, &mut rng).worker,
-        WorkerId(0)
-    );
+    assert_eq!(chosen_at(&sender, &policy, &long, &ready, &mut rng).worker, WorkerId(0));
     // Two seconds queued: not any more.
     sender.routed(&policy, 0, &"y".repeat(150));
     let spread = chosen_at(&sender, &policy, &long, &ready, &mut rng);
     assert_eq!(spread.worker, WorkerId(1));
-    assert!(
-        matches!(spread.why, Why::Cheaper(f) if f.cached_tokens == 0),
-        "{spread:?}"
-    );
+    assert!(matches!(spread.why, Why::Cheaper(f) if f.cached_tokens == 0), "{spread:?}");
 }
 
 fn chosen_at(
@@ -151,15 +142,10 @@ fn ties_go_to_the_smallest_index_then_to_chance() {
     let policy = prefill(3);
     let mut counts = [0; 3];
     for _ in 0..300 {
-        counts[chosen(&policy, "new", &views(&[0, 0, 0]), &mut rng)
-            .worker
-            .0 as usize] += 1;
+        counts[chosen(&policy, "new", &views(&[0, 0, 0]), &mut rng).worker.0 as usize] += 1;
     }
     // 100 each, standard deviation 8; six of them.
-    assert!(
-        counts.iter().all(|n: &i32| (n - 100).abs() < 49),
-        "{counts:?}"
-    );
+    assert!(counts.iter().all(|n: &i32| (n - 100).abs() < 49), "{counts:?}");
 }
 
 #[test]
@@ -175,11 +161,7 @@ fn a_small_advantage_does_not_move_a_prompt_from_its_prefix() {
     let eager = cost(
         Role::Prefill,
         2,
-        CostParams {
-            hysteresis_ms: 0.0,
-            hysteresis_fraction: 0.0,
-            ..CostParams::default()
-        },
+        CostParams { hysteresis_ms: 0.0, hysteresis_fraction: 0.0, ..CostParams::default() },
     );
     let ticket = sender.routed(&eager, 0, "p");
     sender.first_token(&eager, ticket, 0);
@@ -205,13 +187,8 @@ fn stale_reports_mean_a_draw_among_the_four_cheapest() {
     (0..6).for_each(|id| report(id, if id < 2 { 400_000 } else { 1_000 * id }, 0));
     let ready = views(&[0; 6]);
     let mut rng = rng(7);
-    let fresh: BTreeSet<u64> = (0..50)
-        .map(|_| {
-            chosen_at(&sender, &policy, "new", &ready, &mut rng)
-                .worker
-                .0
-        })
-        .collect();
+    let fresh: BTreeSet<u64> =
+        (0..50).map(|_| chosen_at(&sender, &policy, "new", &ready, &mut rng).worker.0).collect();
     assert_eq!(fresh, BTreeSet::from([2]));
     sender.now_ms = 20_001; // two intervals, and what was reported of 2 to 5 has run off
     let mut counts = [0; 6];
@@ -221,15 +198,9 @@ fn stale_reports_mean_a_draw_among_the_four_cheapest() {
         counts[choice.worker.0 as usize] += 1;
     }
     assert_eq!(counts[..2], [0, 0]);
-    assert!(
-        counts[2..].iter().filter(|n| **n > 0).count() >= 3,
-        "{counts:?}"
-    );
+    assert!(counts[2..].iter().filter(|n| **n > 0).count() >= 3, "{counts:?}");
     report(3, 0, 20_002);
-    assert!(!matches!(
-        chosen_at(&sender, &policy, "new", &ready, &mut rng).why,
-        Why::Sampled(_)
-    ));
+    assert!(!matches!(chosen_at(&sender, &policy, "new", &ready, &mut rng).why, Why::Sampled(_)));
 }
 
 fn told(policy: &Cost, id: u64, queued_tokens: u64, age_ms: u64, now_ms: u64) {
@@ -249,10 +220,7 @@ fn backlog_ms(policy: &Cost, now_ms: u64) -> f64 {
 #[test]
 fn a_report_counts_what_others_sent_before_it_was_made() {
     let policy = prefill(1);
-    let mut sender = Sender {
-        now_ms: 1_000,
-        ..Sender::default()
-    };
+    let mut sender = Sender { now_ms: 1_000, ..Sender::default() };
     sender.routed(&policy, 0, &"a".repeat(10)); // 1000 tokens, 105 ms with its fixed part
     let ours = backlog_ms(&policy, 1_000);
     // Made while ours was there: half of it is others'. A prompt sent after it was made is in neither.
@@ -307,11 +275,7 @@ impl DecodeWorkers {
             policy.observe(&Event::Reported {
                 worker: WorkerId(id),
                 queued_tokens: 0,
-                running: Some(RunningLoad {
-                    requests,
-                    pages_used,
-                    pages: Self::PAGES,
-                }),
+                running: Some(RunningLoad { requests, pages_used, pages: Self::PAGES }),
                 age_ms,
                 now_ms,
             });
@@ -381,11 +345,8 @@ fn speed_is_learned_per_worker_and_shared_with_the_unobserved() {
         // Worker 0 takes 2 ms per block and 1 is ten times slower.
         for (worker, ms) in [(0, 2), (1, 20)] {
             let size = 5 + i % 11;
-            let text = format!(
-                "{}{}",
-                char::from_u32(0x4e00 + i as u32).unwrap_or('x'),
-                "w".repeat(size)
-            );
+            let text =
+                format!("{}{}", char::from_u32(0x4e00 + i as u32).unwrap_or('x'), "w".repeat(size));
             let ticket = sender.routed(&policy, worker, &text);
             sender.now_ms += ms * (size as u64 + 1);
             sender.first_token(&policy, ticket, worker);
@@ -395,21 +356,14 @@ fn speed_is_learned_per_worker_and_shared_with_the_unobserved() {
     }
     let ms = |now_ms| -> Vec<f64> {
         let stats = policy.stats(now_ms);
-        stats
-            .ranks
-            .iter()
-            .map(|rank| rank.ms_per_kilotoken)
-            .collect()
+        stats.ranks.iter().map(|rank| rank.ms_per_kilotoken).collect()
     };
     let now = ms(sender.now_ms);
     assert!((15.0..50.0).contains(&now[0]), "20 is true: {now:?}");
     assert!((120.0..210.0).contains(&now[1]), "200 is true: {now:?}");
     assert!(now[0] < now[2] && now[2] < now[1], "{now:?}");
     let later = ms(sender.now_ms + 1_000_000);
-    assert!(
-        later.iter().all(|ms| (ms / now[2] - 1.0).abs() < 0.01),
-        "{later:?}"
-    );
+    assert!(later.iter().all(|ms| (ms / now[2] - 1.0).abs() < 0.01), "{later:?}");
 }
 
 #[test]
@@ -419,10 +373,7 @@ fn text_is_counted_as_reported() {
     let (mut last, mut rng) = (0.0, rng(1));
     for ticket in 0..300 {
         let blocks = crate::Blocks::of_text(text.as_bytes(), None);
-        let request = RequestView {
-            prompt: blocks.prompt(),
-            ..RequestView::default()
-        };
+        let request = RequestView { prompt: blocks.prompt(), ..RequestView::default() };
         policy.choose(&request, &views(&[0]), &mut rng);
         let (ticket, worker) = (Ticket(ticket), WorkerId(0));
         policy.observe(&Event::Routed {
@@ -432,22 +383,9 @@ fn text_is_counted_as_reported() {
             tells_first_token: true,
         });
         last = policy.lock().size_of(&request.prompt).tokens;
-        let usage = Usage {
-            prompt_tokens: 2_000,
-            ..Usage::default()
-        };
-        policy.observe(&Event::Usage {
-            ticket,
-            worker,
-            usage,
-        });
-        policy.observe(&Event::Finished {
-            ticket,
-            worker,
-            is_kept: true,
-            hashes: &[],
-            now_ms: 0,
-        });
+        let usage = Usage { prompt_tokens: 2_000, ..Usage::default() };
+        policy.observe(&Event::Usage { ticket, worker, usage });
+        policy.observe(&Event::Finished { ticket, worker, is_kept: true, hashes: &[], now_ms: 0 });
     }
     assert!((last - 2_000.0).abs() < 5.0, "{last}");
     assert_eq!(policy.lock().ranks[&WorkerId(0)].kv_tokens, 0.0);
@@ -459,25 +397,16 @@ fn a_worker_that_forgets_is_believed_less() {
     let mut sender = Sender::default();
     for _ in 0..30 {
         let ticket = sender.routed(&policy, 0, "abcdefgh");
-        let usage = Usage {
-            prompt_tokens: 800,
-            cached_tokens: Some(0),
-            ..Usage::default()
-        };
-        policy.observe(&Event::Usage {
-            ticket,
-            worker: WorkerId(0),
-            usage,
-        });
+        let usage = Usage { prompt_tokens: 800, cached_tokens: Some(0), ..Usage::default() };
+        policy.observe(&Event::Usage { ticket, worker: WorkerId(0), usage });
         sender.first_token(&policy, ticket, 0);
         sender.finished(&policy, ticket, 0, "abcdefgh", true);
         sender.now_ms += 1_000;
     }
     let confidence = policy.stats(0).ranks[0].confidence;
     assert!(confidence < 0.1, "{confidence}");
-    let Some(told) = chosen_at(&sender, &policy, "abcdefgh", &views(&[0, 0]), &mut rng(1))
-        .why
-        .forecast()
+    let Some(told) =
+        chosen_at(&sender, &policy, "abcdefgh", &views(&[0, 0]), &mut rng(1)).why.forecast()
     else {
         panic!("two candidates are a decision");
     };
@@ -487,21 +416,12 @@ fn a_worker_that_forgets_is_believed_less() {
 #[test]
 fn the_index_is_sized_by_what_the_worker_reports() {
     let policy = Cost::new(
-        CostParams {
-            default_capacity_tokens: 700,
-            ..CostParams::default()
-        },
+        CostParams { default_capacity_tokens: 700, ..CostParams::default() },
         Role::Prefill,
     );
     for (id, capacity_tokens) in [(0, Some(300)), (1, None)] {
-        let facts = WorkerFacts {
-            capacity_tokens,
-            ..WorkerFacts::default()
-        };
-        policy.observe(&Event::WorkerAdded {
-            worker: WorkerId(id),
-            facts,
-        });
+        let facts = WorkerFacts { capacity_tokens, ..WorkerFacts::default() };
+        policy.observe(&Event::WorkerAdded { worker: WorkerId(id), facts });
     }
     let mut sender = Sender::default();
     for _ in 0..60 {
@@ -509,12 +429,7 @@ fn the_index_is_sized_by_what_the_worker_reports() {
             sender.routed(&policy, worker, "abcdefghijklmnop");
         }
     }
-    let blocks: Vec<usize> = policy
-        .stats(0)
-        .ranks
-        .iter()
-        .map(|rank| rank.index_blocks)
-        .collect();
+    let blocks: Vec<usize> = policy.stats(0).ranks.iter().map(|rank| rank.index_blocks).collect();
     assert_eq!(blocks, [3, 7]);
 }
 
@@ -547,11 +462,7 @@ fn pairs_meet_on_one_machine_when_the_transfer_is_not_hidden() {
     let (p, d) = (prefill(2), cost(Role::Decode, 2, CostParams::default()));
     let mut sender = Sender::default();
     let at = |hosts: [u32; 2]| {
-        [0, 1].map(|id| WorkerView {
-            id: WorkerId(id),
-            load: 0,
-            host: hosts[id as usize],
-        })
+        [0, 1].map(|id| WorkerView { id: WorkerId(id), load: 0, host: hosts[id as usize] })
     };
     let (p_ready, d_ready) = (at([1, 2]), at([2, 1]));
     let long = "k".repeat(500); // 50 000 tokens; both prefill workers hold them
@@ -560,30 +471,18 @@ fn pairs_meet_on_one_machine_when_the_transfer_is_not_hidden() {
         sender.first_token(&p, ticket, worker);
     }
     let blocks = blocks(&long);
-    let request = RequestView {
-        prompt: blocks.prompt(),
-        ..RequestView::default()
-    };
+    let request = RequestView { prompt: blocks.prompt(), ..RequestView::default() };
     let mut seen = BTreeSet::new();
     for seed in 0..40 {
-        let (a, b) = p
-            .choose_pair(&d, &request, &p_ready, &d_ready, &mut rng(seed))
-            .expect("a pair");
+        let (a, b) =
+            p.choose_pair(&d, &request, &p_ready, &d_ready, &mut rng(seed)).expect("a pair");
         assert_ne!(a.worker, b.worker, "hosts are crossed");
         seen.insert(a.worker);
     }
     assert_eq!(seen.len(), 2);
     // Only one prefill worker is near the idle decode worker.
-    let busy = [
-        WorkerView {
-            load: 300,
-            ..d_ready[0]
-        },
-        d_ready[1],
-    ];
-    let (a, b) = p
-        .choose_pair(&d, &request, &p_ready, &busy, &mut rng(1))
-        .expect("a pair");
+    let busy = [WorkerView { load: 300, ..d_ready[0] }, d_ready[1]];
+    let (a, b) = p.choose_pair(&d, &request, &p_ready, &busy, &mut rng(1)).expect("a pair");
     assert_eq!((a.worker, b.worker), (WorkerId(0), WorkerId(1)));
 }
 
@@ -592,10 +491,7 @@ fn pairs_stay_in_one_domain_while_the_price_is_not_higher() {
     let (p, d) = (prefill(1), cost(Role::Decode, 2, CostParams::default()));
     let place = |policy: &Cost, worker, domain| {
         let domain = Some(domain);
-        let facts = WorkerFacts {
-            domain,
-            ..WorkerFacts::default()
-        };
+        let facts = WorkerFacts { domain, ..WorkerFacts::default() };
         let worker = WorkerId(worker);
         policy.observe(&Event::WorkerAdded { worker, facts });
     };
@@ -607,15 +503,8 @@ fn pairs_stay_in_one_domain_while_the_price_is_not_higher() {
     let ticket = sender.routed(&p, 0, &long);
     sender.first_token(&p, ticket, 0);
     let blocks = blocks(&long);
-    let request = RequestView {
-        prompt: blocks.prompt(),
-        ..RequestView::default()
-    };
-    let at = |id, host, load| WorkerView {
-        id: WorkerId(id),
-        load,
-        host,
-    };
+    let request = RequestView { prompt: blocks.prompt(), ..RequestView::default() };
+    let at = |id, host, load| WorkerView { id: WorkerId(id), load, host };
     let pair = |near_load, far_host| {
         let ready = [at(0, far_host, 0), at(1, 3, near_load)];
         let pair = p.explain_pair(&d, &request, &[at(0, 1, 0)], &ready, &mut rng(1));
@@ -630,21 +519,10 @@ fn pairs_stay_in_one_domain_while_the_price_is_not_higher() {
     assert_eq!(chosen, WorkerId(1));
     assert_eq!(crossing[&WorkerId(1)], 0.0);
     // 50 000 tokens at 0.13 - 0.043 ms, less what the prefill's base time hides.
-    assert!(
-        (4_000.0..=4_350.0).contains(&crossing[&WorkerId(0)]),
-        "{crossing:?}"
-    );
-    assert_eq!(
-        pair(600, 2).0,
-        WorkerId(0),
-        "6 s of queue are more than 4.35 s of transfer"
-    );
+    assert!((4_000.0..=4_350.0).contains(&crossing[&WorkerId(0)]), "{crossing:?}");
+    assert_eq!(pair(600, 2).0, WorkerId(0), "6 s of queue are more than 4.35 s of transfer");
     let (chosen, crossing) = pair(0, 1);
-    assert_eq!(
-        (chosen, crossing[&WorkerId(0)]),
-        (WorkerId(0), 0.0),
-        "one machine is one domain"
-    );
+    assert_eq!((chosen, crossing[&WorkerId(0)]), (WorkerId(0), 0.0), "one machine is one domain");
 }
 
 proptest! {
@@ -777,14 +655,8 @@ proptest! {
 fn shortest_first_engines_hide_less_of_their_queue() {
     let policy = Cost::new(CostParams::default(), Role::Prefill);
     for (id, order) in [(0, QueueOrder::Arrival), (1, QueueOrder::ShortestFirst)] {
-        let facts = WorkerFacts {
-            order,
-            ..WorkerFacts::default()
-        };
-        policy.observe(&Event::WorkerAdded {
-            worker: WorkerId(id),
-            facts,
-        });
+        let facts = WorkerFacts { order, ..WorkerFacts::default() };
+        policy.observe(&Event::WorkerAdded { worker: WorkerId(id), facts });
     }
     let mut sender = Sender::default();
     sender.routed(&policy, 0, &"a".repeat(100));
@@ -792,13 +664,7 @@ fn shortest_first_engines_hide_less_of_their_queue() {
     // A short prompt waits a second at 0, and a quarter of 1.5 s is counted at 1, which would take it first.
     let short = chosen_at(&sender, &policy, "c", &views(&[0, 0]), &mut rng(1));
     assert_eq!(short.worker, WorkerId(1));
-    let long = chosen_at(
-        &sender,
-        &policy,
-        &"d".repeat(300),
-        &views(&[0, 0]),
-        &mut rng(1),
-    );
+    let long = chosen_at(&sender, &policy, &"d".repeat(300), &views(&[0, 0]), &mut rng(1));
     assert_eq!(long.worker, WorkerId(0));
 }
 
@@ -839,15 +705,10 @@ fn terms_of_an_explanation_add_up_to_the_cost_that_decided() {
         sender.routed(&d, worker % 2, text);
     }
     let blocks = blocks("abcdefgh");
-    let request = RequestView {
-        prompt: blocks.prompt(),
-        ..RequestView::default()
-    };
+    let request = RequestView { prompt: blocks.prompt(), ..RequestView::default() };
     let (p_ready, d_ready) = (views(&[0, 4, 0]), views(&[2, 1]));
     let pair = || p.choose_pair(&d, &request, &p_ready, &d_ready, &mut rng(4));
-    let told = p
-        .explain_pair(&d, &request, &p_ready, &d_ready, &mut rng(4))
-        .expect("a pair");
+    let told = p.explain_pair(&d, &request, &p_ready, &d_ready, &mut rng(4)).expect("a pair");
     assert_eq!(pair(), Some((told[0].0, told[1].0)));
     for (side, (choice, told)) in told.iter().enumerate() {
         let Basis::Cost(basis) = told.basis else {
@@ -858,10 +719,7 @@ fn terms_of_an_explanation_add_up_to_the_cost_that_decided() {
             other => panic!("{other:?}"),
         };
         let all: Vec<CostTerms> = told.candidates.iter().map(terms).collect();
-        let least = all
-            .iter()
-            .map(|t| t.prefill_ms)
-            .fold(f64::INFINITY, f64::min);
+        let least = all.iter().map(|t| t.prefill_ms).fold(f64::INFINITY, f64::min);
         for t in &all {
             let again = basis.price * (t.prefill_ms - least);
             let sum = t.backlog_ms + least + again + t.decode_ms + t.partner_ms;
@@ -884,25 +742,15 @@ fn prompts_with_images_teach_nothing_about_text() {
         let text = Blocks::of_text(&[b'x'; 4096], None);
         let text = if has_media { text.with_media() } else { text };
         let (ticket, worker) = (Ticket(ticket), WorkerId(0));
-        let request = RequestView {
-            prompt: text.prompt(),
-            ..RequestView::default()
-        };
+        let request = RequestView { prompt: text.prompt(), ..RequestView::default() };
         policy.observe(&Event::Routed {
             ticket,
             worker,
             request: &request,
             tells_first_token: false,
         });
-        let usage = Usage {
-            prompt_tokens: 100,
-            ..Usage::default()
-        };
-        policy.observe(&Event::Usage {
-            ticket,
-            worker,
-            usage,
-        });
+        let usage = Usage { prompt_tokens: 100, ..Usage::default() };
+        policy.observe(&Event::Usage { ticket, worker, usage });
         let learned = policy.stats(0).tokens_per_unit;
         assert_eq!(learned == usual, has_media, "{learned}");
     }
@@ -920,11 +768,7 @@ fn learned_from_answers(took_ms: impl Fn(f64, f64) -> f64) -> f64 {
         policy.observe(&Event::Routed {
             ticket,
             worker,
-            request: &RequestView {
-                prompt: blocks.prompt(),
-                now_ms,
-                ..RequestView::default()
-            },
+            request: &RequestView { prompt: blocks.prompt(), now_ms, ..RequestView::default() },
             tells_first_token: false,
         });
         let tokens = blocks.prompt().units as u32;
@@ -934,18 +778,8 @@ fn learned_from_answers(took_ms: impl Fn(f64, f64) -> f64) -> f64 {
             cached_tokens: Some(0),
             completion_tokens: Some(output),
         };
-        policy.observe(&Event::Usage {
-            ticket,
-            worker,
-            usage,
-        });
-        policy.observe(&Event::Finished {
-            ticket,
-            worker,
-            is_kept: true,
-            hashes: &[],
-            now_ms,
-        });
+        policy.observe(&Event::Usage { ticket, worker, usage });
+        policy.observe(&Event::Finished { ticket, worker, is_kept: true, hashes: &[], now_ms });
         now_ms += 10;
     }
     policy.stats(now_ms).ranks[0].ms_per_kilotoken
@@ -964,13 +798,8 @@ fn answers_that_do_not_stream_teach_the_prefill_speed() {
 #[test]
 fn worker_without_a_prefix_cache_is_believed_to_hold_nothing() {
     let policy = cost(Role::Decode, 1, CostParams::default());
-    let (worker, facts) = (
-        WorkerId(1),
-        WorkerFacts {
-            is_cacheless: true,
-            ..WorkerFacts::default()
-        },
-    );
+    let (worker, facts) =
+        (WorkerId(1), WorkerFacts { is_cacheless: true, ..WorkerFacts::default() });
     policy.observe(&Event::WorkerAdded { worker, facts });
     let (mut sender, text) = (Sender::default(), "k".repeat(100));
     for worker in [0, 1] {
@@ -978,10 +807,7 @@ fn worker_without_a_prefix_cache_is_believed_to_hold_nothing() {
         sender.finished(&policy, ticket, worker, &text, true);
     }
     let blocks = blocks(&text);
-    let request = RequestView {
-        prompt: blocks.prompt(),
-        ..RequestView::default()
-    };
+    let request = RequestView { prompt: blocks.prompt(), ..RequestView::default() };
     let (options, _) = policy.lock().estimate(&policy, &request, &views(&[0, 0]));
     let cached: Vec<f64> = options.iter().map(|option| option.cached).collect();
     assert_eq!(cached, [10_000.0, 0.0]);
