@@ -328,16 +328,19 @@ def test_a_killed_rank_costs_its_own_requests_and_the_engine_starts_again(wide: 
     """Last in this module: the cluster is another one after it."""
     node = wide.node("worker")
     results: dict[int, tuple[int, str]] = {}
+    is_over = threading.Event()
 
     def ask(number: int) -> None:
+        """Ask again and again, so that every rank has work until the kill; the last result counts."""
         body = {
             "input_ids": prompt(500 + number),
             "stream": True,
             "sampling_params": {"max_new_tokens": 400, "ignore_eos": True},
         }
-        with httpx.stream("POST", f"{wide.url}/generate", json=body, timeout=120) as answer:
-            lines = [line for line in answer.iter_lines() if line.startswith("data: {")]
-        results[number] = (answer.status_code, lines[-1] if lines else "")
+        while not is_over.is_set():
+            with httpx.stream("POST", f"{wide.url}/generate", json=body, timeout=120) as answer:
+                lines = [line for line in answer.iter_lines() if line.startswith("data: {")]
+            results[number] = (answer.status_code, lines[-1] if lines else "")
 
     threads = [threading.Thread(target=ask, args=(number,)) for number in range(2 * RANKS)]
     for thread in threads:
@@ -346,6 +349,7 @@ def test_a_killed_rank_costs_its_own_requests_and_the_engine_starts_again(wide: 
     eventually("every rank has work", lambda: len(running()) == RANKS and all(running().values()))
     ranks = [p for p in family(node["pid"])[1:] if "baton.server.worker.process" in " ".join(p.cmdline())]
     assert len(ranks) == RANKS
+    is_over.set()
     os.kill(ranks[3].pid, signal.SIGKILL)
     for thread in threads:
         thread.join()

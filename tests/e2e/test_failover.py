@@ -15,6 +15,7 @@ from tests.support.cluster import Cluster, eventually, metric
 
 pytestmark = pytest.mark.timeout(240)
 AT_ONCE = 20
+MAX_RIDES = 10
 
 GREEDY: dict[str, Any] = {"temperature": 0, "ignore_eos": True, "max_tokens": 300}
 DRAWN: dict[str, Any] = {
@@ -97,13 +98,30 @@ def decode_count(cluster: Cluster) -> int:
     return sum(node["role"] == "decode" for node in cluster.state["nodes"])
 
 
-def kill_busy(cluster: Cluster) -> int:
-    """Kill the decode node with most requests; which it was."""
+def kill_busy(cluster: Cluster) -> int | None:
+    """Kill the decode node with most requests, and return which it was; None: all answers are complete already."""
     loads = cluster.loads()
     index = max(range(decode_count(cluster)), key=lambda i: loads[cluster.node("decode", i)["url"]])
-    assert loads[cluster.node("decode", index)["url"]] > 0
+    if not loads[cluster.node("decode", index)["url"]]:
+        return None
     cluster.kill("decode", index)
     return index
+
+
+def assert_kills_change_nothing(cluster: Cluster, asked: list[tuple[str, dict[str, Any]]], streams: int = 1) -> None:
+    """A decode node dies while at least so many of these answers are under way; they are as undisturbed.
+
+    On a loaded machine the engines may be done before the kill: ask again until that many streams were resumed.
+    """
+    undisturbed = ride(cluster, asked, kills=False)
+    for _ in range(MAX_RIDES):
+        before = resumed(cluster)
+        assert ride(cluster, asked, kills=True) == undisturbed
+        count = resumed(cluster) - before
+        assert count <= len(asked)
+        if count >= streams:
+            return
+    raise AssertionError(f"in {MAX_RIDES} rides fewer than {streams} answers were under way at the kill")
 
 
 def ride(cluster: Cluster, asked: list[tuple[str, dict[str, Any]]], kills: bool) -> list[dict[str, Any]]:
@@ -117,7 +135,8 @@ def ride(cluster: Cluster, asked: list[tuple[str, dict[str, Any]]], kills: bool)
             if kills:
                 for _ in range(-(-3 * len(asked) // 4)):
                     await asyncio.wait_for(under_way.acquire(), 60)
-                killed.append(await asyncio.to_thread(kill_busy, cluster))
+                if (index := await asyncio.to_thread(kill_busy, cluster)) is not None:
+                    killed.append(index)
             answers = await asyncio.gather(*tasks)
         return [shown(path, events) for (path, _), events in zip(asked, answers, strict=True)]
 
@@ -141,24 +160,13 @@ def ride(cluster: Cluster, asked: list[tuple[str, dict[str, Any]]], kills: bool)
     ],
 )
 def test_killed_decode_node_in_mid_stream_changes_nothing(cluster: Cluster, at: int) -> None:
-    asked = [ASKED[at]]
-    undisturbed = ride(cluster, asked, kills=False)
-    before = resumed(cluster)
-    assert ride(cluster, asked, kills=True) == undisturbed
-    assert resumed(cluster) == before + 1
+    assert_kills_change_nothing(cluster, [ASKED[at]])
 
 
 def test_many_streams_are_gone_on_with_at_once(cluster: Cluster) -> None:
     asked = [("/v1/completions", {**ASKED[i % 2][1], "prompt": f"{i} Baton is"}) for i in range(AT_ONCE)]
-    undisturbed = ride(cluster, asked, kills=False)
-    before = resumed(cluster)
-    assert ride(cluster, asked, kills=True) == undisturbed
-    assert resumed(cluster) >= before + 2
+    assert_kills_change_nothing(cluster, asked, streams=2)
 
 
 def test_only_decode_node_is_killed_and_resumes_its_stream_when_it_is_back(pair: Cluster) -> None:
-    asked = [ASKED[3]]
-    undisturbed = ride(pair, asked, kills=False)
-    before = resumed(pair)
-    assert ride(pair, asked, kills=True) == undisturbed
-    assert resumed(pair) == before + 1
+    assert_kills_change_nothing(pair, [ASKED[3]])

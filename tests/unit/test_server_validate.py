@@ -242,7 +242,7 @@ SHARED_REFUSALS: list[tuple[dict[str, Any], str, str]] = [
     ({"regex": "a+"}, "unsupported_parameter", "regex"),
     ({"lora_path": "x"}, "unsupported_parameter", "lora_path"),
     ({"prompt_logprobs": 1}, "unsupported_parameter", "prompt_logprobs"),
-    ({"separate_reasoning": True}, "unsupported_parameter", "separate_reasoning"),
+    ({"include_reasoning": False}, "unsupported_parameter", "include_reasoning"),
     ({"thinking_token_budget": 5}, "unsupported_parameter", "thinking_token_budget"),
     ({"truncation_side": "left"}, "unsupported_parameter", "truncation_side"),
     ({"bootstrap_room": -1}, "invalid_value", "bootstrap_room"),

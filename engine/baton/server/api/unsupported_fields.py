@@ -21,7 +21,7 @@ OPENAI: dict[str, tuple[Any, ...]] = {
     "guided_choice": (), "guided_grammar": (), "prompt_logprobs": (), "truncate_prompt_tokens": (),
     "allowed_token_ids": ([],), "bad_words": ([],), "use_beam_search": (False,), "length_penalty": (1.0,),
     "kv_transfer_params": (), "return_tokens_as_token_ids": (False,), "logits_processors": ([],), "store": (False,),
-    "prompt_embeds": (), "separate_reasoning": (False,), "stream_reasoning": (False,), "include_reasoning": (True,),
+    "prompt_embeds": (), "include_reasoning": (True,),
     "thinking": (), "thinking_token_budget": (), "enable_thinking": (), "reasoning": ({},), "watermark": (False,),
     "watermarking": (False,), "repetition_detection": (), "truncation_side": (),
 }  # fmt: skip
@@ -39,6 +39,8 @@ IGNORED = (
     "user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls",
     "custom_labels", "no_logs", "log_metrics", "session_id", "background",
     "vllm_xargs", "return_text_in_logprobs", "prompt_cache_retention", "verbosity",
+    # Of models with a reasoning parser; sglang-router sends its default, true, with every chat request.
+    "separate_reasoning", "stream_reasoning",
 )  # fmt: skip
 
 
