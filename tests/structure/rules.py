@@ -36,6 +36,11 @@ PACKAGE_ORDER = (
     "errors", "config", "cache", "sched", "layers", "models", "disagg", "runtime", "server", "sim", "cli",
 )  # fmt: skip
 """Packages of baton, lowest first: each imports only those before it."""
+ROUTER_ORDER = (
+    "clock", "error", "config", "observability", "transport", "request", "response", "workers", "dispatch", "server",
+    "lib", "main",
+)  # fmt: skip
+"""Modules of the router, lowest first: each uses only those before it."""
 
 STATE_MACHINES = {"kv_transfer/src/state_machine/decode.rs:step"}
 """Functions that match over all states of one machine; these stay in one place, however long."""
@@ -73,15 +78,22 @@ def import_cycles() -> Offenses:
 
 
 def upward_imports() -> Offenses:
-    """Python modules that import a package above their own, by PACKAGE_ORDER."""
+    """Modules that import a package above their own, by PACKAGE_ORDER and ROUTER_ORDER."""
     for name, imported in python_imports().items():
         floor = _floor(name)
         yield from ((f"{name} -> {other}", 1) for other in imported if _floor(other) > floor)
+    for path, used in rust_imports(CRATES["router"]).items():
+        floor = _router_floor(path)
+        yield from ((f"{path} -> {other}", 1) for other in used if _router_floor(other) > floor)
 
 
 def _floor(module: str) -> int:
     package = f"{module}.".split(".")[1]
     return PACKAGE_ORDER.index(package) if package else -1  # baton itself holds the version
+
+
+def _router_floor(path: str) -> int:
+    return ROUTER_ORDER.index(path.removeprefix(CRATES["router"] + "/").split("/")[0].removesuffix(".rs"))
 
 
 def folder_entries() -> Offenses:
@@ -170,7 +182,8 @@ RULES: dict[str, tuple[Callable[[], Offenses], str]] = {
     "import-cycle": (import_cycles, "imports point one way: move what both need below them, or pass it in"),
     "import-order": (
         upward_imports,
-        f"a package imports only those before it ({' < '.join(PACKAGE_ORDER)}): move what both need into the lower one",
+        f"a package imports only those before it (engine: {' < '.join(PACKAGE_ORDER)}; "
+        f"router: {' < '.join(ROUTER_ORDER)}): move what both need into the lower one",
     ),
     "folder-entries": (
         folder_entries,

@@ -95,11 +95,11 @@ def _imported(name: str, path: str, modules: dict[str, str]) -> Iterator[str]:
 
 
 def rust_modules(folder: str) -> dict[str, str]:
-    """Module path without the crate ("a::b"; the root is "") → file."""
+    """Module path without the crate ("a::b"; the root is "") → file. main.rs uses the crate like any other program."""
     named = {}
     for path in product_rust(folder):
         parts = path.removeprefix(folder + "/").removesuffix(".rs").split("/")
-        if parts[-1] in ("mod", "lib", "main"):
+        if parts[-1] in ("mod", "lib"):
             parts.pop()
         named["::".join(parts)] = path
     return named

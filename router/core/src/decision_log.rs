@@ -31,7 +31,7 @@ pub trait Sink: Send + Sync {
 pub struct Header {
     /// Version of the format.
     pub decision_log: u32,
-    /// Of the program: its policies are the ones that decide alike.
+    /// Version of the program: its policies are the ones that decide alike.
     pub version: String,
     /// When the process started [ms since 1970]; equal in all files of a run.
     pub run: u64,
@@ -64,7 +64,7 @@ pub enum Entry {
         #[serde(flatten)]
         told: Told,
     },
-    /// What a worker said of its cache.
+    /// Report of a worker about its cache.
     Cached {
         role: Role,
         worker: WorkerId,
@@ -80,7 +80,7 @@ pub enum Entry {
 /// All that `choose` saw.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Asked {
-    /// Of a pair: prefill.
+    /// Role of the chosen worker; of a pair: prefill.
     pub role: Role,
     pub now_ms: u64,
     pub seed: u64,
@@ -99,9 +99,9 @@ pub struct Asked {
     /// Disguised.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub key: Option<String>,
-    /// One, or prefill and decode.
+    /// Sides of the decision: one, or prefill and decode.
     pub sides: Vec<Side>,
-    /// Of the candidates of both sides, where not all can be paired.
+    /// Fingerprints of the candidates of both sides, where not all can be paired.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub makes: Option<[Vec<Make>; 2]>,
 }
@@ -134,7 +134,7 @@ pub enum Told {
         ticket: u64,
         worker: WorkerId,
         is_kept: bool,
-        /// Whether the policy was given the prompt's hashes.
+        /// True if the policy was given the prompt's hashes.
         has_hashes: bool,
         now_ms: u64,
     },

@@ -1,14 +1,14 @@
-//! What a policy weighed: filled in on demand only, by the code that decides ([`Policy::explain`](crate::Policy::explain)).
+//! Explanations: what a policy weighed, filled in on demand by the code that decides ([`Policy::explain`](crate::Policy::explain)).
 
 use serde::Serialize;
 
 use crate::types::{WorkerId, WorkerView};
 
-/// One decision of one policy about one role.
+/// Decision of one policy about one role.
 #[derive(Debug, Clone, Default, PartialEq, Serialize)]
 pub struct Explanation {
     pub policy: &'static str,
-    /// What held for all candidates alike.
+    /// Facts that held for all candidates alike.
     #[serde(flatten)]
     pub basis: Basis,
     /// In the order they were given; of a fleet with too many pairs only those that were weighed together.
@@ -34,7 +34,7 @@ pub enum Basis {
     Cost(CostBasis),
     Prefix {
         total_chars: usize,
-        /// Of the longest prefix that a candidate holds.
+        /// Length of the longest prefix that a candidate holds.
         matched_chars: usize,
         cache_threshold: f32,
         /// Loads differ by more than both balance thresholds: the prefix was not asked for.
@@ -62,7 +62,7 @@ pub struct CostBasis {
     pub rule: Rule,
     /// Candidates equal in cost, index, load and recent work, of which chance took one.
     pub equals: usize,
-    /// What a worker without the longest prefix had to be cheaper by, if it came to that [ms].
+    /// Margin by which a worker without the longest prefix had to be cheaper, if it came to that [ms].
     pub hysteresis_ms: Option<f64>,
 }
 
@@ -77,7 +77,7 @@ pub enum Rule {
     Sampled,
 }
 
-/// What a policy knows of a candidate.
+/// Terms that a policy knows of a candidate.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 #[serde(untagged)]
 pub enum Terms {
@@ -110,7 +110,7 @@ pub struct CostTerms {
     pub prefill_ms: f64,
     /// Price of its running requests and its KV cache; 0 for prefill workers.
     pub decode_ms: f64,
-    /// Of a prefill worker: the least a decode worker adds for it. Of a decode worker: the part of the KV transfer that
+    /// Share of the other worker. Prefill: the least a decode worker adds for it. Decode: the part of the KV transfer that
     /// the prefill does not hide.
     pub partner_ms: f64,
     /// Part of `partner_ms` that the worker costs because the pair is not in one topology domain.

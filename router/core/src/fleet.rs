@@ -21,7 +21,7 @@ use crate::types::{
     Event, QueueOrder, RequestView, Ticket, Usage, WorkerFacts, WorkerId, WorkerView,
 };
 
-/// One request.
+/// Request of the simulated fleet.
 #[derive(Debug, Clone)]
 pub struct Arrival {
     /// When it arrives [ms]; ignored in a closed loop.
@@ -48,7 +48,7 @@ pub struct FleetConfig {
     pub ms_per_answer_token: f64,
     /// `Some`: so many clients, each sending its next request when its answer is complete.
     pub closed_loop: Option<usize>,
-    /// One queue and one cache for all, nothing to choose: what routing is measured against.
+    /// True for the bound: one queue and one cache for all, nothing to choose. Routing is measured against it.
     pub is_bound: bool,
 }
 
@@ -69,14 +69,14 @@ impl Default for FleetConfig {
     }
 }
 
-/// What became of a request.
+/// Outcome of a request.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Served {
     pub worker: usize,
     pub ttft_ms: f64,
     pub tokens: f64,
     pub cached: f64,
-    /// What the policy expected, if it said so [ms].
+    /// Time that the policy expected, if it said so [ms].
     pub forecast_ms: Option<u32>,
 }
 

@@ -1,4 +1,4 @@
-//! What the router decides, without how it talks: policies, the prefix tree, breaker, health, retries, rooms.
+//! Decisions of the router without its I/O: policies, the prefix tree, breaker, health, retries, rooms.
 //!
 //! The life of one decision:
 //!

@@ -20,11 +20,11 @@ use serde::{Deserialize, Serialize};
 /// Bytes of text in a block: about 64 tokens of English, a few pages of an engine's cache.
 pub const BLOCK_BYTES: usize = 256;
 
-/// What a prompt's size is counted in.
+/// Unit of a prompt's size.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Unit {
-    /// Of text.
+    /// Bytes of text.
     #[default]
     Bytes,
     Tokens,
@@ -47,7 +47,7 @@ pub struct Prompt<'a> {
     pub hashes: &'a [u64],
     pub unit: Unit,
     pub block_units: usize,
-    /// Of the whole prompt, the rest behind the last block included.
+    /// Size of the whole prompt, the rest behind the last block included.
     pub units: usize,
     /// `None`: not known before a worker reports it; then policies estimate from `units`.
     pub tokens: Option<u32>,
@@ -56,7 +56,7 @@ pub struct Prompt<'a> {
 }
 
 impl Prompt<'_> {
-    /// Whether its blocks are of token ids, as engines' pages are.
+    /// True if its blocks are of token ids, as engines' pages are.
     pub fn is_of_tokens(&self) -> bool {
         self.unit == Unit::Tokens
     }
@@ -206,7 +206,7 @@ impl TokenChain {
         self.0
     }
 
-    /// One more block; returns the hash of everything up to its end. Cost: a multiplication for two tokens.
+    /// Add a block; returns the hash of everything up to its end. Cost: a multiplication for two tokens.
     pub fn push(&mut self, block: &[u32]) -> u64 {
         for pair in block.chunks(2) {
             let low = u64::from(pair[0]);

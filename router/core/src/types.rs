@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::prompt::Prompt;
 
-/// One registered (url, DP rank). Given out by the registry, never reused, so a stale id can only miss.
+/// Id of a registered (url, DP rank). Given out by the registry, never reused, so a stale id can only miss.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct WorkerId(pub u64);
@@ -17,7 +17,7 @@ impl fmt::Display for WorkerId {
     }
 }
 
-/// What a worker does for a request.
+/// Part of a request that a worker computes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Role {
@@ -30,7 +30,7 @@ pub enum Role {
 impl Role {
     pub const ALL: [Role; 3] = [Role::Regular, Role::Prefill, Role::Decode];
 
-    /// Its place in [`Role::ALL`].
+    /// Place in [`Role::ALL`].
     pub fn index(self) -> usize {
         match self {
             Role::Regular => 0,
@@ -75,7 +75,7 @@ pub enum QueueOrder {
     ShortestFirst,
 }
 
-/// What a worker told about itself; the default is what one that tells nothing gets.
+/// Facts that a worker reported about itself; the default is what one that reports nothing gets.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct WorkerFacts {
     /// Tokens its KV cache holds, of one rank.
@@ -87,11 +87,11 @@ pub struct WorkerFacts {
     pub domain: Option<u32>,
 }
 
-/// One sending of one request to one worker. Given out by the shell, never reused.
+/// Id of one sending of one request to one worker. Given out by the shell, never reused.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Ticket(pub u64);
 
-/// What a policy may know about a request.
+/// Request as a policy sees it.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct RequestView<'a> {
     /// Routing text: what `cache_aware`'s tree indexes. May be empty when [`Policy::needs_text`](crate::Policy::needs_text)
@@ -104,11 +104,11 @@ pub struct RequestView<'a> {
     pub now_ms: u64,
 }
 
-/// What `cost` expects of the worker it chose.
+/// Expectation of `cost` for the worker it chose.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Forecast {
     pub prompt_tokens: u32,
-    /// Of these, tokens it holds already or is about to compute for another request.
+    /// Tokens of these that it holds already or is about to compute for another request.
     pub cached_tokens: u32,
     /// Until the first token: its queue and this prompt [ms].
     pub ttft_ms: u32,
@@ -148,7 +148,7 @@ pub enum Why {
     Random,
     RoundRobin,
     LowerOfTwo,
-    /// It holds the longest matching prefix: `matched_chars` of the `total_chars` of the routing text.
+    /// The longest matching prefix lies there: `matched_chars` of the `total_chars` of the routing text.
     PrefixHit {
         matched_chars: usize,
         total_chars: usize,
@@ -193,7 +193,7 @@ impl Why {
         }
     }
 
-    /// What was predicted, if the decision was made by prediction.
+    /// Prediction that the decision was made by, if it was.
     pub fn forecast(self) -> Option<Forecast> {
         match self {
             Why::BestHolder(forecast)
@@ -234,7 +234,7 @@ pub struct Choice {
     pub why: Why,
 }
 
-/// What happened, in the order the shell saw it. The only way a policy learns.
+/// Events in the order the shell saw them. The only way a policy learns.
 ///
 /// `WorkerAdded` must come before the first `Routed` of that worker: a policy ignores workers it was not told about, so
 /// that a late `Routed` after `WorkerGone` cannot bring a dead worker's memory back. Each `Routed` is followed by exactly
@@ -249,19 +249,19 @@ pub enum Event<'a> {
         request: &'a RequestView<'a>,
         tells_first_token: bool,
     },
-    /// Its prefill is over.
+    /// Prefill is over.
     FirstToken {
         ticket: Ticket,
         worker: WorkerId,
         now_ms: u64,
     },
-    /// What the worker counted.
+    /// Tokens that the worker counted.
     Usage {
         ticket: Ticket,
         worker: WorkerId,
         usage: Usage,
     },
-    /// It is over. `is_kept`: its prompt counts as cached, because the worker answered; `hashes` are the prompt's.
+    /// The request is over. `is_kept`: its prompt counts as cached, because the worker answered; `hashes` are the prompt's.
     Finished {
         ticket: Ticket,
         worker: WorkerId,
@@ -311,7 +311,7 @@ pub struct Sending<'a> {
     pub request: RequestView<'a>,
     /// Draws all chance of this decision.
     pub seed: u64,
-    /// Whether to tell what was weighed.
+    /// True to tell what was weighed.
     pub explains: bool,
     /// A regular worker's answer will show its first token.
     pub streams: bool,

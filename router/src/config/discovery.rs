@@ -61,7 +61,7 @@ impl Discovery {
         usize::from(self.discovery_file.is_some()) + self.selectors(is_pd).len()
     }
 
-    /// What is wrong between these flags.
+    /// Problems between these flags.
     pub fn complaints(&self, is_pd: bool) -> Vec<String> {
         let mut bad = Vec::new();
         let selectors = [

@@ -49,7 +49,7 @@ impl FromStr for ControlKey {
     }
 }
 
-/// What is wrong between several keys.
+/// Problems between several keys.
 pub fn complaints(keys: &[ControlKey]) -> Vec<String> {
     let mut bad = Vec::new();
     for (at, key) in keys.iter().enumerate() {

@@ -31,11 +31,11 @@ pub use docs::flags_markdown;
 pub use keys::{ControlKey, KeyRole};
 pub use kv_events::{Endpoint, KvEvents, KvEventsMode};
 pub use limits::Limits;
-pub use observe::Observe;
+pub use observe::{Observe, TraceEndpoint, TraceProtocol};
 pub use tls::Tls;
 pub use tokens::Tokens;
 pub use unsupported_flags::REFUSED;
-pub use workers::{Bootstrap, Pairs, PdProtocol, WorkerSpec, WorkerUrl, Workers};
+pub use workers::{Bootstrap, MAX_DP_SIZE, Pairs, PdProtocol, WorkerSpec, WorkerUrl, Workers};
 
 const ENV_PREFIX: &str = "BATON_ROUTER_FLAG_";
 
@@ -181,7 +181,7 @@ pub struct Retry {
     /// Each pause is varied by up to this fraction
     #[arg(long, default_value_t = 0.2, value_name = "FRACTION")]
     pub retry_jitter_factor: f64,
-    /// One attempt per request
+    /// Make one attempt per request
     #[arg(long)]
     pub disable_retries: bool,
     /// Retries of the whole fleet in 30 s, per request of these 30 s; 0 leaves --retry-budget-floor. Interrupted streams
@@ -266,7 +266,7 @@ pub enum ParseStop {
 /// Less than a few hundred prompts' worth of index is a mistake.
 const MIN_INDEX_BYTES: usize = 1 << 20;
 
-/// One line with the candidates of a large fleet has tens of kilobytes.
+/// Smallest file: a line with the candidates of a large fleet has tens of kilobytes.
 const MIN_LOG_BYTES: u64 = 1 << 20;
 
 /// Headers searched for a request id when --request-id-headers is absent.
@@ -565,7 +565,7 @@ impl RouterConfig {
         }
     }
 
-    /// Whether the policy of those who compute prompts predicts when their first token comes.
+    /// True if the policy of those who compute prompts predicts when their first token comes.
     fn forecasts(&self) -> bool {
         let role = match self.workers.pd_disaggregation {
             true => Role::Prefill,

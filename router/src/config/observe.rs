@@ -3,8 +3,6 @@
 use clap::Args;
 use tracing_subscriber::filter::LevelFilter;
 
-use crate::observability::otlp;
-
 #[derive(Debug, Clone, Args)]
 #[command(next_help_heading = "Logs and metrics")]
 pub struct Observe {
@@ -38,7 +36,7 @@ pub struct Observe {
     pub enable_trace: bool,
     /// Where traces go: HOST:PORT for OTLP/gRPC, http://HOST:PORT[/PATH] for OTLP/HTTP
     #[arg(long, default_value = "localhost:4317", value_name = "ENDPOINT")]
-    pub otlp_traces_endpoint: otlp::Endpoint,
+    pub otlp_traces_endpoint: TraceEndpoint,
     /// Print docs/metrics.md and exit
     #[arg(long, hide = true)]
     pub print_metrics: bool,
@@ -48,7 +46,7 @@ pub struct Observe {
 }
 
 impl Observe {
-    /// What --log-level comes to; SGLang's launcher says 'warning' and 'critical'.
+    /// Filter that --log-level means; SGLang's launcher says 'warning' and 'critical'.
     pub fn log_filter(&self) -> String {
         match self.log_level.as_str() {
             "warning" => "warn".to_owned(),
@@ -70,5 +68,91 @@ impl Observe {
                 format!("--log-level {part}: give trace, debug, info, warn, error, off, or a filter like 'info,baton_router=debug'")
             })
             .collect()
+    }
+}
+
+/// Where spans go.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct TraceEndpoint {
+    pub protocol: TraceProtocol,
+    pub host: String,
+    pub port: u16,
+    /// Path of the POST.
+    pub path: String,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum TraceProtocol {
+    /// host:port, as SGLang's launchers take it.
+    Grpc,
+    /// http://host:port[/path], protobuf in the body.
+    Http,
+}
+
+impl std::str::FromStr for TraceEndpoint {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let wrong = |why: &str| {
+            format!("{why}; give host:port for OTLP/gRPC, or http://host:port for OTLP/HTTP")
+        };
+        if text.starts_with("https://") {
+            return Err("TLS to a collector is not supported; run one beside the router, and let it forward".into());
+        }
+        let (protocol, rest) = match text.strip_prefix("http://") {
+            Some(rest) => (TraceProtocol::Http, rest),
+            None => (TraceProtocol::Grpc, text.strip_prefix("grpc://").unwrap_or(text)),
+        };
+        let (authority, path) = match rest.find('/') {
+            Some(at) => rest.split_at(at),
+            None => (rest, ""),
+        };
+        let (host, port) = authority.rsplit_once(':').ok_or_else(|| wrong("no port"))?;
+        let port = port.parse().map_err(|_| wrong("the port is no number"))?;
+        let host = host.trim_start_matches('[').trim_end_matches(']');
+        if host.is_empty() {
+            return Err(wrong("no host"));
+        }
+        let path = match (protocol, path) {
+            (TraceProtocol::Grpc, "" | "/") => {
+                "/opentelemetry.proto.collector.trace.v1.TraceService/Export"
+            }
+            (TraceProtocol::Grpc, _) => return Err(wrong("gRPC takes no path")),
+            (TraceProtocol::Http, "" | "/") => "/v1/traces",
+            (TraceProtocol::Http, path) => path,
+        };
+        Ok(Self { protocol, host: host.to_owned(), port, path: path.to_owned() })
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn endpoints_name_their_protocol() {
+        let read = |text: &str| text.parse::<TraceEndpoint>();
+        let grpc = read("localhost:4317").unwrap();
+        assert_eq!(
+            (grpc.protocol, grpc.host.as_str(), grpc.port),
+            (TraceProtocol::Grpc, "localhost", 4317)
+        );
+        assert_eq!(read("grpc://localhost:4317").unwrap(), grpc);
+        let http = read("http://[::1]:4318").unwrap();
+        assert_eq!(
+            (http.protocol, http.host.as_str(), http.path.as_str()),
+            (TraceProtocol::Http, "::1", "/v1/traces")
+        );
+        assert_eq!(read("http://c:1/x/y").unwrap().path, "/x/y");
+        for (wrong, part) in [
+            ("localhost", "no port"),
+            ("h:x", "no number"),
+            (":4317", "no host"),
+            ("h:1/x", "no path"),
+            ("https://h:1", "TLS"),
+        ] {
+            assert!(read(wrong).unwrap_err().contains(part), "{wrong}");
+        }
     }
 }

@@ -9,7 +9,7 @@ pub struct Tls {
     /// Serve HTTPS with this certificate, its chain after it (PEM)
     #[arg(long, value_name = "PATH")]
     pub tls_cert_path: Option<String>,
-    /// Its private key (PEM)
+    /// Private key of that certificate (PEM)
     #[arg(long, value_name = "PATH")]
     pub tls_key_path: Option<String>,
     /// Certificates that https:// workers must descend from (PEM); needed for such workers
@@ -21,7 +21,7 @@ pub struct Tls {
     /// Certificate that the router shows to https:// workers (PEM)
     #[arg(long, value_name = "PATH")]
     pub client_cert_path: Option<String>,
-    /// Its private key (PEM)
+    /// Private key of that certificate (PEM)
     #[arg(long, value_name = "PATH")]
     pub client_key_path: Option<String>,
 }
@@ -40,7 +40,7 @@ impl Tls {
         named.chain(roots.map(|path| ("--ca-cert-paths", path.as_str())))
     }
 
-    /// What is wrong between these flags.
+    /// Problems between these flags.
     pub fn complaints(&self) -> Vec<String> {
         let pairs = [
             (("--tls-cert-path", &self.tls_cert_path), ("--tls-key-path", &self.tls_key_path)),

@@ -60,7 +60,7 @@ pub struct Tokens {
 const MAX_BLOCK_SIZE: usize = 4096;
 
 impl Tokens {
-    /// Whether the flags name a tokenizer.
+    /// True if the flags name a tokenizer.
     pub fn is_named(&self) -> bool {
         self.model_path.is_some() || self.tokenizer_path.is_some()
     }

@@ -306,7 +306,7 @@ fn find<'a>(list: &'a [Refused], name: &str) -> Option<&'a Refused> {
     list.iter().find(|refused| refused.names.contains(&name))
 }
 
-/// One sentence per refused flag or policy found in `args`.
+/// Sentences about refused flags and policies in `args`, one each.
 pub fn complaints(args: &[String]) -> Vec<String> {
     let mut bad = Vec::new();
     for (at, arg) in args.iter().enumerate() {

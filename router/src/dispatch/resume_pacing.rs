@@ -9,9 +9,9 @@ use router_core::{PacerTicket, Role};
 use tokio::sync::{oneshot, watch};
 use tokio::time::{Instant, sleep_until};
 
-use crate::App;
+use crate::dispatch::app::App;
+use crate::dispatch::context::Inbound;
 use crate::error::RouteError;
-use crate::request::context::Inbound;
 
 /// A circuit closes, and a refused connection is accepted again, without a change of the fleet: look again after this.
 const RECHECK: Duration = Duration::from_secs(1);
@@ -44,8 +44,8 @@ impl Drop for ResumeTurn<'_> {
 
 /// --failover-concurrency for each ready worker of the role that has the fewest.
 fn limit(app: &App) -> usize {
-    let ready = |role: &Role| app.registry.count(*role).1;
-    let workers = app.serving_roles().iter().map(ready).min().unwrap_or(0);
+    let ready = |role: &Role| app.fleet.registry.count(*role).1;
+    let workers = app.fleet.serving_roles().iter().map(ready).min().unwrap_or(0);
     workers.saturating_mul(app.config.retry.failover_concurrency)
 }
 
@@ -73,7 +73,7 @@ impl WorkerWait {
         let since = Instant::now();
         let Some(wait) = wait else {
             // The change may have come before this subscription: the caller looks once more.
-            *wait = Some(Self { until: since + limit, changes: app.registry.changes() });
+            *wait = Some(Self { until: since + limit, changes: app.fleet.registry.changes() });
             return true;
         };
         let mut cut = app.cut.clone();
@@ -91,7 +91,9 @@ impl WorkerWait {
 /// True if a worker may come for a request that was refused with `err`.
 pub fn may_come(app: &App, request: &Inbound, err: &RouteError) -> bool {
     match err {
-        RouteError::NoWorker { role, .. } => request.is_accepted || app.registry.may_return(*role),
+        RouteError::NoWorker { role, .. } => {
+            request.is_accepted || app.fleet.registry.may_return(*role)
+        }
         RouteError::NoPair { .. } | RouteError::NoHeir { .. } => request.is_accepted,
         _ => false,
     }

@@ -1,4 +1,4 @@
-//! What is known about one request: becomes one log line and its metrics when the answer's body ends, however it ends.
+//! Record of one request: becomes one log line and its metrics when the answer's body ends, however it ends.
 
 use std::sync::Arc;
 
@@ -6,17 +6,23 @@ use http::{HeaderMap, StatusCode};
 use router_core::{Role, Why};
 use tokio::time::Instant;
 
-use crate::App;
 use crate::clock::ms_since;
 use crate::observability::metrics::Metrics;
 use crate::observability::otlp::{Context, Exporter};
 use crate::observability::request_timeline::{Requests, Stage, Story};
 
+/// Where records go when they end.
+#[derive(Clone)]
+pub struct RecordSinks {
+    pub metrics: Arc<Metrics>,
+    pub requests: Arc<Requests>,
+    /// With --enable-trace.
+    pub tracer: Option<Arc<Exporter>>,
+}
+
 /// Dropped with the response body. Nobody called [`Record::end`]: the client left.
 pub struct Record {
-    metrics: Arc<Metrics>,
-    requests: Arc<Requests>,
-    tracer: Option<Arc<Exporter>>,
+    sinks: RecordSinks,
     pub story: Arc<Story>,
     pub rid: String,
     route: &'static str,
@@ -34,18 +40,16 @@ pub struct Record {
 
 impl Record {
     pub fn new(
-        app: &App,
+        sinks: &RecordSinks,
         route: &'static str,
         method: &'static str,
         headers: &HeaderMap,
         rid: String,
     ) -> Self {
-        let trace = app.tracer.as_ref().map(|_| Context::of(headers));
+        let trace = sinks.tracer.as_ref().map(|_| Context::of(headers));
         Self {
-            tracer: app.tracer.clone(),
-            metrics: app.metrics.clone(),
-            requests: app.requests.clone(),
-            story: app.requests.begin(route, &rid, trace),
+            sinks: sinks.clone(),
+            story: sinks.requests.begin(route, &rid, trace),
             rid,
             route,
             method,
@@ -70,7 +74,7 @@ impl Record {
             self.status = status;
             self.story.mark(Stage::FirstByte);
             self.ttft_ms = Some(ms_since(self.started));
-            let ttft = self.metrics.ttft.with_label_values(&[self.route]);
+            let ttft = self.sinks.metrics.ttft.with_label_values(&[self.route]);
             ttft.observe(self.started.elapsed().as_secs_f64());
         }
     }
@@ -78,7 +82,7 @@ impl Record {
     /// A worker failed after its answer had begun.
     pub fn upstream_error(&self, role: Role, reason: &'static str) {
         let labels = [role.label(), reason];
-        let errors = &self.metrics.upstream_errors;
+        let errors = &self.sinks.metrics.upstream_errors;
         errors.with_label_values(&labels).inc();
     }
 
@@ -100,17 +104,17 @@ impl Drop for Record {
             None => 499,
         };
         let labels = [self.route, self.method, class(status), outcome];
-        self.metrics.requests.with_label_values(&labels).inc();
-        let duration = self.metrics.duration.with_label_values(&[self.route]);
+        self.sinks.metrics.requests.with_label_values(&labels).inc();
+        let duration = self.sinks.metrics.duration.with_label_values(&[self.route]);
         duration.observe(self.started.elapsed().as_secs_f64());
-        self.requests.end(&self.story, status, outcome);
-        if let Some(tracer) = &self.tracer
+        self.sinks.requests.end(&self.story, status, outcome);
+        if let Some(tracer) = &self.sinks.tracer
             && let Some(spans) = self.story.spans(self.method)
         {
             tracer.put(spans);
         }
         let stages = self.story.stages();
-        self.metrics.stages(&stages);
+        self.sinks.metrics.stages(&stages);
         let ms = |seconds: Option<f64>| seconds.map(|seconds| (seconds * 1e6).round() / 1e3);
         let usage = self.story.usage();
         let show = |chosen: &Option<(String, Why)>| match chosen {

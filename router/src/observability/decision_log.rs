@@ -25,7 +25,7 @@ const MAX_BYTES: usize = 64 << 20;
 /// At shutdown the rest is written within this time, or lost.
 const LAST_WORDS: Duration = Duration::from_secs(2);
 
-/// What --decision-log and its kin say.
+/// Place that --decision-log and the flags beside it name.
 #[derive(Debug, Clone)]
 pub struct Place {
     pub path: PathBuf,
@@ -138,7 +138,7 @@ struct Writing {
 
 impl Writing {
     fn run(mut self, lines: &Receiver<Message>) {
-        /// What is not flushed is lost in a crash.
+        /// Longest time without a flush: what is not flushed is lost in a crash.
         const QUIET: Duration = Duration::from_millis(100);
         let mut is_dirty = false;
         loop {

@@ -7,20 +7,17 @@
 //! Both show the fleet. With --control-plane-api-keys a dry run therefore needs such a key, and the header is not sent:
 //! GET /v1/requests/{id}, which needs one too, has the rest.
 
-use std::sync::Arc;
-
 use axum::response::{IntoResponse, Response};
 use http::{HeaderMap, HeaderValue};
-use router_core::{Explanation, Role, Why, WorkerId};
+use router_core::{Role, Why};
 use serde::Serialize;
-use serde_json::value::{RawValue, to_raw_value};
+use serde_json::value::RawValue;
 
 use crate::error::RouteError;
-use crate::workers::Candidate;
 
 pub const HEADER: &str = "x-baton-explain";
 
-/// What the client asked for.
+/// Explanation that the client asked for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Asks {
     #[default]
@@ -46,7 +43,7 @@ impl Asks {
     }
 }
 
-/// What would be chosen for one role.
+/// Choice that would be made for one role.
 #[derive(Serialize)]
 pub struct DryRun {
     pub role: Role,
@@ -64,39 +61,6 @@ pub fn dry_run_answer(decisions: &[DryRun]) -> Response {
 pub fn put_header(headers: &mut HeaderMap, summary: String) {
     if let Ok(value) = HeaderValue::try_from(summary) {
         headers.insert(HEADER, value);
-    }
-}
-
-/// The name of a candidate; it is in the list its decision was made from.
-pub fn name_of(candidates: &[Arc<Candidate>], id: WorkerId) -> &str {
-    let found = candidates.iter().find(|c| c.id == id);
-    found.map_or("unknown", |candidate| &candidate.name)
-}
-
-/// As JSON, each candidate with its name.
-pub fn named(explanation: &Explanation, candidates: &[Arc<Candidate>]) -> Option<Box<RawValue>> {
-    #[derive(Serialize)]
-    struct Named<'a, T> {
-        worker: &'a str,
-        #[serde(flatten)]
-        told: &'a T,
-    }
-    #[derive(Serialize)]
-    struct Told<'a, B, T> {
-        policy: &'a str,
-        #[serde(flatten)]
-        basis: &'a B,
-        candidates: Vec<Named<'a, T>>,
-    }
-    let Explanation { policy, basis, candidates: weighed } = explanation;
-    let weighed = weighed.iter().map(|told| Named { worker: name_of(candidates, told.id), told });
-    let told = Told { policy, basis, candidates: weighed.collect() };
-    match to_raw_value(&told) {
-        Ok(json) => Some(json),
-        Err(err) => {
-            tracing::error!(%err, "cannot write an explanation");
-            None
-        }
     }
 }
 

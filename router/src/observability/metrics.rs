@@ -10,8 +10,6 @@ use prometheus::{
 use router_core::{Forecast, Role};
 
 use crate::observability::request_timeline::Stages;
-use crate::workers::Registry;
-use crate::workers::load_report::Fate;
 
 /// Exponential buckets for everything measured in seconds: × 1.6 from 0.1 ms to about 870 s. Bounds have four digits,
 /// since alerts name them.
@@ -194,7 +192,7 @@ const STAGE_NAMES: [&str; 7] =
 /// Handles of everything in [`METRICS`].
 pub struct Metrics {
     exposed: Exposed,
-    /// One scrape at a time: gauges are rebuilt for each.
+    /// Lock of a scrape: gauges are rebuilt for each.
     scrape: parking_lot::Mutex<()>,
     pub requests: IntCounterVec,
     pub duration: HistogramVec,
@@ -245,24 +243,24 @@ pub struct Metrics {
     pub certificate_expiry: GaugeVec,
     pub certificate_reloads: IntCounterVec,
     load_reports: IntCounterVec,
-    workers: GaugeVec,
-    unpaired: GaugeVec,
-    worker_load: GaugeVec,
-    circuit: GaugeVec,
-    backlog: GaugeVec,
-    utilisation: GaugeVec,
-    prefill_speed: GaugeVec,
-    confidence: GaugeVec,
-    index_blocks: GaugeVec,
-    kv_ranks: GaugeVec,
+    pub workers: GaugeVec,
+    pub unpaired: GaugeVec,
+    pub worker_load: GaugeVec,
+    pub circuit: GaugeVec,
+    pub backlog: GaugeVec,
+    pub utilisation: GaugeVec,
+    pub prefill_speed: GaugeVec,
+    pub confidence: GaugeVec,
+    pub index_blocks: GaugeVec,
+    pub kv_ranks: GaugeVec,
     kv_batches: IntCounterVec,
     kv_resyncs: IntCounterVec,
     kv_failures: IntCounterVec,
     kv_lag: HistogramVec,
-    tree_chars: GaugeVec,
-    tree_bytes: GaugeVec,
-    tree_evicted: GaugeVec,
-    routing_keys: GaugeVec,
+    pub tree_chars: GaugeVec,
+    pub tree_bytes: GaugeVec,
+    pub tree_evicted: GaugeVec,
+    pub routing_keys: GaugeVec,
 }
 
 fn opts(spec: &Spec) -> Opts {
@@ -403,8 +401,8 @@ impl Metrics {
     }
 
     /// A worker told of its queue.
-    pub fn load_report(&self, role: Role, source: &str, fate: Fate) {
-        let labels = [role.label(), source, fate.label()];
+    pub fn load_report(&self, role: Role, source: &str, result: &str) {
+        let labels = [role.label(), source, result];
         self.load_reports.with_label_values(&labels).inc();
     }
 
@@ -438,77 +436,13 @@ impl Metrics {
         }
     }
 
-    /// Text exposition format.
-    pub fn render(&self, registry: &Registry) -> prometheus::Result<Vec<u8>> {
+    /// Text exposition format. `update` sets the gauges that are read when they are asked for.
+    pub fn render(&self, update: impl FnOnce(&Self)) -> prometheus::Result<Vec<u8>> {
         let _one = self.scrape.lock();
-        self.read_registry(registry);
+        update(self);
         let mut out = Vec::with_capacity(16 * 1024);
         TextEncoder::new().encode(&self.exposed.gather(), &mut out)?;
         Ok(out)
-    }
-
-    fn read_registry(&self, registry: &Registry) {
-        // Gone workers must not stay on the page.
-        for family in [
-            &self.workers,
-            &self.unpaired,
-            &self.worker_load,
-            &self.circuit,
-            &self.backlog,
-            &self.prefill_speed,
-            &self.confidence,
-            &self.index_blocks,
-            &self.kv_ranks,
-            &self.tree_chars,
-        ] {
-            family.reset();
-        }
-        for worker in registry.workers() {
-            self.workers.with_label_values(&[worker.role().label(), worker.state().label()]).inc();
-            if registry.misfit(&worker).is_some() {
-                let role = worker.role().label();
-                self.unpaired.with_label_values(&[role]).inc();
-            }
-        }
-        let names: std::collections::HashMap<_, _> = registry
-            .candidates()
-            .into_iter()
-            .map(|c| {
-                let role = c.worker.role().label();
-                let labels = [role, c.name.as_str()];
-                let state = c.feed.status().state.label();
-                self.kv_ranks.with_label_values(&[role, state]).inc();
-                self.worker_load.with_label_values(&labels).set(c.load() as f64);
-                self.circuit.with_label_values(&labels).set(f64::from(c.circuit() as u8));
-                (c.id, c)
-            })
-            .collect();
-        for (role, stats) in registry.policy_stats() {
-            let role = role.label();
-            for (family, value) in [
-                (&self.tree_bytes, stats.index_bytes as f64),
-                (&self.tree_evicted, stats.evicted_total as f64),
-                (&self.routing_keys, stats.keys as f64),
-                (&self.utilisation, stats.utilisation),
-            ] {
-                family.with_label_values(&[role]).set(value);
-            }
-            let show = |family: &GaugeVec, worker, value| {
-                if let Some(candidate) = names.get(&worker) {
-                    let labels = [role, candidate.name.as_str()];
-                    family.with_label_values(&labels).set(value);
-                }
-            };
-            for (worker, chars) in stats.chars {
-                show(&self.tree_chars, worker, chars as f64);
-            }
-            for rank in stats.ranks {
-                show(&self.backlog, rank.worker, rank.backlog_ms / 1e3);
-                show(&self.prefill_speed, rank.worker, rank.ms_per_kilotoken / 1e3);
-                show(&self.confidence, rank.worker, rank.confidence);
-                show(&self.index_blocks, rank.worker, rank.index_blocks as f64);
-            }
-        }
     }
 }
 

@@ -8,6 +8,8 @@ pub(crate) mod decision_log;
 pub(crate) mod engine_stages;
 /// Reasons for a choice of worker.
 pub(crate) mod explain;
+/// Web pages that show the fleet, and what they are sent.
+pub(crate) mod feed_hub;
 /// Events of the fleet.
 pub(crate) mod fleet_events;
 /// Prometheus metrics.

@@ -1,4 +1,4 @@
-//! What happened to a request, told by those who do it: GET /v1/requests/{id}, the access log and the stage metrics read it.
+//! Timeline of a request, written by those who do the work: GET /v1/requests/{id}, the access log and the stage metrics read it.
 //!
 //! The life of a story:
 //!
@@ -30,16 +30,16 @@ use crate::observability::otlp::{Context, Event, Kind, Name, Span, Value};
 /// Most memory of ended stories. Without explanations 4096 take 3 MB; one explanation of 256 candidates takes 60 KB.
 const MAX_BYTES: usize = 16 << 20;
 
-/// What a request goes through, once, in this order.
+/// Stages of a request, once each, in this order.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Stage {
-    /// Its body is complete.
+    /// The body is complete.
     Read,
-    /// It has its place among --max-concurrent-requests.
+    /// A place among --max-concurrent-requests is taken.
     Admitted,
-    /// What routing needs was read off the body.
+    /// The body was scanned for what routing needs.
     Parsed,
-    /// Its prompt was counted and hashed for the policies.
+    /// The prompt was counted and hashed for the policies.
     Tokenised,
     /// The first byte of an answer went to the client.
     FirstByte,
@@ -100,11 +100,11 @@ struct PromptSize {
     blocks: usize,
 }
 
-/// One sending to one worker. Times are milliseconds since the head of the request.
+/// Attempt at one worker. Times are milliseconds since the head of the request.
 #[derive(Debug, Clone, Serialize)]
 pub struct Leg {
     attempt: u32,
-    /// Its id in the trace.
+    /// Id in the trace.
     #[serde(skip)]
     span: u64,
     role: Role,
@@ -144,7 +144,7 @@ struct Failed {
     role: Role,
     reason: &'static str,
     at_ms: f64,
-    /// Its answer broke off behind so many tokens; another worker was asked for the rest.
+    /// Tokens after which its answer broke off; another worker was asked for the rest.
     #[serde(skip_serializing_if = "Option::is_none")]
     failover_at_token: Option<usize>,
 }
@@ -267,7 +267,7 @@ impl Story {
         failures.filter(|f| f.failover_at_token.is_some()).count()
     }
 
-    /// What the last worker that answered counted.
+    /// Count of the last worker that answered.
     pub fn usage(&self) -> Option<Counted> {
         self.told.lock().legs.iter().rev().find_map(|leg| leg.usage)
     }
@@ -497,7 +497,7 @@ impl LegStory {
         }
     }
 
-    /// It goes out; called again when it is sent again on another connection.
+    /// Note that it goes out; called again when it is sent again on another connection.
     pub fn sent(&self) {
         self.leg(|leg, at_ms| leg.sent_ms = Some(at_ms));
     }

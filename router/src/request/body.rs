@@ -20,6 +20,7 @@ use serde_json::value::RawValue;
 
 use crate::error::RouteError;
 use crate::request::media;
+use crate::transport::request_body::Parts;
 
 /// Most answers one request may ask for (prompts × n): the rooms of a request are one array.
 const MAX_ITEMS: usize = 4096;
@@ -59,7 +60,7 @@ impl Api {
     }
 }
 
-/// What routing needs to know of a body.
+/// Index of a body: what routing needs to know of it.
 #[derive(Debug, Clone)]
 pub struct Scan {
     pub stream: bool,
@@ -72,7 +73,7 @@ pub struct Scan {
     pub prompt_param: &'static str,
     /// Where the prompt lies as token ids, if the client sent it as such: one list, or one per prompt.
     ids: Option<Range<usize>>,
-    /// Whose prompts may share a cache with this one, as our engines name it.
+    /// Namespace whose prompts may share a cache with this one, as our engines name it.
     pub namespace: String,
     /// Where the members named in `SCOPE` lie.
     scope: [Option<Range<usize>>; SCOPE.len()],
@@ -109,7 +110,7 @@ pub enum Ours {
     KvParams,
     /// The client's deadlines: another attempt is told what is left of them.
     Deadlines,
-    /// The beginning of an answer (resume.rs).
+    /// The beginning of an answer (failover.rs).
     Resume,
 }
 
@@ -160,7 +161,7 @@ impl Scan {
         })
     }
 
-    /// Whether the client sent a member of this group.
+    /// True if the client sent a member of this group.
     pub fn has(&self, group: Ours) -> bool {
         self.ours.iter().any(|(its, _)| *its == group)
     }
@@ -234,38 +235,6 @@ impl Scan {
     }
 }
 
-/// A body in pieces, sent one after the other.
-#[derive(Debug, Clone, Default)]
-pub struct Parts {
-    pieces: Vec<Bytes>,
-    len: u64,
-}
-
-impl Parts {
-    pub fn push(&mut self, piece: Bytes) {
-        if !piece.is_empty() {
-            self.len += piece.len() as u64;
-            self.pieces.push(piece);
-        }
-    }
-
-    pub fn len(&self) -> u64 {
-        self.len
-    }
-
-    pub fn into_pieces(self) -> Vec<Bytes> {
-        self.pieces
-    }
-}
-
-impl From<Bytes> for Parts {
-    fn from(bytes: Bytes) -> Self {
-        let mut parts = Parts::default();
-        parts.push(bytes);
-        parts
-    }
-}
-
 trait DeserializeEnd<'a> {
     /// Visit the object, then insist that nothing but whitespace follows.
     fn deserialize_end(self, members: &mut Members<'a>) -> serde_json::Result<()>;
@@ -294,7 +263,7 @@ struct Members<'a> {
     sampling_params: Option<&'a RawValue>,
     return_logprob: Option<&'a RawValue>,
     model: Option<&'a RawValue>,
-    /// What is no such number is the engine's to refuse.
+    /// Deadlines that are numbers; the engine refuses others.
     deadlines: Deadlines,
     scope: [Option<Range<usize>>; SCOPE.len()],
     cache_salt: Option<&'a RawValue>,
@@ -498,7 +467,7 @@ fn ms_of(value: &RawValue) -> Option<u64> {
     given.filter(|ms| *ms >= 0.0).map(|ms| ms as u64)
 }
 
-/// Whether this is a list of numbers, or of lists.
+/// True for a list of numbers, or of lists.
 fn holds_ids(value: &str) -> bool {
     let inside = value.strip_prefix('[').map(str::trim_start);
     inside.is_some_and(|inside| inside.starts_with(|c: char| c == '[' || c.is_ascii_digit()))

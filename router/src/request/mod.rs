@@ -8,8 +8,6 @@ pub(crate) mod body;
 pub(crate) mod body_memory;
 /// Threads that parse large bodies.
 pub(crate) mod body_threads;
-/// Request with headers, body and deadlines.
-pub(crate) mod context;
 /// Fields that carry images, audio or video.
 pub(crate) mod media;
 /// Prompts longer than any worker accepts.

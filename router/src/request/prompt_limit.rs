@@ -149,7 +149,7 @@ fn size_of_text(json: &[u8], limit: PromptLimit) -> Option<String> {
     Some(format!("has {chars} characters, at least {tokens} tokens"))
 }
 
-/// One list of ids, or the first long one of several.
+/// Size of a list of ids, or of the first long one of several.
 fn size_of_ids(json: &[u8], limit: PromptLimit) -> Option<String> {
     // A comma or bracket goes with each id.
     if json.len() as u64 / 2 <= limit.tokens.get() {

@@ -3,7 +3,7 @@
 //! 1. Workers with the feature `resume` are asked (header) for a comment in front of the last event of each write: the
 //!    tokens that are out with the events so far (docs/protocol.md §2);
 //! 2. [`Said`] takes these comments out of the stream and remembers the tokens of what passed;
-//! 3. the worker breaks off: the same body with `baton_resume` goes to another one (relay.rs), whose stream passes here too.
+//! 3. the worker breaks off: the same body with `baton_resume` goes to another one (`dispatch::proxy_body`), whose stream passes here too.
 //!
 //! Invariant: a token is remembered if and only if its event went to the client whole. Events whose tokens are not known
 //! yet (those before the comment of their write, and a last write without [DONE]) wait here.
@@ -22,11 +22,11 @@ use memchr::memchr;
 use router_core::RetryClass;
 use serde::Deserialize;
 
-use crate::dispatch::attempt::{code_of, error_event};
+use crate::response::sse::{code_of, error_event};
 
 /// Asks a worker for the comments.
 pub const HEADER: HeaderName = HeaderName::from_static("x-baton-emit-tokens");
-/// Of workers that understand the header, and `baton_resume`.
+/// Feature of workers that understand the header, and `baton_resume`.
 pub const FEATURE: &str = "resume";
 const COMMENT: &[u8] = b": baton ";
 /// Longest answer that is remembered [tokens].
@@ -68,7 +68,7 @@ impl Memory {
     }
 }
 
-/// One stream's share of it; free when dropped.
+/// Share of one stream; free when dropped.
 #[derive(Debug)]
 struct Share {
     memory: Arc<Memory>,
@@ -113,11 +113,11 @@ pub struct Broken {
     pub words: Bytes,
 }
 
-/// What a stream has said.
+/// Tokens and events that a stream has sent.
 #[derive(Debug)]
 pub struct Said {
     ids: Vec<u32>,
-    /// Of `ids`, those whose event passed.
+    /// Count of `ids` whose event passed.
     passed: usize,
     /// Something that is no comment passed.
     has_begun: bool,
@@ -174,7 +174,7 @@ impl Said {
         Ok(())
     }
 
-    /// One event with the empty line behind it, where it lies in `text`.
+    /// Find an event with the empty line behind it, where it lies in `text`.
     fn event(
         &mut self,
         text: &Bytes,
@@ -301,7 +301,7 @@ impl Said {
         self.passed
     }
 
-    /// Whether another worker could say the rest, or all of it if the client has seen nothing.
+    /// True if another worker could send the rest, or all of it if the client has seen nothing.
     pub fn can_resume(&self) -> bool {
         self.lost.is_none() && (self.passed > 0 || !self.has_begun)
     }
@@ -344,7 +344,7 @@ fn event_len(text: &[u8]) -> Option<usize> {
     }
 }
 
-/// Whether another worker may go on where this one ended with an error.
+/// Decide whether another worker may resume where this one ended with an error.
 fn worth_it(error: &[u8]) -> Option<(&'static str, RetryClass)> {
     let (code, class) = RetryClass::of_code(&code_of(error)?)?;
     matches!(class, RetryClass::Broken | RetryClass::Leaving).then_some((code, class))

@@ -15,7 +15,7 @@ use http::{HeaderValue, StatusCode, header};
 use http_body::{Body, Frame};
 use tokio::time::{Instant, Sleep, sleep, timeout};
 
-use crate::dispatch::attempt::is_sse;
+use crate::response::sse::is_sse;
 
 pub const COMMENT: &[u8] = b": keep-alive\n\n";
 

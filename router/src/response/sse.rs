@@ -7,7 +7,10 @@
 use std::collections::VecDeque;
 
 use bytes::Bytes;
+use http::{HeaderMap, header};
 use router_core::Usage;
+use serde::Deserialize;
+use serde_json::value::RawValue;
 
 use crate::error::RouteError;
 use crate::response::usage::usage_in;
@@ -22,7 +25,7 @@ const MAX_LINE: usize = 8 << 20;
 pub enum Ending {
     /// `[DONE]` went out.
     Done,
-    /// Its finish_reason went out: the answer is whole.
+    /// The finish_reason went out: the answer is whole.
     Finished,
     Open,
 }
@@ -94,12 +97,12 @@ impl Tail {
         Ending::Open
     }
 
-    /// What the worker counted, if it said so at the end.
+    /// Tokens that the worker counted, if it said so at the end.
     pub fn usage(&self) -> Option<Usage> {
         usage_in(self.recent.iter())
     }
 
-    /// Whether the worker itself ended the stream with an error event.
+    /// True if the worker itself ended the stream with an error event.
     pub fn has_error(&self) -> bool {
         let pieces = self.recent.iter();
         pieces
@@ -127,7 +130,7 @@ fn has_finish_reason(tail: &[u8]) -> bool {
     false
 }
 
-/// What is added to a stream that broke: nothing, the missing `[DONE]`, or the error and `[DONE]`.
+/// End of a stream that broke: nothing, the missing `[DONE]`, or the error and `[DONE]`.
 pub fn epilogue(ending: Ending, err: &RouteError) -> Option<Bytes> {
     match ending {
         Ending::Done => None,
@@ -139,6 +142,37 @@ pub fn epilogue(ending: Ending, err: &RouteError) -> Option<Bytes> {
             Some(Bytes::from(event))
         }
     }
+}
+
+/// `code` of `{"error":{"code":…}}`, if the body is that and the code is text.
+pub fn code_of(body: &[u8]) -> Option<String> {
+    #[derive(Deserialize)]
+    struct Envelope<'a> {
+        #[serde(borrow)]
+        error: &'a RawValue,
+    }
+    #[derive(Deserialize)]
+    struct Inner {
+        code: Option<String>,
+    }
+    let envelope: Envelope<'_> = serde_json::from_slice(body).ok()?;
+    let inner: Inner = serde_json::from_str(envelope.error.get()).ok()?;
+    inner.code
+}
+
+/// The JSON of an SSE error event, if `piece` begins with one.
+pub fn error_event(piece: &[u8]) -> Option<&[u8]> {
+    let piece = piece.strip_prefix(b"event: error\n").unwrap_or(piece);
+    let data = piece.strip_prefix(b"data:")?.trim_ascii_start();
+    if !data.starts_with(b"{\"error\"") {
+        return None;
+    }
+    data.split(|b| *b == b'\n').next()
+}
+
+pub fn is_sse(headers: &HeaderMap) -> bool {
+    let kind = headers.get(header::CONTENT_TYPE);
+    kind.is_some_and(|kind| kind.as_bytes().starts_with(b"text/event-stream"))
 }
 
 #[cfg(test)]

@@ -1,4 +1,4 @@
-//! What a worker counted, read from the end of its answer without parsing it.
+//! Usage that a worker counted, read from the end of its answer without parsing it.
 //!
 //! Engines write `"prompt_tokens":12` and the like near the end: in OpenAI's `usage`, or in /generate's `meta_info`. The
 //! names are looked for as bytes, last one first. Text that the model wrote cannot be mistaken for them: inside a JSON

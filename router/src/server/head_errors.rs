@@ -14,7 +14,7 @@ use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 
 use crate::error::RouteError;
 use crate::observability::metrics::Metrics;
-use crate::server::api::{REQUEST_ID, new_request_id};
+use crate::server::api::http_util::{REQUEST_ID, new_request_id};
 
 /// Most headers of a request, `host` included.
 pub const MAX_HEADERS: usize = 100;

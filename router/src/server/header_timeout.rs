@@ -12,7 +12,7 @@ use hyper::rt::{Sleep, Timer};
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::time::Instant;
 
-/// Of one connection: its timer, and what its reads tell the timer.
+/// Timer of one connection, and what its reads tell the timer.
 #[derive(Clone)]
 pub struct Patience {
     idle: Duration,
@@ -26,12 +26,12 @@ impl Patience {
         Self { idle, head, has_begun: Arc::default() }
     }
 
-    /// What hyper is to be told: it starts the timer, this one decides how long it runs.
+    /// Timeout for hyper: it starts the timer, this one decides how long it runs.
     pub fn idle(&self) -> Duration {
         self.idle
     }
 
-    /// Whether a head was begun, and, as the connection ended for its time, never finished.
+    /// True if a head was begun, and, as the connection ended for its time, never finished.
     pub fn has_begun(&self) -> bool {
         self.has_begun.load(Ordering::Relaxed)
     }
@@ -61,7 +61,7 @@ impl Timer for Patience {
 struct Wait {
     head: Duration,
     has_begun: Arc<AtomicBool>,
-    /// It runs for a head already.
+    /// True if it runs for a head already.
     is_head: bool,
     sleep: Pin<Box<tokio::time::Sleep>>,
 }

@@ -63,7 +63,7 @@ const SEND_BUFFER: usize = 64 << 10;
 /// How often an HTTP/2 connection's streams are looked after.
 const ROUND: Duration = Duration::from_secs(1);
 
-/// What every connection of a listener is served with.
+/// Configuration of every connection of a listener.
 #[derive(Clone)]
 pub struct Terms {
     pub routes: Router,
@@ -231,7 +231,7 @@ async fn run(
     }
 }
 
-/// What the first bytes say; they stay in the socket. `None`: the client left, or is cut for its silence.
+/// Peek at the first bytes; they stay in the socket. `None`: the client left, or is cut for its silence.
 async fn speaks_h2(stream: &TcpStream, terms: &Terms) -> Option<bool> {
     let mut first = [0; PREFACE.len()];
     let idle = terms.limits.idle_timeout();
@@ -336,7 +336,7 @@ where
 #[derive(Default)]
 struct Streams(Mutex<Vec<Weak<Stream>>>);
 
-/// One of them, from its request's head to the end of its answer.
+/// Stream of one request, from its head to the end of its answer.
 #[derive(Default)]
 struct Stream {
     body: Mutex<Option<Body>>,

@@ -33,8 +33,8 @@ use tokio::sync::{oneshot, watch};
 use tokio::task::JoinHandle;
 use tokio::time::{Instant, interval, sleep, timeout};
 
-use crate::App;
 use crate::config::{Listen, ParseStop, RouterConfig, flags_markdown};
+use crate::dispatch::app::App;
 use crate::observability::decision_log;
 use crate::observability::metrics::{Metrics, metrics_markdown};
 use crate::observability::otlp::{Exporter, Service};
@@ -48,6 +48,7 @@ use crate::transport::tls_reload;
 use crate::transport::tls_reload::{ClientTls, TlsFiles};
 use crate::workers::discovery;
 use crate::workers::kv_events;
+use crate::workers::registration::register;
 
 /// After the cut streams still get their last event within this.
 const AFTER_CUT: Duration = Duration::from_secs(2);
@@ -192,19 +193,19 @@ impl Running {
             Arc::new(Exporter::start(endpoint, service, counts))
         });
         let mut app = App::new(config, metrics, deciders, to_workers, cut_seen);
-        app.tracer = tracer;
+        app.sinks.tracer = tracer;
         app.tokens = Tokens::load(&app.config.tokens, app.metrics.clone())?.map(Arc::new);
         let app = Arc::new(app);
         for spec in specs {
-            app.register(spec).map_err(|err| err.to_string())?;
+            register(&app.fleet, spec).map_err(|err| err.to_string())?;
         }
-        discovery::start(&app).await?;
-        for role in app.serving_roles() {
-            if app.registry.count(*role).0 == 0 {
+        discovery::start(&app.fleet).await?;
+        for role in app.fleet.serving_roles() {
+            if app.fleet.registry.count(*role).0 == 0 {
                 tracing::warn!(%role, "no worker of this role yet; wait for discovery, or POST one to /workers");
             }
         }
-        kv_events::announce(&app);
+        kv_events::announce(&app.fleet);
         evict_regularly(&app);
         app.admission.keep_filling(&app.config.limits);
         let metrics = match metrics_listener {
@@ -221,7 +222,7 @@ impl Running {
         let (close, closed) = oneshot::channel();
         let terms = terms(&app, router(app.clone()), tls);
         let accepting = tokio::spawn(accept(listener, terms, closed));
-        tracing::info!(%addr, pd = app.is_pd(), "listening on {scheme}://{addr}");
+        tracing::info!(%addr, pd = app.fleet.is_pd(), "listening on {scheme}://{addr}");
         if let Some(text) = exposure_warning(&app.config.listen, addr) {
             tracing::warn!("{text}");
         }
@@ -231,7 +232,7 @@ impl Running {
     /// The way down; returns when all requests are answered or the grace is over.
     pub async fn stop(mut self) {
         let log = self.log.take();
-        let tracer = self.app.tracer.clone();
+        let tracer = self.app.sinks.tracer.clone();
         self.finish_requests().await;
         if let Some(tracer) = tracer {
             tracer.flush(LAST_SPANS).await;
@@ -352,7 +353,7 @@ fn evict_regularly(app: &Arc<App>) {
             let Some(app) = weak.upgrade() else { return };
             let since = Instant::now();
             // A walk over the tree: not on a thread that serves requests.
-            let walked = tokio::task::spawn_blocking(move || app.registry.evict()).await;
+            let walked = tokio::task::spawn_blocking(move || app.fleet.registry.evict()).await;
             if let Ok(chars @ 1..) = walked {
                 tracing::info!(chars, took = ?since.elapsed(), "evicted prompts");
             }

@@ -2,6 +2,10 @@
 
 /// Limit of file descriptors.
 pub(crate) mod descriptors;
+/// Headers that belong to one connection.
+pub(crate) mod headers;
+/// Body of a request to a worker.
+pub(crate) mod request_body;
 /// Options of TCP sockets.
 pub(crate) mod socket;
 /// TLS configuration.

@@ -19,7 +19,7 @@ use crate::config::Tls;
 const HTTP_1_1: &[u8] = b"http/1.1";
 pub const HTTP_2: &[u8] = b"h2";
 
-/// What accepts clients, if they are to speak TLS.
+/// Acceptor of clients, if they are to speak TLS.
 pub fn acceptor(flags: &Tls, has_h2: bool) -> Result<Option<TlsAcceptor>, String> {
     let (Some(cert), Some(key)) = (&flags.tls_cert_path, &flags.tls_key_path) else {
         return Ok(None);

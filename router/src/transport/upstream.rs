@@ -18,7 +18,7 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use http::{HeaderMap, HeaderValue, Method, Request, Response, Uri, header};
-use http_body::{Body, Frame, SizeHint};
+use http_body::Body;
 use hyper::body::Incoming;
 use hyper::client::conn::http1::{self, SendRequest};
 use hyper_util::rt::TokioIo;
@@ -31,8 +31,8 @@ use tokio::time::{Instant, timeout};
 use tokio_rustls::client::TlsStream;
 
 use crate::config::WorkerUrl;
-use crate::request::body::Parts;
 use crate::transport::descriptors::is_exhausted;
+use crate::transport::request_body::{Parts, Pieces};
 use crate::transport::socket::tune_upstream;
 use crate::transport::tls_reload::WorkerTls;
 
@@ -62,7 +62,7 @@ pub enum SendError {
     Broken(String),
 }
 
-/// What is sent, without the body. Cheap to clone.
+/// Head of a request, without the body. Cheap to clone.
 #[derive(Debug, Clone)]
 pub struct Head {
     pub method: Method,
@@ -94,7 +94,7 @@ struct Connection {
     task: AbortHandle,
 }
 
-/// Whether a connection may be used again after its answer.
+/// Answer to: may a connection be used again after its answer?
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Keep {
     Yes,
@@ -352,41 +352,5 @@ impl Answer {
 
     pub async fn piece(&mut self) -> Option<Result<Bytes, hyper::Error>> {
         std::future::poll_fn(|cx| self.poll_piece(cx)).await
-    }
-}
-
-/// Request body of known length in pieces; hyper writes them with one vectored write.
-pub struct Pieces {
-    pieces: std::vec::IntoIter<Bytes>,
-    left: u64,
-}
-
-impl From<Parts> for Pieces {
-    fn from(parts: Parts) -> Self {
-        Self { left: parts.len(), pieces: parts.into_pieces().into_iter() }
-    }
-}
-
-impl Body for Pieces {
-    type Data = Bytes;
-    type Error = std::convert::Infallible;
-
-    fn poll_frame(
-        mut self: Pin<&mut Self>,
-        _cx: &mut Context<'_>,
-    ) -> Poll<Option<Result<Frame<Bytes>, Self::Error>>> {
-        let piece = self.pieces.next();
-        if let Some(piece) = &piece {
-            self.left -= piece.len() as u64;
-        }
-        Poll::Ready(piece.map(|piece| Ok(Frame::data(piece))))
-    }
-
-    fn is_end_stream(&self) -> bool {
-        self.left == 0
-    }
-
-    fn size_hint(&self) -> SizeHint {
-        SizeHint::with_exact(self.left)
     }
 }

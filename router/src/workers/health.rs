@@ -1,4 +1,4 @@
-//! One task per worker that probes it and reads its description.
+//! Health task of each worker: probes it and reads its description.
 //!
 //! 1. starting: probe after 0.1 s, then with growing pauses up to --worker-startup-check-interval;
 //! 2. good probe: GET /get_server_info (older and newer name tried), check the role, `Ready`;
@@ -19,13 +19,14 @@ use router_core::{HealthChange, HealthCounter, Role};
 use serde::de::DeserializeOwned;
 use tokio::time::{Instant, sleep, timeout};
 
-use crate::App;
-use crate::dispatch::attempt::code_of;
+use crate::response::sse::code_of;
 use crate::transport::upstream::{Head, SendError};
+use crate::workers::fleet::WorkerFleet;
 use crate::workers::kv_events;
 use crate::workers::load_report;
 use crate::workers::load_report::Fate;
-use crate::workers::{Description, Newcomer, State, Worker};
+use crate::workers::registry::startup_gate::Newcomer;
+use crate::workers::worker::{Description, State, Worker};
 
 const FIRST_PAUSE: Duration = Duration::from_millis(100);
 const RECOVERY_PAUSE: Duration = Duration::from_secs(1);
@@ -56,13 +57,13 @@ enum Probe {
 }
 
 /// Start the task of a newly registered worker.
-pub fn start(app: &Arc<App>, worker: &Arc<Worker>) {
-    let newcomer = app.registry.newcomer();
-    let task = tokio::spawn(watch(Arc::downgrade(app), Arc::downgrade(worker), newcomer));
-    app.registry.set_health_task(worker, task.abort_handle());
+pub fn start(fleet: &Arc<WorkerFleet>, worker: &Arc<Worker>) {
+    let newcomer = fleet.registry.newcomer();
+    let task = tokio::spawn(watch(Arc::downgrade(fleet), Arc::downgrade(worker), newcomer));
+    fleet.registry.set_health_task(worker, task.abort_handle());
 }
 
-/// What the task remembers between probes.
+/// State of the task between probes.
 struct Watch {
     /// `None` until the first good probe.
     counter: Option<HealthCounter>,
@@ -74,7 +75,11 @@ struct Watch {
 }
 
 /// Weak references: the task must keep neither the router nor a removed worker alive.
-async fn watch(app: std::sync::Weak<App>, worker: std::sync::Weak<Worker>, newcomer: Newcomer) {
+async fn watch(
+    fleet: std::sync::Weak<WorkerFleet>,
+    worker: std::sync::Weak<Worker>,
+    newcomer: Newcomer,
+) {
     let mut newcomer = Some(newcomer);
     let mut seen = Watch {
         counter: None,
@@ -85,37 +90,37 @@ async fn watch(app: std::sync::Weak<App>, worker: std::sync::Weak<Worker>, newco
     };
     let mut is_silent = false;
     loop {
-        let (Some(app), Some(worker)) = (app.upgrade(), worker.upgrade()) else {
+        let (Some(fleet), Some(worker)) = (fleet.upgrade(), worker.upgrade()) else {
             return;
         };
-        if app.config.health.disable_health_check {
+        if fleet.config.health.disable_health_check {
             // Whatever is registered counts as healthy; what it tells about itself is still asked for, until it tells.
-            let description = describe(&app, &worker).await;
+            let description = describe(&fleet, &worker).await;
             let is_described = description.is_some();
-            app.registry.set_state(&worker, State::Ready, description);
-            kv_events::start(&app, &worker);
+            fleet.registry.set_state(&worker, State::Ready, description);
+            kv_events::start(&fleet, &worker);
             if is_described {
                 return;
             }
             drop(newcomer.take());
-            seen.pause = seen.longer_pause(&app);
+            seen.pause = seen.longer_pause(&fleet);
         } else {
-            let patience = seen.patience(&app);
+            let patience = seen.patience(&fleet);
             let begin = Instant::now();
-            let probe = probe(&app, &worker, patience, is_silent).await;
+            let probe = probe(&fleet, &worker, patience, is_silent).await;
             if matches!(probe, Probe::Good | Probe::Draining) {
                 seen.slowest = begin.elapsed().max(seen.slowest.mul_f64(0.9));
             }
             let is_good = matches!(probe, Probe::Good);
-            seen.pause = seen.take(&app, &worker, probe).await;
+            seen.pause = seen.take(&fleet, &worker, probe).await;
             drop(newcomer.take());
             if is_good && worker.is_ready() && worker.tells_loads() {
-                ask_load(&app, &worker).await;
+                ask_load(&fleet, &worker).await;
             } else if is_good && worker.is_ready() && worker.is_vllm() {
-                ask_models(&app, &worker).await;
+                ask_models(&fleet, &worker).await;
             }
         }
-        drop(app);
+        drop(fleet);
         // Sleeping on the worker's own Notify keeps it alive for one pause at most; a removal aborts this task anyway.
         is_silent = tokio::select! {
             () = sleep(seen.pause) => false,
@@ -130,9 +135,9 @@ async fn watch(app: std::sync::Weak<App>, worker: std::sync::Weak<Worker>, newco
 
 impl Watch {
     /// Act on a probe; returns the pause before the next.
-    async fn take(&mut self, app: &App, worker: &Arc<Worker>, probe: Probe) -> Duration {
+    async fn take(&mut self, fleet: &WorkerFleet, worker: &Arc<Worker>, probe: Probe) -> Duration {
         let Some(counter) = &mut self.counter else {
-            return self.starting(app, worker, probe).await;
+            return self.starting(fleet, worker, probe).await;
         };
         let change = match &probe {
             Probe::Unsent(reason) => {
@@ -142,83 +147,88 @@ impl Watch {
             Probe::Good => counter.record(true),
             Probe::Draining => {
                 counter.record(true);
-                app.registry.set_state(worker, State::Draining, None);
-                return self.recovery_pause(app);
+                fleet.registry.set_state(worker, State::Draining, None);
+                return self.recovery_pause(fleet);
             }
             Probe::Bad(_) | Probe::Silent { is_certain: false, .. } => counter.record(false),
             Probe::Refused(_) | Probe::Silent { is_certain: true, .. } => settled(counter),
         };
         let is_silent = matches!(probe, Probe::Silent { .. });
         match (change, probe) {
-            (Some(HealthChange::BecameHealthy), _) => admit(app, worker).await,
+            (Some(HealthChange::BecameHealthy), _) => admit(fleet, worker).await,
             (
                 Some(HealthChange::BecameUnhealthy),
                 Probe::Bad(reason) | Probe::Refused(reason) | Probe::Silent { reason, .. },
             ) => {
                 let state = State::Unhealthy { reason, is_hung: is_silent };
-                app.registry.set_state(worker, state, None);
+                fleet.registry.set_state(worker, state, None);
             }
             // A rejected one may have been restarted with other flags, a draining one was undrained.
             (None, Probe::Good)
                 if matches!(worker.state(), State::Rejected { .. } | State::Draining) =>
             {
-                admit(app, worker).await;
+                admit(fleet, worker).await;
             }
             _ => {}
         }
         if counter.is_healthy() && !is_silent {
-            Duration::from_secs(app.config.health.health_check_interval_secs)
+            Duration::from_secs(fleet.config.health.health_check_interval_secs)
         } else {
-            self.recovery_pause(app)
+            self.recovery_pause(fleet)
         }
     }
 
     /// Pause between probes of a worker that is out and may return.
-    fn recovery_pause(&self, app: &App) -> Duration {
-        let interval = Duration::from_secs(app.config.health.health_check_interval_secs);
+    fn recovery_pause(&self, fleet: &WorkerFleet) -> Duration {
+        let interval = Duration::from_secs(fleet.config.health.health_check_interval_secs);
         interval.min(RECOVERY_PAUSE)
     }
 
     /// Before the first good probe.
-    async fn starting(&mut self, app: &App, worker: &Arc<Worker>, probe: Probe) -> Duration {
+    async fn starting(
+        &mut self,
+        fleet: &WorkerFleet,
+        worker: &Arc<Worker>,
+        probe: Probe,
+    ) -> Duration {
         match probe {
             Probe::Good => {
-                self.counter = Some(HealthCounter::new(app.config.health(), true));
-                admit(app, worker).await;
-                Duration::from_secs(app.config.health.health_check_interval_secs)
+                self.counter = Some(HealthCounter::new(fleet.config.health(), true));
+                admit(fleet, worker).await;
+                Duration::from_secs(fleet.config.health.health_check_interval_secs)
             }
             Probe::Draining => {
-                self.counter = Some(HealthCounter::new(app.config.health(), true));
-                app.registry.set_state(worker, State::Draining, None);
-                self.recovery_pause(app)
+                self.counter = Some(HealthCounter::new(fleet.config.health(), true));
+                fleet.registry.set_state(worker, State::Draining, None);
+                self.recovery_pause(fleet)
             }
             Probe::Refused(reason)
             | Probe::Bad(reason)
             | Probe::Unsent(reason)
             | Probe::Silent { reason, .. } => {
-                let limit = Duration::from_secs(app.config.workers.worker_startup_timeout_secs);
+                let limit = Duration::from_secs(fleet.config.workers.worker_startup_timeout_secs);
                 if self.registered.elapsed() >= limit && !self.is_reported_late {
                     self.is_reported_late = true;
                     let waited_s = limit.as_secs();
                     tracing::error!(url = %worker.url(), waited_s, reason, "worker did not start in time; still trying");
                 }
                 let reason = Some(reason);
-                app.registry.set_state(worker, State::Starting { reason }, None);
-                self.longer_pause(app)
+                fleet.registry.set_state(worker, State::Starting { reason }, None);
+                self.longer_pause(fleet)
             }
         }
     }
 
     /// How long a worker whose requests are silent has for a probe.
-    fn patience(&self, app: &App) -> Duration {
-        let config = &app.config.health;
+    fn patience(&self, fleet: &WorkerFleet) -> Duration {
+        let config = &fleet.config.health;
         let least = SILENCE_STEP * config.health_failure_threshold.max(1);
         let most = Duration::from_secs(config.health_check_timeout_secs);
         (self.slowest * SILENCE_FACTOR).max(least).min(most)
     }
 
-    fn longer_pause(&self, app: &App) -> Duration {
-        let longest = Duration::from_secs(app.config.workers.worker_startup_check_interval);
+    fn longer_pause(&self, fleet: &WorkerFleet) -> Duration {
+        let longest = Duration::from_secs(fleet.config.workers.worker_startup_check_interval);
         self.pause.mul_f64(1.5).min(longest)
     }
 }
@@ -234,11 +244,16 @@ fn settled(seen: &mut HealthCounter) -> Option<HealthChange> {
 }
 
 /// `patience`: the limit when requests are silent, be that at once (`is_silent`) or from some time on.
-async fn probe(app: &App, worker: &Worker, patience: Duration, mut is_silent: bool) -> Probe {
-    let path = &app.config.health.health_check_endpoint;
-    let limit = Duration::from_secs(app.config.health.health_check_timeout_secs);
+async fn probe(
+    fleet: &WorkerFleet,
+    worker: &Worker,
+    patience: Duration,
+    mut is_silent: bool,
+) -> Probe {
+    let path = &fleet.config.health.health_check_endpoint;
+    let limit = Duration::from_secs(fleet.config.health.health_check_timeout_secs);
     let (begin, heard) = (Instant::now(), worker.pool.heard());
-    let asking = get(app, worker, path);
+    let asking = get(fleet, worker, path);
     tokio::pin!(asking);
     let silence = async {
         if !is_silent {
@@ -274,7 +289,7 @@ async fn probe(app: &App, worker: &Worker, patience: Duration, mut is_silent: bo
         Probe::Bad(_) => "bad",
     };
     let labels = [worker.role().label(), result];
-    app.metrics.probes.with_label_values(&labels).inc();
+    fleet.metrics.probes.with_label_values(&labels).inc();
     probe
 }
 
@@ -290,9 +305,9 @@ enum GetError {
     Body(String),
 }
 
-async fn get(app: &App, worker: &Worker, path: &str) -> Result<Vec<u8>, GetError> {
+async fn get(fleet: &WorkerFleet, worker: &Worker, path: &str) -> Result<Vec<u8>, GetError> {
     let uri = Uri::try_from(path).map_err(|err| GetError::Body(err.to_string()))?;
-    let head = Head { method: Method::GET, uri, headers: app.worker_headers() };
+    let head = Head { method: Method::GET, uri, headers: fleet.worker_headers() };
     let response = worker.pool.send_alone(&head).await?;
     let status = response.status().as_u16();
     let mut answer = response.into_body();
@@ -311,10 +326,10 @@ async fn get(app: &App, worker: &Worker, path: &str) -> Result<Vec<u8>, GetError
 }
 
 /// Ask the worker about itself; both names of the path are tried.
-async fn describe(app: &App, worker: &Worker) -> Option<Description> {
-    let limit = Duration::from_secs(app.config.health.health_check_timeout_secs);
+async fn describe(fleet: &WorkerFleet, worker: &Worker) -> Option<Description> {
+    let limit = Duration::from_secs(fleet.config.health.health_check_timeout_secs);
     for path in ["/get_server_info", "/server_info"] {
-        if let Ok(Ok(body)) = timeout(limit, get(app, worker, path)).await {
+        if let Ok(Ok(body)) = timeout(limit, get(fleet, worker, path)).await {
             match serde_json::from_slice(&body) {
                 Ok(description) => return Some(description),
                 Err(err) => {
@@ -324,24 +339,24 @@ async fn describe(app: &App, worker: &Worker) -> Option<Description> {
         }
     }
     // vLLM describes itself nowhere, but tells its version; SGLang and Baton do not under this path.
-    let told: Version = ask(app, worker, "/version").await?;
+    let told: Version = ask(fleet, worker, "/version").await?;
     Some(Description {
         engine: Some("vllm".to_owned()),
         version: Some(told.version),
-        served_model_names: model_names(app, worker).await.unwrap_or_default(),
+        served_model_names: model_names(fleet, worker).await.unwrap_or_default(),
         ..Description::default()
     })
 }
 
 /// The JSON of `path`, if the worker has that.
-async fn ask<T: DeserializeOwned>(app: &App, worker: &Worker, path: &str) -> Option<T> {
-    let limit = Duration::from_secs(app.config.health.health_check_timeout_secs);
-    let body = timeout(limit, get(app, worker, path)).await.ok()?.ok()?;
+async fn ask<T: DeserializeOwned>(fleet: &WorkerFleet, worker: &Worker, path: &str) -> Option<T> {
+    let limit = Duration::from_secs(fleet.config.health.health_check_timeout_secs);
+    let body = timeout(limit, get(fleet, worker, path)).await.ok()?.ok()?;
     serde_json::from_slice(&body).ok()
 }
 
 /// The names under which a worker of OpenAI's API takes requests.
-async fn model_names(app: &App, worker: &Worker) -> Option<Vec<String>> {
+async fn model_names(fleet: &WorkerFleet, worker: &Worker) -> Option<Vec<String>> {
     #[derive(serde::Deserialize)]
     struct Models {
         data: Vec<Model>,
@@ -350,19 +365,19 @@ async fn model_names(app: &App, worker: &Worker) -> Option<Vec<String>> {
     struct Model {
         id: String,
     }
-    let told: Models = ask(app, worker, "/v1/models").await?;
+    let told: Models = ask(fleet, worker, "/v1/models").await?;
     Some(told.data.into_iter().map(|model| model.id).collect())
 }
 
 /// Learn which models a vLLM worker serves by now.
-async fn ask_models(app: &App, worker: &Arc<Worker>) {
-    let Some(names) = model_names(app, worker).await else {
+async fn ask_models(fleet: &WorkerFleet, worker: &Arc<Worker>) {
+    let Some(names) = model_names(fleet, worker).await else {
         return;
     };
     let known = worker.description();
     if known.served_model_names != names {
         let told = Description { served_model_names: names, ..(*known).clone() };
-        app.registry.set_state(worker, State::Ready, Some(told));
+        fleet.registry.set_state(worker, State::Ready, Some(told));
     }
 }
 
@@ -372,12 +387,12 @@ struct Version {
 }
 
 /// Tell the policies what a worker has to do. That it does not say is no reason to take it out.
-async fn ask_load(app: &App, worker: &Worker) {
-    let limit = Duration::from_secs(app.config.health.health_check_timeout_secs);
-    let fate = match timeout(limit, get(app, worker, "/v1/loads")).await {
+async fn ask_load(fleet: &WorkerFleet, worker: &Worker) {
+    let limit = Duration::from_secs(fleet.config.health.health_check_timeout_secs);
+    let fate = match timeout(limit, get(fleet, worker, "/v1/loads")).await {
         Err(_) | Ok(Err(_)) => Fate::Failed,
         Ok(Ok(body)) => match load_report::of_loads(&body) {
-            Ok(reports) if app.registry.loads_told(worker, &reports) => Fate::Taken,
+            Ok(reports) if fleet.registry.loads_told(worker, &reports) => Fate::Taken,
             Ok(_) => Fate::Unused,
             Err(err) => {
                 tracing::debug!(url = %worker.url(), %err, "cannot read /v1/loads");
@@ -385,13 +400,13 @@ async fn ask_load(app: &App, worker: &Worker) {
             }
         },
     };
-    app.metrics.load_report(worker.role(), "poll", fate);
+    fleet.metrics.load_report(worker.role(), "poll", fate.label());
 }
 
 /// The worker answers probes: find out what it is, and let it in unless it is something else.
-async fn admit(app: &App, worker: &Arc<Worker>) {
-    let mut description = describe(app, worker).await.unwrap_or_default();
-    if let Some(given) = app.config.workers.dp_size(worker.role()) {
+async fn admit(fleet: &WorkerFleet, worker: &Arc<Worker>) {
+    let mut description = describe(fleet, worker).await.unwrap_or_default();
+    if let Some(given) = fleet.config.workers.dp_size(worker.role()) {
         if let Some(told) = description.dp_size.filter(|told| *told != given) {
             tracing::warn!(url = %worker.url(), told, given, "the worker tells another number of ranks than the flag; the flag counts");
         }
@@ -401,11 +416,11 @@ async fn admit(app: &App, worker: &Arc<Worker>) {
         Some(reason) => State::Rejected { reason },
         None => State::Ready,
     };
-    let is_news = app.registry.set_state(worker, state, Some(description));
-    if is_news && let Some(why) = app.registry.misfit(worker) {
+    let is_news = fleet.registry.set_state(worker, state, Some(description));
+    if is_news && let Some(why) = fleet.registry.misfit(worker) {
         tracing::warn!(url = %worker.url(), role = %worker.role(), why, "worker cannot be paired");
     }
-    kv_events::start(app, worker);
+    kv_events::start(fleet, worker);
 }
 
 /// Why this worker cannot serve in its role.

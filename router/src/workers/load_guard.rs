@@ -17,11 +17,11 @@ use crate::observability::engine_stages::EngineStages;
 use crate::observability::metrics::Metrics;
 use crate::observability::request_timeline::LegStory;
 use crate::response::failover;
-use crate::workers::kv_events::Feed;
+use crate::workers::kv_events::status::Feed;
 use crate::workers::load_report;
 use crate::workers::load_report::{Fate, Report};
 
-/// What a policy chooses: a worker, or one DP rank of it.
+/// Candidate that a policy chooses: a worker, or one DP rank of it.
 pub struct Candidate {
     pub id: WorkerId,
     /// Url, with `@rank` when DP-aware: for logs and metrics, never on the wire.
@@ -36,7 +36,7 @@ pub struct Candidate {
     pub penalty: Mutex<WorkerPenalty>,
     /// Last report of its work.
     pub activity: Mutex<Activity>,
-    /// What it announces of its cache.
+    /// Subscription to its cache events.
     pub feed: Feed,
 }
 
@@ -72,12 +72,12 @@ impl Candidate {
         }
     }
 
-    /// Whether it could go on with an answer of a worker of this make; nothing is asked where there is none.
+    /// True if it could resume an answer of a worker of this make; always true where there is none.
     pub(super) fn is_heir(&self, of: Option<Make>) -> bool {
         of.is_none_or(|make| make.fits(&self.make) && self.worker.has_feature(failover::FEATURE))
     }
 
-    /// Whether what this rank of the worker reports is all that the candidate stands for.
+    /// True if this rank of the worker is all that the candidate stands for.
     fn is_rank(&self, rank: u32) -> bool {
         match self.rank {
             Some(own) => own == rank,
@@ -91,7 +91,7 @@ impl Candidate {
     }
 }
 
-/// One request in flight to a candidate. Its end frees the load, feeds the breaker and tells the policy.
+/// Request in flight to a candidate. Its end frees the load, feeds the breaker and tells the policy.
 pub struct LoadGuard {
     pub candidate: Arc<Candidate>,
     pub(super) deciders: Arc<Deciders>,
@@ -101,7 +101,7 @@ pub struct LoadGuard {
     pub(super) metrics: Arc<Metrics>,
 }
 
-/// What the policy will want to hear about again.
+/// Facts of a sending that the policy will be told about again.
 pub(super) struct Sent {
     pub(super) ticket: Ticket,
     /// The prompt's hashes, if the policy reads them.
@@ -135,7 +135,7 @@ impl LoadGuard {
         }
     }
 
-    /// Its prefill is over.
+    /// Prefill is over.
     pub fn first_token(&mut self) {
         if std::mem::replace(&mut self.sent.is_first_token_known, true) {
             return;
@@ -172,7 +172,7 @@ impl LoadGuard {
             }
         };
         let role = candidate.worker.role();
-        self.metrics.load_report(role, "answer", fate);
+        self.metrics.load_report(role, "answer", fate.label());
     }
 
     /// Times the worker reported of the way to its first token.
@@ -182,12 +182,12 @@ impl LoadGuard {
         }
     }
 
-    /// Whether anybody wants to know what the worker counts: looking for it costs microseconds.
+    /// True if anybody wants to know what the worker counts: looking for it costs microseconds.
     pub fn wants_usage(&self) -> bool {
         self.sent.blocks.is_some()
     }
 
-    /// What the worker counted.
+    /// Tokens that the worker counted.
     pub fn usage(&mut self, usage: Usage) {
         if let Some(story) = &self.story {
             story.usage(usage);

@@ -1,6 +1,6 @@
-//! What an engine tells of its queue: the header `x-baton-load` of its answers, and `GET /v1/loads` (docs/protocol.md §2).
+//! Load reports of engines: the header `x-baton-load` of answers, and `GET /v1/loads` (docs/protocol.md §2).
 //!
-//! 1. leg.rs takes the header off every answer of a worker: it is meant for routers, not for clients;
+//! 1. `dispatch::attempt` takes the header off every answer of a worker: it is meant for routers, not for clients;
 //! 2. health.rs asks for the same with each probe, so that workers without answers are known too;
 //! 3. the policy of the worker's role is told (`Event::Reported`).
 
@@ -10,7 +10,7 @@ use serde::Deserialize;
 
 pub const HEADER: &str = "x-baton-load";
 
-/// One rank's queue.
+/// Queue of one rank.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Report {
     pub rank: u32,
@@ -34,7 +34,7 @@ pub struct TokenTotals {
     pub generated: u64,
 }
 
-/// What became of a report; a metric label.
+/// Result of a report; a metric label.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Fate {
     Taken,
@@ -181,7 +181,7 @@ fn add_totals((a, b): (TokenTotals, TokenTotals)) -> TokenTotals {
     }
 }
 
-/// What one candidate has to do that stands for all these ranks.
+/// Load of a candidate that stands for all these ranks.
 pub fn sum(reports: &[Report]) -> Option<Report> {
     let mut all = reports.iter().copied();
     let first = all.next()?;

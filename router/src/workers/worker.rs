@@ -12,13 +12,10 @@ use tokio::sync::{Notify, watch};
 use tokio::task::AbortHandle;
 use tokio::time::sleep;
 
-use crate::config::{Bootstrap, WorkerSpec, WorkerUrl};
+use crate::config::{Bootstrap, MAX_DP_SIZE, WorkerSpec, WorkerUrl};
 use crate::request::prompt_limit::PromptLimit;
 use crate::transport::upstream::Pool;
-use crate::workers::kv_events::{RankState, lenient};
-
-/// Most DP ranks of one worker that are believed.
-pub const MAX_DP_SIZE: u32 = 1024;
+use crate::workers::kv_events::status::{RankState, lenient};
 
 /// Connections that break within this time have one cause: the worker's end.
 const SAME_BREAK_MS: u64 = 1_000;
@@ -36,7 +33,7 @@ pub enum State {
         /// Probes got no answer at all: requests will get none either.
         is_hung: bool,
     },
-    /// It answers, but cannot do what it was registered for.
+    /// Answers, but cannot do what it was registered for.
     Rejected {
         reason: String,
     },
@@ -75,7 +72,7 @@ impl State {
     }
 }
 
-/// What a worker tells about itself in /get_server_info. All of it is optional: SGLang and mocks tell less.
+/// Description of a worker from /get_server_info. All of it is optional: SGLang and mocks report less.
 #[derive(Debug, Clone, Default, PartialEq, Eq, serde::Deserialize)]
 #[serde(default)]
 pub struct Description {
@@ -97,7 +94,7 @@ pub struct Description {
     pub disable_radix_cache: Option<bool>,
     /// SGLang's: its decode workers have no radix cache without it.
     pub disaggregation_decode_enable_radix_cache: Option<bool>,
-    /// Of its tokenizer and chat template (tokens/files.rs).
+    /// Fingerprint of its tokenizer and chat template (tokenize/files.rs).
     pub tokenizer_fingerprint: Option<String>,
     /// By rank.
     #[serde(default, deserialize_with = "lenient")]
@@ -112,7 +109,7 @@ pub struct Description {
     pub version: Option<String>,
     /// Ours tell what a partner must have in common with them; see `router_core::ASPECTS`.
     pub fingerprint: BTreeMap<String, String>,
-    /// What it can do that a router may rely on; only ours say it (docs/protocol.md §2).
+    /// Features that a router may rely on; only ours report them (docs/protocol.md §2).
     pub baton_features: Vec<String>,
 }
 
@@ -139,7 +136,7 @@ impl Description {
         PromptLimit::of(self.context_length, self.max_prompt_chars)
     }
 
-    /// What it tells under `aspect`. SGLang's workers tell their page size, if nothing else.
+    /// Value that it reports under `aspect`. SGLang's workers report their page size, if nothing else.
     pub fn aspect(&self, aspect: &str) -> Option<String> {
         let size = || self.page_size.map(|size| size.to_string());
         let told = self.fingerprint.get(aspect).cloned();
@@ -155,7 +152,7 @@ pub struct Worker {
     /// Told when a request met a refused or broken connection: probe now.
     pub suspect: Notify,
     /// Notified when a request has waited for its answer for `--silent-request-probe-secs`, or a stream that could be
-    /// resumed has paused (relay.rs): probe soon.
+    /// resumed has paused (`dispatch::proxy_body`): probe soon.
     pub silent: Notify,
     pub(super) state: watch::Sender<(State, Arc<Description>)>,
     /// Requests in flight by rank. Kept while the worker is out: what still runs on it counts when it returns.
@@ -267,7 +264,7 @@ impl Worker {
         loads[index].clone()
     }
 
-    /// What policies are told of it. `auto` is srpt-aging on a prefill node (docs/flags.md).
+    /// Facts of it for policies. `auto` is srpt-aging on a prefill node (docs/flags.md).
     pub(super) fn facts(&self) -> WorkerFacts {
         let told = self.description();
         let order = match (told.schedule_policy.as_deref(), self.role()) {
@@ -298,7 +295,7 @@ impl Worker {
         number_of(&self.spec.url.host)
     }
 
-    /// Whether it serves GET /v1/loads in our form: a worker of another make that has the path means something else by it.
+    /// True if it serves GET /v1/loads in our form: a worker of another make that has the path means something else by it.
     pub fn tells_loads(&self) -> bool {
         self.description().engine.as_deref() == Some("baton")
     }
@@ -307,13 +304,13 @@ impl Worker {
         self.description().engine.as_deref() == Some("vllm")
     }
 
-    /// Whether it can do something of docs/protocol.md §2.
+    /// True if it can do something of docs/protocol.md §2.
     pub fn has_feature(&self, name: &str) -> bool {
         let told = self.description();
         told.baton_features.iter().any(|feature| feature == name)
     }
 
-    /// Whether it takes token ids beside a body, and would have come to the same.
+    /// True if it takes token ids beside a body, and would have come to the same.
     pub fn takes_ids_of(&self, fingerprint: &str) -> bool {
         let told = self.description();
         self.tells_loads() && told.tokenizer_fingerprint.as_deref() == Some(fingerprint)

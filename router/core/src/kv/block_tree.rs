@@ -1,4 +1,4 @@
-//! One rank's cache as its events tell it, and what its blocks are called here.
+//! Cache of one rank as its events tell it, and what its blocks are called here.
 //!
 //! ```text
 //!   engine's blocks:  ├─ a ─┼─ b ─┼─ c ─┤        page of 4 tokens, router block of 8: b completes one, c begins the next
@@ -60,12 +60,12 @@ struct Block {
     rest: Rest,
 }
 
-/// What a block completes, and what it leaves for the next one.
+/// Rest of a block: what it completes, and what it leaves for the next one.
 #[derive(Debug)]
 enum Rest {
-    /// It completes one router block, `chain`, with its last token, and no sibling completes the same.
+    /// Completes one router block, `chain`, with its last token, and no sibling completes the same.
     Whole,
-    /// It is one token in the middle of a router block: pages of 1 are SGLang's default.
+    /// A token in the middle of a router block: pages of 1 are SGLang's default.
     Token(u32),
     Other(Box<Other>),
 }
@@ -248,7 +248,7 @@ impl Mirror {
         reversed
     }
 
-    /// One that is not known was evicted before it was announced here, or lies behind what was missed.
+    /// Remove a block. An unknown one was evicted before it was announced here, or lies behind what was missed.
     fn remove(&mut self, hash: EngineHash) {
         if let Some(&slot) = self.by_hash.get(&hash) {
             let block = &mut self.blocks[slot as usize];

@@ -143,14 +143,14 @@ struct Rank {
     loading: Option<u32>,
     is_exact: bool,
     page_tokens: u32,
-    /// Of its mirror.
+    /// Size of its mirror.
     mirror_bytes: usize,
 }
 
-/// What is known of a rank's entry.
+/// Knowledge of a rank's entry.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 pub struct KvRank {
-    /// It is the stored set; else a guess.
+    /// True if it is the stored set; else it is a guess.
     pub is_exact: bool,
     pub blocks: usize,
     /// Tokens of the rank's pages, 0 if it told none: it reuses whole pages only.
@@ -226,7 +226,7 @@ impl KvIndex {
         })
     }
 
-    /// Whether no rank has an entry: there is nothing to look for.
+    /// True if no rank has an entry: there is nothing to look for.
     pub fn is_idle(&self) -> bool {
         self.ranks.is_empty()
     }

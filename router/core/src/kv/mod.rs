@@ -1,4 +1,4 @@
-//! What engines say they have cached: an exact index beside the remembered one of [`crate::prefix_tree`].
+//! Exact index of what engines announce to have cached, beside the estimated one of [`crate::prefix_tree`].
 //!
 //! The life of a rank's events (one worker, or one DP rank of it):
 //!
@@ -35,7 +35,7 @@ pub use replica::{News, Replica, ReplicaError, Tell, Took};
 /// An engine's name for a block, reduced to 64 bits where it is longer. It covers everything before the block.
 pub type EngineHash = u64;
 
-/// What vLLM's, SGLang's and our engines announce.
+/// Events that vLLM's, SGLang's and our engines announce.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum KvEvent {
     Stored(Stored),
@@ -53,7 +53,7 @@ pub struct Stored {
     /// `block_tokens` for each hash.
     pub tokens: Vec<u32>,
     pub block_tokens: u32,
-    /// Whose prompts may share them, as the request named it ([`crate::prompt`]); read where they begin a prompt.
+    /// Namespace whose prompts may share them, as the request named it ([`crate::prompt`]); read where they begin a prompt.
     pub namespace: String,
     /// Other things than tokens that tell blocks apart (images), by place in `hashes`. No prompt here matches them.
     pub salts: Vec<(usize, u64)>,

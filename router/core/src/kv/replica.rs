@@ -11,7 +11,7 @@ use super::{Broken, Change, KvEvent, Mirror, NewsError};
 /// Most changes told at once: the index is locked meanwhile.
 const PIECE: usize = 1024;
 
-/// What a replica tells the index.
+/// News of a replica for the index.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum News<'a> {
     /// A new copy of the rank's cache follows; the one in use answers until it is served.
@@ -32,11 +32,11 @@ pub enum News<'a> {
     Forget,
 }
 
-/// What became of a batch.
+/// Result of a batch.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Took {
     Applied,
-    /// It is known already.
+    /// Known already.
     Old,
     /// Batches from `first` on are missing; this one was not taken in.
     Gap {
@@ -138,7 +138,7 @@ impl Replica {
         Ok(Took::Applied)
     }
 
-    /// What was before batch `number` is lost: go on with it, as a guess.
+    /// Skip the batches before `number`, which are lost; the entry is a guess from then on.
     pub fn skip_to(&mut self, number: u64, tell: Tell<'_>) -> Result<(), ReplicaError> {
         if self.next.is_none() {
             tell(News::Begin)?;

@@ -1,14 +1,14 @@
-//! What two workers must have in common before one decodes what the other prefilled.
+//! Compatibility: what two workers must have in common before one decodes what the other prefilled.
 
 use std::hash::{DefaultHasher, Hash, Hasher};
 
 use serde::{Deserialize, Serialize};
 
-/// What a worker may tell of itself under `fingerprint`, in the order of a [`Make`].
+/// Fields that a worker may report under `fingerprint`, in the order of a [`Make`].
 pub const ASPECTS: [&str; 6] =
     ["model", "tokenizer", "chat_template", "page_size", "dtype", "kv_layout"];
 
-/// One number per aspect; 0 is one the worker did not tell, which fits every other: SGLang's and vLLM's tell none.
+/// Number per aspect; 0 is one that the worker did not report, which fits every other: SGLang's and vLLM's report none.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct Make([u64; ASPECTS.len()]);
 

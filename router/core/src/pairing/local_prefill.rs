@@ -1,16 +1,16 @@
-//! Whether a decode worker should compute a prompt itself instead of fetching its pages from a prefill worker.
+//! Local prefill: should a decode worker compute a prompt itself instead of fetching its pages from a prefill worker?
 //!
 //! A transfer costs a round trip through another node's queue; a few tokens cost the decode worker one step that its
 //! running requests hardly notice. A long prompt would hold them up, so it stays here only if there is nobody else.
 
 use serde::Serialize;
 
-/// What is known of a request and its decode worker.
+/// Facts of a request and its decode worker.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 pub struct LocalView {
-    /// Of the prompt, counted or estimated.
+    /// Length of the prompt, counted or estimated.
     pub prompt_tokens: u32,
-    /// Of these, tokens that the decode worker is expected to hold.
+    /// Tokens of these that the decode worker is expected to hold.
     pub cached_tokens: u32,
     /// A prefill worker could be chosen.
     pub has_prefill: bool,

@@ -64,7 +64,7 @@ impl Default for CacheAwareParams {
     }
 }
 
-/// Who gets a request whose prefix nobody holds well enough.
+/// Rule for a request whose prefix nobody holds well enough.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Miss {

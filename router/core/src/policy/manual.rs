@@ -45,7 +45,7 @@ impl Default for ManualParams {
     }
 }
 
-/// Who gets a key that has no worker.
+/// Rule for a key that has no worker.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum AssignmentMode {
@@ -105,7 +105,7 @@ struct Key {
     /// Oldest first, at most `MAX_WORKERS`.
     workers: VecDeque<WorkerId>,
     seen_ms: u64,
-    /// Its place in `idle`.
+    /// Place in `idle`.
     turn: u64,
 }
 

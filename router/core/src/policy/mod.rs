@@ -46,12 +46,12 @@ pub trait Policy: Send + Sync {
     /// The name of its [`PolicyKind`].
     fn name(&self) -> &'static str;
 
-    /// Whether it reads [`RequestView::text`]; if not, the shell need not extract it.
+    /// True if it reads [`RequestView::text`]; if not, the shell need not extract it.
     fn needs_text(&self) -> bool {
         false
     }
 
-    /// Whether it reads [`RequestView::prompt`]; if not, the shell need not hash it.
+    /// True if it reads [`RequestView::prompt`]; if not, the shell need not hash it.
     fn needs_blocks(&self) -> bool {
         false
     }
@@ -95,13 +95,13 @@ pub trait Policy: Send + Sync {
         0
     }
 
-    /// What it remembers, for metrics.
+    /// Size of its memory, for metrics.
     fn stats(&self, _now_ms: u64) -> PolicyStats {
         PolicyStats::default()
     }
 }
 
-/// What a policy remembers. All empty or zero for policies that remember nothing.
+/// Memory of a policy. All empty or zero for policies that remember nothing.
 #[derive(Debug, Clone, Default, PartialEq, Serialize)]
 pub struct PolicyStats {
     /// `cache_aware`: characters remembered per worker, ordered by id; a prefix shared by two counts for both.
@@ -120,12 +120,12 @@ pub struct PolicyStats {
     pub evicted_total: u64,
 }
 
-/// What `cost` believes of a worker.
+/// Estimates of `cost` for a worker.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub struct RankStats {
     pub worker: WorkerId,
     pub index_blocks: usize,
-    /// What it announced to hold, if it does.
+    /// Index entry that it announced, if it does.
     pub announced: Option<KvRank>,
     /// Predicted time of the prompts sent there and not begun to be answered [ms].
     pub backlog_ms: f64,
@@ -151,7 +151,7 @@ pub fn choose_pair(
     Some((p, decode.choose(req, decode_ready, rng)?))
 }
 
-/// Who can be paired, in a fleet where not every prefill worker can hand its pages to every decode worker.
+/// Test of who can be paired, in a fleet where not every prefill worker can hand its pages to every decode worker.
 pub type Fits<'a> = dyn Fn(WorkerId, WorkerId) -> bool + 'a;
 
 /// [`choose_pair`] among those that fit. The prefill policy chooses among those that have a partner; `cost` then decides

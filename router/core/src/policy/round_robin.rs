@@ -13,7 +13,7 @@ use crate::types::{Choice, Event, RequestView, Why, WorkerView};
 pub struct RoundRobin {
     /// Requests sent so far that had a choice.
     turn: AtomicUsize,
-    /// Whether the last one asked about had one. With a single candidate (a retry that avoids the others) nobody's turn
+    /// True if the last request had a choice. With a single candidate (a retry that avoids the others) nobody's turn
     /// passes.
     had_choice: AtomicBool,
 }

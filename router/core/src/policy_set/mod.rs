@@ -59,7 +59,7 @@ impl Deciders {
         &*self.policies[role.index()]
     }
 
-    /// Whether anything reads the text, and the block hashes, of prompts sent to these roles. A journal holds hashes.
+    /// Answers whether anything reads the text, and the block hashes, of prompts sent to these roles. A journal holds hashes.
     pub fn needs(&self, roles: &[Role]) -> (bool, bool) {
         let policies = || roles.iter().map(|role| self.policy(*role));
         (
@@ -127,7 +127,7 @@ impl Deciders {
         decided
     }
 
-    /// What would be decided, with all that is weighed. Nothing is sent, nobody learns, nothing is written down.
+    /// Decide without effect, and tell all that is weighed. Nothing is sent, nobody learns, nothing is written down.
     pub fn dry_run(
         &self,
         role: Role,
@@ -247,7 +247,7 @@ impl Deciders {
 /// Given where not all fit: the make of each candidate of both sides.
 pub type Makes<'a> = [&'a [Make]; 2];
 
-/// Who can be paired, by the makes of the candidates.
+/// Test of who can be paired, by the makes of the candidates.
 pub fn fits_by<'a>(ready: [&'a [WorkerView]; 2], makes: Makes<'a>) -> Box<Fits<'a>> {
     let make = move |side: usize, id: WorkerId| {
         let at = ready[side].iter().position(|worker| worker.id == id);

@@ -39,13 +39,13 @@ struct InFlight {
     sent_ms: u64,
 }
 
-/// What came of it; `Display` is the table of `baton replay`.
+/// Result of a replay; `Display` is the table of `baton replay`.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Report {
     pub lines: u64,
     /// Numbers that never came: the queue of the log was full, or files are missing.
     pub missing: u64,
-    /// Of the role that prefills, and of decode workers.
+    /// Decisions for the role that prefills, and for decode workers.
     pub roles: BTreeMap<&'static str, Decisions>,
 }
 
@@ -63,7 +63,7 @@ pub struct Decisions {
     pub whys: BTreeMap<&'static str, (u64, u64)>,
     pub recorded: Judged,
     pub again: Judged,
-    /// What workers then reported, of the recorded choices.
+    /// Reports of workers about the recorded choices.
     pub observed: Judged,
 }
 
@@ -309,7 +309,7 @@ impl Judged {
 }
 
 impl Report {
-    /// Whether every decision was made again as it was recorded.
+    /// True if every decision was made again as it was recorded.
     pub fn is_same(&self) -> bool {
         let mut roles = self.roles.values();
         roles.all(|decisions| decisions.other_worker + decisions.other_why == 0)

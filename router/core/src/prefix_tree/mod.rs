@@ -50,7 +50,7 @@ const NOT_QUEUED: u64 = 0;
 
 #[derive(Debug)]
 struct Node<S: Segment + ?Sized> {
-    /// What lies between the parent and here. Empty for the root and for free slots only.
+    /// Segment between the parent and here. Empty for the root and for free slots only.
     label: Box<S>,
     /// Units in `label`.
     units: usize,
@@ -135,7 +135,7 @@ pub struct PrefixMatch<'t> {
 }
 
 impl PrefixMatch<'_> {
-    /// Whether `worker` holds the whole match.
+    /// True if `worker` holds the whole match.
     pub fn is_held_by(&self, worker: WorkerId) -> bool {
         position(self.holders, worker).is_ok()
     }
@@ -387,7 +387,7 @@ where
 
     /// Estimated memory: labels, arena, holders, and links between nodes.
     pub fn bytes(&self) -> usize {
-        /// One link in `children` and one in `leaves`, both in B-trees that are about 2/3 full.
+        /// Memory of a link in `children` and one in `leaves`, both in B-trees that are about 2/3 full.
         const LINK_BYTES: usize = 48;
         /// The first leaf of a B-tree of children.
         const INNER_BYTES: usize = 160;

@@ -1,15 +1,15 @@
-//! What the tree can be made of: text, cut between characters, or a chain of block hashes ([`crate::prompt`]).
+//! Segments of the tree: text, cut between characters, or a chain of block hashes ([`crate::prompt`]).
 
 use std::fmt::Debug;
 
 /// A piece of a path from the root. *Positions* are where it may be cut; *units* are what limits count.
 pub trait Segment: Debug + Send + Sync {
-    /// What tells the children of a node apart.
+    /// Key that tells the children of a node apart.
     type First: Debug + Copy + Ord + Send + Sync;
 
     /// `None` if it is empty.
     fn first(&self) -> Option<Self::First>;
-    /// Its end, as a position.
+    /// Position of its end.
     fn len(&self) -> usize;
     fn is_empty(&self) -> bool {
         self.len() == 0

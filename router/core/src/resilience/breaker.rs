@@ -66,7 +66,7 @@ impl fmt::Display for BreakerState {
 pub enum Outcome {
     Success,
     Failure,
-    /// It says nothing about the worker: the client left, or the other leg of the pair failed.
+    /// Nothing is said about the worker: the client left, or the other leg of the pair failed.
     Unknown,
 }
 
@@ -111,7 +111,7 @@ impl CircuitBreaker {
         }
     }
 
-    /// Whether the worker is a candidate. Changes nothing; a request that is then sent is announced by [`Self::on_sent`].
+    /// True if the worker is a candidate. Changes nothing; a request that is then sent is announced by [`Self::on_sent`].
     pub fn allows(&self, now_ms: u64) -> bool {
         match self.state(now_ms) {
             BreakerState::Closed => true,

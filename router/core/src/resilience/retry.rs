@@ -1,4 +1,4 @@
-//! Whether and when to try again: what a failure says about it, how much the fleet can afford, how long to wait.
+//! Retries: what a failure says about them, how much the fleet can afford, how long to wait.
 //! The sleeping and "no byte reached the client yet" are the shell's.
 
 use rand::{Rng, RngCore};
@@ -75,7 +75,7 @@ impl RetryConfig {
     }
 }
 
-/// What a failure says about trying again.
+/// Class of a failure: is trying again of use?
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum RetryClass {
     /// About this request: it would be refused anywhere, or its time or its sender's quota is used up.
@@ -141,12 +141,12 @@ const CODES: &[(&str, RetryClass)] = &[
 ];
 
 impl RetryClass {
-    /// Of an error's `code`, with the code's static form. `None`: not a code of ours.
+    /// Class of an error's `code`, with the code's static form. `None`: not a code of ours.
     pub fn of_code(code: &str) -> Option<(&'static str, RetryClass)> {
         CODES.iter().find(|(known, _)| *known == code).copied()
     }
 
-    /// Of the status of an answer without a code of ours: another engine's, or a proxy's.
+    /// Class of an answer's status that has no code of ours: another engine's, or a proxy's.
     pub fn of_status(status: u16) -> RetryClass {
         match status {
             500 => RetryClass::Unexplained,
@@ -156,7 +156,7 @@ impl RetryClass {
         }
     }
 
-    /// Whether the worker counts as having failed (circuit breaker).
+    /// True if the worker counts as having failed (circuit breaker).
     pub fn blames_worker(self) -> bool {
         matches!(self, RetryClass::Unexplained | RetryClass::Broken)
     }

@@ -10,7 +10,7 @@ pub enum PdProtocol {
     Auto,
     /// Both at once, with bootstrap fields.
     Sglang,
-    /// One after the other, with kv_transfer_params.
+    /// Prefill, then decode, with kv_transfer_params.
     Vllm,
 }
 

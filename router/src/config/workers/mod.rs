@@ -11,7 +11,8 @@ pub use self::worker_url::{Bootstrap, WorkerSpec, WorkerUrl};
 use clap::Args;
 use router_core::Role;
 
-use crate::workers::MAX_DP_SIZE;
+/// Most DP ranks of one worker that are believed.
+pub const MAX_DP_SIZE: u32 = 1024;
 
 #[derive(Debug, Clone, Args)]
 #[command(next_help_heading = "Workers")]

@@ -89,7 +89,7 @@ pub struct WorkerSpec {
     pub topology: Option<String>,
 }
 
-/// Whether a word after `--prefill URL` is its PORT.
+/// True if a word after `--prefill URL` is its PORT.
 pub fn is_port_or_none(word: &str) -> bool {
     word.eq_ignore_ascii_case("none")
         || (!word.is_empty() && word.bytes().all(|b| b.is_ascii_digit()))

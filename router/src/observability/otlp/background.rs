@@ -6,7 +6,8 @@ use prometheus::{IntCounterVec, Opts};
 use tokio::runtime::{Builder, Runtime};
 
 use super::encode::{Service, Span};
-use super::export::{Endpoint, Exporter, RESULTS};
+use super::export::{Exporter, RESULTS};
+use crate::config::TraceEndpoint;
 
 /// An `Exporter` on one thread, which sleeps while there is nothing to send.
 pub struct Background {
@@ -17,7 +18,7 @@ pub struct Background {
 impl Background {
     /// Errors say what is wrong with `endpoint`, or why there can be no thread.
     pub fn start(endpoint: &str, service: Service) -> Result<Self, String> {
-        let endpoint: Endpoint = endpoint.parse()?;
+        let endpoint: TraceEndpoint = endpoint.parse()?;
         let runtime = Builder::new_multi_thread()
             .worker_threads(1)
             .thread_name("otlp")

@@ -7,7 +7,7 @@ use std::borrow::Cow;
 /// Names of attributes and events: constants here, made of Python's strings in an engine.
 pub type Name = Cow<'static, str>;
 
-/// Who the spans are of.
+/// Origin of the spans.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Service {
     pub name: String,
@@ -60,7 +60,7 @@ pub enum Value {
     Int(i64),
 }
 
-/// One request for all these spans.
+/// Encode one request for all these spans.
 pub fn encode(service: &Service, spans: &[Span]) -> Vec<u8> {
     let mut resource = Message::default();
     let own =

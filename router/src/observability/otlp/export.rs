@@ -15,6 +15,7 @@ use tokio::task::AbortHandle;
 use tokio::time::{Instant, sleep, timeout, timeout_at};
 
 use super::encode::{Service, Span, encode};
+use crate::config::{TraceEndpoint, TraceProtocol};
 
 /// Requests whose spans wait to be sent.
 const QUEUE: usize = 4096;
@@ -28,61 +29,7 @@ const AFTER_FAILURE: Duration = Duration::from_secs(5);
 /// A collector's answer is a few bytes.
 const MAX_ANSWER: usize = 64 << 10;
 
-/// Where spans go.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Endpoint {
-    pub protocol: Protocol,
-    pub host: String,
-    pub port: u16,
-    /// Path of the POST.
-    pub path: String,
-}
-
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Protocol {
-    /// host:port, as SGLang's launchers take it.
-    Grpc,
-    /// http://host:port[/path], protobuf in the body.
-    Http,
-}
-
-impl std::str::FromStr for Endpoint {
-    type Err = String;
-
-    fn from_str(text: &str) -> Result<Self, String> {
-        let wrong = |why: &str| {
-            format!("{why}; give host:port for OTLP/gRPC, or http://host:port for OTLP/HTTP")
-        };
-        if text.starts_with("https://") {
-            return Err("TLS to a collector is not supported; run one beside the router, and let it forward".into());
-        }
-        let (protocol, rest) = match text.strip_prefix("http://") {
-            Some(rest) => (Protocol::Http, rest),
-            None => (Protocol::Grpc, text.strip_prefix("grpc://").unwrap_or(text)),
-        };
-        let (authority, path) = match rest.find('/') {
-            Some(at) => rest.split_at(at),
-            None => (rest, ""),
-        };
-        let (host, port) = authority.rsplit_once(':').ok_or_else(|| wrong("no port"))?;
-        let port = port.parse().map_err(|_| wrong("the port is no number"))?;
-        let host = host.trim_start_matches('[').trim_end_matches(']');
-        if host.is_empty() {
-            return Err(wrong("no host"));
-        }
-        let path = match (protocol, path) {
-            (Protocol::Grpc, "" | "/") => {
-                "/opentelemetry.proto.collector.trace.v1.TraceService/Export"
-            }
-            (Protocol::Grpc, _) => return Err(wrong("gRPC takes no path")),
-            (Protocol::Http, "" | "/") => "/v1/traces",
-            (Protocol::Http, path) => path,
-        };
-        Ok(Self { protocol, host: host.to_owned(), port, path: path.to_owned() })
-    }
-}
-
-/// What became of spans, as the metric's label has it.
+/// Results of spans, as the metric's label has them.
 pub const RESULTS: [&str; 3] = ["exported", "dropped", "failed"];
 
 enum Job {
@@ -99,7 +46,7 @@ pub struct Exporter {
 
 impl Exporter {
     /// Start the task that sends. `counts` is by result: exported, dropped (the queue was full), failed (the collector).
-    pub fn start(endpoint: Endpoint, service: Service, counts: IntCounterVec) -> Self {
+    pub fn start(endpoint: TraceEndpoint, service: Service, counts: IntCounterVec) -> Self {
         let (queue, jobs) = channel(QUEUE);
         tokio::spawn(send_all(endpoint, service, jobs, counts.clone()));
         Self { queue, counts }
@@ -130,7 +77,7 @@ impl Exporter {
 }
 
 async fn send_all(
-    endpoint: Endpoint,
+    endpoint: TraceEndpoint,
     service: Service,
     mut jobs: Receiver<Job>,
     counts: IntCounterVec,
@@ -162,7 +109,7 @@ async fn send_all(
             match sent {
                 Ok(()) => is_failing = false,
                 Err(err) => {
-                    let Endpoint { host, port, .. } = &endpoint;
+                    let TraceEndpoint { host, port, .. } = &endpoint;
                     if !std::mem::replace(&mut is_failing, true) {
                         tracing::warn!(
                             "cannot export traces to {host}:{port}: {err}; spans are dropped until it works again"
@@ -179,13 +126,13 @@ async fn send_all(
     }
 }
 
-/// One batch over a connection of its own: there is one a second at most.
-async fn send(endpoint: &Endpoint, message: Vec<u8>) -> Result<(), String> {
-    let Endpoint { protocol, host, port, path } = endpoint;
+/// Send a batch over a connection of its own: there is one a second at most.
+async fn send(endpoint: &TraceEndpoint, message: Vec<u8>) -> Result<(), String> {
+    let TraceEndpoint { protocol, host, port, path } = endpoint;
     let stream = TcpStream::connect((host.as_str(), *port)).await;
     let io = TokioIo::new(stream.map_err(|err| err.to_string())?);
     match protocol {
-        Protocol::Http => {
+        TraceProtocol::Http => {
             let request = Request::post(path)
                 .header(header::HOST, format!("{host}:{port}"))
                 .header(header::CONTENT_TYPE, "application/x-protobuf")
@@ -196,7 +143,7 @@ async fn send(endpoint: &Endpoint, message: Vec<u8>) -> Result<(), String> {
             let _connection = Driven(tokio::spawn(connection).abort_handle());
             answered(sender.send_request(request).await, *protocol).await
         }
-        Protocol::Grpc => {
+        TraceProtocol::Grpc => {
             // Not compressed, length, message.
             let mut framed = BytesMut::with_capacity(message.len() + 5);
             framed.put_u8(0);
@@ -228,7 +175,7 @@ impl Drop for Driven {
 
 async fn answered(
     response: hyper::Result<Response<Incoming>>,
-    protocol: Protocol,
+    protocol: TraceProtocol,
 ) -> Result<(), String> {
     let (head, body) = response.map_err(|err| err.to_string())?.into_parts();
     let body = Limited::new(body, MAX_ANSWER).collect().await;
@@ -236,7 +183,7 @@ async fn answered(
     if head.status != StatusCode::OK {
         return Err(format!("it answered {}", head.status));
     }
-    if protocol == Protocol::Grpc {
+    if protocol == TraceProtocol::Grpc {
         // An answer without a message has its status in the head.
         let status = body
             .trailers()
@@ -251,36 +198,4 @@ async fn answered(
         }
     }
     Ok(())
-}
-
-#[cfg(test)]
-#[allow(clippy::unwrap_used)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn endpoints_name_their_protocol() {
-        let read = |text: &str| text.parse::<Endpoint>();
-        let grpc = read("localhost:4317").unwrap();
-        assert_eq!(
-            (grpc.protocol, grpc.host.as_str(), grpc.port),
-            (Protocol::Grpc, "localhost", 4317)
-        );
-        assert_eq!(read("grpc://localhost:4317").unwrap(), grpc);
-        let http = read("http://[::1]:4318").unwrap();
-        assert_eq!(
-            (http.protocol, http.host.as_str(), http.path.as_str()),
-            (Protocol::Http, "::1", "/v1/traces")
-        );
-        assert_eq!(read("http://c:1/x/y").unwrap().path, "/x/y");
-        for (wrong, part) in [
-            ("localhost", "no port"),
-            ("h:x", "no number"),
-            (":4317", "no host"),
-            ("h:1/x", "no path"),
-            ("https://h:1", "TLS"),
-        ] {
-            assert!(read(wrong).unwrap_err().contains(part), "{wrong}");
-        }
-    }
 }

@@ -4,7 +4,7 @@
 //!
 //! 1. a request comes with a W3C `traceparent`, or gets a new trace; a parent that was not sampled is followed in that;
 //! 2. each leg has a span of its own, which the worker gets as its `traceparent`: what a worker exports hangs below it;
-//! 3. when the request has ended its story (story.rs) is turned into spans: request, decide and leg by attempt. Nothing is
+//! 3. when the request has ended its story (request_timeline.rs) is turned into spans: request, decide and leg by attempt. Nothing is
 //!    done while the request runs but drawing ids, so tracing costs the same whether or not anybody collects;
 //! 4. a task of its own sends them in batches. Its queue is bounded: what does not fit, or cannot be delivered, is dropped
 //!    and counted. A request never waits for a collector.
@@ -23,7 +23,7 @@ use rand::RngCore;
 
 pub use self::background::Background;
 pub use self::encode::{Event, Kind, Name, Service, Span, Value};
-pub use self::export::{Endpoint, Exporter};
+pub use self::export::Exporter;
 
 pub const TRACEPARENT: &str = "traceparent";
 
@@ -54,7 +54,7 @@ impl Context {
         }
     }
 
-    /// What the receiver of a leg gets.
+    /// Header for the receiver of a leg.
     pub fn header(&self, leg: u64) -> HeaderValue {
         let mut text = String::with_capacity(55);
         let (trace, flags) = (self.trace, u8::from(self.is_sampled));

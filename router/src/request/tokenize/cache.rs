@@ -5,13 +5,13 @@
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 
-/// What an entry costs beside its text and its ids: two map nodes and two reference counts.
+/// Memory of an entry beside its text and its ids: two map nodes and two reference counts.
 const ENTRY_BYTES: usize = 160;
 
 #[derive(Debug)]
 struct Entry {
     ids: Arc<[u32]>,
-    /// Its key in `order`.
+    /// Key in `order`.
     used: u64,
 }
 

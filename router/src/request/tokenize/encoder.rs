@@ -46,7 +46,7 @@ struct Segments {
 struct Cuts {
     /// All tokens that the tokenizer looks for in the raw text, found as it finds them.
     tokens: AhoCorasick,
-    /// Of these, the ones that leave the text behind them alone.
+    /// True for those that leave the text behind them alone.
     is_plain: Vec<bool>,
 }
 

@@ -1,4 +1,4 @@
-//! What a Hugging Face directory says of its tokenizer: tokenizer.json, the chat template, the special tokens.
+//! Tokenizer files of a Hugging Face directory: tokenizer.json, the chat template, the special tokens.
 //!
 //! Read once, at the start, in the order of our engines (engine/baton/server/text/model_info.py); every problem names the flag or
 //! the file and what to do. The fingerprint tells whether a worker tokenizes the same way: engines report theirs in

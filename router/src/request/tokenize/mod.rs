@@ -65,7 +65,7 @@ pub struct PromptIds {
 }
 
 impl PromptIds {
-    /// One behind the other.
+    /// Join them, one behind the other.
     pub fn joined(&self) -> Vec<u32> {
         self.prompts.concat()
     }

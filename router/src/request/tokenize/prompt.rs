@@ -198,7 +198,7 @@ fn member(of: &Value, name: &str) -> Value {
     of.get_attr(name).unwrap_or_default()
 }
 
-/// One message with its content as plain text: text parts are joined by newlines.
+/// Message with its content as plain text: text parts are joined by newlines.
 fn message(message: &Value) -> Result<Value, Fallback> {
     if message.kind() != ValueKind::Map {
         return Err(Fallback::Unread);

@@ -12,20 +12,16 @@ use serde::Deserialize;
 use serde_json::{Value, json};
 
 use super::generate::read_at_most;
+use super::http_util::{MAX_ADMIN_BODY, answer};
 use super::proxy::ask_all;
-use crate::App;
 use crate::config::{WorkerSpec, WorkerUrl};
+use crate::dispatch::app::App;
 use crate::error::RouteError;
+use crate::observability::metrics::Metrics;
 use crate::transport::upstream::Head;
-use crate::workers::{ROLES, Worker};
-
-/// Bodies of these requests are small [bytes].
-pub const MAX_ADMIN_BODY: usize = 1 << 20;
-
-pub fn answer(status: StatusCode, body: &Value) -> Response {
-    let kind = [(header::CONTENT_TYPE, "application/json")];
-    (status, kind, body.to_string()).into_response()
-}
+use crate::workers::registration;
+use crate::workers::registry::{ROLES, metrics as gauges};
+use crate::workers::worker::Worker;
 
 // ---- probes ----
 
@@ -40,8 +36,8 @@ pub async fn ready(State(app): State<Arc<App>>) -> Response {
         "serves": missing.is_none(),
     });
     for role in ROLES {
-        let (known, ready) = app.registry.count(role);
-        let open_circuits = app.registry.open_circuits(role);
+        let (known, ready) = app.fleet.registry.count(role);
+        let open_circuits = app.fleet.registry.open_circuits(role);
         body[role.label()] =
             json!({"known": known, "ready": ready, "open_circuits": open_circuits});
     }
@@ -65,13 +61,13 @@ fn not_ready_because(app: &App) -> Option<RouteError> {
     if app.is_draining() {
         return Some(RouteError::Draining);
     }
-    let sources = app.config.discovery.sources(app.is_pd());
-    let synced = app.discovered.lock().len();
+    let sources = app.config.discovery.sources(app.fleet.is_pd());
+    let synced = app.fleet.discovered.lock().len();
     if synced < sources {
         return Some(RouteError::Undiscovered { synced, sources });
     }
     let finds_workers = sources > 0 && !app.config.has_static_workers();
-    match finds_workers || app.registry.has_served() {
+    match finds_workers || app.fleet.registry.has_served() {
         true => None,
         false => cannot_serve_because(app),
     }
@@ -79,17 +75,18 @@ fn not_ready_because(app: &App) -> Option<RouteError> {
 
 /// Why a request that comes now would find no worker.
 fn cannot_serve_because(app: &App) -> Option<RouteError> {
-    app.serving_roles()
+    app.fleet
+        .serving_roles()
         .iter()
         .find_map(|role| {
-            let (known, ready) = app.registry.count(*role);
+            let (known, ready) = app.fleet.registry.count(*role);
             let role = *role;
             (ready == 0).then_some(RouteError::NoWorker { role, known, ready })
         })
         .or_else(|| {
             let [prefill, decode] =
-                [Role::Prefill, Role::Decode].map(|role| app.registry.count(role).1);
-            let lacks_pair = app.is_pd() && !app.registry.has_pair();
+                [Role::Prefill, Role::Decode].map(|role| app.fleet.registry.count(role).1);
+            let lacks_pair = app.fleet.is_pd() && !app.fleet.registry.has_pair();
             lacks_pair.then_some(RouteError::NoPair { prefill, decode })
         })
 }
@@ -103,13 +100,14 @@ pub async fn health_generate(State(app): State<Arc<App>>) -> Result<Response, Ro
     let head = Head {
         method: Method::GET,
         uri: Uri::from_static("/health_generate"),
-        headers: app.worker_headers(),
+        headers: app.fleet.worker_headers(),
     };
     Ok(ask_all(&app, head, Bytes::new()).await)
 }
 
 pub async fn metrics(State(app): State<Arc<App>>) -> Response {
-    match app.metrics.render(&app.registry) {
+    let update = |metrics: &Metrics| gauges::update(metrics, &app.fleet.registry);
+    match app.metrics.render(update) {
         Ok(text) => ([(header::CONTENT_TYPE, "text/plain; version=0.0.4")], text).into_response(),
         Err(err) => RouteError::Internal { detail: err.to_string() }.into_response(),
     }
@@ -119,7 +117,7 @@ pub async fn metrics(State(app): State<Arc<App>>) -> Response {
 
 fn show(app: &App, worker: &Worker) -> Value {
     let (state, told) = (worker.state(), worker.description());
-    let (circuit, passed_over_ms) = app.registry.objections_to(worker);
+    let (circuit, passed_over_ms) = app.fleet.registry.objections_to(worker);
     json!({
         "id": worker.id.to_string(),
         "url": worker.url().to_string(),
@@ -127,7 +125,7 @@ fn show(app: &App, worker: &Worker) -> Value {
         "is_healthy": worker.is_ready(),
         "state": state.label(),
         "drained_by": state.drained_by(),
-        "reason": state.reason().map(str::to_owned).or_else(|| app.registry.misfit(worker)),
+        "reason": state.reason().map(str::to_owned).or_else(|| app.fleet.registry.misfit(worker)),
         "circuit": circuit.label(),
         "passed_over_ms": passed_over_ms,
         "load": worker.load(),
@@ -138,12 +136,12 @@ fn show(app: &App, worker: &Worker) -> Value {
         "version": told.version,
         "page_size": told.page_size,
         "fingerprint": told.fingerprint,
-        "kv_events": app.registry.feeds_of(worker.id),
+        "kv_events": app.fleet.registry.feeds_of(worker.id),
     })
 }
 
 pub async fn list_workers(State(app): State<Arc<App>>) -> Response {
-    let workers = app.registry.workers();
+    let workers = app.fleet.registry.workers();
     let count = |role| workers.iter().filter(|w| w.role() == role).count();
     let body = json!({
         "workers": workers.iter().map(|w| show(&app, w)).collect::<Vec<_>>(),
@@ -160,7 +158,7 @@ pub async fn list_workers(State(app): State<Arc<App>>) -> Response {
 /// By its id, or by its URL as older clients of SGLang's router have it.
 pub fn find(app: &App, id: &str) -> Result<Arc<Worker>, RouteError> {
     let found = match id.parse() {
-        Ok(number) => app.registry.worker(number),
+        Ok(number) => app.fleet.registry.worker(number),
         Err(_) => WorkerUrl::parse(id).ok().and_then(|url| with_url(app, &url)),
     };
     found.ok_or_else(|| RouteError::UnknownWorker { id: id.to_owned() })
@@ -168,7 +166,7 @@ pub fn find(app: &App, id: &str) -> Result<Arc<Worker>, RouteError> {
 
 /// The newest: older ones with the same address are draining already.
 pub fn with_url(app: &App, url: &WorkerUrl) -> Option<Arc<Worker>> {
-    let workers = app.registry.workers();
+    let workers = app.fleet.registry.workers();
     workers.into_iter().rev().find(|w| w.url() == url)
 }
 
@@ -187,7 +185,7 @@ pub async fn show_request(
     id: Result<Path<String>, PathRejection>,
 ) -> Result<Response, RouteError> {
     let Path(id) = id?;
-    let story = app.requests.find(&id);
+    let story = app.sinks.requests.find(&id);
     let story = story.ok_or(RouteError::NoStory { id })?;
     Ok(answer(StatusCode::OK, &story))
 }
@@ -198,7 +196,7 @@ pub async fn remove_worker(
 ) -> Result<Response, RouteError> {
     let Path(id) = id?;
     let worker = find(&app, &id)?;
-    app.registry.remove(worker.id);
+    app.fleet.registry.remove(worker.id);
     tracing::info!(url = %worker.url(), "worker removed");
     let body = json!({
         "status": "accepted",
@@ -255,8 +253,8 @@ fn register(
     port: Option<&str>,
     topology: Option<String>,
 ) -> Result<Arc<Worker>, RouteError> {
-    if !app.serving_roles().contains(&role) {
-        let mode = if app.is_pd() { "with" } else { "without" };
+    if !app.fleet.serving_roles().contains(&role) {
+        let mode = if app.fleet.is_pd() { "with" } else { "without" };
         return Err(RouteError::InvalidValue {
             param: "worker_type",
             problem: format!("{role} has no use here: the router runs {mode} --pd-disaggregation"),
@@ -264,7 +262,7 @@ fn register(
     }
     let spec = WorkerSpec::new(url, role, port)
         .map_err(|problem| RouteError::InvalidValue { param: "url", problem })?;
-    app.register(spec.in_topology(topology))
+    registration::register(&app.fleet, spec.in_topology(topology))
 }
 
 #[derive(Deserialize)]
@@ -303,19 +301,19 @@ pub async fn legacy_remove(
         .map_err(|problem| RouteError::InvalidValue { param: "url", problem })?;
     let worker =
         with_url(&app, &url).ok_or_else(|| RouteError::UnknownWorker { id: url.to_string() })?;
-    app.registry.remove(worker.id);
+    app.fleet.registry.remove(worker.id);
     let message = format!("Successfully removed worker: {url}");
     Ok(answer(StatusCode::OK, &json!({"message": message})))
 }
 
 pub async fn legacy_list(State(app): State<Arc<App>>) -> Response {
-    let workers = app.registry.workers();
+    let workers = app.fleet.registry.workers();
     let urls: Vec<String> = workers.iter().map(|w| w.url().to_string()).collect();
     answer(StatusCode::OK, &json!({"urls": urls}))
 }
 
 pub async fn loads(State(app): State<Arc<App>>) -> Response {
-    let candidates = app.registry.candidates();
+    let candidates = app.fleet.registry.candidates();
     let loads: Vec<Value> = candidates
         .iter()
         .map(

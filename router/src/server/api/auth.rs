@@ -6,9 +6,9 @@ use http::{HeaderMap, header};
 
 use axum::extract::Request;
 
-use super::is_generation;
-use crate::App;
+use super::http_util::is_generation;
 use crate::config::{ControlKey, KeyRole};
+use crate::dispatch::app::App;
 use crate::error::RouteError;
 use crate::observability::explain;
 
@@ -76,7 +76,7 @@ pub fn check(app: &App, level: AccessLevel, request: &Request) -> Result<(), Rou
 pub fn hide_control_key(app: &App, headers: &mut HeaderMap) {
     if bearer(headers).is_some_and(|given| control_key(app, given).is_some()) {
         headers.remove(header::AUTHORIZATION);
-        headers.extend(app.worker_headers());
+        headers.extend(app.fleet.worker_headers());
     }
 }
 

@@ -15,11 +15,13 @@ use http::{Method, StatusCode, Uri};
 use serde_json::{Value, json};
 use tokio::time::timeout;
 
-use super::admin::{answer, find, with_url};
-use crate::App;
+use super::admin::{find, with_url};
+use super::http_util::answer;
+use crate::dispatch::app::App;
 use crate::error::RouteError;
 use crate::transport::upstream::{Head, SendError};
-use crate::workers::{State as WorkerState, Worker};
+use crate::workers::registration::register;
+use crate::workers::worker::{State as WorkerState, Worker};
 
 /// A worker takes an order within this.
 const ORDER_TIMEOUT: Duration = Duration::from_secs(10);
@@ -48,7 +50,7 @@ pub async fn drain_worker(
     }
     match order(&app, &worker, Method::POST, "/drain").await? {
         Ordered::Done(report) => {
-            app.registry.set_state(&worker, WorkerState::Draining, None);
+            app.fleet.registry.set_state(&worker, WorkerState::Draining, None);
             worker.suspect.notify_one(); // a probe that began before this order would bring it back
             let mut body = shown(&worker, "worker");
             body["is_drained"] = report["is_drained"].clone();
@@ -59,7 +61,7 @@ pub async fn drain_worker(
         }
         Ordered::Refused(status, error) => Ok(answer(status, &json!({"error": error}))),
         Ordered::Unable(why) => {
-            app.drain(&worker);
+            app.fleet.drain(&worker);
             Ok(drained_here(&worker, &why))
         }
     }
@@ -100,7 +102,7 @@ pub async fn undrain_worker(
     let mut worker = find(&app, &id)?;
     let mut message = "it gets requests again once it is healthy";
     if worker.state() == WorkerState::Leaving {
-        worker = match app.register(worker.spec.clone()) {
+        worker = match register(&app.fleet, worker.spec.clone()) {
             Ok(again) => again,
             Err(RouteError::DuplicateWorker { .. }) => {
                 with_url(&app, worker.url()).ok_or(RouteError::UnknownWorker { id })?
@@ -111,7 +113,7 @@ pub async fn undrain_worker(
     }
     match order(&app, &worker, Method::POST, "/undrain").await? {
         Ordered::Done(_) if app.config.health.disable_health_check => {
-            app.registry.set_state(&worker, WorkerState::Ready, None);
+            app.fleet.registry.set_state(&worker, WorkerState::Ready, None);
         }
         Ordered::Done(_) => worker.suspect.notify_one(),
         Ordered::Refused(status, error) => return Ok(answer(status, &json!({"error": error}))),
@@ -158,8 +160,11 @@ async fn order(
         worker: worker.url().to_string(),
         cause: format!("{method} {path}: {cause}"),
     };
-    let head =
-        Head { method: method.clone(), uri: Uri::from_static(path), headers: app.worker_headers() };
+    let head = Head {
+        method: method.clone(),
+        uri: Uri::from_static(path),
+        headers: app.fleet.worker_headers(),
+    };
     let asking = async {
         let response = worker.pool.send_alone(&head).await?;
         let status = response.status();

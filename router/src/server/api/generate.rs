@@ -16,20 +16,22 @@ use router_core::{Blocks, FailedAttempts, RequestBreaks};
 use tokio::sync::OwnedSemaphorePermit;
 use tokio::time::{Instant, timeout_at};
 
-use super::{REQUEST_ID, auth, remove_hop_by_hop};
-use crate::App;
+use super::auth;
+use super::http_util::REQUEST_ID;
 use crate::dispatch;
+use crate::dispatch::app::App;
+use crate::dispatch::context::{Inbound, told_deadlines};
 use crate::error::RouteError;
 use crate::observability::access_log::Record;
 use crate::observability::explain;
 use crate::observability::explain::Asks;
 use crate::observability::request_timeline::{Stage, Story};
 use crate::request::body::{Api, Scan};
-use crate::request::context::{Inbound, told_deadlines};
 use crate::request::prompt_limit::OversizedBody;
 use crate::response::failover;
+use crate::transport::headers::remove_hop_by_hop;
 use crate::transport::upstream::Head;
-use crate::workers::Avoid;
+use crate::workers::registry::selection::Avoid;
 
 /// A client that sends nothing of its body for this long is gone or means harm.
 const BODY_SILENCE: Duration = Duration::from_secs(60);
@@ -57,14 +59,14 @@ pub async fn generate(State(app): State<Arc<App>>, request: Request) -> Response
 async fn serve(app: Arc<App>, api: Api, request: Request) -> Response {
     let method = if request.method() == Method::PUT { "PUT" } else { "POST" };
     let rid = text_header(request.headers(), REQUEST_ID).unwrap_or_default();
-    let record = Record::new(&app, api.path(), method, request.headers(), rid);
+    let record = Record::new(&app.sinks, api.path(), method, request.headers(), rid);
     let asks = match Asks::of(request.headers()) {
         Ok(asks) => asks,
         Err(err) => return refused(record, err),
     };
     match take_in(&app, api, request, &record.story).await {
         Ok((head, routing_key, body, scan, ready_at, queued, permit)) => {
-            let (needs_text, needs_blocks) = app.registry.needs(app.serving_roles());
+            let (needs_text, needs_blocks) = app.fleet.registry.needs(app.fleet.serving_roles());
             let prompt = match prompt_of(&app, api, &scan, &body, needs_blocks).await {
                 Ok(prompt) => prompt,
                 Err(err) => return refused(record, err),
@@ -121,9 +123,9 @@ pub fn refused(mut record: Record, err: RouteError) -> Response {
     err.into_response()
 }
 
-/// What would be done with it.
+/// Decide without sending.
 fn dry_run(app: &App, mut inbound: Inbound) -> Response {
-    let decisions = app.registry.dry_run(app.serving_roles(), &inbound.wanted());
+    let decisions = app.fleet.registry.dry_run(app.fleet.serving_roles(), &inbound.wanted());
     match decisions {
         Ok(decisions) => {
             inbound.record.first_byte(StatusCode::OK);
@@ -177,8 +179,8 @@ fn shed(app: &App, request: &Inbound) -> Result<(), RouteError> {
     };
     let own = request.deadline_ms();
     let limit_ms = own.map_or(max_ms, |own| own.min(max_ms));
-    let role = app.serving_roles()[0];
-    let Some(ahead) = app.registry.least_ttft(role, &request.wanted()) else {
+    let role = app.fleet.serving_roles()[0];
+    let Some(ahead) = app.fleet.registry.least_ttft(role, &request.wanted()) else {
         return Ok(());
     };
     let Some(excess_ms) = ahead.excess_ms(limit_ms) else {
@@ -188,10 +190,10 @@ fn shed(app: &App, request: &Inbound) -> Result<(), RouteError> {
     Err(RouteError::TooLate { role, predicted_ms: ahead.ttft_ms(), limit_ms, excess_ms })
 }
 
-/// What is known of a prompt before anybody is chosen.
+/// Facts of a prompt before anybody is chosen.
 #[derive(Default)]
 struct Known {
-    /// What policies are told of it, if one of them reads it.
+    /// Block hashes for policies, if one of them reads them.
     blocks: Option<Blocks>,
     tokens: Option<u32>,
     /// Token ids for workers that take them.
@@ -215,7 +217,7 @@ async fn refuse_oversized(
     if body.len() <= UNMEASURED_BYTES {
         return Ok(());
     }
-    let limit = (app.registry).prompt_limit(app.serving_roles(), scan.model.as_deref());
+    let limit = (app.fleet.registry).prompt_limit(app.fleet.serving_roles(), scan.model.as_deref());
     let Some(limit) = limit else {
         return Ok(());
     };
@@ -242,7 +244,7 @@ async fn prompt_of(
     }
     let is_small = scan.batch.is_none_or(|items| items <= MAX_FORWARDED);
     let forwards = config.forward_input_ids && is_small;
-    let longest = || app.registry.context_tokens();
+    let longest = || app.fleet.registry.context_tokens();
     if let Some(tokens) = app.tokens.as_ref().filter(|_| needs_blocks || forwards)
         && let Ok(made) = tokens.read(api, body, scan.prompt_len(), longest).await
     {

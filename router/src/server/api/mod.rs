@@ -11,6 +11,8 @@ mod auth;
 mod draining;
 /// Generation requests.
 mod generate;
+/// Helpers of several handlers.
+pub(crate) mod http_util;
 /// Metrics of workers and router in one exposition.
 mod metrics_merge;
 /// Requests passed through to workers.
@@ -24,48 +26,16 @@ use axum::extract::{MatchedPath, Request, State};
 use axum::middleware::{Next, from_fn_with_state};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{MethodRouter, any, get, post};
-use http::{HeaderMap, HeaderName, HeaderValue, Method, StatusCode, Version, header};
-use rand::Rng;
-use rand::distr::Alphanumeric;
+use http::{HeaderMap, HeaderValue, Method, StatusCode, Version, header};
 
 use self::auth::AccessLevel;
-use crate::App;
+use self::http_util::{REQUEST_ID, is_generation, new_request_id};
+use crate::dispatch::app::App;
 use crate::dispatch::attempt::status_label;
 use crate::error::{Code, RouteError};
 use crate::observability::access_log::class;
 use crate::request::body::Api;
 use crate::server::ui;
-
-/// Headers that belong to one connection.
-const HOP_BY_HOP: [&str; 9] = [
-    "connection",
-    "keep-alive",
-    "proxy-authenticate",
-    "proxy-authorization",
-    "proxy-connection",
-    "te",
-    "trailer",
-    "transfer-encoding",
-    "upgrade",
-];
-
-/// Remove headers that belong to one connection, those that `Connection` names included (RFC 9110, 7.6.1).
-pub fn remove_hop_by_hop(headers: &mut HeaderMap) {
-    let nominated: Vec<HeaderName> = headers
-        .get_all(header::CONNECTION)
-        .iter()
-        .flat_map(|value| value.as_bytes().split(|byte| *byte == b','))
-        .filter_map(|name| HeaderName::from_bytes(name.trim_ascii()).ok())
-        .collect();
-    for name in nominated {
-        headers.remove(name);
-    }
-    for name in HOP_BY_HOP {
-        headers.remove(name);
-    }
-}
-
-pub const REQUEST_ID: &str = "x-request-id";
 
 /// Path, the key it needs, and what answers it.
 type Route = (&'static str, AccessLevel, MethodRouter<Arc<App>>);
@@ -206,13 +176,7 @@ async fn edge(State(state): State<EdgeState>, mut request: Request, next: Next) 
     response
 }
 
-fn is_generation(request: &Request) -> bool {
-    let is_post = matches!(*request.method(), Method::POST | Method::PUT);
-    let mut apis = [Api::Chat, Api::Completions, Api::Generate].into_iter();
-    is_post && apis.any(|api| api.path() == request.uri().path())
-}
-
-/// Requests with a record of their own (record.rs) when they get as far as their handler.
+/// Requests with a record of their own (access_log.rs) when they get as far as their handler.
 fn keeps_record(request: &Request) -> bool {
     let is_passed = || proxy::PASSED.contains(&request.uri().path());
     is_generation(request) || (request.method() == Method::POST && is_passed())
@@ -271,13 +235,6 @@ fn request_id(app: &App, request: &Request) -> HeaderValue {
     new_request_id(prefix)
 }
 
-pub fn new_request_id(prefix: &str) -> HeaderValue {
-    let mut id = String::with_capacity(prefix.len() + 24);
-    id.push_str(prefix);
-    id.extend(rand::rng().sample_iter(Alphanumeric).take(24).map(char::from));
-    HeaderValue::try_from(id).unwrap_or(HeaderValue::from_static("req-unknown"))
-}
-
 fn allowed_origin(app: &App, headers: &HeaderMap) -> Option<HeaderValue> {
     let origin = headers.get(header::ORIGIN)?;
     let allowed = &app.config.listen.cors_allowed_origins;
@@ -300,27 +257,4 @@ fn preflight(asked: &HeaderMap) -> Response {
     );
     headers.insert(header::ACCESS_CONTROL_MAX_AGE, HeaderValue::from_static("3600"));
     response
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn headers_that_connection_names_are_removed_with_it() {
-        let mut headers = HeaderMap::new();
-        for (name, value) in [
-            ("connection", "keep-alive, X-Secret"),
-            ("connection", "http2-settings,,"),
-            ("x-secret", "1"),
-            ("http2-settings", "AAMAAABk"),
-            ("te", "trailers"),
-            ("x-kept", "1"),
-        ] {
-            headers.append(name, HeaderValue::from_static(value));
-        }
-        remove_hop_by_hop(&mut headers);
-        let left: Vec<_> = headers.keys().map(HeaderName::as_str).collect();
-        assert_eq!(left, ["x-kept"]);
-    }
 }

@@ -1,4 +1,4 @@
-//! What is passed on to workers and generates no tokens here: to one of them, to all, or to the one that knows a request.
+//! Proxied paths that generate no tokens here: to one worker, to all, or to the one that knows a request.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -7,25 +7,27 @@ use axum::extract::rejection::PathRejection;
 use axum::extract::{Path, Request, State};
 use axum::response::{IntoResponse, Response};
 use bytes::{Bytes, BytesMut};
-use http::{HeaderMap, HeaderValue, Method, StatusCode, Uri, header};
+use http::{HeaderMap, Method, StatusCode, Uri, header};
 use router_core::Outcome;
 use serde_json::{Value, json};
 use tokio::task::JoinSet;
 use tokio::time::timeout;
 
-use super::REQUEST_ID;
-use super::admin::{MAX_ADMIN_BODY, answer};
 use super::generate::{forwarded, read_at_most, read_body, refused, text_header};
+use super::http_util::{MAX_ADMIN_BODY, REQUEST_ID, answer};
 use super::metrics_merge;
-use crate::App;
+use crate::dispatch::app::App;
 use crate::dispatch::attempt::{Leg, Opened, Told, silent_error, status_label};
-use crate::dispatch::end_to_end;
 use crate::error::RouteError;
 use crate::observability::access_log::Record;
 use crate::observability::request_timeline::Stage;
-use crate::request::body::Parts;
+use crate::transport::headers::end_to_end;
+use crate::transport::request_body::Parts;
 use crate::transport::upstream::{Head, with_source};
-use crate::workers::{Avoid, LoadGuard, ROLES, Wanted, Worker};
+use crate::workers::load_guard::LoadGuard;
+use crate::workers::registry::ROLES;
+use crate::workers::registry::selection::{Avoid, Wanted};
+use crate::workers::worker::Worker;
 
 /// A worker asked by an operator or a probe answers within this.
 const ASK_TIMEOUT: Duration = Duration::from_secs(30);
@@ -52,7 +54,7 @@ pub const PASSED: [&str; 12] = [
     "/v1/audio/transcriptions",
 ];
 
-/// One worker's answer is as good as another's, and it comes at once.
+/// Proxy to any worker: one's answer is as good as another's, and it comes at once.
 pub async fn forward(
     State(app): State<Arc<App>>,
     request: Request,
@@ -67,7 +69,7 @@ pub async fn forward_work(State(app): State<Arc<App>>, request: Request) -> Resp
     let path = request.uri().path();
     let path = PASSED.into_iter().find(|one| *one == path).unwrap_or("other");
     let rid = text_header(request.headers(), REQUEST_ID).unwrap_or_default();
-    let mut record = Record::new(&app, path, "POST", request.headers(), rid);
+    let mut record = Record::new(&app.sinks, path, "POST", request.headers(), rid);
     match work(&app, request, &mut record).await {
         Ok(response) => {
             let status = response.status();
@@ -99,16 +101,16 @@ async fn to_one(
     limit: Duration,
     mut record: Option<&mut Record>,
 ) -> Result<Response, RouteError> {
-    app.registry.introductions(app.serving_roles()).await;
+    app.fleet.registry.introductions(app.fleet.serving_roles()).await;
     let (mut avoid, mut is_second) = (Avoid::default(), false);
     loop {
         // The prefill workers come last: tokenising on them delays prompts.
-        let roles = app.serving_roles().iter().rev();
+        let roles = app.fleet.serving_roles().iter().rev();
         let role = *roles
             .clone()
-            .find(|role| app.registry.count(**role).1 > 0)
-            .unwrap_or(&app.serving_roles()[0]);
-        let chosen = app.registry.choose(role, &Wanted::default(), &avoid)?;
+            .find(|role| app.fleet.registry.count(**role).1 > 0)
+            .unwrap_or(&app.fleet.serving_roles()[0]);
+        let chosen = app.fleet.registry.choose(role, &Wanted::default(), &avoid)?;
         if let Some(record) = &mut record {
             record.attempts += 1;
             record.worker = Some((chosen.guard.candidate.name.clone(), chosen.why));
@@ -214,7 +216,7 @@ pub async fn engine_metrics(State(app): State<Arc<App>>) -> Response {
     let head = Head {
         method: Method::GET,
         uri: Uri::from_static("/metrics"),
-        headers: app.worker_headers(),
+        headers: app.fleet.worker_headers(),
     };
     let told = ask_each(&app, &head, &Bytes::new()).await;
     let pages = told.iter().filter(|told| told.is_success());
@@ -251,14 +253,14 @@ pub async fn about_request(
 }
 
 fn no_worker(app: &App) -> Option<RouteError> {
-    let counts = ROLES.map(|role| app.registry.count(role));
+    let counts = ROLES.map(|role| app.fleet.registry.count(role));
     let known = counts.iter().map(|count| count.0).sum();
-    let role = app.serving_roles()[0];
+    let role = app.fleet.serving_roles()[0];
     let none = counts.iter().all(|count| count.1 == 0);
     none.then_some(RouteError::NoWorker { role, known, ready: 0 })
 }
 
-/// What goes to workers of a client's request: the path without what belongs to the client's connection.
+/// Head of a client's request as workers get it: the path without what belongs to the client's connection.
 fn head_of(parts: http::request::Parts) -> Result<Head, RouteError> {
     let uri = parts.uri.path_and_query().map(|pq| pq.as_str().to_owned());
     Ok(Head {
@@ -285,10 +287,10 @@ pub async fn flush_cache(State(app): State<Arc<App>>) -> Response {
     let head = Head {
         method: Method::POST,
         uri: Uri::from_static("/flush_cache"),
-        headers: app.worker_headers(),
+        headers: app.fleet.worker_headers(),
     };
     let response = ask_all(&app, head, Bytes::new()).await;
-    app.registry.forget_prompts();
+    app.fleet.registry.forget_prompts();
     response
 }
 
@@ -327,7 +329,7 @@ fn error_object(body: &[u8]) -> Option<Value> {
     error.is_object().then_some(error)
 }
 
-/// What a worker said when all were asked.
+/// Answer of a worker when all were asked.
 struct Asked {
     url: String,
     /// `None`: it could not be asked, and `text` says why.
@@ -372,7 +374,7 @@ impl Asked {
 async fn ask_each(app: &Arc<App>, head: &Head, body: &Bytes) -> Vec<Asked> {
     let mut asked = JoinSet::new();
     let probe_after = app.config.silent_request_probe();
-    for worker in app.registry.workers() {
+    for worker in app.fleet.registry.workers() {
         if worker.is_ready() {
             let (head, body) = (head.clone(), Parts::from(body.clone()));
             asked.spawn(async move {
@@ -421,17 +423,4 @@ async fn ask(
         }
     }
     Ok((status, headers, String::from_utf8_lossy(&text).into_owned()))
-}
-
-impl App {
-    /// Headers of the router's own requests to workers.
-    pub fn worker_headers(&self) -> HeaderMap {
-        let mut headers = HeaderMap::new();
-        if let Some(key) = &self.config.listen.api_key
-            && let Ok(value) = HeaderValue::try_from(format!("Bearer {key}"))
-        {
-            headers.insert(header::AUTHORIZATION, value);
-        }
-        headers
-    }
 }

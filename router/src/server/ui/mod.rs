@@ -11,4 +11,4 @@ mod feed;
 mod snapshot;
 
 pub use assets::{file, index, to_folder};
-pub use feed::{FeedHub, feed};
+pub use feed::feed;

@@ -2,11 +2,13 @@
 
 use serde::Serialize;
 
-use crate::App;
 use crate::clock::now_ms;
+use crate::dispatch::app::App;
 use crate::observability::fleet_events::{FleetEvent, unix_ms};
 use crate::observability::pair_traffic::PairRecord;
-use crate::workers::{Candidate, TokenRates, Worker};
+use crate::workers::activity::TokenRates;
+use crate::workers::load_guard::Candidate;
+use crate::workers::worker::Worker;
 
 /// Most workers shown: a page of more rows is of no use, and each costs about 400 bytes per second and page.
 const MAX_NODES: usize = 512;
@@ -80,8 +82,8 @@ struct PairView {
 
 impl FleetSnapshot {
     pub fn of(app: &App) -> Self {
-        let workers = app.registry.workers();
-        let candidates = app.registry.candidates();
+        let workers = app.fleet.registry.workers();
+        let candidates = app.fleet.registry.candidates();
         let now_ms = now_ms();
         let nodes = workers.iter().take(MAX_NODES);
         let is_registered = |id| workers.iter().any(|worker| worker.id == id);
@@ -89,14 +91,14 @@ impl FleetSnapshot {
         Self {
             version: env!("CARGO_PKG_VERSION"),
             at_unix_ms: unix_ms(),
-            is_disaggregated: app.is_pd(),
+            is_disaggregated: app.fleet.is_pd(),
             is_draining: app.is_draining(),
             queued_requests: app.metrics.queued.get() as u64,
             nodes: nodes.map(|worker| NodeView::of(app, worker, &candidates, now_ms)).collect(),
             nodes_left_out: workers.len().saturating_sub(MAX_NODES),
             pairs: pairs.take(MAX_PAIRS).map(PairView::of).collect(),
-            events: app.registry.events.recent(),
-            requests: app.requests.recent(RECENT_REQUESTS),
+            events: app.fleet.registry.events.recent(),
+            requests: app.sinks.requests.recent(RECENT_REQUESTS),
         }
     }
 }
@@ -109,7 +111,7 @@ impl NodeView {
         now_ms: u64,
     ) -> Self {
         let (state, told) = (worker.state(), worker.description());
-        let misfit = || app.registry.misfit(worker);
+        let misfit = || app.fleet.registry.misfit(worker);
         let ranks = candidates.iter().filter(|c| c.worker.id == worker.id);
         Self {
             id: worker.id.to_string(),
@@ -117,7 +119,7 @@ impl NodeView {
             role: worker.role().label(),
             state: state.label(),
             reason: state.reason().map(str::to_owned).or_else(misfit),
-            circuit: app.registry.objections_to(worker).0.label(),
+            circuit: app.fleet.registry.objections_to(worker).0.label(),
             load: worker.load(),
             model: told.served_model_name.clone(),
             version: told.version.clone(),

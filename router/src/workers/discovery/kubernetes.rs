@@ -151,11 +151,11 @@ pub(super) fn start(feed: Feed, client: Client, wanted: Wanted, answers: AnswerT
     tokio::spawn(follow(feed, client, wanted, answers));
 }
 
-/// What a pod means to the router.
+/// State of a pod as the router sees it.
 #[derive(Debug, Clone, PartialEq)]
 enum Seen {
     Serving(WorkerSpec),
-    /// It has been told to terminate.
+    /// Told to terminate.
     Ending(WorkerUrl),
     /// Not Ready, no address yet, or not usable.
     Nothing,

@@ -25,21 +25,22 @@ use parking_lot::Mutex;
 use prometheus::GaugeVec;
 use router_core::Role;
 
-use crate::App;
 use crate::config::{WorkerSpec, WorkerUrl};
-use crate::workers::{State, Worker};
+use crate::workers::fleet::WorkerFleet;
+use crate::workers::registration::register;
+use crate::workers::worker::{State, Worker};
 
 /// How often it is looked whether workers that were kept for want of others can go, and whether the router is still there.
 const RECHECK: Duration = Duration::from_secs(1);
 
 /// Start all sources the flags name. The first reading of the file happens here, so that its mistakes end the start.
-pub async fn start(app: &Arc<App>) -> Result<(), String> {
-    let flags = &app.config.discovery;
+pub async fn start(fleet: &Arc<WorkerFleet>) -> Result<(), String> {
+    let flags = &fleet.config.discovery;
     if let Some(path) = &flags.discovery_file {
-        let answers = AnswerTime::new(app, "file");
-        file::start(Feed::new(app, "file"), path.into(), app.serving_roles(), answers)?;
+        let answers = AnswerTime::new(fleet, "file");
+        file::start(Feed::new(fleet, "file"), path.into(), fleet.serving_roles(), answers)?;
     }
-    let selectors = flags.selectors(app.is_pd());
+    let selectors = flags.selectors(fleet.is_pd());
     if !selectors.is_empty() {
         for (role, selector) in selectors {
             let source = match role {
@@ -54,10 +55,10 @@ pub async fn start(app: &Arc<App>) -> Result<(), String> {
                 is_tls: flags.is_tls(),
                 namespace: flags.service_discovery_namespace.clone(),
             };
-            let answers = AnswerTime::new(app, source);
+            let answers = AnswerTime::new(fleet, source);
             // A client per source, so that the answers to each are seen apart.
             let client = kubernetes::client(flags.kubeconfig.as_deref(), answers.clone()).await?;
-            kubernetes::start(Feed::new(app, source), client, wanted, answers);
+            kubernetes::start(Feed::new(fleet, source), client, wanted, answers);
         }
     }
     Ok(())
@@ -72,8 +73,8 @@ struct AnswerTime {
 }
 
 impl AnswerTime {
-    fn new(app: &App, source: &'static str) -> Self {
-        let gauges = app.metrics.discovery_answered.clone();
+    fn new(fleet: &WorkerFleet, source: &'static str) -> Self {
+        let gauges = fleet.metrics.discovery_answered.clone();
         Self { gauges, source, last: Arc::new(Mutex::new(Instant::now())) }
     }
 
@@ -90,7 +91,7 @@ impl AnswerTime {
     }
 }
 
-/// What a source sees.
+/// Workers that a source sees.
 #[derive(Debug, Default)]
 pub struct Found {
     pub workers: Vec<WorkerSpec>,
@@ -107,7 +108,7 @@ struct Own {
 
 /// The registry's side of one source.
 pub struct Feed {
-    app: Weak<App>,
+    fleet: Weak<WorkerFleet>,
     /// Metric label.
     source: &'static str,
     own: BTreeMap<WorkerUrl, Own>,
@@ -125,10 +126,10 @@ struct Failure {
 }
 
 impl Feed {
-    fn new(app: &Arc<App>, source: &'static str) -> Self {
-        app.metrics.discovery_stale.with_label_values(&[source]);
+    fn new(fleet: &Arc<WorkerFleet>, source: &'static str) -> Self {
+        fleet.metrics.discovery_stale.with_label_values(&[source]);
         Self {
-            app: Arc::downgrade(app),
+            fleet: Arc::downgrade(fleet),
             source,
             own: BTreeMap::new(),
             kept: BTreeSet::new(),
@@ -139,29 +140,29 @@ impl Feed {
 
     /// The router is gone: the source can end.
     fn is_orphan(&self) -> bool {
-        self.app.strong_count() == 0
+        self.fleet.strong_count() == 0
     }
 
     /// The source was read: bring the registry in line.
     fn apply(&mut self, found: Found) {
-        let Some(app) = self.app.upgrade() else {
+        let Some(fleet) = self.fleet.upgrade() else {
             return;
         };
         if found.named > 0 {
-            app.discovered.lock().insert(self.source);
+            fleet.discovered.lock().insert(self.source);
         }
-        self.count(&app, "applied");
-        self.clear_failure(&app);
+        self.count(&fleet, "applied");
+        self.clear_failure(&fleet);
         let named: BTreeMap<WorkerUrl, WorkerSpec> =
             found.workers.into_iter().map(|spec| (spec.url.clone(), spec)).collect();
         for (url, spec) in &named {
             match self.own.get(url) {
                 Some(own) if own.spec == *spec => {}
                 Some(own) => {
-                    app.drain(&own.worker);
-                    self.register(&app, spec);
+                    fleet.drain(&own.worker);
+                    self.register(&fleet, spec);
                 }
-                None => self.register(&app, spec),
+                None => self.register(&fleet, spec),
             }
         }
         let gone = self.own.keys().filter(|url| !named.contains_key(*url));
@@ -171,17 +172,17 @@ impl Feed {
             own.worker.suspect.notify_one(); // a pod that drains is no longer Ready: find out
         }
         for url in found.deleted.intersection(&self.kept.clone()) {
-            self.drop_own(&app, url);
+            self.drop_own(&fleet, url);
         }
-        self.let_go(&app);
-        self.show(&app);
+        self.let_go(&fleet);
+        self.show(&fleet);
     }
 
     /// The source could not be read: what was found before stays.
     fn failed(&mut self, why: String) {
-        if let Some(app) = self.app.upgrade() {
-            self.count(&app, "failed");
-            self.show_stale(&app, true);
+        if let Some(fleet) = self.fleet.upgrade() {
+            self.count(&fleet, "failed");
+            self.show_stale(&fleet, true);
             if self.failure.as_ref().is_none_or(|known| known.why != why) {
                 tracing::error!(
                     source = self.source,
@@ -205,9 +206,9 @@ impl Feed {
                 silent.as_secs()
             ));
         } else if self.failure.as_ref().is_some_and(|failure| last_answer > failure.at)
-            && let Some(app) = self.app.upgrade()
+            && let Some(fleet) = self.fleet.upgrade()
         {
-            self.clear_failure(&app);
+            self.clear_failure(&fleet);
         }
     }
 
@@ -215,34 +216,34 @@ impl Feed {
     fn recheck(&mut self) {
         self.fresh.clear();
         if !self.kept.is_empty()
-            && let Some(app) = self.app.upgrade()
+            && let Some(fleet) = self.fleet.upgrade()
         {
-            self.let_go(&app);
-            self.show(&app);
+            self.let_go(&fleet);
+            self.show(&fleet);
         }
     }
 
-    fn count(&self, app: &App, result: &str) {
-        let updates = &app.metrics.discovery_updates;
+    fn count(&self, fleet: &WorkerFleet, result: &str) {
+        let updates = &fleet.metrics.discovery_updates;
         updates.with_label_values(&[self.source, result]).inc();
     }
 
-    fn show_stale(&self, app: &App, is_stale: bool) {
-        let gauge = &app.metrics.discovery_stale;
+    fn show_stale(&self, fleet: &WorkerFleet, is_stale: bool) {
+        let gauge = &fleet.metrics.discovery_stale;
         let gauge = gauge.with_label_values(&[self.source]);
         gauge.set(f64::from(u8::from(is_stale)));
     }
 
-    fn clear_failure(&mut self, app: &App) {
-        self.show_stale(app, false);
+    fn clear_failure(&mut self, fleet: &WorkerFleet) {
+        self.show_stale(fleet, false);
         if self.failure.take().is_some() {
             tracing::info!(source = self.source, "discovery works again");
         }
     }
 
-    fn register(&mut self, app: &Arc<App>, spec: &WorkerSpec) {
+    fn register(&mut self, fleet: &Arc<WorkerFleet>, spec: &WorkerSpec) {
         self.own.remove(&spec.url);
-        match app.register(spec.clone()) {
+        match register(fleet, spec.clone()) {
             Ok(worker) => {
                 let spec = spec.clone();
                 self.own.insert(spec.url.clone(), Own { spec, worker });
@@ -253,16 +254,16 @@ impl Feed {
         }
     }
 
-    fn drop_own(&mut self, app: &Arc<App>, url: &WorkerUrl) {
+    fn drop_own(&mut self, fleet: &Arc<WorkerFleet>, url: &WorkerUrl) {
         self.kept.remove(url);
         if let Some(own) = self.own.remove(url) {
-            app.drain(&own.worker);
+            fleet.drain(&own.worker);
         }
     }
 
     /// Drain those of `kept` that are not needed.
-    fn let_go(&mut self, app: &Arc<App>) {
-        let workers = app.registry.workers();
+    fn let_go(&mut self, fleet: &Arc<WorkerFleet>) {
+        let workers = fleet.registry.workers();
         let kept = self.kept.iter().filter_map(|url| self.own.get(url));
         let kept: BTreeSet<u64> = kept.map(|own| own.worker.id).collect();
         // An operator may have removed one: then it is not in the list.
@@ -282,15 +283,15 @@ impl Feed {
             own.is_none_or(|own| !is_needed(own))
         });
         for url in can_go.cloned().collect::<Vec<_>>() {
-            self.drop_own(app, &url);
+            self.drop_own(fleet, &url);
         }
     }
 
-    fn show(&self, app: &App) {
+    fn show(&self, fleet: &WorkerFleet) {
         let of_kept = self.kept.difference(&self.fresh);
         let of_kept = of_kept.filter_map(|url| self.own.get(url));
         let kept = of_kept.filter(|own| own.worker.is_ready()).count();
-        let gauge = |state| app.metrics.discovered.with_label_values(&[self.source, state]);
+        let gauge = |state| fleet.metrics.discovered.with_label_values(&[self.source, state]);
         let (was, shown) = (gauge("kept").get(), kept as f64);
         gauge("named").set((self.own.len() - self.kept.len()) as f64);
         gauge("kept").set(shown);
@@ -313,7 +314,7 @@ mod tests {
     use crate::config::RouterConfig;
 
     struct World {
-        app: Arc<App>,
+        fleet: Arc<WorkerFleet>,
         feed: Feed,
     }
 
@@ -333,9 +334,9 @@ mod tests {
             let (_cut, seen) = watch::channel(false);
             let metrics = Arc::new(crate::observability::metrics::Metrics::new().unwrap());
             let (deciders, _) = crate::server::deciders(&config, &metrics).unwrap();
-            let app = Arc::new(App::new(config, metrics, deciders, None, seen));
-            let feed = Feed::new(&app, "file");
-            World { app, feed }
+            let fleet = Arc::new(WorkerFleet::new(Arc::new(config), metrics, deciders, None, seen));
+            let feed = Feed::new(&fleet, "file");
+            World { fleet, feed }
         }
 
         fn apply(&mut self, workers: &[&str], deleted: &[&str]) {
@@ -356,14 +357,14 @@ mod tests {
 
         /// All that are registered become ready, but for those that drain.
         fn all_ready(&self) {
-            for worker in self.app.registry.workers() {
-                self.app.registry.set_state(&worker, State::Ready, None);
+            for worker in self.fleet.registry.workers() {
+                self.fleet.registry.set_state(&worker, State::Ready, None);
             }
         }
 
-        /// What can be chosen or may become so.
+        /// Workers that can be chosen or may become so.
         fn urls(&self) -> Vec<String> {
-            let workers = self.app.registry.workers();
+            let workers = self.fleet.registry.workers();
             let workers = workers.iter().filter(|w| w.state() != State::Leaving);
             let mut urls: Vec<String> = workers
                 .map(|w| format!("{} {}", &w.role().label()[..1], w.url().authority()))
@@ -390,16 +391,16 @@ mod tests {
         let mut world = World::new();
         world.apply(&["p a:1", "p b:1"], &[]);
         world.all_ready();
-        let worker = world.app.registry.workers()[0].clone();
-        world.app.registry.set_state(&worker, State::Draining, None);
+        let worker = world.fleet.registry.workers()[0].clone();
+        world.fleet.registry.set_state(&worker, State::Draining, None);
         world.settle(&["p b:1"], &[]);
         assert_eq!(world.urls(), ["p a:1", "p b:1"]);
-        let kept = world.app.metrics.discovered.clone();
+        let kept = world.fleet.metrics.discovered.clone();
         assert_eq!(kept.with_label_values(&["file", "kept"]).get(), 0.0);
         world.settle(&["p a:1", "p b:1"], &[]);
-        let again = world.app.registry.workers()[0].clone();
+        let again = world.fleet.registry.workers()[0].clone();
         assert_eq!(again.id, worker.id, "it was never removed");
-        world.app.registry.set_state(&worker, State::Draining, None);
+        world.fleet.registry.set_state(&worker, State::Draining, None);
         world.settle(&["p b:1"], &["http://a:1"]);
         assert_eq!(world.urls(), ["p b:1"], "a deletion is certain");
     }
@@ -430,10 +431,10 @@ mod tests {
         assert_eq!(world.urls(), ["d c:1"]);
         world.settle(&[], &[]);
         assert_eq!(world.urls(), ["d c:1"]);
-        let worker = world.app.registry.workers().pop().unwrap();
+        let worker = world.fleet.registry.workers().pop().unwrap();
         let reason = String::new();
         let state = State::Unhealthy { reason, is_hung: false };
-        world.app.registry.set_state(&worker, state, None);
+        world.fleet.registry.set_state(&worker, state, None);
         world.feed.recheck();
         assert!(world.urls().is_empty());
     }
@@ -441,7 +442,7 @@ mod tests {
     #[tokio::test]
     async fn a_new_role_is_a_new_worker_and_what_others_registered_stays() {
         let mut world = World::new();
-        world.app.register(spec("p z:1")).unwrap();
+        register(&world.fleet, spec("p z:1")).unwrap();
         world.settle(&["p a:1", "d z:1"], &[]);
         assert_eq!(world.urls(), ["p a:1", "p z:1"]);
         world.settle(&["d a:1"], &[]);
@@ -454,8 +455,8 @@ mod tests {
     async fn what_an_operator_removed_stays_out_while_it_is_named() {
         let mut world = World::new();
         world.settle(&["p a:1"], &[]);
-        let id = world.app.registry.workers()[0].id;
-        world.app.registry.remove(id);
+        let id = world.fleet.registry.workers()[0].id;
+        world.fleet.registry.remove(id);
         world.settle(&["p a:1", "d c:1"], &[]);
         assert_eq!(world.urls(), ["d c:1"]);
         world.settle(&["d c:1"], &[]);
@@ -469,7 +470,7 @@ mod tests {
         world.apply(&["p a:1"], &[]);
         world.feed.failed("unreadable".into());
         assert_eq!(world.urls(), ["p a:1"]);
-        let stale = world.app.metrics.discovery_stale.clone();
+        let stale = world.fleet.metrics.discovery_stale.clone();
         assert_eq!(stale.with_label_values(&["file"]).get(), 1.0);
         world.apply(&["p a:1"], &[]);
         assert_eq!(stale.with_label_values(&["file"]).get(), 0.0);
@@ -479,9 +480,9 @@ mod tests {
     async fn source_that_names_no_worker_makes_no_router_ready() {
         let mut world = World::new();
         world.feed.apply(Found::default());
-        assert!(world.app.discovered.lock().is_empty());
+        assert!(world.fleet.discovered.lock().is_empty());
         world.feed.apply(Found { named: 1, ..Found::default() });
-        assert_eq!(world.app.discovered.lock().len(), 1);
+        assert_eq!(world.fleet.discovered.lock().len(), 1);
     }
 
     #[tokio::test]
@@ -489,7 +490,7 @@ mod tests {
         let limit = Duration::from_secs(75);
         let mut world = World::new();
         world.apply(&["p a:1"], &[]);
-        let stale = world.app.metrics.discovery_stale.clone();
+        let stale = world.fleet.metrics.discovery_stale.clone();
         let is_stale = || stale.with_label_values(&["file"]).get() == 1.0;
         let heard = Instant::now();
         world.feed.check_silence(heard, heard + limit, limit);

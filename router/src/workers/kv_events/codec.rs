@@ -56,7 +56,7 @@ impl<'de> Deserialize<'de> for Batch {
 #[derive(Debug, Deserialize)]
 pub struct Line {
     pub r#type: Kind,
-    /// Of a batch; of the first batch that is not in a snapshot.
+    /// Number of a batch; of the first batch that is not in a snapshot.
     #[serde(default)]
     pub seq: u64,
     /// Unix time [s].

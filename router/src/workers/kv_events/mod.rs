@@ -1,4 +1,4 @@
-//! What workers announce to have cached, for the policy that routes by it (docs/routing.md).
+//! Cache events of workers, for the policy that routes by them (docs/routing.md).
 //!
 //! The life of a feed, one per candidate of a role whose policy is `cost`:
 //!
@@ -16,6 +16,8 @@ mod codec;
 mod http;
 /// Where a worker publishes events.
 mod source;
+/// State of a subscription.
+pub(crate) mod status;
 /// Subscription to one worker.
 mod subscriber;
 /// Events over ZeroMQ.
@@ -27,18 +29,18 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use ::http::HeaderMap;
-use parking_lot::Mutex;
 use tokio::task::AbortHandle;
 use tokio::time::{Instant, sleep};
 
 use self::source::Source;
-pub use self::source::{RankState, lenient};
+use self::status::Standing;
 use self::subscriber::{End, Reader};
-pub use self::subscriber::{Standing, Status};
-use crate::App;
 use crate::config::{KvEventsMode, RouterConfig};
 use crate::transport::upstream::Pool;
-use crate::workers::{Candidate, ROLES, Worker};
+use crate::workers::fleet::WorkerFleet;
+use crate::workers::load_guard::Candidate;
+use crate::workers::registry::ROLES;
+use crate::workers::worker::Worker;
 
 const FIRST_PAUSE: Duration = Duration::from_millis(100);
 const LONGEST_PAUSE: Duration = Duration::from_secs(5);
@@ -47,31 +49,11 @@ const LASTING_PAUSE: Duration = Duration::from_secs(60);
 /// A stream that lived so long was a good one.
 const GOOD_STREAM: Duration = Duration::from_secs(10);
 
-/// A candidate's feed.
-#[derive(Default)]
-pub struct Feed {
-    status: Arc<Mutex<Status>>,
-    task: Mutex<Option<AbortHandle>>,
-}
-
-impl Feed {
-    pub fn status(&self) -> Status {
-        self.status.lock().clone()
-    }
-
-    /// The candidate leaves.
-    pub fn stop(&self) {
-        if let Some(task) = self.task.lock().take() {
-            task.abort();
-        }
-    }
-}
-
 /// Say once what will not happen.
-pub fn announce(app: &App) {
-    let uses = ROLES.iter().any(|role| app.registry.policy(*role).as_cost().is_some());
-    let flags = &app.config.kv_events;
-    if uses && flags.kv_events == KvEventsMode::Auto && !has_tokenizer(&app.config) {
+pub fn announce(fleet: &WorkerFleet) {
+    let uses = ROLES.iter().any(|role| fleet.registry.policy(*role).as_cost().is_some());
+    let flags = &fleet.config.kv_events;
+    if uses && flags.kv_events == KvEventsMode::Auto && !has_tokenizer(&fleet.config) {
         tracing::info!(
             "what workers announce of their caches is not read: prompts are not tokenized here; give --model-path"
         );
@@ -79,8 +61,8 @@ pub fn announce(app: &App) {
 }
 
 /// Start the feeds of a worker that has described itself. Those that run go on.
-pub fn start(app: &App, worker: &Worker) {
-    for candidate in app.registry.candidates() {
+pub fn start(fleet: &WorkerFleet, worker: &Worker) {
+    for candidate in fleet.registry.candidates() {
         if candidate.worker.id != worker.id {
             continue;
         }
@@ -88,8 +70,8 @@ pub fn start(app: &App, worker: &Worker) {
         if task.is_some() {
             continue;
         }
-        match source_of(app, &candidate) {
-            Ok(source) => *task = Some(follow(app, &candidate, source)),
+        match source_of(fleet, &candidate) {
+            Ok(source) => *task = Some(follow(fleet, &candidate, source)),
             Err(reason) => {
                 let mut status = candidate.feed.status.lock();
                 (status.state, status.reason) = (Standing::Off, Some(reason));
@@ -98,17 +80,17 @@ pub fn start(app: &App, worker: &Worker) {
     }
 }
 
-fn source_of(app: &App, candidate: &Candidate) -> Result<Source, String> {
-    let policy = app.registry.policy(candidate.worker.role());
+fn source_of(fleet: &WorkerFleet, candidate: &Candidate) -> Result<Source, String> {
+    let policy = fleet.registry.policy(candidate.worker.role());
     if policy.as_cost().is_none() {
         return Err(format!("policy {} does not read them", policy.name()));
     }
-    match app.config.kv_events.kv_events {
+    match fleet.config.kv_events.kv_events {
         KvEventsMode::Off => Err("--kv-events off".to_owned()),
-        KvEventsMode::Auto if !has_tokenizer(&app.config) => {
+        KvEventsMode::Auto if !has_tokenizer(&fleet.config) => {
             Err("prompts are not tokenized here; give --model-path, or --kv-events on".to_owned())
         }
-        KvEventsMode::Auto | KvEventsMode::On => source::of(candidate, &app.config.kv_events),
+        KvEventsMode::Auto | KvEventsMode::On => source::of(candidate, &fleet.config.kv_events),
     }
 }
 
@@ -116,7 +98,7 @@ fn has_tokenizer(config: &RouterConfig) -> bool {
     config.tokens.is_named()
 }
 
-fn follow(app: &App, candidate: &Candidate, source: Source) -> AbortHandle {
+fn follow(fleet: &WorkerFleet, candidate: &Candidate, source: Source) -> AbortHandle {
     let worker = &candidate.worker;
     let status = candidate.feed.status.clone();
     {
@@ -125,10 +107,10 @@ fn follow(app: &App, candidate: &Candidate, source: Source) -> AbortHandle {
         status.source = Some(source.to_string());
     }
     let who = (candidate.id, candidate.name.clone(), worker.role());
-    let deciders = app.registry.deciders();
-    let block_tokens = app.config.tokens.block_size;
-    let reader = Reader::new(who, deciders, app.metrics.clone(), status, block_tokens);
-    let (pool, headers) = (worker.pool.clone(), app.worker_headers());
+    let deciders = fleet.registry.deciders();
+    let block_tokens = fleet.config.tokens.block_size;
+    let reader = Reader::new(who, deciders, fleet.metrics.clone(), status, block_tokens);
+    let (pool, headers) = (worker.pool.clone(), fleet.worker_headers());
     tokio::spawn(run(reader, source, pool, headers)).abort_handle()
 }
 

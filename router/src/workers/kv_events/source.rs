@@ -2,12 +2,13 @@
 
 use std::fmt;
 
-use serde::{Deserialize, Deserializer};
+use serde::Deserialize;
 
 use crate::config::{Endpoint, KvEvents};
-use crate::workers::{Candidate, Description};
+use crate::workers::load_guard::Candidate;
+use crate::workers::worker::Description;
 
-/// Of one rank.
+/// Source of one rank's events.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Source {
     /// `GET /v1/kv_events` of our engines.
@@ -25,19 +26,6 @@ impl fmt::Display for Source {
     }
 }
 
-/// Entry of `internal_states` in /get_server_info, one per rank.
-#[derive(Debug, Clone, Default, PartialEq, Eq, Deserialize)]
-pub struct RankState {
-    /// Our engines: they announce, over HTTP too.
-    #[serde(default)]
-    pub kv_events: Option<Announced>,
-}
-
-#[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
-pub struct Announced {
-    pub epoch: String,
-}
-
 /// SGLang's own flag, as its /get_server_info repeats it.
 #[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
 struct SglangConfig {
@@ -49,16 +37,6 @@ struct SglangConfig {
 
 fn sglang_endpoint() -> String {
     "tcp://*:5557".to_owned()
-}
-
-/// Keys that other engines may use for something else: a value of another shape counts as none.
-pub fn lenient<'de, D, T>(from: D) -> Result<T, D::Error>
-where
-    D: Deserializer<'de>,
-    T: Default + for<'a> Deserialize<'a>,
-{
-    let value = serde_json::Value::deserialize(from)?;
-    Ok(serde_json::from_value(value).unwrap_or_default())
 }
 
 /// The candidate's source, or why it has none.
@@ -101,7 +79,7 @@ pub fn of(candidate: &Candidate, flags: &KvEvents) -> Result<Source, String> {
     Ok(Source::Zmq { events: address(&events)?, replay: replay.as_ref().map(address).transpose()? })
 }
 
-/// What SGLang's flag says, if the worker shows it.
+/// Endpoints of SGLang's flag, if the worker shows it.
 fn sglang(told: &Description) -> Result<Option<(Endpoint, Option<Endpoint>)>, String> {
     let Some(text) = told.kv_events_config.as_deref().filter(|text| !text.is_empty()) else {
         return Ok(None);

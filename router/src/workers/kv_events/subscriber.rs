@@ -1,4 +1,4 @@
-//! One rank's reader: its replica, the policy it tells, and what is counted on the way.
+//! Reader of one rank: its replica, the policy it tells, and what is counted on the way.
 
 use std::sync::Arc;
 use std::time::{SystemTime, UNIX_EPOCH};
@@ -6,50 +6,10 @@ use std::time::{SystemTime, UNIX_EPOCH};
 use parking_lot::Mutex;
 use router_core::kv::{KvEvent, News, NewsError, Replica, ReplicaError, Tell, Took};
 use router_core::{Deciders, Role, WorkerId};
-use serde::Serialize;
 
+use super::status::{Standing, Status};
 use super::zmtp::ZmtpError;
 use crate::observability::metrics::Metrics;
-
-/// How much is known of a rank's cache; a metric label.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize)]
-#[serde(rename_all = "snake_case")]
-pub enum Standing {
-    /// It is not followed.
-    #[default]
-    Off,
-    /// Nothing has arrived yet.
-    Connecting,
-    /// Its entry in the index is what it has stored.
-    Exact,
-    /// Something was missed, or it is not heard now.
-    Doubtful,
-}
-
-impl Standing {
-    pub fn label(self) -> &'static str {
-        match self {
-            Standing::Off => "off",
-            Standing::Connecting => "connecting",
-            Standing::Exact => "exact",
-            Standing::Doubtful => "doubtful",
-        }
-    }
-}
-
-/// What GET /workers shows.
-#[derive(Debug, Clone, Default, Serialize)]
-pub struct Status {
-    pub state: Standing,
-    pub source: Option<String>,
-    /// Why it is not exact.
-    pub reason: Option<String>,
-    /// The rank's pages that are known.
-    pub blocks: usize,
-    pub next_seq: Option<u64>,
-    pub gaps: u64,
-    pub resyncs: u64,
-}
 
 /// Why a stream ended.
 #[derive(Debug, thiserror::Error)]
@@ -156,7 +116,7 @@ impl Reader {
         Ok(took)
     }
 
-    /// What is before batch `number` cannot be had.
+    /// Skip the batches before `number`, which cannot be had.
     pub fn skip_to(&mut self, number: u64) -> Result<(), End> {
         self.with(|replica, tell| replica.skip_to(number, tell))?;
         self.metrics.kv_resync(self.role, "skipped");

@@ -48,7 +48,7 @@ impl Announcing {
         };
         let ready = views(&[0, 0]);
         let mut state = self.policy.lock();
-        let (options, _) = state.estimate(&self.policy, &request, &ready);
+        let (options, _) = state.estimate(&self.policy.model, &request, &ready);
         options[0].cached as u32
     }
 

@@ -1,6 +1,6 @@
-//! What `cost` weighed, in words for [`Policy::explain`](crate::Policy::explain): read off the estimates that decided.
+//! Explanation of `cost` for [`Policy::explain`](crate::Policy::explain), read off the estimates that decided.
 
-use super::Cost;
+use super::params::CostModel;
 use super::state::{Estimate, Price, Size, State};
 use crate::explain::{Basis, CostBasis, CostTerms, Explanation, Rule, Terms, Weighed};
 use crate::types::{Choice, RequestView};
@@ -14,9 +14,9 @@ pub(super) struct Picked {
     pub(super) hysteresis_ms: Option<f64>,
 }
 
-/// What lay before [`Cost::pick`]. Nothing is computed before [`explain`] asks.
+/// Inputs of `Cost::pick`. Nothing is computed before [`explain`] asks.
 pub(super) struct Weighing<'a> {
-    policy: &'a Cost,
+    policy: &'a CostModel,
     state: &'a State,
     req: &'a RequestView<'a>,
     options: &'a [Estimate],
@@ -25,7 +25,7 @@ pub(super) struct Weighing<'a> {
 
 impl<'a> Weighing<'a> {
     pub(super) fn of(
-        policy: &'a Cost,
+        policy: &'a CostModel,
         state: &'a State,
         req: &'a RequestView<'a>,
         options: &'a [Estimate],

@@ -42,6 +42,8 @@
 mod decay;
 /// Explanation of a choice.
 mod explain;
+/// Parameters, and what one role makes of them.
+mod params;
 /// How often prefixes are asked for.
 mod popularity;
 /// Workers that hold a prefix.
@@ -56,10 +58,10 @@ mod state;
 use std::sync::{Mutex, MutexGuard};
 
 use rand::{Rng, RngCore};
-use serde::{Deserialize, Serialize};
 
 use self::explain::{Picked, Weighing, explain};
-use self::rank::Rank;
+use self::params::CostModel;
+pub use self::params::CostParams;
 use self::rank::Reported;
 use self::speed::Work;
 use self::state::{Estimate, Size, State};
@@ -70,54 +72,6 @@ use crate::types::{
     Ahead, Choice, Event, Forecast, RequestView, Role, Why, WorkerFacts, WorkerId, WorkerView,
 };
 
-/// Parameters of `cost`.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-#[serde(default, deny_unknown_fields)]
-pub struct CostParams {
-    /// Most memory of the index [bytes].
-    pub max_bytes: usize,
-    /// Tokens a worker's cache is taken to hold if it does not say. Too large costs some hits, too small costs more.
-    pub default_capacity_tokens: u64,
-    /// Highest price of computing twice; 8 is a fleet that is 8/9 busy.
-    pub beta_max: f64,
-    /// Memory of the utilisation [s].
-    pub utilisation_secs: f64,
-    /// What a worker without the longest prefix must be cheaper by, both [ms, share of the holder's cost].
-    pub hysteresis_ms: f64,
-    pub hysteresis_fraction: f64,
-    /// What one more running request costs those that run, and itself, on a worker that decodes [ms]. About 0.3 ms a
-    /// token on a GPU, over a few dozen tokens: small against a long prefill, decisive between equals.
-    pub request_ms: f64,
-    /// Price of a full KV cache: this × k / (1 - k) [ms]. smg's kv barrier has the same form and size.
-    pub kv_ms: f64,
-    /// Time to fetch the KV of a token from the same machine, from another, and from another topology domain [ms]: 128 KiB
-    /// (an 8 B model with grouped heads) at 10, 3 and 1 GB/s.
-    pub pull_near_ms: f64,
-    pub pull_far_ms: f64,
-    pub pull_crossing_ms: f64,
-    /// Pause between two reports of a worker; twice that is stale [ms].
-    pub report_interval_ms: u64,
-}
-
-impl Default for CostParams {
-    fn default() -> Self {
-        Self {
-            max_bytes: 1 << 30,
-            default_capacity_tokens: 1 << 20,
-            beta_max: 8.0,
-            utilisation_secs: 30.0,
-            hysteresis_ms: 5.0,
-            hysteresis_fraction: 0.1,
-            request_ms: 10.0,
-            kv_ms: 150.0,
-            pull_near_ms: 0.013,
-            pull_far_ms: 0.043,
-            pull_crossing_ms: 0.13,
-            report_interval_ms: 10_000,
-        }
-    }
-}
-
 /// Costs closer than this to the least are equal: speeds are learned from noisy times, and a fixed preference for whoever
 /// was measured a little faster would send every prompt of an idle fleet there.
 const TIE_MS: f64 = 1.0;
@@ -125,11 +79,8 @@ const TIE_FRACTION: f64 = 0.02;
 /// A fleet of more pairs than this is searched among the best few of each side.
 const MAX_PAIRS: usize = 4096;
 const BEST_OF_SIDE: usize = 8;
-/// Of this many cheapest, two are drawn when reports are stale.
+/// Cheapest candidates of which two are drawn when reports are stale.
 const STALE_TOP: usize = 4;
-/// Share of a KV cache above which the price no longer grows.
-const KV_FULL: f64 = 0.98;
-
 /// A KV transfer's share of the time to first token.
 #[derive(Debug, Clone, Copy)]
 struct ExposedPull {
@@ -148,14 +99,13 @@ impl ExposedPull {
 /// See the module.
 #[derive(Debug)]
 pub struct Cost {
-    role: Role,
-    params: CostParams,
+    model: CostModel,
     state: Mutex<State>,
 }
 
 impl Cost {
     pub fn new(params: CostParams, role: Role) -> Self {
-        Self { state: Mutex::new(State::new(&params)), params, role }
+        Self { state: Mutex::new(State::new(&params)), model: CostModel { role, params } }
     }
 
     /// Choose a prefill and a decode worker together, by the sum of their costs. `self` is the prefill side's policy.
@@ -193,8 +143,8 @@ impl Cost {
         tell: impl Fn(&Weighing<'_>, &Picked) -> T,
     ) -> Option<[(Choice, T); 2]> {
         let (mut ours, mut theirs) = (self.lock(), decode.lock());
-        let (mut p, deepest) = ours.estimate(self, req, prefill_ready);
-        let (mut d, known) = theirs.estimate(decode, req, decode_ready);
+        let (mut p, deepest) = ours.estimate(&self.model, req, prefill_ready);
+        let (mut d, known) = theirs.estimate(&decode.model, req, decode_ready);
         if p.len() * d.len() > MAX_PAIRS {
             keep_cheapest(&mut p);
             keep_cheapest(&mut d);
@@ -211,7 +161,7 @@ impl Cost {
             (i.partner_ms, i.crossing_ms) = least.unwrap_or((f64::INFINITY, 0.0));
             i.cost_ms += i.partner_ms;
         }
-        let is_stale = ours.is_stale(&self.params, req.now_ms as f64);
+        let is_stale = ours.is_stale(&self.model.params, req.now_ms as f64);
         let first = self.pick(&p, deepest, size, is_stale, rng);
         let pair = first.and_then(|first| {
             for j in &mut d {
@@ -220,8 +170,8 @@ impl Cost {
                 j.cost_ms += j.partner_ms;
             }
             let second = decode.pick(&d, usize::MAX, size, false, rng)?;
-            let told = tell(&Weighing::of(self, &ours, req, &p, deepest), &first);
-            let other = tell(&Weighing::of(decode, &theirs, req, &d, known), &second);
+            let told = tell(&Weighing::of(&self.model, &ours, req, &p, deepest), &first);
+            let other = tell(&Weighing::of(&decode.model, &theirs, req, &d, known), &second);
             Some([(first.choice, told), (second.choice, other)])
         });
         ours.scratch.options = p;
@@ -234,16 +184,12 @@ impl Cost {
         self.lock().reconcile(worker, news)
     }
 
-    fn tau_ms(&self) -> f64 {
-        self.params.utilisation_secs * 1e3
-    }
-
     /// Time in which `j` fetches the pages it lacks from `i`, as far as the prefill there does not hide it.
     fn exposed_pull(&self, i: &Estimate, j: &Estimate, size: Size) -> ExposedPull {
         let to_pull = (size.tokens - j.cached).max(0.0);
         let exposed = |token_ms: f64| (to_pull * token_ms - i.prefill_ms).max(0.0);
         let is_crossing = i.domain.zip(j.domain).is_some_and(|(a, b)| a != b);
-        let params = &self.params;
+        let params = &self.model.params;
         match i.host == j.host {
             true => ExposedPull::within(exposed(params.pull_near_ms)),
             false if is_crossing => {
@@ -264,18 +210,19 @@ impl Cost {
         tell: impl Fn(&Weighing<'_>, &Picked) -> T,
     ) -> Option<(Choice, T)> {
         let mut state = self.lock();
-        let (mut options, deepest) = state.estimate(self, req, ready);
+        let (mut options, deepest) = state.estimate(&self.model, req, ready);
         let size = state.size_of(&req.prompt);
-        if self.role == Role::Decode {
+        if self.model.role == Role::Decode {
             // Nobody knows here where the pages come from: as if from another machine, hidden by no prefill.
             for option in &mut options {
-                option.partner_ms = (size.tokens - option.cached) * self.params.pull_far_ms;
+                option.partner_ms = (size.tokens - option.cached) * self.model.params.pull_far_ms;
                 option.cost_ms += option.partner_ms;
             }
         }
-        let is_stale = self.role != Role::Decode && state.is_stale(&self.params, req.now_ms as f64);
+        let is_stale = self.model.role != Role::Decode
+            && state.is_stale(&self.model.params, req.now_ms as f64);
         let decided = self.pick(&options, deepest, size, is_stale, rng).map(|picked| {
-            let told = tell(&Weighing::of(self, &state, req, &options, deepest), &picked);
+            let told = tell(&Weighing::of(&self.model, &state, req, &options, deepest), &picked);
             (picked.choice, told)
         });
         state.scratch.options = options;
@@ -326,9 +273,9 @@ impl Cost {
             return Some(picked(cheapest, Rule::LeastCost, Why::BestHolder));
         }
         let holder = self::cheapest(options, |option| option.held == most, rng)?;
-        let margin =
-            (self.params.hysteresis_fraction * holder.0.cost_ms).max(self.params.hysteresis_ms);
-        let hysteresis_ms = (self.role != Role::Decode).then_some(margin);
+        let margin = (self.model.params.hysteresis_fraction * holder.0.cost_ms)
+            .max(self.model.params.hysteresis_ms);
+        let hysteresis_ms = (self.model.role != Role::Decode).then_some(margin);
         let is_near = hysteresis_ms.is_some_and(|ms| holder.0.cost_ms - cheapest.0.cost_ms < ms);
         let mut picked = match is_near {
             true => picked(holder, Rule::Hysteresis, Why::BestHolder),
@@ -345,7 +292,7 @@ impl Cost {
             let mut state = poisoned.into_inner();
             let workers: Vec<(WorkerId, WorkerFacts)> =
                 state.ranks.iter().map(|(&id, rank)| (id, rank.facts)).collect();
-            *state = State::new(&self.params);
+            *state = State::new(&self.model.params);
             workers.into_iter().for_each(|(id, facts)| state.add(id, facts));
             self.state.clear_poison();
             state
@@ -402,20 +349,6 @@ fn keep_cheapest(options: &mut Vec<Estimate>) {
     }
 }
 
-impl Cost {
-    fn capacity_tokens(&self, rank: &Rank) -> f64 {
-        let told = rank.facts.capacity_tokens;
-        told.unwrap_or(self.params.default_capacity_tokens).max(1) as f64
-    }
-
-    /// Cost of running there, beside `load` requests, for a request that will take `tokens` of KV.
-    fn decode_ms(&self, rank: &Rank, load: usize, tokens: f64, now_ms: f64) -> f64 {
-        let tokens = rank.kv_tokens + rank.others(now_ms).kv_tokens + tokens;
-        let used = (tokens / self.capacity_tokens(rank)).min(KV_FULL);
-        self.params.request_ms * load as f64 + self.params.kv_ms * used / (1.0 - used)
-    }
-}
-
 impl Policy for Cost {
     fn name(&self) -> &'static str {
         "cost"
@@ -449,11 +382,11 @@ impl Policy for Cost {
     }
 
     fn soonest(&self, req: &RequestView<'_>, ready: &[WorkerView]) -> Option<Ahead> {
-        if self.role == Role::Decode {
+        if self.model.role == Role::Decode {
             return None; // it computes no prompts
         }
         let mut state = self.lock();
-        let (options, _) = state.estimate(self, req, ready);
+        let (options, _) = state.estimate(&self.model, req, ready);
         let ahead = options
             .iter()
             .map(|option| Ahead { queue_ms: option.backlog_ms, prefill_ms: option.prefill_ms });
@@ -469,18 +402,20 @@ impl Policy for Cost {
         let mut state = self.lock();
         match *event {
             Event::Routed { ticket, worker, request, tells_first_token } => {
-                state.routed(self, ticket, worker, request, tells_first_token)
+                state.routed(&self.model, ticket, worker, request, tells_first_token)
             }
             Event::FirstToken { ticket, worker, now_ms } => {
                 state.first_token(ticket, worker, now_ms as f64)
             }
-            Event::Usage { ticket, worker, usage } => state.usage(self.role, ticket, worker, usage),
+            Event::Usage { ticket, worker, usage } => {
+                state.usage(self.model.role, ticket, worker, usage)
+            }
             Event::Finished { ticket, worker, is_kept, hashes, now_ms } => {
                 state.finished(ticket, worker, is_kept, hashes, now_ms as f64)
             }
             Event::Reported { worker, queued_tokens, running, age_ms, now_ms } => {
                 let told = Reported { queued_tokens, running, age_ms };
-                state.reported(self, worker, told, now_ms as f64);
+                state.reported(&self.model, worker, told, now_ms as f64);
             }
             Event::WorkerAdded { worker, facts } => state.add(worker, facts),
             Event::WorkerGone { worker } => {
@@ -505,7 +440,7 @@ impl Policy for Cost {
         PolicyStats {
             ranks: ranks.collect(),
             tokens_per_unit: ratio,
-            utilisation: state.utilisation(self, now_ms as f64),
+            utilisation: state.utilisation(&self.model, now_ms as f64),
             index_bytes: holdings.bytes,
             evicted_total: holdings.evicted_total,
             ..PolicyStats::default()

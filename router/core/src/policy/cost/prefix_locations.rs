@@ -1,4 +1,4 @@
-//! What each rank holds of a prompt, from three sources.
+//! Prefixes that each rank holds of a prompt, from three sources.
 //!
 //! | rank | prompt | held |
 //! |---|---|---|
@@ -20,12 +20,12 @@ use crate::types::WorkerId;
 const ANNOUNCED_MS: f64 = 2_000.0;
 /// Longest booking [ms]: a request that does not stream shows no first token.
 const BOOKED_MS: f64 = 60_000.0;
-/// What is believed of a rank's entry when announcements were missed.
+/// Confidence in a rank's entry when announcements were missed.
 const DOUBT: f64 = 0.5;
 /// Above this share of found prefixes announcements are taken at their word; below, the rank reuses less than it stores.
 const TRUSTED: f64 = 0.95;
 
-/// Of one prompt at one rank.
+/// Cached part of one prompt at one rank.
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct Held {
     pub blocks: usize,
@@ -56,7 +56,7 @@ impl Held {
     }
 }
 
-/// What one request was noted with.
+/// Note about one request.
 #[derive(Debug, Clone, Copy)]
 pub(super) enum Note {
     Remembered(Stamp),
@@ -107,7 +107,7 @@ impl Holdings {
         }
     }
 
-    /// What a rank's replica tells.
+    /// Take the news of a rank's replica.
     pub fn reconcile(&mut self, worker: WorkerId, news: &News<'_>) -> Result<(), NewsError> {
         let taken = self.announced.reconcile(worker, news);
         // What is announced goes before what is remembered, up to its share.
@@ -127,7 +127,7 @@ impl Holdings {
         (rank.is_exact && prompt.is_of_tokens()).then_some(rank)
     }
 
-    /// What each of `workers` (sorted) holds of the prompt, into `held`; returns how many blocks anybody holds.
+    /// Write into `held` what each of `workers` (sorted) holds of the prompt; returns how many blocks anybody holds.
     pub fn held_by(
         &mut self,
         prompt: &Prompt<'_>,
@@ -194,7 +194,7 @@ impl Holdings {
         Note::Remembered(self.remembered.insert(worker, prompt.hashes))
     }
 
-    /// It was prefilled: the rank announces what it stored.
+    /// Note that it was prefilled: the rank announces what it stored.
     pub fn prefilled(&mut self, worker: WorkerId, note: Note, now_ms: f64) {
         if let Note::Booked(stamp) = note
             && let Some(bookings) = self.bookings.get_mut(&worker)
@@ -204,7 +204,7 @@ impl Holdings {
         }
     }
 
-    /// It failed before it was prefilled: take back what it alone claimed beyond the first `keep` blocks.
+    /// Note that it failed before it was prefilled: take back what it alone claimed beyond the first `keep` blocks.
     pub fn failed(&mut self, worker: WorkerId, hashes: &[u64], note: Note, keep: usize) {
         match note {
             Note::Remembered(stamp) => self.remembered.retract(worker, hashes, stamp, keep),

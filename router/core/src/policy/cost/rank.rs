@@ -1,4 +1,4 @@
-//! What is known of one worker (or DP rank): the prompts sent to it and not yet prefilled, and how fast it is.
+//! Estimates of one worker (or DP rank): the prompts sent to it and not yet prefilled, and how fast it is.
 //!
 //! The life of a prompt here:
 //!
@@ -52,7 +52,7 @@ pub struct Pending {
     pub cached: f64,
     pub predicted_ms: f64,
     pub sent_ms: f64,
-    /// Whether a first token will be told.
+    /// True if a first token will be reported.
     pub tells: bool,
 }
 
@@ -86,7 +86,7 @@ pub struct Rank {
     answered_ms: f64,
     answers: Option<(Work, f64, usize)>,
     pace: Pace,
-    /// Its first prompts were observed: they met cold kernels and new connections, and say nothing of the next ones.
+    /// True once its first prompts were observed: they met cold kernels and new connections, and say nothing of the next ones.
     is_warm: bool,
 }
 
@@ -125,7 +125,7 @@ impl Rank {
         Self { facts, confidence: 1.0, ..Self::default() }
     }
 
-    /// Its speed, given the fleet's.
+    /// Prefill speed, given the fleet's.
     pub fn speed(&self, fleet: Speed, now_ms: f64) -> Speed {
         self.pace.of(fleet, now_ms)
     }
@@ -271,7 +271,7 @@ impl Rank {
         std::mem::replace(&mut self.is_warm, true).then_some((work, ms))
     }
 
-    /// What was observed here, against what the fleet would have taken.
+    /// Learn from what was observed here, against what the fleet would have taken.
     pub fn learn(&mut self, (work, took_ms): (Work, f64), fleet: Speed, now_ms: f64) {
         self.pace.observe(fleet.ms(work), took_ms, now_ms);
     }
@@ -347,7 +347,7 @@ impl Rank {
         left.max(0.0)
     }
 
-    /// Of the queue, what has a smaller key than a new prompt of `own_ms`.
+    /// Part of the queue that has a smaller key than a new prompt of `own_ms`.
     fn before_ms(&self, own_ms: f64, now_ms: f64) -> f64 {
         let ran = (now_ms - self.since_ms).max(0.0);
         let mut before = 0.0;

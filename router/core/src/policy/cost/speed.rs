@@ -77,7 +77,7 @@ impl Pace {
     const MEMORY: f64 = 50.0;
     /// "As fast as the fleet" counts for this many observations.
     const DOUBT: f64 = 5.0;
-    /// One observation says at most this much.
+    /// Most that one observation counts.
     const MOST: f64 = 8.0;
     /// Differences below this factor are taken for noise.
     const NOISE: f64 = 1.25;

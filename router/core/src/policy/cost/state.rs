@@ -1,13 +1,13 @@
-//! What `cost` remembers of one role: the index, the ranks, the requests in flight, and what they taught.
+//! State of `cost` for one role: the index, the ranks, the requests in flight, and what they taught.
 
 use std::collections::{BTreeMap, HashMap};
 
 use super::decay::Decayed;
+use super::params::{CostModel, CostParams};
 use super::popularity::Heat;
 use super::prefix_locations::{Held, Holdings, Note};
 use super::rank::{Pending, Rank, Reported};
 use super::speed::{Fit, Speed, Work};
-use super::{Cost, CostParams};
 use crate::kv::{News, NewsError};
 use crate::prompt::{Prompt, Unit};
 use crate::types::{RequestView, Role, Ticket, Usage, WorkerFacts, WorkerId, WorkerView};
@@ -42,7 +42,7 @@ pub(super) struct Scratch {
     pub(super) options: Vec<Estimate>,
 }
 
-/// What was noted of a request when it was sent.
+/// Note about a request when it was sent.
 #[derive(Debug)]
 pub(super) struct Sent {
     note: Note,
@@ -62,7 +62,7 @@ pub(super) struct Sent {
     answer: Option<Work>,
 }
 
-/// What a candidate would cost.
+/// Estimated cost of a candidate.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Estimate {
     pub(super) id: WorkerId,
@@ -75,7 +75,7 @@ pub(super) struct Estimate {
     pub(super) prefill_ms: f64,
     /// Requests and KV that run there.
     pub(super) decode_ms: f64,
-    /// What the other one of a pair adds: see [`crate::explain::CostTerms`].
+    /// Addition of the other worker of a pair: see [`crate::explain::CostTerms`].
     pub(super) partner_ms: f64,
     /// Part of it that is there because the pair is not in one topology domain.
     pub(super) crossing_ms: f64,
@@ -141,7 +141,7 @@ impl State {
     /// scratch's: give it back.
     pub(super) fn estimate(
         &mut self,
-        policy: &Cost,
+        policy: &CostModel,
         req: &RequestView<'_>,
         ready: &[WorkerView],
     ) -> (Vec<Estimate>, usize) {
@@ -203,8 +203,8 @@ impl State {
         (options, deepest)
     }
 
-    /// What a millisecond of computing again costs, and why.
-    pub(super) fn price(&self, policy: &Cost, req: &RequestView<'_>, deepest: usize) -> Price {
+    /// Price of a millisecond of computing again, with its factors.
+    pub(super) fn price(&self, policy: &CostModel, req: &RequestView<'_>, deepest: usize) -> Price {
         let now_ms = req.now_ms as f64;
         let utilisation = self.utilisation(policy, now_ms);
         let beta_max = policy.params.beta_max;
@@ -219,7 +219,7 @@ impl State {
     }
 
     /// Prefill work dispatched per worker and second, 1 = as much as they can do.
-    pub(super) fn utilisation(&self, policy: &Cost, now_ms: f64) -> f64 {
+    pub(super) fn utilisation(&self, policy: &CostModel, now_ms: f64) -> f64 {
         let tau_ms = policy.tau_ms();
         self.work.at(now_ms, tau_ms) / (tau_ms * self.ranks.len().max(1) as f64)
     }
@@ -232,7 +232,7 @@ impl State {
 
     pub(super) fn routed(
         &mut self,
-        policy: &Cost,
+        policy: &CostModel,
         ticket: Ticket,
         worker: WorkerId,
         req: &RequestView<'_>,
@@ -402,7 +402,7 @@ impl State {
 
     pub(super) fn reported(
         &mut self,
-        policy: &Cost,
+        policy: &CostModel,
         worker: WorkerId,
         mut told: Reported,
         now_ms: f64,

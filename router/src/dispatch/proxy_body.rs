@@ -3,7 +3,7 @@
 //! 1. `Relay::new` with the request and what the leg already read, and the rest of the answer;
 //! 2. hyper polls it as fast as the client reads: a slow client slows the worker down, nothing piles up here;
 //! 3. the end: a clean one settles the record as ok; a break or silence ends a stream with one error event and [DONE];
-//! 4. or, where the worker told the tokens behind the text (resume.rs), another one is asked to go on: the client sees a
+//! 4. or, where the worker told the tokens behind the text (failover.rs), another one is asked to go on: the client sees a
 //!    pause, with comments that keep its connection alive. It waits for its turn and for a worker (pacing.rs), and is given
 //!    up only after --retry-max-retries attempts without a token of progress;
 //! 5. dropped before that (the client left): the guards close both legs' connections and free the load.
@@ -21,21 +21,24 @@ use router_core::{Outcome, Role};
 use tokio::sync::OwnedSemaphorePermit;
 use tokio::time::{Instant, Sleep, sleep, sleep_until, timeout_at};
 
-use crate::App;
 use crate::clock::{ms_since, now_ms};
+use crate::dispatch::app::App;
 use crate::dispatch::attempt::{Opened, SILENT, is_break, silent_error};
-use crate::dispatch::disaggregated::PrefillLeg;
-use crate::dispatch::{Committed, Unanswered, commit, has_tries};
+use crate::dispatch::context::{Begun, Inbound};
+use crate::dispatch::disaggregated::prefill_leg::PrefillLeg;
+use crate::dispatch::retry::{commit, has_tries};
+use crate::dispatch::types::{Committed, Unanswered};
 use crate::error::RouteError;
 use crate::observability::access_log::Record;
 use crate::observability::metrics::Metrics;
-use crate::request::context::{Begun, Inbound};
 use crate::response::failover::{Broken, Said};
 use crate::response::keepalive;
 use crate::response::sse::{Ending, Tail, epilogue};
 use crate::response::usage::usage_in;
 use crate::transport::upstream::{Answer, with_source};
-use crate::workers::{Avoid, LoadGuard, State};
+use crate::workers::load_guard::LoadGuard;
+use crate::workers::registry::selection::Avoid;
+use crate::workers::worker::State;
 
 const DONE: &[u8] = b"\ndata: [DONE]\n\n";
 /// A silent worker of a stream that another could resume is looked up, and probed, this often: its health checks may
@@ -53,7 +56,7 @@ pub struct Cut(RouteError);
     reason = "most answers have the large one, and need no allocation for it"
 )]
 enum Asker {
-    /// Of a stream that another worker can go on with.
+    /// Whole request of a stream that another worker can resume.
     Whole(Box<Inbound>),
     Rest {
         record: Record,
@@ -90,7 +93,7 @@ struct Resuming {
     asking: Pin<Box<dyn Future<Output = Resumed> + Send>>,
     since: Instant,
     role: Role,
-    /// What the client is told if nobody can.
+    /// Error for the client if nobody can.
     words: Option<Words>,
     /// Label of the metric; the client leaves unless another is set.
     outcome: &'static str,
@@ -121,7 +124,7 @@ impl Words {
         }
     }
 
-    /// Whether the worker is to blame.
+    /// True if the worker is to blame.
     fn blames(&self) -> bool {
         match self {
             Words::Ours(err) => *err != RouteError::Draining,
@@ -139,7 +142,7 @@ pub struct Relay {
     tail: Option<Tail>,
     /// `Some` for streams that tell their tokens.
     said: Option<Said>,
-    /// What `said` let pass; empty between two pieces.
+    /// Pieces that `said` let pass; empty between two pieces.
     passed: VecDeque<Bytes>,
     resuming: Option<Resuming>,
     status: StatusCode,
@@ -149,9 +152,9 @@ pub struct Relay {
     silence: Option<Pin<Box<Sleep>>>,
     /// `None` while another worker is asked to go on.
     guard: Option<LoadGuard>,
-    /// Whether the policy wants to know what the worker counted.
+    /// True if the policy wants to know what the worker counted.
     counts: bool,
-    /// Of a JSON answer: its last piece.
+    /// Last piece of a JSON answer.
     last: Option<Bytes>,
     prefill: Option<PrefillLeg>,
 }
@@ -335,7 +338,7 @@ impl Relay {
         self.last_words(words)
     }
 
-    /// What the worker's break says about it.
+    /// Attribute the worker's break.
     fn blame(&mut self, words: &Words, reason: &'static str) {
         let Some(guard) = &mut self.guard else { return };
         if !words.blames() {
@@ -397,7 +400,7 @@ impl Relay {
         // Who was silent once would be waited for as long again.
         let has_other = || {
             let wanted = request.wanted();
-            app.registry.has_other(role, &wanted, &request.avoid)
+            app.fleet.registry.has_other(role, &wanted, &request.avoid)
         };
         let may = (reason != SILENT || has_other()) && has_tries(app, request);
         if !may {
@@ -425,7 +428,7 @@ impl Relay {
         tracing::info!(rid = request.record.rid, worker = %guard.candidate.name, reason, tokens, "another worker goes on");
         let detail = format!("{reason} after {tokens} tokens of request {}", request.record.rid);
         let url = guard.candidate.worker.url().to_string();
-        let events = &self.app.registry.events;
+        let events = &self.app.fleet.registry.events;
         events.add("failover", role, &url, Some(detail));
         (self.prefill, self.silence) = (None, None);
         let app = self.app.clone();

@@ -2,7 +2,7 @@
 //!
 //! `/generate` with `return_logprob` only. A whole answer is merged item by item. In a stream, the prefill leg's go in
 //! front of those in the first event; streams of several answers pass as they are. Held for it: the prefill leg's words
-//! (leg.rs bounds them) and one event. What is no JSON, or no such JSON, passes as it is.
+//! (`attempt` bounds them) and one event. What is no JSON, or no such JSON, passes as it is.
 
 use std::time::Duration;
 
@@ -11,7 +11,7 @@ use serde_json::Value;
 use tokio::time::timeout;
 
 use crate::dispatch::attempt::Opened;
-use crate::dispatch::disaggregated::PrefillLeg;
+use crate::dispatch::disaggregated::prefill_leg::PrefillLeg;
 
 const FIELD: &str = "input_token_logprobs";
 /// The decode leg has begun, so the prefill leg's answer is complete or on its way: a stream waits this long for it.

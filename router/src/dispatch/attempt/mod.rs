@@ -10,18 +10,17 @@ use std::time::Duration;
 use bytes::Bytes;
 use http::{HeaderMap, StatusCode, header};
 use router_core::{Outcome, RetryClass, Role, WorkerId};
-use serde::Deserialize;
-use serde_json::value::RawValue;
 use tokio::time::timeout;
 
 use crate::clock::now_ms;
 use crate::error::{RouteError, error_body};
 use crate::observability::engine_stages;
 use crate::observability::engine_stages::EngineStages;
-use crate::request::body::Parts;
+use crate::response::sse::{code_of, error_event, is_sse};
 use crate::response::usage::usage_in;
+use crate::transport::request_body::Parts;
 use crate::transport::upstream::{Answer, Head, SendError, with_source};
-use crate::workers::LoadGuard;
+use crate::workers::load_guard::LoadGuard;
 use crate::workers::load_report;
 
 /// A complete answer is held back up to this size, so that a break in it can be retried [bytes].
@@ -37,9 +36,9 @@ pub struct Leg {
     pub limit: Duration,
     /// Time without an answer after which the worker is probed; `None`: never.
     pub probe_after: Option<Duration>,
-    /// One answer to one prompt: what the worker counts is about them.
+    /// True for one answer to one prompt: what the worker counts is about them.
     pub counts: bool,
-    /// Its stream has comments with the tokens (resume.rs).
+    /// True if its stream has comments with the tokens (failover.rs).
     pub tells_tokens: bool,
 }
 
@@ -52,9 +51,9 @@ pub struct Opened {
     pub status: StatusCode,
     pub headers: HeaderMap,
     pub is_sse: bool,
-    /// What was read so far.
+    /// Pieces read so far.
     pub pieces: Vec<Bytes>,
-    /// What is still to come; `None` when the answer is complete.
+    /// Answer that is still to come; `None` when it is complete.
     pub rest: Option<Answer>,
     /// See [`Leg::counts`].
     pub counts: bool,
@@ -64,7 +63,7 @@ pub struct Opened {
     pub stages: Option<EngineStages>,
 }
 
-/// What the client gets if nobody else can do better.
+/// Reply to the client if nobody else can do better.
 #[derive(Debug)]
 pub enum Told {
     Error(RouteError),
@@ -127,7 +126,7 @@ impl Failure {
         });
     }
 
-    /// Whether it may be the other leg's worker that failed.
+    /// True if the other leg's worker may have failed.
     pub fn blames_partner(&self) -> bool {
         PARTNERS_FAULT.contains(&self.reason)
     }
@@ -278,32 +277,6 @@ pub fn silent_error(leg: &LoadGuard, limit: Duration) -> RouteError {
     }
 }
 
-/// `code` of `{"error":{"code":…}}`, if the body is that and the code is text.
-pub fn code_of(body: &[u8]) -> Option<String> {
-    #[derive(Deserialize)]
-    struct Envelope<'a> {
-        #[serde(borrow)]
-        error: &'a RawValue,
-    }
-    #[derive(Deserialize)]
-    struct Inner {
-        code: Option<String>,
-    }
-    let envelope: Envelope<'_> = serde_json::from_slice(body).ok()?;
-    let inner: Inner = serde_json::from_str(envelope.error.get()).ok()?;
-    inner.code
-}
-
-/// The JSON of an SSE error event, if `piece` begins with one.
-pub fn error_event(piece: &[u8]) -> Option<&[u8]> {
-    let piece = piece.strip_prefix(b"event: error\n").unwrap_or(piece);
-    let data = piece.strip_prefix(b"data:")?.trim_ascii_start();
-    if !data.starts_with(b"{\"error\"") {
-        return None;
-    }
-    data.split(|b| *b == b'\n').next()
-}
-
 /// Kind of a stream's first event.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum StreamStart {
@@ -391,11 +364,6 @@ fn end_of_event(text: &[u8]) -> Option<usize> {
         let mut blank = blank.filter(|blank| rest.starts_with(blank));
         Some(at + 1 + blank.next()?.len())
     })
-}
-
-pub fn is_sse(headers: &HeaderMap) -> bool {
-    let kind = headers.get(header::CONTENT_TYPE);
-    kind.is_some_and(|kind| kind.as_bytes().starts_with(b"text/event-stream"))
 }
 
 impl Leg {

@@ -12,22 +12,24 @@ use router_core::{Blocks, FailedAttempts, Make, RequestBreaks, WorkerId};
 use tokio::sync::OwnedSemaphorePermit;
 use tokio::time::Instant;
 
-use crate::App;
 use crate::clock::{ms_since, now_ms};
+use crate::dispatch::app::App;
 use crate::dispatch::attempt::is_loss_of_any;
 use crate::error::RouteError;
 use crate::observability::access_log::Record;
 use crate::request::admission::QueuePlace;
-use crate::request::body::{Deadlines, Ours, Parts, Scan};
+use crate::request::body::{Deadlines, Ours, Scan};
 use crate::response::failover;
+use crate::transport::request_body::Parts;
 use crate::transport::upstream::Head;
-use crate::workers::{Avoid, Candidate, Wanted};
+use crate::workers::load_guard::Candidate;
+use crate::workers::registry::selection::{Avoid, Wanted};
 
 /// The first token is of use within this [ms]; the engines' names (docs/protocol.md).
 const TTFT_HEADERS: [&str; 2] = ["x-slo-ttft-ms", "x-llm-d-slo-ttft-ms"];
 /// The whole answer is of use within this [ms].
 const DEADLINE_HEADER: &str = "x-deadline-remaining-ms";
-/// What waits less in the router's queue is sent as the client wrote it.
+/// Shortest wait in the router's queue that the worker is told; less is sent as the client wrote it.
 const WORTH_TELLING: Duration = Duration::from_millis(10);
 
 pub struct Inbound {
@@ -41,9 +43,9 @@ pub struct Inbound {
     pub prompt_tokens: Option<u32>,
     /// `,"input_ids":[…]` for workers that take it, with --forward-input-ids.
     pub input_ids: Option<Bytes>,
-    /// Whether a policy reads the prompt's text.
+    /// True if a policy reads the prompt's text.
     pub needs_text: bool,
-    /// Whether the client wants to know what is weighed.
+    /// True if the client wants to know what is weighed.
     pub explains: bool,
     /// When the body was complete.
     pub ready_at: Instant,
@@ -65,7 +67,7 @@ pub struct Inbound {
     pub breaks: RequestBreaks,
     /// Held while it waits for a worker and has no answer.
     pub place: Option<QueuePlace>,
-    /// Of its headers; the body's are in `scan`.
+    /// Deadlines of its headers; the body's are in `scan`.
     pub told: Deadlines,
     /// Members that this attempt adds to the body or puts in the place of the client's, without braces.
     pub again: String,
@@ -76,7 +78,7 @@ pub struct Inbound {
 /// An answer whose beginning the client has.
 #[derive(Debug, Clone)]
 pub struct Begun {
-    /// Of the worker that gave it.
+    /// Fingerprint of the worker that gave it.
     pub make: Make,
     pub tokens: usize,
     /// Member of the body; empty: the client has nothing of it after all.
@@ -114,7 +116,7 @@ impl Inbound {
         self.scan.splice(&self.body, &replaced, ids, &fields)
     }
 
-    /// Whether its answer could be gone on with by another worker, if `candidate` gives it.
+    /// True if another worker could resume its answer, if `candidate` gives it.
     pub fn is_resumable(&self, app: &App, candidate: &Candidate) -> bool {
         let (config, scan) = (&app.config.retry, &self.scan);
         !config.disable_failover
@@ -181,7 +183,7 @@ impl Inbound {
         all.into_iter().flatten().min()
     }
 
-    /// Whether even the first worker must be told that some of the client's time is gone.
+    /// True if even the first worker must be told that some of the client's time is gone.
     pub fn has_lost_time(&self) -> bool {
         self.queued >= WORTH_TELLING && self.deadline_ms().is_some()
     }
@@ -232,7 +234,7 @@ fn body_hash(body: &Bytes) -> u64 {
     hasher.finish()
 }
 
-/// What the headers of a request say about its time.
+/// Deadlines in the headers of a request.
 pub fn told_deadlines(headers: &HeaderMap) -> Deadlines {
     let ms = |name: &str| headers.get(name)?.to_str().ok()?.parse().ok();
     Deadlines { ttft: TTFT_HEADERS.into_iter().filter_map(ms).min(), whole: ms(DEADLINE_HEADER) }

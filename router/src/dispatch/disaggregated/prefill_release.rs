@@ -7,26 +7,15 @@ use std::time::Duration;
 use bytes::Bytes;
 use http::{HeaderValue, Method, Uri, header};
 use tokio::runtime::Handle;
-use tokio::sync::Semaphore;
 use tokio::time::timeout;
 
-use crate::App;
-use crate::request::body::Parts;
+use crate::dispatch::app::App;
+use crate::transport::request_body::Parts;
 use crate::transport::upstream::Head;
-use crate::workers::Worker;
+use crate::workers::worker::Worker;
 
-const MOST: usize = 64;
 /// Pages of a Baton worker are kept for 3 s without a reader.
 const LIMIT: Duration = Duration::from_secs(2);
-
-/// Places for those that are told now.
-pub struct Releases(Arc<Semaphore>);
-
-impl Default for Releases {
-    fn default() -> Self {
-        Self(Arc::new(Semaphore::new(MOST)))
-    }
-}
 
 /// Have `worker` forget what it computed for these rooms. Workers of other makes do not know the request.
 pub fn release(app: &Arc<App>, worker: &Arc<Worker>, rooms: &[u64]) {
@@ -46,7 +35,7 @@ pub fn release(app: &Arc<App>, worker: &Arc<Worker>, rooms: &[u64]) {
     let body = serde_json::json!({"bootstrap_room": rooms}).to_string();
     let (app, worker) = (app.clone(), worker.clone());
     runtime.spawn(async move {
-        let mut headers = app.worker_headers();
+        let mut headers = app.fleet.worker_headers();
         let json = HeaderValue::from_static("application/json");
         headers.insert(header::CONTENT_TYPE, json);
         let head = Head { method: Method::POST, uri: Uri::from_static("/abort_request"), headers };

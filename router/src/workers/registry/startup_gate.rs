@@ -3,11 +3,8 @@
 
 use std::time::Duration;
 
-use router_core::Role;
 use tokio::sync::watch;
 use tokio::time::timeout;
-
-use super::Registry;
 
 /// A probe takes milliseconds; who is silent for this long is not waited for.
 const LONGEST_WAIT: Duration = Duration::from_secs(1);
@@ -19,27 +16,14 @@ pub struct Newcomers(watch::Sender<usize>);
 /// A worker until its first probe has ended.
 pub struct Newcomer(watch::Sender<usize>);
 
-impl Registry {
-    /// Of a worker whose task begins to probe it.
-    pub fn newcomer(&self) -> Newcomer {
-        self.newcomers.one_more()
-    }
-
-    /// While one of these roles has nobody ready and a worker was not asked yet: wait for that, a second at most.
-    pub async fn introductions(&self, roles: &[Role]) {
-        let is_settled = || roles.iter().all(|role| self.count(*role).1 > 0);
-        self.newcomers.wait_unless(is_settled).await;
-    }
-}
-
 impl Newcomers {
-    fn one_more(&self) -> Newcomer {
+    pub(super) fn one_more(&self) -> Newcomer {
         self.0.send_modify(|count| *count += 1);
         Newcomer(self.0.clone())
     }
 
     /// Wait until they all have been asked, or `is_settled` says that the others need not be.
-    async fn wait_unless(&self, is_settled: impl Fn() -> bool) {
+    pub(super) async fn wait_unless(&self, is_settled: impl Fn() -> bool) {
         if *self.0.borrow() == 0 {
             return;
         }

@@ -1,143 +1,46 @@
-//! One attempt at a pair's request: the same body to a prefill and a decode worker, which meet in a room.
+//! Attempt at a pair's request: the same body to a prefill and a decode worker, which meet in a room.
 //!
 //! 1. choose P and D, take rooms that nobody uses; the body with the bootstrap fields goes to both at once;
 //! 2. the prefill leg runs in a task of its own and is read to its end; the decode leg runs here until it opens;
 //! 3. the prefill leg fails first: the decode leg is dropped, which closes its connection;
 //! 4. the decode leg fails first, by its own fault: where P keeps the pages for another reader (`reopen`), the prefill is
 //!    kept, and the next attempt sends the same rooms to another D. Else the prefill leg is dropped, too;
-//! 5. nobody will fetch what P has computed (the client left, D refused for good): P is told (release.rs).
+//! 5. nobody will fetch what P has computed (the client left, D refused for good): P is told (prefill_release.rs).
 //!
 //! Or D computes the prompt itself (router-core's `local`): then it gets the client's body as it is.
+
+/// Prefill leg and its rooms.
+pub(crate) mod prefill_leg;
+/// Release of prefilled pages that no decode worker will pull.
+mod prefill_release;
+/// vLLM's protocol between prefill and decode.
+pub(crate) mod vllm;
 
 use std::fmt::Write;
 use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
-use parking_lot::Mutex;
-use router_core::{LiveRooms, LocalView, LocalWhy, Role};
-use tokio::task::JoinHandle;
+use router_core::{LocalView, LocalWhy, Role};
 use tokio::time::timeout;
 
-use crate::App;
 use crate::clock::now_ms;
 use crate::config::PdProtocol;
-use crate::dispatch::attempt::{Failure, Leg};
-use crate::dispatch::prefill_release::release;
-use crate::dispatch::vllm;
-use crate::dispatch::{Committed, Stop, ids_for, leg, observe_overhead};
+use crate::dispatch::app::App;
+use crate::dispatch::context::Inbound;
+use crate::dispatch::disaggregated::prefill_leg::{PrefillLeg, RoomLease};
+use crate::dispatch::logprobs;
+use crate::dispatch::types::{Committed, Stop, ids_for, leg, observe_overhead};
 use crate::error::RouteError;
-use crate::request::body::{Ours, Parts};
-use crate::request::context::Inbound;
-use crate::response::logprobs;
-use crate::workers::{Candidate, Chosen};
+use crate::request::body::Ours;
+use crate::transport::request_body::Parts;
+use crate::workers::load_guard::Candidate;
+use crate::workers::registry::selection::Chosen;
 
-/// A prefill leg that is still being read when the answer is complete gets this long; its KV has arrived.
-const PREFILL_LINGER: Duration = Duration::from_secs(5);
 /// A decode worker may report its prefill worker's death before that shows here; wait this long to know whom to avoid.
 const BLAME_WAIT: Duration = Duration::from_millis(50);
 /// Prompt bytes per token, where tokens were not counted: the rule of thumb for English.
 const BYTES_PER_TOKEN: usize = 4;
-
-/// Rooms of one request; free again when it is dropped.
-pub struct RoomLease {
-    rooms: Vec<u64>,
-    live: Arc<Mutex<LiveRooms>>,
-}
-
-impl RoomLease {
-    fn take(app: &App, count: usize, prefill: &Candidate) -> Result<Self, RouteError> {
-        // With a rank the room is drawn so that room % dp_size is that rank: unmodified SGLang nodes place by it.
-        let dp = prefill.rank.map(|rank| (u64::from(prefill.worker.dp_size()), u64::from(rank)));
-        let mut live = app.rooms.lock();
-        let rooms = live.draw(count, &mut rand::rng(), dp);
-        let rooms = rooms.ok_or_else(|| RouteError::TooManyRooms { live: live.len() })?;
-        Ok(Self { rooms, live: app.rooms.clone() })
-    }
-}
-
-impl Drop for RoomLease {
-    fn drop(&mut self) {
-        self.live.lock().free(&self.rooms);
-    }
-}
-
-/// The prefill leg's task. Dropping it aborts the leg and has P free pages that no decode worker will fetch.
-pub struct PrefillLeg {
-    task: Option<JoinHandle<Result<Vec<Bytes>, Failure>>>,
-    /// Its words when it has ended well, if they were to be kept.
-    words: Option<Vec<Bytes>>,
-    app: Arc<App>,
-    prefill: Arc<Candidate>,
-    rooms: RoomLease,
-    /// The decode worker has begun, so it has the pages.
-    is_fetched: bool,
-}
-
-impl PrefillLeg {
-    fn start(
-        app: &Arc<App>,
-        prefill: Arc<Candidate>,
-        leg: Leg,
-        keep: bool,
-        rooms: RoomLease,
-    ) -> Self {
-        Self {
-            task: Some(tokio::spawn(leg.drain(keep))),
-            words: None,
-            app: app.clone(),
-            prefill,
-            rooms,
-            is_fetched: false,
-        }
-    }
-
-    /// Its end; `None` when it panicked or has ended before. Cancel safe.
-    pub async fn ended(&mut self) -> Option<Result<(), Failure>> {
-        let ended = self.task.as_mut()?.await.ok();
-        self.task = None;
-        match ended? {
-            Ok(words) => {
-                self.words = Some(words);
-                Some(Ok(()))
-            }
-            Err(failure) => Some(Err(failure)),
-        }
-    }
-
-    /// What it said, once it has ended well.
-    pub fn words(&self) -> Option<&[Bytes]> {
-        self.words.as_deref()
-    }
-
-    /// The answer is complete: read the rest so that the connection can be used again, but not for long.
-    pub fn linger(mut self) {
-        if let Some(task) = self.task.take().filter(|task| !task.is_finished()) {
-            let abort = task.abort_handle();
-            tokio::spawn(async move {
-                if timeout(PREFILL_LINGER, task).await.is_err() {
-                    abort.abort();
-                }
-            });
-        }
-    }
-}
-
-impl Drop for PrefillLeg {
-    fn drop(&mut self) {
-        let task = self.task.take();
-        if let Some(task) = task.as_ref().filter(|task| !task.is_finished()) {
-            task.abort();
-            let labels = ["prefill", "dropped"];
-            let aborts = &self.app.metrics.leg_aborts;
-            aborts.with_label_values(&labels).inc();
-        }
-        // An aborted leg, too: the prompt may be computed, and only the answer that says so still on its way.
-        if !self.is_fetched && (task.is_some() || self.words.is_some()) {
-            release(&self.app, &self.prefill.worker, &self.rooms.rooms);
-        }
-    }
-}
 
 /// A prefill, done or under way, whose pages any decode worker may fetch.
 pub struct Prefilled {
@@ -167,7 +70,7 @@ pub async fn attempt(
     }
 }
 
-/// One attempt. `kept` is the prefill of an attempt before whose decode worker failed; it is left there again when the
+/// Try once. `kept` is the prefill of an attempt before whose decode worker failed; it is left there again when the
 /// same may be tried with another.
 async fn try_attempt(
     app: &Arc<App>,
@@ -251,7 +154,7 @@ async fn try_attempt(
             let mut tried = request.avoid.clone();
             tried.add(Role::Decode, failure.worker);
             let other = |tried| {
-                let registry = &app.registry;
+                let registry = &app.fleet.registry;
                 registry.has_other(Role::Decode, &request.wanted(), tried)
             };
             if prefilled.meeting.prefill.worker.has_feature("reopen") && other(&tried) {
@@ -270,7 +173,7 @@ fn is_vllm(app: &App, chosen: &Chosen) -> bool {
     }
 }
 
-/// Whether a decode worker computes a prompt that nobody prefilled for it; SGLang's do not.
+/// True if a decode worker computes a prompt that nobody prefilled for it; SGLang's do not.
 fn can_prefill(app: &App, decode: &Chosen) -> bool {
     let worker = &decode.guard.candidate.worker;
     worker.has_feature("local_prefill") || is_vllm(app, decode)
@@ -282,7 +185,7 @@ fn second_reader(
     request: &Inbound,
     prefilled: Prefilled,
 ) -> Result<Option<(Prefilled, Chosen)>, RouteError> {
-    let registry = &app.registry;
+    let registry = &app.fleet.registry;
     let decode = registry.choose(Role::Decode, &request.wanted(), &request.avoid)?;
     let is_fit = prefilled.meeting.prefill.make.fits(&decode.guard.candidate.make);
     Ok(is_fit.then_some((prefilled, decode)))
@@ -297,7 +200,7 @@ enum Placed {
 fn choose(app: &App, request: &Inbound) -> Result<Placed, RouteError> {
     let rule = app.config.pairs.local_rule();
     let wanted = request.wanted();
-    match app.registry.choose_pair(&wanted, &request.avoid) {
+    match app.fleet.registry.choose_pair(&wanted, &request.avoid) {
         Ok((prefill, decode)) => {
             let view = view(request, &decode);
             let why = rule.decide(&view).filter(|_| can_prefill(app, &decode));
@@ -308,7 +211,8 @@ fn choose(app: &App, request: &Inbound) -> Result<Placed, RouteError> {
             })
         }
         Err(err @ RouteError::NoWorker { role: Role::Prefill, .. }) => {
-            let Ok(decode) = app.registry.choose(Role::Decode, &wanted, &request.avoid) else {
+            let Ok(decode) = app.fleet.registry.choose(Role::Decode, &wanted, &request.avoid)
+            else {
                 return Err(err);
             };
             let view = LocalView { has_prefill: false, ..view(request, &decode) };
@@ -389,7 +293,7 @@ fn start_prefill(
     })
 }
 
-/// What tells both workers where to meet (SGLang's names, docs/protocol.md).
+/// Bootstrap parameters: where both workers meet (SGLang's names, docs/protocol.md).
 struct Meeting {
     prefill: Arc<Candidate>,
     /// JSON members for both legs.

@@ -1,4 +1,4 @@
-//! One attempt at a request of a pair of vLLM workers: first P, then D with what P says about its blocks.
+//! Attempt at a request of a pair of vLLM workers: first P, then D with what P says about its blocks.
 //!
 //! 1. P gets the body with one token to generate, no stream, and `kv_transfer_params` that ask it to keep the blocks;
 //! 2. its answer's `kv_transfer_params` go, byte for byte, with the client's own body to D.
@@ -13,13 +13,14 @@ use http::HeaderValue;
 use serde::Deserialize;
 use serde_json::value::RawValue;
 
-use crate::App;
+use crate::dispatch::app::App;
 use crate::dispatch::attempt::Leg;
-use crate::dispatch::{Committed, Stop, leg, observe_overhead};
-use crate::request::body::{Ours, Parts};
-use crate::request::context::Inbound;
+use crate::dispatch::context::Inbound;
+use crate::dispatch::types::{Committed, Stop, leg, observe_overhead};
+use crate::request::body::Ours;
 use crate::response::usage::usage_in;
-use crate::workers::Chosen;
+use crate::transport::request_body::Parts;
+use crate::workers::registry::selection::Chosen;
 
 const PREFILL_FIELDS: &str = "\"stream\":false,\"max_tokens\":1,\"max_completion_tokens\":1,\"min_tokens\":1,\
     \"kv_transfer_params\":{\"do_remote_decode\":true,\"do_remote_prefill\":false,\"remote_engine_id\":null,\

@@ -1,0 +1,119 @@
+//! Prefill leg of a pair: read to its end in a task of its own, while the decode leg answers.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use bytes::Bytes;
+use parking_lot::Mutex;
+use router_core::LiveRooms;
+use tokio::task::JoinHandle;
+use tokio::time::timeout;
+
+use crate::dispatch::app::App;
+use crate::dispatch::attempt::{Failure, Leg};
+use crate::dispatch::disaggregated::prefill_release::release;
+use crate::error::RouteError;
+use crate::workers::load_guard::Candidate;
+
+/// A prefill leg that is still being read when the answer is complete gets this long; its KV has arrived.
+const PREFILL_LINGER: Duration = Duration::from_secs(5);
+
+/// Rooms of one request; free again when it is dropped.
+pub struct RoomLease {
+    pub(super) rooms: Vec<u64>,
+    live: Arc<Mutex<LiveRooms>>,
+}
+
+impl RoomLease {
+    pub(super) fn take(app: &App, count: usize, prefill: &Candidate) -> Result<Self, RouteError> {
+        // With a rank the room is drawn so that room % dp_size is that rank: unmodified SGLang nodes place by it.
+        let dp = prefill.rank.map(|rank| (u64::from(prefill.worker.dp_size()), u64::from(rank)));
+        let mut live = app.rooms.lock();
+        let rooms = live.draw(count, &mut rand::rng(), dp);
+        let rooms = rooms.ok_or_else(|| RouteError::TooManyRooms { live: live.len() })?;
+        Ok(Self { rooms, live: app.rooms.clone() })
+    }
+}
+
+impl Drop for RoomLease {
+    fn drop(&mut self) {
+        self.live.lock().free(&self.rooms);
+    }
+}
+
+/// The prefill leg's task. Dropping it aborts the leg and has P free pages that no decode worker will fetch.
+pub struct PrefillLeg {
+    pub(super) task: Option<JoinHandle<Result<Vec<Bytes>, Failure>>>,
+    /// Answer when it has ended well, if it was to be kept.
+    pub(super) words: Option<Vec<Bytes>>,
+    app: Arc<App>,
+    pub(super) prefill: Arc<Candidate>,
+    pub(super) rooms: RoomLease,
+    /// The decode worker has begun, so it has the pages.
+    pub(super) is_fetched: bool,
+}
+
+impl PrefillLeg {
+    pub(super) fn start(
+        app: &Arc<App>,
+        prefill: Arc<Candidate>,
+        leg: Leg,
+        keep: bool,
+        rooms: RoomLease,
+    ) -> Self {
+        Self {
+            task: Some(tokio::spawn(leg.drain(keep))),
+            words: None,
+            app: app.clone(),
+            prefill,
+            rooms,
+            is_fetched: false,
+        }
+    }
+
+    /// Wait for its end; `None` when it panicked or has ended before. Cancel safe.
+    pub async fn ended(&mut self) -> Option<Result<(), Failure>> {
+        let ended = self.task.as_mut()?.await.ok();
+        self.task = None;
+        match ended? {
+            Ok(words) => {
+                self.words = Some(words);
+                Some(Ok(()))
+            }
+            Err(failure) => Some(Err(failure)),
+        }
+    }
+
+    /// Answer, once it has ended well.
+    pub fn words(&self) -> Option<&[Bytes]> {
+        self.words.as_deref()
+    }
+
+    /// The answer is complete: read the rest so that the connection can be used again, but not for long.
+    pub fn linger(mut self) {
+        if let Some(task) = self.task.take().filter(|task| !task.is_finished()) {
+            let abort = task.abort_handle();
+            tokio::spawn(async move {
+                if timeout(PREFILL_LINGER, task).await.is_err() {
+                    abort.abort();
+                }
+            });
+        }
+    }
+}
+
+impl Drop for PrefillLeg {
+    fn drop(&mut self) {
+        let task = self.task.take();
+        if let Some(task) = task.as_ref().filter(|task| !task.is_finished()) {
+            task.abort();
+            let labels = ["prefill", "dropped"];
+            let aborts = &self.app.metrics.leg_aborts;
+            aborts.with_label_values(&labels).inc();
+        }
+        // An aborted leg, too: the prompt may be computed, and only the answer that says so still on its way.
+        if !self.is_fetched && (task.is_some() || self.words.is_some()) {
+            release(&self.app, &self.prefill.worker, &self.rooms.rooms);
+        }
+    }
+}

@@ -1,0 +1,187 @@
+//! Attempts until an answer opens: which failures are tried again, how often, and after which pause.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use router_core::{RetryClass, Role, WorkerId};
+use tokio::time::Instant;
+
+use crate::clock::now_ms;
+use crate::dispatch::app::App;
+use crate::dispatch::attempt::Failure;
+use crate::dispatch::context::Inbound;
+use crate::dispatch::disaggregated;
+use crate::dispatch::disaggregated::vllm;
+use crate::dispatch::resume_pacing::{ResumeTurn, WorkerWait, may_come};
+use crate::dispatch::types::{Committed, Stop, Unanswered, ids_for, leg, observe_overhead};
+use crate::error::RouteError;
+use crate::request::body::Ours;
+
+/// A client is not kept waiting for an overloaded worker that asks for more time than this [ms].
+const LONGEST_RETRY_AFTER_MS: u64 = 2_000;
+
+/// Attempts until an answer opens.
+pub async fn commit(app: &Arc<App>, request: &mut Inbound) -> Result<Committed, Unanswered> {
+    let committed = try_until_committed(app, request).await;
+    request.place = None;
+    committed
+}
+
+async fn try_until_committed(
+    app: &Arc<App>,
+    request: &mut Inbound,
+) -> Result<Committed, Unanswered> {
+    let mut had_second_opinion = false;
+    // Failed for an unknown reason; to blame if another worker answers.
+    let mut suspect: Option<(Role, WorkerId)> = None;
+    let (mut kept, mut wait) = (None, None);
+    loop {
+        let turn = match request.is_paced {
+            true => Some(ResumeTurn::wait(app).await),
+            false => None,
+        };
+        if request.record.attempts > 0 || request.has_lost_time() {
+            request.prepare_again().map_err(Unanswered::Refused)?;
+        }
+        request.record.attempts += 1;
+        request.attempted_at = Instant::now();
+        let attempt = if app.fleet.is_pd() {
+            disaggregated::attempt(app, request, &mut kept).await
+        } else {
+            single(app, request).await
+        };
+        drop(turn);
+        let (failure, is_stale) = match attempt {
+            Ok(committed) => {
+                if let Some((role, worker)) = suspect {
+                    app.fleet.registry.count_failure(role, worker);
+                }
+                return Ok(committed);
+            }
+            Err(Stop::Error(err)) => {
+                if let (RouteError::NoWorker { role, .. }, Some(model)) =
+                    (&err, &request.scan.model)
+                    && app.fleet.registry.lacks_model(*role, model)
+                {
+                    let (model, role) = (model.clone(), *role);
+                    return Err(Unanswered::Refused(RouteError::ModelNotFound { model, role }));
+                }
+                if may_come(app, request, &err)
+                    && WorkerWait::for_change(&mut wait, app, request).await
+                {
+                    request.record.attempts -= 1; // nothing was sent
+                    continue;
+                }
+                return Err(Unanswered::Refused(err));
+            }
+            Err(Stop::Failed(failure)) => (failure, false),
+            Err(Stop::Stale(failure)) => (failure, true),
+        };
+        request.record.story.failed(failure.role, failure.reason);
+        let labels = [failure.role.label(), failure.reason];
+        app.metrics.upstream_errors.with_label_values(&labels).inc();
+        let mut avoid = request.avoid.clone();
+        avoid.add(failure.role, failure.worker);
+        let has_other = app.fleet.registry.has_other(failure.role, &request.wanted(), &avoid);
+        let is_second = had_second_opinion;
+        let may_retry = match failure.class {
+            RetryClass::Refused => {
+                let is_own = failure.is_denial()
+                    && app.fleet.registry.judge_denial(failure.role, failure.worker);
+                is_own && has_other && !std::mem::replace(&mut had_second_opinion, true)
+            }
+            RetryClass::Unexplained => !std::mem::replace(&mut had_second_opinion, true),
+            RetryClass::Broken | RetryClass::Leaving => true,
+            // No other worker is left to ask, and this one asks for more time than a client is kept waiting for.
+            RetryClass::Overloaded => {
+                has_other || failure.retry_after_ms().unwrap_or(0) <= LONGEST_RETRY_AFTER_MS
+            }
+        };
+        request.count_failure(failure.reason);
+        let is_poison =
+            failure.broke_alone.is_some_and(|alone| request.add_break(app, failure.worker, alone));
+        let may_retry = may_retry && !is_poison;
+        let has_budget = |request: &mut Inbound| is_stale || has_budget(app, request, &failure);
+        let is_tried_again = may_retry && has_tries(app, request) && has_budget(request);
+        if failure.class == RetryClass::Unexplained && !is_second {
+            match is_tried_again {
+                true => suspect = Some((failure.role, failure.worker)),
+                // There will be no second opinion.
+                false => app.fleet.registry.count_failure(failure.role, failure.worker),
+            }
+        }
+        if !is_tried_again {
+            // Nothing reached the worker: trying it, or its successor, once more does no harm.
+            let may_wait = may_retry && failure.reason == "connect";
+            if may_wait && WorkerWait::for_change(&mut wait, app, request).await {
+                continue;
+            }
+            return Err(Unanswered::Failed(failure));
+        }
+        tracing::debug!(
+            rid = request.record.rid,
+            attempt = request.record.attempts,
+            reason = failure.reason,
+            "trying again"
+        );
+        app.metrics.retries.with_label_values(&[failure.reason]).inc();
+        if is_stale {
+            continue;
+        }
+        request.avoid = avoid;
+        if failure.class == RetryClass::Overloaded || !has_other {
+            let pause_ms = app.retry.backoff_ms(request.failed.count(), &mut rand::rng());
+            tokio::time::sleep(Duration::from_millis(pause_ms)).await;
+        }
+    }
+}
+
+/// True if the request has another attempt.
+pub fn has_tries(app: &App, request: &Inbound) -> bool {
+    if app.is_cut() {
+        return false;
+    }
+    let has_tries = app.retry.allows_another(request.failed);
+    if !has_tries {
+        let refused = &app.metrics.retries_refused;
+        refused.with_label_values(&["attempts"]).inc();
+    }
+    has_tries
+}
+
+/// Takes a retry of the fleet's budget. When it is used up, a request that lost its worker is paced, if there is a place in
+/// the queue: to the budget, the end of a busy worker looks like a storm of retries.
+fn has_budget(app: &App, request: &mut Inbound, failure: &Failure) -> bool {
+    if request.is_paced || app.retry_budget.lock().try_retry(now_ms()) {
+        return true;
+    }
+    let may_wait = app.config.retry.worker_wait_timeout_secs > 0 && failure.lost_worker();
+    request.is_paced = may_wait && request.take_place(app);
+    if !request.is_paced {
+        let refused = &app.metrics.retries_refused;
+        refused.with_label_values(&["budget"]).inc();
+    }
+    request.is_paced
+}
+
+async fn single(app: &Arc<App>, request: &mut Inbound) -> Result<Committed, Stop> {
+    let registry = &app.fleet.registry;
+    let chosen = registry.choose(Role::Regular, &request.wanted(), &request.avoid)?;
+    let candidate = &chosen.guard.candidate;
+    request.record.worker = Some((candidate.name.clone(), chosen.why));
+    let ids = ids_for(app, request, candidate);
+    let is_vllm = candidate.worker.is_vllm();
+    let body = match candidate.rank.filter(|_| !is_vllm) {
+        None => request.body_for(&[], ids, ""),
+        Some(rank) => {
+            let fields = format!("\"data_parallel_rank\":{rank},\"routed_dp_rank\":{rank}");
+            request.body_for(&[Ours::Rank], ids, &fields)
+        }
+    };
+    observe_overhead(app, request);
+    let leg = match is_vllm {
+        true => vllm::ranked(app, request, chosen, body),
+        false => leg(app, request, chosen, body),
+    };
+    Ok((leg.open().await?, None))
+}

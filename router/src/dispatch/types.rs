@@ -1,0 +1,89 @@
+//! Outcomes of attempts, and what every attempt begins with.
+
+use bytes::Bytes;
+use http::HeaderValue;
+use router_core::Role;
+
+use crate::dispatch::app::App;
+use crate::dispatch::attempt::{Failure, Leg, Opened};
+use crate::dispatch::context::Inbound;
+use crate::dispatch::disaggregated::prefill_leg::PrefillLeg;
+use crate::error::RouteError;
+use crate::observability::otlp::TRACEPARENT;
+use crate::response::failover;
+use crate::transport::request_body::Parts;
+use crate::workers::load_guard::Candidate;
+use crate::workers::registry::selection::Chosen;
+
+/// Attempt failed: by a worker, or because nobody could be chosen.
+pub enum Stop {
+    Failed(Failure),
+    /// The prefill kept from an attempt before was of no use any more: no worker is to be avoided for that.
+    Stale(Failure),
+    Error(RouteError),
+}
+
+impl From<RouteError> for Stop {
+    fn from(err: RouteError) -> Self {
+        Stop::Error(err)
+    }
+}
+
+impl From<Failure> for Stop {
+    fn from(failure: Failure) -> Self {
+        Stop::Failed(failure)
+    }
+}
+
+/// No attempt brought an answer.
+pub enum Unanswered {
+    /// No worker could be chosen, or its time is over.
+    Refused(RouteError),
+    /// The last one failed like this.
+    Failed(Failure),
+}
+
+pub type Committed = (Opened, Option<PrefillLeg>);
+
+/// The prompt's token ids as a member of the body, if this worker would have come to the same.
+pub fn ids_for<'a>(app: &App, request: &'a Inbound, candidate: &Candidate) -> Option<&'a Bytes> {
+    let ids = request.input_ids.as_ref()?;
+    let worker = &candidate.worker;
+    if !worker.takes_ids_of(&app.tokens.as_ref()?.fingerprint) {
+        return None;
+    }
+    let labels = [worker.role().label()];
+    app.metrics.ids_forwarded.with_label_values(&labels).inc();
+    Some(ids)
+}
+
+pub fn leg(app: &App, request: &Inbound, chosen: Chosen, body: Parts) -> Leg {
+    let mut head = request.head.clone();
+    if let Some(traceparent) = chosen.guard.traceparent() {
+        head.headers.insert(TRACEPARENT, traceparent);
+    }
+    let candidate = &chosen.guard.candidate;
+    let tells_tokens =
+        candidate.worker.role() != Role::Prefill && request.is_resumable(app, candidate);
+    if tells_tokens {
+        let yes = HeaderValue::from_static("1");
+        head.headers.insert(failover::HEADER, yes);
+    }
+    Leg {
+        guard: chosen.guard,
+        head,
+        body,
+        limit: app.config.request_timeout(),
+        probe_after: app.config.silent_request_probe(),
+        counts: request.scan.batch.is_none(),
+        tells_tokens,
+    }
+}
+
+pub fn observe_overhead(app: &App, request: &Inbound) {
+    if request.record.attempts == 1 {
+        let labels = [request.record.route()];
+        let overhead = app.metrics.overhead.with_label_values(&labels);
+        overhead.observe(request.ready_at.elapsed().as_secs_f64());
+    }
+}

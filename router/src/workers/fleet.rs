@@ -1,0 +1,77 @@
+//! The workers with what their tasks need: probes, discovery and cache events hold this, not the whole router.
+
+use std::collections::BTreeSet;
+use std::sync::Arc;
+
+use http::{HeaderMap, HeaderValue, header};
+use parking_lot::Mutex;
+use router_core::{Deciders, Role};
+use tokio::sync::watch;
+
+use crate::config::RouterConfig;
+use crate::observability::metrics::Metrics;
+use crate::transport::tls_reload::WorkerTls;
+use crate::workers::registry::Registry;
+use crate::workers::worker::Worker;
+
+pub struct WorkerFleet {
+    pub config: Arc<RouterConfig>,
+    pub metrics: Arc<Metrics>,
+    pub registry: Registry,
+    /// Sources of workers that were read once.
+    pub discovered: Mutex<BTreeSet<&'static str>>,
+}
+
+impl WorkerFleet {
+    /// `tls`: for https:// workers. `cut` turns true when what still runs is cut.
+    pub fn new(
+        config: Arc<RouterConfig>,
+        metrics: Arc<Metrics>,
+        deciders: Deciders,
+        tls: Option<WorkerTls>,
+        cut: watch::Receiver<bool>,
+    ) -> Self {
+        Self {
+            registry: Registry::new(&config, deciders, metrics.clone(), tls, cut),
+            config,
+            metrics,
+            discovered: Mutex::default(),
+        }
+    }
+
+    pub fn is_pd(&self) -> bool {
+        self.config.workers.pd_disaggregation
+    }
+
+    /// Roles without which nothing can be answered.
+    pub fn serving_roles(&self) -> &'static [Role] {
+        if self.is_pd() { &[Role::Prefill, Role::Decode] } else { &[Role::Regular] }
+    }
+
+    /// Headers of the router's own requests to workers.
+    pub fn worker_headers(&self) -> HeaderMap {
+        let mut headers = HeaderMap::new();
+        if let Some(key) = &self.config.listen.api_key
+            && let Ok(value) = HeaderValue::try_from(format!("Bearer {key}"))
+        {
+            headers.insert(header::AUTHORIZATION, value);
+        }
+        headers
+    }
+
+    /// No new requests for this worker; it is removed when those in flight have ended.
+    pub fn drain(self: &Arc<Self>, worker: &Arc<Worker>) {
+        if !self.registry.start_drain(worker) {
+            return;
+        }
+        let (fleet, worker) = (Arc::downgrade(self), worker.clone());
+        tokio::spawn(async move {
+            worker.until_idle().await;
+            if let Some(fleet) = fleet.upgrade()
+                && fleet.registry.remove(worker.id).is_some()
+            {
+                tracing::info!(url = %worker.url(), "worker drained and removed");
+            }
+        });
+    }
+}

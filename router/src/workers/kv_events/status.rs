@@ -1,0 +1,90 @@
+//! Status of a rank's events: what its worker announces, and how far its reader has come.
+
+use std::sync::Arc;
+
+use parking_lot::Mutex;
+use serde::{Deserialize, Deserializer, Serialize};
+use tokio::task::AbortHandle;
+
+/// A candidate's feed.
+#[derive(Default)]
+pub struct Feed {
+    pub(super) status: Arc<Mutex<Status>>,
+    pub(super) task: Mutex<Option<AbortHandle>>,
+}
+
+impl Feed {
+    pub fn status(&self) -> Status {
+        self.status.lock().clone()
+    }
+
+    /// The candidate leaves.
+    pub fn stop(&self) {
+        if let Some(task) = self.task.lock().take() {
+            task.abort();
+        }
+    }
+}
+
+/// How much is known of a rank's cache; a metric label.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Standing {
+    /// Not followed.
+    #[default]
+    Off,
+    /// Nothing has arrived yet.
+    Connecting,
+    /// The index has what the rank has stored.
+    Exact,
+    /// Something was missed, or it is not heard now.
+    Doubtful,
+}
+
+impl Standing {
+    pub fn label(self) -> &'static str {
+        match self {
+            Standing::Off => "off",
+            Standing::Connecting => "connecting",
+            Standing::Exact => "exact",
+            Standing::Doubtful => "doubtful",
+        }
+    }
+}
+
+/// Status as GET /workers shows it.
+#[derive(Debug, Clone, Default, Serialize)]
+pub struct Status {
+    pub state: Standing,
+    pub source: Option<String>,
+    /// Why it is not exact.
+    pub reason: Option<String>,
+    /// The rank's pages that are known.
+    pub blocks: usize,
+    pub next_seq: Option<u64>,
+    pub gaps: u64,
+    pub resyncs: u64,
+}
+
+/// Entry of `internal_states` in /get_server_info, one per rank.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Deserialize)]
+pub struct RankState {
+    /// Our engines: they announce, over HTTP too.
+    #[serde(default)]
+    pub kv_events: Option<Announced>,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
+pub struct Announced {
+    pub epoch: String,
+}
+
+/// Keys that other engines may use for something else: a value of another shape counts as none.
+pub fn lenient<'de, D, T>(from: D) -> Result<T, D::Error>
+where
+    D: Deserializer<'de>,
+    T: Default + for<'a> Deserialize<'a>,
+{
+    let value = serde_json::Value::deserialize(from)?;
+    Ok(serde_json::from_value(value).unwrap_or_default())
+}

@@ -1,0 +1,42 @@
+//! Explanations of decisions for people: names of workers in the place of their ids.
+
+use std::sync::Arc;
+
+use router_core::{Explanation, WorkerId};
+use serde::Serialize;
+use serde_json::value::{RawValue, to_raw_value};
+
+use crate::workers::load_guard::Candidate;
+
+/// The name of a candidate; it is in the list its decision was made from.
+pub fn name_of(candidates: &[Arc<Candidate>], id: WorkerId) -> &str {
+    let found = candidates.iter().find(|c| c.id == id);
+    found.map_or("unknown", |candidate| &candidate.name)
+}
+
+/// As JSON, each candidate with its name.
+pub fn named(explanation: &Explanation, candidates: &[Arc<Candidate>]) -> Option<Box<RawValue>> {
+    #[derive(Serialize)]
+    struct Named<'a, T> {
+        worker: &'a str,
+        #[serde(flatten)]
+        told: &'a T,
+    }
+    #[derive(Serialize)]
+    struct Told<'a, B, T> {
+        policy: &'a str,
+        #[serde(flatten)]
+        basis: &'a B,
+        candidates: Vec<Named<'a, T>>,
+    }
+    let Explanation { policy, basis, candidates: weighed } = explanation;
+    let weighed = weighed.iter().map(|told| Named { worker: name_of(candidates, told.id), told });
+    let told = Told { policy, basis, candidates: weighed.collect() };
+    match to_raw_value(&told) {
+        Ok(json) => Some(json),
+        Err(err) => {
+            tracing::error!(%err, "cannot write an explanation");
+            None
+        }
+    }
+}

@@ -1,0 +1,70 @@
+//! Gauges of workers, read from the registry when somebody scrapes.
+
+use prometheus::GaugeVec;
+
+use crate::observability::metrics::Metrics;
+use crate::workers::registry::Registry;
+
+/// Set the gauges of workers; of those that are gone nothing stays.
+pub fn update(metrics: &Metrics, registry: &Registry) {
+    for family in [
+        &metrics.workers,
+        &metrics.unpaired,
+        &metrics.worker_load,
+        &metrics.circuit,
+        &metrics.backlog,
+        &metrics.prefill_speed,
+        &metrics.confidence,
+        &metrics.index_blocks,
+        &metrics.kv_ranks,
+        &metrics.tree_chars,
+    ] {
+        family.reset();
+    }
+    for worker in registry.workers() {
+        metrics.workers.with_label_values(&[worker.role().label(), worker.state().label()]).inc();
+        if registry.misfit(&worker).is_some() {
+            let role = worker.role().label();
+            metrics.unpaired.with_label_values(&[role]).inc();
+        }
+    }
+    let names: std::collections::HashMap<_, _> = registry
+        .candidates()
+        .into_iter()
+        .map(|c| {
+            let role = c.worker.role().label();
+            let labels = [role, c.name.as_str()];
+            let state = c.feed.status().state.label();
+            metrics.kv_ranks.with_label_values(&[role, state]).inc();
+            metrics.worker_load.with_label_values(&labels).set(c.load() as f64);
+            metrics.circuit.with_label_values(&labels).set(f64::from(c.circuit() as u8));
+            (c.id, c)
+        })
+        .collect();
+    for (role, stats) in registry.policy_stats() {
+        let role = role.label();
+        for (family, value) in [
+            (&metrics.tree_bytes, stats.index_bytes as f64),
+            (&metrics.tree_evicted, stats.evicted_total as f64),
+            (&metrics.routing_keys, stats.keys as f64),
+            (&metrics.utilisation, stats.utilisation),
+        ] {
+            family.with_label_values(&[role]).set(value);
+        }
+        let show = |family: &GaugeVec, worker, value| {
+            if let Some(candidate) = names.get(&worker) {
+                let labels = [role, candidate.name.as_str()];
+                family.with_label_values(&labels).set(value);
+            }
+        };
+        for (worker, chars) in stats.chars {
+            show(&metrics.tree_chars, worker, chars as f64);
+        }
+        for rank in stats.ranks {
+            show(&metrics.backlog, rank.worker, rank.backlog_ms / 1e3);
+            show(&metrics.prefill_speed, rank.worker, rank.ms_per_kilotoken / 1e3);
+            show(&metrics.confidence, rank.worker, rank.confidence);
+            show(&metrics.index_blocks, rank.worker, rank.index_blocks as f64);
+        }
+    }
+}

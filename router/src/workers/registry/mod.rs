@@ -1,0 +1,560 @@
+//! Registry of workers: their candidates (one per worker, or per DP rank), their load, breakers and policies.
+//!
+//! The life of a worker:
+//!
+//! 1. registered by a flag or `POST /workers`: `Starting`; its health task (health.rs) begins to probe;
+//! 2. the first good probe brings its description (DP size, bootstrap port): `Ready`, its candidates enter the snapshot
+//!    and the policies are told;
+//! 3. probes fail or a connection is refused: `Unhealthy`, its candidates leave and the policies forget them: what
+//!    restarts comes back with an empty cache. A good probe makes it `Ready` again, with new candidates;
+//! 4. it reports that it drains: `Draining`, its candidates leave; a good probe makes it `Ready` again;
+//! 5. drained by this router: `Leaving`, its candidates leave, it is removed when the last request in flight has ended;
+//! 6. removed: it leaves the snapshot at once; requests in flight hold their candidate and finish.
+//!
+//! Invariants: a candidate's load is the number of living [`LoadGuard`]s; ids are never used twice; decisions of one role
+//! are made one after the other, each seeing the loads of those before.
+
+/// Decisions.
+mod decisions;
+/// Explanations with the names of workers.
+mod explanation;
+/// Gauges of workers.
+pub(crate) mod metrics;
+/// Inputs and results of decisions.
+pub(crate) mod selection;
+/// First probes of new workers.
+pub(crate) mod startup_gate;
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+
+use parking_lot::{Mutex, RwLock};
+use router_core::{
+    BreakerConfig, BreakerState, CircuitBreaker, Deciders, Event, Policy, PolicyStats, Role,
+    WorkerId,
+};
+use tokio::sync::{Notify, watch};
+use tokio::task::AbortHandle;
+
+use self::startup_gate::{Newcomer, Newcomers};
+use crate::clock::now_ms;
+use crate::config::{RouterConfig, WorkerSpec};
+use crate::error::RouteError;
+use crate::observability::fleet_events::FleetEvents;
+use crate::observability::metrics::Metrics;
+use crate::request::prompt_limit::PromptLimit;
+use crate::transport::tls_reload::WorkerTls;
+use crate::transport::upstream::Pool;
+use crate::workers::kv_events::status::{Feed, Status};
+use crate::workers::load_guard::{Candidate, reported};
+use crate::workers::load_report;
+use crate::workers::load_report::Report;
+use crate::workers::worker::{Description, State, Worker};
+
+/// Most workers registered at once: the registry is open to the network.
+const MAX_WORKERS: usize = 4096;
+
+struct RoleTable {
+    /// Held while deciding.
+    turn: Mutex<()>,
+    candidates: RwLock<Arc<Vec<Arc<Candidate>>>>,
+}
+
+impl RoleTable {
+    fn list(&self) -> Arc<Vec<Arc<Candidate>>> {
+        self.candidates.read().clone()
+    }
+
+    /// The candidates that serve this model. Cost: a comparison per candidate, and a copy of the list if one does not.
+    fn list_for(&self, model: Option<&str>) -> Arc<Vec<Arc<Candidate>>> {
+        let list = self.list();
+        let Some(model) = model else { return list };
+        if list.iter().all(|c| c.worker.description().serves(model)) {
+            return list;
+        }
+        let serving = list.iter().filter(|c| c.worker.description().serves(model));
+        Arc::new(serving.cloned().collect())
+    }
+}
+
+pub struct Registry {
+    workers: RwLock<Vec<Arc<Worker>>>,
+    deciders: Arc<Deciders>,
+    /// By [`Role::index`].
+    tables: [RoleTable; 3],
+    /// True if every prefill worker can hand its pages to every decode worker; set under `changing`.
+    all_fit: AtomicBool,
+    /// Set once a request could be answered; set under `changing`.
+    has_served: AtomicBool,
+    changing: Mutex<()>,
+    newcomers: Newcomers,
+    /// Told when candidates come or go.
+    changed: watch::Sender<()>,
+    next_worker: AtomicU64,
+    next_candidate: AtomicU64,
+    next_ticket: AtomicU64,
+    metrics: Arc<Metrics>,
+    /// For the web page.
+    pub events: FleetEvents,
+    dp_aware: bool,
+    breaker: Option<BreakerConfig>,
+    /// For https:// workers.
+    tls: Option<WorkerTls>,
+    cut: watch::Receiver<bool>,
+}
+
+pub const ROLES: [Role; 3] = Role::ALL;
+
+impl Registry {
+    pub fn new(
+        config: &RouterConfig,
+        deciders: Deciders,
+        metrics: Arc<Metrics>,
+        tls: Option<WorkerTls>,
+        cut: watch::Receiver<bool>,
+    ) -> Self {
+        Self {
+            metrics,
+            events: FleetEvents::default(),
+            next_ticket: AtomicU64::new(1),
+            workers: RwLock::default(),
+            deciders: Arc::new(deciders),
+            tables: ROLES
+                .map(|_| RoleTable { turn: Mutex::default(), candidates: RwLock::default() }),
+            all_fit: AtomicBool::new(true),
+            has_served: AtomicBool::new(false),
+            changing: Mutex::default(),
+            newcomers: Newcomers::default(),
+            changed: watch::Sender::default(),
+            next_worker: AtomicU64::new(1),
+            next_candidate: AtomicU64::new(1),
+            dp_aware: config.workers.is_dp_aware(),
+            breaker: config.breaker(),
+            tls,
+            cut,
+        }
+    }
+
+    pub fn deciders(&self) -> Arc<Deciders> {
+        self.deciders.clone()
+    }
+
+    pub fn policy(&self, role: Role) -> &dyn Policy {
+        self.deciders.policy(role)
+    }
+
+    /// Register a worker; the caller starts its health task.
+    pub fn add(&self, spec: WorkerSpec) -> Result<Arc<Worker>, RouteError> {
+        if spec.url.is_tls && self.tls.is_none() {
+            return Err(RouteError::InvalidValue {
+                param: "url",
+                problem: format!(
+                    "{} asks for TLS; start the router with --ca-cert-paths",
+                    spec.url
+                ),
+            });
+        }
+        let mut workers = self.workers.write();
+        let is_there = |w: &&Arc<Worker>| w.spec.url == spec.url && w.state() != State::Leaving;
+        if let Some(known) = workers.iter().find(is_there) {
+            return Err(RouteError::DuplicateWorker {
+                url: spec.url.to_string(),
+                role: known.role(),
+                id: known.id,
+            });
+        }
+        if workers.len() >= MAX_WORKERS {
+            return Err(RouteError::TooManyWorkers { limit: MAX_WORKERS });
+        }
+        let worker = Arc::new(Worker {
+            id: self.next_worker.fetch_add(1, Ordering::Relaxed),
+            pool: Pool::new(spec.url.clone(), self.tls.clone(), self.cut.clone()),
+            spec,
+            suspect: Notify::new(),
+            silent: Notify::new(),
+            state: watch::Sender::new((State::Starting { reason: None }, Arc::default())),
+            loads: Mutex::default(),
+            idle: Notify::new(),
+            last_break_ms: AtomicU64::new(0),
+            health_task: Mutex::default(),
+        });
+        workers.push(worker.clone());
+        self.note_event("registered", &worker, None);
+        Ok(worker)
+    }
+
+    pub fn set_health_task(&self, worker: &Worker, task: AbortHandle) {
+        *worker.health_task.lock() = Some(task);
+    }
+
+    /// No new requests for this worker. False: it leaves already, or was removed.
+    pub fn start_drain(&self, worker: &Arc<Worker>) -> bool {
+        let is_news = self.set_state(worker, State::Leaving, None);
+        if is_news && let Some(task) = worker.health_task.lock().take() {
+            task.abort();
+        }
+        is_news
+    }
+
+    /// Take a worker out. Requests in flight finish.
+    pub fn remove(&self, id: u64) -> Option<Arc<Worker>> {
+        let mut workers = self.workers.write();
+        let at = workers.iter().position(|w| w.id == id)?;
+        let worker = workers.remove(at);
+        if let Some(task) = worker.health_task.lock().take() {
+            task.abort();
+        }
+        self.replace_candidates(&worker, Vec::new());
+        self.note_event("removed", &worker, None);
+        Some(worker)
+    }
+
+    fn note_event(&self, kind: &'static str, worker: &Worker, detail: Option<String>) {
+        let url = worker.url().to_string();
+        self.events.add(kind, worker.role(), &url, detail);
+    }
+
+    pub fn workers(&self) -> Vec<Arc<Worker>> {
+        self.workers.read().clone()
+    }
+
+    /// Longest context of all workers [tokens]. `None`: there is no worker, or one does not tell.
+    pub fn context_tokens(&self) -> Option<u64> {
+        let workers = self.workers.read();
+        let told: Option<Vec<u64>> =
+            workers.iter().map(|worker| worker.description().context_length).collect();
+        told?.into_iter().max()
+    }
+
+    /// Longest prompt that some worker of each of `roles` takes, among those that serve `model` (`None`: any). `None`:
+    /// a worker that may take the request announces no limit, or has not described itself yet.
+    pub fn prompt_limit(&self, roles: &[Role], model: Option<&str>) -> Option<PromptLimit> {
+        let workers = self.workers.read();
+        let of_role = |role: Role| {
+            let eligible = workers.iter().filter(|worker| {
+                let is_out = matches!(worker.state(), State::Rejected { .. } | State::Leaving);
+                let serves = |model| worker.description().serves(model);
+                worker.role() == role && !is_out && model.is_none_or(serves)
+            });
+            let limits = eligible.map(|worker| worker.description().prompt_limit());
+            let limits: Option<Vec<PromptLimit>> = limits.collect();
+            limits?.into_iter().reduce(PromptLimit::or)
+        };
+        let limits: Option<Vec<PromptLimit>> = roles.iter().map(|role| of_role(*role)).collect();
+        limits?.into_iter().reduce(PromptLimit::and)
+    }
+
+    pub fn worker(&self, id: u64) -> Option<Arc<Worker>> {
+        self.workers.read().iter().find(|w| w.id == id).cloned()
+    }
+
+    pub fn candidates(&self) -> Vec<Arc<Candidate>> {
+        let tables = self.tables.iter();
+        tables.flat_map(|t| t.candidates.read().iter().cloned().collect::<Vec<_>>()).collect()
+    }
+
+    /// Status of the cache events of a worker's ranks, in their order.
+    pub fn feeds_of(&self, worker: u64) -> Vec<Status> {
+        let candidates = self.candidates().into_iter();
+        let its = candidates.filter(|c| c.worker.id == worker);
+        its.map(|c| c.feed.status()).collect()
+    }
+
+    pub fn policy_stats(&self) -> Vec<(Role, PolicyStats)> {
+        let now_ms = now_ms();
+        ROLES.map(|role| (role, self.policy(role).stats(now_ms))).to_vec()
+    }
+
+    /// Told from here on when candidates come or go.
+    pub fn changes(&self) -> watch::Receiver<()> {
+        self.changed.subscribe()
+    }
+
+    /// True if a worker of this role is registered that serves, or may serve again.
+    pub fn may_return(&self, role: Role) -> bool {
+        let workers = self.workers.read();
+        let mut of_role = workers.iter().filter(|w| w.role() == role);
+        of_role.any(|w| !matches!(w.state(), State::Rejected { .. } | State::Leaving))
+    }
+
+    /// True if this role has workers ready, and no registered one serves the model.
+    pub fn lacks_model(&self, role: Role, model: &str) -> bool {
+        let workers = self.workers.read();
+        let of_role = || workers.iter().filter(|w| w.role() == role);
+        of_role().any(|w| w.is_ready()) && !of_role().any(|w| w.description().serves(model))
+    }
+
+    /// (known, ready) workers of a role.
+    pub fn count(&self, role: Role) -> (usize, usize) {
+        let workers = self.workers.read();
+        let known = workers.iter().filter(|w| w.role() == role);
+        known.fold((0, 0), |(known, ready), w| (known + 1, ready + usize::from(w.is_ready())))
+    }
+
+    /// The only place where a worker changes state. Candidates and policies follow. False: nothing changed.
+    pub fn set_state(
+        &self,
+        worker: &Arc<Worker>,
+        state: State,
+        description: Option<Description>,
+    ) -> bool {
+        // Holding the list keeps a removal from crossing with this: a removed worker stays out.
+        let workers = self.workers.read();
+        if !workers.iter().any(|w| w.id == worker.id) {
+            return false;
+        }
+        let mut old_label = "";
+        let is_changed = worker.state.send_if_modified(|present| {
+            if present.0 == State::Leaving {
+                return false;
+            }
+            old_label = present.0.label();
+            if let Some(description) = description {
+                present.1 = Arc::new(description);
+            }
+            std::mem::replace(&mut present.0, state.clone()) != state
+        });
+        if !is_changed {
+            return false;
+        }
+        let candidates = match &state {
+            State::Ready => self.candidates_of(worker),
+            _ => Vec::new(),
+        };
+        if old_label != state.label() {
+            let detail = state.reason().map(str::to_owned);
+            self.note_event(state.label(), worker, detail);
+        }
+        let (role, url) = (worker.role(), worker.url());
+        match &state {
+            State::Ready => {
+                tracing::info!(%url, %role, ranks = candidates.len(), "worker is ready");
+            }
+            State::Draining => {
+                tracing::info!(%url, %role, in_flight = worker.load(), "worker reports that it drains");
+            }
+            State::Leaving => {
+                tracing::info!(%url, %role, in_flight = worker.load(), "worker drains and leaves");
+            }
+            State::Starting { reason } => {
+                tracing::warn!(%url, %role, reason, "worker is not up yet; still trying");
+            }
+            _ => {
+                let reason = state.reason().unwrap_or_default();
+                tracing::warn!(%url, %role, state = state.label(), reason, "worker is out");
+            }
+        }
+        self.replace_candidates(worker, candidates);
+        true
+    }
+
+    fn candidates_of(&self, worker: &Arc<Worker>) -> Vec<Arc<Candidate>> {
+        let ranks: Vec<Option<u32>> =
+            if self.dp_aware { (0..worker.dp_size()).map(Some).collect() } else { vec![None] };
+        let told = worker.description();
+        let (ranks, make) = (ranks.into_iter(), told.make());
+        ranks
+            .map(|rank| {
+                Arc::new(Candidate {
+                    id: WorkerId(self.next_candidate.fetch_add(1, Ordering::Relaxed)),
+                    name: match rank {
+                        Some(rank) => format!("{}@{rank}", worker.url()),
+                        None => worker.url().to_string(),
+                    },
+                    worker: worker.clone(),
+                    rank,
+                    make,
+                    host: worker.host_number(),
+                    load: worker.load_of(rank),
+                    breaker: self.breaker.clone().map(CircuitBreaker::new).map(Mutex::new),
+                    penalty: Mutex::default(),
+                    activity: Mutex::default(),
+                    feed: Feed::default(),
+                })
+            })
+            .collect()
+    }
+
+    /// Put `new` in the place of all candidates of `worker`.
+    fn replace_candidates(&self, worker: &Arc<Worker>, new: Vec<Arc<Candidate>>) {
+        self.swap_candidates(worker, new);
+        let _one = self.changing.lock();
+        let [regular, prefill, decode] = &self.tables;
+        let (p_list, d_list) = (prefill.list(), decode.list());
+        if !regular.list().is_empty() || self.has_pair() {
+            self.has_served.store(true, Ordering::Relaxed);
+        }
+        let fits_all = |p: &Arc<Candidate>| d_list.iter().all(|d| p.make.fits(&d.make));
+        self.all_fit.store(p_list.iter().all(fits_all), Ordering::Relaxed);
+        self.changed.send_replace(());
+    }
+
+    fn swap_candidates(&self, worker: &Arc<Worker>, new: Vec<Arc<Candidate>>) {
+        let table = self.table(worker.role());
+        let _turn = table.turn.lock();
+        let mut shared = table.candidates.write();
+        let mut list: Vec<_> = shared.iter().cloned().collect();
+        list.retain(|c| {
+            let stays = c.worker.id != worker.id;
+            if !stays {
+                c.feed.stop();
+                let gone = Event::WorkerGone { worker: c.id };
+                self.deciders.observe(worker.role(), &gone);
+            }
+            stays
+        });
+        let facts = worker.facts();
+        for candidate in &new {
+            let (role, name) = (worker.role(), &candidate.name);
+            self.deciders.added(role, candidate.id, facts, name);
+        }
+        list.extend(new);
+        // By address, so that round robin's order does not depend on who became ready first.
+        list.sort_by_key(|c| (c.worker.id, c.rank));
+        *shared = Arc::new(list);
+    }
+
+    /// The worker told what its ranks have to do; returns whether that was about any of its candidates.
+    pub fn loads_told(&self, worker: &Worker, reports: &[Report]) -> bool {
+        let table = self.table(worker.role());
+        let candidates = table.candidates.read().clone();
+        let mut is_used = false;
+        for candidate in candidates.iter().filter(|c| c.worker.id == worker.id) {
+            let report = match candidate.rank {
+                Some(rank) => reports.iter().find(|report| report.rank == rank).copied(),
+                None => load_report::sum(reports),
+            };
+            if let Some(report) = report {
+                candidate.activity.lock().reported(report, now_ms());
+                let told = reported(candidate.id, report);
+                self.deciders.observe(worker.role(), &told);
+                is_used = true;
+            }
+        }
+        is_used
+    }
+
+    /// Bring the policies' memory under its limits; returns the characters or keys dropped.
+    pub fn evict(&self) -> usize {
+        self.deciders.evict(now_ms())
+    }
+
+    /// Policies forget all prompts: the workers' caches were flushed.
+    pub fn forget_prompts(&self) {
+        for role in ROLES {
+            let table = self.table(role);
+            let _turn = table.turn.lock();
+            for candidate in table.candidates.read().iter() {
+                let (worker, facts) = (candidate.id, candidate.worker.facts());
+                self.deciders.observe(role, &Event::WorkerGone { worker });
+                self.deciders.added(role, worker, facts, &candidate.name);
+            }
+        }
+    }
+
+    /// Answers whether a policy of these roles reads text, and block hashes: what nobody reads is not made.
+    pub fn needs(&self, roles: &[Role]) -> (bool, bool) {
+        self.deciders.needs(roles)
+    }
+
+    /// Why nobody of the other role can be paired with this ready worker, though somebody is there.
+    pub fn misfit(&self, worker: &Worker) -> Option<String> {
+        let other_role = match worker.role() {
+            Role::Regular => return None,
+            Role::Prefill => Role::Decode,
+            Role::Decode => Role::Prefill,
+        };
+        if self.all_fit.load(Ordering::Relaxed) || !worker.is_ready() {
+            return None;
+        }
+        let told = worker.description();
+        let make = told.make();
+        let others = self.workers();
+        let others = others.iter().filter(|w| w.role() == other_role && w.is_ready());
+        let theirs = |w: &Arc<Worker>| w.description().make();
+        if others.clone().any(|w| make.fits(&theirs(w))) {
+            return None;
+        }
+        let nearest = others.min_by_key(|w| make.differs(&theirs(w)).count())?;
+        let there = nearest.description();
+        let there_make = there.make();
+        let differences = make.differs(&there_make).map(|aspect| {
+            let tell = |told: &Description| told.aspect(aspect).unwrap_or_default();
+            let (here, there) = (tell(&told), tell(&there));
+            format!("its {aspect} is {here}, there it is {there}")
+        });
+        let differences: Vec<_> = differences.collect();
+        Some(format!(
+            "no {other_role} worker fits it; nearest is {}: {}",
+            nearest.url(),
+            differences.join(", ")
+        ))
+    }
+
+    /// True if some prefill and some decode worker can work together.
+    pub fn has_pair(&self) -> bool {
+        let [_, prefill, decode] = &self.tables;
+        let (p_list, d_list) = (prefill.list(), decode.list());
+        p_list.iter().any(|p| d_list.iter().any(|d| p.make.fits(&d.make)))
+    }
+
+    /// True from the first moment on at which ready workers could answer a request.
+    pub fn has_served(&self) -> bool {
+        self.has_served.load(Ordering::Relaxed)
+    }
+
+    fn table(&self, role: Role) -> &RoleTable {
+        &self.tables[role.index()]
+    }
+
+    fn candidate(&self, role: Role, id: WorkerId) -> Option<Arc<Candidate>> {
+        let candidates = self.table(role).list();
+        candidates.iter().find(|c| c.id == id).cloned()
+    }
+
+    /// A failure of this worker was not the request's fault: another worker answered it.
+    pub fn count_failure(&self, role: Role, id: WorkerId) {
+        if let Some(candidate) = self.candidate(role, id) {
+            candidate.count_failure();
+        }
+    }
+
+    /// The worker denied a request. Returns whether that may be its own fault rather than the request's.
+    pub fn judge_denial(&self, role: Role, id: WorkerId) -> bool {
+        let candidates = self.table(role).list();
+        let now_ms = now_ms();
+        let others = candidates.iter().filter(|c| c.id != id);
+        let others = others.map(|c| c.penalty.lock().share(now_ms)).sum();
+        let denier = candidates.iter().find(|c| c.id == id);
+        denier.is_some_and(|c| c.penalty.lock().judge(others, now_ms))
+    }
+
+    /// Candidates of this role whose circuit is open.
+    pub fn open_circuits(&self, role: Role) -> usize {
+        let candidates = self.table(role).list();
+        let is_open = |c: &&Arc<Candidate>| c.circuit() == BreakerState::Open;
+        candidates.iter().filter(is_open).count()
+    }
+
+    /// The worst circuit of a worker's candidates, and the longest time one of them is still passed over [ms].
+    pub fn objections_to(&self, worker: &Worker) -> (BreakerState, u64) {
+        let candidates = self.table(worker.role()).list();
+        let (mut circuit, mut left_ms) = (BreakerState::Closed, 0);
+        for candidate in candidates.iter().filter(|c| c.worker.id == worker.id) {
+            circuit = circuit.max(candidate.circuit());
+            left_ms = left_ms.max(candidate.penalty.lock().left_ms(now_ms()));
+        }
+        (circuit, left_ms)
+    }
+
+    /// Guard of a worker whose task begins to probe it.
+    pub fn newcomer(&self) -> Newcomer {
+        self.newcomers.one_more()
+    }
+
+    /// While one of these roles has nobody ready and a worker was not asked yet: wait for that, a second at most.
+    pub async fn introductions(&self, roles: &[Role]) {
+        let is_settled = || roles.iter().all(|role| self.count(*role).1 > 0);
+        self.newcomers.wait_unless(is_settled).await;
+    }
+}

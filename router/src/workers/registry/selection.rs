@@ -1,0 +1,98 @@
+//! Inputs and results of decisions.
+
+use std::borrow::Cow;
+use std::sync::Arc;
+
+use rand::RngCore;
+use router_core::{
+    Blocks, Make, RequestView, Role, Sending, Why, WorkerId, WorkerView, least_objection,
+};
+
+use crate::observability::request_timeline::Story;
+use crate::workers::load_guard::{Candidate, LoadGuard};
+
+/// A request as the registry takes it.
+#[derive(Clone, Default)]
+pub struct Wanted<'a> {
+    pub text: Cow<'a, str>,
+    pub blocks: Option<Arc<Blocks>>,
+    pub routing_key: Option<&'a str>,
+    /// Only workers that serve it are candidates.
+    pub model: Option<&'a str>,
+    /// The answer streams: a regular worker's first token will be seen.
+    pub streams: bool,
+    /// Told what is decided, if anybody wants to know.
+    pub story: Option<Arc<Story>>,
+    /// With all that is weighed.
+    pub explains: bool,
+    /// Resumes the answer of a worker of this make (failover.rs).
+    pub heir_of: Option<Make>,
+}
+
+impl Wanted<'_> {
+    pub(super) fn sending(&self, now_ms: u64) -> Sending<'_> {
+        Sending {
+            request: self.view(now_ms),
+            // 53 bits: what every reader of JSON keeps exactly.
+            seed: rand::rng().next_u64() >> 11,
+            explains: self.explains,
+            streams: self.streams,
+        }
+    }
+
+    pub(super) fn view(&self, now_ms: u64) -> RequestView<'_> {
+        RequestView {
+            text: &self.text,
+            prompt: self.blocks.as_deref().map(Blocks::prompt).unwrap_or_default(),
+            routing_key: self.routing_key,
+            now_ms,
+        }
+    }
+}
+
+/// A candidate with its place taken.
+pub struct Chosen {
+    pub guard: LoadGuard,
+    pub why: Why,
+}
+
+/// Workers that failed a request before: taken again only when there is no other.
+#[derive(Debug, Clone, Default)]
+pub struct Avoid {
+    pub(super) prefill: Vec<WorkerId>,
+    /// Decode or regular workers.
+    pub(super) worker: Vec<WorkerId>,
+}
+
+impl Avoid {
+    pub fn add(&mut self, role: Role, worker: WorkerId) {
+        match role {
+            Role::Prefill => self.prefill.push(worker),
+            Role::Decode | Role::Regular => self.worker.push(worker),
+        }
+    }
+
+    pub(super) fn of(&self, role: Role) -> &[WorkerId] {
+        match role {
+            Role::Prefill => &self.prefill,
+            Role::Decode | Role::Regular => &self.worker,
+        }
+    }
+}
+
+/// Candidates that could resume the answer, and of these the ones with the fewest objections.
+pub(super) fn views(
+    candidates: &[Arc<Candidate>],
+    heir_of: Option<Make>,
+    avoid: &[WorkerId],
+    now_ms: u64,
+) -> Vec<WorkerView> {
+    let heirs = candidates.iter().filter(|c| c.is_heir(heir_of));
+    let judged: Vec<_> = heirs
+        .map(|c| {
+            let view = WorkerView { id: c.id, load: c.load(), host: c.host };
+            (view, c.objection(avoid, now_ms))
+        })
+        .collect();
+    least_objection(judged.into_iter())
+}
